@@ -44,29 +44,89 @@ def test_prompts_from_text_and_jsonl(tmp_path):
     assert texts(read_prompts(tmp_path / "b.jsonl")) == ["a", "b"]
     (tmp_path / "c.jsonl").write_text('{"caption": " a "}\n')
     assert texts(read_prompts(f"{tmp_path}/c.jsonl:caption")) == ["a"]
-    with pytest.raises(UserError, match='line 1: .*"text"'):
+    with pytest.raises(UserError, match="line 1: has no column 'text'; name one after a colon: caption"):
         read_prompts(f"{tmp_path}/c.jsonl:text")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("drawbench.csv", '\ufeffPrompts,Category\r\n"a, ""b""",Colors\r\n\r\nc,x\r\n'),
+        ("excel.CSV", 'sep=;\nkind; Caption\nx;a, "b"\ny;c\n'),
+        ("a.csv:Kind", 'prompt,Kind\nx,"a, ""b"""\nx,c\n'),
+        ("quoted.tsv", 'Text\tn\n"a, ""b"""\t1\nc\t2\n'),
+        ("plain.TSV", 'n\tprompt\n1\ta, "b"\n2\tc\n'),
+        ("unquoted.tsv", 'prompt\tn\n"a", "b"\t1\n'),
+        ("a.json", '["a, \\"b\\"", "c"]'),
+        ("a.JSON", '{"prompts": ["a, \\"b\\"", "c"]}'),
+        ("mjhq.json", '{"i": {"prompt": "a, \\"b\\"", "category": "x"}, "j": {"prompt": "c"}}'),
+        ("pandas.json", '{"caption": {"0": "a, \\"b\\"", "1": "c"}}'),
+        ("lines.json", '{"prompt": "a, \\"b\\""}\n{"prompt": "c"}\n'),
+        ("a.JSONL", '{"Caption": "a, \\"b\\""}\n{"Caption": "c"}\n'),
+        ("ocr.jsonl", '{"prompt": "a, \\"b\\"", "text": "b"}\n{"prompt": "c", "text": "c"}\n'),
+        ("strings.jsonl", '"a, \\"b\\""\n"c"\n'),
+        ("no_suffix", 'a, "b"\n\u00a0\n\u3000\nc\u200b\n'),
+    ],
+)
+def test_tables_and_lists_are_read_by_suffix_and_column(tmp_path, name, content):
+    (tmp_path / name.split(":")[0]).write_bytes(content.encode())
+    wanted = ['"a", "b"'] if name == "unquoted.tsv" else ['a, "b"', "c"]
+    assert texts(read_prompts(f"{tmp_path}/{name}")) == wanted
+
+
+def test_plain_prompts_keep_what_only_looks_like_another_format(tmp_path):
+    """Quotes, commas, dashes, brackets, numbers, colons, joined emoji and scripts with joiners are usual in prompts."""
+    lines = [
+        "a sign, text, more", "3 dogs", "portrait: a man", '"tiger" in red', "- a dash -- and more", "[x] a", "up-to-date",
+        "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u0646\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+    ]  # fmt: skip
+    (tmp_path / "a.txt").write_text("\n".join(lines), encoding="utf-8")
+    assert texts(read_prompts(tmp_path / "a.txt")) == lines
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.txt", b"\n \n", "is empty"),
-        ("a.txt", "Zürich".encode("latin-1"), "is not UTF-8"),
-        ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}', "line 2"),
+        ("a.txt", "Z\u00fcrich".encode("latin-1"), "is not UTF-8"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}', "line 2: has no column 'prompt'"),
+        ("a.jsonl", b'{"prompt": "x"}\ny', "line 2: is no JSON"),
         ("a.parquet", b"no parquet at all", "cannot be read as parquet"),
+        ("a.csv", b"name,kind\na,b\n", "has no column .*: name, kind"),
+        ("a.csv", b"prompt,caption\na,b\n", "has the columns 'prompt' and 'caption'; .*: prompt, caption"),
+        ("a.csv", b"prompt\na red car, parked\n", "line 2: has 2 cells where the header has 1"),
+        ("a.csv", b'prompt\n"open\n', "cannot be read as a table"),
+        ("a.csv", b"prompt,n\n  ,1\n", "line 2: should be a prompt"),
+        ("a.csv", b"prompt\n", "is empty"),
+        ("a.json", b"[]", "is empty"),
+        ("a.json", b'["a", 3]', "entry 2: should be a prompt"),
+        ("a.json", b"3", "should hold a list"),
+        *[(name, b"a", f"{name[1:]} is not read; prompts are read from .txt") for name in ("a.yaml", "a.xlsx", "a.GZ")],
+        *[(name, b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull") for name in ("a.txt", "a.parquet", "a.csv")],
+        *[(name, b"\n<!DOCTYPE html>\n<html>", "is a page") for name in ("a.txt", "a.json")],
+        ("a.txt", b"a\x1b[31mb", "line 1: has the control character"),
+        ("a.txt", b"a\na cat --w 1024 --n bad", "line 2: has --"),
+        ("a.txt", b"a <lora:x:0.8> cat", "line 1: has <lora:"),
+        ("a.txt", b"a\n# comment", "line 2: begins with #"),
+        ("a.txt", "a\n\u200b".encode(), "line 2: has nothing visible"),
+        ("a.txt", b'Prompts,Category\n"A red car, parked.",Colors\n', "is a table"),
+        ("a.txt", b"a\tx\nb\ty\n", "is a table"),
+        ("a.txt", b'["a", "b"]', "holds a list or objects"),
+        ("a.txt", b'{"prompt": "a"}\n{"prompt": "b"}\n', "holds a list or objects"),
+        ("a.txt", b"prompts:\n  - a\n  - b\n", "is YAML"),
+        ("a.txt", b"1. a\n2. b\n", "a mark, a number or quotes"),
+        ("a.txt", b'"a",\n"b",\n', "a mark, a number or quotes"),
     ],
 )
 def test_unusable_prompt_files_are_refused(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_prompts(tmp_path / name)
 
 
 def test_prompts_from_parquet(parquet):
-    assert texts(read_prompts(f"{parquet}:caption")) == [text.strip() for text in TEXTS]
-    for column, fact in (("", "caption, score, holes"), (":score", "row 1"), (":holes", "row 2")):
+    assert texts(read_prompts(parquet)) == texts(read_prompts(f"{parquet}:caption")) == [text.strip() for text in TEXTS]
+    for column, fact in ((":other", "caption, score, holes"), (":score", "row 1"), (":holes", "row 2")):
         with pytest.raises(UserError, match=fact):
             read_prompts(f"{parquet}{column}")
 
@@ -75,8 +135,8 @@ def test_prompts_from_a_dataset(parquet, monkeypatch, tmp_path_factory):
     """A folder of parquet files is a dataset too, read by the library that reads the hub's."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     assert texts(read_prompts(f"hf:{parquet.parent}:train:caption")) == [text.strip() for text in TEXTS]
-    with pytest.raises(UserError, match="no column 'prompt'; name one after a colon: caption"):
-        read_prompts(f"hf:{parquet.parent}")
+    with pytest.raises(UserError, match="no column 'text'; name one after a colon: caption"):
+        read_prompts(f"hf:{parquet.parent}:train:text")
     with pytest.raises(UserError, match="cannot be loaded: Unknown split"):
         read_prompts(f"hf:{parquet.parent}:test:caption")
 

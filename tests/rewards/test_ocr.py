@@ -9,6 +9,8 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from g2rpo.app.preflight import check
@@ -89,10 +91,54 @@ def test_sessions_have_one_thread_and_threads_of_pictures_change_nothing(monkeyp
         ("a dog's bowl isn't full", None),
         (Prompt("a sign", metadata={"text": "stop"}), "stop"),
         (Prompt("a 'sign'", metadata={"text": "stop"}), "stop"),
+        ('a 12" pizza box that says "Mario\'s"', "Mario's"),
+        ('a 12" by 16" poster', None),
+        ('a 1½" pipe, 3" wide, labelled "Hot"', "Hot"),
+        ('a 12 " pizza, a TV 42", a sign "Route 66" and "No"', "Route 66"),
+        ("a 6' man, a 10'x12\" rug, 12'' tiles, 'Hi'", "Hi"),
+        ("a '90s diner's sign, rock 'n' roll, the dogs' 'Open' bowl", "Open"),
+        ("the boys' and girls' room in '66", None),
+        ("the year '42' on a ’90s wall", "42"),
+        ("a 'vintage' ‘red’ sign \"HI\"", "HI"),
+        ('a sign "open, and «Hi»', "Hi"),
+        ('"" and "Hi"', "Hi"),
+        ('""Hi""', "Hi"),
+        ("“Hi “you” ‘there’” and “no”", "Hi “you” ‘there’"),
+        ("‘Mario’s “best” pizza’", "Mario’s “best” pizza"),
+        ("‘Mario’s’ pizza", "Mario’s"),
+        *[
+            (f"x {one} y", "Hi")
+            for one in ("„Hi“", '„Hi"', "„Hi”", "”Hi”", "“Hi“", "»Hi«", "»Hi»", "‹Hi›", "‚Hi‘", "’Hi’", "″Hi″")
+        ],
+        *[(f"看板{one}と", "ハイ") for one in ("「ハイ」", "『ハイ』", "｢ハイ｣", "“ハイ”", "《ハイ》", "〝ハイ〟", "＂ハイ＂")],
+        ("「a『b』c」", "a『b』c"),
     ],
 )
 def test_the_asked_text(prompt, text):
     assert OCR.target(prompt) == text
+
+
+@given(st.lists(st.text("aé12 '.-中", min_size=1).filter(str.strip), min_size=1, max_size=4), st.text("a '1"))
+def test_in_ordinary_double_quotes_it_is_flow_grpos_rule(texts, rest):
+    """Its prompts have the text between the first two double quotes (flow_grpo/ocr.py: `prompt.split('"')[1]`)."""
+    prompt = rest + " says ".join(f' the sign "{text}"' for text in texts)
+    assert OCR.target(prompt) == (prompt.split('"')[1])
+
+
+def test_a_run_says_what_it_reads(tmp_path):
+    """The first prompts, the prompts without a text, and three of the texts."""
+    (tmp_path / "a.txt").write_text("a \"tiger\"\na 'lion'\na red circle\n" + "a «wolf»\n" * 2 + "x\n")
+    (tmp_path / "b.txt").write_text('a "cat"\n')
+    said = []
+    overrides = ["rewards.ocr=1", f"prompts.train={tmp_path}/a.txt", f"evaluation.prompts={tmp_path}/b.txt"]
+    check(load_config("scenes", overrides), emit=lambda event: said.append(event.title + event.text))
+    assert said == [
+        f"prompts.train={tmp_path}/a.txt: 6 prompts, first 'a \"tiger\"', \"a 'lion'\"",
+        f"evaluation.prompts={tmp_path}/b.txt: 1 prompt, first 'a \"cat\"'",
+        "rewards.ocr in training prompts: 2 of 6 name no text and get no score. Read are "
+        "'tiger' from 'a \"tiger\"'; 'lion' from \"a 'lion'\"; 'wolf' from 'a «wolf»'",
+        "rewards.ocr in held-out prompts: all 1 name a text. Read are 'cat' from 'a \"cat\"'",
+    ]
 
 
 def test_no_text_and_no_finite_pixel_are_no_score(caplog):

@@ -42,7 +42,7 @@ def build_trainer(
     problems with the embedding cache, batch sizes and trackers. `given` may have the keys listed in `preflight.check`.
     """
     given = given or {}
-    prompts, heldout = check(config, given)
+    prompts, heldout = check(config, given, emit=emit)
     check_inputs([*given.get("prompts", ()), *given.get("heldout", ())])
     return Trainer(**checked_parts(config, run_dir, notify, world, {"prompts": prompts, "heldout": heldout, **given}, emit))
 

@@ -6,12 +6,13 @@ import importlib.util
 import inspect
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.assembly import components, hub
 from g2rpo.assembly.blueprint import build_shallow, read_blueprint
@@ -22,7 +23,7 @@ from g2rpo.config.given import Mentioned
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.capabilities import differentiates_rewards, keeps_old
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes, is_hub_id
 from g2rpo.core.types import as_rewards
 from g2rpo.monitor.trackers import check_trackers
@@ -36,10 +37,16 @@ SECONDS = 1.5
 """Seconds for servers to answer. Slower ones are not reported: they may be busy."""
 LARGE = 2**28
 """Bytes of a transformer from which on it takes longer to load than to build without weights."""
+FIRST_PROMPTS, SHOWN_TARGETS, SHOWN_LETTERS = 2, 3, 80
+"""How many prompts and targets are shown when a run starts, and how many letters of each."""
 
 
-def check(config: Config, given: Collection[str] = (), directory: Path | None = None) -> tuple[list[str], list[str]]:
+def check(
+    config: Config, given: Collection[str] = (), directory: Path | None = None, emit: Emit = silent
+) -> tuple[list[str], list[str]]:
     """The prompts to train on and the held-out ones. UserError names everything that is missing or wrong.
+
+    `emit` gets the first prompts of each list, and what rewards read in them.
 
     Objects in `given` (policy, rewards, judges, prompts, heldout, trackers) are not checked. If the run's `directory` is given,
     its disk must have space for the checkpoints.
@@ -60,6 +67,7 @@ def check(config: Config, given: Collection[str] = (), directory: Path | None = 
     findings.refuse()
     prompts.check_targets(findings, config, given)
     findings.refuse()
+    prompts.show(config, given, emit)
     return prompts.train, prompts.heldout
 
 
@@ -122,14 +130,50 @@ class _Prompts:
             else:
                 self.heldout = read[: self.most]
 
+    def show(self, config: Config, given: Collection[str], emit: Emit) -> None:
+        """Reports the first prompts of each list, and the texts that rewards look for."""
+        for name, (key, source) in self.sources.items():
+            prompts = self._of(name)
+            first = ", ".join(_short(prompt) for prompt in prompts[:FIRST_PROMPTS])
+            emit(Line(f"={source}: {counted(len(prompts), 'prompt')}, first {first}", title=key))
+        for name in self.sources:
+            for reward, kind, _ in self._scored_by(name, config, given):
+                if (texts := _texts_read(kind, self._of(name))) is not None:
+                    kinds = "training" if name == "prompts" else "held-out"
+                    emit(Line(f" in {kinds} prompts: {texts}", title=f"rewards.{reward}"))
+
     def check_targets(self, findings: _Findings, config: Config, given: Collection[str]) -> None:
         """Refuses rewards for prompts that they cannot score, such as those without a text in quotes."""
         for name, (key, source) in self.sources.items():
-            texts = self.train if name == "prompts" else self.heldout
-            for reward, entry in _rewards(config, {*given, "judges"} if name == "prompts" else given).items():
-                kind = reward_kind(reward, entry)
-                if texts and (fault := declared_by(kind).fault({**defaults_of(kind), **entry.options}, texts)) is not None:
+            texts = self._of(name)
+            for reward, kind, options in self._scored_by(name, config, given):
+                if texts and (fault := declared_by(kind).fault(options, texts)) is not None:
                     findings.add(f"rewards.{reward}: {fault} ({key}={source})")
+
+    def _of(self, name: str) -> list[str]:
+        return self.train if name == "prompts" else self.heldout
+
+    def _scored_by(self, name: str, config: Config, given: Collection[str]) -> list[tuple[str, Any, dict[str, Any]]]:
+        """Name, kind and options of the rewards of these prompts; training prompts are not judged by held-out rewards."""
+        rewards = _rewards(config, {*given, "judges"} if name == "prompts" else given)
+        kinds = {reward: reward_kind(reward, entry) for reward, entry in rewards.items()}
+        return [(reward, kind, {**defaults_of(kind), **rewards[reward].options}) for reward, kind in kinds.items()]
+
+
+def _texts_read(kind: Any, prompts: Sequence[str]) -> str | None:
+    """How many prompts name no text, and examples of the texts that `kind` reads in others; None if it reads none."""
+    targets = {prompt: declared_by(kind).target(prompt) for prompt in prompts}
+    read = {prompt: target for prompt, target in targets.items() if isinstance(target, str)}
+    if not read:
+        return None
+    absent = sum(targets[prompt] is None for prompt in prompts)
+    shown = "; ".join(f"{target!r} from {_short(prompt)}" for prompt, target in list(read.items())[:SHOWN_TARGETS])
+    none = f"{absent} of {len(prompts)} name no text and get no score" if absent else f"all {len(prompts)} name a text"
+    return f"{none}. Read are {shown}"
+
+
+def _short(prompt: str) -> str:
+    return repr(str(prompt) if len(prompt) <= SHOWN_LETTERS else f"{prompt[:SHOWN_LETTERS]}...")
 
 
 def _rewards(config: Config, given: Collection[str]) -> dict[str, RewardConfig]:

@@ -52,7 +52,7 @@ def open_run(
     """A trainer for a new or resumed run in `directory`, whose lock the caller must hold. The rate of a run that has not begun
     is chosen by the pilots of `sweep`, of which those that are missing are run."""
     given = given or {}
-    prompts, heldout = check(config, given, directory)
+    prompts, heldout = check(config, given, directory, emit)
     given = {"prompts": prompts, "heldout": heldout, **given}
     prompts, heldout = given["prompts"], given["heldout"]
     if resume and world.is_main:

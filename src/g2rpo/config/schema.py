@@ -83,8 +83,9 @@ CacheFolder = Annotated[str, BeforeValidator(_off)]
 class PromptsConfig(Section):
     """Sources of prompts, and the cache of their embeddings.
 
-    A source is a file (.txt with a prompt a line; .jsonl or .parquet, FILE:COLUMN if the column is not "prompt"), a dataset
-    (hf:OWNER/NAME:SPLIT:COLUMN), "starter:train" (for real models) or "testbed:train".
+    A source is a file (.txt with a prompt a line; .csv, .tsv, .json, .jsonl or .parquet with a column "prompt", "prompts",
+    "caption" or "text", or FILE:COLUMN), a dataset (hf:OWNER/NAME:SPLIT:COLUMN), "starter:train" (for real models) or
+    "testbed:train".
     """
 
     train: str

@@ -235,4 +235,4 @@ def _decoded(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")  # as files are read in text mode
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 (byte {error.start}); convert it, say with iconv") from None
+        raise ValueError(f"is not UTF-8 (byte {error.start}); if it is text, convert it, say with iconv") from None

@@ -14,63 +14,115 @@ from g2rpo.core.files import local
 from g2rpo.core.input_pictures import check_files
 from g2rpo.core.plain import is_text, parse_json, read_text
 from g2rpo.core.types import Prompt
+from g2rpo.prompts.lines import COLUMNS, read_lines, refuse_other_files, visible_part
+from g2rpo.prompts.tables import column_of, read_table
 
-COLUMN = "prompt"
+SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
+READ = ".txt (a prompt on each line), .csv, .tsv, .json, .jsonl and .parquet (a column or key prompt, prompts, caption or text)"
 EXTRA = "pip install datasets"
 STARTER = {f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt" for name in ("train", "heldout")}
 """Prompts in the package: 200 of many kinds for training, and 64 others for evaluation."""
 
-
 LONGEST, MOST_PROMPTS = 2**15, 5_000_000
 """The largest number of characters of a prompt (encoders read at most a few thousand), and of rows of a table."""
+
+EXAMPLE = '{"prompt": "a red circle"}'
 
 
 def read_prompts(source: str | Path) -> list[Prompt]:
     """The prompts of a source, in its order; `UserError` names an unusable source and the reason.
 
-    In tables a column "images" (or "image") holds paths of input pictures in the folder of the file or below it, which must be
-    there; all other columns of plain data are the prompt's metadata, those of a column "metadata" as they are.
+    A table has its prompts in the column "prompt", or in the only one called "prompts", "caption" or "text", in any case; other
+    names are given after a colon. A column "images" (or "image") holds paths of input pictures in the folder of the file or
+    below it, which must be there; all other columns of plain data are the prompt's metadata, those of a column "metadata" as
+    they are.
 
-    - `FILE`: UTF-8 text, one prompt a line, blank lines skipped;
-    - `FILE.jsonl` or `FILE.jsonl:COLUMN`: an object a line that holds the prompt under "prompt", or under COLUMN;
-    - `FILE.parquet` or `FILE.parquet:COLUMN`: the same of a table (needs the extra `data`);
+    - `FILE.txt`, or a name without a suffix: UTF-8 text, one prompt a line, blank lines skipped. What would be trained on by
+      mistake is refused: comments, options of other tools, another format under this name (`lines.read_lines`);
+    - `FILE.csv` or `FILE.tsv`: a table with a header;
+    - `FILE.json`: a list of strings or of objects, or an object of objects, or one that holds a list under a prompt's column;
+    - `FILE.jsonl`: a string or an object on each line;
+    - `FILE.parquet`: a table (needs the extra `data`);
+    - `FILE.SUFFIX:COLUMN`: the same with this column;
     - `starter:train` or `starter:heldout`: `STARTER`;
     - `hf:OWNER/NAME[/SUBSET][:SPLIT[:COLUMN]]`: a dataset of the Hugging Face hub, or a folder of one, by default its split
-      "train" and column "prompt" (needs the extra `data`).
+      "train" (needs the extra `data`).
     """
     name = str(source)
     if name.startswith("hf:"):
         return _from_hub(name)
     name = str(STARTER.get(name, name))
-    table = re.fullmatch(r"(?P<file>.+\.(jsonl|parquet))(:(?P<column>.+))?", name)
-    if table is None:
-        return _usable(name, [{COLUMN: line} for _, line in _lines(local(name))], COLUMN, "line")
-    path, column = local(table["file"]), table["column"] or COLUMN
-    if path.suffix == ".jsonl":
-        records = [_from_json(path, number, line, column) for number, line in _lines(path)]
-        return _usable(name, records, column, "line", path.parent)
-    return _from_parquet(path, column)
-
-
-def _lines(path: Path) -> list[tuple[int, str]]:
-    """Numbered lines that are not blank."""
+    table = re.fullmatch(r"(?P<file>.+\.(csv|tsv|jsonl?|ndjson|parquet)):(?P<column>.+)", name, re.IGNORECASE)
+    path, column = (local(table["file"]), table["column"]) if table else (local(name), "")
     try:
-        lines = read_text(path).split("\n")  # splitlines would also cut at what Unicode calls line ends, which JSON allows
-    except ValueError as error:
+        return _from_file(path, column)
+    except (ValueError, OSError) as error:
         raise UserError(f"prompt file {path}: {error}") from None
-    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _from_json(path: Path, number: int, line: str, column: str) -> dict[str, Any]:
+def _from_file(path: Path, column: str) -> list[Prompt]:
+    """The prompts of a file, read as its suffix says. ValueError for what a file cannot hold, UserError for a wrong record."""
+    suffix = path.suffix.lower() or ".txt"
+    if path.is_dir():
+        raise ValueError("is a folder; hf:FOLDER reads a dataset's")
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{path.suffix} is not read; prompts are read from {READ}")
+    refuse_other_files(_begin(path))
+    if suffix == ".parquet":
+        return _from_parquet(path, column)
+    text = read_text(path)
+    if suffix == ".txt":
+        numbered: list[tuple[int, Any]] = list(read_lines(text))
+    elif suffix in (".csv", ".tsv"):
+        numbered = read_table(text, "\t" if suffix == ".tsv" else ",;\t|", column)
+    elif suffix == ".json":
+        numbered = _from_json(text)
+    else:
+        numbered = _from_json_lines(text)
+    unit = "entry" if suffix == ".json" else "line"
+    return _usable(f"prompt file {path}", numbered, column, unit, path.parent)
+
+
+def _begin(path: Path) -> str:
+    """The first characters of a file; "" if there is none, which reading it will report."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return file.read(200).decode("utf-8-sig", errors="replace")
+
+
+def _from_json_lines(text: str) -> list[tuple[int, Any]]:
+    # splitlines would also cut at what Unicode calls line ends, which JSON allows
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    values = []
+    for number, line in lines:
+        try:
+            values.append((number, parse_json(line)))
+        except ValueError as error:
+            raise ValueError(f"line {number}: is no JSON ({error}): {line[:80]}") from None
+    return values
+
+
+def _from_json(text: str) -> list[tuple[int, Any]]:
+    """The entries of a list or an object. Files of JSON lines are often called .json."""
     try:
-        record = parse_json(line)
-        prompt = record[column]
-    except (ValueError, KeyError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str) or not prompt.strip():
-        wanted = json.dumps({column: "a red circle"})
-        raise UserError(f"prompt file {path}, line {number}: should be an object like {wanted}, is {line[:80]}")
-    return dict(record)
+        value = parse_json(text)
+    except ValueError as error:
+        if text.lstrip()[:1] == "{" and len(text.strip().split("\n")) > 1:
+            return _from_json_lines(text)
+        raise ValueError(f"is no JSON ({error})") from None
+    if isinstance(value, dict):
+        held = [inner for name, inner in value.items() if name.casefold() in COLUMNS and isinstance(inner, list | dict)]
+        inside = held[0] if held else value
+        if isinstance(inside, list):
+            value = inside
+        elif held or all(isinstance(inner, dict) for inner in inside.values()):
+            value = list(inside.values())
+        else:
+            value = [value]
+    if not isinstance(value, list):
+        raise ValueError(f"should hold a list of prompts, holds {value!r:.80}")
+    return list(enumerate(value, 1))
 
 
 def _from_parquet(path: Path, column: str) -> list[Prompt]:
@@ -78,18 +130,17 @@ def _from_parquet(path: Path, column: str) -> list[Prompt]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise UserError(f"prompt file {path}: reading parquet needs pyarrow; install it with pip install pyarrow") from None
+        raise ValueError("reading parquet needs pyarrow; install it with pip install pyarrow") from None
     try:
         with ParquetFile(path) as file:
-            if column not in file.schema_arrow.names:
-                raise UserError(_no_column(f"prompt file {path}", column, file.schema_arrow.names))
+            column = column_of(file.schema_arrow.names, column)
             kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
             if file.metadata.num_rows > MOST_PROMPTS:
-                raise UserError(f"prompt file {path}: has {file.metadata.num_rows} rows; at most {MOST_PROMPTS} are read")
+                raise ValueError(f"has {file.metadata.num_rows} rows; at most {MOST_PROMPTS} are read")
             records = file.read(columns=kept).to_pylist()
-    except (OSError, ValueError, ArrowException) as error:
-        raise UserError(f"prompt file {path}: cannot be read as parquet ({error})") from None
-    return _usable(str(path), records, column, "row", path.parent)
+    except (OSError, ArrowException) as error:
+        raise ValueError(f"cannot be read as parquet ({error})") from None
+    return _usable(f"prompt file {path}", list(enumerate(records, 1)), column, "row", path.parent)
 
 
 def _is_binary(kind: str) -> bool:
@@ -104,40 +155,54 @@ def _from_hub(source: str) -> list[Prompt]:
     except ImportError:
         raise UserError(f"{source}: reading datasets needs a library; install it with {EXTRA}") from None
     name, split, column = [*source.removeprefix("hf:").split(":"), "", ""][:3]
-    split, column = split or "train", column or COLUMN
+    split = split or "train"
     subset = None
     if not Path(name).is_dir() and name.count("/") == 2:
         name, subset = name.rsplit("/", 1)
     with loading(f"{source}: cannot be loaded"):
         data = datasets.load_dataset(name, subset, split=split)
-    if column not in data.column_names:
-        raise UserError(_no_column(source, column, data.column_names))
+    try:
+        column = column_of(data.column_names, column)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from None
     plain = [field.name for field in data.features.arrow_schema if not _is_binary(str(field.type))]
-    return _usable(source, data.select_columns(plain).to_list(), column, "row")
-
-
-def _no_column(source: str, column: str, known: Sequence[str]) -> str:
-    return f"{source}: has no column '{column}'; name one after a colon: {', '.join(known)}"
+    return _usable(source, list(enumerate(data.select_columns(plain).to_list(), 1)), column, "row")
 
 
 def _usable(
-    source: str, records: Sequence[Mapping[str, Any]], column: str, unit: str, beside: Path | None = None
+    source: str, numbered: Sequence[tuple[int, Any]], column: str, unit: str, beside: Path | None = None
 ) -> list[Prompt]:
-    """The records as prompts; UserError if one has no text, or names a picture outside the folder `beside`."""
-    for number, record in enumerate(records, 1):
-        value = record.get(column)
-        if not isinstance(value, str) or not value.strip():
-            raise UserError(f"{source}, {unit} {number}: should be a prompt, is {value!r:.80}")
-        if len(value) > LONGEST:
-            raise UserError(f"{source}, {unit} {number}: has {len(value)} characters; a prompt may have {LONGEST}")
-        if not is_text(value):
-            raise UserError(f"{source}, {unit} {number}: has a character that no text may have (NUL or a lone surrogate)")
-    if not records:
-        raise UserError(f"prompt source {source}: is empty; it should hold a prompt a {unit}")
-    return [_prompt(record, column, f"{source}, {unit} {number}", beside) for number, record in enumerate(records, 1)]
+    """Numbered strings or records as prompts; UserError if one has no text, or names a picture outside the folder `beside`."""
+    if not numbered:
+        raise UserError(f"{source}: is empty; it should hold a prompt for each {unit}")
+    prompts: list[Prompt] = []
+    for number, value in numbered:
+        place = f"{source}, {unit} {number}"
+        if isinstance(value, str):
+            value = {COLUMNS[0]: value}
+        if not isinstance(value, Mapping):
+            raise UserError(f"{place}: should be a prompt, or an object like {EXAMPLE}, is {value!r:.80}")
+        try:
+            column = column_of(list(value), column)  # the first record's is that of all
+            prompts.append(_prompt(value, column, place, beside))
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from None
+    return prompts
+
+
+def _text(value: Any) -> str:
+    """A prompt's text; ValueError if it is none."""
+    if not isinstance(value, str) or not (text := visible_part(value)):
+        raise ValueError(f"should be a prompt, is {value!r:.80}")
+    if len(text) > LONGEST:
+        raise ValueError(f"has {len(text)} characters; a prompt may have {LONGEST}")
+    if not is_text(text):
+        raise ValueError("has a character that no text may have (NUL or a lone surrogate)")
+    return text
 
 
 def _prompt(record: Mapping[str, Any], column: str, place: str, beside: Path | None) -> Prompt:
+    text = _text(record[column])
     images = record.get("images", record.get("image")) or []
     images = [images] if isinstance(images, str) else images
     if not isinstance(images, list) or not all(isinstance(image, str) and is_text(image) for image in images):
@@ -151,7 +216,7 @@ def _prompt(record: Mapping[str, Any], column: str, place: str, beside: Path | N
         raise UserError(f"{place}: its metadata has a lone surrogate, which no text may have")
     paths = [_picture(image, place, beside) for image in images]
     check_files(paths, place)
-    return Prompt(record[column].strip(), paths, json.loads(stored))
+    return Prompt(text, paths, json.loads(stored))
 
 
 def _picture(image: str, place: str, beside: Path | None) -> str:

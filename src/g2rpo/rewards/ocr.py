@@ -19,7 +19,48 @@ from g2rpo.core.images import to_pil
 from g2rpo.core.types import Prompt
 from g2rpo.rewards.pixels import TargetReward
 
-_QUOTED = re.compile(r"\"([^\"]+)\"|“([^”]+)”|(?<!\w)'(.+?)'(?!\w)|‘([^’]+)’")  # an apostrophe inside a word is no quote
+_DOUBLE = re.compile(
+    r"""
+      (?<![\d½¼¾⅓⅔⅛"＂″]) (?!(?<=\d\s)["＂″]\s)                      # after a number a first " is inches
+      (?: ["＂″] | ["＂″]{2,}(?!\s) ) (?=[^"＂″]*[^\s"＂″]) ([^"＂″]+) ["＂″]     # "a", ""a""
+    | „ ([^„“”"]+) [“”"]                                             # „a“, „a”
+    | [“‟] ((?:[^“”‟]|“[^“”]*”)+) ["”]                               # “a”, “a “b””
+    | “ ([^“”]+) “ (?!\w)                                            # “a“
+    | ” ([^”]+) ”                                                    # ”a”
+    | « ((?:[^«»]|«[^«»]*»)+) »                                      # «a»
+    | » ([^«»]+) [«»]                                                # »a«, »a»
+    | ‹ ([^‹›]+) › | › ([^‹›]+) [‹›]
+    | 「 ((?:[^「」]|「[^「」]*」)+) 」 | 『 ((?:[^『』]|『[^『』]*』)+) 』
+    | ｢ ([^｢｣]+) ｣ | 《 ([^《》]+) 》 | 〈 ([^〈〉]+) 〉 | 〝 ([^〝〞〟]+) [〞〟] | ❝ ([^❝❞]+) ❞
+    | `` (.+?) ''
+    | ‘ ((?:[^‘“”’]|(?<=\w)’(?=\w))*“[^“”]+”[^‘“”’]*) ’ (?!\w)         # ‘a “b” c’
+    """,
+    re.VERBOSE,
+)
+"""What double quotes of many languages enclose, one inner pair included."""
+
+_SINGLE = re.compile(
+    r"""
+      (?<!\w)(['＇]) (?!\s|n['＇]|\d\ds?\b(?!['＇])) ((?:(?!(?<!\w)['＇]\w).)+?) (?<!\s)['＇] (?!\w)
+    | ‘ (?!\s|n’) ((?:[^‘’]|’(?=\w))+) ’ (?!\w)
+    | ‚ ([^‚‘’]+) [‘’]
+    | (?<!\w)’ (?!\s|n’|\d\ds?\b(?!’)) ((?:(?!(?<!\w)’\w)[^‘])+?) (?<!\s)’ (?!\w)
+    | ❛ ([^❛❜]+) ❜ | ` ([^`]+) [`']
+    """,
+    re.VERBOSE,
+)
+"""What single quotes enclose. An apostrophe inside a word, before a decade or in 'n' is none."""
+
+
+def quoted(prompt: str) -> str:
+    """The first text in quotes, "" if there is none. Double quotes come before single ones: where a prompt has straight double
+    quotes, that is Flow-GRPO's rule, the text between the first two; but after a digit, a first one stands for inches."""
+    for marks in (_DOUBLE, _SINGLE):
+        for found in marks.finditer(prompt):
+            text = next(part for part in reversed(found.groups()) if part is not None)
+            if plain_letters(text):
+                return text
+    return ""
 
 
 class OCR(TargetReward):
@@ -48,8 +89,7 @@ class OCR(TargetReward):
     def target(prompt: str) -> str | None:
         """The text that a picture of `prompt` should show, None if it names none."""
         given = prompt.metadata.get("text") if isinstance(prompt, Prompt) else None
-        quoted = _QUOTED.search(prompt)
-        text = str(given) if given is not None else next(filter(None, quoted.groups())) if quoted else ""
+        text = str(given) if given is not None else quoted(prompt)
         return text if plain_letters(text) else None
 
     def score_pictures(self, images: Tensor, targets: list[str]) -> Tensor:
