@@ -96,7 +96,7 @@ def test_a_request_is_scored_or_refused_and_the_server_lives_on(server, data):
         assert status == 200
     if b"evil" in data:
         assert status == 403
-    assert request_json(f"{server.address}/health")["status"] == "ok"
+    assert request_json(f"{server.address}/health", dict)["status"] == "ok"
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_a_round_trip_gives_the_local_scores():
     images, prompts = pictures(7), ["a", "bb", "none", "dddd", "e", "f" * 50, "g"]
     local = Prompted()(to_uint8(images).float() / 255, prompts)
     with running(RewardServer(Prompted(), port=0)) as url:
-        assert request_json(f"{url}/health") == {"status": "ok", "reward": "Prompted"}
+        assert request_json(f"{url}/health", dict) == {"status": "ok", "reward": "Prompted"}
         for options in ({}, {"batch_size": 2}, {"batch_size": 2, "concurrency": 3}):
             remote = RemoteReward(url, **options, **QUICK)(images, prompts)
             torch.testing.assert_close(remote, local, rtol=0, atol=0, equal_nan=True)
@@ -159,7 +159,7 @@ def test_the_server_refuses_other_paths_types_and_lengths(url):
     assert post(url, b"0\r\n\r\n", **{"Transfer-Encoding": "chunked"})[0] == 411
     for path, body in (("", None), ("else", {})):
         with pytest.raises(Refused, match="404"):
-            request_json(f"{url}/{path}", body=body)
+            request_json(f"{url}/{path}", dict, body=body)
 
 
 def test_a_reward_that_fails_is_an_error_500_and_then_no_score(caplog):
@@ -214,22 +214,57 @@ def reply(text, status=200, **headers):
     return answer
 
 
+def endless(handler, count):
+    """A gigabyte, of which nobody reads more than 16 MiB."""
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(1024):
+        handler.wfile.write(b" " * 2**20)
+
+
+def cut_off(handler, count):
+    """Closes the connection in the middle of its answer."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "100")
+    handler.end_headers()
+    handler.wfile.write(b'{"scores": [0.5, ')
+
+
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "fact"),
     [
-        reply("<html>hello</html>"),
-        reply("[" * 100_000),
-        reply('{"scores": [1.0]}'),
-        reply("oops", 500),
-        reply("", 302, Location="http://127.0.0.1:9/"),
-        reply('{"scores": [1, 2]}' + " " * 17 * 2**20),
+        (reply("<html>hello</html>"), "is no JSON"),
+        (reply("[" * 100_000), "is no JSON"),
+        (reply('{"scores": ' + "[" * 100_000), "is no JSON"),
+        (reply("[1.0, 2.0]"), "answered something else"),
+        (reply('{"scores": null}'), "scores: Input should be a valid array"),
+        (reply('{"scores": {"0": 1}}'), "scores: Input should be a valid array"),
+        (reply('{"score": [1.0, 2.0]}'), "scores: Field required"),
+        (reply('{"scores": [1.0, "2.0"]}'), "scores.1: Input should be a valid number, got '2.0'"),
+        (reply('{"scores": [1.0, true]}'), "scores.1: Input should be a valid number, got True"),
+        (reply('{"scores": [1.0, [2.0]]}'), "scores.1: Input should be a valid number"),
+        (reply('{"scores": [1.0]}'), "answered 1 scores for 2 pictures"),
+        (reply('{"scores": [1.0, 2.0, 3.0]}'), "answered 3 scores for 2 pictures"),
+        (reply("oops", 500), "answered 500: oops"),
+        (reply("", 302, Location="http://127.0.0.1:9/"), "answered 302"),
+        (endless, "more than 16777216 bytes"),
+        (cut_off, "RemoteProtocolError"),
     ],
 )
-def test_a_useless_answer_is_asked_for_again_and_then_is_no_score(answer):
+def test_a_useless_answer_is_asked_for_again_and_then_is_no_score(answer, fact, caplog):
     with endpoint_that(answer) as (url, bodies):
         scores = RemoteReward(url, check=False, **QUICK)(pictures(2), ["a", "b"])
         assert torch.isnan(scores).all()
         assert len(bodies) == 2
+    (said,) = [record.getMessage() for record in caplog.records if "attempts" in record.getMessage()]
+    assert fact in said and len(said) < 500 and said.isprintable()
+
+
+@pytest.mark.parametrize("score", ["null", "NaN", "Infinity", "-Infinity", "1e39", "1e999", "1" + "0" * 400])
+def test_a_score_that_is_no_number_of_a_picture_is_missing(score):
+    with endpoint_that(reply(f'{{"scores": [0.5, {score}]}}')) as (url, bodies):
+        scores = RemoteReward(url, check=False, **QUICK)(pictures(2), ["a", "b"])
+    assert scores[0] == 0.5 and scores[1].isnan() and len(bodies) == 1
 
 
 def test_a_wrong_address_fails_at_once():
@@ -279,10 +314,10 @@ class Half(Prompted):
 def test_the_least_score_of_a_right_picture_comes_with_the_health(url):
     assert RemoteReward(url, **QUICK).right is None
     with running(RewardServer(Half(), port=0)) as url:
-        assert request_json(f"{url}/health")["right"] == 0.5
+        assert request_json(f"{url}/health", dict)["right"] == 0.5
         assert RemoteReward(url, **QUICK).right == 0.5
         assert RemoteReward(url, check=False, **QUICK).right is None
-    with endpoint_that(reply('{"status": "ok", "right": "half"}')) as (url, _), pytest.raises(NoAnswer, match="`right`"):
+    with endpoint_that(reply('{"status": "ok", "right": "half"}')) as (url, _), pytest.raises(NoAnswer, match="right: "):
         RemoteReward(url, **QUICK)
 
 

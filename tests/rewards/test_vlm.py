@@ -9,7 +9,7 @@ from g2rpo.core.data import Prompt
 from g2rpo.rewards.instructions import read_instruction
 from g2rpo.rewards.transport import NoAnswer, Refused
 from g2rpo.rewards.vlm import FORMS, VLMJudge, parse_scores
-from g2rpo.rewards.yes_no import yes_probability
+from g2rpo.rewards.yes_no import Completion, yes_probability
 from tests.rewards.chat_server import WORDS, ChatServer, brightness, mean_of, running
 from tests.support.edits import edits
 
@@ -39,7 +39,11 @@ def test_yes_no_is_the_probability_of_all_spellings_of_yes_over_those_of_yes_and
 
 def answer_with(**logprobs):
     rows = [{"token": token, "logprob": value} for token, value in logprobs.items()]
-    return {"choices": [{"logprobs": {"content": [{"token": "x", "logprob": -1.0, "top_logprobs": rows}]}}]}
+    return completion({"content": [{"token": "x", "logprob": -1.0, "top_logprobs": rows}]})
+
+
+def completion(logprobs):
+    return Completion.model_validate({"choices": [{"logprobs": logprobs}]})
 
 
 def test_a_word_that_is_not_listed_has_probability_0_and_without_both_there_is_no_score():
@@ -47,10 +51,9 @@ def test_a_word_that_is_not_listed_has_probability_0_and_without_both_there_is_n
     assert yes_probability(answer_with(no=-0.5, The=-2.0)) == 0.0
     assert yes_probability(answer_with(Yes=-9999.0, No=-0.1)) == 0.0  # vLLM's minus infinity
     assert math.isnan(yes_probability(answer_with(The=-0.1, yesterday=-3.0)))
-    assert math.isnan(yes_probability({"choices": [{"logprobs": {"content": []}}]}))
-    for garbage in ({}, {"choices": [{"logprobs": None}]}, answer_with(Yes=3.0), answer_with(Yes="x")):
-        with pytest.raises(NoAnswer, match="log-probs"):
-            yes_probability(garbage)
+    assert math.isnan(yes_probability(completion({"content": []})))
+    with pytest.raises(NoAnswer, match="log-probs"):
+        yes_probability(completion(None))
 
 
 def test_prose_is_counted_in_one_warning(caplog):

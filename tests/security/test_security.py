@@ -404,7 +404,7 @@ def test_connections_that_say_nothing_keep_nobody_out(said):
         for _ in range(100):
             idle.enter_context(client(server)).sendall(said)
         began = time.monotonic()
-        assert request_json(f"{server.address}/health", token=SECRET, timeout_s=5)["status"] == "ok"
+        assert request_json(f"{server.address}/health", dict, token=SECRET, timeout_s=5)["status"] == "ok"
         assert time.monotonic() - began < 5 and len(server.strangers) <= server.limits.connections
         until = time.monotonic() + 5
         while threading.active_count() - before > server.limits.connections and time.monotonic() < until:
@@ -426,7 +426,7 @@ def test_who_may_ask_is_not_closed_for_others_and_there_are_only_so_many():
         for _ in range(5):
             idle.enter_context(client(server))
         with pytest.raises(NoAnswer, match="answered 503: .*busy"):
-            request_json(f"{server.address}/score", token=SECRET, timeout_s=5, body={})
+            request_json(f"{server.address}/score", dict, token=SECRET, timeout_s=5, body={})
         first.sendall(b"]")
         assert b"400" in first.recv(100)
 
@@ -441,7 +441,7 @@ def test_clients_whose_bodies_do_not_come_keep_nobody_out(sent):
         began, answer = time.monotonic(), ""
         while "400" not in answer and time.monotonic() - began < 5:  # a trainer asks again too
             try:
-                request_json(f"{server.address}/score", token=SECRET, timeout_s=5, body={})
+                request_json(f"{server.address}/score", dict, token=SECRET, timeout_s=5, body={})
             except (Refused, NoAnswer) as error:
                 answer = str(error)
         assert "400" in answer and time.monotonic() - began < 5
@@ -480,7 +480,7 @@ def test_an_endpoint_that_drips_is_left_in_time(beginning):
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(NoAnswer):  # if it were not left, this would never end
-            request_json(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3)
+            request_json(f"http://127.0.0.1:{listener.getsockname()[1]}", dict, timeout_s=0.3)
         stop.set()
         thread.join()
 

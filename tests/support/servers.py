@@ -21,8 +21,8 @@ def serving(server):
 
 
 @contextmanager
-def endpoint_that(answer):
-    """The address of a server that answers every request by `answer(handler, number of the request)`; the requests' bodies."""
+def endpoint_that(answer, port=0):
+    """The address of a server, and the requests' bodies: it answers each by `answer(handler, number of the request)`."""
     bodies = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -36,7 +36,7 @@ def endpoint_that(answer):
         def log_message(self, *arguments):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     server.handle_error = lambda *arguments: None  # the client hung up on purpose
     with serving(server):

@@ -40,13 +40,15 @@ def _obstacle(repository: str, timeout_s: float) -> str | None:
     if constants.HF_HUB_OFFLINE:
         return f"{absent} HF_HUB_OFFLINE forbids to download it"
     try:
-        request_json(f"{constants.ENDPOINT}/api/models/{repository}/auth-check", token=get_token(), timeout_s=timeout_s)
+        request_json(f"{constants.ENDPOINT}/api/models/{repository}/auth-check", object, token=get_token(), timeout_s=timeout_s)
     except Refused as error:
         return f"{absent} the hub refuses it ({error}); a gated model needs its licence accepted there, then `hf auth login`"
     except Unreachable:
         return f"{absent} {constants.ENDPOINT} cannot be reached"
     except NoAnswer:  # slow, or no valid JSON: a download may still work
         return None
+    except UserError as error:  # of the environment's proxies
+        return f"{absent} cannot be downloaded: {error}"
     return None
 
 

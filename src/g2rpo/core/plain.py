@@ -142,7 +142,7 @@ def read_lines_as(kind: type[T], path: Path, hint: str = "") -> list[T]:
     return values
 
 
-def parse_as(kind: type[T], text: str) -> T:
+def parse_as(kind: type[T], text: str | bytes) -> T:
     """The JSON in `text` as `kind` (`read_as`); ValueError names the first wrong value."""
     return _parsed(TypeAdapter(kind), text)
 

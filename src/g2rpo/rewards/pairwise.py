@@ -14,8 +14,8 @@ from torch import Tensor
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.core.seeding import generator_for
-from g2rpo.rewards.vlm import Form, VLMJudge, answer_text, parse_scores
-from g2rpo.rewards.yes_no import yes_probability
+from g2rpo.rewards.vlm import Form, VLMJudge, parse_scores
+from g2rpo.rewards.yes_no import Completion, yes_probability
 
 MADE = "Two pictures were generated from this description:\n{prompt}\n\n"
 BETTER = "Which one shows completely and exactly what it says? If they are equal in that, which one is the better picture? "
@@ -62,7 +62,7 @@ class PairwiseVLM(VLMJudge):
         request: Mapping[str, Any] | None = None,
         concurrency: int = 8,
         timeout_s: float = 120.0,
-        retries: int = 3,
+        retries: int = 6,
         backoff_s: float = 1.0,
         check: bool = True,
     ) -> None:
@@ -94,8 +94,8 @@ class PairwiseVLM(VLMJudge):
     def _instruction(self, prompt: str) -> str:
         return (self.edit_template if images_of(prompt) else self.template).replace("{prompt}", prompt)
 
-    def _read(self, answer: Any) -> float:
-        return parse_scores(answer_text(answer), self.names, self.form) if self.names else yes_probability(answer, ("1", "2"))
+    def _read(self, answer: Completion) -> float:
+        return parse_scores(answer.text, self.names, self.form) if self.names else yes_probability(answer, ("1", "2"))
 
 
 def pairs_of(members: int, most: int | None, seed: int) -> list[tuple[int, int]]:

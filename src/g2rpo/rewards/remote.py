@@ -4,12 +4,13 @@ For rewards whose dependencies do not fit into the trainer's environment, or who
 protocol is JSON, so a server can be written in any language:
 
     GET  /health                                                        -> {"status": "ok", "reward": "name", "right": 0.5}
-    POST /score  {"images": ["<PNG, base64>", ...], "prompts": [...]}   -> {"scores": [0.31, null, ...]}
+    POST /score  {"images": ["<PNG, base64>", ...], "prompts": [...]}   -> {"scores": [0.31, null, ...], "reward": "name"}
 
     further fields:  "metadata": [{...}, ...]    "inputs": ["<PNG, base64>", ...], "inputs_of": [[0], [0, 1], ...]
 
 `metadata` has an object for each prompt; `inputs` has the input pictures of all prompts, each once, and `inputs_of` those of
-each prompt by their index. `right`, the least score of a right picture, may be left out. A null is a picture without a score.
+each prompt by their index. `right`, the least score of a right picture, and `reward`, which may not change during a run, may be
+left out. A null is a picture without a score.
 Nothing is pickled, in neither direction.
 """
 
@@ -18,11 +19,11 @@ from __future__ import annotations
 import base64
 import io
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
 from PIL import Image
+from pydantic import BaseModel, FiniteFloat
 from torch import Tensor
 
 from g2rpo.core.errors import at_least_one
@@ -30,9 +31,7 @@ from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.core.types import Prompt
 from g2rpo.rewards.pixels import PictureReward
-from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
-
-LARGEST = torch.finfo(torch.float32).max
+from g2rpo.rewards.transport import NoAnswer, Patience, Refused, endpoint, request_json, token_from, within
 
 
 def encode_png(picture: Image.Image) -> str:
@@ -42,6 +41,20 @@ def encode_png(picture: Image.Image) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
+class Health(BaseModel):
+    """What a server says of its reward."""
+
+    reward: str | None = None
+    right: FiniteFloat | None = None
+
+
+class Scores(BaseModel):
+    """What a server answers to pictures."""
+
+    scores: list[float | None]
+    reward: str | None = None
+
+
 class RemoteReward(PictureReward):
     """Scores from a reward server; a batch that stays unanswered after all retries is NaN, and a warning is logged.
 
@@ -49,10 +62,12 @@ class RemoteReward(PictureReward):
     `batch_size`, pictures per request, and `concurrency`, requests at a time; `timeout_s` for a whole request; `retries`
     and `backoff_s`, the first wait; `check`, ask the server for its health now, so that a wrong address fails here, and for
     `right`.
-    Raises ValueError for a malformed address or a missing token, OSError if the check fails or a request is refused.
+    Raises ValueError for a malformed address or a missing token, OSError if the check fails, a request is refused, or the
+    server has another reward than before.
     """
 
     waits = asks = True
+    missing = "the server gave no score"
 
     def __init__(
         self,
@@ -62,18 +77,20 @@ class RemoteReward(PictureReward):
         batch_size: int = 16,
         concurrency: int = 1,
         timeout_s: float = 120.0,
-        retries: int = 3,
+        retries: int = 6,
         backoff_s: float = 1.0,
         check: bool = True,
     ) -> None:
         self.url, self.token = endpoint(url, "/score"), token_from(token_env)
         self.per_request, self.concurrency, self.batch_size = batch_size, concurrency, batch_size * concurrency
-        self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
-        check_patience(timeout_s=timeout_s, retries=retries, backoff_s=backoff_s, concurrency=concurrency)
+        self.patience = Patience(timeout_s, retries, backoff_s)
+        within("concurrency", concurrency, 1, 1000)
         at_least_one(batch_size=batch_size)
+        self.served: str | None = None
         if check:
-            url = endpoint(url, "/health")
-            self.right = request_json(url, token=self.token, timeout_s=min(timeout_s, 10.0), read=parse_right)
+            wait_s = min(timeout_s, 10.0)
+            health = request_json(endpoint(url, "/health"), Health, token=self.token, timeout_s=wait_s)
+            self.served, self.right = health.reward, health.right
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         starts, size = range(0, len(images), self.per_request), self.per_request
@@ -92,26 +109,17 @@ class RemoteReward(PictureReward):
             body["inputs_of"] = [[paths.index(path) for path in images_of(prompt)] for prompt in prompts]
 
         def ask() -> Tensor:
-            read = partial(parse_scores, count=len(prompts))
-            return request_json(self.url, body=body, token=self.token, timeout_s=self.timeout_s, read=read)
+            answer = request_json(self.url, Scores, body=body, token=self.token, timeout_s=self.patience.timeout_s)
+            return self._scores_of(answer, len(prompts))
 
-        scores = with_retries(ask, retries=self.retries, backoff_s=self.backoff_s, what=self.url)
+        scores = self.patience.call(ask, self.url)
         return torch.full((len(prompts),), torch.nan) if scores is None else scores
 
-
-def parse_right(answer: Any) -> float | None:
-    """The least score of a right picture that a server's health names; `NoAnswer` if it is no number."""
-    right = answer.get("right") if isinstance(answer, dict) else None
-    if right is None or (isinstance(right, int | float) and not isinstance(right, bool) and abs(right) < LARGEST):
-        return right
-    raise NoAnswer(f"should name a number as `right`, got {brief(right)}")
-
-
-def parse_scores(answer: Any, count: int) -> Tensor:
-    """`count` scores from a server's JSON, null and non-finite as NaN; `NoAnswer` if it is anything else."""
-    scores = answer.get("scores") if isinstance(answer, dict) else None
-    if not isinstance(scores, list) or len(scores) != count:
-        raise NoAnswer(f"should answer {{'scores': [{count} numbers]}}, got {brief(answer)}")
-    if not all(s is None or (isinstance(s, int | float) and not isinstance(s, bool)) for s in scores):
-        raise NoAnswer(f"answered scores that are not numbers: {brief(scores)}")
-    return torch.tensor([torch.nan if s is None or not abs(s) < LARGEST else float(s) for s in scores])
+    def _scores_of(self, answer: Scores, count: int) -> Tensor:
+        """`count` scores; what is null or beyond float32 is NaN or infinite."""
+        if len(answer.scores) != count:
+            raise NoAnswer(f"{self.url} answered {len(answer.scores)} scores for {count} pictures")
+        if answer.reward is not None and self.served is not None and answer.reward != self.served:
+            raise Refused(f"{self.url} had the reward {self.served!r:.80} and now has {answer.reward!r:.80}")
+        self.served = self.served or answer.reward
+        return torch.tensor([torch.nan if score is None else score for score in answer.scores], dtype=torch.float64).float()

@@ -13,19 +13,29 @@ import time
 import urllib.parse
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any, TypeVar
 
-from g2rpo.core.plain import parse_json
+from g2rpo.core.errors import UserError
+from g2rpo.core.plain import parse_as
+from g2rpo.core.web import is_loopback
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_ANSWER = 16 * 2**20
+MAX_WAIT_S = 60.0
+"""The longest wait before a retry, also if the server asks for more."""
 
 
 class NoAnswer(ConnectionError):
-    """The endpoint gave no usable answer this time (unreachable, slow, overloaded, garbage): worth a retry."""
+    """The endpoint gave no usable answer this time (unreachable, slow, overloaded, garbage): worth a retry, after `after_s`
+    at the earliest."""
+
+    after_s = 0.0
 
 
 class Unreachable(NoAnswer):
@@ -90,16 +100,49 @@ def token_from(variable: str | None) -> str | None:
     return value
 
 
-def check_patience(*, timeout_s: float, retries: int, backoff_s: float, concurrency: int) -> None:
-    """Raise ValueError for settings that would send no request or wait forever."""
-    for name, value, low, high in (
-        ("timeout_s", timeout_s, 1e-3, 86_400),
-        ("retries", retries, 0, 1000),
-        ("backoff_s", backoff_s, 0, 3600),
-        ("concurrency", concurrency, 1, 1000),
-    ):
-        if not low <= value <= high:
-            raise ValueError(f"{name} must be from {low} to {high}, got {value}")
+@dataclass
+class Patience:
+    """How long an endpoint is waited for. ValueError for settings that would send no request or wait forever.
+
+    `timeout_s` is the time limit of each request, `retries` how often one is sent again, `backoff_s` the first wait; the
+    waits double up to 30 s. After a request without an answer the next ones are sent once each, until one is answered: a
+    server that is gone must not be waited for at every picture.
+    """
+
+    timeout_s: float
+    retries: int
+    backoff_s: float
+    lost: bool = False
+
+    def __post_init__(self) -> None:
+        within("timeout_s", self.timeout_s, 1e-3, 86_400)
+        within("retries", self.retries, 0, 1000)
+        within("backoff_s", self.backoff_s, 0, 3600)
+
+    def call(self, ask: Callable[[], T], what: str) -> T | None:
+        """`ask()`, tried again after `NoAnswer`; None, and a warning, if it never answers. `Refused` is not caught, because
+        retries would not help."""
+        retries = 0 if self.lost else self.retries
+        for attempt in range(retries + 1):
+            try:
+                answer = ask()
+            except NoAnswer as error:
+                last = error
+            else:
+                self.lost = False
+                return answer
+            if attempt < retries:
+                wait = min(30.0, self.backoff_s * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+                time.sleep(min(MAX_WAIT_S, max(wait, last.after_s)))
+        self.lost = True
+        log.warning("%s: no score after %d attempts: %s", what, retries + 1, last)
+        return None
+
+
+def within(name: str, value: float, low: float, high: float) -> None:
+    """ValueError unless low <= value <= high."""
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be from {low} to {high}, got {value}")
 
 
 def without_token(text: str, token: str | None) -> str:
@@ -117,72 +160,123 @@ def without_token(text: str, token: str | None) -> str:
 
 def request_json(
     url: str,
+    kind: type[T],
     *,
     body: Mapping[str, Any] | None = None,
     token: str | None = None,
     timeout_s: float = 60.0,
-    read: Callable[[Any], Any] = lambda answer: answer,
-) -> Any:
-    """`read` of the JSON that `url` returns for a GET, or for a POST of `body`.
+) -> T:
+    """The JSON that `url` returns for a GET, or for a POST of `body`, as `kind` (a pydantic model or another type).
 
     Raises `NoAnswer` if there is none within `timeout_s` (for the whole exchange) and `MAX_ANSWER` bytes, the status is 408,
-    429, 3xx or 5xx, or `read` raises it; `Refused` for the other 4xx. No message repeats `token`.
+    429, 3xx or 5xx, or the answer is no `kind`; `Refused` for the other 4xx. No message repeats `token`.
     """
     headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
     data = None
     if body is not None:
         data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
-    status, said, content = _exchange(url, headers, data, timeout_s, token)
-    if status >= 300:
-        explained = _printable(content[:300].decode(errors="replace").strip() or said)
-        message = f"{url} answered {status}: {without_token(explained, token)}"
-        raise (Refused if 400 <= status < 500 and status not in (408, 429) else NoAnswer)(message)
+    said = _Exchange(url, headers, data, timeout_s, token).result()
+    if said.status >= 300:
+        explained = _printable(said.content[:300].decode(errors="replace").strip() or said.reason)
+        message = f"{url}{said.through} answered {said.status}: {without_token(explained, token)}"
+        if 400 <= said.status < 500 and said.status not in (408, 429):
+            raise Refused(message)
+        busy = NoAnswer(message)
+        busy.after_s = seconds_until(said.retry_after)
+        raise busy
     try:
-        return read(parse_json(content))
-    except NoAnswer as error:
-        raise NoAnswer(f"{url} {without_token(str(error), token)}") from None
+        return parse_as(kind, said.content)
     except ValueError as error:
-        raise NoAnswer(f"{url}: {type(error).__name__}: {without_token(_printable(str(error)), token)}") from None
+        wrong = without_token(_printable(str(error)), token)
+        raise NoAnswer(f"{url}{said.through} answered something else than expected: {wrong}") from None
 
 
-def _exchange(
-    url: str, headers: Mapping[str, str], data: bytes | None, timeout_s: float, token: str | None
-) -> tuple[int, str, bytes]:
-    """Status, reason phrase and body. Raises `NoAnswer` as `request_json` does.
+def seconds_until(retry_after: str) -> float:
+    """The seconds that a Retry-After header asks for, by a number or a date; 0 if it says neither."""
+    if retry_after.isascii() and retry_after.isdecimal():
+        return float(retry_after)
+    try:
+        return max(0.0, (parsedate_to_datetime(retry_after) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):  # no date, or one without a zone
+        return 0.0
 
-    A timeout of httpx bounds each read, so a peer that sends a byte at a time never reaches it. So a thread reads, and is
+
+@dataclass(frozen=True)
+class _Said:
+    """An answer; `through` is " (through the proxy HOST:PORT)" if one was in between, which may have answered itself."""
+
+    status: int
+    reason: str
+    retry_after: str
+    content: bytes
+    through: str
+
+
+class _Exchange:
+    """One request. `result` raises `NoAnswer` as `request_json` does.
+
+    A timeout of httpx2 bounds each read, so a peer that sends a byte at a time never reaches it. So a thread reads, and is
     abandoned at the time limit; it ends because its connection is closed, or with the timeout of its next read.
     """
-    import httpx
 
-    for name in ("httpx", "httpcore"):  # they log what servers answer, which may repeat a token
-        logging.getLogger(name).setLevel(logging.WARNING)
-    local = urllib.parse.urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")  # which no proxy can see
-    client = httpx.Client(verify=_tls(), timeout=timeout_s, trust_env=not local)
-    method, answer = "GET" if data is None else "POST", Future[tuple[int, str, bytes]]()
+    def __init__(self, url: str, headers: Mapping[str, str], data: bytes | None, timeout_s: float, token: str | None) -> None:
+        import httpx2
 
-    def exchange() -> None:
+        for name in ("httpx2", "httpcore2"):  # they log what servers answer, which may repeat a token
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self.url, self.headers, self.data, self.timeout_s, self.token = url, headers, data, timeout_s, token
+        self.asked, self.through = httpx2.URL(url), ""
+        try:  # a loopback address means another machine to a proxy
+            self.client = httpx2.Client(verify=_tls(), timeout=timeout_s, trust_env=not is_loopback(self.asked.host))
+        except (ValueError, httpx2.InvalidURL, ImportError):  # whose message may repeat a proxy's password
+            raise UserError(
+                "a proxy variable of the environment (http_proxy, https_proxy, all_proxy) holds no address that can be used: "
+                "it is http://, https://, socks5:// or socks5h://, and HOST:PORT"
+            ) from None
+        self.answer = Future[_Said]()
+
+    def result(self) -> _Said:
+        import httpx2
+
+        threading.Thread(target=self._run, daemon=True).start()
         try:
-            with client, client.stream(method, url, headers=headers, content=data) as response:
-                content = bytearray()
-                for piece in response.iter_raw():
-                    content += piece
-                    if len(content) > MAX_ANSWER:
-                        raise NoAnswer(f"{url} answered more than {MAX_ANSWER} bytes")
-                answer.set_result((response.status_code, response.reason_phrase, bytes(content)))
-        except Exception as error:
-            answer.set_exception(error)
+            return self.answer.result(self.timeout_s)
+        except (TimeoutError, httpx2.TimeoutException):
+            self.client.close()
+            raise TooSlow(f"{self.url}{self.through} did not finish its answer in time") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+            kind = Unreachable if isinstance(error, httpx2.ConnectError) else NoAnswer
+            why = f"{type(error).__name__}: {without_token(_printable(str(error)), self.token)}"
+            raise kind(f"{self.url}{self.through}: {why}") from None
 
-    threading.Thread(target=exchange, daemon=True).start()
-    try:
-        return answer.result(timeout_s)
-    except (TimeoutError, httpx.TimeoutException):
-        client.close()
-        raise TooSlow(f"{url} did not finish its answer in time") from None
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        kind = Unreachable if isinstance(error, httpx.ConnectError) else NoAnswer
-        raise kind(f"{url}: {type(error).__name__}: {without_token(_printable(str(error)), token)}") from None
+    def _run(self) -> None:
+        try:
+            self.answer.set_result(self._exchange())
+        except Exception as error:
+            self.answer.set_exception(error)
+
+    def _exchange(self) -> _Said:
+        method, content = "GET" if self.data is None else "POST", bytearray()
+        extensions = {"trace": self._note_proxy}
+        with (
+            self.client,
+            self.client.stream(method, self.url, headers=self.headers, content=self.data, extensions=extensions) as response,
+        ):
+            for piece in response.iter_raw():
+                content += piece
+                if len(content) > MAX_ANSWER:
+                    raise NoAnswer(f"{self.url}{self.through} answered more than {MAX_ANSWER} bytes")
+            retry_after = response.headers.get("retry-after", "")
+            return _Said(response.status_code, response.reason_phrase, retry_after, bytes(content), self.through)
+
+    def _note_proxy(self, event: str, details: Mapping[str, Any]) -> None:
+        """httpx2 calls this at every step: whom it connects to, if not the address that is asked, is a proxy."""
+        if not event.endswith("connect_tcp.started"):
+            return
+        port = self.asked.port or {"http": 80, "https": 443}[self.asked.scheme]
+        if (details["host"], details["port"]) != (self.asked.host, port):
+            self.through = f" (through the proxy {details['host']}:{details['port']})"
 
 
 @cache
@@ -198,20 +292,3 @@ def _printable(text: str) -> str:
 def brief(answer: Any) -> str:
     """The beginning of an answer, for messages; printable, also if deeply nested."""
     return reprlib.repr(answer)
-
-
-def with_retries(call: Callable[[], T], *, retries: int, backoff_s: float, what: str) -> T | None:
-    """`call()`, tried again up to `retries` times after `NoAnswer`; None, and a warning, if it never answers.
-
-    The waits double from `backoff_s`, up to 30 s, each with random jitter. `Refused` is not caught, because retries would not
-    help.
-    """
-    for attempt in range(retries + 1):
-        try:
-            return call()
-        except NoAnswer as error:
-            last = error
-            if attempt < retries:
-                time.sleep(min(30.0, backoff_s * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0))
-    log.warning("%s: no score after %d attempts: %s", what, retries + 1, last)
-    return None

@@ -28,8 +28,8 @@ from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.rewards.instructions import read_instruction
 from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.remote import encode_png
-from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
-from g2rpo.rewards.yes_no import MOST_LIKELY, yes_probability
+from g2rpo.rewards.transport import NoAnswer, Patience, brief, endpoint, request_json, token_from, within, without_token
+from g2rpo.rewards.yes_no import MOST_LIKELY, Completion, yes_probability
 
 Part = Mapping[str, Any]
 """A picture or text of a message."""
@@ -154,7 +154,7 @@ class VLMJudge(PictureReward):
         request: Mapping[str, Any] | None = None,
         concurrency: int = 8,
         timeout_s: float = 120.0,
-        retries: int = 3,
+        retries: int = 6,
         backoff_s: float = 1.0,
         check: bool = True,
     ) -> None:
@@ -166,8 +166,8 @@ class VLMJudge(PictureReward):
         self.settings |= request or {}
         at_least_one(image_size=image_size)
         self.image_size, self.concurrency = image_size, concurrency
-        self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
-        check_patience(timeout_s=timeout_s, retries=retries, backoff_s=backoff_s, concurrency=concurrency)
+        self.patience = Patience(timeout_s, retries, backoff_s)
+        within("concurrency", concurrency, 1, 1000)
         if check:
             self._check(endpoint(url, "/models"), min(timeout_s, 10.0))
 
@@ -193,8 +193,7 @@ class VLMJudge(PictureReward):
         def answer(one: tuple[Sequence[Part], str] | None) -> float:
             if one is None:
                 return torch.nan
-            ask = partial(self._ask, *one, self.timeout_s)
-            score = with_retries(ask, retries=self.retries, backoff_s=self.backoff_s, what=self.url)
+            score = self.patience.call(partial(self._ask, *one, self.patience.timeout_s), self.url)
             return torch.nan if score is None else score
 
         with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
@@ -215,13 +214,19 @@ class VLMJudge(PictureReward):
     def _ask(self, pictures: Sequence[Part], prompt: str, timeout_s: float, **settings: Any) -> float:
         content = [*pictures, {"type": "text", "text": self._instruction(prompt)}]
         body = {**self.settings, **settings, "messages": [{"role": "user", "content": content}]}
-        return float(request_json(self.url, body=body, token=self.token, timeout_s=timeout_s, read=self._read))
+        answer = request_json(self.url, Completion, body=body, token=self.token, timeout_s=timeout_s)
+        try:
+            return self._read(answer)
+        except NoAnswer as error:
+            raise NoAnswer(f"{self.url} {error}") from None
 
-    def _read(self, answer: Any) -> float:
-        return parse_scores(answer_text(answer), self.names, self.form) if self.names else yes_probability(answer)
+    def _read(self, answer: Completion) -> float:
+        return parse_scores(answer.text, self.names, self.form) if self.names else yes_probability(answer)
 
     def _check(self, models: str, timeout_s: float) -> None:
-        request_json(models, token=self.token, timeout_s=timeout_s, read=partial(_check_model, model=self.settings["model"]))
+        answer, model = request_json(models, object, token=self.token, timeout_s=timeout_s), self.settings["model"]
+        if (fault := _unlisted(answer, model)) is not None:
+            raise NoAnswer(f"{models} {without_token(fault, self.token)}")
         if self.form.edit or self.group or not self.names:
             pictures = [Image.new("RGB", (64, 64), "grey")] * (2 if self.form.edit or self.group else 1)
             self._ask(self._parts(pictures), "a grey picture", timeout_s, max_tokens=1)
@@ -249,24 +254,12 @@ def _template(text: str) -> str:
     return template
 
 
-def _check_model(answer: Any, model: str) -> None:
-    """Refuses a model that the endpoint does not list; llama.cpp answers for any name, and other lists are not understood."""
+def _unlisted(answer: Any, model: str) -> str | None:
+    """The fault of a model that the endpoint does not list; llama.cpp answers for any name, and other lists are not
+    understood."""
     rows = answer.get("data") if isinstance(answer, dict) else None
     listed = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     names = [str(row.get("id")) for row in listed]
     if names and model not in names and all(row.get("owned_by") != "llamacpp" for row in listed):
-        raise NoAnswer(f"has no model {model!r}, but {brief(names)}.{did_you_mean(model, names)}")
-
-
-def answer_text(answer: Any) -> str:
-    """The text of a chat completion; `NoAnswer` if the JSON is something else."""
-    try:
-        choice = answer["choices"][0]
-        text, why = choice["message"]["content"], choice.get("finish_reason")
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise NoAnswer(f"answered no chat completion: {brief(answer)}") from error
-    if text is None and why == "length":  # only reasoning until max_tokens, in a separate field
-        return ""
-    if not isinstance(text, str):
-        raise NoAnswer(f"answered a chat completion without text: {brief(answer)}")
-    return text
+        return f"has no model {model!r}, but {brief(names)}.{did_you_mean(model, names)}"
+    return None

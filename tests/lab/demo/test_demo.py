@@ -2,9 +2,11 @@
 
 import asyncio
 import dataclasses
+import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import urllib.request
 from dataclasses import replace
@@ -490,6 +492,29 @@ def test_a_question_that_breaks_the_page_is_an_answer_and_a_line_in_the_log(capl
     scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
     asyncio.run(Gate(page, True)(scope, None, send))
     assert sent[0]["status"] == 400 and caplog.text.count("\n") == 1 and "KeyError" in caplog.text
+
+
+SERVED = """
+import os, sys
+import httpx
+from g2rpo.lab.web import needing_gradio
+with needing_gradio("the demo"):
+    import gradio
+    from g2rpo.lab.web.page import serve
+with gradio.Blocks(analytics_enabled=False) as page:
+    gradio.Markdown("hello")
+address = serve(page, "127.0.0.1", int(sys.argv[1]), None)
+print(httpx.get(address, trust_env=False).status_code, os.environ.get("no_proxy"), os.environ.get("NO_PROXY"))
+"""
+
+
+def test_the_page_is_served_whatever_proxies_the_environment_has():
+    """In a process of its own: socks:// is an error when Gradio is imported, a dead proxy when it starts."""
+    clean = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    proxies = {"ALL_PROXY": "socks://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "example.org"}
+    command = [sys.executable, "-c", SERVED, str(free_port())]
+    done = subprocess.run(command, env={**clean, **proxies}, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["200", "None", "example.org"], done.stderr
 
 
 def test_strangers_keep_nobody_out_and_choose_no_address():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,8 +13,25 @@ from g2rpo.core.errors import UserError
 def needing_gradio(what: str) -> Iterator[None]:
     """Turns an import that lacks Gradio into a UserError."""
     try:
-        yield
+        with without_proxies():
+            yield
     except ModuleNotFoundError as error:
         if error.name != "gradio":
             raise
         raise UserError(f"{what} needs Gradio: pip install gradio") from None
+
+
+@contextmanager
+def without_proxies() -> Iterator[None]:
+    """While entered, the environment's proxies are not used. Gradio needs it to be imported (some proxies, such as socks://,
+    are an error there) and to start (it asks its own page, which a proxy does not reach)."""
+    before = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
+    os.environ.update(dict.fromkeys(before, "*"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -19,6 +19,7 @@ from starlette.middleware import Middleware
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.web import bounded
 from g2rpo.lab.report.page import compare_style
+from g2rpo.lab.web import without_proxies
 from g2rpo.lab.web.gate import MAX_UPLOAD, STRANGERS, Gate, Scope
 
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
@@ -56,24 +57,27 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
         cookies = Headers(scope=scope).get("cookie", "")
         return not token or any(given in cookies for given in app.tokens)
 
-    app, address, _ = page.launch(
-        server_name=f"[{host}]" if ":" in host else host,
-        server_port=port,
-        auth=allowed if token else None,
-        auth_message="Any name, and the token as the password.",
-        share=False,
-        quiet=True,
-        prevent_thread_lock=True,
-        ssr_mode=False,
-        mcp_server=False,
-        enable_monitoring=False,
-        run_history=False,  # it would keep prompts in the browser
-        footer_links=[],
-        app_kwargs={"middleware": [Middleware(Gate, local=token is None, uploads=uploads)]},
-        max_file_size=MAX_UPLOAD,
-        theme=gr.themes.Default(primary_hue="blue", font=SYSTEM, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]),
-        css=style(),
-    )
+    with without_proxies():
+        app, address, _ = page.launch(
+            server_name=f"[{host}]" if ":" in host else host,
+            server_port=port,
+            auth=allowed if token else None,
+            auth_message="Any name, and the token as the password.",
+            share=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            ssr_mode=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            run_history=False,  # it would keep prompts in the browser
+            footer_links=[],
+            app_kwargs={"middleware": [Middleware(Gate, local=token is None, uploads=uploads)]},
+            max_file_size=MAX_UPLOAD,
+            theme=gr.themes.Default(
+                primary_hue="blue", font=SYSTEM, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]
+            ),
+            css=style(),
+        )
     config = page.server.config
     config.http_protocol_class = bounded(config.http_protocol_class, lambda connection: logged_in(connection.scope), STRANGERS)
     return address

@@ -1,0 +1,197 @@
+"""Requests through proxies, and servers that go and come back: sleeping is only noted, and names lead to this machine."""
+
+import json
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from g2rpo.core.errors import UserError
+from g2rpo.rewards import transport
+from g2rpo.rewards.remote import RemoteReward
+from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
+from tests.support.ports import free_port
+from tests.support.servers import endpoint_that
+
+VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+def says(status, text, **headers):
+    def answer(handler, count):
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(text.encode())
+
+    return answer
+
+
+@pytest.fixture
+def proxy(monkeypatch):
+    """HOST:PORT of a proxy that answers 503 itself; the environment has no proxy yet."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    with endpoint_that(says(503, "no route")) as (url, _):
+        yield url.removeprefix("http://")
+
+
+@pytest.fixture
+def lan(monkeypatch):
+    """A server that all addresses other than this machine's lead to; its port."""
+    connect = socket.create_connection
+    with endpoint_that(says(200, '{"who": "server"}')) as (url, _):
+        port = int(url.rpartition(":")[2])
+
+        def connected(address, *arguments, **more):
+            return connect(address if address[0] == "127.0.0.1" else ("127.0.0.1", port), *arguments, **more)
+
+        monkeypatch.setattr(socket, "create_connection", connected)
+        yield port
+
+
+@pytest.mark.parametrize("upper", [False, True])
+@pytest.mark.parametrize(("variable", "scheme"), [("http_proxy", "http://"), ("http_proxy", ""), ("all_proxy", "http://")])
+def test_an_answer_through_a_proxy_names_it(proxy, lan, monkeypatch, variable, upper, scheme):
+    monkeypatch.setenv(variable.upper() if upper else variable, f"{scheme}user:hunter2@{proxy}")
+    with pytest.raises(NoAnswer) as told:
+        request_json("http://10.1.2.3:8000/score", dict)
+    assert str(told.value) == f"http://10.1.2.3:8000/score (through the proxy {proxy}) answered 503: no route"
+
+
+@pytest.mark.parametrize(
+    ("excluded", "url"),
+    [
+        ("*", "http://10.1.2.3:8000"),
+        ("example.org, *", "http://10.1.2.3:8000"),
+        ("10.0.0.0/8", "http://10.1.2.3:8000"),
+        ("192.168.0.0/16 ,10.1.2.0/24", "http://10.1.2.3:8000"),
+        ("10.1.2.3", "http://10.1.2.3:8000"),
+        ("10.1.2.3:8000", "http://10.1.2.3:8000"),
+        ("fd00::/8", "http://[fd00::7]:8000"),
+        ("fd00::7", "http://[fd00::7]:8000"),
+        ("[fd00::7]", "http://[fd00::7]:8000"),
+        ("[fd00::7]:8000", "http://[fd00::7]:8000"),
+        (".lan.example", "http://judge.lan.example:8000"),
+        ("*.lan.example", "http://judge.lan.example:8000"),
+        ("lan.example", "http://judge.lan.example:8000"),
+        ("LAN.example", "http://judge.Lan.Example:8000"),
+        ("judge:8000", "http://judge:8000"),
+    ],
+)
+def test_what_no_proxy_excludes_is_asked_directly(proxy, lan, monkeypatch, excluded, url):
+    monkeypatch.setenv("HTTP_PROXY", f"http://{proxy}")
+    with pytest.raises(NoAnswer, match="through the proxy"):
+        request_json(url, dict)
+    monkeypatch.setenv("NO_PROXY", excluded)
+    assert request_json(url, dict) == {"who": "server"}
+
+
+@pytest.mark.parametrize("excluded", ["10.0.0.0/16", "10.1.2.4", "fd00::/8", "10.1.2.3:9000", "3.2.1.10", "10.1.2.3/nonsense"])
+def test_what_no_proxy_does_not_exclude_goes_through_the_proxy(proxy, lan, monkeypatch, excluded):
+    monkeypatch.setenv("http_proxy", f"http://{proxy}")
+    monkeypatch.setenv("no_proxy", excluded)
+    with pytest.raises(NoAnswer, match="through the proxy"):
+        request_json("http://10.1.2.3:8000", dict)
+
+
+@pytest.mark.parametrize("value", ["http://127.0.0.1:9", "socks5://127.0.0.1:9", "nonsense://127.0.0.1:9", "http://["])
+def test_loopback_never_goes_through_a_proxy(proxy, monkeypatch, value):
+    monkeypatch.setenv("http_proxy", value)
+    monkeypatch.setenv("ALL_PROXY", value)
+    with endpoint_that(says(200, '{"who": "me"}')) as (url, _):
+        for host in ("127.0.0.1", "localhost", "LOCALHOST"):
+            assert request_json(url.replace("127.0.0.1", host), dict) == {"who": "me"}
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "socks5", "socks5h"])
+@pytest.mark.parametrize("url", ["http://10.1.2.3:8000", "https://10.1.2.3:8000"])
+def test_a_dead_proxy_is_named(proxy, monkeypatch, scheme, url):
+    dead = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("ALL_PROXY", f"{scheme}://{dead}")
+    with pytest.raises(Unreachable, match=rf"{url} \(through the proxy {dead}\): ConnectError"):
+        request_json(url, dict)
+
+
+def test_a_proxy_that_does_not_connect_is_named(proxy, monkeypatch):
+    monkeypatch.setenv("https_proxy", f"http://{proxy}")
+    with pytest.raises(NoAnswer, match=rf"\(through the proxy {proxy}\): ProxyError: 501"):
+        request_json("https://10.1.2.3:8000", dict)
+
+
+@pytest.mark.parametrize("value", ["socks://h:1", "socks4://h:1", "ftp://h:1", "http://u:hunter2"])
+def test_a_proxy_variable_that_cannot_be_used_is_refused_unrepeated(proxy, monkeypatch, value):
+    monkeypatch.setenv("http_proxy", value)
+    with pytest.raises(UserError, match="proxy variable of the environment") as told:
+        request_json("http://10.1.2.3:8000", dict)
+    assert "hunter2" not in str(told.value)
+
+
+# --- servers that go and come back
+
+
+@pytest.fixture
+def naps(monkeypatch):
+    """The waits, which are only noted."""
+    waits = []
+    monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=waits.append))
+    return waits
+
+
+GOOD = says(200, json.dumps({"scores": [0.5], "reward": "a"}))
+
+
+def hang_up(handler, count):
+    handler.connection.close()
+
+
+def half(handler, count):
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\nContent-Length: 20\r\n\r\n{")
+
+
+@pytest.mark.parametrize(
+    ("fault", "least_s"),
+    [
+        (hang_up, 0.5),
+        (half, 0.5),
+        (says(503, "busy"), 0.5),
+        (says(502, "bad gateway"), 0.5),
+        (says(503, "busy", **{"Retry-After": "7"}), 7),
+        (says(429, "slow down", **{"Retry-After": "20"}), 20),
+        (says(429, "slow down", **{"Retry-After": "Fri, 31 Dec 2999 23:59:59 GMT"}), 60),
+        (says(429, "slow down", **{"Retry-After": "9" * 50}), 60),
+        (says(429, "slow down", **{"Retry-After": "soon"}), 0.5),
+        (says(503, "busy", **{"Retry-After": "Mon, 1 Jan 2001 00:00:00 GMT"}), 0.5),
+    ],
+)
+def test_a_server_is_waited_for_as_long_as_it_asks_and_not_over_a_minute(naps, fault, least_s):
+    with endpoint_that(lambda handler, count: (fault if count <= 2 else GOOD)(handler, count)) as (url, bodies):
+        scores = RemoteReward(url, check=False, timeout_s=5)(torch.zeros(1, 3, 4, 4), ["a"])
+    assert scores.tolist() == [0.5] and len(bodies) == 3 and len(naps) == 2
+    assert least_s <= naps[0] <= max(least_s, 1.0) and max(naps) <= 60
+
+
+def test_a_restart_of_half_a_minute_is_waited_for_and_a_dead_server_only_once(naps):
+    """Nothing listens in between: the waits of the default settings last 30 s at the least."""
+    port = free_port()
+    reward = RemoteReward(f"http://127.0.0.1:{port}", check=False, timeout_s=5)
+    assert reward(torch.zeros(1, 3, 4, 4), ["a"]).isnan().all()
+    assert sum(naps) >= 30
+    before = len(naps)
+    assert reward(torch.zeros(1, 3, 4, 4), ["a"]).isnan().all()
+    assert len(naps) == before  # asked once, without a wait
+    with endpoint_that(lambda handler, count: (hang_up if count == 2 else GOOD)(handler, count), port) as (_, bodies):
+        assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]
+        assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]  # once back, it is waited for again
+        assert len(bodies) == 3 and len(naps) == before + 1
+
+
+def test_a_server_that_comes_back_with_another_reward_ends_the_run():
+    other = says(200, json.dumps({"scores": [0.5], "reward": "b"}))
+    with endpoint_that(lambda handler, count: (GOOD if count == 1 else other)(handler, count)) as (url, _):
+        reward = RemoteReward(url, check=False, timeout_s=5)
+        assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]
+        with pytest.raises(Refused, match="had the reward 'a' and now has 'b'"):
+            reward(torch.zeros(1, 3, 4, 4), ["a"])
