@@ -114,11 +114,12 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def nothing_allowed(monkeypatch):
-    """No test may import the code that another has allowed."""
+def nothing_allowed(tmp_path_factory, monkeypatch):
+    """No test may import the code that another, or the user, has allowed."""
     from g2rpo.core import plugins
 
     monkeypatch.setattr(plugins, "_allowed", set())
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
 
 
 @pytest.fixture(scope="session")

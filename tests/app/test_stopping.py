@@ -15,14 +15,13 @@ from safetensors.torch import load_file
 
 from g2rpo.app.stopping import EXIT_CODES, Stopping, stoppable
 from g2rpo.cli.main import main
-from g2rpo.core import plugins
 from g2rpo.core.errors import Interrupted, Preempted, Stopped, UserError
 from g2rpo.lab.compare.jobs import Job, Workers, locked
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import load_function
 from g2rpo.runtime.folders import held
 from g2rpo.training.checkpoint import newest_iteration
-from tests.support.commands import done, g2rpo, write_tiny
+from tests.support.commands import done, forget_code, g2rpo, write_tiny
 from tests.support.runs import brightness, trainer
 from tests.support.variants import few
 from tests.training.test_faults import log
@@ -107,7 +106,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_comes_to_the_same_end(
     assert newest_iteration(run / "checkpoints") == iteration
     assert all(signal.getsignal(number) != Stopping.handle for number in EXIT_CODES)
 
-    plugins._allowed.clear()  # as for another process
+    forget_code()  # as for another process
     done(capfd, *command.split())
     assert log(run) == log(straight)
     one, two = (load_file(folder / "adapter" / "pytorch_lora_weights.safetensors") for folder in (run, straight))

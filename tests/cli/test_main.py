@@ -20,12 +20,11 @@ from g2rpo.assembly.config import load_config
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS, title_of
 from g2rpo.config.resolve import resolve
-from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.runs.lifecycle import read_config
-from tests.support.commands import done, g2rpo, refused
+from tests.support.commands import done, forget_code, g2rpo, refused
 from tests.support.runs import PLAIN, fits
 from tests.support.variants import few
 
@@ -271,7 +270,7 @@ def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(capsys, tmp_p
     assert "Traceback" in (tmp_path / "run" / "traceback_rank0.txt").read_text()
     again = f"`g2rpo resume {tmp_path / 'run'} --plugin {tmp_path / 'mine.py'}` begins again."
     assert err.strip().endswith(again)  # there is no checkpoint yet
-    monkeypatch.setattr(plugins, "_allowed", set())
+    forget_code()
     code, _, err = g2rpo(capsys, "resume", tmp_path / "run", "trainer.iterations=9")
     whole = f"g2rpo resume {tmp_path / 'run'} trainer.iterations=9 --plugin {tmp_path / 'mine.py'}"
     assert code == 2 and err.strip().splitlines()[-1] == whole

@@ -13,13 +13,14 @@ import torch
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.cli.main import main, plugins_first
 from g2rpo.config.algorithms import algorithm_class, name_of
+from g2rpo.config.resolve import codes_in
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import parse_json
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.runs.lifecycle import read_config
-from tests.support.commands import done, g2rpo, refused
+from tests.support.commands import done, forget_code, g2rpo, refused
 from tests.support.runs import config, mean, trainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
@@ -69,7 +70,7 @@ def test_fields_are_validated_with_near_matches():
 def test_a_config_that_mentions_code_is_refused_until_the_user_names_it(tmp_path):
     given = config(f"algorithm.name={named('baseline')}", "algorithm.decay=0.25", "algorithm.branch_steps=[0]")
     (tmp_path / "config.yaml").write_text(given.to_yaml())
-    plugins._allowed.clear()
+    forget_code()
     source = named("baseline").partition(":")[0]
     with pytest.raises(UserError, match=rf"is code that a config names.*add --plugin {source}"):
         read_config(tmp_path, mention=False)
@@ -78,6 +79,41 @@ def test_a_config_that_mentions_code_is_refused_until_the_user_names_it(tmp_path
     assert mentioned.to_yaml() == given.to_yaml()  # shown and kept, not run
     plugins.allow(source)
     assert read_config(tmp_path, mention=False).algorithm == given.algorithm
+
+
+def test_a_file_that_was_allowed_once_may_run_in_later_processes_until_it_changes(tmp_path, monkeypatch):
+    mine, other = tmp_path / "mine.py", tmp_path / "other.py"
+    for file in (mine, other):
+        file.write_text("def it(images, prompts): ...\n")
+    monkeypatch.chdir(tmp_path)
+
+    def refused_code(name):
+        plugins._allowed.clear()  # as in another process
+        try:
+            plugins.require(name)
+        except plugins.CodeNotAllowed as error:
+            return error.options
+        return []
+
+    plugins.allow("mine.py:it")
+    assert refused_code("mine.py:it") == refused_code(f"{mine}:it") == []
+    assert refused_code(f"{other}:it") == ["--plugin", str(other)]  # the same text in another place
+    assert plugins.repeated() == []
+    mine.write_text("def it(images, prompts): ...\nchanged = 1\n")
+    assert refused_code("mine.py:it") == ["--plugin", "mine.py"]
+    plugins.allow("json:loads")
+    assert refused_code("json:loads") == ["--plugin", "json"]  # no file: a module may lie anywhere
+    monkeypatch.setenv("XDG_STATE_HOME", str(other))  # a file: nothing can be kept there
+    plugins.allow("mine.py")
+    plugins.require("mine.py:it")
+    assert refused_code("mine.py:it") == ["--plugin", "mine.py"]
+
+
+def test_all_code_of_a_config_is_refused_in_one_message():
+    entries = [("name", "a.py:A"), ("kind", "b.py:B"), ("target", "c.py:c"), ("detector", "d.py:D"), ("trackers", ["e.py:E"])]
+    with pytest.raises(plugins.CodeNotAllowed) as caught:
+        plugins.require_all(codes_in([{key: value} for key, value in entries]))
+    assert caught.value.options == [word for each in "abcde" for word in ("--plugin", f"{each}.py")]
 
 
 @pytest.mark.parametrize("module", ["os:getcwd", "subprocess:run"])
@@ -188,7 +224,7 @@ def test_suggested_commands_allow_the_code_that_they_need(capsys, tmp_path, monk
     out = done(capsys, "train", tiny_config, "policy.kind=mine.py:Mine", "trainer.iterations=1", "--run-dir", "run")
     for what in ("draw", "repeat"):
         (command,) = re.findall(f" +{what}  g2rpo (.*)", out)
-        plugins._allowed.clear()
+        forget_code()
         done(capsys, *shlex.split(command))
         assert command.endswith(" --plugin mine.py")
     assert trainer(Path("run")).files.command == "`g2rpo resume run --plugin mine.py`"

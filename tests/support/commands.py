@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from g2rpo.cli.main import main
+from g2rpo.core import plugins
 
 TINY = {
     "algorithm": {"group_size": 3, "branch_steps": [0, 1], "granularities": [1, 2]},
@@ -17,6 +18,12 @@ TINY = {
     "evaluation": {"num_prompts": 3, "every": 1},
 }
 """A run of the tiny random FLUX, but for its policy and prompts."""
+
+
+def forget_code():
+    """As for another user, who has allowed nothing."""
+    plugins._allowed.clear()
+    plugins.trusted_file().unlink(missing_ok=True)
 
 
 def write_tiny(folder, flux_directory):

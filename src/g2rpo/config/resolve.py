@@ -27,7 +27,7 @@ from g2rpo.core.types import Algorithm
 LARGEST = 2**18
 """Largest YAML file in bytes, 50 times the longest recipe."""
 
-CODE_KEYS = ("name", "kind", "target", "trackers")
+CODE_KEYS = ("name", "kind", "target", "detector", "trackers")
 """Last parts of keys whose values may name code."""
 
 SHORT = {

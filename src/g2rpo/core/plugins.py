@@ -6,13 +6,17 @@
     package.module:Mine    something in a module that Python can import
 
 Importing code runs it. Files and modules are therefore imported only after `allow`, which the command line calls for names that
-the user has typed; a config that only mentions them is refused (docs/security.md).
+the user has typed; a config that only mentions them is refused (docs/security.md). A file that was allowed once stays allowed
+while its content is the same; the digests are in the user's own `trusted_file`, never in a run.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import json
+import os
 import re
 import sys
 import zlib
@@ -23,7 +27,8 @@ from types import ModuleType
 from typing import Any
 
 from g2rpo.core.errors import UserError, did_you_mean, where
-from g2rpo.core.files import local
+from g2rpo.core.files import local, write_whole
+from g2rpo.core.plain import read_as
 
 _CODE = re.compile(r"(?P<source>[^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 _allowed: set[str] = set()
@@ -45,13 +50,49 @@ def is_code(name: str) -> bool:
 
 
 def allow(name: str) -> None:
-    """Allows code to be imported by this process. `name` is FILE.py or MODULE, with or without :NAME; UserError for anything
-    else.
+    """Allows code to be imported by this process, and a file by later ones too. `name` is FILE.py or MODULE, with or without
+    :NAME; UserError for anything else.
     """
     source = name.partition(":")[0]
     if not is_code(f"{source}:x"):
         raise UserError(f"'{name}' is no code; name a file (my_file.py) or a module (package.module)")
-    _allowed.add(_key(source))
+    key = _key(source)
+    _allowed.add(key)
+    digest = _digest(key)
+    known = _trusted()
+    if digest is not None and known.get(key) != digest:
+        path = trusted_file()
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(path, json.dumps({**known, key: digest}, indent=1).encode())
+        except OSError:
+            return  # a home that cannot be written: the name is to be typed again
+
+
+def trusted_file() -> Path:
+    """The digests of the files that this user has allowed, by path."""
+    return local(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "g2rpo" / "trusted_code.json"
+
+
+def _trusted() -> dict[str, str]:
+    path = trusted_file()
+    return read_as(dict[str, str], path) if path.is_file() else {}
+
+
+def _digest(key: str) -> str | None:
+    """The SHA-256 of a file's content; None for a module and for a file that cannot be read."""
+    try:
+        return hashlib.sha256(Path(key).read_bytes()).hexdigest() if key.endswith(".py") else None
+    except OSError:
+        return None  # importing it says why
+
+
+def _may_run(source: str) -> bool:
+    """Whether code was allowed in this process, or is a file that was allowed in an earlier one and has not changed."""
+    key = _key(source)
+    if key not in _allowed and (digest := _digest(key)) is not None and _trusted().get(key) == digest:
+        _allowed.add(key)
+    return key in _allowed
 
 
 def repeated() -> list[str]:
@@ -69,7 +110,7 @@ def require(name: str) -> None:
 
 def require_all(names: Iterable[str]) -> None:
     """The same for several names, in one message."""
-    if refused := [name for name in dict.fromkeys(names) if _key(name.rpartition(":")[0]) not in _allowed]:
+    if refused := [name for name in dict.fromkeys(names) if not _may_run(name.rpartition(":")[0])]:
         raise CodeNotAllowed(refused)
 
 
