@@ -13,6 +13,7 @@ from g2rpo.core.errors import Preempted
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.checkpoint import checkpoints
+from g2rpo.training.first_group import widest
 from g2rpo.training.stopwatch import Stopwatch
 from tests.support.runs import cut, fallen_back, log, mean, resumed, trainer, untimed
 
@@ -248,3 +249,15 @@ def test_a_signal_during_an_evaluation_loses_no_alarms_end(tmp_path):
     with pytest.raises(Preempted):
         t._evaluate_unless_stopped()
     assert ended == [1]
+
+
+def test_the_group_that_a_report_shows_is_the_one_whose_rewards_differ_most():
+    rewards = torch.zeros(4, 2, 1, 6)  # [N, R, M, G]
+    rewards[1, 0] = torch.tensor([0, 1e-6, 0, 0, 0, 0])  # a difference of rounding has advantages as large as any
+    rewards[2, 0] = torch.tensor([1, 0, 1, 0, 1, 0])
+    rewards[3, 1] = torch.tensor([0, 0, 100, 0, 0, 0])
+    rewards[3, 0, 0, 0] = torch.nan
+    assert widest(rewards) == 2  # both 2 and 3 have the largest spread of one reward
+    rewards[3, 0] = rewards[2, 0] / 2
+    assert widest(rewards) == 3
+    assert widest(torch.full((3, 1, 2, 4), torch.nan)) == widest(torch.ones(3, 1, 2, 4)) == 0

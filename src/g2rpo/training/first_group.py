@@ -9,6 +9,7 @@ from torch import Tensor
 
 from g2rpo.core.data import Prompt
 from g2rpo.core.input_pictures import images_of
+from g2rpo.core.statistics import group_std
 from g2rpo.core.types import Plan, Policy
 from g2rpo.monitor.clips import reduced, stills
 from g2rpo.monitor.pictures import PictureRow, save_grid
@@ -32,9 +33,9 @@ def save_first_group(
     collected: Collected,
     advantages: Tensor,
 ) -> None:
-    """Keeps the pictures of the first group whose `advantages` [N, G] differ (if none does, of the first group), of clips their
-    middle frames, with the scores of the rewards `names`; and draws them, a row for each tail."""
-    number = next((index for index, own in enumerate(advantages) if own.max() > own.min()), 0)
+    """Keeps the pictures of the group whose rewards differ most (`widest`), of clips their middle frames, with the scores of
+    the rewards `names` and the `advantages` [N, G]; and draws them, a row for each tail."""
+    number = widest(collected.rewards)
     rollout, scores = collected.rollouts[number], collected.rewards[number]
     shape, latents = rollout.finals.shape[:2], rollout.finals.flatten(0, 1)
 
@@ -60,6 +61,13 @@ def save_first_group(
         save_inputs(folder, [prompt], [0])
         save_rows(files.run.group_scores, rows)
         save_grid(files.run.group_grid, picture_rows, columns, f"{prompt}\n{cells['how']}")
+
+
+def widest(rewards: Tensor) -> int:
+    """The group of `rewards` [N, R, M, G] whose members differ most: by the sum over rewards of their standard deviation, in
+    units of that reward's largest one in any group. The first of ties. Advantages do not tell: they have one scale in all."""
+    spread = group_std(rewards).nan_to_num(0).mean(2)  # [N, R]
+    return int((spread / spread.amax(0).clamp_min(torch.finfo(torch.float32).tiny)).sum(1).argmax())
 
 
 def how(plan: Plan) -> str:
