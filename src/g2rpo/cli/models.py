@@ -14,7 +14,7 @@ from g2rpo.core.errors import UserError, counted
 commands = typer.Typer()
 
 
-@commands.command()
+@commands.command(rich_help_panel=options.RESULTS)
 def sample(
     prompts: Annotated[
         list[str] | None,
@@ -72,7 +72,7 @@ def sample(
     say(console, f"{counted(sampled.count, 'clip' if sampled.clips else 'picture')} in {sampled.folder}{grid}")
 
 
-@commands.command(cls=options.WithSameSettings)
+@commands.command(cls=options.WithSameSettings, rich_help_panel=options.RESULTS)
 def evaluate(
     overrides: Annotated[
         list[str] | None,
@@ -128,7 +128,7 @@ def evaluate(
     show_evaluation(judging, console)
 
 
-@commands.command()
+@commands.command(rich_help_panel=options.WEIGHTS)
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     format: Annotated[
@@ -151,7 +151,7 @@ def export(
         say(console, f"stored in {rounding.dtype}: {cost}")
 
 
-@commands.command()
+@commands.command(rich_help_panel=options.RESULTS)
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, finished or not.")],
     out: Annotated[Path | None, typer.Option(help="The page; default RUN/report.html, for several runs report.html.")] = None,
@@ -163,7 +163,7 @@ def report(
     say(console, f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
-@commands.command("check-model", cls=options.WithSettings)
+@commands.command("check-model", cls=options.WithSettings, rich_help_panel=options.WEIGHTS)
 def check_model(
     model: Annotated[str, typer.Argument(help="A diffusers pipeline: a folder or a hub id.")],
     overrides: Annotated[list[str] | None, options.key_values("policy.dtype=bfloat16 policy.height=512")] = None,

@@ -20,6 +20,9 @@ def recipe_names(incomplete: str) -> list[str]:
     return [name for name in known.names() if name.startswith(incomplete)]
 
 
+TRAINING, RESULTS, WEIGHTS = "Train", "Look at the result", "Weights and servers"
+"""Headings of the commands in `g2rpo --help`."""
+
 NAMESAKES = ("prompts", "rewards")
 """Groups of settings that an option is named after."""
 

@@ -14,7 +14,7 @@ from g2rpo.core.errors import UserError, counted
 commands = typer.Typer()
 
 
-@commands.command()
+@commands.command(rich_help_panel=options.RESULTS)
 def demo(
     run: Annotated[Path | None, typer.Argument(help="A finished run: its model, weights, rewards and algorithm.")] = None,
     model: options.Model = None,
@@ -41,7 +41,7 @@ def demo(
     serve(run, settings, weights, host=host, port=port, token_env=token_env, emit=Output())
 
 
-@commands.command(cls=options.WithSettings)
+@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING)
 def teach(
     recipe: Annotated[str, typer.Argument(help="A recipe, a config.yaml, or a run that teach began.")],
     overrides: Annotated[list[str] | None, options.key_values("optim.learning_rate=5e-4")] = None,
@@ -70,7 +70,7 @@ def teach(
     )
 
 
-@commands.command()
+@commands.command(rich_help_panel=options.RESULTS)
 def agree(
     run: Annotated[Path, typer.Argument(help="A run that teach began.")],
     rewards: Annotated[str, typer.Option(help="Names with commas between them, or a YAML file.")],
@@ -84,7 +84,7 @@ def agree(
         say(console, f"{share} of pairs  {name}  ({counted(share.count, 'group')}; 0.5 is chance)")
 
 
-@commands.command()
+@commands.command(rich_help_panel=options.WEIGHTS)
 def serve_reward(
     kind: Annotated[str, typer.Argument(help="A reward's name, e.g. hpsv2 or function.")],
     options: Annotated[list[str] | None, options.key_values("path=..., device=cuda")] = None,

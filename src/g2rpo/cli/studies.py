@@ -16,7 +16,7 @@ from g2rpo.core.errors import UserError
 commands = typer.Typer()
 
 
-@commands.command(cls=options.WithSettings)
+@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING)
 def plan(
     recipe: options.RecipeOrFile,
     overrides: Annotated[list[str] | None, options.key_values("policy.lora_rank=64")] = None,
@@ -71,7 +71,7 @@ def plan(
         show(console)
 
 
-@commands.command(cls=options.WithSettings)
+@commands.command(cls=options.WithSettings, rich_help_panel=options.RESULTS)
 def compare(
     recipe: options.RecipeOrFile,
     overrides: Annotated[list[str] | None, options.key_values("Of every run.")] = None,

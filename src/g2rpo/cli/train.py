@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 commands = typer.Typer()
 
 
-@commands.command(cls=options.WithSettings)
+@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING)
 def train(
     recipe: options.RecipeOrNone = None,
     overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=100")] = None,
@@ -46,7 +46,7 @@ def train(
     _train(recipe, overrides, run_dir, resume, accept_changes, within, push_to_hub, find_rate)
 
 
-@commands.command("resume", cls=options.WithSettings)
+@commands.command("resume", cls=options.WithSettings, rich_help_panel=options.TRAINING)
 def resume_run(
     run: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted, or that is to go on for longer.")],
     overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=200 sampling.batch_size=32")] = None,
@@ -90,7 +90,7 @@ def _predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequen
     return predict(config, ranks, prompts, heldout)
 
 
-@commands.command(cls=options.WithSettings)
+@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING)
 def encode(
     recipe: options.RecipeOrFile,
     overrides: Annotated[list[str] | None, options.key_values("prompts.cache=FOLDER")] = None,
@@ -103,7 +103,7 @@ def encode(
     say(console, f"{count} prompts are stored, {new} of them new")
 
 
-@commands.command()
+@commands.command(rich_help_panel=options.WEIGHTS)
 def push(
     run: Annotated[Path, typer.Argument(help="A finished run.")],
     repository: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face Hub.")],
@@ -117,7 +117,7 @@ def push(
     say(console, f"pushed {RunDirectory(run).weights} to {address}")
 
 
-@commands.command()
+@commands.command(rich_help_panel=options.TRAINING)
 def recipes(
     name: Annotated[
         str | None, typer.Argument(help="Show one, with the reason for every value.", autocompletion=options.recipe_names)

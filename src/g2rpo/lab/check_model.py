@@ -32,7 +32,7 @@ from g2rpo.policies.tuning import ADAPTER, loader_of
 
 TEXTS = ("a red circle", "two blue squares left of a circle")
 """Of different lengths, so that padding and masks matter."""
-SIZE = {"height": 256, "width": 384}
+SIZE = {"height": 128, "width": 192}
 """Not square, and in whole tokens of every known model."""
 STEPS, SEED = 4, 5
 SLOPE = 0.02
@@ -44,7 +44,7 @@ NEUTRAL = ("tuning=lora", "lora_targets=", "lora_rank=32", "guidance_scale=", "m
 OTHER_SOLVER = 1e-2
 """The same, for pictures of a pipeline with another solver than Euler's, whose times are whole numbers."""
 
-DESCRIPTION = "see `encoded` (all results of encode_prompt, in order), `widths` and `fixed` of the PipelineSpec"
+DESCRIPTION = "see `encoded` (all results of encode_prompt, in order), `widths`, `fixed` and `one_time` of the PipelineSpec"
 REMEDIES = {
     "policy": DESCRIPTION,
     "noise": "prepare_latents must draw one latent per generator, and nothing else",
