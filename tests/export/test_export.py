@@ -244,7 +244,11 @@ def test_another_base_than_the_trained_one_is_refused(folders, tmp_path):
 
 HEADER = "lora_adapter_metadata"
 ODD = {
-    "rank 0": ({}, json.dumps({"transformer.r": 0, "transformer.lora_alpha": 4}), "numbers above 0"),
+    "rank 0": (
+        {},
+        json.dumps({"transformer.r": 0, "transformer.lora_alpha": 4}),
+        "r: Input should be greater than or equal to 1",
+    ),
     "other ranks": ({"lora_A": torch.zeros(3, 4)}, "{}", "of one rank"),
     "NaN": ({"lora_B": torch.full((4, 2), torch.nan)}, "{}", "not finite"),
 }

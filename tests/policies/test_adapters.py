@@ -1,11 +1,13 @@
 """Adapters that people bring: read, continued, held against, and written in every format as diffusers itself reads them."""
 
+import dataclasses
 import json
 
 import huggingface_hub
 import pytest
 import torch
 from diffusers import FluxPipeline
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from g2rpo import api
@@ -14,9 +16,10 @@ from g2rpo.assembly.config import load_config
 from g2rpo.assembly.hub import find_adapter
 from g2rpo.core.errors import UserError
 from g2rpo.export.comfyui import for_trainers
-from g2rpo.policies.adapters import PREFIX, UP, read_adapter, write_tensors
+from g2rpo.policies.adapters import DOWN, FLOATS, PREFIX, UP, Adapter, read_adapter, write_tensors
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
+from g2rpo.policies.peft_config import HARMLESS
 from tests.support.adapters import READ, differences, fused, policy_of, random_adapter, velocity
 from tests.support.commands import done, g2rpo, refused
 from tests.support.tiny import flux_pipeline
@@ -334,3 +337,182 @@ def test_a_header_with_factors_of_another_kind_is_refused(file, tmp_path, odd):
     save_file(tensors, tmp_path / "odd.safetensors", metadata=header)
     with pytest.raises(UserError, match=f"{next(iter(odd))}, which is not supported"):
         read_adapter(tmp_path / "odd.safetensors", FluxPipeline)
+
+
+NOT_DEFAULT = {
+    "init_lora_weights": ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "eva", "lora_ga", "mica"],
+    "bias": ["all", "lora_only"],
+    "peft_type": ["LOHA"],
+}
+SETTINGS = [field.name for field in dataclasses.fields(LoraConfig) if field.name not in {"r", "lora_alpha"}]
+CHANGED = [(name, value) for name in SETTINGS if name not in HARMLESS for value in NOT_DEFAULT.get(name, [{"x": 1}, True])]
+PLAIN = [("init_lora_weights", "gaussian"), ("init_lora_weights", False), ("peft_type", "LORA"), ("of_later", None)]
+
+
+@pytest.mark.parametrize(("name", "value"), [*CHANGED, ("of_a_later_peft", 1)])
+def test_a_setting_of_peft_that_is_not_known_to_be_harmless_is_refused_by_name(brought, tmp_path, name, value):
+    """Every field of the installed LoraConfig but those that are used, or listed as harmless."""
+    file = as_peft(brought, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, name: value}))
+    with pytest.raises(UserError, match=f"adapter_config.json: has {name}, which is not supported"):
+        read_adapter(file, FluxPipeline, flux_pipeline().transformer)
+
+
+def test_what_peft_writes_of_a_plain_lora_is_read(brought, tmp_path):
+    file = as_peft(brought, tmp_path)
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=ENDS, exclude_modules=["x"], lora_dropout=0.1, inference_mode=True)
+    for name, value in PLAIN:
+        written = {key: sorted(entry) if isinstance(entry, set) else entry for key, entry in config.to_dict().items()}
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**written, name: value}))
+        read = read_adapter(file, FluxPipeline, flux_pipeline().transformer)
+        assert read.scale == 2.0 and is_same(read, brought)
+
+
+@pytest.mark.parametrize("kind", [KIND, *QUICK])
+@pytest.mark.parametrize("changes", [{"r": 4}, {"lora_alpha": 0}, {"lora_alpha": float("nan")}, {"r": None}, None], ids=str)
+def test_a_file_of_peft_needs_its_config(tmp_path, kind, changes):
+    pipeline = tiny_pipeline(kind)
+    file = as_peft(random_adapter(pipeline.transformer, ENDS), tmp_path)
+    beside = tmp_path / "adapter_config.json"
+    if changes is None:
+        beside.unlink()
+    else:
+        beside.write_text(json.dumps({**json.loads(beside.read_text()), **changes}))
+    with pytest.raises(UserError, match=r"adapter_config.json; put|r=4 in the config|lora_alpha: Input|r: Input"):
+        read_adapter(file, type(pipeline), pipeline.transformer)
+
+
+def is_same(one, other):
+    """Equal to the bit."""
+    pairs = [(one.layers[module], other.layers[module]) for module in other.layers]
+    return one.layers.keys() == other.layers.keys() and all(
+        torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True)
+    )
+
+
+def kohya(prefix):
+    return lambda module, end: (
+        prefix + module.replace(".", "_") + end.replace("lora_A", "lora_down").replace("lora_B", "lora_up")
+    )
+
+
+def before(prefix):
+    return lambda module, end: prefix + module + end
+
+
+WRITTEN = {
+    **{
+        prefix: before(prefix)
+        for prefix in (
+            *("", "transformer.", "diffusion_model.", "model.diffusion_model.", "unet.", "module.", "_orig_mod."),
+            *("module._orig_mod.", "transformer._fsdp_wrapped_module.", "transformer.module."),
+        )
+    },
+    **{prefix: kohya(prefix) for prefix in ("lora_transformer_", "lora_unet_", "lycoris_")},
+    "default": lambda module, end: f"transformer.{module}{end.replace('.weight', '.default.weight')}",
+    "no weight": lambda module, end: f"transformer.{module}{end.removesuffix('.weight')}",
+    "old diffusers": lambda module, end: f"{module}{end.replace('lora_A', 'lora.down').replace('lora_B', 'lora.up')}",
+    "inside": lambda module, end: (
+        f"transformer.{module.replace('.0.', '.0._fsdp_wrapped_module._checkpoint_wrapped_module.')}{end}"
+    ),
+}
+FAMILIES = ("FluxPipeline", "QwenImagePipeline", "WanPipeline", *QUICK)
+
+
+@pytest.mark.parametrize("kind", few(FAMILIES, (KIND, *QUICK).__contains__))
+def test_names_are_the_models_whatever_trainers_and_wrappers_put_around_them(kind, tmp_path):
+    pipeline = tiny_pipeline(kind)
+    adapter = random_adapter(pipeline.transformer, ENDS)
+    for how, name in WRITTEN.items():
+        pairs = {name(m, end): value for m in adapter.layers for end, value in zip((DOWN, UP), adapter.layers[m], strict=True)}
+        save_file(pairs, tmp_path / "x.safetensors")
+        assert is_same(read_adapter(tmp_path / "x.safetensors", type(pipeline), pipeline.transformer), adapter), how
+        foreign = {f"weird.{key}": value for key, value in pairs.items()}
+        save_file(foreign, tmp_path / "x.safetensors")
+        with pytest.raises(UserError, match=r"(?s)such as weird.*The model has |leaves out"):
+            read_adapter(tmp_path / "x.safetensors", type(pipeline), pipeline.transformer)
+
+
+def test_diffusion_model_is_no_diff_and_whole_weights_beside_are_refused(brought, tmp_path):
+    module = next(iter(brought.layers))
+    brought.write(tmp_path / "x.safetensors", "model.diffusion_model.")
+    tensors = load_file(tmp_path / "x.safetensors")
+    for end, kind in (
+        (".diff", "whole weights"),
+        (".diff_b", "whole weights"),
+        (".lora_B.bias", "biases"),
+        (".oft", "other tensors"),
+    ):
+        save_file({**tensors, f"model.diffusion_model.{module}{end}": torch.ones(2)}, tmp_path / "y.safetensors")
+        with pytest.raises(UserError, match=kind):
+            read_adapter(tmp_path / "y.safetensors", FluxPipeline, flux_pipeline().transformer)
+
+
+def test_a_module_that_diffusers_would_leave_out_is_named(tmp_path):
+    adapter = flux_of_real_width()
+    tensors = for_trainers(adapter, SPECS[KIND].comfyui, "kohya")
+    odd = {"lora_unet_odd.lora_down.weight": torch.ones(2, 8), "lora_unet_odd.lora_up.weight": torch.ones(8, 2)}
+    save_file({**tensors, **odd}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match="in no format.*lora_unet_odd"):
+        read_adapter(tmp_path / "x.safetensors", FluxPipeline)
+
+
+IN, OUT = torch.ones(2, 8), torch.ones(8, 2)
+NO_ADAPTER = {
+    "NaN": (IN * float("nan"), OUT, None),
+    "infinite": (IN, OUT / 0, None),
+    "beyond float32": (IN.double() * 1e300, OUT, None),
+    "rank 0": (torch.ones(0, 8), torch.ones(8, 0), None),
+    "no size": (torch.tensor(1.0), OUT, None),
+    "a vector": (IN[0], OUT, None),
+    "of two ranks": (IN, torch.ones(8, 3), None),
+    "4-d up alone": (IN, OUT[..., None, None], None),
+    "a kernel in up": (IN[..., None, None].expand(2, 8, 3, 3), OUT[..., None, None].expand(8, 2, 3, 3), None),
+    "whole numbers": (IN.to(torch.int8), OUT, None),
+    **{f"alpha {value}": (IN, OUT, torch.tensor(value)) for value in (float("nan"), float("inf"), -2.0, 0.0, 1e-45)},
+    "alpha beyond float32": (IN, OUT, torch.tensor(1e300, dtype=torch.float64)),
+    "alpha that overflows": (IN, OUT * 1e30, torch.tensor(1e30)),
+    "two alphas": (IN, OUT, torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("case", NO_ADAPTER)
+def test_what_is_no_finite_change_of_weights_is_refused_where_it_is_read(case, tmp_path):
+    down, up, alpha = NO_ADAPTER[case]
+    tensors = {"transformer.m.lora_A.weight": down.contiguous(), "transformer.m.lora_B.weight": up.contiguous()}
+    save_file(tensors | ({} if alpha is None else {"transformer.m.alpha": alpha}), tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"x.safetensors: transformer.m\."):
+        read_adapter(tmp_path / "x.safetensors", FluxPipeline)
+    if alpha is None and down.is_floating_point():
+        with pytest.raises(ValueError, match="m: "):
+            Adapter({"m": (down.float(), up.float())})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"lora_adapter_metadata": json.dumps({f"{PREFIX}r": 3, f"{PREFIX}lora_alpha": 1e300})},
+        {"lora_adapter_metadata": "[1]"},
+        {"lora_adapter_metadata": "{"},
+        {"g2rpo.lora_alpha": "nan", "ss_network_dim": "3"},
+        {"g2rpo.lora_alpha": "1e300", "ss_network_dim": "3"},
+        {"g2rpo.lora_alpha": "-1", "ss_network_dim": "3"},
+        {"g2rpo.lora_alpha": "3", "ss_network_dim": "0"},
+        {"g2rpo.lora_above": "1.5"},
+        {"g2rpo.lora_above": "x"},
+    ],
+    ids=str,
+)
+def test_a_header_with_values_that_no_adapter_has_is_refused(file, tmp_path, header):
+    save_file(load_file(file), tmp_path / "odd.safetensors", metadata=header)
+    with pytest.raises(UserError, match="odd.safetensors: "):
+        read_adapter(tmp_path / "odd.safetensors", FluxPipeline)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_factors_of_every_floating_point_type_are_read_exactly(brought, tmp_path, dtype):
+    small = {name: value.to(dtype) for name, value in brought.tensors(PREFIX).items()}
+    save_file(small, tmp_path / "x.safetensors")
+    read = read_adapter(tmp_path / "x.safetensors", FluxPipeline, flux_pipeline().transformer).tensors(PREFIX)
+    assert all(torch.equal(read[name], value.float()) for name, value in small.items())

@@ -14,10 +14,11 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.lab.check_model import perturb
+from g2rpo.policies.adapters import read_adapter
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import read_config
 from g2rpo.testbed import pipeline_dir
-from tests.support.commands import refused
+from tests.support.commands import g2rpo, refused
 from tests.support.tiny import flux_pipeline
 from tests.support.tiny_pipelines import CLASSES
 
@@ -66,6 +67,19 @@ def test_velocities_are_the_adapters_above_and_the_bases_below(original):
     assert everywhere.trains_at(0.001)
 
 
+def test_what_a_policy_saves_says_where_it_acts(original, tmp_path):
+    policy = load(original, lora_above=0.123456789)  # the rounded number would be another sigma
+    assert read_adapter(policy.save(tmp_path)).above == 0.123456789
+    again = load(original, tuning="frozen")
+    again.load(tmp_path)
+    x, sigma, cond = again.noise([generator_for(0)]), torch.tensor([0.1]), again.encode(PROMPTS[:1])
+    with torch.no_grad(), policy.base():
+        base = policy.velocity(x, sigma, cond)
+    torch.testing.assert_close(again.velocity(x, sigma, cond), base, atol=2e-6, rtol=1e-5)
+    with pytest.raises(UserError, match=r"policy.adapter acts at all steps, and the saved adapter would hold both"):
+        load(original, lora_above=ABOVE, adapter=str(load(original).save(tmp_path / "everywhere")))
+
+
 def test_a_gradient_flows_above_and_a_loss_below_is_refused(original):
     policy = load(original, lora_above=ABOVE)
     x, cond = policy.noise([generator_for(0)]), policy.encode(PROMPTS[:1])
@@ -108,7 +122,10 @@ def test_the_card_draws_the_same_in_plain_diffusers(capsys, run, drawn):
         pictures[name] = namespace["picture"].float().cpu()
     off = {name: float((picture - drawn[0]).abs().max()) for name, picture in pictures.items()}
     assert off["card"] < 1e-4 < 1e-2 < off["everywhere"], off
-    assert "acts at early steps only" in refused(capsys, "export", run, "--format", "merged")
+    for words in (["--format", "merged"], ["--format", "diffusers", "--assistant"]):
+        assert "acts at early steps only" in refused(capsys, "export", run, *words)
+    code, out, err = g2rpo(capsys, "export", run, "--format", "comfyui")
+    assert code == 0 and "acts at early steps only" in " ".join((out + err).split())
 
 
 def test_the_file_alone_says_where_it_acts(run, drawn):

@@ -28,19 +28,28 @@ FILES = ("comfyui", "kohya", "ai-toolkit")
 
 
 def export(
-    run: Path, format: str, checkpoint: str | None, out: Path | None, learnt: bool = False, assistant: bool = False
+    run: Path,
+    format: str,
+    checkpoint: str | None,
+    out: Path | None,
+    learnt: bool = False,
+    assistant: bool = False,
+    notify: Callable[[str], None] = lambda message: None,
 ) -> tuple[Path, Rounding | None]:
     """Writes a new folder or, for `FILES`, a new file; returns where, and what rounding has cost merged weights. The base model
     is read only where its weights are needed. Of an adapter that continues another, `learnt` leaves that out; `assistant` adds
-    the run's assistant. UserError for a run without weights, and for models and modules that a format has no names for."""
+    the run's assistant. `notify` is called with what a format cannot say of an adapter. UserError for a run without weights,
+    and for models and modules that a format has no names for."""
     if not format:
         raise UserError(f"say which --format: {', '.join(FORMATS)}")
     if format not in FORMATS:
         raise UserError(f"--format {format}: is no format.{did_you_mean(format, FORMATS)}")
     config = read_config(run)
+    early = f"policy.lora_above={config.policy.lora_above:g}, so the adapter acts at early steps only"
     if config.policy.lora_above and format == "merged":
-        above = f"policy.lora_above={config.policy.lora_above:g}"
-        raise UserError(f"--format merged: {above}, so the adapter acts at early steps only, and merged weights would at all")
+        raise UserError(f"--format merged: {early}, and merged weights would at all")
+    if config.policy.lora_above and assistant:
+        raise UserError(f"--assistant: {early}, and the assistant at all; one file cannot hold both")
     which = "".join([f"-{checkpoint}" if checkpoint else "", "-learnt" * learnt, "-with-assistant" * assistant])
     out = out or _place(run, format, which)
     _check_new(out, format)
@@ -52,6 +61,9 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(out) if format in FILES else whole(out) as unfinished:
             rounding = _write(format, tuned, base, unfinished, finished, config.policy.kind)
+    if config.policy.lora_above and format in FILES:
+        end = "keyframes of a LoRA hook end it" if format == "comfyui" else "the card of --format diffusers has what ends it"
+        notify(f"{early}; what reads {format} files applies it at all, unless told otherwise: {end}")
     return out, rounding
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Literal
 
+from torch import nn
+
 from g2rpo.assembly.blueprint import on_meta, read_blueprint
 from g2rpo.assembly.hub import find_adapter
 from g2rpo.config.schema import Config, PolicyConfig
@@ -24,15 +26,10 @@ def completed(config: Config, given: Collection[str] = (), notify: Callable[[str
         raise UserError("policy.assistant_in_evaluation=true: there is none; name it in policy.assistant")
     if policy.assistant is not None and policy.tuning == "full":
         raise UserError("policy.assistant: acts beside frozen weights; set policy.tuning=lora, or take it out")
-    adapters = {key: adapter for key in KEYS if (adapter := adapter_of(policy, key)) is not None}
-    if not adapters:
+    start, _ = (adapter_of(policy, key) for key in KEYS)
+    if policy.tuning == "full" or start is None:
         return config
-    transformer = on_meta(read_blueprint(policy).parts["transformer"])
-    for key, adapter in adapters.items():
-        check_fit(f"policy.{key}={getattr(policy, key)}", adapter, transformer)
-    if policy.tuning == "full" or (start := adapters.get("adapter")) is None:
-        return config
-    names = [name for name, _ in transformer.named_modules()]
+    names = [name for name, _ in _transformer(policy).named_modules()]
     own = {
         "lora_rank": start.rank,
         "lora_alpha": start.scale * start.rank,
@@ -57,12 +54,20 @@ def _agrees(mine: object, value: object, names: Collection[str]) -> bool:
 
 
 def adapter_of(policy: PolicyConfig, key: Key) -> Adapter | None:
-    """An adapter of a config; None if it has none."""
+    """An adapter of a config, which fits its model; None if it has none."""
     if (name := getattr(policy, key)) is None:
         return None
     import diffusers
 
-    return read_adapter(find_adapter(f"policy.{key}", name), getattr(diffusers, read_blueprint(policy).kind, None))
+    transformer = _transformer(policy)
+    pipeline = getattr(diffusers, read_blueprint(policy).kind, None)
+    adapter = read_adapter(find_adapter(f"policy.{key}", name), pipeline, transformer)
+    check_fit(f"policy.{key}={name}", adapter, transformer)
+    return adapter
+
+
+def _transformer(policy: PolicyConfig) -> nn.Module:
+    return on_meta(read_blueprint(policy).parts["transformer"])
 
 
 def digests_of(policy: PolicyConfig) -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from g2rpo.cli import options
-from g2rpo.cli.output import Output, console, say
+from g2rpo.cli.output import Output, console, say, warn
 from g2rpo.core.errors import UserError, counted
 
 commands = typer.Typer()
@@ -144,7 +145,7 @@ def export(
     """Write a run's weights as other programs read them."""
     from g2rpo.app.export import export as write
 
-    path, rounding = write(run, format, checkpoint, out, learnt, assistant)
+    path, rounding = write(run, format, checkpoint, out, learnt, assistant, partial(warn, console))
     say(console, str(path))
     if rounding is not None and rounding.dtype:
         cost = f"rounding moves weights by {rounding.share:.2%} of what training did (root mean square)"

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from g2rpo.core.errors import UserError
+
 UNFINISHED = ".unfinished_"  # the name prefix of files and folders that are being written
 
 
@@ -96,6 +98,17 @@ def add_metadata(path: Path, entries: Mapping[str, str]) -> None:
 
 def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""The beginning of a file in whose place git has left a pointer."""
+
+
+def refuse_pointer(path: Path) -> None:
+    """UserError for a pointer of git-LFS, which a clone without git-lfs has in the place of a large file."""
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise UserError(f"{path}: is a pointer of git-LFS, not the file; run `git lfs pull` in its folder")
 
 
 def is_hub_id(name: str) -> bool:

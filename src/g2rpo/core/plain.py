@@ -168,6 +168,8 @@ def _first_of(error: ValidationError) -> str:
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "json_invalid":
         return f"is no JSON ({first['ctx']['error']})"
+    if first["type"] == "value_error":  # of a validator of ours
+        return f"{place + ': ' if place else ''}{first['ctx']['error']}"
     got = "" if first["type"] == "missing" else f", got {first['input']!r:.80}"
     return f"{place + ': ' if place else ''}{first['msg']}{got}"
 

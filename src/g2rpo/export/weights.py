@@ -86,7 +86,8 @@ def from_checkpoint(run: Path, config: Config, which: str) -> Tuned:
     pairs = {m: (named[m + ends[0]].float(), named[m + ends[1]].float() * (c.lora_alpha / c.lora_rank)) for m in modules}
     size = {f"ss_network_{what}": str(c.lora_rank) for what in ("dim", "alpha")}
     own = {**size, CLASS: kind, "g2rpo.lora_alpha": f"{c.lora_alpha:g}"}
-    return Tuned(kind, Adapter(pairs, {**own, **header_of(config, iteration)}))
+    with loading(f"{run}: the checkpoint of iteration {iteration}"):
+        return Tuned(kind, Adapter(pairs, {**own, **header_of(config, iteration)}))
 
 
 def _trained(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:

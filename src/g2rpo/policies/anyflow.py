@@ -91,9 +91,16 @@ class DiffusersPolicy(Policy):
         self.dtype, self._device = getattr(torch, o.dtype), torch.device(device)
         self.one_time = bool(spec.one_time(pipeline))
         self.text = text or self.encoders(pipeline, device=device, tuning=tuning, **options)
-        start, assistant = (read_adapter(Path(it), type(pipeline)) if it else None for it in (o.adapter, o.assistant))
+        start, assistant = (
+            read_adapter(Path(it), type(pipeline), self.transformer) if it else None for it in (o.adapter, o.assistant)
+        )
         if start is not None and start.above not in (0, o.lora_above):
             raise UserError(f"policy.adapter: acts above sigma {start.above:g} alone; set policy.lora_above={start.above:g}")
+        if start is not None and tuning == "lora" and start.above != o.lora_above:
+            raise UserError(
+                f"policy.lora_above={o.lora_above:g}: policy.adapter acts at all steps, and the saved adapter would hold both; "
+                "take lora_above out, or merge your adapter into policy.path (diffusers' fuse_lora)"
+            )
         if assistant is not None and assistant.above:
             raise UserError(f"policy.assistant: acts above sigma {assistant.above:g} alone, and would act at all steps")
         self.check_size(o.height, o.width)
@@ -499,7 +506,7 @@ class DiffusersPolicy(Policy):
 
     def save(self, directory: Path) -> Path:
         """Writes the tuned weights in diffusers' format; returns their path."""
-        return self.tuning.save(directory)
+        return self.tuning.save(directory, self.options.lora_above)
 
 
 def _patch(config: Any) -> int:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import add_metadata
-from g2rpo.policies.adapters import DOWN, PREFIX, UP, Adapter, check_fit, read_adapter
+from g2rpo.policies.adapters import ABOVE, DOWN, OWN_ALPHA, PREFIX, UP, Adapter, check_fit, read_adapter
 from g2rpo.policies.options import LoraInit
 from g2rpo.policies.quantized import Quantize, is_quantized, quantize
 from g2rpo.runtime.sharding import Sharded
@@ -206,7 +206,7 @@ class Tuning:
         .safetensors file with diffusers' names. Returns the sigma above which they act."""
         file = path / ADAPTER if path.is_dir() else path
         if file.is_file() and (path.is_dir() or _is_adapter(file)):
-            adapter = read_adapter(file, type(pipeline))
+            adapter = read_adapter(file, type(pipeline), self.transformer)
             check_fit(str(file), adapter, self.transformer)
             _add(self.transformer, "tuned", adapter, torch.float32)
             self.own = "tuned"
@@ -234,8 +234,9 @@ class Tuning:
         self._strength = strength
         self._choose()
 
-    def save(self, directory: Path) -> Path:
-        """Writes what diffusers reads: `pytorch_lora_weights.safetensors`, or a transformer folder; returns where.
+    def save(self, directory: Path, above: float = 0.0) -> Path:
+        """Writes what diffusers reads: `pytorch_lora_weights.safetensors`, or a transformer folder; returns where. The header
+        says above which sigma the adapter acts, `above`.
 
         The factor alpha / rank of an adapter is multiplied into its weights, because loaders that do not read diffusers'
         metadata, such as ComfyUI's, assume 1.
@@ -254,7 +255,8 @@ class Tuning:
         saved = directory / ADAPTER
         directory.mkdir(parents=True, exist_ok=True)
         save_file({f"transformer.{name}": _folded(name, value, scale) for name, value in layers.items()}, saved)
-        trained = {"g2rpo.transformer": self._kind.__name__, "g2rpo.lora_alpha": f"{adapter['lora_alpha']:g}"}
+        trained = {"g2rpo.transformer": self._kind.__name__, OWN_ALPHA: f"{adapter['lora_alpha']:g}"}
+        trained |= {ABOVE: str(above)} if above else {}
         size = {"ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
         peft = {"lora_adapter_metadata": json.dumps(config, indent=2, sort_keys=True)}  # equal runs must write equal bytes
         add_metadata(saved, {"format": "pt", **peft, **size, **trained})

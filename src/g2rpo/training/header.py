@@ -29,7 +29,7 @@ def header_of(config: Config, iteration: int) -> dict[str, str]:
         "iteration": str(iteration),
         "size": f"{config.policy.width}x{config.policy.height}",
     }
-    above = {ABOVE: f"{config.policy.lora_above:g}"} if config.policy.lora_above else {}
+    above = {ABOVE: str(config.policy.lora_above)} if config.policy.lora_above else {}
     return {**{f"g2rpo.{name}": text for name, text in own.items()}, **above, **_modelspec(config, method)}
 
 
