@@ -1,6 +1,20 @@
-"""`python -m g2rpo` is `g2rpo`."""
+"""The command `g2rpo`, which is also `python -m g2rpo`."""
 
-from g2rpo.cli.main import main
+from __future__ import annotations
+
+import signal
+
+from g2rpo.app.exit_codes import EXIT_CODES, end_at_once
+
+
+def main() -> None:
+    """Runs the command line. Signals are handled before its libraries are imported, which takes half a second."""
+    for number in EXIT_CODES:
+        signal.signal(number, lambda number, frame: end_at_once(number))
+    from g2rpo.cli.main import main as command_line
+
+    command_line()
+
 
 if __name__ == "__main__":
     main()

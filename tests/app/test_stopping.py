@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from g2rpo.app.stopping import EXIT_CODES, Stopping, stoppable
+from g2rpo.app.exit_codes import EXIT_CODES, stopped_by
+from g2rpo.app.stopping import Stopping, stoppable
 from g2rpo.cli.main import main
 from g2rpo.core.errors import Interrupted, Preempted, Stopped, UserError
 from g2rpo.lab.compare.jobs import Job, Workers, locked
@@ -135,6 +136,44 @@ def test_a_signal_while_libraries_are_loaded_is_handled_too(tmp_path):
         said = process.stderr.read()
     assert process.returncode == 75 and "stopped before training began" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", EXIT_CODES)
+@pytest.mark.parametrize("importing", ["typer/__init__", "rich/console", "g2rpo/core/errors", "g2rpo/cli/studies"])
+def test_a_signal_while_the_command_line_is_imported_ends_it_with_one_line(importing, number):
+    """Sent when Python says that it has begun to load that module: a delay in seconds would depend on the machine's load."""
+    command = [sys.executable, "-v", "-m", "g2rpo", "plan", "words"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace") as process:
+        for line in process.stderr:
+            if importing in line:
+                process.send_signal(number)
+                break
+        said = [line for line in process.stderr.read().splitlines() if not line.startswith(("#", "import ", "Python "))]
+    assert process.returncode == EXIT_CODES[number]
+    assert [line for line in said if "g2rpo:" in line] == [f"g2rpo: {stopped_by(number)}"] and "Traceback" not in said
+
+
+def test_a_signal_while_torch_is_imported_raises_nothing():
+    """What is raised in a call of torch's C++ at that time ends in std::terminate, one time in fifty."""
+    imports = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    code = f"""
+from g2rpo.app.stopping import *
+with stoppable("here"):
+    try:
+        exec(compile({imports!r}, "x", "exec"), dict(__name__="torch.distributed"))
+    except BaseException:
+        os.abort()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (75, "g2rpo: here\n")
+
+
+def test_importing_the_package_sets_no_signal_handlers():
+    import importlib
+
+    before = [signal.getsignal(number) for number in EXIT_CODES]
+    importlib.reload(importlib.import_module("g2rpo.__main__"))
+    assert [signal.getsignal(number) for number in EXIT_CODES] == before
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -278,10 +317,11 @@ COMMANDS = {
 }
 
 
+@pytest.mark.parametrize("number", EXIT_CODES)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_ends_on_sigterm_with_one_line(command, monkeypatch, capsys):
+def test_every_command_ends_on_a_signal_with_one_line(command, number, monkeypatch, capsys):
     target, arguments = COMMANDS[command]
-    monkeypatch.setattr(target, lambda *given, **more: os.kill(os.getpid(), SIGTERM))
-    before = signal.getsignal(SIGTERM)
+    monkeypatch.setattr(target, lambda *given, **more: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
     code, _, err = g2rpo(capsys, command, *arguments)
-    assert (code, err) == (75, "g2rpo: stopped by SIGTERM\n") and signal.getsignal(SIGTERM) is before
+    assert (code, err) == (EXIT_CODES[number], f"g2rpo: {stopped_by(number)}\n") and signal.getsignal(number) is before

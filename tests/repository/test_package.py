@@ -39,7 +39,7 @@ def test_the_wheel_is_complete(wheel):
 
 def test_the_wheel_says_who_it_is(wheel):
     (entry,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    assert "g2rpo = g2rpo.cli.main:main" in wheel.read(entry).decode()
+    assert "g2rpo = g2rpo.__main__:main" in wheel.read(entry).decode()
     (metadata,) = [name for name in wheel.namelist() if name.endswith("METADATA")]
     text = wheel.read(metadata).decode()
     assert "License-Expression: Apache-2.0" in text and "Requires-Dist: torch>=2.7" in text

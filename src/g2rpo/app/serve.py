@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.serving import check_address, refused, token_for
+from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.resolve import parse_options
 from g2rpo.config.schema import RewardConfig
@@ -36,7 +37,6 @@ def serve_reward(
         given = {"url": server.address, **({"token_env": token_env} if token_env else {})}
         overrides = shlex.join([f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"])
         emit(Line(f"  {overrides}"))
-        try:
+        with until_ctrl_c():
             server.serve_forever()
-        except KeyboardInterrupt:
-            emit(Line("stopped"))
+        emit(Line("stopped"))

@@ -9,21 +9,19 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
+from g2rpo.app.exit_codes import EXIT_CODES, end_at_once, stopped_by
 from g2rpo.core.errors import Interrupted, Preempted, Stopped, where
-
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
-"""130 is the shells' code for Ctrl-C; 75 (EX_TEMPFAIL) lets schedulers requeue after SIGTERM."""
 
 
 class Stopping:
     """Handles both signals: by raising `Interrupted`, or inside `after` by calling `ask`. `message` describes what is kept if
-    the command ends now.
+    the command ends now; without one nothing is.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str = "") -> None:
         self.message = message
         self.asked: signal.Signals | None = None
         self._raised: signal.Signals | None = None
@@ -43,7 +41,7 @@ class Stopping:
         """Raises `Interrupted` if the one that `handle` raised has not arrived: a library caught it, or made another error of
         it, as imports do."""
         if self._raised is not None:
-            raise Interrupted(self.message, EXIT_CODES[self._raised])
+            raise self._interrupted(self._raised)
 
     @contextmanager
     def handling(self, *signals: signal.Signals) -> Iterator[None]:
@@ -66,12 +64,17 @@ class Stopping:
         """The signal handler."""
         impatient = self.asked is not None and number == signal.SIGINT
         self.asked = self.asked or signal.Signals(number)
+        if self._ask is None and _imports_torch(frame):
+            end_at_once(self.asked, self.message)
         if self._ask is None or impatient:
             self._raised = self.asked
-            raise Interrupted(self.message, EXIT_CODES[self.asked])
+            raise self._interrupted(self.asked)
         self._ask()
         again = "; press again to stop at once" if number == signal.SIGINT else " (SIGTERM)"
         _tell(f"stopping after this iteration{again}")
+
+    def _interrupted(self, number: signal.Signals) -> Interrupted:
+        return Interrupted(self.message or stopped_by(number), EXIT_CODES[number])
 
 
 @contextmanager
@@ -86,6 +89,29 @@ def stoppable(message: str) -> Iterator[Stopping]:
         raise
     except SystemExit as error:  # from the user's code, such as a reward; an exit code of 0 would be wrong
         raise Stopped(f"code that the command called has ended it: sys.exit({error.code!r}){where(error)}") from error
+
+
+@contextmanager
+def until_ctrl_c() -> Iterator[None]:
+    """While entered, Ctrl-C ends the block and not the command; outside the main thread nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _imports_torch(frame: FrameType | None) -> bool:
+    """Whether a module of torch is being imported. Its C++ calls Python, and aborts the process if that raises."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and str(frame.f_globals.get("__name__")).partition(".")[0] == "torch":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _tell(words: str) -> None:

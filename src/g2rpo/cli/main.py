@@ -7,7 +7,6 @@ import io
 import os
 import re
 import shlex
-import signal
 import sys
 import traceback
 from functools import cache
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from g2rpo import __version__
+from g2rpo.app.exit_codes import EXIT_CODES
 from g2rpo.app.quiet import quiet_libraries
 from g2rpo.app.stopping import Stopping
 from g2rpo.cli import models, serving, studies, train
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what a locale without UTF-8 cannot show must not end a run
     try:
-        with Stopping("stopped by SIGTERM").handling(signal.SIGTERM):  # commands that can go on later say so themselves
+        with Stopping().handling(*EXIT_CODES):  # commands that can go on later say so themselves
             command_of(app)(plugins_first(given))
     except UserError as error:
         again = f"\n{shlex.join(['g2rpo', *given, *needed])}" if (needed := getattr(error, "options", None)) else ""

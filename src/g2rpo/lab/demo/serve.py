@@ -13,6 +13,7 @@ import torch
 
 from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.serving import check_address, refused, token_for
+from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.assembly import components
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
@@ -128,8 +129,8 @@ def demo(
         address = serve(page, host, port, token, uploads=session.input_pictures[1] > 0)
     say(f"{address} (ends with Ctrl-C)")
     try:
-        (stop or threading.Event()).wait()
-    except KeyboardInterrupt:
+        with until_ctrl_c():
+            (stop or threading.Event()).wait()
         say("stopped")
     finally:
         page.close(verbose=False)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from g2rpo.app.events import Emit, Line, Results, silent
 from g2rpo.app.serving import check_address, refused, token_for
+from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.lab.teach.background import Lesson
 from g2rpo.lab.teach.opening import opened
 from g2rpo.lab.web import needing_gradio
@@ -53,7 +54,7 @@ def teach(
             with refused(host, port):
                 address = serve(built, host, port, token)
             emit(Line(f'{address} ("Finish", or Ctrl-C, ends the session and keeps what was learnt)'))
-            with suppress(KeyboardInterrupt):
+            with until_ctrl_c():
                 ended.wait()
             built.close(verbose=False)
             emit(Line("comparing base and taught ..."))
