@@ -1,5 +1,6 @@
 """What a run leaves in its directory, also where the disk is full or the process killed."""
 
+import errno
 import os
 import signal
 import sys
@@ -74,25 +75,31 @@ def begin(folder):
     finished(t)
 
 
-class Full:
-    """An audit hook by which the disk is full from the n-th touch of a folder on, while entered: nothing can be opened for
-    writing, made or renamed there. Python cannot remove it, so it is made once."""
+WRITES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "shutil.rmtree")
+
+
+class FailingDisk:
+    """An audit hook by which the disk fails from the n-th write below a folder on, while entered. A full disk (ENOSPC) refuses
+    what takes room; another one refuses to remove as well, and with EIO and ESTALE to read. Python cannot remove the hook, so
+    it is made once."""
 
     def __init__(self):
-        self.folder, self.left, self.touches = None, 0, 0
+        self.folder, self.left, self.touches, self.code = None, 0, 0, errno.ENOSPC
         sys.addaudithook(self.touched)
 
     def touched(self, event, arguments):
         if self.folder is None or not str(arguments[0] if arguments else "").startswith(str(self.folder)):
             return
-        writes = event in ("os.rename", "os.mkdir") or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))
-        if writes:
-            self.touches += 1
-            if self.touches > self.left:
-                raise OSError(28, "No space left on device", str(arguments[0]))
+        opens_to_write = event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        takes_room = opens_to_write or event in ("os.rename", "os.mkdir")
+        self.touches += takes_room
+        refused = {errno.ENOSPC: takes_room, errno.EROFS: takes_room or event in WRITES}
+        any_access = event in (*WRITES, "open", "os.listdir", "os.scandir")
+        if self.touches > self.left and refused.get(self.code, any_access):
+            raise OSError(self.code, os.strerror(self.code), str(arguments[0]))
 
-    def at(self, folder, left):
-        self.folder, self.left, self.touches = folder, left, 0
+    def at(self, folder, left, code=errno.ENOSPC):
+        self.folder, self.left, self.touches, self.code = folder, left, 0, code
         return self
 
     def __enter__(self):
@@ -103,20 +110,23 @@ class Full:
 
 
 @pytest.fixture(scope="module")
-def full():
-    return Full()
+def disk():
+    return FailingDisk()
 
 
-def test_a_disk_that_is_full_from_any_moment_on_is_a_message_and_the_run_can_go_on(tmp_path, full):
-    with full.at(tmp_path / "straight", 10**6):
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_disk_that_fails_from_any_moment_on_is_a_message_and_the_run_can_go_on(tmp_path, disk, code):
+    """The message has the first error, not that of a clean-up which the same disk refuses."""
+    with disk.at(tmp_path / "straight", 10**6):
         begin(tmp_path / "straight")
-    touches = full.touches
+    touches = disk.touches
     assert touches > 50
+    reason = rf"cannot be (written|read).*{os.strerror(code)}"
     for moment in sorted({*range(3), *range(3, touches, 60), *range(touches - 3, touches)}):
         folder = tmp_path / str(moment)
-        with full.at(folder, moment), pytest.raises((Stopped, UserError), match=r"cannot be written.*No space left"):
+        with disk.at(folder, moment, code), pytest.raises((Stopped, UserError), match=reason):
             begin(folder)
-        assert not list(folder.rglob(".unfinished*")), moment
+        assert code != errno.ENOSPC or not list(folder.rglob(".unfinished*")), moment
 
 
 @pytest.mark.parametrize("size", [0, 1000, 20000])

@@ -122,6 +122,25 @@ def test_a_folder_is_whole_or_as_it_was(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["it", "two"] and (tmp_path / "it" / "two").read_text() == ""
 
 
+@pytest.mark.parametrize("fails", ["first rename", "second rename"])
+def test_a_disk_that_fails_while_a_folder_is_replaced_leaves_the_old_one_and_says_its_first_error(tmp_path, monkeypatch, fails):
+    """And that of a clean-up does not hide it."""
+    with whole(tmp_path / "it") as folder:
+        (folder / "one").touch()
+    rename, left = Path.rename, [fails == "second rename", False, True]
+
+    def refused(path, target=None):
+        if target is not None and left.pop(0):
+            return rename(path, target)
+        raise OSError(errno.EIO if target else errno.ESTALE, "first" if target else "second")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    with pytest.raises(OSError, match="first"), whole(tmp_path / "it") as folder:
+        (folder / "two").touch()
+    assert [path.name for path in (tmp_path / "it").iterdir()] == ["one"]
+
+
 def test_what_was_left_unfinished_in_a_run_is_removed_when_it_is_opened(tmp_path):
     claim(tmp_path, config())
     for left in (tmp_path / "samples" / ".unfinished_1", tmp_path / "checkpoints" / ".unfinished_2"):

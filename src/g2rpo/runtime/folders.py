@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -92,16 +92,19 @@ def remove(path: Path) -> None:
 def whole(folder: Path) -> Iterator[Path]:
     """A new folder to write into. On leaving, it is synced to disk and replaces `folder`; after an exception it is removed."""
     unfinished = folder.with_name(f"{UNFINISHED}{folder.name}_{os.getpid()}")
+    replaced = folder.with_name(f"{unfinished.name}_replaced")
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
         settle(unfinished)
-        replaced = folder.with_name(f"{unfinished.name}_replaced")
         if folder.exists():
             folder.rename(replaced)  # not removed: a kill must not leave neither
         unfinished.rename(folder)
     except BaseException:  # an interrupt too must leave nothing behind
-        shutil.rmtree(unfinished)
+        with suppress(OSError):  # a disk that fails here too must not hide the first error
+            if replaced.exists() and not folder.exists():
+                replaced.rename(folder)
+            shutil.rmtree(unfinished)
         raise
     if replaced.exists():
         remove(replaced)
