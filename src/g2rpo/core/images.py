@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """The 8-bit pictures [B, 3, H, W] of `images` in [0, 1], rounded as pipelines do when they save."""
-    return (images.float() * 255).round_().clamp_(0, 255).to(torch.uint8)
+    """The 8-bit pictures [B, 3, H, W] of `images` in [0, 1], rounded as pipelines do when they save; NaN becomes black."""
+    return (images.float() * 255).round_().clamp_(0, 255).nan_to_num_(0).to(torch.uint8)
 
 
 def to_pil(images: Tensor) -> list[Image.Image]:

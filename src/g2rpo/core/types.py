@@ -31,8 +31,8 @@ class Policy(Protocol):
     """A generator that can be trained. Guidance, packing, timestep scaling and dtype are inside; callers see sigma only.
 
     Optional attributes: `input_pictures`, the least and the largest number of input pictures of a prompt (default (0, 0));
-    `seconds`, the duration of a clip (default 1/16 per frame); `in_loss`, a context like `base` that is entered while
-    velocities are computed for a loss.
+    `seconds`, the duration of a clip (default 1/16 per frame); `dtype`, in which its networks compute, for
+    messages; `in_loss`, a context like `base` that is entered while velocities are computed for a loss.
     """
 
     @property

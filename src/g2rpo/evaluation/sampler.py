@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config, Shift, grid_of
+from g2rpo.core.errors import Stopped
+from g2rpo.core.finite import finite_rows
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Policy, Scorer, as_rewards
 from g2rpo.evaluation.controls import PLAIN, Control
 from g2rpo.evaluation.heldout import Evaluation, verdicts
+from g2rpo.evaluation.not_finite import fault_of
 from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guided_by, sized
@@ -45,12 +48,15 @@ class Sampler:
 
     def pictures(self, prompts: Sequence[str], first: int = 0) -> Tensor:
         """One picture [3, H, W] in [0, 1], or clip, per prompt; `first` is the index of the first one if they are part of a
-        longer list."""
+        longer list. `Stopped`, which names the part of the model, if one is not finite."""
         images = []
         for start in range(0, len(prompts), self.batch_size):
             latents = self._latents(prompts[start : start + self.batch_size], first + start)
             with torch.no_grad(), sized(self.policy, self.size):
                 images.append(decode(self.policy, latents, self.decode_batch_size))
+            if not (finite := finite_rows(images[-1], latents)).all():
+                place = start + int(finite.int().argmin())
+                raise self._stopped(prompts[place], first + place)
         return torch.cat(images)
 
     def evaluate(
@@ -64,8 +70,9 @@ class Sampler:
     ) -> Evaluation:
         """Samples and scores `prompts`, under a `control` with its steps; rewards that compare get each picture beside the
         base's of the same noise. What is `kept` of pictures or clips, in 8 bit, is in the result: by default pictures as they
-        are, and clips reduced."""
-        pictures, scores = [], dict[str, list[Tensor]]()
+        are, and clips reduced. Pictures that are not finite have no score. `Stopped`, which names the part of the model, if
+        the first one and all others are not."""
+        pictures, scores, finite = [], dict[str, list[Tensor]](), False
         scored = {name: reward.held_out for name, reward in as_rewards(rewards).items()}
         alone, comparing = ({name: it for name, it in scored.items() if it.group is group} for group in (False, True))
         for start in range(0, len(prompts), self.batch_size):
@@ -82,9 +89,19 @@ class Sampler:
                 values |= dict(zip(comparing, beside[:, ::2], strict=True))
             for name in scored:
                 scores.setdefault(name, []).append(values[name])
+            finite |= bool(finite_rows(images, latents).any())
             pictures.append(kept(images))
+        if control == PLAIN and not finite and (len(prompts) > 1 or not first):  # of a longer list, a single one may fail
+            raise self._stopped(prompts[0], first)
         by_reward = {name: torch.cat(values) for name, values in scores.items()}
         return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(scored, by_reward))
+
+    def _stopped(self, prompt: str, index: int) -> Stopped:
+        """The error about the picture `index`, which is not finite."""
+        with sized(self.policy, self.size):
+            noise = self.policy.noise([generator_for(self.seed, "picture", index)])
+            fault = fault_of(self.policy, prompt, noise, self.sigmas)
+        return Stopped(fault or f"the picture of {prompt!r:.80} has NaN or infinity, though it had none when drawn again")
 
     @torch.no_grad()
     def _latents(self, prompts: Sequence[str], first: int, control: Control = PLAIN) -> Tensor:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from g2rpo.core.files import FileDigests, digest_of, local, write_whole
+from g2rpo.core.finite import check_embeddings
 from g2rpo.core.input_pictures import content_of
 from g2rpo.core.types import Cond, Policy
 
@@ -165,9 +166,9 @@ class CachedEncoder:
                 self.notify(f"embedding cache: {damage}; encoding the prompt again")
                 found = None
             if found is not None:
-                return found.to(self.encoder.device)
+                return check_embeddings(found, prompt).to(self.encoder.device)
         self.encoded += 1
-        row = self.encoder.encode([prompt])
+        row = check_embeddings(self.encoder.encode([prompt]), prompt)
         if self.store is not None and not self.full:
             try:
                 self.store.write(prompt, row)
@@ -182,7 +183,7 @@ class EncodedPrompts:
     """Encodes `prompts`, one at a time, and keeps their conditioning in memory; the text encoders then leave the device."""
 
     def __init__(self, encoder: Encoder, prompts: Iterable[str]) -> None:
-        self._rows = {prompt: encoder.encode([prompt]) for prompt in dict.fromkeys(prompts)}
+        self._rows = {prompt: check_embeddings(encoder.encode([prompt]), prompt) for prompt in dict.fromkeys(prompts)}
         encoder.park()
 
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -193,7 +194,7 @@ class EncodedPrompts:
 P = TypeVar("P", bound=Policy)
 
 
-OPTIONAL = ("grid", "deployed", "lora_loader", "input_pictures", "seconds", "in_loss")
+OPTIONAL = ("dtype", "grid", "deployed", "lora_loader", "input_pictures", "seconds", "in_loss")
 """Attributes that some policies have (`types.Policy`)."""
 
 

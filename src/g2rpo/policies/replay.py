@@ -164,6 +164,8 @@ class Pictures:
         autocast = self._published and dtype != torch.float32 and not latents.is_meta  # torch has none for the meta device
         with _VIDEO, torch.autocast(latents.device.type, dtype) if autocast else nullcontext():
             pictures = self._vae.decode(latents.to(dtype), *args, **kwargs)[0]
+        if not pictures.requires_grad:  # infinity becomes NaN, which pipelines do not clamp to white
+            pictures.nan_to_num_(torch.nan, torch.nan, torch.nan)
         return (pictures if self._published else pictures.float(),)
 
     def encode(self, pictures: Tensor) -> Any:

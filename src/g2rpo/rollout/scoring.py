@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.errors import RewardFailed, UserError, counted, out_of_device_memory, where
+from g2rpo.core.finite import finite_rows
 from g2rpo.core.types import Frames, Policy, Reward, Rollout, Scorer, as_rewards
 from g2rpo.runtime.memory import BatchSizes, bounded_by
 
@@ -31,7 +32,8 @@ def score(
     batch_size: int | None = None,
     members: int = 1,
 ) -> Tensor:
-    """Scores [R, N] of N images and their latents, rewards in their order; infinite scores become NaN.
+    """Scores [R, N] of N images and their latents, rewards in their order; infinite scores become NaN, and so does every score
+    of a picture or a latent that is not finite, which rewards see as black.
 
     `images` may be None if all rewards take latents, `latents` if none does. A reward sees at most `batch_size` pictures at
     once, and an out-of-memory error names this size; without one it sees all, and such errors are passed on. One that compares
@@ -39,6 +41,9 @@ def score(
     Raises `RewardFailed` with the reward's name if it raises an exception or returns another shape.
     """
     rows, every = [], len(prompts) or 1
+    finite = finite_rows(images, latents)
+    if not finite.all():
+        images, latents = (seen if seen is None else seen.nan_to_num(0, 0, 0) for seen in (images, latents))
     for name, reward in as_rewards(rewards).items():
         if (scored := latents if reward.latent else images) is None:
             raise UserError(f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here")
@@ -53,7 +58,7 @@ def score(
                 # a reward may write into its argument, so it gets a copy
                 parts.append(_by_frames(reward, given, texts) if of_frames else reward.scores(given.clone(), texts))
         rows.append(torch.cat(parts))
-    return torch.stack(rows)
+    return torch.stack(rows).where(finite, torch.nan)
 
 
 def at_once(rewards: Mapping[str, Scorer], batch_size: int, members: int) -> int:

@@ -59,6 +59,15 @@ class EarlyStop:
         if "stop" in asked and iteration < self.config.trainer.iterations:
             raise Stopped(f"{stopped}; {self.files.how_to_continue}")
 
+    def check_base(self, scores: Scores) -> None:
+        """Raises `Stopped` if no reward that is trained on has any score [N] of the base's pictures."""
+        trained = [name for name in self.rewards if self.config.rewards[name].weight]
+        if trained and all(bool(scores[name].isnan().all()) for name in trained):
+            raise Stopped(
+                f"no reward ({', '.join(trained)}) gave a score to any of the base's {len(scores[trained[0]])} held-out "
+                "pictures, so nothing could be learnt; the pictures are finite: look for what the rewards said"
+            )
+
     def check_limits(self, row: Row, skipped: int, save: Callable[[], object]) -> None:
         """Raises `Stopped` after too many iterations without a score, or too many updates `skipped` in a row because of their
         gradient; weights are those of the last update."""

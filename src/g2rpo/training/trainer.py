@@ -328,6 +328,8 @@ class Trainer:
         """Evaluates the (averaged) weights on held-out prompts; returns the row for the log."""
         watch = Stopwatch()
         evaluation = self.final = self.score_heldout()
+        if self.iteration == 0:
+            self.early_stop.check_base(evaluation.scores)
         spread = self.evaluator.spread(self.iteration, lambda rows: self._leave_if_asked())
         if self.iteration == 0 and not self._keeps_base:
             self._sample_controls()
