@@ -1,130 +1,106 @@
-"""The first hour with a GPU: four commands of at most ten minutes each that measure what is otherwise computed or assumed.
+"""The first minutes with a GPU: one command that measures what is otherwise computed or assumed.
 
-    python -m benchmarks.first_gpu shapes --out FOLDER       # every kind of model, few blocks: does it run, and in what memory
-    python -m benchmarks.first_gpu speed --out FOLDER        # seconds of calls and iterations at full depth, by option
-    python -m benchmarks.first_gpu exactness --out FOLDER    # CPU against GPU, run against run, rollout against training pass
-    python -m benchmarks.first_gpu training --out FOLDER     # `g2rpo train scenes`: twice, killed and resumed, beside a CPU
-    python -m benchmarks.first_gpu shapes --tiny --device cpu --out FOLDER     # a rehearsal on any machine
+    python -m benchmarks.first_gpu first                                        # at most eight minutes
+    python -m benchmarks.first_gpu first --tiny --device cpu --minutes 60 --out FOLDER   # a rehearsal on any machine
 
-Weights are random, so nothing is downloaded. Each case (`PARTS`, by worth) is a process with a time limit; FOLDER/PART.json is
-written after every case, and FOLDER/summary.md, with what `g2rpo plan` says of the same figures, at the end. The same command
-again goes on with cases that were not reached. Exit code 1: a case failed, or a check is beyond its limit.
+Weights are random, so nothing is downloaded. Cases follow by worth (`CASES`), each in a process of its own. One whose expected
+seconds are not left is skipped. benchmarks/results/gpu_CARD_DATE.json is replaced after every case, so that a stop at any
+moment keeps what was measured; the same command again goes on with what it lacks. Beside the figures is what `g2rpo plan` says
+of them. Exit code 1: a case failed, or a check is beyond its limit.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # the second: no CUDA in the process that forks
+BEGAN = time.monotonic()
+
+from benchmarks import gpu_cases  # noqa: E402, F401  imported for the forks
+from benchmarks.forked import Forked  # noqa: E402
+
 Case = dict[str, Any]
-LEAST = 20
-"""Seconds with which a case is begun."""
+RESULTS = Path(__file__).parent / "results"
+MODULE = "benchmarks.gpu_cases"
 LATE = "failed: not done after"
-OFF = 0.25
-"""How far a measured figure may be from the plan's before the summary says so."""
+PATIENCE = 3
+"""A case is ended after so many times its expected seconds."""
+TOLERANCE = 0.25
+"""How far a measured figure may be from the plan's before it is listed."""
 
 
-def of(recipe: str, *overrides: str, kind: str = "model", **changes: Any) -> Case:
-    """A case of a recipe; `blocks`: of every kind, None for all; `large` ones are not rehearsed."""
-    name = " ".join([*([kind] if kind != "model" else []), recipe, *overrides])
-    usual = {"blocks": 2, "iterations": 2, "again": False, "loop": False, "large": False, "limit": 150}
-    return {"name": name, "kind": kind, "recipe": recipe, "overrides": overrides, **usual, **changes}
+def case(recipe: str, *overrides: str, kind: str = "model", seconds: int = 40, **changes: Any) -> Case:
+    """A case of a recipe, with its expected seconds. `blocks`: of every kind, None for all. `rehearsed`: also with --tiny."""
+    name = " ".join([*([kind] if kind != "model" else []), recipe, *overrides]).strip()
+    usual = {"blocks": 2, "iterations": 2, "passes": True, "again": False, "loop": False}
+    usual["rehearsed"] = COMPILED not in overrides  # a compiler for the CPU takes minutes
+    return {"name": name, "kind": kind, "recipe": recipe, "overrides": overrides, "seconds": seconds, **usual, **changes}
 
 
-FLUX, KLEIN, EAGER = "flux1-dev-lora", "flux2-klein-lora", "policy.autocast=false"
+FLUX, KLEIN = "flux1-dev-lora", "flux2-klein-lora"
+PLAIN, COMPILED = "policy.autocast=false", "policy.compile=true"
+AT_512 = ("policy.height=512", "policy.width=512", "algorithm.group_size=8", "sampling.batch_size=8", PLAIN)
+WHOLE = {"blocks": None, "iterations": 0}
 RECIPES = (FLUX, KLEIN, "sd35-medium-lora", "qwen-image-lora", "z-image-lora", "wan-lora")
-COMPILED = {"blocks": None, "limit": 280}
-CALLS = {"blocks": None, "iterations": 0}
-PARTS: dict[str, list[Case]] = {
-    "shapes": [
-        *(of(recipe) for recipe in RECIPES),
-        of(KLEIN, "policy.tuning=full", "optim.learning_rate=1e-5"),
-        *(of(recipe, large=True) for recipe in ("kontext-lora", "qwen-image-edit-lora")),  # whose input pictures are
-    ],
-    "speed": [
-        of(FLUX, blocks=None),
-        of(FLUX, EAGER, "policy.compile=true", **COMPILED),
-        of(KLEIN, blocks=None),
-        of(FLUX, EAGER, "policy.compile=true", "policy.quantize=fp8", **COMPILED),
-        of("z-image-lora", **CALLS),
-        of(FLUX, EAGER, "policy.attention=cudnn", **CALLS),
-        of("qwen-image-lora", **CALLS),
-        of("sd35-medium-lora", **CALLS),
-        of("wan-lora", **CALLS),
-        of(FLUX, EAGER, **CALLS),
-        of(FLUX, EAGER, "policy.quantize=fp8", **CALLS),
-        of(FLUX, EAGER, "policy.quantize=int8", **CALLS),
-        of(FLUX, EAGER, "policy.quantize=nf4", **CALLS),
-        of(FLUX, EAGER, "policy.attention=flash3", **CALLS),
-        of(FLUX, "sampling.tails.forecast=true", blocks=None, loop=True, limit=240),
-    ],
-    "exactness": [
-        *(of(recipe, kind="exact", blocks=1) for recipe in RECIPES),
-        *(
-            of(FLUX, *overrides, iterations=1, again="policy.compile=true" not in overrides)
-            for overrides in (
-                (),
-                (EAGER,),
-                (EAGER, "policy.quantize=fp8"),
-                (EAGER, "policy.quantize=int8"),
-                ("policy.attention=math",),
-                (EAGER, "policy.attention=cudnn"),
-                ("policy.attention=efficient",),
-                (EAGER, "policy.compile=true"),
-                (EAGER, "policy.quantize=nf4"),
-            )
-        ),
-    ],
-    "training": [
-        of("", kind="twice", limit=200),
-        of("", kind="resumed", limit=200),
-        of("", kind="beside_cpu", limit=200),
-        of("", "policy.dtype=bfloat16", "policy.tuning=lora", kind="twice"),
-    ],
-}
+CASES = [
+    case("scenes", kind="beside_cpu", seconds=45),
+    case("scenes", kind="resumed", seconds=30),
+    case(FLUX, kind="drift", seconds=40),
+    case(FLUX, *AT_512, seconds=45, passes=False, **WHOLE),
+    case(FLUX, *AT_512, COMPILED, seconds=90, passes=False, **WHOLE),
+    case(FLUX, seconds=70, blocks=None),
+    case(FLUX, kind="exact", seconds=30, blocks=1),
+    case("scenes", kind="twice", seconds=25),
+    case(FLUX, PLAIN, COMPILED, "policy.quantize=fp8", seconds=90, **WHOLE),
+    case(KLEIN, seconds=60, blocks=None),
+    case(FLUX, PLAIN, "policy.attention=cudnn", seconds=30, passes=False, **WHOLE),
+    *(case(recipe, seconds=30) for recipe in RECIPES[2:]),
+    *(case(recipe, kind="exact", seconds=30, blocks=1) for recipe in RECIPES[1:]),
+    case(KLEIN, "policy.tuning=full", "optim.learning_rate=1e-5"),
+    *(case(FLUX, PLAIN, f"policy.quantize={kind}", **WHOLE) for kind in ("fp8", "int8", "nf4")),
+    case(FLUX, PLAIN, "policy.attention=flash3", passes=False, **WHOLE),
+    *(case(recipe, **WHOLE) for recipe in ("z-image-lora", "qwen-image-lora", "sd35-medium-lora", "wan-lora")),
+    *(
+        case(FLUX, *overrides, iterations=1, again=COMPILED not in overrides)
+        for overrides in (
+            ("policy.attention=math",),
+            ("policy.attention=efficient",),
+            *((PLAIN, f"policy.{option}") for option in ("quantize=fp8", "quantize=int8", "quantize=nf4", "compile=true")),
+        )
+    ),
+    case(FLUX, "sampling.tails.forecast=true", blocks=None, loop=True, seconds=180),
+    case("scenes", "policy.dtype=bfloat16", "policy.tuning=lora", kind="twice"),
+    *(case(recipe, rehearsed=False) for recipe in ("kontext-lora", "qwen-image-edit-lora")),  # whose input pictures are large
+]
 
 
-def start(given: Sequence[str], log: Path, **environment: str) -> Any:
-    """A process of `benchmarks.gpu_cases` in a group of its own, so that it ends with all that it started."""
-    command = [sys.executable, "-m", "benchmarks.gpu_cases", *given]
-    with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, process_group=0, env=os.environ | environment)
-
-
-@contextlib.contextmanager
-def ending(process: Any) -> Iterator[Any]:
-    """Ends a process and its own at exit."""
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def ran(case: Case, folder: Path, seconds: float) -> dict[str, Any]:
+def ran(given: Case, folder: Path, seconds: float) -> dict[str, Any]:
     """What a case found in at most so many seconds, and how it ended."""
-    given, left, log = (folder / name for name in ("case.json", "found.json", "log"))
-    left.unlink(missing_ok=True)
-    given.write_text(json.dumps({**case, "folder": str(folder)}))
+    asked, left, log = (folder / name for name in ("case.json", "found.json", "log"))
+    for old in (left, log):
+        old.unlink(missing_ok=True)
+    asked.write_text(json.dumps({**given, "folder": str(folder)}))
     began, state = time.monotonic(), ""
-    with ending(start([str(given), str(left)], log, HF_HUB_OFFLINE="1")) as process:
-        try:
-            if code := process.wait(seconds):
-                state = f"failed: ended with {code}"
-        except subprocess.TimeoutExpired:
-            state = f"{LATE} {seconds:.0f} s"
+    process = Forked(MODULE, [str(asked), str(left)], log, group=True)
+    try:
+        if code := process.wait(seconds):
+            state = f"failed: ended with {code}"
+    except subprocess.TimeoutExpired:
+        state = f"{LATE} {seconds:.0f} s"
+    finally:
+        process.kill()
     found = json.loads(left.read_text()) if left.is_file() else {"notes": {}, "errors": {"start": "nothing was found"}}
     if not state:
         state = "refused" if "refused" in found["notes"] else "failed" if found["errors"] else "done"
@@ -132,117 +108,135 @@ def ran(case: Case, folder: Path, seconds: float) -> dict[str, Any]:
     return {"state": state, "seconds": round(time.monotonic() - began, 1), **found, **said}
 
 
-def run(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> None:
-    """The cases of a part that have no answer yet."""
-    path, ends, cases = args.out / f"{args.part}.json", time.monotonic() + 60 * args.minutes, result["cases"]
+class Session:
+    """The result file of a card and a day."""
 
-    def save() -> None:
-        path.with_suffix(".new").write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(path.with_suffix(".new"), path)
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.folder = folder
+        given = {"tiny": args.tiny, "device": args.device}
+        machine = ran({"kind": "machine", **given}, folder, 120)
+        if "refused" in machine["notes"]:
+            raise SystemExit(f"--device {args.device}: {machine['notes']['refused']}")
+        self.card, now = machine["notes"].get("device", "unknown"), datetime.now(UTC)
+        self.path = args.out / f"gpu_{re.sub(r'[^a-z0-9]+', '-', self.card.lower()).strip('-')}_{now:%Y-%m-%d}.json"
+        self.cases: dict[str, Any] = json.loads(self.path.read_text())["cases"] if self.path.is_file() else {}
+        self.about = {
+            "card": self.card,
+            "date": now.isoformat(timespec="seconds"),
+            "commit": commit(),
+            "machine": machine,
+            **given,
+        }
+        every = [each | given for each in CASES if args.only in each["name"] and (each["rehearsed"] or not args.tiny)]
+        self.todo = [each for each in every if self.cases.get(each["name"], {}).get("state") not in ("done", "refused")]
+        print(f"{self.card}, {self.about['date']}, commit {self.about['commit']}: {self.path}", flush=True)
 
-    def absorb() -> None:
-        """Takes over what the planning process has found, which runs beside the cases and needs no GPU."""
+    def save(self) -> None:
+        """Replaces the file, with what the process that plans has found so far."""
+        planned = self.folder / "planned.json"
         plans = json.loads(planned.read_text()) if planned.is_file() else {"notes": {}, "errors": {}}
-        for name, figures in plans["notes"].items():
-            cases[name]["planned"] = figures
-        for name, error in plans["errors"].items():
-            cases[name].setdefault("errors", {})["plan"] = error
-        save()
+        for name, found in self.cases.items():
+            if name in plans["notes"]:
+                found["planned"] = plans["notes"][name]
+            if name in plans["errors"]:
+                found.setdefault("errors", {})["plan"] = plans["errors"][name]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.with_suffix(".new").write_text(json.dumps({**self.about, "cases": self.cases}, indent=1) + "\n")
+        os.replace(self.path.with_suffix(".new"), self.path)
 
-    given = {"tiny": args.tiny, "device": args.device}
-    every = [case | given for case in PARTS[args.part] if args.only in case["name"] and not (args.tiny and case["large"])]
-    todo = [case for case in every if cases.get(case["name"], {}).get("state") not in ("done", "refused")]
-    cases |= {case["name"]: {"state": "not reached"} for case in todo}
-    result["machine"] = ran({"kind": "machine", **given}, folder, 120)
-    save()
-    if "refused" in result["machine"].get("notes", {}):
-        raise SystemExit(f"--device {args.device}: {result['machine']['notes']['refused']}")
-    planned, plans = folder / "planned.json", folder / "plans.json"
-    plans.write_text(json.dumps([c for c in every if c["kind"] == "model" and "planned" not in cases[c["name"]]]))
-    card = result["machine"].get("notes", {}).get("device", "")
-    with ending(start([str(plans), str(planned), card], folder / "plans.log", CUDA_VISIBLE_DEVICES="")) as planning:
-        for case in todo:
-            if (left := ends - time.monotonic()) > (0 if args.tiny else LEAST):
-                cases[case["name"]] = found = ran(case, folder, min(case["limit"], left))
-                if found["state"].startswith(LATE) and left < case["limit"]:
-                    found["state"] = "not finished"
-                print(case["name"], found["state"], flush=True)
-                absorb()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            planning.wait(max(1.0, ends + 20 - time.monotonic()))
-    absorb()
+    def run(self, minutes: float, tiny: bool) -> None:
+        """The cases that have no answer yet and fit into the minutes since the command began."""
+        ends = BEGAN + 60 * minutes
+        plans = self.folder / "plans.json"
+        plans.write_text(json.dumps([each for each in self.todo if each["kind"] == "model"]))
+        given = [str(plans), str(self.folder / "planned.json"), self.card]
+        planning = Forked(MODULE, given, self.folder / "plans.log", group=True, CUDA_VISIBLE_DEVICES="")
+        try:
+            for each in self.todo:
+                left, name = ends - time.monotonic(), each["name"]
+                if left < each["seconds"]:
+                    self.cases[name] = {"state": "skipped", "seconds": 0}
+                    print(f"{name}: skipped, is expected to take {each['seconds']} s of {max(left, 0):.0f} left", flush=True)
+                else:
+                    limit = left if tiny else min(left, PATIENCE * each["seconds"])
+                    self.cases[name] = found = ran(each, self.folder, limit)
+                    spent = time.monotonic() - BEGAN
+                    print(f"{name}: {found['state']}, {found['seconds']} s, {spent:.0f} of {60 * minutes:.0f} s", flush=True)
+                self.save()
+            planning.wait(max(1.0, ends - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            print("the plan of the last cases was not finished")
+        finally:
+            planning.kill()
+            self.save()
 
 
-def beyond(case: dict[str, Any]) -> list[str]:
+def commit() -> str:
+    """The commit of the code, or "unknown" where it is no checkout."""
+    asked = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def beyond(found: dict[str, Any]) -> list[str]:
     """The checks of a case that failed."""
-    checks = case.get("checks", {}).items()
+    checks = found.get("checks", {}).items()
     return [f"{name}: {float(value):.3g}, at most {limit:g}" for name, (value, limit) in checks if not float(value) <= limit]
 
 
-def shown(name: str, value: float) -> str:
+def written(name: str, value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if name.endswith("bytes") else f"{value:.4g}"
 
 
-def summary(out: Path) -> str:
-    """All parts in a folder, in Markdown."""
-    parts = {name: json.loads(path.read_text()) for name in PARTS if (path := out / f"{name}.json").is_file()}
-    lines, off, bad, tables = ["# The first hour with a GPU", ""], [], [], []
-    for part, result in parts.items():
-        notes = result["machine"].get("notes", {})
-        lines.append(f"- `{result['command']}`, {result['date']}: {notes.get('device')}, torch {notes.get('torch')}")
-        tables += ["", f"## {part}", "", "| case | figure | measured | planned | measured / planned |", "|---|---|---|---|---|"]
-        plan = {"planned": notes.get("planned", {})}
-        for name, case in {"machine": result["machine"] | plan, **result["cases"]}.items():
-            where = f"{part}, {name}"
-            bad += [f"- {where}: {case['state']}"] if case["state"] != "done" else []
-            bad += [f"- {where}: {step}: {error}" for step, error in case.get("errors", {}).items()]
-            bad += [f"- {where}: {check}" for check in beyond(case)]
-            for figure, value in case.get("measured", {}).items():
-                expected = case.get("planned", {}).get(figure)
-                ratio = value / expected if expected else None
-                tables.append(
-                    f"| {name} | {figure} | {shown(figure, value)} | {shown(figure, expected) if ratio else ''} | "
-                    f"{f'{ratio:.2f}' if ratio else ''} |"
-                )
-                if ratio and abs(ratio - 1) > OFF:
-                    off.append(f"- {where}: {figure}: {ratio:.2f} times the plan's")
-            for check, (value, limit) in case.get("checks", {}).items():
-                tables.append(f"| {name} | {check} | {float(value):.3g} | at most {limit:.3g} | |")
-    lines += ["", f"## More than {OFF:.0%} beside the plan", "", *(off or ["- nothing"])]
-    lines += ["", "## Failed, refused, not reached, or beyond a limit", "", *(bad or ["- nothing"]), *tables]
-    return "\n".join(lines) + "\n"
+def summary(cases: dict[str, Any]) -> str:
+    """A line for every figure, beside the plan's; for every check; and for what is wrong."""
+    lines, wrong = [], []
+    for name, found in cases.items():
+        if found["state"] != "skipped":
+            lines.append(f"\n{name}: {found['state']}")
+        for figure, value in found.get("measured", {}).items():
+            line, expected = f"  {figure}: {written(figure, value)}", found.get("planned", {}).get(figure)
+            if expected:
+                off = " <- beside the plan" if abs(value / expected - 1) > TOLERANCE else ""
+                line += f", planned {written(figure, expected)}, ratio {value / expected:.2f}{off}"
+            lines.append(line)
+        lines += [
+            f"  {check}: {float(value):.3g}, at most {limit:.3g}" for check, (value, limit) in found.get("checks", {}).items()
+        ]
+        lines += (
+            [f"  {figure}: {values}" for figure, values in found["notes"].get("side by side", {}).items()]
+            if "notes" in found
+            else []
+        )
+        wrong += [f"{name}: {found['state']}"] if found["state"].startswith(("failed", "refused")) else []
+        wrong += [f"{name}: {step}: {error}" for step, error in found.get("errors", {}).items()]
+        wrong += [f"{name}: {check}" for check in beyond(found)]
+    return "\n".join([*lines, "", "Failed, refused, or beyond a limit:", *(wrong or ["nothing"])])
 
 
 def main(given: Sequence[str] | None = None) -> None:
     args = arguments(given)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `ending` is reached
-    args.out.mkdir(parents=True, exist_ok=True)
-    failed = False
-    if args.part != "summary":
-        path, asked = args.out / f"{args.part}.json", {"tiny": args.tiny, "device": args.device}
-        result = json.loads(path.read_text()) if path.is_file() else {"cases": {}, "arguments": asked}
-        if result["arguments"] != asked:
-            raise SystemExit(f"{path}: was made with {result['arguments']}; take another folder")
-        command = f"python -m benchmarks.first_gpu {' '.join(sys.argv[1:] if given is None else given)}"
-        result |= {"command": command, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        with tempfile.TemporaryDirectory(prefix="first_gpu_") as folder:
-            run(args, result, Path(folder))
-        every = [result["machine"], *result["cases"].values()]
-        failed = any(case["state"].startswith("failed") or case.get("errors") or beyond(case) for case in every)
-    (args.out / "summary.md").write_text(text := summary(args.out))
-    print(text.partition("\n## shapes")[0].partition("\n## speed")[0])
-    if failed:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are ended
+    with tempfile.TemporaryDirectory(prefix="first_gpu_") as folder:
+        session = Session(args, Path(folder))
+        session.about["command"] = f"python -m benchmarks.first_gpu {' '.join(sys.argv[1:] if given is None else given)}"
+        session.run(args.minutes, args.tiny)
+    every = {"machine": session.about["machine"], **session.cases}
+    print(summary(every))
+    if any(found["state"].startswith("failed") or found.get("errors") or beyond(found) for found in every.values()):
         raise SystemExit(1)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=[*PARTS, "summary"])
-    parser.add_argument("--out", type=Path, required=True, help="a folder for the results")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole part; cases are cut off then")
+    parser.add_argument("what", choices=["first"], help="the cases by worth, until the minutes are over")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of the whole command")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small models and pictures, for a rehearsal")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the result file")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain this")
+    parser.add_argument("--tiny", action="store_true", help="small models and pictures, for a rehearsal")
     return parser.parse_args(given)
 
 

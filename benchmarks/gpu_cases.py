@@ -1,4 +1,4 @@
-"""The cases of `benchmarks.first_gpu`, each in a process of its own: `python -m benchmarks.gpu_cases CASE.json FOUND.json`.
+"""The cases of `benchmarks.first_gpu`, each in a process of its own: CASE.json and FOUND.json are given.
 
 What is found is written after every step; a step that fails leaves its error, and the next follows.
 """
@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.forked import Forked
 from benchmarks.machine import describe, matmul_rate
 from benchmarks.published_loop import PublishedLoop
 from benchmarks.random_models import RandomText, random_pipeline, shape_of
@@ -48,7 +49,7 @@ from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.memory import RESERVE, SLACK
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.roofline import USUAL
-from g2rpo.monitor.metrics import Row, read_metrics
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
@@ -57,6 +58,7 @@ from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.devices import accelerator, empty_cache
+from g2rpo.training.checkpoint import checkpoints, load_checkpoint, newest_iteration
 from g2rpo.training.trainer import Trainer
 
 Case, Asked = dict[str, Any], tuple[Tensor, Tensor, Cond]
@@ -67,7 +69,12 @@ TINY = [
     "algorithm.branch_steps=[0,1]", "sampling.num_steps=4", "sampling.batch_size=4", "sampling.decode_batch_size=2",
     "trainer.micro_batch_size=2",
 ]  # fmt: skip
-SHORT = ["trainer.iterations=4", "trainer.prompts_per_iteration=2", "trainer.checkpoint_every=1", "evaluation.num_prompts=16"]
+COMMAND = "g2rpo.cli.main"
+SHORT = [  # with a reward that has no threshold, so that rounding does not become a step
+    "rewards.scene_accuracy=", "rewards.brightness.weight=1", "trainer.iterations=2", "trainer.prompts_per_iteration=2",
+    "trainer.checkpoint_every=1", "evaluation.num_prompts=16",
+]  # fmt: skip
+COMPARED = ("reward/", "advantage_size", "loss", "log_prob_drift", "ratio_deviation", "grad_norm")
 SHORTER = [
     "trainer.prompts_per_iteration=1", "algorithm.group_size=3", "algorithm.branch_steps=[1]", "sampling.num_steps=3",
     "evaluation.num_prompts=2",
@@ -224,7 +231,7 @@ PHASES = ("rollout", "update")
 
 def sizes(most: int) -> list[int]:
     """Rows of the calls that are timed, the recipe's first."""
-    return sorted({most, -(-most // 3), 1}, reverse=True)
+    return sorted({most, 1}, reverse=True)
 
 
 # --- the cases --------------------------------------------------------------------------------------------------------------
@@ -280,12 +287,8 @@ def model(found: Found, case: Case) -> None:
         found.checks["velocity, not finite"] = (float((~velocities[0].isfinite()).sum()), 0)
         found.checks["velocity, from call to call"] = (relative(*velocities), 0)
     with found.step("training pass"):
-        asked = question(policy, passed)
-        timed(found, "training pass", f"rows={passed}", device, partial(learn, policy), *asked)
-        gradients = [gradient(policy, asked) for _ in range(2)]
-        found.checks["gradient, not finite"] = (float((~gradients[0].isfinite()).sum()), 0)
-        found.checks["gradient, share of zeros"] = (float((gradients[0] == 0).float().mean()), 0.5)
-        found.checks["gradient, from call to call"] = (relative(*gradients), 0)
+        if case["passes"]:
+            pass_of(found, policy, passed, device)
     with found.step("decode"), torch.no_grad():
         latents = question(policy, pictures)[0]
         timed(found, "decode", f"pictures={pictures}", device, policy.decode, latents, most=3)
@@ -307,6 +310,32 @@ def model(found: Found, case: Case) -> None:
                 trainer_of(config, policy).iterate()
                 weights.append(torch.cat([p.detach().flatten().cpu() for p in policy.trainable_parameters()]))
             found.checks["trained weights, from run to run"] = (relative(*weights), 0)
+
+
+def pass_of(found: Found, policy: DiffusersPolicy, rows: int, device: torch.device) -> None:
+    """Seconds, memory and gradients of a training pass."""
+    asked = question(policy, rows)
+    timed(found, "training pass", f"rows={rows}", device, partial(learn, policy), *asked)
+    gradients = [gradient(policy, asked) for _ in range(2)]
+    found.checks["gradient, not finite"] = (float((~gradients[0].isfinite()).sum()), 0)
+    found.checks["gradient, share of zeros"] = (float((gradients[0] == 0).float().mean()), 0.5)
+    found.checks["gradient, from call to call"] = (relative(*gradients), 0)
+
+
+def drift(found: Found, case: Case) -> None:
+    """Log-probs of the training pass against the rollout's, where batches of the one and of the other have other sizes."""
+    small = () if case["tiny"] else ("policy.height=512", "policy.width=512")
+    sizes = (1, 2, 4) if case["tiny"] else (1, 4, 8)
+    for rollout, passed in itertools.product(sizes, sizes[:2]):
+        with found.step(f"rollout {rollout}, training pass {passed}"):
+            batches = [f"sampling.batch_size={rollout}", f"trainer.micro_batch_size={passed}"]
+            varied = case | {"overrides": (*small, "algorithm.branch_steps=[0,2]", "algorithm.granularities=[1]", *batches)}
+            config, shape = configured(varied)
+            torch.manual_seed(0)  # of the random weights
+            trainer = trainer_of(config, policy_of(config, shape))
+            row, sizes_text = trainer.iterate(), f"rollout in {rollout}, training in {passed}"
+            found.checks[f"log-prob drift, {sizes_text}"] = (row["log_prob_drift"], trainer.alarms.drift_limit)
+            found.checks[f"ratio off 1, {sizes_text}"] = (row["ratio_deviation"], 0)
 
 
 def iteration(found: Found, trainer: Trainer, device: torch.device, first: bool) -> None:
@@ -354,10 +383,7 @@ def exact(found: Found, case: Case) -> None:
     for dtype, limit in (("float32", 5e-3), ("bfloat16", 0.3)):
         with found.step(dtype), torch.no_grad():
             policy = built(dtype=dtype)
-            found.checks[f"velocity in {dtype}, and in float32 on the CPU"] = (
-                relative(policy.velocity(*same), velocity),
-                limit,
-            )
+            found.measured[f"velocity in {dtype}, off float32 on the CPU"] = relative(policy.velocity(*same), velocity)
             found.checks[f"velocity in {dtype}, in a batch and alone"] = (
                 relative(policy.velocity(*question(policy, 3))[:1], policy.velocity(*question(policy, 1))),
                 limit,
@@ -403,78 +429,103 @@ def waits(device: torch.device, call: Callable[[], object]) -> dict[str, int]:
 # --- `g2rpo train scenes` ---------------------------------------------------------------------------------------------------
 
 
-def g2rpo(arguments: list[str], log: Path) -> Any:
-    """The command as a process."""
-    with log.open("ab") as file:
-        return subprocess.Popen([sys.executable, "-m", "g2rpo", *arguments], stdout=file, stderr=subprocess.STDOUT)
-
-
-def training(case: Case, name: str, *overrides: str, device: str = "") -> tuple[RunDirectory, Any]:
+def training(case: Case, name: str, *overrides: str, device: str = "") -> tuple[RunDirectory, Forked]:
     """A run below the working folder, and the process that makes it."""
     run = RunDirectory(Path(case["folder"]) / name)
-    given = [*(SHORTER if case["tiny"] else []), f"policy.device={device or case['device']}", *overrides]
-    return run, g2rpo(["train", "scenes", "--run-dir", str(run.path), *given], run.path.with_suffix(".log"))
+    given = [*SHORT, *(SHORTER if case["tiny"] else []), f"policy.device={device or case['device']}", *overrides]
+    return run, Forked(COMMAND, ["train", "scenes", "--run-dir", str(run.path), *given], run.path.with_suffix(".log"))
 
 
-def rows_of(case: Case, name: str, *overrides: str, device: str = "") -> list[Row]:
-    """The training rows of a short run, which is made if it is not there."""
-    run = RunDirectory(Path(case["folder"]) / name)
-    if not run.results.is_file():
-        ended = training(case, name, *SHORT, *overrides, device=device)[1].wait()
-        if ended:
-            raise RuntimeError(f"g2rpo ended with {ended}: {run.path.with_suffix('.log').read_text()[-400:]}")
-    return [row for row in read_metrics(run.path) if row["kind"] == "train"]
+def ended(run: RunDirectory, process: Forked) -> RunDirectory:
+    """The run, once its process has ended well."""
+    if code := process.wait():
+        raise RuntimeError(f"g2rpo ended with {code}: {run.path.with_suffix('.log').read_text()[-400:]}")
+    return run
 
 
-def apart(one: list[Row], other: list[Row]) -> tuple[float, str]:
-    """The largest relative difference of rows, times and memory left out, and where it is."""
-    worst, place = (0.0, "") if len(one) == len(other) else (math.inf, f"{len(one)} and {len(other)} rows")
-    for mine, theirs in zip(one, other, strict=False):
-        for key in mine.keys() | theirs.keys():
-            a, b = mine.get(key), theirs.get(key)
-            if a != b and "seconds" not in key and "memory" not in key:
-                numbers = isinstance(a, int | float) and isinstance(b, int | float)
-                off = abs(a - b) / max(abs(a), abs(b), 1e-3) if numbers else math.inf
-                worst, place = max((worst, place), (off, f"{key}, iteration {mine['iteration']}: {a} and {b}"))
-    return worst, place
+def whole(case: Case) -> RunDirectory:
+    """The run that is not interrupted, which is made if no case has made it."""
+    run = RunDirectory(Path(case["folder"]) / "whole")
+    return run if run.results.is_file() else ended(*training(case, "whole"))
 
 
-def twice(found: Found, case: Case) -> None:
-    """Two runs of one config have the same log; and the plan's line."""
-    own = f"{len(case['overrides'])}"
-    with found.step("twice"):
-        worst, found.notes["largest difference"] = apart(*(rows_of(case, f"{n}_{own}", *case["overrides"]) for n in "ab"))
-        found.checks["rows of two runs"] = (worst, 0)
-    with found.step("plan"):
-        plan = RunDirectory(Path(case["folder"]) / f"a_{own}").plan
-        found.notes["plan.json"] = json.loads(plan.read_text()) if plan.is_file() else "no plan of this device"
-
-
-def resumed(found: Found, case: Case) -> None:
-    """A run that is killed after two iterations, and resumed, has the log of one that was not."""
-    with found.step("resumed"):
-        whole, (run, process) = rows_of(case, "a_0"), training(case, "killed", *SHORT)
-        while process.poll() is None and sum(row["kind"] == "train" for row in read_metrics(run.path)) < 2:
-            time.sleep(0.02)
-        process.kill()
-        found.notes["ended with"] = process.wait()
-        found.checks["resume ended with"] = (g2rpo(["resume", str(run.path)], run.path.with_suffix(".log")).wait(), 0)
-        worst, found.notes["largest difference"] = apart(rows_of(case, "killed"), whole)
-        found.checks["rows of a run that was killed"] = (worst, 0)
+def numbers(run: RunDirectory) -> dict[str, float]:
+    """What a run logs, by iteration and name; times and memory left out."""
+    left_out = ("seconds", "memory")
+    return {
+        f"{row['kind']} {row['iteration']}: {key}": float(value)
+        for row in read_metrics(run.path)
+        for key, value in row.items()
+        if isinstance(value, int | float) and not any(word in key for word in left_out)
+    }
 
 
 def beside_cpu(found: Found, case: Case) -> None:
-    """The first iteration on the device and on the CPU, in float32 and with a reward that has no threshold."""
-    smooth = ["rewards.scene_accuracy=", "rewards.brightness.weight=1", "trainer.iterations=2", "evaluation.num_prompts=2"]
-    with found.step("CPU"):
-        here, there = (rows_of(case, f"on_{name}", *smooth, device=name) for name in (case["device"], "cpu"))
-        for row in (here[0], there[0]):
-            row |= {"loss": 0, "log_prob_drift": 0}  # rounding alone
-        worst, found.notes["largest difference"] = apart(here[:1], there[:1])
-        found.checks["first row, device and CPU"], found.notes["second row"] = (worst, 0.02), apart(here[1:], there[1:])
+    """Two iterations on the device and, at the same time, on the CPU: every figure beside the other's."""
+    with found.step("runs"):
+        runs = [training(case, "whole"), training(case, "cpu", device="cpu")]
+        here, there = (numbers(ended(*each)) for each in runs)
+        together = {name: [here[name], there[name], here[name] - there[name]] for name in here if name in there}
+        found.notes["device, CPU, difference"] = together
+        found.notes["side by side"] = {
+            name: " beside the CPU's ".join(f"{value:.6g}" for value in values[:2]) + f", difference {values[2]:.2g}"
+            for name, values in together.items()
+            if name.split(": ")[1].startswith(COMPARED)
+        }
+        for name, (mine, theirs, difference) in together.items():
+            if name.startswith(("eval 0: reward/brightness", "train 1: reward/")):
+                found.checks[f"{name}, device and CPU"] = (abs(difference) / max(abs(mine), abs(theirs)), 1e-3)
 
 
-KINDS = {each.__name__: each for each in (machine, model, exact, twice, resumed, beside_cpu)}
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What nested lists and dicts hold, by the path to it."""
+    if isinstance(value, dict | list | tuple):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(each, f"{name}/{key}")
+    else:
+        yield name, value
+
+
+def compare(found: Found, one: RunDirectory, other: RunDirectory) -> None:
+    """Every value of the last checkpoints of two runs, and every row that they logged."""
+    mine, theirs = (dict(leaves(list(load_checkpoint(checkpoints(run.checkpoints)[-1])))) for run in (one, other))
+    apart = dict.fromkeys(mine.keys() ^ theirs.keys(), math.inf)
+    for name in mine.keys() & theirs.keys():
+        a, b = mine[name], theirs[name]
+        if not isinstance(a, Tensor):
+            if a != b and "seconds" not in name:
+                apart[name] = math.inf
+        elif not torch.equal(a, b):
+            apart[name] = float((a.double() - b.double()).abs().max())
+    logged, also = numbers(one), numbers(other)
+    rows = [name for name in logged.keys() | also.keys() if logged.get(name) != also.get(name)]
+    found.notes |= {"tensors": len(mine), "largest difference by tensor": apart, "rows that differ": sorted(rows)}
+    found.checks |= {"tensors that differ": (len(apart), 0), "rows that differ": (len(rows), 0)}
+    found.measured["largest difference of a tensor"] = max(apart.values(), default=0.0)
+
+
+def twice(found: Found, case: Case) -> None:
+    """Two runs of one config end alike."""
+    with found.step("twice"):
+        overrides, own = case["overrides"], len(case["overrides"])
+        first = ended(*training(case, f"first_{own}", *overrides)) if overrides else whole(case)
+        compare(found, first, ended(*training(case, f"second_{own}", *overrides)))
+
+
+def resumed(found: Found, case: Case) -> None:
+    """A run that is killed after its first checkpoint, and resumed, ends as one that was not."""
+    with found.step("resumed"):
+        run, process = training(case, "killed")
+        while process.poll() is None and not checkpoints(run.checkpoints):
+            time.sleep(0.005)
+        process.kill()
+        found.notes |= {"ended with": process.code, "checkpoint": newest_iteration(run.checkpoints)}
+        found.checks["killed after its last checkpoint"] = (float(run.results.is_file()), 0)
+        again = Forked(COMMAND, ["resume", str(run.path)], run.path.with_suffix(".log"))
+        compare(found, whole(case), ended(run, again))
+
+
+KINDS = {each.__name__: each for each in (machine, model, drift, exact, twice, resumed, beside_cpu)}
 
 
 def main(given: list[str]) -> None:

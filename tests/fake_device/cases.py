@@ -2,23 +2,17 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import time
-import traceback
 from pathlib import Path
 
 import torch
 
-from benchmarks import first_gpu, gpu_cases
+from benchmarks import first_gpu
 from g2rpo import api
 from g2rpo.app.build import build_trainer
 from g2rpo.app.evaluate import evaluate, run_settings
 from g2rpo.app.sample import sample
 from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
-from g2rpo.cli.main import main as command
 from g2rpo.config.resolve import resolve
 from g2rpo.lab.demo.serve import open_session
 from g2rpo.lab.demo.session import draw, trace_group
@@ -234,49 +228,12 @@ def use(world, folder, model):
     }
 
 
-class Forked:
-    """In the place of `subprocess.Popen`: a fork of this process, which has the device."""
-
-    def __init__(self, work, arguments, log):
-        self.pid, self.code = os.fork(), None
-        if self.pid == 0:
-            os.setpgid(0, 0)
-            for stream in (1, 2):
-                os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-            try:
-                work(arguments)
-                os._exit(0)
-            except SystemExit as ended:
-                os._exit(ended.code or 0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-
-    def poll(self):
-        if self.code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.code = os.waitstatus_to_exitcode(ended[1])
-        return self.code
-
-    def kill(self):
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout=120):
-        ends = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > ends:
-                raise subprocess.TimeoutExpired("a fork", timeout)
-            time.sleep(0.01)
-        return self.code
-
-
 def measure(world, folder, *arguments):
-    """What a part of `benchmarks.first_gpu` leaves on this device: its JSON, the summary, the exit code."""
-    first_gpu.start = lambda given, log, **environment: Forked(gpu_cases.main, given, log)
-    gpu_cases.g2rpo = lambda given, log: Forked(command, given, log)
+    """What `benchmarks.first_gpu` leaves on this device: its JSON and the exit code. Its forks have the device, too."""
     code = 0
     try:
-        first_gpu.main([*arguments, "--tiny", "--device", "fakegpu", "--out", str(folder)])
+        first_gpu.main(["first", *arguments, "--minutes", "60", "--tiny", "--device", "fakegpu", "--out", str(folder)])
     except SystemExit as ended:
         code = ended.code
-    return json.loads((folder / f"{arguments[0]}.json").read_text()), (folder / "summary.md").read_text(), code
+    (result,) = folder.glob("gpu_*.json")
+    return json.loads(result.read_text()), code

@@ -205,25 +205,18 @@ def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, mod
     assert (0.8 if light else 0.9) < in_all / max(planned.moments.values()) < 1
 
 
-REHEARSED = [
-    "speed --only forecast",
-    "speed --only cudnn",
-    "shapes",
-    "exactness --only exact",
-    "exactness --only quantize",
-    "training",
-]
+REHEARSED = ("resumed", "drift", "scenes", "forecast", "cudnn", "int8", "exact", "sd35", "klein", "wan", "nf4")
 
 
-@pytest.mark.parametrize("arguments", few(REHEARSED, "speed --only forecast".__eq__))
-def test_the_first_hour_with_a_gpu_is_rehearsed(run, arguments):
+@pytest.mark.parametrize("only", few(REHEARSED, lambda only: only in ("resumed", "drift")))
+def test_the_first_minutes_with_a_gpu_are_rehearsed(run, only):
     """No case fails, no check is beyond its limit, memory is the plan's, and what this device cannot have is refused."""
-    ((result, summary, code),) = run(cases.measure, *arguments.split(), patience_s=600)
-    assert code == 0, summary
-    assert {case["state"] for case in result["cases"].values()} == {"refused" if "cudnn" in arguments else "done"}
+    ((result, code),) = run(cases.measure, "--only", only, patience_s=900)
+    assert code == 0, result
     for name, case in result["cases"].items():
+        lacking = "attention=" in name and "math" not in name
+        assert case["state"] == ("refused" if lacking else "done"), (name, case)
         apart = "nf4" in name or "qwen" in name  # intermediate results; a table that is kept
         for figure, value in case.get("measured", {}).items():
-            assert f"| {name} | {figure} |" in summary
             if figure in ("weights, bytes", "decode, bytes", "evaluations") or (figure == "velocity, bytes" and not apart):
                 assert value == pytest.approx(case["planned"][figure], rel=0.1 if "z-image" in name else 0.01), (name, figure)

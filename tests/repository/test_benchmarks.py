@@ -1,9 +1,12 @@
 """Benchmarks measure what they say: the published loop, agreement of rewards, rates, and what is left of cases that fail."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,78 +64,87 @@ def test_the_second_reader_reads_clean_words_in_their_order(tmp_path):
     assert read_words(files) == [word.letters for word in words]
 
 
-CASES = """
-import json, os, subprocess, sys, time
-given = json.load(open(sys.argv[1]))
-if isinstance(given, list):  # the process that plans
-    planned = {case["name"]: {"velocity, s": 2.0} for case in given}
-    json.dump({"notes": planned, "errors": {"fine": "no plan of it"} if "fine" in planned else {}}, open(sys.argv[2], "w"))
-    sys.exit()
-what = given.get("recipe", "machine")
-found = {"measured": {"velocity, s": 2.6}, "checks": {}, "notes": {"device": "a card"}, "errors": {}}
-if what == "refuses":
-    found["notes"]["refused"] = "no float8"
-if what == "errs":
-    found["errors"]["decode"] = "OutOfMemoryError: 80 GB"
-if what == "differs":
-    found["checks"]["ratio"] = ["NaN", 0.1]
-json.dump(found, open(sys.argv[2], "w"))
-if what in ("hangs", "sleeps"):
-    subprocess.run([sys.executable, "-c", "import time; open('child', 'w'); time.sleep(3); open('alive', 'w')"])
-if what == "crashes":
-    print("the last words", flush=True)
-    os.abort()
-"""
+def stand_in(given):
+    """In the place of `benchmarks.gpu_cases.main`: cases that end as their recipes say."""
+    asked, left = json.loads(Path(given[0]).read_text()), Path(given[1])
+    if isinstance(asked, list):  # the process that plans
+        planned = {case["name"]: {"velocity, s": 2.0} for case in asked}
+        left.write_text(json.dumps({"notes": planned, "errors": {"fine": "no plan of it"} if "fine" in planned else {}}))
+        return
+    what = asked.get("recipe", "machine")
+    found = {"measured": {"velocity, s": 2.6}, "checks": {}, "notes": {"device": "A Card"}, "errors": {}}
+    if what == "refuses":
+        found["notes"]["refused"] = "no float8"
+    if what == "errs":
+        found["errors"]["decode"] = "OutOfMemoryError: 80 GB"
+    if what == "differs":
+        found["checks"]["ratio"] = ["NaN", 0.1]
+    left.write_text(json.dumps(found))
+    if what == "hangs":
+        subprocess.run([sys.executable, "-c", "import time; open('child', 'w'); time.sleep(3); open('alive', 'w')"])
+    if what == "crashes":
+        print("the last words", flush=True)
+        os._exit(3)
 
 
 @pytest.fixture
-def first_hour(monkeypatch, tmp_path):
-    """A function that runs a part of these cases below a folder and returns its JSON, the summary and the exit code."""
+def first_minutes(monkeypatch, tmp_path):
+    """A function that runs these cases and returns the result file's content and the exit code."""
+    monkeypatch.setattr(first_gpu.gpu_cases, "main", stand_in)
+    monkeypatch.chdir(tmp_path)
 
-    def start(given, log, **environment):
-        with log.open("w") as file:
-            command = [sys.executable, "-c", CASES, *given]
-            return subprocess.Popen(command, stdout=file, stderr=file, process_group=0, cwd=tmp_path)
-
-    def run(*names, **options):
-        cases = [first_gpu.of(name, limit=1 if name == "hangs" else 30) for name in names]
-        monkeypatch.setitem(first_gpu.PARTS, "shapes", cases)
+    def run(*names, minutes=8.0, seconds=5):
+        monkeypatch.setattr(first_gpu, "CASES", [first_gpu.case(name, seconds=seconds) for name in names])
+        monkeypatch.setattr(first_gpu, "BEGAN", time.monotonic())
         code = 0
         try:
-            first_gpu.main(["shapes", "--out", str(tmp_path), *(f"--{key}={value}" for key, value in options.items())])
+            first_gpu.main(["first", "--out", str(tmp_path), f"--minutes={minutes}"])
         except SystemExit as ended:
             code = ended.code
-        return json.loads((tmp_path / "shapes.json").read_text()), (tmp_path / "summary.md").read_text(), code
+        (file,) = tmp_path.glob("gpu_a-card_*.json")
+        return json.loads(file.read_text()), code
 
-    monkeypatch.setattr(first_gpu, "start", start)
     return run
 
 
-def test_a_case_of_the_first_hour_that_fails_is_reported_and_the_next_follows(first_hour, tmp_path):
-    result, summary, code = first_hour("crashes", "hangs", "errs", "differs", "refuses", "fine")
+def test_a_case_on_a_gpu_that_fails_is_reported_and_the_next_follows(first_minutes, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(first_gpu, "PATIENCE", 0.3)
+    result, code = first_minutes("crashes", "hangs", "errs", "differs", "refuses", "fine")
     states = {name: case["state"] for name, case in result["cases"].items()}
     assert code == 1 and states == {
-        "crashes": "failed: ended with -6", "hangs": "failed: not done after 1 s", "errs": "failed",
+        "crashes": "failed: ended with 3", "hangs": "failed: not done after 2 s", "errs": "failed",
         "differs": "done", "refuses": "refused", "fine": "done",
     }  # fmt: skip
     assert "the last words" in result["cases"]["crashes"]["log"] and result["cases"]["hangs"]["measured"]
-    assert "| differs | ratio | nan | at most 0.1 | |" in summary
+    assert result["card"] == "A Card" and result["commit"] and result["date"]
+    said = capsys.readouterr().out
     for line in ("errs: decode: OutOfMemoryError: 80 GB", "differs: ratio: nan, at most 0.1", "fine: plan: no plan of it"):
-        assert f"- shapes, {line}\n" in summary
-    assert "- shapes, fine: velocity, s: 1.30 times the plan's" in summary
+        assert f"\n{line}\n" in said
+    assert "velocity, s: 2.6, planned 2, ratio 1.30 <- beside the plan" in said
     assert (tmp_path / "child").exists()
     time.sleep(3)
     assert not (tmp_path / "alive").exists()  # what a case has started ends with it
 
 
-def test_the_first_hour_goes_on_where_its_time_was_over(first_hour, monkeypatch):
-    result, summary, code = first_hour("refuses", "last", minutes=0)
-    assert code == 0 and {case["state"] for case in result["cases"].values()} == {"not reached"}
-    assert "- shapes, last: not reached\n" in summary
-    once = first_hour("refuses")[0]["cases"]["refuses"]
-    result, _, code = first_hour("refuses", "last")
+def test_cases_that_do_not_fit_are_skipped_and_made_by_the_next_command(first_minutes, capsys):
+    result, code = first_minutes("refuses", "last", seconds=90, minutes=1)
+    assert code == 0 and {case["state"] for case in result["cases"].values()} == {"skipped"}
+    assert "last: skipped, is expected to take 90 s of " in capsys.readouterr().out
+    once = first_minutes("refuses")[0]["cases"]["refuses"]
+    result, code = first_minutes("refuses", "last")
     assert code == 0 and result["cases"]["last"]["state"] == "done" and result["cases"]["refuses"] == once
-    monkeypatch.setattr(first_gpu, "LEAST", 0)
-    result, _, code = first_hour("sleeps", minutes=0.02)
-    assert code == 0 and result["cases"]["sleeps"]["state"] == "not finished"
-    assert "take another folder" in first_hour("last", device="cpu")[2]
+
+
+def test_what_was_measured_is_kept_when_the_command_is_killed(first_minutes, tmp_path):
+    """By SIGKILL in the second case; the file is whole and has the first."""
+    child = os.fork()
+    if child == 0:
+        first_minutes("fine", "hangs")
+        os._exit(0)
+    while not (tmp_path / "child").exists():
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    (file,) = tmp_path.glob("gpu_a-card_*.json")
+    assert json.loads(file.read_text())["cases"]["fine"]["state"] == "done"
+    time.sleep(3.5)  # until what `hangs` has started has ended
