@@ -3,6 +3,8 @@
 import hashlib
 import json
 import shutil
+import struct
+import zlib
 
 import pytest
 import torch
@@ -43,14 +45,73 @@ def test_pictures_are_read_upright_in_rgb(tmp_path):
     assert read_inputs("a") == read_inputs(Prompt("a")) == []
 
 
+def png(depth, kind, row, transparent=b"", palette=b""):
+    """A PNG of one row of two pixels, by the specification: `kind` 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGBA."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    parts = {
+        b"IHDR": struct.pack(">IIBBBBB", 2, 1, depth, kind, 0, 0, 0),
+        b"PLTE": palette,
+        b"tRNS": transparent,
+        b"IDAT": zlib.compress(b"\0" + row),
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts.items() if part[1]) + chunk(b"IEND", b"")
+
+
+WHITE, MIDDLE = (255, 255, 255), (128, 128, 128)
+
+
+def in_16_bits(*levels):
+    """Levels of 8 bits in 16, of which the low byte differs from the high one."""
+    return b"".join(struct.pack(">H", level * 256 + 7) for level in levels)
+
+
+@pytest.mark.parametrize(
+    ("content", "pixels"),
+    [
+        (png(16, 0, in_16_bits(128, 10)), [MIDDLE, (10, 10, 10)]),
+        (png(16, 0, in_16_bits(128, 10), in_16_bits(10)), [MIDDLE, WHITE]),
+        (png(16, 2, in_16_bits(1, 2, 3, 4, 5, 6)), [(1, 2, 3), (4, 5, 6)]),
+        (png(16, 2, in_16_bits(1, 2, 3, 4, 5, 6), in_16_bits(4, 5, 6)), [(1, 2, 3), WHITE]),
+        (png(16, 4, in_16_bits(128, 255, 10, 0)), [MIDDLE, WHITE]),
+        (png(16, 6, in_16_bits(1, 2, 3, 255, 4, 5, 6, 0)), [(1, 2, 3), WHITE]),
+        (png(8, 0, b"\x80\x0a", b"\0\x0a"), [MIDDLE, WHITE]),
+        (png(8, 2, bytes(range(1, 7)), bytes([0, 4, 0, 5, 0, 6])), [(1, 2, 3), WHITE]),
+        (png(8, 4, bytes([0, 255, 0, 127])), [(0, 0, 0), MIDDLE]),
+        (png(8, 6, bytes([0, 0, 255, 255, 0, 0, 255, 127])), [(0, 0, 255), (128, 128, 255)]),
+        (png(8, 3, b"\0\1", b"\xff\0", bytes(range(1, 7))), [(1, 2, 3), WHITE]),
+        (png(1, 3, b"\x40", b"\0", bytes(range(1, 7))), [WHITE, (4, 5, 6)]),
+        (png(4, 0, b"\x3a", b"\0\x0a"), [(51, 51, 51), WHITE]),
+        (png(2, 0, b"\x60", b"\0\1"), [WHITE, (170, 170, 170)]),
+        (png(1, 0, b"\x40", b"\0\0"), [WHITE, WHITE]),
+        (png(1, 0, b"\x40", b"\0\1"), [(0, 0, 0), WHITE]),
+    ],
+)
+def test_what_is_transparent_is_white_and_16_bits_become_8(tmp_path, content, pixels):
+    """Every depth and colour type of PNG that has 16 bits or transparency, against levels by hand."""
+    (tmp_path / "a.png").write_bytes(content)
+    (read,) = read_inputs(Prompt("a", [str(tmp_path / "a.png")]))
+    assert [read.getpixel((x, 0)) for x in (0, 1)] == pixels
+
+
+def test_transparent_webp_and_cmyk_jpeg(tmp_path):
+    Image.new("RGBA", (2, 2), (9, 9, 9, 0)).save(tmp_path / "a.webp", lossless=True, exact=True)
+    Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "b.jpg", quality=100)
+    clear, red = read_inputs(Prompt("a", [str(tmp_path / "a.webp"), str(tmp_path / "b.jpg")]))
+    assert clear.getpixel((0, 0)) == WHITE and red.getpixel((0, 0)) == pytest.approx((255, 0, 0), abs=3)  # JPEG's rounding
+
+
 def damaged(path, how):
     """An unusable picture at `path`."""
     if how == "text":
         path.write_text("no picture")
     elif how == "gif":
         Image.new("RGB", (2, 2)).save(path, "GIF")
-    elif how == "folder":
-        path.mkdir()
+    elif how == "truncated":
+        Image.effect_noise((8, 8), 90).save(path)
+        path.write_bytes(path.read_bytes()[:-60])
     elif how == "large":
         picture(path, size=(9, 9), format="PNG")
     elif how == "bomb":
@@ -64,6 +125,7 @@ def damaged(path, how):
     [
         ("absent", "there is no such file"),
         ("gif", "cannot be read as PNG, JPEG, WEBP"),
+        ("truncated", "cannot be read as PNG, JPEG, WEBP .*truncated"),
         ("large", "has more than 80 pixels"),
         ("bomb", "(has more than 80 pixels|cannot be read)"),
     ],

@@ -79,6 +79,7 @@ def test_a_folder_is_seen_by_an_encoder(kind, tmp_path):
         (lambda folder: [path.unlink() for path in folder.iterdir()], "has 0 pictures"),
         (lambda folder: [(folder / f"{i}.png").unlink() for i in range(4)], "has 8 pictures .* give it 10 to 200"),
         (lambda folder: (folder / "5.png").write_text("no picture"), r"5\.png: cannot be read as PNG"),
+        (lambda folder: (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:-60]), r"5\.png: .*truncated"),
         (lambda folder: folder.rename(folder.with_name("gone")), "there is no such folder"),
     ],
 )
@@ -88,6 +89,13 @@ def test_a_folder_that_is_none_is_refused_ahead(change, fact, tmp_path):
     with pytest.raises(UserError, match=rf"rewards\.style\.options\.folder=.*{fact}") as refused:
         check(load_config("scenes", [f"rewards.style.options.folder={folder}"]))
     assert "things are missing" not in str(refused.value)
+
+
+def test_what_a_system_adds_to_a_folder_is_no_picture(tmp_path):
+    folder = save(tmp_path / "blue", noisy(12, 0.9, 0))
+    for name in ("._3.png", ".hidden.jpg", ".DS_Store", "Thumbs.db", "desktop.ini"):
+        (tmp_path / "blue" / name).write_bytes(b"\0\5\x16\7 no picture")
+    assert len(Style(folder).pictures) == 12
 
 
 def folder_for(place):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from g2rpo.core.data import Prompt, plain_prompt
@@ -16,6 +18,8 @@ T = TypeVar("T")
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 2**26
 """Largest number of pixels of one picture: 8192 x 8192."""
+DECODED_AT_ONCE = 8
+"""Pictures that are decoded at once to check them."""
 INPUT = "an input picture"
 """What rewards of edits want of a prompt, in messages."""
 
@@ -26,19 +30,18 @@ def images_of(prompt: str) -> tuple[str, ...]:
 
 
 def read_inputs(prompt: str) -> list[Image.Image]:
-    """The prompt's input pictures, RGB and upright as EXIF says; UserError names the prompt and the file."""
+    """The prompt's input pictures as `as_rgb`; UserError names the prompt and the file."""
     return [read_file(path, _place(prompt)) for path in images_of(prompt)]
 
 
 def read_file(path: str, place: str) -> Image.Image:
-    """A picture, RGB and upright; UserError begins with `place`."""
-    return _opened(path, place, _decoded)
+    """A picture as `as_rgb`; UserError begins with `place`."""
+    return _opened(path, place, as_rgb)
 
 
 def check_inputs(prompts: Iterable[str]) -> None:
-    """Refuses prompts whose pictures are absent, no pictures, or too large, by their headers; UserError names both."""
-    for prompt in prompts:
-        check_files(images_of(prompt), _place(prompt))
+    """Refuses prompts whose pictures are absent, damaged or too large; UserError names both."""
+    check_files((path, _place(prompt)) for prompt in prompts for path in images_of(prompt))
 
 
 def check_counts(prompts: Iterable[str], takes: tuple[int, int]) -> None:
@@ -50,15 +53,22 @@ def check_counts(prompts: Iterable[str], takes: tuple[int, int]) -> None:
             raise UserError(f"{_place(prompt)}: has {count} input pictures, but this model takes {wanted}")
 
 
-def check_files(paths: Sequence[str], place: str) -> None:
-    """The same for pictures at `paths`; messages begin with `place`."""
-    for path in paths:
-        _opened(path, place, lambda picture: None)
+def check_files(named: Iterable[tuple[str, str]]) -> None:
+    """Refuses pictures, given as path and place, that are absent, damaged or too large; UserError begins with the place.
+
+    All are decoded, a few at a time: a header does not tell whether a picture is whole.
+    """
+    places: dict[str, str] = {}
+    for path, place in named:
+        places.setdefault(path, place)
+    with ThreadPoolExecutor(DECODED_AT_ONCE) as pool:
+        list(pool.map(lambda path: _opened(path, places[path], lambda picture: picture.load()), places))
 
 
 def content_of(prompt: str, digests: FileDigests) -> list[str]:
     """A digest of each of the prompt's input pictures."""
-    check_inputs([prompt])
+    for path in images_of(prompt):
+        _opened(path, _place(prompt), lambda picture: None)
     return [digests.of(local(path)) for path in images_of(prompt)]
 
 
@@ -89,6 +99,39 @@ def _opened(path: str, place: str, read: Callable[[Image.Image], T]) -> T:
         raise UserError(f"{said}: cannot be read as {', '.join(FORMATS)} ({type(error).__name__}: {error})") from None
 
 
-def _decoded(picture: Image.Image) -> Image.Image:
+def as_rgb(picture: Image.Image) -> Image.Image:
+    """A picture that was just opened as RGB with 8 bits, upright, on white where it is transparent."""
+    _scale_transparent_level(picture)
     upright = ImageOps.exif_transpose(picture)
-    return upright.convert("RGB")
+    if upright.mode.startswith("I"):
+        upright = _from_16_bits(upright)
+    if not upright.has_transparency_data:
+        return upright.convert("RGB")
+    seen = upright.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+
+
+def _scale_transparent_level(picture: Image.Image) -> None:
+    """Pillow scales levels of 2, 4 and 16 bits to 8, but not the one that a PNG declares transparent."""
+    tiles: list[Any] = getattr(picture, "tile", [])
+    level, scale = picture.info.get("transparency"), SCALES.get(str(tiles[0][3]) if tiles else "")
+    if level is not None and scale is not None:
+        picture.info["transparency"] = tuple(map(scale, level)) if isinstance(level, tuple) else scale(level)
+
+
+SCALES: dict[str, Callable[[int], int]] = {
+    "L;2": lambda level: level * 85,
+    "L;4": lambda level: level * 17,
+    "RGB;16B": lambda level: level >> 8,
+}
+"""By Pillow's name for the stored levels: how it makes 8 bits of them."""
+
+
+def _from_16_bits(grey: Image.Image) -> Image.Image:
+    """8 bits of 16-bit grey, which Pillow would cut off at 255; with alpha if a level is transparent."""
+    levels = np.asarray(grey).astype(np.uint32)
+    eight = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
+    level = grey.info.get("transparency")
+    if level is not None:
+        eight.putalpha(Image.fromarray(np.where(levels == level, 0, 255).astype(np.uint8)))
+    return eight

@@ -21,6 +21,7 @@ from g2rpo.core import plugins
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError, out_of_memory
 from g2rpo.core.files import in_bytes
+from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.plan.plan import make_plan
@@ -154,7 +155,7 @@ def draw(pipeline: Any, spec: PipelineSpec, options: PolicyConfig, prompts: Sequ
             "generator": [generators[row] for row in rows],
         }
         if spec.pictured:
-            opened = [Image.open(path) for path in prompts[rows[0]].images]
+            opened = read_inputs(prompts[rows[0]])
             changes["image"] = opened[0] if spec.most_pictures == 1 else opened
         scheduler.step = step
         try:

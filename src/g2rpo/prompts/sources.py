@@ -176,6 +176,7 @@ def _usable(
     if not numbered:
         raise UserError(f"{source}: is empty; it should hold a prompt for each {unit}")
     prompts: list[Prompt] = []
+    pictures: list[tuple[str, str]] = []
     for number, value in numbered:
         place = f"{source}, {unit} {number}"
         if isinstance(value, str):
@@ -187,6 +188,8 @@ def _usable(
             prompts.append(_prompt(value, column, place, beside))
         except ValueError as error:
             raise UserError(f"{place}: {error}") from None
+        pictures += [(path, place) for path in prompts[-1].images]
+    check_files(pictures)
     return prompts
 
 
@@ -215,7 +218,6 @@ def _prompt(record: Mapping[str, Any], column: str, place: str, beside: Path | N
     if not is_text(stored):
         raise UserError(f"{place}: its metadata has a lone surrogate, which no text may have")
     paths = [_picture(image, place, beside) for image in images]
-    check_files(paths, place)
     return Prompt(text, paths, json.loads(stored))
 
 

@@ -33,6 +33,7 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.core.images import to_pil, to_tensor
+from g2rpo.core.input_pictures import as_rgb
 from g2rpo.core.plain import is_text, parse_json
 from g2rpo.core.types import Prompt, Scorer, as_reward
 from g2rpo.core.web import bounded, host_of, is_loopback
@@ -73,7 +74,7 @@ def decode_png(text: str, pixels_left: int) -> Tensor:
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
             _check_size(*picture.size, pixels_left)  # a second header could have changed it; nothing is decoded yet
-            return to_tensor([picture.convert("RGB")])[0]
+            return to_tensor([as_rgb(picture)])[0]
     except Exception as error:  # Pillow does not document which for damaged files
         raise BadRequest(400, f"an image is a broken PNG: {type(error).__name__}") from error
 

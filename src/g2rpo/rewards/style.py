@@ -125,10 +125,11 @@ def pictures_of(folder: str) -> list[str]:
     place = local(folder)
     if not place.is_dir():
         raise UserError(f"folder={folder}: there is no such folder")
-    paths = sorted(str(path) for path in place.iterdir() if path.suffix.lower() in SUFFIXES)
+    shown = [path for path in place.iterdir() if not path.name.startswith(".")]  # a Mac adds ._NAME beside each file
+    paths = sorted(str(path) for path in shown if path.suffix.lower() in SUFFIXES)
     if not LEAST <= len(paths) <= MOST:
         raise UserError(f"folder={folder}: has {len(paths)} pictures ({', '.join(SUFFIXES)}); give it {LEAST} to {MOST}")
-    check_files(paths, f"folder={folder}")
+    check_files((path, f"folder={folder}") for path in paths)
     return paths
 
 
