@@ -18,7 +18,8 @@ from g2rpo.app.preflight import check
 from g2rpo.assembly import components, hub
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts, caution, trained_on
-from g2rpo.config.schema import PolicyConfig
+from g2rpo.assembly.rewards import check_clips
+from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.prompts.sources import read_prompts
@@ -269,3 +270,24 @@ def test_a_reward_of_one_size_is_refused_where_pictures_have_another(changes):
     with pytest.raises(UserError, match=r"rewards\.scene_clip: scene_clip takes pictures of 64x64, and here they have"):
         check(load_config("scenes", changes))
     check(load_config("scenes", ["policy.height=128", "evaluation.height=64"]))
+
+
+def test_a_machine_without_a_gpu_is_told_once_what_works(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError) as refused:
+        check(load_config("flux1-dev-evening", ["evaluation.rewards.pickscore.options.device=cuda"]))
+    keys = ("rewards.hpsv2", "rewards.clip_score", "evaluation.rewards.pickscore")
+    (line,) = [line for line in str(refused.value).split("\n") if "no GPU" in line]
+    assert "`g2rpo train words`" in line and line.endswith(" ".join(f"{key}.options.device=cpu" for key in keys))
+    again = ["evaluation.rewards.pickscore.options.device=cuda", *line.split(": ")[-1].split()]
+    with pytest.raises(UserError, match="^(?!.*GPU)"):
+        check(load_config("flux1-dev-evening", again))
+    assert "evaluation.rewards.image_reward.options.path=THUDM/ImageReward: " in str(refused.value)  # its own key
+
+
+@pytest.mark.parametrize("kind", ["motion", "clip_consistency", "video_align"])
+@pytest.mark.parametrize("key", ["rewards", "evaluation.rewards"])
+def test_rewards_of_clips_are_refused_for_pictures_ahead(kind, key):
+    with pytest.raises(UserError, match=f"rewards.moves: {kind} scores clips, and here are pictures"):
+        check(load_config("scenes", [f"{key}.moves.kind={kind}"]))
+    check_clips({"moves": RewardConfig(kind=kind)}, PolicyConfig(path="x", height=64, width=64, num_frames=5))

@@ -17,7 +17,7 @@ from g2rpo.assembly import components
 from g2rpo.assembly.adapters import digests_of
 from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import build_rewards, check_rewards, declared_by, reward_kind
+from g2rpo.assembly.rewards import build_rewards, check_clips, check_rewards, declared_by, reward_kind
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config, PolicyConfig, RewardTable, Section
 from g2rpo.core import plugins
@@ -121,6 +121,7 @@ def evaluate(
     if controls:
         config = with_controls(config)
     check_rewards(config.rewards)  # cheap checks first
+    check_clips(config.rewards, config.policy)
     prompts = build_prompts(config.prompts, "prompts")[: config.num_prompts]
     config = config.model_copy(update={"contents": _contents(config, prompts)})
     out = out or first_usable("evaluation", partial(_check_folder, config=config))

@@ -18,7 +18,7 @@ from g2rpo.assembly import components, hub
 from g2rpo.assembly.blueprint import build_shallow, read_blueprint
 from g2rpo.assembly.hub import Question, at_once
 from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import check_devices, check_rewards, declared_by, defaults_of, reward_kind
+from g2rpo.assembly.rewards import check_clips, check_devices, check_rewards, declared_by, defaults_of, reward_kind
 from g2rpo.config.given import Mentioned
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core import plugins
@@ -56,9 +56,9 @@ def check(
     folder = None if "policy" in given else findings.tried(_check_pipeline, config)
     prompts = _Prompts(config, given)
     prompts.read(findings, far=False)
-    for name, entry in _rewards(config, given).items():
-        findings.tried(_check_reward, name, entry, findings.questions)
-        findings.tried(check_devices, {name: entry})  # apart, so that it hides no missing weights
+    findings.tried(check_devices, _keyed_rewards(config, given))
+    for key, entry in _keyed_rewards(config, given).items():
+        findings.tried(_check_reward, key, entry, findings.questions)
     findings.ask()
     if folder is not None and directory is not None:
         findings.tried(_check_room, config, folder, directory)
@@ -178,8 +178,14 @@ def _short(prompt: str) -> str:
 
 def _rewards(config: Config, given: Collection[str]) -> dict[str, RewardConfig]:
     """All rewards of a config, trained and held-out."""
-    tables = {"rewards": config.rewards, "judges": config.evaluation.rewards}
-    return {name: entry for key, table in tables.items() if key not in given for name, entry in table.items()}
+    return {key.rpartition(".")[2]: entry for key, entry in _keyed_rewards(config, given).items()}
+
+
+def _keyed_rewards(config: Config, given: Collection[str]) -> dict[str, RewardConfig]:
+    """The same by their keys in the config."""
+    keyed = {"rewards": ("rewards", config.rewards), "judges": ("evaluation.rewards", config.evaluation.rewards)}
+    tables = [keyed[kind] for kind in keyed if kind not in given]
+    return {f"{key}.{name}": entry for key, table in tables for name, entry in table.items()}
 
 
 def _check_settings(findings: _Findings, config: Config, given: Collection[str]) -> None:
@@ -198,6 +204,7 @@ def _check_settings(findings: _Findings, config: Config, given: Collection[str])
             findings.tried(_check_gradients, config)
     if "policy" not in given:
         findings.tried(_check_sides, config, given)
+        findings.tried(check_clips, _rewards(config, given), config.policy)
         findings.tried(components.check_quantized, config)
         findings.tried(components.check_attention, config.policy)
     for name in config.trackers if "trackers" not in given else ():
@@ -244,26 +251,27 @@ def _check_pipeline(run: Config) -> Path | None:
     return None if missing else folder
 
 
-def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]) -> None:
+def _check_reward(key: str, entry: RewardConfig, questions: dict[str, Question]) -> None:
     """Refuses unknown options and missing files of a reward; checks that need a server are added to `questions`."""
+    name = key.rpartition("rewards.")[2]
     check_rewards({name: entry})
     kind = reward_kind(name, entry)
     declared = declared_by(kind)
     if absent := [library for library in declared.libraries if importlib.util.find_spec(library) is None]:
-        raise UserError(f"rewards.{name}: needs {' and '.join(absent)}: pip install {' '.join(declared.libraries)}")
+        raise UserError(f"{key}: needs {' and '.join(absent)}: pip install {' '.join(declared.libraries)}")
     options = {**defaults_of(kind), **entry.options}
     for option, value in options.items():
         if value is inspect.Parameter.empty:
-            raise UserError(f"rewards.{name}.options.{option} is missing; {entry.kind} cannot do without it")
+            raise UserError(f"{key}.options.{option} is missing; {entry.kind} cannot do without it")
     try:
         declared.check_options(options)
     except UserError as error:
-        raise UserError(f"rewards.{name}.options.{error}") from None
+        raise UserError(f"{key}.options.{error}") from None
     if declared.asks:
-        questions[f"rewards.{name}"] = partial(_ask_endpoint, kind, entry.options)
+        questions[key] = partial(_ask_endpoint, kind, entry.options)
     for option, files in declared.files.items():
         if isinstance(place := options.get(option), str) and not plugins.is_code(place):
-            _check_files(f"rewards.{name}.options.{option}", place, files, questions)
+            _check_files(f"{key}.options.{option}", place, files, questions)
 
 
 def _check_files(key: str, place: str, files: tuple[str, ...], questions: dict[str, Question]) -> None:

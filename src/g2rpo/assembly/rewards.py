@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from g2rpo.assembly.components import pick_device
 from g2rpo.config.given import refuse_mention
-from g2rpo.config.schema import RewardConfig
+from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean, loading
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
@@ -52,7 +54,7 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
 def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dict[str, Reward]:
     """The rewards of a config, by their names there; models whose options name no device go to `device`."""
     check_rewards(table)
-    check_devices(table)
+    check_devices({f"rewards.{name}": entry for name, entry in table.items()})
     return configured({name: _build_reward(name, entry, device) for name, entry in table.items()}, table)
 
 
@@ -90,12 +92,33 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
             _check_common_options(f"rewards.{name}.options", entry.options)
 
 
-def check_devices(table: Mapping[str, RewardConfig]) -> None:
-    """Refuses devices of rewards that this machine lacks; a plan for another machine may name them."""
-    for name, entry in table.items():
-        device, kind = entry.options.get("device"), reward_kind(name, entry)
+def check_devices(entries: Mapping[str, RewardConfig]) -> None:
+    """Refuses devices of rewards, given by their keys in the config, that this machine lacks; a plan for another machine may
+    name them."""
+    wanted: dict[str, str] = {}
+    for key, entry in entries.items():
+        device, kind = entry.options.get("device"), reward_kind(key.rpartition("rewards.")[2], entry)
         if device is not None and declared_by(kind) is kind:
-            pick_device(str(device), f"rewards.{name}.options.device")
+            wanted[key] = str(device)
+    on_gpu = [key for key, device in wanted.items() if device.startswith("cuda")]
+    if on_gpu and not torch.cuda.is_available():
+        overrides = " ".join(f"{key}.options.device=cpu" for key in on_gpu)
+        raise UserError(
+            f"torch sees no GPU here, and {' and '.join(on_gpu)} should be on one (device=cuda). `g2rpo train words` and "
+            f"`g2rpo train scenes` need none. This run without one, which is slow: {overrides}"
+        )
+    for key, device in wanted.items():
+        pick_device(device, f"{key}.options.device")
+
+
+def check_clips(table: Mapping[str, RewardConfig], policy: PolicyConfig) -> None:
+    """Refuses rewards of clips for a policy that makes pictures; how many frames a policy of one's own makes is not known."""
+    for name, entry in table.items():
+        if policy.kind is None and (policy.num_frames or 1) < 2 and declared_by(reward_kind(name, entry)).video:
+            raise UserError(
+                f"rewards.{name}: {entry.kind} scores clips, and here are pictures; take it out, or set policy.num_frames to "
+                "two or more for a model that makes clips"
+            )
 
 
 def _check_common_options(key: str, options: Mapping[str, Any]) -> None:

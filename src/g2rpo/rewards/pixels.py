@@ -171,7 +171,8 @@ class Preprocess:
 
     def _resize_and_crop(self, picture: Image.Image) -> Image.Image:
         height, width = self._resized(picture.height, picture.width)
-        # Rows first, then columns: newer Pillow versions pick the cheaper order, which moves pixels by up to 4 levels.
+        # One side at a time, the width first, as Pillow itself does it until version 12. Version 13 begins with the height of
+        # tall pictures that are squashed: pixels of noise then move by up to 16 levels.
         kernel = _FILTERS[self.interpolation]
         picture = picture.resize((width, picture.height), kernel).resize((width, height), kernel)
         left, top = self._margin(width - self.crop), self._margin(height - self.crop)
