@@ -1,28 +1,24 @@
 """Runs functions of published code beside this package's on the same latents, scores and tiny FLUX, and prints how far apart.
 
-The published code is not part of this package. Clone it first, and name the folders:
+The published code is not part of this package. Clone the repositories of METHODS first, and name the folders:
 
-    git clone https://github.com/Bujiazi/GRPO-Series        # pave_grpo, adagrpo
-    git clone https://github.com/NVlabs/DiffusionNFT        # diffusion_nft
-    git clone https://github.com/verl-project/verl-omni     # flow_dppo
-    git clone https://github.com/scxue/advantage_weighted_matching      # awm
-    git clone https://github.com/Luo-Yihong/DGPO            # dgpo
-    git clone https://github.com/NVlabs/finite-difference-flow-optimization     # fdfo
-    git clone https://github.com/RuoyuWang-2077/FlowBP      # refl
-    git clone https://github.com/shengjun-zhang/VisualGRPO  # e_grpo
-    python -m tools.beside_published pave_grpo=GRPO-Series adagrpo=GRPO-Series diffusion_nft=DiffusionNFT
+    git clone https://github.com/Bujiazi/GRPO-Series
+    python -m tools.beside_published pave_grpo=GRPO-Series adagrpo=GRPO-Series
+    python -m tools.beside_published pave_grpo=GRPO-Series --write      # into benchmarks/results/published.md, too
 
 tests/published holds restatements of the same formulas, for a machine that has no clones.
 """
 
 import ast
 import math
+import subprocess
 import sys
 import tempfile
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -407,23 +403,60 @@ def _module(code: Path, name: str):
         sys.path.remove(str(code))
 
 
-METHODS = {"pave_grpo": pave_grpo, "adagrpo": adagrpo, "diffusion_nft": diffusion_nft, "awm": awm, "dgpo": dgpo}
-METHODS |= {"fdfo": fdfo, "refl": refl, "flow_dppo": flow_dppo, "e_grpo": e_grpo}
+@dataclass
+class Method:
+    """What is compared, under the name that the page has; `compare` is documented by what it runs of the repository."""
+
+    label: str
+    repository: str
+    compare: Callable[[Path, Path], Beside | Function]
+
+    def row(self, folder: Path, code: Path) -> str:
+        found = self.compare(folder, code).differences().values()
+        figures = " | ".join("" if math.isnan(value) else f"{value:.1e}" for value in found)
+        asked = ["git", "-C", str(code), "log", "-1", "--format=%h"]
+        commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        ran = str(self.compare.__doc__).rstrip(".")
+        return f"| {self.label} | {self.repository} {commit}, {ran} | {date.today()} | {figures} |"
+
+
+METHODS = {
+    "pave_grpo": Method("Pave-GRPO", "Bujiazi/GRPO-Series", pave_grpo),
+    "e_grpo": Method("E-GRPO", "shengjun-zhang/VisualGRPO", e_grpo),
+    "adagrpo": Method("AdaGRPO", "Bujiazi/GRPO-Series", adagrpo),
+    "diffusion_nft": Method("DiffusionNFT", "NVlabs/DiffusionNFT", diffusion_nft),
+    "awm": Method("AWM", "scxue/advantage_weighted_matching", awm),
+    "dgpo": Method("DGPO", "Luo-Yihong/DGPO", dgpo),
+    "fdfo": Method("FDFO", "NVlabs/finite-difference-flow-optimization", fdfo),
+    "refl": Method("ReFL", "RuoyuWang-2077/FlowBP", refl),
+    "flow_dppo": Method("Flow-DPPO", "verl-project/verl-omni", flow_dppo),
+}
+HEAD = "| algorithm | published code and its functions | run on | loss | gradient | weights |"
+PAGE = Path(__file__).parents[1] / "benchmarks/results/published.md"
+
+
+def with_rows(page: str, rows: dict[str, str]) -> str:
+    """The page with these rows, by label, in the place of those that its table has; those of others stay."""
+    before, _, rest = page.partition(HEAD)
+    table, _, after = rest.partition("\n\n")
+    old = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
+    lines = [{**old, **rows}.get(method.label) for method in METHODS.values()]
+    return "\n".join([before + HEAD, "|---|---|---|---|---|---|", *filter(None, lines), "", after])
 
 
 def main(words: list[str]) -> None:
-    if not words or any(word.partition("=")[0] not in METHODS for word in words):
-        raise SystemExit(f"{__doc__}\nNames: {', '.join(METHODS)}")
-    print("| algorithm | function | loss | gradient | weights after 3 updates |\n|---|---|---|---|---|")
+    given = [word for word in words if word != "--write"]
+    if not given or any(word.partition("=")[0] not in METHODS for word in given):
+        repositories = "\n".join(f"{name}: https://github.com/{method.repository}" for name, method in METHODS.items())
+        raise SystemExit(f"{__doc__}\n{repositories}")
+    rows = {}
     with tempfile.TemporaryDirectory() as folder:
         save_flux(Path(folder))
-        for name, code in (word.split("=", 1) for word in words):
-            found = METHODS[name](Path(folder), Path(code)).differences()
-            print(
-                f"| {name} | {METHODS[name].__doc__} |",
-                " | ".join("" if math.isnan(value) else f"{value:.1e}" for value in found.values()),
-                "|",
-            )
+        for name, code in (word.split("=", 1) for word in given):
+            rows[METHODS[name].label] = METHODS[name].row(Path(folder), Path(code))
+            print(rows[METHODS[name].label], flush=True)
+    if "--write" in words:
+        PAGE.write_text(with_rows(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
