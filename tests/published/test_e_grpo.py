@@ -108,6 +108,24 @@ def test_a_merged_steps_variance_is_wrong_by_the_square_of_its_width(length):
     assert float(step.mean[0].abs().max()) < 1e-6
 
 
+@torch.no_grad()
+def test_the_variance_after_the_usual_merges():
+    """Percent above the marginal's, for images of std .6: 6 to 15 at the merged steps 2 to 7, 1 to 3 if they are single."""
+    sigmas, s, algorithm = sigma_grid(16, 3.0), 0.6, EGRPO()
+    marginal, kernel = (1 - sigmas) ** 2 * s**2 + sigmas**2, algorithm.kernel(sigmas)
+
+    def excess(k, end):
+        velocity = (sigmas[k] - (1 - sigmas[k]) * s**2) / marginal[k]  # of x = 1: E[noise | x] - E[image | x]
+        step = kernel(torch.ones(1, 1), velocity.reshape(1, 1), sigmas[k], sigmas[end])
+        return 100 * (float((step.mean**2 * marginal[k] + step.std**2) / marginal[end]) - 1)
+
+    steps = range(2, 8)
+    merged = [excess(k, algorithm.landing_step(k)) for k in steps]
+    single = [excess(k, k + 1) for k in steps]
+    assert [round(min(merged)), round(max(merged))] == [6, 15]
+    assert [round(min(single)), round(max(single))] == [1, 3]
+
+
 def term(models, rollout, rewards, g, share):
     """-A exp(log p - its own value) of member g at the merged step."""
     (taken,) = rollout.transitions

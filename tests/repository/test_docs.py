@@ -18,6 +18,7 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import _fields, resolve
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
+from tests.support.figures import cited, figures, sentences
 from tests.support.pages import BEGINS, PAGES, ROOT, blocks, calls, check, environment_of_make, inline, inline_commands, prose
 from tests.support.runs import brightness, trainer
 from tests.support.variants import few
@@ -176,6 +177,31 @@ def test_files_keys_and_functions_that_are_named_exist(page):
             group, key = found[1], found[2]
             if group in groups and groups[group] and key != "py" and key not in groups[group]:
                 assert hasattr(importlib.import_module(f"g2rpo.{group}"), key), f"{span} is neither a key nor a function"
+
+
+@page
+def test_figures_are_in_the_tests_and_results_that_are_cited_for_them(page):
+    """Every number of a sentence or row that names a test or a script: in the test's source, or in the committed results."""
+    for sentence, paragraph in sentences(page):
+        there = cited(sentence, paragraph, page)
+        missing = [figure.text for figure in figures(sentence) if not figure.is_in(there)]
+        assert not missing, f"{missing} in: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "missing"),
+    [
+        ("CPS keeps 80.6 % of it with 1024 steps (`pytest {file} -k cps_and_the_sde_keep`).", []),
+        ("CPS keeps .806 (`pytest {file} -k cps_and_the_sde_keep`).", []),
+        ("CPS keeps 72 % however small the steps (`pytest {file} -k cps_and_the_sde_keep`).", ["72 %"]),
+        ("CPS keeps 80.6 % (`pytest {file} -k cps_step`).", ["80.6 %"]),
+        ("The sea has 3.7e-4 of it, 1,234 m deep (`python -m benchmarks.machine`, 2026-11-26).", ["3.7e-4", "1,234"]),
+    ],
+)
+def test_a_figure_that_nothing_has_is_found(sentence, missing):
+    sentence = sentence.format(file="tests/algorithms/test_neighbours.py")
+    there = cited(sentence, sentence, ROOT / "README.md")
+    assert [figure.text for figure in figures(sentence) if not figure.is_in(there)] == missing
 
 
 def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
