@@ -33,6 +33,8 @@ def show_run(results: Results, console: Console) -> None:
     console.print(run_table(results.table, len(results.heldout), results.trained, console.width))
     say(console, summary(*read_runs([directory])))
     again, code = fresh_directory(directory.parent, directory.resolve().name), plugins.repeated()
+    taught = run.votes.is_file()
+    repeat: list[str | Path] = ["teach", run.config, "--votes", run.votes] if taught else ["train", run.config]
     for what, where in (
         ("before/after", next(path for path in (clip_of(run.before_after), run.before_after) if path.is_file())),
         ("curves", run.curves),
@@ -40,7 +42,7 @@ def show_run(results: Results, console: Console) -> None:
         ("metrics", run.log),
         ("report", command("report", directory)),
         ("draw", command("sample", directory, results.heldout[0], *(code if results.plugins else []))),
-        ("repeat", command("train", run.config, "--run-dir", again, *code)),
+        ("repeat", command(*repeat, "--run-dir", again, *code)),
     ):
         say(console, f"{what:>13}  {where}")
 

@@ -47,7 +47,7 @@ def teach(
     overrides: Annotated[list[str] | None, options.key_values("optim.learning_rate=5e-4")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
     votes: Annotated[Path | None, typer.Option(help="Repeat the answers in this file, without a page.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Drawn before and after; default the first held-out prompt.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Drawn before and after; default: one that the base draws wrong.")] = None,
     ahead: Annotated[int | None, typer.Option(min=1, max=8, help="Groups that lie ready while it learns; default 2.")] = None,
     host: options.Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 7861,

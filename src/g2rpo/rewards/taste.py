@@ -159,13 +159,13 @@ def fit(choices: Sequence[Choice]) -> Head | None:
     spread = float(np.sqrt(np.mean([np.var(z @ theta) for z in blocks[block].groups]))) or 1.0
     direction = torch.from_numpy(blocks[block].axes @ theta / spread)
     shown = torch.cat([choice.features[block].double() @ direction for choice in choices])
-    return Head(block, direction, float(shown.mean()), _interval(agreed))
+    return Head(block, direction, float(shown.mean()), agreement_interval(agreed, 0.9))
 
 
-def _interval(agreed: Sequence[float]) -> Interval:
-    """The 90 % t interval of the agreement in these groups and one more at chance: three perfect ones are not certain."""
+def agreement_interval(agreed: Sequence[float], level: float) -> Interval:
+    """The t interval of the agreement in these groups and one more at chance: three perfect ones are not certain."""
     values = np.array([*agreed, CHANCE])
-    mean, half = values.mean(), stdtrit(len(agreed), 0.95) * values.std(ddof=1) / math.sqrt(len(values))
+    mean, half = values.mean(), stdtrit(len(agreed), (1 + level) / 2) * values.std(ddof=1) / math.sqrt(len(values))
     return Interval(float(mean), float(mean - half), float(mean + half), len(agreed))
 
 

@@ -2,13 +2,21 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
+from g2rpo.app.events import Results, silent
+from g2rpo.cli.results import show_run
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
+from g2rpo.core.images import to_uint8
+from g2rpo.core.types import Reward
+from g2rpo.lab.demo import serve as demo
+from g2rpo.lab.demo.settings import RECIPES
 from g2rpo.lab.teach import background, brake
 from g2rpo.lab.teach import session as teaching
 from g2rpo.lab.teach.agree import agree
@@ -16,6 +24,7 @@ from g2rpo.lab.teach.background import InBackground
 from g2rpo.lab.teach.opening import opened, teach_config
 from g2rpo.lab.teach.session import OVERRIDES, Session
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.prompts.order import PromptOrder
 from g2rpo.rewards import votes
 from g2rpo.rewards.clicks import Clicks
 from g2rpo.runtime.distributed import ALONE
@@ -199,7 +208,10 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
         useless.rate = 0
         while len(useless.brake.looks) < 2:
             teach(useless, 1)
-        assert [look.wrong for look in useless.brake.looks] == ["", "no nearer to your taste"] and useless.moved == 0
+        assert [look.wrong for look in useless.brake.looks] == [
+            "",
+            "no nearer to the guess of your taste",
+        ] and useless.moved == 0
     contented = session(tmp_path / "b", "alarms.pictures=off")
     with contented.begun():
         while not contented.brake.looks:
@@ -259,7 +271,7 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
         ]:
             with pytest.raises(UserError, match=said):
                 act()
-        assert not (tmp_path / "votes.jsonl").exists()
+        assert votes.read(tmp_path / "votes.jsonl") == []
         first = s.answer((0,), round=0)
         other = [first.model_copy(update={"round": 1})]
         with pytest.raises(UserError, match="pictures of round 2 are not those"):
@@ -325,6 +337,34 @@ def test_the_page_shows_the_input_pictures_of_an_edit(tmp_path):
     assert plain.count("<img") == 12 and shown.count("<img") == 13 and "make it &lt;blue&gt;" in shown
 
 
+def test_the_page_says_no_more_than_is_known(tmp_path, monkeypatch):
+    page = pytest.importorskip("g2rpo.lab.teach.page")
+    s = session(tmp_path, strength=1.0)
+    with s.begun():
+        assert "Group 1 of about 20" in page.guide(s)
+        teach(s, 1)
+        assert "1 answer, 0 changes" in page.status(s, False)
+        teach(s, 3)
+        monkeypatch.setattr(Session, "moved", 0.84)
+        said = page.status(s, False)
+    assert "rose by 0.8 of 0.75" in said and "a person has not confirmed it" in said
+    assert "Trained on beside your clicks: bright" in said and "Enough" not in said
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("path", RECIPES)
+def test_the_tab_of_the_demo_has_no_guard_that_says_what_is_right(path, monkeypatch):
+    """Else it would teach that, whatever is clicked. The judges of these recipes are the same checks."""
+    asked = []
+    monkeypatch.setattr(demo, "opened", lambda *given, **more: asked.append(given) or nullcontext())
+    lesson, _ = demo._lesson(path, silent)
+    with pytest.raises(AttributeError):  # there is no session
+        lesson.begin()
+    config = teach_config(*asked[0], print)
+    trained, judged = ({entry.kind for entry in table.values()} for table in (config.rewards, config.evaluation.rewards))
+    assert trained > {"clicks"} and not trained & judged and judged & {"ocr", "scene_accuracy"}
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("overrides", "weight"),
@@ -333,6 +373,54 @@ def test_the_page_shows_the_input_pictures_of_an_edit(tmp_path):
 )
 def test_clicks_weigh_half_as_much_as_the_guards(overrides, weight):
     assert teach_config("words", overrides, print).rewards["clicks"].weight == pytest.approx(weight)
+
+
+@pytest.mark.quick
+def test_the_config_of_a_session_is_taught_as_it_is(tmp_path):
+    """A weight and steps of one's own stay, so that `g2rpo teach RUN/config.yaml` repeats the run."""
+    own = teach_config("words", ["rewards.ocr=", "rewards.clicks=0.2", "algorithm.branch_steps=[0]"], print)
+    (tmp_path / "config.yaml").write_text(own.to_yaml(), encoding="utf-8")
+    again = teach_config(str(tmp_path / "config.yaml"), [], print)
+    assert again.model_dump(exclude={"recipe"}) == own.model_dump(exclude={"recipe"})
+
+
+def test_the_printed_command_repeats_a_session(tmp_path, capsys):
+    s = session(tmp_path / "run")
+    with s.begun():
+        table = s.finish()
+    show_run(Results(tmp_path / "run", table, s.trainer.heldout, [], False), Console(width=200))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["repeat"]]
+    run = tmp_path / "run"
+    assert line.split()[1:] == [
+        *("g2rpo", "teach", f"{run / 'config.yaml'}", "--votes", f"{run / 'votes.jsonl'}"),
+        *("--run-dir", f"{tmp_path / 'run-2'}"),
+    ]
+
+
+def test_a_group_is_of_the_prompt_whose_pictures_differ_most(tmp_path):
+    """The slope of the sigmoid that makes pictures of latents is .25 at 0 and at most .05 from 3 on: "0" differs most."""
+    s = session(tmp_path)
+    s.order = PromptOrder(["3", "-3", "0", "4", "-4"], seed=1)
+    with s.begun():
+        groups = [s._sample(round) for round in range(4)]
+        assert [group.prompt for group in groups] == ["0"] * 4
+        assert [s._sample(round).digest for round in range(4)] == [group.digest for group in groups]
+
+
+def test_the_prompt_that_is_drawn_before_and_after_is_one_that_the_base_draws_wrong(tmp_path):
+    """From the noise of the evaluation in which it was wrong."""
+
+    class Third(Reward):
+        right = 1.0
+
+        def __call__(self, images, prompts):
+            return torch.tensor([float(prompt != "0.2") for prompt in prompts])
+
+    s = session(tmp_path, judges={"third": Third()})
+    with s.begun():
+        assert s.trainer.heldout.index("0.2") > 0 and s.wrong_prompt == "0.2"
+        base = s.trainer.evaluator.base().images[s.trainer.heldout.index("0.2")]
+        assert torch.equal(to_uint8(s.pictures("0.2")[0]), base)
 
 
 def test_what_cannot_be_taught_is_refused(tmp_path):
@@ -345,7 +433,8 @@ def test_what_cannot_be_taught_is_refused(tmp_path):
 
 
 def test_rewards_are_set_against_the_persons_answers(tmp_path):
-    """A person who likes the brightest picture agrees with `brightness` in every pair, and with its negative in none."""
+    """A person who likes the brightest picture agrees with `brightness` in every pair, and with its negative in none. The t
+    interval of eight groups and one at chance: of mean 17 / 18, deviation 1 / 6, and t(.975; 8) = 2.306."""
     s = session(tmp_path)
     with s.begun():
         teach(s, 8, lambda group: (int(brightness(group.images, []).argmax()),))
@@ -353,9 +442,14 @@ def test_rewards_are_set_against_the_persons_answers(tmp_path):
         s.undo()
         s.answer((), round=8)
     found = agree(tmp_path, {"brightness": {}, "dark": {"kind": "brightness", "options": {"negative": True}}})
-    assert (found["brightness"].mean, found["brightness"].count) == (1.0, 8) and found["dark"].mean == 0
+    low = 17 / 18 - 2.306 / 6 / 9**0.5
+    assert (found["brightness"].mean, found["brightness"].high, found["brightness"].count) == (1.0, 1.0, 8)
+    assert found["brightness"].low == pytest.approx(low, abs=1e-4)
+    assert (found["dark"].mean, found["dark"].low) == (0, 0) and found["dark"].high == pytest.approx(1 - low, abs=1e-4)
     with pytest.raises(UserError, match="no such file"):
         agree(tmp_path / "none", {"brightness": {}})
+    with pytest.raises(UserError, match="clicks: is fitted to these answers"):
+        agree(tmp_path, {"clicks": {}})
     first, *others = votes.read(tmp_path / "votes.jsonl")
     for change, said in [
         ({"prompt": "another"}, "another prompt or other pictures"),
@@ -370,13 +464,28 @@ def test_rewards_are_set_against_the_persons_answers(tmp_path):
             agree(tmp_path, {"brightness": {}})
 
 
+def test_a_name_means_the_sessions_own_reward_and_few_groups_have_an_interval(tmp_path):
+    """The session's judge `brightness` is dark: its settings are in config.yaml. Six groups are fewer than other means need."""
+    own = "evaluation.rewards.brightness={kind: brightness, options: {negative: true}}"
+    s = session(tmp_path, own)
+    (tmp_path / "config.yaml").write_text(s.trainer.config.to_yaml(), encoding="utf-8")
+    with s.begun():
+        teach(s, 6, lambda group: (int(brightness(group.images, []).argmin()),))
+    (found,) = agree(tmp_path, {"brightness": {}}).values()
+    assert found.mean == 1 and 0 < found.low < 1 and f"{found:}".endswith("1.000]")
+    (found,) = agree(tmp_path, {"brightness": {"kind": "brightness"}}).values()
+    assert found.mean == 0
+
+
 def test_a_head_can_be_fitted_to_a_stored_session(tmp_path):
-    """From pictures in 8 bit it is nearly the session's, from its rounded features."""
+    """From pictures in 8 bit it is nearly the session's within a group, from its rounded features."""
     s = session(tmp_path)
     with s.begun():
         teach(s, 8)
     stored, images = Clicks(run=str(tmp_path)), s.group.images
     ours, theirs = s.clicks(images, ["0"] * 12), stored(images, ["0"] * 12)
-    assert stored.head.block == s.head.block and torch.allclose(theirs, ours, atol=0.05 * float(ours.std()))
+    assert stored.head.block == s.head.block and torch.allclose(
+        theirs - theirs.mean(), ours - ours.mean(), atol=0.05 * float(ours.std())
+    )
     with pytest.raises(UserError, match="no such file"):
         Clicks(run=str(tmp_path / "none"))

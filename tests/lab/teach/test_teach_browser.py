@@ -2,10 +2,12 @@
 
 import json
 import os
+import shlex
 import sys
 import time
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from subprocess import Popen
 
 import pytest
@@ -29,7 +31,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
 
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "torchrun"])
 def taught(request, tmp_path_factory, browser):  # noqa: F811
-    """A session of five answers and its run directory, of one process or of two; in the end the console held no error."""
+    """A session of ten answers and its run directory, of one process or of two; in the end the console held no error, the page
+    shows no lost connection, and the printed command repeats the run."""
     folder = tmp_path_factory.mktemp("teach")
     run, port, log, errors = folder / "run", free_port(), folder / "out.log", folder / "errors.log"
     start, launch = (Popen, TORCHRUN) if request.param else (Forked, [sys.executable, "-P", "-m", "g2rpo"])
@@ -50,12 +53,30 @@ def taught(request, tmp_path_factory, browser):  # noqa: F811
         yield page, run
         page.locator("#finish").click()
         page.get_by_text("Finished.").wait_for()
-        context.close()
         code = process.wait(timeout=120)
+        lost = page.get_by_text("Connection to the server was lost")
+        lost.wait_for(state="attached")
+        assert not lost.is_visible()
+        context.close()
         assert code == 0 and wrong == [] and "Traceback" not in errors.read_text(), errors.read_text()
         assert json.loads((run / "results.json").read_text())["rewards"] and (run / "adapter").is_dir()
+        if not request.param:
+            repeats(log.read_text(), run)
     finally:
         process.terminate()
+
+
+def repeats(told, run):
+    """Runs the printed command: it gives the same answers, and the same weights."""
+    (line,) = [line for line in told.splitlines() if line.split()[:2] == ["repeat", "g2rpo"]]
+    _, _, *command = shlex.split(line)
+    with (run.parent / "again.log").open("wb") as out:
+        again = Forked([sys.executable, "-P", "-m", "g2rpo", *command], stdout=out, env=dict(os.environ))
+    assert again.wait(timeout=240) == 0, (run.parent / "again.log").read_text()
+    (weights,) = (run / "adapter").glob("*.safetensors")
+    other = Path(command[-1]) / "adapter" / weights.name
+    assert weights.read_bytes() == other.read_bytes()
+    assert votes.read(Path(command[-1]) / "votes.jsonl") == votes.read(run / "votes.jsonl")
 
 
 def answered(page, run, act):
@@ -78,12 +99,25 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
     page.locator("#several").get_by_label("1").check()
     page.locator("#several").get_by_label("3").check()
     assert answered(page, run, lambda: page.get_by_role("button", name="I like these").click()).liked == (0, 2)
+    before = len(votes.read(run / "votes.jsonl"))
+    page.get_by_role("button", name="I like these").click()
+    page.get_by_text("tick the pictures that you like first").wait_for()
+    assert len(votes.read(run / "votes.jsonl")) == before and page.locator("#several").get_by_label("1").is_visible()
     page.set_viewport_size(PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    boxes = [page.locator(f"[data-member='{member}'] img").bounding_box() for member in range(3)]
+    assert boxes[0]["y"] == boxes[1]["y"] < boxes[2]["y"] and boxes[0]["width"] > PHONE["width"] / 3
     assert answered(page, run, lambda: page.locator("[data-member='0']").click()).liked == (0,)
     undone = page.locator("#asked b").inner_text()
     assert answered(page, run, lambda: page.locator("#undo").click()).kind == "undo" and undone
     assert "5 answers" not in page.locator("#status").inner_text()
+    page.locator("#direct").click()
+    page.locator("#direct-sure").wait_for()
+    assert not any(vote.kind == "direct" for vote in votes.read(run / "votes.jsonl"))
+    page.locator("#direct-sure").click()
+    page.get_by_text("learns from the clicks alone").wait_for()
+    for _ in range(4):
+        answered(page, run, lambda: page.locator("[data-member='0']").click())
 
 
 def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):  # noqa: F811

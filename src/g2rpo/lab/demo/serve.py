@@ -22,7 +22,7 @@ from g2rpo.evaluation.heldout import Comparison
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.demo.opening import Opening, opening_of
 from g2rpo.lab.demo.session import Session, Tuned, draw, trace_group
-from g2rpo.lab.demo.settings import RECIPES, DemoSettings, facts
+from g2rpo.lab.demo.settings import RECIPES, TAUGHT, DemoSettings, facts
 from g2rpo.lab.report.history import Run, read_runs
 from g2rpo.lab.teach.background import Lesson
 from g2rpo.lab.teach.opening import opened, teach_config
@@ -123,7 +123,7 @@ def demo(
     examples = [str(prompt) for prompt in dict.fromkeys([*heldout[opening.number :][:1], *heldout])][:EXAMPLES]
     drawn, group = _first_views(settings, session, examples[0], opening, say) if examples else ("", "")
     report = (lambda: run_html(read_runs([run])[0])) if run is not None else None
-    lesson, teaching = _lesson(settings.policy.path, examples, emit)
+    lesson, teaching = _lesson(settings.policy.path, emit)
     page = app.build(app.Content(session, settings.title, facts(settings, log), examples, drawn, group, teaching, report))
     with refused(host, port):
         address = serve(page, host, port, token, uploads=session.input_pictures[1] > 0)
@@ -138,22 +138,22 @@ def demo(
             lesson.finish()
 
 
-def _lesson(path: str, examples: Sequence[str], emit: Emit) -> tuple[Lesson | None, Callable[[], None] | None]:
+def _lesson(path: str, emit: Emit) -> tuple[Lesson | None, Callable[[], None] | None]:
     """A session of `g2rpo teach` on an embedded model, and what adds its tab; none of other models, which would be in memory
     twice."""
-    if path not in RECIPES or not examples:
+    if path not in RECIPES:
         return None, None
     from g2rpo.lab.teach.page import build_tab
 
-    recipe = RECIPES[path][1]
-    lesson = Lesson(partial(opened, recipe, emit=emit), examples[0])
+    recipe, unguarded = RECIPES[path][1], TAUGHT[path]
+    lesson = Lesson(partial(opened, recipe, unguarded, emit=emit))
 
     def kept(taught: Taught, table: dict[str, Comparison]) -> str:
         folder = taught.trainer.files.run.path
         changes = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in table.items())
         return f'<div class="g2"><p>Kept in {escape(str(folder))}: {escape(changes)}.</p></div>'
 
-    return lesson, partial(build_tab, lesson, teach_config(recipe, [], lambda words: None).algorithm.group_size, kept)
+    return lesson, partial(build_tab, lesson, teach_config(recipe, unguarded, lambda words: None).algorithm.group_size, kept)
 
 
 def _heldout(settings: DemoSettings, say: Say) -> Sequence[str]:

@@ -79,6 +79,12 @@ def _of_config(title: str, c: Config) -> DemoSettings:
 
 RECIPES = {"testbed": ("The testbed", "scenes"), "words": ("Words", "words")}
 """Title and recipe of the embedded models."""
+TAUGHT = {
+    "testbed": ["rewards.scene_accuracy=", "rewards.scene_preference=1", "evaluation.rewards.scene_preference="],
+    "words": ["rewards.ocr="],
+}
+"""What the tab "Teach" changes in these: no guard that says which pictures are right, which would teach that whatever is
+clicked."""
 
 
 def of_model(model: str, size: int | None, guidance: float | None, rewards: dict[str, Any] | None) -> DemoSettings:

@@ -128,10 +128,10 @@ class Lesson:
         self._opened, self._prompt, self._stack = opened, prompt, ExitStack()
 
     def begin(self) -> InBackground:
-        """Opens the session; `prompt` or the first held-out one is drawn before and after every change."""
+        """Opens the session; `prompt`, or a held-out one that the base draws wrong, is drawn before and after every change."""
         with ExitStack() as stack:  # closes it, if its first pictures fail
             session = stack.enter_context(self._opened())
-            self.taught = InBackground(session, self._prompt or session.trainer.heldout[0])
+            self.taught = InBackground(session, self._prompt or session.wrong_prompt)
             self._stack = stack.pop_all()
         return self.taught
 

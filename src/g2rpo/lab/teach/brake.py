@@ -18,7 +18,7 @@ LOOK = 2
 FALL = 1.5
 """Standard errors by which the mean of a judge may fall."""
 USELESS = 2
-"""Looks in a row that may be no nearer to the taste than the last good weights."""
+"""Looks in a row that may be no nearer to the taste, by the head, than the last good weights."""
 SHRINK, GROW, MOST = 0.5, 1.25, 1.0
 """Factors of the step after a look that was bad and one that was good, and the largest step, as a multiple of the rate."""
 
@@ -45,7 +45,7 @@ class Brake:
     since: int = 0
     """Changes since the last look."""
     useless: int = 0
-    """Looks in a row that were no nearer to the taste."""
+    """Looks in a row that were no nearer to the taste, by the head."""
     looks: list[Look] = field(default_factory=list)
 
     def look(self, trainer: Trainer, row: Row, round: int, nearer: bool) -> Look:
@@ -66,7 +66,7 @@ class Brake:
         fell = trainer.world.broadcast_text(" and ".join(wrong))
         nearer = bool(trainer.world.total(trainer.world.is_main and nearer)[0])
         self.since, self.useless = 0, 0 if nearer or fell else self.useless + 1
-        told = fell or ("no nearer to your taste" if self.useless == USELESS else "")
+        told = fell or ("no nearer to the guess of your taste" if self.useless == USELESS else "")
         if told:
             put_back(trainer, self.good)
             self.useless = 0

@@ -29,8 +29,11 @@ ADAPTER = 3
 
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
     """The config of a session: a recipe with `OVERRIDES` and the reward `clicks`, which weighs half as much as all other
-    rewards together, the guards. Where the recipe trains all weights, an adapter takes `ADAPTER` times its rate."""
+    rewards together, the guards. Where the recipe trains all weights, an adapter takes `ADAPTER` times its rate. A config with
+    the reward `clicks` is a session's, and stays as it is."""
     plain = load_config(recipe, [])
+    if "clicks" in plain.rewards:
+        return load_config(recipe, overrides, notify)
     guards = load_config(recipe, ["rewards.clicks=1", *overrides]).rewards
     weight = GUARDED * sum(reward.weight for name, reward in guards.items() if name != "clicks") or 1  # 1: without a guard
     own = [*OVERRIDES, f"rewards.clicks={weight:g}"]

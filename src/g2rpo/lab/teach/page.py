@@ -6,17 +6,18 @@ Importing this module imports Gradio.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.lab.report.embedded import data_uri, picture_uri
 from g2rpo.lab.teach.background import InBackground, Lesson
-from g2rpo.lab.teach.session import AIM, FIRST, Group, Session
+from g2rpo.lab.teach.session import AIM, DIRECT, FIRST, USUAL, Group, Session
 from g2rpo.lab.web.page import ONE_AT_A_TIME, gr, with_messages
 from g2rpo.monitor.clips import seconds_of
 
@@ -45,9 +46,18 @@ KEYS = """() => {
 """A click on a picture, or its key, presses its button, which lies outside the page: Gradio's HTML has no events of its own."""
 
 FINISHED = """() => {
-  document.getElementById("status").textContent = "Finished. The terminal names the run's folder; this page can be closed.";
+  document.body.toggleAttribute("data-finished", true);
+  document.getElementById("status").textContent = "Finished. The terminal compares the model before and after on held-out "
+    + "pictures and names the run's folder; this page can be closed.";
 }"""
-EMPTY = '<div class="g2"><p class="g2-empty">"Begin" shows pictures of a prompt, of which you choose the best.</p></div>'
+"""The style sheet hides what can no longer be used, and Gradio's message that the connection was lost."""
+ASK_FIRST = """() => { document.getElementById("sure").toggleAttribute("data-open"); }"""
+DIRECTLY = (
+    "The model then learns from each click itself and no longer from a guess of your taste. That takes more clicks, "
+    f"{DIRECT} groups for an update, and it learns from clicks at random too. Undo takes it back with the last answer."
+)
+BEGIN = f'"Begin" shows pictures of a prompt, of which you choose the best, some {USUAL} times.'
+EMPTY = f'<div class="g2"><p class="g2-empty">{BEGIN}</p></div>'
 
 
 def build(lesson: Lesson, title: str, stop: Callable[[], None]) -> gr.Blocks:
@@ -113,7 +123,7 @@ def panel(lesson: Lesson, size: int) -> tuple[Callable[[], tuple[Any, ...]], lis
             act(lesson.taught, *arguments)
             return everything()
 
-        return with_messages(acted)
+        return asking_again(acted)
 
     def voted(liked: Sequence[int], skipped: bool = False) -> Callable[..., tuple[Any, ...]]:
         def vote(taught: InBackground, round: int) -> None:
@@ -125,21 +135,27 @@ def panel(lesson: Lesson, size: int) -> tuple[Callable[[], tuple[Any, ...]], lis
     first, begun = everything(), lesson.taught
     asked, version = gr.State(first[1]), gr.State((-1, False))
     with gr.Row(equal_height=False):
-        with gr.Column(scale=7, min_width=320):
+        with gr.Column(scale=7, min_width=320, elem_id="choice"):
             grid = gr.HTML(first[0], elem_id="asked")
             with gr.Row(elem_id="members"):
                 best = [gr.Button(str(member + 1), size="sm", elem_id=f"member-{member}") for member in range(size)]
             several = gr.CheckboxGroup([str(member + 1) for member in range(size)], label="or several", elem_id="several")
             with gr.Row():
-                like = gr.Button("I like these", size="sm")
-                none = gr.Button("None (n)", size="sm", elem_id="none")
-                skip = gr.Button("Skip (s)", size="sm", elem_id="skip")
-                undo = gr.Button("Undo (u)", size="sm", elem_id="undo")
+                like = gr.Button("I like these", size="sm", min_width=120)
+                none = gr.Button("None (n)", size="sm", min_width=120, elem_id="none")
+                skip = gr.Button("Skip (s)", size="sm", min_width=120, elem_id="skip")
+                undo = gr.Button("Undo (u)", size="sm", min_width=120, elem_id="undo")
         with gr.Column(scale=4, min_width=280):
             pair = gr.HTML(first[2], elem_id="pair")
             said = gr.HTML(first[3], elem_id="status")
-            strength = gr.Slider(0, 4, begun.session.strength if begun else 1.0, step=0.25, label="How far to go")
-            direct = gr.Button("Clicks alone", size="sm", elem_id="direct")
+            far = begun.session.strength if begun else 1.0
+            strength = gr.Slider(0, 4, far, step=0.25, label="How far to go", elem_id="strength")
+            direct = gr.Button("Clicks alone …", size="sm", elem_id="direct")
+            with gr.Column(elem_id="sure"):
+                gr.HTML(f'<div class="g2"><p>{escape(DIRECTLY)}</p></div>')
+                with gr.Row():
+                    sure = gr.Button("Learn from clicks alone", size="sm", min_width=140, elem_id="direct-sure")
+                    keep = gr.Button("Keep the guess", size="sm", min_width=140)
             finish = gr.Button("Finish", size="sm", elem_id="finish")
     outputs = [grid, asked, pair, said, version]
     for member, button in enumerate(best):
@@ -147,16 +163,33 @@ def panel(lesson: Lesson, size: int) -> tuple[Callable[[], tuple[Any, ...]], lis
     none.click(voted([]), asked, outputs, **ONE_AT_A_TIME)
     skip.click(voted([], skipped=True), asked, outputs, **ONE_AT_A_TIME)
     undo.click(acting(InBackground.undo), None, outputs, **ONE_AT_A_TIME)
-    direct.click(acting(InBackground.learn_directly), None, outputs, **ONE_AT_A_TIME)
+    gr.on([direct.click, sure.click, keep.click], None, js=ASK_FIRST, api_visibility="private")
+    sure.click(acting(InBackground.learn_directly), None, outputs, **ONE_AT_A_TIME)
     strength.release(acting(InBackground.set_strength), strength, outputs, **ONE_AT_A_TIME)
 
     def liked(round: int, chosen: list[str]) -> tuple[Any, ...]:
+        if not chosen:
+            raise UserError('tick the pictures that you like first; "None (n)" says that none is good')
         return *voted([int(number) - 1 for number in chosen])(round), []
 
-    like.click(liked, [asked, several], [*outputs, several], **ONE_AT_A_TIME)
+    like.click(asking_again(liked), [asked, several], [*outputs, several], **ONE_AT_A_TIME)
     timer = gr.Timer(1.0, active=begun is not None)
     timer.tick(renewed, version, outputs[2:], show_progress="hidden", api_visibility="private")
     return everything, outputs, finish, timer
+
+
+def asking_again(act: Callable[..., Any]) -> Callable[..., Any]:
+    """`act`, with `UserError` as a message beside which all stays as it is: an error's mark would cover the pictures."""
+
+    @functools.wraps(act)
+    def asked(*arguments: Any) -> Any:
+        try:
+            return act(*arguments)
+        except UserError as error:
+            gr.Warning(escape(str(error)))
+            return gr.skip()
+
+    return with_messages(asked)
 
 
 def group_html(session: Session, group: Group) -> str:
@@ -166,7 +199,7 @@ def group_html(session: Session, group: Group) -> str:
         f'<img src="{_shown(session, image)}" alt=""><figcaption>{member + 1}</figcaption></figure>'
         for member, image in enumerate(group.images)
     )
-    asked = f"<p>Which is best? <b>{escape(str(group.prompt))}</b></p>"
+    asked = f'<p>{escape(guide(session))}</p><p class="g2-prompt"><b>{escape(str(group.prompt))}</b></p>'
     inputs = "".join(f'<img src="{data_uri(picture, SIDE)}" alt="input picture">' for picture in read_inputs(group.prompt))
     given = f'<div class="teach-inputs">{inputs}</div>' if inputs else ""
     return f'<div class="g2">{asked}{given}<div class="teach">{pictures}</div></div>'
@@ -179,12 +212,26 @@ def pair_html(taught: InBackground) -> str:
         f'<figure><img src="{_shown(taught.session, image)}" alt=""><figcaption>{name}</figcaption></figure>'
         for name, image in sides
     )
-    return f'<div class="g2"><p>{escape(str(taught.prompt))}</p><div class="teach-pair">{figures}</div></div>'
+    about = f"<p>Not trained on: {escape(str(taught.prompt))}</p>"
+    return f'<div class="g2">{about}<div class="teach-pair">{figures}</div></div>'
+
+
+def guide(session: Session) -> str:
+    """What to do, how long it takes and what comes next, as one line."""
+    if session.next >= USUAL:
+        return f'After {USUAL} groups "Finish" compares before and after; or click the best picture, and go on.'
+    return (
+        f"Click the best picture. Group {session.next + 1} of about {USUAL}, five minutes in all with a model of the package; "
+        f'it learns from answer {FIRST} on. Then "Finish" compares before and after.'
+    )
 
 
 def status(session: Session, learning: bool) -> str:
     """What has been learnt so far, as text."""
-    lines = [f"{session.answered} answers, {session.changes} changes of the weights." + " Learning …" * learning]
+    answers, changes = counted(session.answered, "answer"), counted(session.changes, "change")
+    lines = [f"{answers}, {changes} of the weights." + " Learning …" * learning]
+    if guards := [name for name in session.trainer.rewards if name != "clicks"]:
+        lines.append(f"Trained on beside your clicks: {', '.join(guards)}. This moves pictures too.")
     head = session.head
     if session.answered < FIRST:
         lines.append(f"Learning begins after {FIRST} answers.")
@@ -193,14 +240,18 @@ def status(session: Session, learning: bool) -> str:
     elif head is not None:
         a = head.agreement
         lines.append(
-            f"Agreement with you on unseen groups: {100 * a.mean:.0f} % "
-            f"[{100 * max(0, a.low):.0f}, {100 * min(1, a.high):.0f}]; 50 % is chance."
+            f"Its guess of your taste agrees with you in {100 * a.mean:.0f} % of pairs "
+            f"[{100 * max(0, a.low):.0f}, {100 * min(1, a.high):.0f}], in groups that it has not seen; 50 % is chance."
         )
         if head.trust == 0:
-            lines.append('Too little to learn from. "Clicks alone" learns without it, at random from one who clicks at random.')
+            lines.append('That is too little to learn from. "Clicks alone" learns without it.')
     if session.moved and not session.direct:
-        far = f"Held-out pictures moved by {session.moved:+.1f} of {AIM * session.strength:.2g} deviations to your taste."
-        lines.append(far + ' Enough: raise "How far to go" to learn on.' * session.reached)
+        lines.append(
+            f"By this guess held-out pictures rose by {session.moved:.1f} of {AIM * session.strength:.2g} "
+            "deviations; a person has not confirmed it."
+        )
+        if session.reached:
+            lines.append('Learning pauses: look at "before" and "now". "How far to go" lets it learn on, "Finish" ends.')
     for look in session.brake.looks[-1:]:
         scores = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in look.judges.items())
         lines.append(f"Held-out pictures: {scores}." + (f" Undone: {look.wrong}." if look.wrong else ""))

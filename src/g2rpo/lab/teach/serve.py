@@ -36,7 +36,7 @@ def teach(
     opening = partial(opened, recipe, overrides, run_dir, ahead=ahead, stored=stored, emit=emit)
     if int(os.environ.get("RANK", 0)):  # under torchrun rank 0 serves the page
         with opening() as session:
-            session.follow(prompt or session.trainer.heldout[0])
+            session.follow(prompt or session.wrong_prompt)
             session.finish()
         return session.trainer.files.run.path
     token = token_for(host, token_env)

@@ -1,6 +1,7 @@
 """Teaching a model by choosing among its pictures. Independent of any page.
 
-A round: a group of pictures of one prompt is shown, which differ by the noise of one step; a person answers; the head
+A round: a group of pictures of one prompt is shown, which differ by the noise of one step; the prompt is the one of several
+whose pictures differ most; a person answers; the head
 (`rewards.taste`) is fitted again to all answers; and the model takes `UPDATES` iterations of its algorithm on the reward
 `clicks`, with the recipe's rewards as guards. Everything is a function of the config and of the answers.
 """
@@ -46,6 +47,11 @@ UPDATES = 4
 """Iterations after an answer, once there is a head that counts."""
 SHOWN_STEPS = (0, 1)
 """Steps whose noise the groups that are shown differ by, by turns: that of later steps changes little that a person can see."""
+CANDIDATES, PREVIEWED = 6, 3
+"""Prompts that a round considers, and pictures that are drawn of each to find the one to ask about: where twelve pictures are
+alike there is nothing to choose, and three tell it nearly as well as twelve (LOG.md)."""
+USUAL = 20
+"""Answers of a session of usual length, which is the one that was measured (docs/teach.md)."""
 ENOUGH, HOPELESS = 12, 0.6
 """After so many groups a head that agrees less with the person is said not to know the taste."""
 AIM = 0.75
@@ -147,9 +153,10 @@ class Session:
             self._logged(t.evaluate())
             self.brake = Brake(weights_of(t))
             self._fill()
-            stored = t.files.writes and t.files.run.votes.is_file()
+            if t.files.writes:
+                t.files.run.votes.touch()  # by which a session is known, before its first answer too
             if answers := self._of_main(
-                lambda: [each.model_dump() for each in votes.read(t.files.run.votes)] if stored else []
+                lambda: [each.model_dump() for each in votes.read(t.files.run.votes)] if t.files.writes else []
             ):
                 self.repeat([Vote.model_validate(each, strict=False) for each in answers], written=True)
             yield
@@ -174,7 +181,7 @@ class Session:
 
     @property
     def reached(self) -> bool:
-        """Whether held-out pictures are as far as they should be, so that nothing more is learnt."""
+        """Whether held-out pictures are as far as they should be by the head, so that nothing more is learnt."""
         return not self.direct and self.moved >= AIM * self.strength
 
     def answer(self, liked: Sequence[int] = (), *, round: int, skipped: bool = False, seconds: float = 0.0) -> Vote:
@@ -204,16 +211,28 @@ class Session:
                 )
             self.take(vote, written)
 
+    @property
+    def wrong_prompt(self) -> str:
+        """The first held-out prompt that the base draws wrong, by the rewards that define right pictures; the first one if none
+        does, or if all are right."""
+        base = self.trainer.evaluator.base()
+        assert base is not None
+        wrong = [] if base.right is None else (base.right == 0).nonzero().flatten().tolist()
+        return self.trainer.heldout[wrong[0] if wrong else 0]
+
     def pictures(self, prompt: str) -> tuple[Tensor, Tensor]:
-        """The base model's picture [3, H, W] of a prompt, and that of the weights as they are, from the same noise."""
+        """The base model's picture [3, H, W] of a prompt, and that of the weights as they are, from the same noise: that of the
+        evaluations, if the prompt is held out."""
+        heldout = self.trainer.heldout
         sampler = self.trainer.evaluator.sampler_now(seed=self.trainer.config.trainer.seed)
+        place = heldout.index(prompt) if prompt in heldout else 0
         if prompt not in self._drawn:
             with self.trainer.policy.base():
-                before = sampler.pictures([prompt])[0]
+                before = sampler.pictures([prompt], place)[0]
             self._drawn[prompt] = (before, 0, before)
         before, changes, now = self._drawn[prompt]
         if changes != self.changes:
-            now = sampler.pictures([prompt])[0]
+            now = sampler.pictures([prompt], place)[0]
             self._drawn[prompt] = (before, self.changes, now)
         return before, now
 
@@ -301,19 +320,30 @@ class Session:
         self.groups = {round: group for round, group in self.groups.items() if round >= self.next}
 
     def _sample(self, round: int) -> Group:
+        """The group of the candidate whose pictures differ most, by the first `PREVIEWED` of each."""
         t = self.trainer
-        (prompt,) = self.order.batch(round, 1)
+        candidates = list(dict.fromkeys(self.order.batch(round, CANDIDATES)))
         step = SHOWN_STEPS[round % len(SHOWN_STEPS)]
         shown = replace(t.algorithm, branch_steps=(step,), granularities=(1,), branch_schedule="all")  # type: ignore[type-var]
-        plans = shown.plans(t.config.sampling.num_steps)
-        spec = RolloutSpec(plans, shown.group_size, shown.kernel(t.sigmas), partial(self._noise, round), 0)
+        plans, kernel = shown.plans(t.config.sampling.num_steps), shown.kernel(t.sigmas)
         with torch.no_grad(), in_training(t.policy, t.config.sampling.guidance_scale):
-            cond = t.policy.encode([prompt])
-            (rollout,), _ = t.sizes.fit(partial(t.collector.roll_out, spec, cond, [0]))
-            images = t.sizes.fit(lambda: decode(t.policy, rollout.finals[0], t.sizes.decode))
+            cond = t.policy.encode(candidates)
+
+            def drawn(size: int, rows: Sequence[int]) -> list[tuple[Rollout, Tensor]]:
+                spec = RolloutSpec(plans, size, kernel, partial(self._noise, round), 0)
+                rollouts, _ = t.sizes.fit(partial(t.collector.roll_out, spec, cond, rows))
+                return [(one, t.sizes.fit(partial(self._decoded, one))) for one in rollouts]
+
+            previews = drawn(min(PREVIEWED, shown.group_size), range(len(candidates)))
+            spreads = [float(images.var(0).mean()) for _, images in previews]
+            chosen = self._of_main(lambda: spreads.index(max(spreads)))
+            ((rollout, images),) = drawn(shown.group_size, [chosen])
         images = t.world.gather(images if t.world.is_main else images[:0])  # rank 0's, which are shown
-        digest = votes.digest_of(prompt, to_uint8(stills(images)))
-        return Group(round, prompt, step, images, rollout, digest, self.changes)
+        digest = votes.digest_of(candidates[chosen], to_uint8(stills(images)))
+        return Group(round, candidates[chosen], step, images, rollout, digest, self.changes)
+
+    def _decoded(self, rollout: Rollout) -> Tensor:
+        return decode(self.trainer.policy, rollout.finals[0], self.trainer.sizes.decode)
 
     def _noise(self, round: int, place: int, *purpose: Any) -> torch.Generator:
         """The generator of one draw for the group of a round."""
@@ -332,7 +362,7 @@ class Session:
         self.head = self.clicks.head = fit(list(self._choices.values()))
         if len(self._choices) < FIRST or self.head is None:
             return
-        agreement, trust, changed = self.head.agreement, self.head.trust, self.changes
+        agreement, trust = self.head.agreement, self.head.trust
         if not self.direct and len(self._choices) == ENOUGH and agreement.mean < HOPELESS:
             self.notify(
                 f"after {ENOUGH} groups the head orders {agreement.mean:.0%} of pairs that it was not fitted to as you do, "
@@ -345,14 +375,21 @@ class Session:
             if len(self._waiting) == DIRECT:
                 self._update_directly()
         elif self._of_main(lambda: trust > 0 and not self.reached):
-            self._set_rate()
-            for _ in range(UPDATES):
-                self._logged(self.trainer.iterate())
-            self.changes += 1
-        if self.changes > changed:
-            self.brake.since += 1
-            if self.brake.since == LOOK:
-                self._look()
+            self.iterate()
+
+    def iterate(self) -> None:
+        """`UPDATES` iterations on the rewards as they are."""
+        self._set_rate()
+        for _ in range(UPDATES):
+            self._logged(self.trainer.iterate())
+        self._changed()
+
+    def _changed(self) -> None:
+        """Counts a change of the weights, and looks at held-out pictures after every `LOOK` of them."""
+        self.changes += 1
+        self.brake.since += 1
+        if self.brake.since == LOOK:
+            self._look()
 
     def _update_directly(self) -> None:
         """One update on the groups that were shown, whose advantages are their clicks, normalised within each group."""
@@ -370,7 +407,7 @@ class Session:
         with in_training(t.policy, t.config.sampling.guidance_scale):
             t.updater.update(examples, Cond.join(conds))
         self._waiting = []
-        self.changes += 1
+        self._changed()
 
     def _set_rate(self) -> None:
         config = self.trainer.learner.config
