@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
+from g2rpo.core.statistics import FEWEST
 from g2rpo.core.types import Reward
-from g2rpo.evaluation.controls import FEWEST, PROMPTS, prompts_within
+from g2rpo.evaluation.controls import PROMPTS, prompts_within
 from g2rpo.monitor.alarms import diversity_alarm
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
@@ -27,23 +28,31 @@ def test_a_run_samples_free_knobs_of_the_untrained_model(tmp_path, tuning):
     """Before training or after it. Without initial noise, the base's pictures are sigmoid(prompt) all over."""
     results, _ = results_of(tmp_path, "evaluation.controls=true", f"policy.tuning={tuning}")
     controls = results["controls"]
+    ways = {way["name"]: way for way in controls["ways"]}
     expected = torch.tensor([0.0, 0.1, 0.2]).sigmoid()
-    assert controls["prompts"] == 3
-    assert controls["means"]["initial noise x 0"]["bright"] == pytest.approx(float(expected.mean()), abs=1e-5)
+    assert controls["prompts"] == 3 and controls["training"] > 0
+    assert ways["initial noise x 0"]["means"]["bright"] == pytest.approx(float(expected.mean()), abs=1e-5)
+    by_hand = [way for name, way in ways.items() if name.startswith("guidance by hand")]
+    assert [way["evaluations"] for way in by_hand] == [8, 12] and ways["best of 16"]["readings"] == 16  # of six steps
+    assert ways["best of 16"]["means"]["bright"] > ways["best of 2"]["means"]["bright"] > ways["base"]["means"]["bright"]
+    knobs = [way for name, way in ways.items() if not name.startswith(("base", "best of", "tuned"))]
     for name in ("bright", "dark"):
-        best = controls["best"][name]
-        assert best["mean"] == max(means[name] for means in controls["means"].values())
+        best, row = controls["best"][name], results["rewards"][name]
+        assert best["mean"] == max(way["means"][name] for way in knobs)
         assert best["lead"]["mean"] == pytest.approx(best["tuned"] - best["mean"], abs=1e-6)
-        assert best["base"] == pytest.approx(results["rewards"][name]["base"], abs=1e-6)
-    assert "Without training, the best of" in next(tmp_path.glob("*/README.md")).read_text()
+        assert (best["base"], best["tuned"]) == pytest.approx((row["base"], row["tuned"]), abs=1e-6)
+        half = ways["tuned, initial noise x 0.5"]["means"][name] - ways["tuned"]["means"][name]
+        assert controls["tuned_control"][name]["mean"] == pytest.approx(half, abs=1e-6)
+    card = next(tmp_path.glob("*/README.md")).read_text()
+    assert "with the best free knob" in card and "Training took" in card
 
 
 def test_free_knobs_are_sampled_where_they_are_cheap(tmp_path):
     results, rows = results_of(tmp_path)
     assert "controls" not in results and not any("diversity" in row for row in rows)
-    assert prompts_within("auto", 192, cost=100, evaluations=34_000) == 34
+    assert prompts_within("auto", 192, cost=100, evaluations=15_000) == 30
     assert prompts_within("auto", 192, cost=100, evaluations=10**7) == PROMPTS
-    assert prompts_within("auto", 192, cost=100, evaluations=1000 * FEWEST - 1) == 0
+    assert prompts_within("auto", 192, cost=100, evaluations=500 * FEWEST - 1) == 0
     assert (prompts_within(True, 20, 100, 0), prompts_within(False, 20, 100, 10**7)) == (20, 0)
 
 

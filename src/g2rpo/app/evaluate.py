@@ -52,6 +52,7 @@ def config_settings(config: Config) -> dict[str, Any]:
         "num_prompts": config.evaluation.num_prompts,
         "cache": config.prompts.cache,
         "rewards": {name: entry.model_dump(mode="json") for name, entry in rewards.items()},
+        "trained": list(config.rewards),
         "steps": [config.evaluation.num_steps or config.sampling.num_steps],
         "shift": config.sampling.shift,
         "seed": config.trainer.seed,
@@ -108,7 +109,8 @@ def with_controls(config: JudgingConfig) -> JudgingConfig:
     spec = getattr(kind, "spec", None)
     scale = getattr(spec, "guidance", None) if c.guidance_scale is None else c.guidance_scale
     guided = scale is not None and (spec.guides(scale) if spec is not None else scale > 1)
-    controls = default_controls(min(config.steps), scale if guided else None)
+    by_hand = not guided or (spec is not None and spec.unguided is None)
+    controls = default_controls(min(config.steps), scale if guided else None, by_hand)
     return config.model_copy(update={"controls": controls})
 
 
@@ -168,7 +170,9 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
     """Builds the policy and rewards and evaluates the missing chunks."""
     config, out = judging.config, judging.directory
     emit(Line(f"building the policy and {counted(len(config.rewards), 'reward')} ..."))
-    prompts = (prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop])
+    prompts = (
+        prompt for chunk in missing for prompt in chunk.control.guiding.encoded(judging.prompts[chunk.start : chunk.stop])
+    )
     # rewards that compare see the base model's pictures beside the tuned one's, after its weights are loaded
     compares = any(declared_by(reward_kind(name, entry)).group for name, entry in config.rewards.items())
     loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)

@@ -103,7 +103,11 @@ Guidance = Annotated[float | None, typer.Option(help="Guidance scale (with --mod
 Size = Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")]
 
 Controls = Annotated[
-    bool, typer.Option("--controls", help="Also the base with less initial noise, more steps, other guidance and solvers.")
+    bool,
+    typer.Option(
+        "--controls",
+        help="Also the base with other noise, steps, guidance and solvers, and the best of 16.",
+    ),
 ]
 
 Within = Annotated[

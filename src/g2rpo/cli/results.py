@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -17,12 +16,14 @@ from g2rpo.cli.output import add_names, say
 from g2rpo.core import plugins
 from g2rpo.core.errors import counted
 from g2rpo.core.statistics import Interval
+from g2rpo.evaluation.controls import in_figures, told
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.evaluation.sweep import Judging
 from g2rpo.lab.check_model import Check
-from g2rpo.lab.compare.results import FREE, StudyResults, knob_cells
+from g2rpo.lab.compare.results import StudyResults, knob_rows
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary
+from g2rpo.lab.report.words import figures
 from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, StudyDirectory, clip_of
 from g2rpo.runs.lifecycle import fresh_directory
 
@@ -31,7 +32,10 @@ def show_run(results: Results, console: Console) -> None:
     """Shows the results of a finished run, and commands to continue with."""
     directory, run = results.directory, RunDirectory(results.directory)
     console.print(run_table(results.table, len(results.heldout), results.trained, console.width))
-    say(console, summary(*read_runs([directory])))
+    told_of = summary(*read_runs([directory]))
+    say(console, " ".join(told_of.sentences))
+    for line in told_of.figures:
+        say(console, f"  {line}")
     again, code = fresh_directory(directory.parent, directory.resolve().name), plugins.repeated()
     taught = run.votes.is_file()
     repeat: list[str | Path] = ["teach", run.config, "--votes", run.votes] if taught else ["train", run.config]
@@ -75,6 +79,9 @@ def show_evaluation(judging: Judging, console: Console) -> None:
     console.print(evaluation_table(judging, console.width))
     if judging.config.controls:
         console.print(controls_table(judging, console.width))
+        found = judging.controls()
+        for line in in_figures([found], told(found, judging.chosen_by)) if len(judging.sides) > 1 else []:
+            say(console, line)
     files = EvaluationDirectory(judging.directory)
     for what, file in (("numbers", files.results), ("pictures", files.pictures), ("grids", files.grids)):
         say(console, f"{what:>9}  {file}")
@@ -98,20 +105,18 @@ def evaluation_table(judging: Judging, width: int) -> Table:
 
 
 def controls_table(judging: Judging, width: int) -> Table:
-    """The best control of the base by reward, beside base and tuned at the smallest number of steps."""
+    """Means of the base by every control and of the tuned model, with what a picture costs; the best control in bold."""
+    found, names = judging.controls(), list(judging.config.rewards)
     steps = min(judging.config.steps)
-    means, best = judging.controls()
-    plain = {line["reward"]: line for line in judging.results() if line["steps"] == steps}
-    out = Table(
-        title=f"{len(judging.config.controls)} free knobs of the untrained model, {steps} steps unless others are named"
-    )
-    add_names(out, "reward", list(judging.config.rewards), width)
-    for column in (*judging.sides, "best control", "", *(["tuned minus best control"] if best else [])):
-        out.add_column(column, justify="left" if not column else "right", overflow="fold")
-    for name, line in plain.items():
-        top = max((row for row in means if row["reward"] == name), key=lambda row: np.nan_to_num(row["mean"].mean, nan=-np.inf))
-        cells = [*(f"{line[side].mean:.3f}" for side in judging.sides), f"{top['mean'].mean:.3f}", top["control"]]
-        out.add_row(name, *cells, *([_coloured(best[name].lead)] if name in best else []))
+    out = Table(title=f"without training, {steps} steps unless others are named: means, and the price of a picture")
+    add_names(out, "sampled", [way.name for way in found.ways], width)
+    for column in ("evaluations", "readings", *names):
+        out.add_column(column, justify="right", overflow="fold")
+    best = {name: [of[name].way for of in (found.best, found.best_of) if name in of] for name in names}
+    for way in found.ways:
+        means = {name: figures(way.means[name]) for name in names}
+        cells = [f"[bold]{mean}[/]" if way.name in best[name] else mean for name, mean in means.items()]
+        out.add_row(way.name, str(way.evaluations), str(way.readings or ""), *cells)
     return out
 
 
@@ -134,7 +139,8 @@ def show_study(results: StudyResults, console: Console) -> None:
             changes = {line.reward: line.change for line in results.table if (line.cell, line.steps) == (cell, steps)}
             out.add_row(cell, *(escape(f"{changes[name]:+}") for name in rewards))
         if results.knobs and steps == study.steps[0]:
-            out.add_row(FREE, *map(escape, knob_cells(results.knobs, rewards)))
+            for label, cells in knob_rows(results.knobs, rewards):
+                out.add_row(label, *map(escape, cells))
         console.print(out)
     files = StudyDirectory(results.out)
     for file in (files.results, files.page, files.curves):

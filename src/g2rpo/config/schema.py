@@ -187,8 +187,9 @@ class EvaluationConfig(Section):
     """None: `policy.width`."""
     rewards: RewardTable = {}
     controls: bool | Literal["auto"] = "auto"
-    """Whether free knobs of the untrained model are sampled too, on up to 64 held-out prompts, and how much a prompt's pictures
-    differ. "auto": where each takes at most a tenth of the run's network evaluations."""
+    """Whether controls of the untrained model (free knobs, and the best of 16) are sampled too, on up to 32 held-out prompts,
+    and how much a prompt's pictures differ. "auto": where that takes at most a fifth and a tenth of the run's network
+    evaluations."""
 
 
 Action = Annotated[Literal["off", "warn", "stop", "rollback"], BeforeValidator(_off)]

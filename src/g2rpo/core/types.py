@@ -44,7 +44,7 @@ class Policy(Protocol):
         ...
 
     def encode(self, prompts: Sequence[str]) -> Cond:
-        """Conditioning for each prompt."""
+        """Conditioning for each prompt; one may be empty (guidance by hand)."""
         ...
 
     def noise(self, generators: Sequence[torch.Generator]) -> Tensor:

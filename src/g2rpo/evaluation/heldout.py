@@ -118,6 +118,8 @@ class Comparison:
     """Standard error of the mean paired difference."""
     count: int
     """Prompts that both have a score for."""
+    spread: float = math.nan
+    """Standard deviation of the base's scores over these prompts."""
 
     @property
     def margin(self) -> float:
@@ -144,5 +146,7 @@ def paired(before: Tensor, after: Tensor) -> Comparison:
     """Values [N] against others of the same prompts; only prompts that have both count."""
     both = ~(before.isnan() | after.isnan())
     difference = (after - before)[both]
-    error = float(difference.std() / math.sqrt(len(difference))) if len(difference) > 1 else math.nan
-    return Comparison(float(before[both].mean()), float(after[both].mean()), error, len(difference))
+    several = len(difference) > 1
+    error = float(difference.std() / math.sqrt(len(difference))) if several else math.nan
+    spread = float(before[both].std()) if several else math.nan
+    return Comparison(float(before[both].mean()), float(after[both].mean()), error, len(difference), spread)

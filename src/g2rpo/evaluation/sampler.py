@@ -12,14 +12,13 @@ from torch import Tensor
 from g2rpo.config.schema import Config, Shift, grid_of
 from g2rpo.core.errors import Stopped
 from g2rpo.core.finite import finite_rows
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.seeding import generator_for, seed_for
 from g2rpo.core.types import Policy, Scorer, as_rewards
 from g2rpo.evaluation.controls import PLAIN, Control
 from g2rpo.evaluation.heldout import Evaluation, verdicts
 from g2rpo.evaluation.not_finite import fault_of
 from g2rpo.monitor.clips import reduced
-from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.guidance import guided_by, sized
+from g2rpo.rollout.guidance import GuidedEngine, guided_by, sized
 from g2rpo.rollout.scoring import decode, score
 
 
@@ -106,12 +105,17 @@ class Sampler:
     @torch.no_grad()
     def _latents(self, prompts: Sequence[str], first: int, control: Control = PLAIN) -> Tensor:
         """Final latents of one batch of prompts, the first of which has the index `first`."""
-        policy, count = self.policy, len(prompts)
-        with sized(policy, self.size), guided_by(policy, control.guidance):
+        policy, count, guidance = self.policy, len(prompts), control.guiding
+        seed = seed_for(self.seed, "draw", control.draw) if control.draw else self.seed
+        with sized(policy, self.size):
             sigmas = grid_of(self.shift, policy, control.steps or self.num_steps)
-            engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas, batch_size=count, on_rows=self.on_rows)
-            noise = policy.noise([generator_for(self.seed, "picture", first + i) for i in range(count)])
-            return control.sample(engine, noise, self.seed, first)
+            with guided_by(policy, control.guidance):
+                cond = policy.encode(guidance.encoded(prompts))
+            engine = GuidedEngine(
+                policy=policy, cond=cond, sigmas=sigmas, batch_size=count, on_rows=self.on_rows, guidance=guidance
+            )
+            noise = policy.noise([generator_for(seed, "picture", first + i) for i in range(count)])
+            return control.sample(engine, noise, seed, first)
 
 
 def sampler_of(config: Config, policy: Policy, **options: Any) -> Sampler:

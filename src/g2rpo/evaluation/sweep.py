@@ -15,22 +15,23 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
+from torch import Tensor
 
 from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, Section, Shift, Steps
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import write_whole
+from g2rpo.core.files import digest_of, write_whole
 from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import as_json, parse_json, read_text
 from g2rpo.core.statistics import interval
 from g2rpo.core.types import Policy, Reward
-from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control
+from g2rpo.evaluation.controls import PLAIN, RIGHT, TUNED, Control, Controls, against_controls
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import seconds_of
-from g2rpo.monitor.scores import Row, picture_of, save_pictures, save_rows, score_rows, scores_of
+from g2rpo.monitor.scores import Row, picture_of, right_of, save_pictures, save_rows, score_rows, scores_of
 from g2rpo.runs.directory import EvaluationDirectory, clip_of
 
-Side = Literal["base", "control", "tuned"]
+Side = Literal["base", "control", "tuned", "tuned control"]
 
 
 class JudgingConfig(Section):
@@ -40,7 +41,7 @@ class JudgingConfig(Section):
     weights: str | None = None
     """A folder or a .safetensors file of tuned weights; None evaluates the base model alone."""
     base: bool = True
-    """Whether the base model is evaluated beside tuned weights."""
+    """Whether the base model is evaluated beside tuned weights; with controls it is."""
     strength: float = 1.0
     prompts: str
     """A source, as for training."""
@@ -54,7 +55,10 @@ class JudgingConfig(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     batch_size: Count = 16
     controls: list[Control] = Field(default_factory=list)
-    """Free knobs of the base model, sampled beside it with the smallest of `steps` or their own."""
+    """Free knobs of the base model, sampled beside it with the smallest of `steps` or their own; with any, the tuned model is
+    sampled as `TUNED` too."""
+    trained: list[str] = Field(default_factory=list)
+    """The rewards that choose the best of several draws; empty: all."""
     contents: dict[str, str] = Field(default_factory=dict)
     """Digests of the prompts, weights and model named above."""
 
@@ -75,7 +79,10 @@ class Chunk:
 
     @property
     def _whose(self) -> str:
-        return re.sub("[^a-z0-9.]+", "_", str(self.control)) or self.side
+        named = f"tuned {self.control}" if self.side == "tuned control" else str(self.control)
+        words = re.sub("[^a-z0-9.]+", "_", named)[:80] or self.side
+        prompt = self.control.negative_prompt  # of any length and alphabet
+        return f"{words}_{digest_of(prompt)[:8]}" if prompt else words
 
     @property
     def name(self) -> str:
@@ -103,7 +110,12 @@ class Judging:
     def sides(self) -> list[Side]:
         """The sides that are evaluated: base, tuned."""
         tuned: list[Side] = ["tuned"] if self.config.weights else []
-        return ["base", *tuned] if self.config.base or not tuned else tuned
+        return ["base", *tuned] if self.config.base or self.config.controls or not tuned else tuned
+
+    @property
+    def chosen_by(self) -> list[str]:
+        """The rewards that choose the best of several draws."""
+        return [name for name in self.config.rewards if name in self.config.trained] or list(self.config.rewards)
 
     def chunks(self) -> list[Chunk]:
         """All chunks, the base's first, because loading tuned weights may replace the base's."""
@@ -112,9 +124,12 @@ class Judging:
             side: [(steps, PLAIN) for steps in sorted(set(c.steps))] for side in self.sides
         }
         turned = [(control.steps or min(c.steps), control) for control in c.controls]
+        both: dict[Side, list[tuple[int, Control]]] = {"base": [], "control": turned, **plain}
+        if c.controls and "tuned" in both:
+            both["tuned control"] = [(min(c.steps), TUNED)]
         return [
             Chunk(side, steps, start, min(start + c.batch_size, count), control)
-            for side, settings in {"base": [], "control": turned, **plain}.items()
+            for side, settings in both.items()
             for steps, control in settings
             for start in range(0, count, c.batch_size)
         ]
@@ -137,7 +152,7 @@ class Judging:
         """
         c, size, tuned = self.config, self.config.batch_size, False
         for chunk in chunks:
-            if chunk.side == "tuned" and not tuned:
+            if chunk.side.startswith("tuned") and not tuned:
                 use_weights()
                 tuned = True
             prompts = self.prompts[chunk.start : chunk.stop]
@@ -170,26 +185,19 @@ class Judging:
                 table.append(line)
         return table
 
-    def controls(self) -> tuple[list[Row], dict[str, Best]]:
-        """The means of every control by reward; and by reward the best control against the tuned model at the smallest of
-        `steps`, on the same prompts and noise."""
-        at, rows = min(self.config.steps), list(self.rows())
-        tuned = _scores(rows, side="tuned", steps=at)
-        by_control = {str(control): _scores(rows, control=str(control)) for control in self.config.controls}
-        scores = {name: {of: own[name] for of, own in by_control.items()} for name in self.config.rewards}
-        table = [
-            {
-                "control": str(control),
-                **control.model_dump(),
-                "steps": control.steps or at,
-                "reward": name,
-                "mean": interval(own[str(control)]),
-            }
-            for control in self.config.controls
-            for name, own in scores.items()
-        ]
-        best = {name: best_control(own, tuned[name]) for name, own in scores.items() if name in tuned}
-        return table, {name: found for name, found in best.items() if found is not None}
+    def controls(self) -> Controls:
+        """`against_controls` at the smallest of `steps`."""
+        c, rows = self.config, list(self.rows())
+        at = min(c.steps)
+        tuned = "tuned" in self.sides
+        return against_controls(
+            {control: _with_right(rows, side="control", control=str(control)) for control in c.controls},
+            _with_right(rows, side="base", steps=at),
+            at,
+            {name: c.rewards[name].weight for name in self.chosen_by},
+            _with_right(rows, side="tuned", steps=at) if tuned else None,
+            _with_right(rows, side="tuned control") if tuned else None,
+        )
 
     def write_results(self) -> Path:
         """Writes results.json and pictures.jsonl; returns the path of the former."""
@@ -203,8 +211,7 @@ class Judging:
             "results": self.results(),
         }
         if c.controls:
-            table, best = self.controls()
-            report |= {"controls": table, "best_control": best}
+            report["controls"] = self.controls().model_dump(mode="json")
         files = EvaluationDirectory(self.directory)
         with self._writing():
             save_rows(files.pictures, self.rows())
@@ -235,7 +242,7 @@ class Judging:
                 "seed": self.config.seed,
                 "side": chunk.side,
                 "steps": chunk.steps,
-                **({"control": str(chunk.control)} if chunk.side == "control" else {}),
+                **({"control": str(chunk.control)} if chunk.control != PLAIN else {}),
             }
             for row in score_rows(evaluation.prompts, evaluation.scores, evaluation.right, chunk.start)
         ]
@@ -263,3 +270,10 @@ def _scores(rows: Sequence[Row], **of: Any) -> dict[str, NDArray[np.float64]]:
     """Scores [N] by reward of the rows that have these values."""
     chosen = [row for row in rows if all(row.get(key) == value for key, value in of.items())]
     return {name: values.double().numpy() for name, values in scores_of(chosen).items()}
+
+
+def _with_right(rows: Sequence[Row], **of: Any) -> dict[str, Tensor]:
+    """The same as tensors, with the verdicts where rewards define right pictures."""
+    chosen = [row for row in rows if all(row.get(key) == value for key, value in of.items())]
+    right = right_of(chosen)
+    return scores_of(chosen) | ({} if right is None else {RIGHT: right})

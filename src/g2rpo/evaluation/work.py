@@ -32,6 +32,12 @@ def work_of_run(config: Config) -> int:
     return sum(count * _work(config, plans) for plans, count in times.items())
 
 
+def work_in_pictures(config: Config) -> float:
+    """The same in evaluations of the size that is judged."""
+    trained, judged = (policy.height * policy.width for policy in (config.policy, config.judged))
+    return work_of_run(config) * trained / judged
+
+
 def plans_in(config: Config, iteration: int) -> list[Plan]:
     """The plans of one iteration."""
     return plans_of(config.algorithm, config.sampling.num_steps, iteration, config.trainer.seed)

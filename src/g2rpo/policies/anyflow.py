@@ -259,6 +259,13 @@ class DiffusersPolicy(Policy):
         return self.spec.is_guided(self.pipeline, self.guidance_scale)
 
     @property
+    def guidable(self) -> bool:
+        """Whether pictures depend on the guidance scale."""
+        if self.spec.unguided is None:  # an input of the network, if its weights have one
+            return bool(getattr(self.config, "guidance_embeds", True))
+        return not self.spec.distilled(self.pipeline)
+
+    @property
     def deployed(self) -> dict[str, Any]:
         """Arguments with which the pipeline itself samples as this policy does, besides size, steps and prompt."""
         spec = self.spec

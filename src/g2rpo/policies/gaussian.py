@@ -18,7 +18,8 @@ class GaussianPolicy:
     """Flow matching between N(0, 1) and N(mean, std^2), entry by entry, with the exact velocity.
 
     With image ~ N(m, s^2), x at sigma is normal with mean (1 - sigma) m and variance (1 - sigma)^2 s^2 + sigma^2, and the
-    velocity is E[noise - image | x]. The mean is the trainable parameter. A prompt that is a number shifts the mean by it.
+    velocity is E[noise - image | x]. The mean is the trainable parameter. A prompt that is a number shifts the mean by it; an
+    empty one does not.
     Latents are [3, size, size]; decoding maps them to [0, 1] by a sigmoid.
     """
 
@@ -39,7 +40,7 @@ class GaussianPolicy:
         return 1.0
 
     def encode(self, prompts: Sequence[str]) -> Cond:
-        return Cond({"shift": torch.tensor([float(prompt) for prompt in prompts], device=self.device)})
+        return Cond({"shift": torch.tensor([float(prompt or 0) for prompt in prompts], device=self.device)})
 
     def noise(self, generators: Sequence[torch.Generator]) -> Tensor:
         return torch.stack([torch.randn(3, self.size, self.size, generator=g) for g in generators]).to(self.device)

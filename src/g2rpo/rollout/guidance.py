@@ -1,21 +1,32 @@
-"""How a policy samples: its guidance scale, its size and its assistant, where it has them."""
+"""How a policy samples: its guidance, its size and its assistant, where it has them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from g2rpo.core.types import Policy
+from torch import Tensor
+
+from g2rpo.core.input_pictures import images_of
+from g2rpo.core.types import Policy, Prompt
+from g2rpo.rollout.engine import Engine
 
 
 def guidance_of(policy: object) -> float | None:
-    """The guidance scale with which a policy samples; None without one."""
+    """The guidance scale with which a policy samples; None without one, or where the network does not take it."""
     inner = _inner(policy)
     scale, spec = getattr(inner, "guidance_scale", None), getattr(inner, "spec", None)
-    if scale is None:
+    if scale is None or not getattr(inner, "guidable", True):
         return None
     return scale if (scale > 1 if spec is None else spec.guides(scale)) else None
+
+
+def guided_by_hand(policy: object) -> bool:
+    """Whether classifier-free guidance of a policy is by hand, because it has none of its own."""
+    inner = _inner(policy)
+    return not getattr(inner, "guided", guidance_of(policy) is not None)
 
 
 @contextmanager
@@ -44,6 +55,46 @@ def sized(policy: Policy, size: tuple[int, int] | None) -> Iterator[None]:
     """While entered, the policy makes pictures of this height and width; None: of its own."""
     with _inner(policy).sized(*size) if size is not None else nullcontext():
         yield
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Guidance in the first `steps` steps (None: in all).
+
+    `scale` is the policy's own scale there. `cfg` is the scale s of classifier-free guidance by hand (arXiv 2207.12598), for
+    policies without any of their own: v_negative + s (v - v_negative), with a second evaluation, of the negative prompt.
+    """
+
+    scale: float | None = None
+    cfg: float | None = None
+    negative_prompt: str = ""
+    steps: int | None = None
+
+    def encoded(self, prompts: Sequence[str]) -> list[str]:
+        """The prompts and, for guidance by hand, their negative ones with the same input pictures."""
+        negative = [Prompt(self.negative_prompt, images_of(prompt)) for prompt in prompts]
+        return [*prompts, *(negative if self.cfg is not None else [])]
+
+
+@dataclass(kw_only=True)
+class GuidedEngine(Engine):
+    """An engine whose velocities are guided; all rows of a call are at one step. The conditioning has the rows of
+    `Guidance.encoded`."""
+
+    guidance: Guidance
+
+    def velocity(self, x: Tensor, steps: Sequence[int], prompts: Sequence[int]) -> Tensor:
+        (step,) = {*steps}
+        g = self.guidance
+        if g.steps is not None and step >= g.steps:
+            return super().velocity(x, steps, prompts)
+        with guided_by(self.policy, g.scale):
+            v = super().velocity(x, steps, prompts)
+        if g.cfg is None:
+            return v
+        half = len(self.cond) // 2
+        without = super().velocity(x, steps, [half + row for row in prompts])
+        return without + g.cfg * (v - without)
 
 
 def _inner(policy: object) -> Any:

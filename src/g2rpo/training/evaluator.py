@@ -19,12 +19,15 @@ from g2rpo.core.types import Policy, Reward, as_reward
 from g2rpo.evaluation.controls import (
     PLAIN,
     RIGHT,
-    SHARE,
     SPREAD_NOISES,
     SPREAD_PROMPTS,
     SPREAD_RIGHT,
+    SPREAD_SHARE,
+    TUNED,
     Control,
+    Controls,
     against_controls,
+    evaluations_of,
     prompts_within,
     run_controls,
 )
@@ -41,7 +44,7 @@ from g2rpo.evaluation.heldout import (
     save_evaluation,
 )
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.evaluation.work import work_of_run
+from g2rpo.evaluation.work import work_in_pictures
 from g2rpo.monitor.alarms import DIVERSITIES, judged_gain
 from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.monitor.curves import save_curves
@@ -50,7 +53,7 @@ from g2rpo.monitor.image_statistics import spread as spread_of
 from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, chosen, save_inputs, save_pictures, save_rows, score_rows
-from g2rpo.rollout.guidance import guidance_of
+from g2rpo.rollout.guidance import guidance_of, guided_by_hand
 from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
@@ -63,13 +66,12 @@ def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes:
     setting = config.evaluation.controls
     if setting is False:
         return {}
-    controls = run_controls(steps, guidance_of(policy))
-    larger = config.judged.height * config.judged.width / (config.policy.height * config.policy.width)
-    evaluations = work_of_run(config) / larger  # of the size that is judged
-    cost = sum(control.steps or steps for control in controls)
+    controls = run_controls(steps, guidance_of(policy), guided_by_hand(policy))
+    evaluations = work_in_pictures(config)
+    cost = evaluations_of(controls, steps)
     looks = 1 + math.ceil(config.trainer.iterations / config.evaluation.every)
     spread_on = min(SPREAD_PROMPTS, heldout)
-    affordable = setting is True or spread_on * SPREAD_NOISES * steps * looks <= SHARE * evaluations
+    affordable = setting is True or spread_on * SPREAD_NOISES * steps * looks <= SPREAD_SHARE * evaluations
     return {
         "controls": controls,
         "controls_on": prompts_within(setting, heldout, cost, evaluations) if writes else 0,
@@ -99,6 +101,8 @@ class Evaluator:
     learner: Learner
     rewards: Mapping[str, Reward]
     judges: Mapping[str, Reward]
+    weights: Mapping[str, float]
+    """Of `rewards`."""
     heldout: Sequence[str]
     sizes: BatchSizes
     shards: Replicated
@@ -108,7 +112,7 @@ class Evaluator:
     """The number of held-out prompts for `controls`."""
     spread_on: int = 0
     """The number of held-out prompts for the spread within a prompt."""
-    against: Row | None = None
+    against: Controls | None = None
     """The controls against the tuned model, once they are compared."""
     baseline: Evaluation | None = None
     """The base model's evaluation, once there is one."""
@@ -180,31 +184,40 @@ class Evaluator:
         prompts = self.heldout[: self.controls_on]
         scores: dict[str, Tensor] = {}
         for control in self.controls:
-            evaluation = self.evaluate(iteration, on_rows, prompts, control, kept=lambda images: images.flatten(1)[:, :1])
-            scores |= {f"{control}/{name}": values for name, values in evaluation.scores.items()}
-            scores |= {} if evaluation.right is None else {f"{control}/{RIGHT}": evaluation.right}
+            evaluation = self.evaluate(iteration, on_rows, prompts, control, kept=_first_value)
+            scores |= {f"{control}/{name}": values for name, values in with_right(evaluation).items()}
         if self.files.writes:
             with self.files.written(self.files.run.control_scores) as path:
                 save_file(scores, path)
+
+    def sample_tuned_control(self, iteration: int, on_rows: Callable[[int], None]) -> Evaluation | None:
+        """The tuned model as `TUNED`, on the prompts of the controls; None without any."""
+        if not self.controls_on:
+            return None
+        return self.evaluate(iteration, on_rows, self.heldout[: self.controls_on], TUNED, kept=_first_value)
 
     def has_controls(self) -> bool:
         """Whether the scores of controls are stored, by rank 0's view of the disk."""
         stored = self.files.writes and self.files.run.control_scores.is_file()
         return self.shards.world.total(stored)[0] > 0
 
-    def _against(self, base: Evaluation, tuned: Evaluation) -> Row | None:
+    def _against(self, base: Evaluation, tuned: Evaluation, tuned_control: Evaluation | None, training: int) -> Controls | None:
         """The stored controls against the tuned model, on the same prompts; None without any."""
         path = self.files.run.control_scores
         if not path.is_file():
             return None
-        controls: dict[str, dict[str, Tensor]] = {}
-        for key, values in load_tensors(path).items():
-            control, _, name = key.rpartition("/")
-            controls.setdefault(control, {})[name] = values
-        (count,) = {len(values) for scores in controls.values() for values in scores.values()}
-        sides = [one.scores | ({} if one.right is None else {RIGHT: one.right}) for one in (base, tuned)]
-        first = [{name: values[:count] for name, values in side.items()} for side in sides]
-        return against_controls(controls, *first)
+        stored, before = load_tensors(path), with_right(base)
+        controls = {control: {name: stored[f"{control}/{name}"] for name in before} for control in self.controls}
+        (count,) = {len(values) for values in stored.values()}
+        return against_controls(
+            controls,
+            {name: values[:count] for name, values in before.items()},
+            self.sampler.num_steps,
+            self.weights,
+            {name: values[:count] for name, values in with_right(tuned).items()},
+            None if tuned_control is None else with_right(tuned_control),
+            training,
+        )
 
     def row(self, iteration: int, evaluation: Evaluation, spread: Row | None = None) -> Row:
         """Stores an evaluation (at iteration 0 the base model's) and returns its row for the log, with that of `spread`."""
@@ -236,8 +249,15 @@ class Evaluator:
             self.baseline = stored if self.shards.world.is_main else replace(stored, images=stored.images[:0].clone())
         return self.baseline
 
-    def finish(self, tuned: Evaluation, iteration: int, rolled_back_from: int | None) -> dict[str, Comparison]:
-        """Compares base and tuned; writes the table, the before/after grid and the curves."""
+    def finish(
+        self,
+        tuned: Evaluation,
+        iteration: int,
+        rolled_back_from: int | None,
+        tuned_control: Evaluation | None = None,
+        training: int = 0,
+    ) -> dict[str, Comparison]:
+        """Compares base and tuned; writes the table, the before/after grid and the curves. `training` is the run's work."""
         base = self.base()
         if base is None:
             raise ValueError("this trainer has neither evaluated the base model nor a run_dir that holds its evaluation")
@@ -250,8 +270,8 @@ class Evaluator:
             results["right"] = {**asdict(right), "least": least_scores(self.judged_by)}
             if (words := right_in_words(self.judged_by)) is not None:
                 results["right"]["in_words"] = words
-        if (against := self._against(base, tuned)) is not None:
-            self.against = results["controls"] = against
+        if (against := self._against(base, tuned, tuned_control, training)) is not None:
+            self.against, results["controls"] = against, against.model_dump(mode="json")
         for key in DIVERSITIES.values():
             spreads = {row["iteration"]: row[key] for row in read_metrics(self.files.run.path) if key in row}
             if spreads.keys() >= {0, iteration}:
@@ -300,6 +320,16 @@ class Evaluator:
             note += f" Of all {len(self.heldout)}, {shares}."
         with self.files.holding(), writing(grid):
             save_grid(grid, picture_rows, prompts, note, seconds)
+
+
+def with_right(evaluation: Evaluation) -> dict[str, Tensor]:
+    """Scores, and verdicts where rewards define right pictures."""
+    return evaluation.scores | ({} if evaluation.right is None else {RIGHT: evaluation.right})
+
+
+def _first_value(images: Tensor) -> Tensor:
+    """Of pictures that nobody looks at."""
+    return images.flatten(1)[:, :1]
 
 
 def _unscored(images: Tensor, prompts: Sequence[str]) -> Tensor:

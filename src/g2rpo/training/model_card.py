@@ -16,7 +16,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import counted
 from g2rpo.core.files import is_hub_id, write_whole
 from g2rpo.core.plain import parse_json, read_text
-from g2rpo.evaluation.controls import in_words, told
+from g2rpo.evaluation.controls import Controls, in_figures, in_words, told
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.policies.catalogue import licence_of
 from g2rpo.runs.directory import RunDirectory, clip_of
@@ -56,7 +56,7 @@ def write_card(
     edits: bool = False,
     deployed: Mapping[str, Any] | None = None,
     lora_loader: str | None = "load_lora_weights",
-    against: Mapping[str, Any] | None = None,
+    against: Controls | None = None,
 ) -> Path:
     """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a file or a folder.
 
@@ -87,7 +87,7 @@ def write_card(
                 _what(config) + _how_rated(run_dir),
                 f"![before and after]({(clips if moves else still).name})",
                 _results(config, table, prompts),
-                *([in_words([dict(against)], told(against, list(config.rewards)))] if against else []),
+                *_controls(config, against),
                 f"![curves]({curves.name})",
                 "## Use",
                 _block(
@@ -109,6 +109,14 @@ def write_card(
     )
     write_whole(card, text.encode())  # written last: its presence means that the run has finished
     return card
+
+
+def _controls(config: Config, against: Controls | None) -> list[str]:
+    """A paragraph on what the untrained model reaches, with prices."""
+    if against is None:
+        return []
+    names = told(against, list(config.rewards))
+    return [" ".join([*in_words([against], names), *in_figures([against], names)])]
 
 
 def _code(text: str) -> str:

@@ -21,9 +21,10 @@ from g2rpo.core.errors import Preempted
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Cond, Example, Plan, Policy, Reward, as_rewards
+from g2rpo.evaluation.controls import evaluations_of
 from g2rpo.evaluation.heldout import Comparison, Evaluation
 from g2rpo.evaluation.sampler import sampler_of
-from g2rpo.evaluation.work import plans_in
+from g2rpo.evaluation.work import plans_in, work_in_pictures
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.scores import has_rows, read_rows, scores_of
@@ -138,6 +139,7 @@ class Trainer:
             learner=self.learner,
             rewards=self.rewards,
             judges=self.judges,
+            weights={name: entry.weight for name, entry in c.rewards.items()},
             heldout=self.heldout,
             sizes=self.sizes,
             shards=self.shards,
@@ -200,7 +202,7 @@ class Trainer:
         if not looks or not train:  # of a lost log
             return
         steps, e = self.evaluator.sampler.num_steps, self.evaluator
-        knobs = sum(control.steps or steps for control in e.controls) * e.controls_on / (steps * len(self.heldout))
+        knobs = evaluations_of(e.controls, steps) * e.controls_on / (steps * len(self.heldout))
         look = looks[-1]["seconds"] / (1 if self._keeps_base or looks[-1]["iteration"] else 1 + knobs)
         finishing = look * (0.25 + knobs * self._keeps_base)  # files, pictures, and free knobs that are still to be sampled
         left = self.ends_at - time.monotonic() - finishing
@@ -363,10 +365,12 @@ class Trainer:
         """Compares base and tuned on held-out prompts; writes weights, table, before/after grid, curves and a model card."""
         weights = self.export() if self.run_dir is not None else Path()
         tuned = self.score_heldout() if self.final is None else self.final
+        tuned_control = self.evaluator.sample_tuned_control(self.iteration, lambda rows: self._leave_if_asked())
         if self._keeps_base:
             with self.policy.base():
                 self._sample_controls()
-        table = self.evaluator.finish(tuned, self.iteration, self.rolled_back_from)
+        training = round(work_in_pictures(self.config))
+        table = self.evaluator.finish(tuned, self.iteration, self.rolled_back_from, tuned_control, training)
         if self.files.writes:
             with self.files.holding(), writing(weights):
                 edits = any(images_of(prompt) for prompt in self.heldout)

@@ -20,6 +20,7 @@ from g2rpo.evaluation.gains import RateGain, good_rates
 from g2rpo.evaluation.work import iterations_within, work
 from g2rpo.lab.compare.arguments import check_overrides, own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.lab.compare.jobs import environment
+from g2rpo.lab.compare.results import FREE
 from g2rpo.lab.compare.study import History, gain_of, lines, read_run, seconds_per_evaluation, smallest_good_rate
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
@@ -270,13 +271,20 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     means = [np.nanmean([row["scores"]["scene_accuracy"] for row in rows if row["steps"] == 4]) for rows in (base, tuned)]
     assert line["tuned"]["mean"] == pytest.approx(means[1]) and line["change"]["mean"] == pytest.approx(means[1] - means[0])
 
-    (knob,) = [knob for knob in results["controls"] if knob["reward"] == "scene_accuracy"]
-    controls = json.loads((out / "judged/controls/results.json").read_text())["controls"]
-    means = {row["control"]: row["mean"]["mean"] for row in controls if row["reward"] == "scene_accuracy"}
-    assert knob["mean"] == pytest.approx(max(means.values())) == pytest.approx(means[knob["control"]])
+    knob, several = [knob for knob in results["controls"] if knob["reward"] == "scene_accuracy"]
+    ways = json.loads((out / "judged/controls/results.json").read_text())["controls"]["ways"]
+    means = {way["name"]: way["means"]["scene_accuracy"] for way in ways}
+    best = max(mean for name, mean in means.items() if not name.startswith(("base", "best of")))
+    assert knob["mean"] == pytest.approx(best) == pytest.approx(means[knob["control"]])
+    assert (several["kind"], several["control"], several["evaluations"], several["readings"]) == (
+        "best_of",
+        "best of 16",
+        32,
+        16,
+    )
     two = [row["scores"]["scene_accuracy"] for row in base if row["steps"] == 2]
     assert knob["change"]["mean"] == pytest.approx(knob["mean"] - np.nanmean(two))
-    assert "| no training: best free knob | " in (out / "results.md").read_text() and "best free knob" in " ".join(
+    assert all(f"| {label} | " in (out / "results.md").read_text() for label in FREE.values()) and "best free knob" in " ".join(
         shown.split()
     )
 

@@ -32,6 +32,7 @@ from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Plan, Reward, no_kernel
 from g2rpo.evaluation.sampler import Sampler
+from g2rpo.lab.demo.app import Content, build
 from g2rpo.lab.demo.opening import Opening, opening, opening_of
 from g2rpo.lab.demo.serve import EXPLAIN, open_session
 from g2rpo.lab.demo.session import MAX_PROMPT, MAX_SEED, draw, plan_labels, trace_group
@@ -42,6 +43,7 @@ from g2rpo.lab.report.verdict import summary
 from g2rpo.lab.web.gate import MAX_BODY, Gate
 from g2rpo.monitor.scores import read_rows, scores_of
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.guidance import guidance_of
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.stopwatch import Stopwatch
 from tests.support.commands import TINY, g2rpo
@@ -297,6 +299,18 @@ def test_the_testbed_alone_is_scored_by_its_own_rewards(testbed):
     html = drawing_html(drawing)
     assert "no score" not in html.lower() and "not learnt such prompts" not in html
     assert "<b>scene_accuracy</b>: Whether the picture shows the asked objects" in html
+
+
+@pytest.mark.parametrize("model", ["testbed", "words"])
+def test_guidance_is_offered_where_pictures_depend_on_it(model):
+    """The embedded scenes have a network that takes the scale; that of words does not."""
+    session = open_session(of_model(model, None, None, {"brightness": {}}), None, print)
+    prompt = {"testbed": "two blue squares", "words": "'tiger' in red"}[model]
+    low, high = (draw(session, prompt, seed=1, steps=2, guidance=scale) for scale in (1.0, 7.0))
+    depends = bool((low.base.images != high.base.images).any())
+    page = build(Content(session, model, ""))
+    (slider,) = [block for block in page.blocks.values() if getattr(block, "label", "") == "Guidance"]
+    assert slider.visible is depends is ("guidance" in low.settings) is (guidance_of(session.policy) is not None)
 
 
 def test_words_say_what_they_can_spell():
@@ -618,7 +632,8 @@ def test_what_the_page_is_about_is_said_for_outsiders(run):
     log = read_runs([run])[0]
     said = facts(of_run(run), log)
     weights = {"lora": "an adapter", "full": "all weights"}[run.name]
-    assert f", before and after training {weights} with G²RPO on brightness. " in said and said.endswith(summary(log))
+    assert f", before and after training {weights} with G²RPO on brightness. " in said
+    assert said.endswith(" ".join(summary(log).sentences))
     assert facts(of_model("testbed", None, 3.5, None), None) == "The tiny FLUX that comes with g2rpo, as it is."
 
 

@@ -29,7 +29,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 def session(policy, heldout):
-    policy.guidance_scale = 1.0
+    policy.guidance_scale, policy.guidable = 1.0, False
     return Session(
         sampler=Sampler(policy=policy, shift=1.0, num_steps=4, seed=42),
         algorithm=GranularGRPO(group_size=3, branch_steps=(1,), granularities=(1, 2)),

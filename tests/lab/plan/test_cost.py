@@ -506,11 +506,12 @@ def test_free_knobs_and_diversity_are_counted_as_the_run_evaluates_them(flux_dir
     evaluate, steps = t.evaluator.evaluate, t.evaluator.sampler.num_steps
 
     def counted(iteration, on_rows, prompts, control=PLAIN, **more):
-        evaluations.append(len(prompts) * (control.steps or steps))
+        evaluations.append(len(prompts) * control.evaluations(steps))
         return evaluate(iteration, on_rows, prompts, control, **more)
 
     t.evaluator.evaluate = counted
     t.evaluator.sample_controls(0, lambda rows: None)
+    t.evaluator.sample_tuned_control(0, lambda rows: None)
     controls = sum(evaluations)
     t.evaluator.spread(0, lambda rows: None)
     counts = make_plan(c, cuda=False, heldout=3, distinct_prompts=5).counts

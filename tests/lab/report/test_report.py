@@ -189,7 +189,7 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
     for value in [*t.evaluator.baseline.scores["bright"], *t.score_heldout().scores["bright"]]:
         assert f"bright {float(value):.3f}" in page.words
     share = [f"{100 * row['right']:.0f} %" for row in (rows[0], rows[-1])]
-    assert f"Right on {share[1]} of 3 held-out prompts, was {share[0]} (" in page.words
+    assert f"Right on {share[1]} of 3 held-out prompts; before training {share[0]}, too few" in page.words
     assert "✓ is right and ✗ wrong" in page.words
     assert "✓" not in Page(render(read_runs([run_dir]))).words  # nothing there can tell
 
@@ -212,38 +212,80 @@ def test_a_run_of_an_older_release_shows_its_grids(run_dir, tmp_path):
     ]
 
 
-def said(directory, rewards, right=None, alarms=()):
-    """The summary of a run with these results: {name: (trained, base, tuned, error)}."""
+def said(directory, rewards, right=None, alarms=(), more=None):
+    """Sentences and figures of a run with these results: {name: (trained, base, tuned, error, spread)}."""
     names, judged = ({name: 1.0 for name, row in rewards.items() if row[0] == trained} for trained in (True, False))
     claim(directory, resolve({**PLAIN, "rewards": names, "evaluation": {**PLAIN["evaluation"], "rewards": judged}}))
 
     def row(*values):
-        return dict(zip(("base", "tuned", "error"), values, strict=True))
+        return dict(zip(("base", "tuned", "error", "spread"), values, strict=True))
 
     results = {"iteration": 4, "prompts": 192, "rewards": {name: row(*values[1:]) for name, values in rewards.items()}}
-    (directory / "results.json").write_text(json.dumps(results | ({"right": row(*right)} if right else {})))
+    (directory / "results.json").write_text(json.dumps(results | ({"right": row(*right)} if right else {}) | (more or {})))
     logged = {"kind": "eval", "iteration": 4, "seconds": 1.0, "alarms": dict.fromkeys(alarms, "seen")}
     (directory / "metrics.jsonl").write_text(json.dumps(logged) + "\n")
-    return summary(*read_runs([directory])).replace("\N{NO-BREAK SPACE}", " ").partition(" No free knob")[0]
+    told = summary(*read_runs([directory]))
+    plain = [" ".join(lines).replace("\N{NO-BREAK SPACE}", " ") for lines in (told.sentences, told.figures)]
+    assert "No free knob of the untrained model was tried" in plain[0]
+    return plain
 
 
 def test_the_summary_says_what_happened_in_plain_words(tmp_path):
-    up, flat, down = (True, 0.5, 0.7, 0.05), (False, 70.0, 70.4, 0.3), (False, 0.8, 0.6, 0.05)
-    assert said(tmp_path / "a", {"one": up, "two": flat}, right=(0.43, 0.62, 0.03), alarms=["hacking"]) == (
-        "Right on 62 % of 192 held-out prompts, was 43 % (+19 ± 6 points). No other score clearly fell. 1 alarm: hacking."
+    up, flat, down = (True, 0.5, 0.7, 0.05, 0.4), (False, 70.0, 70.4, 0.3, 2.0), (False, 0.8, 0.6, 0.05, 0.1)
+    sentences, figures = said(tmp_path / "a", {"one": up, "two": flat}, right=(0.43, 0.62, 0.03, 0.5), alarms=["hacking"])
+    assert sentences.startswith("Right on 62 % of 192 held-out prompts; before training 43 %. No free knob")
+    assert sentences.endswith("No other score clearly fell; 1 alarm: hacking.")
+    assert figures == (
+        "Right pictures: 43 % to 62 % (+19 ± 6 points). one: 0.500 to 0.700 (change +0.101 to +0.299); "
+        "+0.50 s.d. (+0.25 to +0.75)."
     )
-    assert said(tmp_path / "c", {"one": up}) == (
-        "one rose from 0.500 to 0.700 on 192 held-out prompts (± 0.099). No other score was judged. No alarm."
+    sentences, _ = said(tmp_path / "c", {"one": up})
+    assert sentences.startswith("On 192 held-out prompts one rose: +0.50 standard deviations (+0.25 to +0.75). No free knob")
+    assert sentences.endswith("No other score was judged; no alarm.")
+    both, _ = said(
+        tmp_path / "d",
+        {"one": (True, 0.5, 0.3, 0.05, 0.4), "other": (True, 0.5, 0.51, 0.05, 0.4), "two": down},
+        alarms=["a", "b"],
     )
-    both = said(
-        tmp_path / "d", {"one": (True, 0.5, 0.3, 0.05), "other": (True, 0.5, 0.51, 0.05), "two": down}, alarms=["a", "b"]
+    assert both.startswith(
+        "On 192 held-out prompts one fell: −0.50 standard deviations (−0.75 to −0.25); "
+        "other did not clearly change: +0.03 standard deviations (−0.22 to +0.27)."
     )
-    assert both == (
-        "one fell from 0.500 to 0.300 on 192 held-out prompts (± 0.099); other went from 0.500 to 0.510 on 192 held-out "
-        "prompts (± 0.099, no clear change). Fallen: one, two. 2 alarms: a, b."
-    )
+    assert both.endswith("Fallen: one, two; 2 alarms: a, b.")
     claim(tmp_path / "e", config())
-    assert summary(*read_runs([tmp_path / "e"])).startswith("Nothing can be said yet")
+    assert summary(*read_runs([tmp_path / "e"])).sentences == [
+        "Nothing can be said yet: there is no second evaluation to compare the base model's with."
+    ]
+
+
+def test_a_change_that_is_clear_and_small_shows_how_small_it_is(tmp_path):
+    """Beyond the error, and a fiftieth of what the prompts differ by."""
+    sentences, _ = said(tmp_path / "a", {"red": (True, 0.048887, 0.049108, 0.00003, 0.011)})
+    assert "red rose: +0.02 standard deviations (+0.01 to +0.03)" in sentences
+
+
+@pytest.mark.parametrize(
+    ("spreads", "told"),
+    [
+        (
+            {"diversity": (0.045, 0.015)},
+            "diversity was lost: pictures of one prompt differ 0.33 times as much as the base's;",
+        ),
+        ({"diversity": (0.045, 0.041)}, "; pictures of one prompt differ 0.91 times as much as the base's;"),
+        (
+            {"diversity": (0.045, 0.015), "diversity_right": (0.02, 0.014)},
+            "; diversity was lost: pictures of one prompt differ 0.33 times as much as the base's, right ones 0.70 times;",
+        ),
+        (
+            {"diversity": (0.045, 0.015), "diversity_right": (0.02, 0.019)},
+            "was judged; pictures of one prompt differ 0.33 times as much as the base's, right ones 0.95 times;",
+        ),
+        ({}, "was judged; no alarm."),
+    ],
+)
+def test_lost_diversity_is_called_a_loss(tmp_path, spreads, told):
+    more = {key: {"base": base, "tuned": tuned} for key, (base, tuned) in spreads.items()}
+    assert told in said(tmp_path / "a", {"one": (True, 0.5, 0.7, 0.05, 0.4)}, more=more)[0]
 
 
 def test_markup_from_users_is_text(tmp_path):
@@ -317,10 +359,9 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     assert (share.base, share.tuned, share.interval) == (right[0].mean(), right[2].mean(), (ends.low, ends.high))
     page = Page(render(read_runs(seeds)))
     points = [signed(100 * value, 0) for value in (ends.mean, ends.low, ends.high)]
-    assert (
-        f"Lights {100 * share.tuned:.0f} % of 3 held-out rooms, was {100 * share.base:.0f} % "
-        f"({points[0]} points, {points[1]} to {points[2]} over 3 seeds" in page.words
-    )
+    shares = f"{100 * share.tuned:.0f} % of 3 held-out rooms; before training {100 * share.base:.0f} %"
+    assert f"Lights {shares}" in page.words
+    assert f"({points[0]} points, {points[1]} to {points[2]} over 3 seeds)" in page.words
     digits = decimals(found["bright"].error)
     assert f"({signed(change.low, digits)} to {signed(change.high, digits)})" in page.words and "bootstrap" in page.words
     assert page.words.count("Finished: 4 iterations.") == 1 and "trainer.seed 1 2 3" in page.words

@@ -11,9 +11,10 @@ import numpy as np
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
-from g2rpo.core.plain import as_json
+from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import Interval
-from g2rpo.evaluation.gains import RateGain, Scores
+from g2rpo.evaluation.controls import Controls
+from g2rpo.evaluation.gains import RateGain
 from g2rpo.lab.compare.study import (
     History,
     Judged,
@@ -30,7 +31,14 @@ from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.scores import read_rows
 from g2rpo.runs.directory import EvaluationDirectory, StudyDirectory
 
-FREE = "no training: best free knob"
+FREE = {"best": "no training: best free knob", "best_of": "no training: best of several"}
+
+
+@dataclass(frozen=True)
+class _WithControls:
+    """Of an evaluation's results.json."""
+
+    controls: Controls
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,10 @@ def write_results(
     scores = {name: cell.scores() for name, cell in cells.items()}
     untrained = _read_judged(base)
     table = lines(untrained, scores)
-    knobs = [] if controls is None else best_knobs(untrained, _read_controls(controls), study.steps[0])
+    knobs = []
+    if controls is not None:
+        found = read_as(_WithControls, EvaluationDirectory(controls).results).controls
+        knobs = best_knobs(found, {reward for _, reward in untrained})
     rewards = next(iter(cells.values())).runs[0].scores[0]
     curves = {reward: {name: curve(cell.runs, reward) for name, cell in cells.items()} for reward in rewards}
     spent = {name: cell.spent(study.rates) for name, cell in cells.items()}
@@ -154,7 +165,7 @@ def markdown(
         parts.append(f"## {steps} steps: change against the base")
         changes = [[cell, *(f"{at[cell, name].change:+}" for name in rewards)] for cell in study.cells]
         if knobs and steps == study.steps[0]:
-            changes.append([FREE, *knob_cells(knobs, rewards)])
+            changes += [[label, *cells] for label, cells in knob_rows(knobs, rewards)]
         parts.append(_rows(["cell", *names], changes))
         first, *others = study.cells
         if others:
@@ -190,21 +201,20 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def knob_cells(knobs: Sequence[Knob], rewards: Sequence[str]) -> list[str]:
-    of = {knob.reward: knob for knob in knobs}
-    return [f"{of[name].change:+}, {of[name].control}" for name in rewards]
+def knob_rows(knobs: Sequence[Knob], rewards: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """What no training gives, for a table: a label, and a cell for every reward."""
+    rows = []
+    for kind, label in FREE.items():
+        if of := {knob.reward: knob for knob in knobs if knob.kind == kind}:
+            rows.append((label, [_knob(of.get(name)) for name in rewards]))
+    return rows
 
 
-def _read_controls(folder: Path) -> dict[str, dict[str, Scores]]:
-    """Scores [N] of an evaluation's controls, by control and reward."""
-    rows: dict[str, list[Any]] = {}
-    for row in _read_rows(folder):
-        if row["side"] == "control":
-            rows.setdefault(row["control"], []).append(row)
-    return {
-        control: {name: values for (_, name), values in judged_scores(of_control).items()}
-        for control, of_control in rows.items()
-    }
+def _knob(knob: Knob | None) -> str:
+    if knob is None:
+        return "–"
+    readings = f" and {knob.readings} readings" if knob.readings else ""
+    return f"{knob.change:+}, {knob.control}; {knob.evaluations} evaluations{readings} a picture"
 
 
 def _read_judged(folder: Path) -> Judged:

@@ -7,7 +7,7 @@ choice uses no held-out prompt and no seed of the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ from g2rpo.config.schema import Config, Section, Steps
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import whole_file
 from g2rpo.core.statistics import Interval, interval
-from g2rpo.evaluation.controls import highest
+from g2rpo.evaluation.controls import Best, Controls
 from g2rpo.evaluation.gains import RateGain, Scores, gain_at, gains, good_rates
 from g2rpo.evaluation.work import work
 from g2rpo.monitor.curves import COLOURS, curve_with_band
@@ -148,23 +148,28 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Knob:
-    """The best free knob of the untrained model for one reward, and its change against the base, on the same noise."""
+    """For one reward the best free knob of the untrained model ("best"), or the best of several pictures by the trained rewards
+    ("best_of"): its change against the base, on the same noise, and what a picture costs."""
 
+    kind: Literal["best", "best_of"]
     reward: str
     control: str
     mean: float
     change: Interval
+    evaluations: int
+    readings: int
 
 
-def best_knobs(base: Judged, controls: Mapping[str, Mapping[str, Scores]], steps: int) -> list[Knob]:
-    """By reward the best of scores [N] by control and reward, against the base at `steps`."""
-    knobs = []
-    for (at, reward), before in base.items():
-        if at == steps:
-            by_control = {control: scores[reward] for control, scores in controls.items()}
-            if (best := highest(by_control)) is not None:
-                control, mean = best
-                knobs.append(Knob(reward, control, mean, interval(by_control[control] - before)))
+def best_knobs(found: Controls, rewards: Collection[str]) -> list[Knob]:
+    """Those of an evaluation, of `rewards`."""
+    ways, knobs = {way.name: way for way in found.ways}, []
+    kinds: dict[Literal["best", "best_of"], dict[str, Best]] = {"best": found.best, "best_of": found.best_of}
+    for kind, by_reward in kinds.items():
+        for reward, best in by_reward.items():
+            if reward in rewards:
+                way = ways[best.way]
+                change = way.changes[reward].interval
+                knobs.append(Knob(kind, reward, way.name, best.mean, change, way.evaluations, way.readings))
     return knobs
 
 

@@ -97,7 +97,8 @@ def _draw_view(content: Content, session: Session, prompt: str) -> None:
             with gr.Column(elem_id="settings"):
                 seed = _seed(session.sampler.seed)
                 steps = gr.Slider(1, session.most_steps, session.sampler.num_steps, step=1, label="Steps")
-                guidance = gr.Slider(0, session.most_guidance, session.policy.guidance_scale, step=0.1, label="Guidance")
+                scale, most = session.policy.guidance_scale, session.most_guidance
+                guidance = gr.Slider(0, most, scale, step=0.1, label="Guidance", visible=session.policy.guidable)
                 strength = gr.Slider(
                     0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=session.tuned == "adapter"
                 )

@@ -188,7 +188,7 @@ def draw(
         *([f"held-out prompt {number + 1}"] if number is not None else []),
         f"seed {seed}",
         counted(steps, "step"),
-        f"guidance {guidance:g}",
+        *([f"guidance {guidance:g}"] if session.policy.guidable else []),
         *([f"strength {strength:g}"] if session.tuned == "adapter" else []),
     ]
     seconds = seconds_of(session.policy, base.images.shape[1])

@@ -109,4 +109,4 @@ def facts(settings: DemoSettings, log: Run | None) -> str:
     """A description of model, training and results for the top of the page."""
     name = model_name(settings.policy)
     line = f"{'The' + name[3:] if name.startswith('the ') else name}, {settings.training}."
-    return f"{line} {summary(log)}" if log is not None else line
+    return " ".join([line, *summary(log).sentences]) if log is not None else line

@@ -14,7 +14,7 @@ from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond, Plan, no_kernel
-from g2rpo.evaluation.controls import SPREAD_NOISES
+from g2rpo.evaluation.controls import SPREAD_NOISES, evaluations_of
 from g2rpo.evaluation.work import plans_in
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -125,7 +125,7 @@ def knob_evaluations(config: Config, policy: DiffusersPolicy, heldout: int, time
     """`Counts.knobs` of a run of `config` on `heldout` prompts."""
     steps = config.evaluation.num_steps or config.sampling.num_steps
     asked = free_knobs(config, policy, steps, heldout, True)
-    controls = sum(control.steps or steps for control in asked.get("controls", ())) * asked.get("controls_on", 0)
+    controls = evaluations_of(asked.get("controls", ()), steps) * asked.get("controls_on", 0)
     return controls + asked.get("spread_on", 0) * SPREAD_NOISES * steps * times_evaluated
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
-from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.plain import as_json, parse_as, parse_json, read_text
 from g2rpo.core.statistics import half_width
+from g2rpo.evaluation.controls import Controls
 from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import Start, read_config, read_starts
@@ -37,6 +38,14 @@ class Change:
     ends: tuple[float, float] | None = None
     """Ends of the 95 % interval of the difference, where these are known better than by the standard error."""
     seeds: int = 1
+    spread: float = math.nan
+    """Standard deviation of the base's scores over prompts; NaN where it is not known."""
+
+    @property
+    def effect(self) -> tuple[float, float, float] | None:
+        """The change and the ends of its interval in units of `spread`; None where that is not known or 0."""
+        values = [value / self.spread for value in (self.tuned - self.base, *self.interval)] if self.spread else []
+        return (values[0], values[1], values[2]) if values and all(map(math.isfinite, values)) else None
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -145,8 +154,8 @@ class Run:
         """What right pictures do, with {} for their share; runs without results do not say it."""
         return (self.results or {}).get("right", {}).get("in_words", "Right on {} prompts")
 
-    def controls(self) -> list[dict[str, Any]]:
-        """The free knobs of the base model against the tuned one, in a list; an empty one if none were sampled."""
+    def controls(self) -> list[Controls]:
+        """The controls of the base model against the tuned one, in a list; an empty one if none were sampled."""
         found = (self.newest_results or {}).get("controls")
         return [found] if found else []
 
@@ -165,7 +174,10 @@ class Run:
             table, iteration = _paired(first, last, self.rewards()), last["iteration"]
         else:
             return []
-        return [Change(name, name in self.config.rewards, iteration, *self._compared(row)) for name, row in table.items()]
+        return [
+            Change(name, name in self.config.rewards, iteration, *self._compared(row), spread=row.get("spread") or math.nan)
+            for name, row in table.items()
+        ]
 
     def right(self) -> Change | None:
         """The share of right held-out pictures, base against tuned; None if no reward defines it."""
@@ -223,11 +235,8 @@ def _checked(results: Any, rows: list[Row]) -> dict[str, Any]:
             raise ValueError("a reward's result is no number")
     if not isinstance(results.get("right", {}).get("in_words", ""), str):
         raise ValueError("what is right is no text")
-    for best in dict(results.get("controls", {}).get("best", {})).values():
-        if not all(
-            isinstance(value, int | float) for value in (best["mean"], best["tuned"], best["base"], best["lead"]["mean"])
-        ):
-            raise ValueError("a free knob's result is no number")
+    if "controls" in results:
+        results["controls"] = parse_as(Controls, as_json(results["controls"]))
     if not isinstance(results["iteration"], int):
         raise ValueError("its iteration is no whole number")
     return results

@@ -24,7 +24,7 @@ from g2rpo.lab.report.history import Change, Run, read_runs, rollout_seconds
 from g2rpo.lab.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
 from g2rpo.lab.report.pictures import frames_of, pictures
 from g2rpo.lab.report.seeds import SeedGroup, seed_groups
-from g2rpo.lab.report.verdict import summary, verdict
+from g2rpo.lab.report.verdict import effect, summary, verdict
 from g2rpo.lab.report.words import decimals, figures, fixed, model_name, signed, span
 from g2rpo.monitor.alarms import ADVICE
 from g2rpo.runs.directory import RunDirectory
@@ -204,6 +204,7 @@ def results(lines: Sequence[SeedGroup]) -> list[dict[str, Any]]:
                 "interval": _interval(c, digits),
                 "plot": interval_plot(change, *c.interval, reach[c.reward], style) if math.isfinite(change) else "",
                 "verdict": verdict(c),
+                "effect": effect(c),
             }
         )
     return rows
@@ -218,16 +219,16 @@ def _interval(change: Change, digits: int) -> str:
 
 
 def controls(run: Run) -> dict[str, Any] | None:
-    """The table of free knobs: their means, between those of base and tuned on the same prompts."""
+    """The table of controls: their means and prices, between those of base and tuned on the same prompts."""
     if not (found := run.controls()):
         return None
-    best = found[0]["best"]
-    rows = [("base", {name: one["base"] for name, one in best.items()}), *found[0]["means"].items()]
-    rows.append(("tuned", {name: one["tuned"] for name, one in best.items()}))
-    cells = [
-        (label, [(figures(means.get(name)), label == one["control"]) for name, one in best.items()]) for label, means in rows
-    ]
-    return {"names": list(best), "prompts": found[0]["prompts"], "rows": cells}
+    (of,) = found
+    rows = []
+    for way in of.ways:
+        best = {name for name, one in of.best.items() if one.way == way.name}
+        cells = [(figures(way.means.get(name)), name in best) for name in of.best]
+        rows.append((way.name, way.evaluations, way.readings or "", cells))
+    return {"names": list(of.best), "prompts": of.prompts, "rows": rows}
 
 
 def alarms(runs: Sequence[Run], styles: Sequence[int]) -> list[dict[str, Any]]:

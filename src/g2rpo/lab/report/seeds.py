@@ -14,7 +14,8 @@ from torch import Tensor
 
 from g2rpo.config.resolve import differences
 from g2rpo.config.schema import Config
-from g2rpo.core.statistics import Interval, Z, interval
+from g2rpo.core.statistics import Interval, Z, group_std, interval
+from g2rpo.evaluation.controls import Controls
 from g2rpo.evaluation.heldout import least_reached
 from g2rpo.lab.report.history import Change, Occurrence, Points, Run
 from g2rpo.monitor.metrics import Row
@@ -77,7 +78,7 @@ class SeedGroup:
         common = set.intersection(*({row["iteration"] for row in run.evaluations} for run in self.runs))
         return [max(common)] * len(self.runs) if len(common) > 1 else []
 
-    def controls(self) -> list[dict[str, Any]]:
+    def controls(self) -> list[Controls]:
         """Of every run that sampled any."""
         return [found for run in self.runs for found in run.controls()]
 
@@ -143,6 +144,7 @@ class SeedGroup:
             int(both.any(0).sum()),
             (change.low, change.high),
             len(self.runs),
+            float(group_std(base).nanmean()),
         )
 
 

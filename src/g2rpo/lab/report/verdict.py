@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from g2rpo.core.errors import counted
 from g2rpo.core.statistics import FEWEST
-from g2rpo.evaluation.controls import in_words, told
+from g2rpo.evaluation.controls import in_figures, in_words, told
 from g2rpo.lab.report.history import Change, Run
 from g2rpo.lab.report.seeds import SeedGroup
 from g2rpo.lab.report.words import decimals, fixed, signed
@@ -27,91 +28,141 @@ def verdict(change: Change) -> str:
     return "higher" if low > 0 else "lower"
 
 
-def summary(run: Run | SeedGroup) -> str:
-    """Some sentences: the share of right pictures, or the trained rewards if no reward defines right pictures; scores that
-    fell; alarms."""
+@dataclass(frozen=True)
+class Summary:
+    """What a reader needs first, and the figures behind it."""
+
+    sentences: list[str]
+    figures: list[str]
+
+
+def summary(run: Run | SeedGroup) -> Summary:
+    """What training did, what the untrained model does without it, and what was lost, in a sentence each. The first is on right
+    pictures, or on the trained rewards if no reward defines right pictures."""
     changes = run.changes()
     if not changes:
-        return "Nothing can be said yet: there is no second evaluation to compare the base model's with."
+        return Summary(["Nothing can be said yet: there is no second evaluation to compare the base model's with."], [])
     right = run.right()
     heldout = f"{run.judged_prompts} held-out" if run.judged_prompts else "held-out"
+    trained = [change for change in changes if change.trained]
     if right is not None:
         outcome = _right(right, run.right_in_words, heldout)
     else:
-        outcome = "; ".join(_changed(c, heldout) for c in changes if c.trained)
-    parts = [f"{outcome}.", _controls(run), _fallen(changes), _spread(run), _alarms(run), _untried(run)]
-    return " ".join(part for part in parts if part)
-
-
-def _controls(run: Run | SeedGroup) -> str:
-    """How the best free knob of the untrained model compares."""
+        outcome = f"On {heldout} prompts {'; '.join(map(_changed, trained))}."
     found = run.controls()
-    return in_words(found, told(found[0], list(run.config.rewards))) if found else ""
+    names = told(found[0], list(run.config.rewards)) if found else []
+    figures = [*([_right_in_figures(right)] if right is not None else []), *map(_in_figures, trained)]
+    return Summary(
+        [outcome, *(in_words(found, names) or _untried(run)), _lost(run, changes)],
+        [*figures, *in_figures(found, names), *_spread(run)],
+    )
 
 
-def _untried(run: Run | SeedGroup) -> str:
-    """The command that samples free knobs, where a finished run has not."""
-    runs = run.runs if isinstance(run, SeedGroup) else (run,)
-    if run.controls() or not all(one.finished for one in runs):
+def effect(change: Change, unit: str = "s.d.") -> str:
+    """The change in standard deviations of the base's scores over prompts, with its interval; "" where it is not known."""
+    if change.effect is None:
         return ""
+    size, low, high = (signed(value, 2) for value in change.effect)
+    return f"{size} {unit}" if change.count < FEWEST else f"{size} {unit} ({low} to {high})"
+
+
+def _untried(run: Run | SeedGroup) -> list[str]:
+    """The command that samples controls, where a finished run has not."""
+    runs = run.runs if isinstance(run, SeedGroup) else (run,)
+    if not all(one.finished for one in runs):
+        return []
     folder = str(runs[0].directory)
     command = shlex.join(["g2rpo", "evaluate", folder, "--controls", "--out", f"{folder}-controls"])
-    return f"No free knob of the untrained model was tried; `{command}` does."
-
-
-def _spread(run: Run | SeedGroup) -> str:
-    """How much pictures of one prompt differ, and right ones if that is known of every run."""
-    said = []
-    for which, key in reversed(DIVERSITIES.items()):
-        if spreads := run.spreads(key):
-            base, tuned = (sum(side) / len(spreads) for side in zip(*spreads, strict=True))
-            said.append(f"{which} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}")
-    return f"{'; '.join(said).capitalize()}." if said else ""
+    return [f"No free knob of the untrained model was tried; `{command}` does."]
 
 
 def _right(change: Change, words: str, heldout: str) -> str:
+    said = words.replace("{}", f"{_percent(change.tuned)} of {heldout}")
+    return f"{said}; before training {_percent(change.base)}{_doubt(change)}."
+
+
+def _right_in_figures(change: Change) -> str:
     points, margin, (low, high) = 100 * (change.tuned - change.base), 100 * change.margin, change.interval
     if change.seeds > 1:
-        said = f"{signed(points, 0)} points, {_over_seeds(100 * low, 100 * high, 0, change)}"
+        said = f"{signed(points, 0)} points, {signed(100 * low, 0)} to {signed(100 * high, 0)} over {change.seeds} seeds"
     else:
         said = f"{signed(points, 0)}{f' ± {margin:.0f}' if math.isfinite(margin) else ''} points"
-    interval = f" ({said}{_doubt(change)})"
-    return f"{words.replace('{}', f'{_percent(change.tuned)} of {heldout}')}, was {_percent(change.base)}{interval}"
+    return f"Right pictures: {_percent(change.base)} to {_percent(change.tuned)} ({said})."
 
 
-def _changed(change: Change, heldout: str) -> str:
-    digits, said, doubt = decimals(change.error), verdict(change), _doubt(change)
-    word = {"higher": "rose", "lower": "fell"}.get(said, "went")
-    if change.seeds > 1:
-        margin = f" ({signed(change.tuned - change.base, digits)}, {_over_seeds(*change.interval, digits, change)}{doubt})"
-    else:
-        margin = f" (± {fixed(change.margin, digits)}{doubt})" if math.isfinite(change.margin) else doubt
-    values = f"from {fixed(change.base, digits)} to {fixed(change.tuned, digits)}"
-    return f"{change.reward} {word} {values} on {heldout} prompts{margin}"
+def _changed(change: Change) -> str:
+    """Whether a reward changed, and how much in standard deviations, which say more than its own units."""
+    moved = {"higher": "rose", "lower": "fell"}.get(verdict(change), "did not clearly change")
+    size = effect(change, "standard deviations")
+    values = f"from {fixed(change.base, decimals(change.error))} to {fixed(change.tuned, decimals(change.error))}"
+    return f"{change.reward} {moved}: {size or values}{_few(change)}"
+
+
+def _in_figures(change: Change) -> str:
+    digits = decimals(change.error)
+    values = f"{change.reward}: {fixed(change.base, digits)} to {fixed(change.tuned, digits)}"
+    low, high = (signed(end, digits) for end in change.interval)
+    inside = f" (change {low} to {high})" if all(map(math.isfinite, change.interval)) else ""
+    size = effect(change)
+    return f"{values}{inside}{f'; {size}' if size else ''}."
 
 
 def _doubt(change: Change) -> str:
-    said = verdict(change)
-    if said == "too few prompts":
-        return f", too few prompts to say more; take evaluation.num_prompts={FEWEST} or more"
-    return ", no clear change" if said == "no clear change" else ""
+    return _few(change) or (", no clear change" if verdict(change) == "no clear change" else "")
 
 
-def _over_seeds(low: float, high: float, digits: int, change: Change) -> str:
-    return f"{signed(low, digits)} to {signed(high, digits)} over {change.seeds} seeds"
+def _few(change: Change) -> str:
+    """A caution on too few prompts."""
+    few = verdict(change) == "too few prompts"
+    return f", too few prompts to say more; take evaluation.num_prompts={FEWEST} or more" if few else ""
+
+
+def _lost(run: Run | SeedGroup, changes: Sequence[Change]) -> str:
+    """Scores that fell, diversity, and alarms."""
+    raised = run.alarms()
+    names = ", ".join(dict.fromkeys(one.name for one in raised))
+    alarms = f"{counted(len(raised), 'alarm')}: {names}" if raised else "no alarm"
+    said = "; ".join([_fallen(changes), *_diversity(run), alarms])
+    return f"{said[0].upper()}{said[1:]}."
 
 
 def _fallen(changes: Sequence[Change]) -> str:
     fallen = [change.reward for change in changes if verdict(change) == "lower"]
     if fallen:
-        return f"Fallen: {', '.join(fallen)}."
-    return "No other score clearly fell." if any(not change.trained for change in changes) else "No other score was judged."
+        return f"fallen: {', '.join(fallen)}"
+    return "no other score clearly fell" if any(not change.trained for change in changes) else "no other score was judged"
 
 
-def _alarms(run: Run | SeedGroup) -> str:
-    raised = run.alarms()
-    names = ", ".join(dict.fromkeys(one.name for one in raised))
-    return f"{counted(len(raised), 'alarm')}: {names}." if raised else "No alarm."
+AS_VARIED = 0.8
+"""Pictures that differ by less than this share of what the base's do are a loss of diversity."""
+
+
+def _diversity(run: Run | SeedGroup) -> list[str]:
+    """Whether pictures of one prompt became alike: right ones if that is known of every run, since training that works leaves
+    fewer wrong ones."""
+    shares = [tuned / base for base, tuned in _spreads(run).values() if base]
+    if not shares:
+        return []
+    right = f", right ones {shares[1]:.2f} times" if len(shares) > 1 else ""
+    said = f"pictures of one prompt differ {shares[0]:.2f} times as much as the base's{right}"
+    return [f"diversity was lost: {said}" if shares[-1] < AS_VARIED else said]
+
+
+def _spread(run: Run | SeedGroup) -> list[str]:
+    return [
+        f"{which.capitalize()} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}."
+        for which, (base, tuned) in _spreads(run).items()
+    ]
+
+
+def _spreads(run: Run | SeedGroup) -> dict[str, tuple[float, float]]:
+    """How much pictures of one prompt differ, base and tuned, of all and of right ones; means over runs."""
+    found = {}
+    for which, key in reversed(DIVERSITIES.items()):
+        if spreads := run.spreads(key):
+            base, tuned = (sum(side) / len(spreads) for side in zip(*spreads, strict=True))
+            found[which] = base, tuned
+    return found
 
 
 def _percent(share: float) -> str:

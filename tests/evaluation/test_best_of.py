@@ -1,0 +1,52 @@
+"""The best of n pictures: expectations from one set of pictures against enumeration of every choice of n."""
+
+import itertools
+
+import pytest
+import torch
+
+from g2rpo.evaluation.best_of import best_of, expected_of_best, utility
+
+BY = torch.tensor([[3.0, 1.0, 2.0, 5.0, 4.0], [1.0, 1.0, 0.0, 1.0, 0.0]]).double()
+OF = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0, 0.5]]).double()
+
+
+def enumerated(by, of, n):
+    """Every n of the pictures; one of the highest by lot."""
+    values = []
+    for chosen in itertools.combinations(range(len(by)), n):
+        top = max(by[i] for i in chosen)
+        best = [of[i] for i in chosen if by[i] == top]
+        values.append(sum(best) / len(best))
+    return float(sum(values) / len(values))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_the_expected_best_is_the_mean_over_every_choice(n):
+    expected = torch.tensor([enumerated(by, of, n) for by, of in zip(BY, OF, strict=True)]).double()
+    torch.testing.assert_close(expected_of_best(BY, OF, n), expected)
+
+
+def test_of_uniform_scores_it_is_the_order_statistic():
+    """The best of n of 0 .. S - 1 is n (S + 1) / (n + 1) - 1 on average."""
+    ranks = torch.randperm(16, generator=torch.Generator().manual_seed(0)).double()[None]
+    for n in (1, 2, 4, 8, 16):
+        assert float(expected_of_best(ranks, ranks, n)) == pytest.approx(n * 17 / (n + 1) - 1)
+
+
+def test_a_picture_without_a_score_of_the_judge_is_left_out():
+    of = OF.clone()
+    of[0, 3] = torch.nan  # the best picture
+    found = expected_of_best(BY, of, 5)
+    assert torch.isnan(found[0]) and found[1] == pytest.approx(1 / 3)
+    assert torch.isfinite(expected_of_best(BY, of, 2)).all()
+
+
+def test_pictures_are_chosen_by_the_trained_rewards_alone():
+    """Each in units of its deviation within a prompt; a missing score counts as the prompt's mean."""
+    scores = {"a": torch.tensor([[0.0, 1.0, torch.nan]]), "b": torch.tensor([[10.0, -10.0, 0.0]]), "judge": torch.eye(3)[:1]}
+    weights = {"a": 1.0, "b": 0.4}
+    expected = torch.tensor([[-0.5, 0.5, 0.0]]) / 0.5**0.5 + 0.4 * torch.tensor([[1.0, -1.0, 0.0]])
+    torch.testing.assert_close(utility(scores, weights), expected.double())
+    assert float(best_of(scores, weights, 3)["judge"]) == 0.0  # the second is chosen
+    assert float(best_of({**scores, "a": torch.ones(1, 3)}, weights, 3)["judge"]) == 1.0  # the first, by b
