@@ -1,10 +1,12 @@
 """The embedding cache: what is found is what was made, and nothing else is ever found."""
 
+import json
 import os
 import shutil
 
 import pytest
 import torch
+from diffusers import FluxPipeline
 
 from g2rpo.app.ahead import encode_ahead, prompts_to_come
 from g2rpo.assembly import components
@@ -15,6 +17,7 @@ from g2rpo.core.files import FileDigests
 from g2rpo.core.types import Cond
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.prompts.sources import read_prompts
 from tests.support.commands import done, refused, small_files
 from tests.support.runs import PROMPTS, trainer
 from tests.support.tiny import save_flux
@@ -259,3 +262,80 @@ def test_text_of_any_length_is_kept_row_by_row(tmp_path):
     padded, mask = picked.padded("sequence")
     assert padded.shape == (3, 4, 3) and mask.sum(1).tolist() == [4, 2, 4]
     assert torch.equal(padded[1], torch.tensor([2.0, 2.0, 0.0, 0.0])[:, None].expand(4, 3))
+
+
+@torch.inference_mode()
+def published_folder(place, pipeline, texts, dtype=torch.float32):
+    """As G2RPO's published preprocessing writes it: a .pt file of one row for each tensor, and a list of captions."""
+    pipe = FluxPipeline.from_pretrained(pipeline, torch_dtype=dtype)
+    entries = []
+    for number, text in enumerate(texts):
+        made = pipe.encode_prompt(prompt=[text], prompt_2=[text])
+        for part, tensor in zip(("prompt_embed", "pooled_prompt_embeds", "text_ids"), made, strict=True):
+            (place / part).mkdir(parents=True, exist_ok=True)
+            torch.save(tensor[0], place / part / f"{number}.pt")
+        files = dict.fromkeys(("prompt_embed_path", "text_ids", "pooled_prompt_embeds_path"), f"{number}.pt")
+        entries.append({**files, "caption": text})
+    (place / "videos2caption.json").write_text(json.dumps(entries, indent=4))
+    return place
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cache", ["auto", "off"])
+def test_a_folder_of_the_published_preprocessing_has_our_own_rows(flux_directory, tmp_path, dtype, cache):
+    """Bit for bit, and its prompts are neither encoded nor stored again; those that are not in it are."""
+    folder = published_folder(tmp_path / "rows", flux_directory, TEXTS[:2], getattr(torch, dtype))
+    prompts = read_prompts(folder)
+    assert prompts == TEXTS[:2] == read_prompts(folder / "videos2caption.json")
+    options = {"dtype": dtype, "max_sequence_length": 512}  # diffusers' default, which the published code keeps
+    encoder = cached(flux_directory, cache, **options)
+    assert encoder.missing([*prompts, TEXTS[2]]) == TEXTS[2:]
+    encode_ahead(encoder, [*prompts, TEXTS[2]])
+    found, own = encoder.encode([*prompts, TEXTS[2]]), cached(flux_directory, "off", **options).encode(TEXTS)
+    assert equal(found, own) and encoder.encoded == 1
+    assert {name: value.dtype for name, value in found.tensors.items()} == {name: v.dtype for name, v in own.tensors.items()}
+
+
+class Call:
+    """An object whose unpickling would run code."""
+
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (lambda folder: torch.save(Call(), folder / "prompt_embed" / "0.pt"), "0.pt: .*more than tensors"),
+        (lambda folder: torch.save({"a": torch.ones(1)}, folder / "text_ids" / "0.pt"), "0.pt: is dict"),
+        (lambda folder: torch.save(torch.ones(3, 2), folder / "prompt_embed" / "0.pt"), r"0.pt: is \[3, 2\]"),
+        (lambda folder: (folder / "prompt_embed" / "0.pt").write_bytes(b"x"), "0.pt: "),
+        (lambda folder: (folder / "text_ids" / "0.pt").unlink(), "entry 1: .*0.pt is no file of this folder"),
+        (lambda folder: renamed(folder, "../text_ids/0.pt"), "entry 1: .* is no file of this folder"),
+        (lambda folder: (folder / "videos2caption.json").write_text('[{"caption": "a"}]'), "prompt_embed_path"),
+        (lambda folder: (folder / "videos2caption.json").write_text("[]"), "is empty"),
+        (lambda folder: swapped(folder), "0.pt: differs by .* of its size"),
+    ],
+)
+def test_embeddings_that_are_none_or_of_other_encoders_are_refused(flux_directory, tmp_path, change, fact, capsys):
+    folder = published_folder(tmp_path / "rows", flux_directory, TEXTS[:2])
+    change(folder)
+    with pytest.raises(UserError, match=fact):
+        encode_ahead(cached(flux_directory, max_sequence_length=512), read_prompts(folder))
+    assert "must not run" not in capsys.readouterr().out
+
+
+def renamed(folder, name):
+    listed = folder / "videos2caption.json"
+    listed.write_text(listed.read_text().replace('"prompt_embed_path": "0.pt"', f'"prompt_embed_path": "{name}"'))
+
+
+def swapped(folder):
+    """The embeddings of another prompt, as far away as those of other encoders."""
+    shutil.copy(folder / "prompt_embed" / "1.pt", folder / "prompt_embed" / "0.pt")
+
+
+def test_a_folder_for_another_model_is_refused(flux_directory, sd3_directory, tmp_path):
+    folder = published_folder(tmp_path / "rows", flux_directory, TEXTS[:1])
+    with pytest.raises(UserError, match="its embeddings are .*text_ids; this model takes"):
+        encode_ahead(cached(sd3_directory), read_prompts(folder))

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import local
 from g2rpo.core.input_pictures import check_files
-from g2rpo.core.plain import is_text, parse_json, read_text
+from g2rpo.core.plain import is_text, parse_json, read_as, read_text
 from g2rpo.core.types import Prompt
 from g2rpo.prompts.lines import COLUMNS, read_lines, refuse_other_files, visible_part
 from g2rpo.prompts.tables import column_of, read_table
@@ -26,6 +28,8 @@ STARTER = {f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt" 
 LONGEST, MOST_PROMPTS = 2**15, 5_000_000
 """The largest number of characters of a prompt (encoders read at most a few thousand), and of rows of a table."""
 
+PUBLISHED = "videos2caption.json"
+"""The list of prompts in a folder of G2RPO's published preprocessing (`data_preprocess/preprocess_flux_embedding.py`)."""
 EXAMPLE = '{"prompt": "a red circle"}'
 
 
@@ -44,6 +48,7 @@ def read_prompts(source: str | Path) -> list[Prompt]:
     - `FILE.jsonl`: a string or an object on each line;
     - `FILE.parquet`: a table (needs the extra `data`);
     - `FILE.SUFFIX:COLUMN`: the same with this column;
+    - `FOLDER` with a `PUBLISHED`: FLUX's prompts with their embeddings, a .pt file for each tensor;
     - `starter:train` or `starter:heldout`: `STARTER`;
     - `hf:OWNER/NAME[/SUBSET][:SPLIT[:COLUMN]]`: a dataset of the Hugging Face hub, or a folder of one, by default its split
       "train" (needs the extra `data`).
@@ -63,8 +68,10 @@ def read_prompts(source: str | Path) -> list[Prompt]:
 def _from_file(path: Path, column: str) -> list[Prompt]:
     """The prompts of a file, read as its suffix says. ValueError for what a file cannot hold, UserError for a wrong record."""
     suffix = path.suffix.lower() or ".txt"
+    if path.name == PUBLISHED or (path / PUBLISHED).is_file():
+        return _from_published(path if path.is_dir() else path.parent)
     if path.is_dir():
-        raise ValueError("is a folder; hf:FOLDER reads a dataset's")
+        raise ValueError(f"is a folder without {PUBLISHED}; hf:FOLDER reads a dataset's")
     if suffix not in SUFFIXES:
         raise ValueError(f"{path.suffix} is not read; prompts are read from {READ}")
     refuse_other_files(_begin(path))
@@ -81,6 +88,36 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
         numbered = _from_json_lines(text)
     unit = "entry" if suffix == ".json" else "line"
     return _usable(f"prompt file {path}", numbered, column, unit, path.parent)
+
+
+class _Encoded(BaseModel):
+    """A prompt in `PUBLISHED`, with the names of its tensors' files."""
+
+    caption: str
+    prompt_embed_path: str
+    pooled_prompt_embeds_path: str
+    text_ids: str
+
+
+def _from_published(folder: Path) -> list[Prompt]:
+    """The prompts of a folder of G2RPO's published preprocessing, with their embeddings."""
+    prompts = []
+    for number, entry in enumerate(read_as(list[_Encoded], folder / PUBLISHED), 1):
+        encoded = {
+            "prompt_embeds": folder / "prompt_embed" / entry.prompt_embed_path,
+            "pooled_prompt_embeds": folder / "pooled_prompt_embeds" / entry.pooled_prompt_embeds_path,
+            "text_ids": folder / "text_ids" / entry.text_ids,
+        }
+        try:
+            for path in encoded.values():
+                if path.parent.parent != folder or not path.is_file():
+                    raise ValueError(f"{path} is no file of this folder")
+            prompts.append(Prompt(_text(entry.caption), encoded={name: str(path) for name, path in encoded.items()}))
+        except ValueError as error:
+            raise ValueError(f"{PUBLISHED}, entry {number}: {error}") from None
+    if not prompts:
+        raise ValueError(f"{PUBLISHED} is empty")
+    return prompts
 
 
 def _begin(path: Path) -> str:
