@@ -24,7 +24,7 @@ from g2rpo.config.given import OBJECT, mention
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import check_inputs
-from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.plain import read_as
 from g2rpo.core.types import Algorithm, Policy, Scorer
 from g2rpo.evaluation.heldout import Comparison, compare
 from g2rpo.evaluation.sampler import Sampler, sampler_of
@@ -225,8 +225,7 @@ def study(
     folder = Path(out)
     asked = (parse_budget(budget), rates, seeds, pilots, steps, jobs)
     compare_cells(recipe, overrides, cells, *asked, out=folder)
-    results: dict[str, Any] = parse_json(read_text(StudyDirectory(folder).results))
-    return results
+    return read_as(dict[str, Any], StudyDirectory(folder).results)
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
@@ -34,18 +33,28 @@ def test_a_table_has_exactly_the_scores_that_were_written(tmp_path):
     assert json.loads(lines[1])["scores"] == {"one": None, "two": 2.0}
 
 
-def test_scores_of_earlier_versions_are_read(tmp_path):
-    assert not scores.has_rows(tmp_path / "t.jsonl")
-    save_file(SCORES, tmp_path / "t.safetensors")
-    assert scores.has_rows(tmp_path / "t.jsonl") and not (tmp_path / "t.jsonl").exists()
-    assert same(scores.scores_of(scores.read_rows(tmp_path / "t.jsonl")), SCORES)
+ROW = '{"index": 0, "prompt": "a", "scores": {"a": 1}}'
 
 
-@pytest.mark.parametrize("text", ["{}", '{"scores": {"a": "b"}}', '{"scores": {"a": 1}}\n{"scores": {}}', "{", None])
-def test_a_damaged_table_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "line 1: index: Field required"),
+        (ROW.replace("1}", '"b"}'), "line 1: scores.a: Input should be a valid number, got 'b'"),
+        (ROW.replace("1}", "true}"), "line 1: scores.a: Input should be a valid number, got True"),
+        (ROW.replace("1}", "1e39}"), "line 1: scores.a: Input should be less than"),
+        (ROW.replace(": 0", ": -1"), "line 1: index: Input should be greater than"),
+        (ROW + "\n" + ROW.replace('"a": 1', '"b": 1'), "line 2: has other scores than the first row"),
+        (ROW + "\n" + ROW[:-1] + ', "right": true}', "line 2: has other scores than the first row"),
+        ("{", "line 1: is no JSON"),
+        ("", "line 1: is no JSON"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_damaged_table_is_refused(tmp_path, text, said):
     if text is not None:
-        (tmp_path / "t.jsonl").write_bytes((text + "\n").encode("latin-1"))
-    with pytest.raises(UserError, match=r"t\.jsonl: cannot be read"):
+        (tmp_path / "t.jsonl").write_text(text + "\n")
+    with pytest.raises(UserError, match=rf"t\.jsonl(,|:) {said}.*; put the file back"):
         scores.read_rows(tmp_path / "t.jsonl")
 
 

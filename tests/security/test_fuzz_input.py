@@ -10,6 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from g2rpo.app.dry_run import try_own_code
+from g2rpo.app.preflight import check
 from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS
@@ -56,6 +58,13 @@ def said(error):
 @example(CONFIGS[0], ["rewards.a.options." + "a." * 5000 + "b=1"])
 @example(CONFIGS[0], ["trainer.seed=" + "[" * 20_000])
 @example(CONFIGS[0], ["optim.betas=[1,2]"])
+@example(CONFIGS[0], ["optim.betas=[0.9]"])
+@example(CONFIGS[0], ["optim.betas=[]"])
+@example(CONFIGS[0], ["algorithm.name=mixgrpo", "algorithm.window_range=[1]"])
+@example(CONFIGS[0], ["rewards.a.options={1: 2}"])
+@example(CONFIGS[0], ["rewards.a.options.x={null: 1}"])
+@example(CONFIGS[0], ["rewards.a.options.x=[{true: 1}]"])
+@example(CONFIGS[0], ["rewards={1: 2}"])
 @example(CONFIGS[0], ['policy.negative_prompt="\\ud800"'])
 def test_overrides_are_used_or_refused(config, words):
     try:
@@ -86,6 +95,35 @@ def test_the_command_line_says_one_thing_and_ends_with_2(text, words):
         main(["encode", str(path), *words, "prompts.cache=off"])
     assert end.value.code == 2
     assert "g2rpo:" in err.getvalue() and "Traceback" not in err.getvalue() and "\x1b" not in err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optim.betas=[0.9]"], "'optim.betas.1' is missing"),
+        (["algorithm.group_size=4294967296"], "algorithm.group_size: input should be less than or equal to 10000"),
+        (["algorithm.granularities=[4294967296]"], "algorithm.granularities.0: input should be less than or equal to 1000000"),
+        (["algorithm.name=refl", "algorithm.group_size=4294967296"], "algorithm.group_size: input should be less than"),
+        (["rewards.r.kind=function"], "rewards.r.options.target is missing"),
+        (["rewards.r.kind=function", "rewards.r.options.target=r.py"], "rewards.r.options.target: a function is named"),
+        (
+            ["rewards.r.kind=function", "rewards.r.options.target=[1]"],
+            "rewards.r.options.target: str: Input should be a valid string, got [1]",
+        ),
+        (["rewards.scene_accuracy.options={1: 2}"], "rewards.scene_accuracy.options.1"),
+        (["rewards.brightness.options.negative=3"], "rewards.brightness.options.negative: Input should be a valid boolean"),
+        (["rewards.clip_score.options.batch_size=many"], "rewards.clip_score.options.batch_size: Input should be a valid int"),
+        (["rewards.geneval.options.score=most"], "rewards.geneval.options.score: Input should be 'partial' or 'correct'"),
+    ],
+)
+def test_a_typing_error_is_one_message_before_anything_is_loaded(words, said):
+    def begin():
+        config = load_config("scenes", words)
+        try_own_code(config, {"prompts": check(config)[0]})
+
+    with pytest.raises(UserError) as error:
+        begin()
+    assert said in str(error.value)
 
 
 LINES = '{"prompt": "a red circle"}\n{"prompt": "two\u2028lines"}\n'

@@ -16,13 +16,14 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.forward_process import ForwardProcess, Noised, OldShare, mean_square
 from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.core.data import Plan
+from g2rpo.core.plain import Count
 
 TINY = 1e-10
 """From the published code: added to an error before it is raised to a power below 1."""
@@ -46,7 +47,7 @@ class AWM(ForwardProcess):
     old_weight: NonNegativeFloat = 1.0
     old_most: OldShare = 0.3
     power: Annotated[float, Field(gt=0, le=1)] = 0.25
-    times: PositiveInt = 6
+    times: Count = 6
     update_every: Literal["rollout"] = "rollout"
 
     @property

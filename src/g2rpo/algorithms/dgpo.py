@@ -17,13 +17,14 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.forward_process import ForwardProcess, Noised, OldShare, mean_square, noised_at
 from g2rpo.algorithms.hyperparameters import STRICT, GroupSize
 from g2rpo.core.data import Batch, Plan
+from g2rpo.core.plain import Count
 from g2rpo.core.types import Network
 
 
@@ -46,8 +47,8 @@ class DGPO(ForwardProcess):
     old_flat: NonNegativeInt = 1
     old_most: OldShare = 0.3
     old_after: NonNegativeInt = 200
-    times: PositiveInt = 4
-    first_steps: PositiveInt = 7
+    times: Count = 4
+    first_steps: Count = 7
     strength: NonNegativeFloat = 100.0
     clip_range: PositiveFloat = 0.01
     update_every: Literal["rollout"] = "rollout"

@@ -16,13 +16,14 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.forward_process import ForwardProcess, Noised, mean_square
 from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.core.data import Plan, per_row
+from g2rpo.core.plain import Count
 
 SMALLEST_WEIGHT = 1e-5
 """From the published code: the lower bound of an image's mean error, by which its squared error is divided."""
@@ -44,7 +45,7 @@ class DiffusionNFT(ForwardProcess):
     share: Annotated[float, Field(gt=0, le=1)] = 0.99
     mixing: PositiveFloat = 1.0
     kl_weight: NonNegativeFloat = 1e-4
-    update_every: Literal["rollout"] | PositiveInt = "rollout"
+    update_every: Literal["rollout"] | Count = "rollout"
 
     def samples_old(self, updates: int) -> bool:
         return True

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO, Granularities
 from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.core.flow import flow_sde, sigma_grid
+from g2rpo.core.plain import Count
 from g2rpo.core.types import Batch, Plan
 
 
@@ -52,7 +53,7 @@ class EGRPO(GranularGRPO):
     title: ClassVar[str] = "E-GRPO"
     paper: ClassVar[str] = "2601.00423"
     granularities: Granularities = (1,)
-    merged_steps: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 1, 2, 2, 2, 3, 3, 3)
+    merged_steps: Annotated[tuple[Count, ...], Field(min_length=1)] = (1, 1, 2, 2, 2, 3, 3, 3)
 
     def __post_init__(self) -> None:
         if len(self.merged_steps) != len(self.branch_steps):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from g2rpo.algorithms.grpo import GRPO, SDE, window
 from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
+from g2rpo.core.plain import Count
 from g2rpo.core.seeding import draw_below
 from g2rpo.core.types import Plan
 
@@ -34,7 +35,7 @@ class FlowGRPOFast(GRPO):
     population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
-    window_size: PositiveInt = 3
+    window_size: Count = 3
     window_range: tuple[int, int] | None = None
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -27,11 +27,12 @@ from g2rpo.algorithms.hyperparameters import STRICT, Distinct, GroupSize
 from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
 from g2rpo.core.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.core.objectives import RewardMix, clipped_surrogate, mix_rewards
+from g2rpo.core.plain import Count
 from g2rpo.core.seeding import draw_below
 from g2rpo.core.types import Kernel, Plan
 
 BranchSteps = Annotated[tuple[NonNegativeInt, ...], Field(min_length=1), Distinct]
-Granularities = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+Granularities = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, PositiveInt
+from pydantic import AfterValidator, ConfigDict, Field
+
+from g2rpo.core.plain import Count
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 T = TypeVar("T")
@@ -22,8 +24,8 @@ def distinct(values: tuple[T, ...]) -> tuple[T, ...]:
     return values
 
 
-GroupSize = Annotated[int, Field(ge=2)]
-"""A group of one has no advantage."""
+GroupSize = Annotated[int, Field(ge=2, le=10_000)]
+"""A group of one has no advantage; more than these is a typing error, and would exhaust memory before any message."""
 Distinct = AfterValidator(distinct)
-UpdateEvery = Literal["rollout", "branch"] | PositiveInt
+UpdateEvery = Literal["rollout", "branch"] | Count
 """`types.UpdateEvery` with its limit."""

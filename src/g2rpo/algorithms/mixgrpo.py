@@ -10,13 +10,14 @@ import dataclasses
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.grpo import GRPO, window
 from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
 from g2rpo.core.objectives import RewardMix
+from g2rpo.core.plain import Count
 from g2rpo.core.seeding import draw_below
 from g2rpo.core.types import Plan
 
@@ -40,10 +41,10 @@ class MixGRPO(GRPO):
     shared_noise: bool = True
     reward_mix: RewardMix = "advantages"
     update_every: UpdateEvery = 3
-    window_size: PositiveInt = 4
+    window_size: Count = 4
     schedule: Schedule = "progressive"
-    window_iterations: PositiveInt = 25
-    stride: PositiveInt = 1
+    window_iterations: Count = 25
+    stride: Count = 1
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         start = self.window_start(num_steps, iteration, seed)
@@ -92,7 +93,7 @@ class MixGRPOFlash(MixGRPO):
     name: Literal["mixgrpo_flash"] = "mixgrpo_flash"  # type: ignore[assignment]
     title: ClassVar[str] = "MixGRPO-Flash"
     paper: ClassVar[str] = "2507.21802"
-    window_iterations: PositiveInt = 20
+    window_iterations: Count = 20
     compression: Annotated[float, Field(gt=0, le=1)] = 0.4
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:

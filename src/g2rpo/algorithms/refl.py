@@ -12,16 +12,17 @@ of the rollout are scored for the log, and to leave out those without a score.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.core.data import Batch, Example, Loss, Normal, Plan, Rollout, per_row
 from g2rpo.core.flow import ode_step
+from g2rpo.core.plain import Count
 from g2rpo.core.seeding import draw_below
 from g2rpo.core.types import Algorithm, Draw, Kernel, Network
 
@@ -38,8 +39,8 @@ class ReFL(Algorithm):
     name: Literal["refl"] = "refl"
     title: ClassVar[str] = "ReFL"
     paper: ClassVar[str] = "2304.05977"
-    group_size: PositiveInt = 4
-    last_steps: PositiveInt = 11
+    group_size: Annotated[int, Field(ge=1, le=10_000)] = 4
+    last_steps: Count = 11
     ceiling: float = 0.55
     scale: PositiveFloat = 1.0
 

@@ -69,10 +69,17 @@ def _functions(table: Mapping[str, RewardConfig], device: str) -> dict[str, Scor
     """The rewards of a config that are functions; a class might load a model."""
     functions: dict[str, Scorer] = {}
     for name, entry in table.items():
-        kind = load_function(entry.options["target"]) if entry.kind == "function" else reward_kind(name, entry)
+        kind = _function(name, entry) if entry.kind == "function" else reward_kind(name, entry)
         if not isinstance(kind, type):
             functions |= build_rewards({name: entry}, device)
     return functions
+
+
+def _function(name: str, entry: RewardConfig) -> Any:
+    try:
+        return load_function(str(entry.options.get("target")))
+    except ValueError as error:
+        raise UserError(f"rewards.{name}.options.target: {error}") from None
 
 
 def _try_reward(name: str, reward: Scorer, config: Config, given: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -13,6 +13,7 @@ from g2rpo.config.given import refuse_mention
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean, loading
+from g2rpo.core.plain import as_json, parse_as
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
 from g2rpo.rewards.weights import parse_dtype
 
@@ -88,8 +89,20 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
         for option in entry.options:
             if option not in known:
                 raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
+        if entry.kind in REWARDS:
+            _check_types(f"rewards.{name}.options", kind, entry.options)
         if declared_by(kind) is kind:
             _check_common_options(f"rewards.{name}.options", entry.options)
+
+
+def _check_types(key: str, kind: type[Reward], options: Mapping[str, Any]) -> None:
+    """Refuses options of other types than a class declares."""
+    types = get_type_hints(kind.__init__)
+    for option, value in options.items():
+        try:
+            parse_as(types[option], as_json(value))
+        except ValueError as error:
+            raise UserError(f"{key}.{option}: {error}") from None
 
 
 def check_devices(entries: Mapping[str, RewardConfig]) -> None:

@@ -319,9 +319,10 @@ def _place(loc: Sequence[int | str], data: Any, missing: bool) -> tuple[str, Any
     """The dotted key of pydantic's location, without the members of unions, and the value of `data` there."""
     parts = []
     for part in loc:
-        if (isinstance(data, Mapping) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+        held = data if isinstance(data, Mapping) else dict(enumerate(data)) if isinstance(data, list) else {}
+        if part in held:
             parts.append(str(part))
-            data = data[part]  # type: ignore[index]
+            data = held[part]
     return ".".join([*parts, *([str(loc[-1])] if missing else [])]), data
 
 
@@ -332,7 +333,7 @@ def _complaints(error: ValidationError, data: Any, source: str, prefix: str = ""
         if isinstance(inner := problem.get("ctx", {}).get("error"), ValidationError):  # an algorithm's own fields
             yield from _complaints(inner, value, source, f"{key}.")
         elif problem["loc"][-1:] == ("[key]",):
-            space = "; YAML needs a space after ':'" if ":" in problem["input"] else ""
+            space = "; YAML needs a space after ':'" if ":" in str(problem["input"]) else ""
             yield f"{source}: {key} is no name: write letters, digits and . _ + -{space}"
         elif problem["type"] == "missing":
             yield f"{source}: '{key}' is missing"

@@ -10,6 +10,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    JsonValue,
     NonNegativeFloat,
     PositiveFloat,
 )
@@ -44,7 +45,7 @@ class RewardConfig(Section):
 
     kind: str
     weight: Annotated[float, AfterValidator(_not_negative)] = 1.0
-    options: dict[str, Any] = {}
+    options: dict[str, JsonValue] = {}
     frames: Frames | None = None
     """Which frames of clips a reward of pictures scores; None: every fourth, their mean."""
 

@@ -11,11 +11,12 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from g2rpo.core.errors import UserError
+from g2rpo.core.plain import read_as
 
 UNFINISHED = ".unfinished_"  # the name prefix of files and folders that are being written
 
@@ -143,24 +144,22 @@ class FileDigests:
 
     def __init__(self, memo: Path | None) -> None:
         self.memo = memo
-        self._known: dict[str, list[Any]] = {}
+        self._known: dict[str, tuple[int, int, int, int, str]] = {}
         if memo is not None and memo.is_file():
-            try:
-                self._known = dict(json.loads(memo.read_text(encoding="utf-8")))
-            except (ValueError, TypeError):
-                self._known = {}  # only a cache: the files are read again
+            with suppress(UserError):  # only a cache: the files are read again
+                self._known = read_as(dict[str, tuple[int, int, int, int, str]], memo)
 
     def of(self, path: Path) -> str:
         """The digest of one file."""
         real = path.resolve()
         stat = real.stat()
-        state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        state = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
         known = self._known.get(str(real))
         if known is not None and known[:-1] == state:
             return known[-1]
         with real.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self._known[str(real)] = [*state, digest]
+        self._known[str(real)] = (*state, digest)
         if self.memo is not None:
             write_whole(self.memo, json.dumps(self._known).encode())
         return digest

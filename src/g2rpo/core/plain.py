@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 Count = Annotated[int, Field(gt=0, le=10**6)]
 """More than a million is a typing error, and would exhaust memory before any message."""
+
+Iteration = Annotated[int, Field(ge=0, le=10**6)]
+"""The number of finished iterations."""
 
 Number = Annotated[int | float, Field(ge=-1e300, le=1e300)]
 """A finite number, with whose squares one can still reckon."""
@@ -155,7 +158,7 @@ def checked_as(kind: type[T], value: Any) -> T:
         raise ValueError(_first_of(error)) from None
 
 
-def _parsed(adapter: TypeAdapter[T], text: str) -> T:
+def _parsed(adapter: TypeAdapter[T], text: str | bytes) -> T:
     try:
         return adapter.validate_json(text, strict=True)
     except ValidationError as error:
@@ -204,20 +207,6 @@ def refuse_hub_kernels(config: Any, place: str) -> None:
 def read_text(path: Path, largest: int = LARGEST) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Raises ValueError (not OSError) if it cannot be read."""
     return _decoded(_read(path, largest))
-
-
-def read_json_lines(path: Path, check: Callable[[Any], T]) -> list[T]:
-    """The JSON values of a log, one per line, passed through `check`; an incomplete last line is left out. ValueError names a
-    damaged line; `check` raises ValueError or TypeError for a wrong one.
-    """
-    *lines, _ = _read(path, 4 * LARGEST).split(b"\n")
-    values = []
-    for number, line in enumerate(lines, 1):
-        try:
-            values.append(check(parse_json(_decoded(line))))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"line {number}: is damaged: {error}") from None
-    return values
 
 
 def _read(path: Path, largest: int) -> bytes:

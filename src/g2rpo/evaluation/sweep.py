@@ -21,14 +21,14 @@ from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, S
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import digest_of, write_whole
 from g2rpo.core.images import to_uint8
-from g2rpo.core.plain import as_json, parse_json, read_text
+from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import interval
 from g2rpo.core.types import Policy, Reward
 from g2rpo.evaluation.controls import PLAIN, RIGHT, TUNED, Control, Controls, against_controls
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import seconds_of
-from g2rpo.monitor.scores import Row, picture_of, right_of, save_pictures, save_rows, score_rows, scores_of
+from g2rpo.monitor.scores import Row, Scored, picture_of, right_of, save_pictures, save_rows, score_rows, scores_of
 from g2rpo.runs.directory import EvaluationDirectory, clip_of
 
 Side = Literal["base", "control", "tuned", "tuned control"]
@@ -61,6 +61,17 @@ class JudgingConfig(Section):
     """The rewards that choose the best of several draws; empty: all."""
     contents: dict[str, str] = Field(default_factory=dict)
     """Digests of the prompts, weights and model named above."""
+
+
+class Judged(Scored):
+    """A row of an evaluation: a picture's file, and how it was made."""
+
+    picture: str
+    clip: str | None = None
+    seed: int
+    side: Side
+    steps: Steps
+    control: str | None = None
 
 
 MAY_CHANGE = ("policy.device", "cache")
@@ -224,12 +235,13 @@ class Judging:
         if not path.is_file():
             return None
         try:
-            rows = parse_json(read_text(path))
-            named = [row["picture"] for row in rows] == [chunk.picture(index) for index in range(chunk.start, chunk.stop)]
-        except (ValueError, TypeError, KeyError):  # damaged: the chunk is repeated
+            rows = read_as(list[Judged], path)
+        except UserError:  # damaged: the chunk is repeated
             return None
-        files = [row[kind] for row in rows for kind in ("picture", "clip") if kind in row]
-        return rows if named and all((self.directory / file).is_file() for file in files) else None
+        pictures = [chunk.picture(index) for index in range(chunk.start, chunk.stop)]
+        files = [file for row in rows for file in (row.picture, row.clip) if file is not None]
+        whole = [row.picture for row in rows] == pictures and all((self.directory / file).is_file() for file in files)
+        return [row.model_dump(exclude_unset=True) for row in rows] if whole else None
 
     def _store(self, chunk: Chunk, evaluation: Evaluation, policy: Policy) -> None:
         """Writes pictures, clips and, last, their scores, which marks the chunk as finished."""

@@ -5,17 +5,45 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from g2rpo.core.errors import UserError
+from pydantic import BaseModel, ConfigDict, Field
+
 from g2rpo.core.files import open_regular, write_whole
-from g2rpo.core.plain import as_json, read_json_lines
+from g2rpo.core.plain import Iteration, Number, as_json, read_lines_as
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.folders import writing
 
 Row = dict[str, Any]
-NEEDED = {"train": ("iteration", "evaluations", "images", "seconds", "seconds/rollout"), "eval": ("iteration", "seconds")}
-"""Numbers that every row of a kind must have."""
+Amount = Annotated[int, Field(ge=0, le=10**15)]
+Seconds = Annotated[int | float, Field(gt=0, le=1e12)]
+
+
+class Logged(BaseModel):
+    """What every row has, and further numbers by name."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Number | None]
+
+    iteration: Iteration
+    seconds: Seconds
+    alarms: dict[str, str] = {}
+
+
+class Evaluated(Logged):
+    """The row of an evaluation."""
+
+    kind: Literal["eval"]
+
+
+class Trained(Logged):
+    """The row of an iteration."""
+
+    kind: Literal["train"]
+    iteration: Annotated[int, Field(ge=1, le=10**6)]
+    evaluations: Amount
+    images: Amount
+    rollout: Annotated[Seconds, Field(alias="seconds/rollout")]
 
 
 class MetricsLog:
@@ -46,10 +74,9 @@ class MetricsLog:
 def read_metrics(run_dir: Path) -> list[Row]:
     """All rows so far, without a last line that was cut short. UserError names any other damaged line."""
     path = RunDirectory(run_dir).log
-    try:
-        return read_json_lines(path, _checked) if path.exists() else []
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
+    kind: Any = Annotated[Evaluated | Trained, Field(discriminator="kind")]
+    rows = read_lines_as(kind, path) if path.exists() else []
+    return [row.model_dump(by_alias=True, exclude_unset=True) for row in rows]
 
 
 def gaps(run_dir: Path, rows: Sequence[Row], iteration: int) -> list[str]:
@@ -60,21 +87,3 @@ def gaps(run_dir: Path, rows: Sequence[Row], iteration: int) -> list[str]:
         return []
     lacks = f"{len(missing)} of the {len(expected)} rows up to iteration {iteration}"
     return [f"{RunDirectory(run_dir).log}: lacks {lacks}; curves and alarms continue without them"]
-
-
-def _checked(row: Any) -> Row:
-    """`row` if it is one that a run writes; ValueError if not."""
-    if not isinstance(row, dict) or row.get("kind") not in NEEDED:
-        raise ValueError("it is not a row of a run's log")
-    for key in NEEDED[row["kind"]]:
-        if not isinstance(row.get(key), int | float) or row[key] < 0 or (row[key] == 0 and key.startswith("seconds")):
-            raise ValueError(f"its '{key}' is missing, or no number")
-    alarms = row.get("alarms", {})
-    if not isinstance(alarms, dict) or not all(isinstance(said, str) for said in alarms.values()):
-        raise ValueError("its 'alarms' are not texts by name")
-    for key, value in row.items():
-        if key not in ("kind", "alarms") and value is not None and not (isinstance(value, int | float) and abs(value) < 1e300):
-            raise ValueError(f"its '{key}' is no number")
-    if not isinstance(row["iteration"], int):
-        raise ValueError("its 'iteration' is no whole number")
-    return row

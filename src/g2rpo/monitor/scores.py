@@ -3,31 +3,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from pydantic import BaseModel, Field
 from torch import Tensor
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import images_of
-from g2rpo.core.plain import as_json, read_json_lines
+from g2rpo.core.plain import as_json, read_lines_as
 from g2rpo.core.statistics import in_proportion
 from g2rpo.monitor.clips import read_clip, reduced, save_clip, stills
 from g2rpo.monitor.pictures import beside, to_pil
 from g2rpo.runs.directory import clip_of
 
 Row = dict[str, Any]
+AGAIN = "put the file back, or start again in another folder"
 SHOWN = 8
 """Pictures that are kept of an evaluation, or shown of one that keeps all."""
 OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
 """Outcomes of a picture by its verdicts before and after training."""
 UNKNOWN = "have no verdict"
+
+Score = Annotated[float, Field(ge=-3e38, le=3e38)]
+"""In float32."""
+
+
+class Scored(BaseModel):
+    """A row of a table: a picture's scores by reward, and whether it is right if a reward defines that."""
+
+    index: Annotated[int, Field(ge=0, lt=10**9)]
+    prompt: str
+    images: list[str] = []
+    scores: Annotated[dict[str, Score | None], Field(min_length=1)]
+    right: bool | None = None
+
+
+class Member(Scored):
+    """A row of the group of the first iteration, `how` whose members are sampled, with so many `tails`."""
+
+    tails: Annotated[int, Field(ge=1, le=250)]
+    how: str
 
 
 def score_rows(prompts: Sequence[str], scores: Mapping[str, Tensor], right: Tensor | None = None, first: int = 0) -> list[Row]:
@@ -50,27 +70,27 @@ def save_rows(path: Path, rows: Iterable[Row]) -> None:
     write_whole(path, "".join(as_json(row) + "\n" for row in rows).encode())
 
 
-def read_rows(path: Path) -> list[Row]:
-    """A table, or instead of one that is absent the scores that releases before 0.3 kept beside it; UserError if it is damaged
-    or there is neither."""
-    old = path.with_suffix(".safetensors")
-    try:
-        if not path.exists() and old.exists():
-            scores = load_file(old)
-            return score_rows([""] * len(next(iter(scores.values()))), scores)
-        rows = read_json_lines(path, dict)
-        if not rows:
-            raise ValueError("it has no whole row")
-        scores_of(rows)  # refuses what cannot be scores
-        return rows
-    except (ValueError, TypeError, LookupError, AttributeError, OSError, SafetensorError, StopIteration) as error:
-        again = "put it back, or start again in another folder"
-        raise UserError(f"{path}: cannot be read ({error}); {again}") from None
+def read_rows(path: Path, kind: type[Scored] = Scored, again: str = AGAIN) -> list[Row]:
+    """A table whose rows are of this kind; UserError, which ends with `again`, if it is absent or damaged."""
+    rows = read_lines_as(kind, path, again)
+    if not rows:
+        raise UserError(f"{path}: has no whole row; {again}")
+    first = rows[0]
+    for number, row in enumerate(rows, 1):
+        same_right = ("right" in row.model_fields_set) == ("right" in first.model_fields_set)
+        if row.scores.keys() != first.scores.keys() or not same_right:
+            raise UserError(f"{path}, line {number}: has other scores than the first row; {again}")
+    return [row.model_dump(exclude_unset=True) for row in rows]
 
 
-def has_rows(path: Path) -> bool:
-    """Whether `read_rows` finds a file."""
-    return path.is_file() or path.with_suffix(".safetensors").is_file()
+def read_scores(path: Path, names: Collection[str], count: int | None = None) -> dict[str, Tensor]:
+    """The scores [N] of a table by reward; UserError also if it lacks those of `names`, or has not `count` rows."""
+    rows = read_rows(path)
+    if lacking := sorted(set(names) - rows[0]["scores"].keys()):
+        raise UserError(f"{path}: lacks scores of {', '.join(lacking)}; {AGAIN}")
+    if count is not None and len(rows) != count:
+        raise UserError(f"{path}: has {counted(len(rows), 'row')} for {counted(count, 'held-out prompt')}; {AGAIN}")
+    return scores_of(rows)
 
 
 def scores_of(rows: Sequence[Row]) -> dict[str, Tensor]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import math
 import os
 import queue
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
+from g2rpo.core.plain import as_json, read_as
 from g2rpo.runs.directory import RunDirectory
 
 PATIENCE = 60.0  # seconds that the end of a run waits for a tracker
@@ -73,6 +74,14 @@ class TensorBoard:
         self.board.close()
 
 
+@dataclass
+class Memory:
+    """A tracker's run, and the last iteration of each kind of row that it was sent."""
+
+    id: str
+    sent: dict[str, int] = field(default_factory=dict)
+
+
 class Hosted:
     """What W&B and trackio have in common: a resumed run continues the tracker's run, and no row is sent twice.
     `run_dir/trackers/NAME.json` stores that run and the last iteration of each kind of row. It is written before a row is sent,
@@ -87,8 +96,7 @@ class Hosted:
     def start(self, run_dir: Path, iteration: int, config: Mapping[str, Any]) -> None:
         self.memory = RunDirectory(run_dir).trackers / f"{self.name}.json"
         self.memory.parent.mkdir(exist_ok=True)
-        fresh = {"id": secrets.token_hex(4), "sent": {}}
-        self.state: dict[str, Any] = json.loads(self.memory.read_text(encoding="utf-8")) if self.memory.exists() else fresh
+        self.state = read_as(Memory, self.memory) if self.memory.exists() else Memory(secrets.token_hex(4))
         self.module: Any = importlib.import_module(self.name)
         self.run = self.init(run_dir, config)
 
@@ -97,10 +105,10 @@ class Hosted:
 
     def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
         kind, iteration = row["kind"], row["iteration"]
-        if iteration <= self.state["sent"].get(kind, -1):
+        if iteration <= self.state.sent.get(kind, -1):
             return
-        self.state["sent"][kind] = iteration
-        write_whole(self.memory, json.dumps(self.state).encode())
+        self.state.sent[kind] = iteration
+        write_whole(self.memory, as_json(self.state).encode())
         self.send(iteration, {**scalars(row), **{name: self.module.Image(str(path)) for name, path in pictures.items()}})
 
     def send(self, iteration: int, values: dict[str, Any]) -> None:
@@ -122,7 +130,7 @@ class WandB(Hosted):
         run = wandb.init(
             project=self.project,
             name=run_dir.name,
-            id=self.state["id"],
+            id=self.state.id,
             resume="allow",
             config=dict(config),
             allow_val_change=True,  # keys that a resumed run may change
@@ -146,7 +154,7 @@ class Trackio(Hosted):
     name = "trackio"
 
     def init(self, run_dir: Path, config: Mapping[str, Any]) -> Any:
-        name = f"{run_dir.name}-{self.state['id']}"  # trackio identifies runs by name
+        name = f"{run_dir.name}-{self.state.id}"  # trackio identifies runs by name
         return self.module.init(project=self.project, name=name, resume="allow", config=dict(config), embed=False)
 
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import UNFINISHED, open_regular, settle, sync
+from g2rpo.core.plain import read_as
 
 LOCK = ".lock"
 ATTEMPTS = 100  # attempts to enter a folder that others create and remove meanwhile
@@ -32,6 +33,12 @@ class _Hold:
     descriptor: int
     process: int
     depth: int = 1
+
+
+@dataclass(frozen=True)
+class _Owner:
+    pid: int
+    host: str
 
 
 _HOLDS: dict[Path, _Hold] = {}
@@ -169,10 +176,10 @@ def _is_at(descriptor: int, file: Path) -> bool:
 def _holder(file: Path) -> str:
     """A description of the process that holds the lock."""
     try:
-        owner = json.loads(file.read_text(encoding="utf-8"))
+        owner = read_as(_Owner, file)
         since = datetime.fromtimestamp(file.stat().st_mtime)
-        return f"process {owner['pid']} on {owner['host']}, or one that it started, since {since:%Y-%m-%d %H:%M}"
-    except (OSError, ValueError, TypeError, KeyError):  # not written yet
+        return f"process {owner.pid} on {owner.host}, or one that it started, since {since:%Y-%m-%d %H:%M}"
+    except (OSError, UserError):  # not written yet
         return "another process"
 
 

@@ -13,11 +13,11 @@ import yaml
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.schema import Config
-from g2rpo.core.errors import counted
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import is_hub_id, write_whole
-from g2rpo.core.plain import parse_json, read_text
 from g2rpo.evaluation.controls import Controls, in_figures, in_words, told
 from g2rpo.evaluation.heldout import Comparison
+from g2rpo.evaluation.results import read_results
 from g2rpo.policies.catalogue import licence_of
 from g2rpo.runs.directory import RunDirectory, clip_of
 from g2rpo.training.header import base_name
@@ -30,9 +30,10 @@ THIS, MERGED = "THIS FOLDER OR REPOSITORY", "FOLDER OF g2rpo export RUN --format
 def finished_at(run_dir: Path) -> int | None:
     """The iteration of the weights that a run's results and model card describe; None if there are none."""
     try:
-        return dict(parse_json(read_text(RunDirectory(run_dir).results))).get("iteration")
-    except (ValueError, TypeError):  # absent, or damaged and to be rewritten
+        found = read_results(RunDirectory(run_dir))
+    except UserError:  # damaged, and to be rewritten
         return None
+    return None if found is None else found.iteration
 
 
 def copy_card(weights: Path, to: Path) -> None:

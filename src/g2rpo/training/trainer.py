@@ -27,7 +27,7 @@ from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.evaluation.work import plans_in, work_in_pictures
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
-from g2rpo.monitor.scores import has_rows, read_rows, scores_of
+from g2rpo.monitor.scores import read_scores
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.guidance import in_training, sized
@@ -400,7 +400,10 @@ class Trainer:
         self.alarms.rows = [row for row in read_metrics(directory) if row["iteration"] <= found]
         evaluated = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
         tables = {iteration: self.files.run.scores(iteration) for iteration in evaluated}
-        self.alarms.history = {i: scores_of(read_rows(table)) for i, table in tables.items() if has_rows(table)}
+        names = [*self.rewards, *self.judges]
+        self.alarms.history = {
+            iteration: read_scores(table, names, len(self.heldout)) for iteration, table in tables.items() if table.is_file()
+        }
         return [*complaints, *gaps(directory, self.alarms.rows, found)]
 
     def roll_back(self) -> int:

@@ -15,7 +15,9 @@ from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import Interval
 from g2rpo.evaluation.controls import Controls
 from g2rpo.evaluation.gains import RateGain
+from g2rpo.evaluation.sweep import Judged as JudgedRow
 from g2rpo.lab.compare.study import (
+    AGAIN,
     History,
     Judged,
     Knob,
@@ -28,7 +30,7 @@ from g2rpo.lab.compare.study import (
     save_curves,
 )
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.scores import read_rows
+from g2rpo.monitor.scores import Row, read_rows
 from g2rpo.runs.directory import EvaluationDirectory, StudyDirectory
 
 FREE = {"best": "no training: best free knob", "best_of": "no training: best of several"}
@@ -62,9 +64,10 @@ class Cell:
             "seconds": float(np.mean([run.seconds[-1] for run in self.runs])),
         }
 
-    def scores(self) -> Judged:
-        """[S, N] by (steps, reward)."""
+    def scores(self, base: Path) -> Judged:
+        """[S, N] by (steps, reward), as many as of the `base`."""
         tables = [_read_judged(folder) for folder in self.judged]
+        _check_alike({base: _sizes(_read_judged(base)), **dict(zip(self.judged, map(_sizes, tables), strict=True))})
         return {key: np.stack([table[key] for table in tables]) for key in tables[0]}
 
 
@@ -92,7 +95,11 @@ def write_results(
 ) -> StudyResults:
     """Writes results.json, results.md and curves.png; `base` and `controls` are evaluations of the
     base and of its free knobs."""
-    scores = {name: cell.scores() for name, cell in cells.items()}
+    for cell in cells.values():
+        _check_alike({folder: run.iterations for folder, run in zip(cell.folders, cell.runs, strict=True)})
+    lengths = {path: _lengths(run) for cell in cells.values() for path, run in zip(cell.folders, cell.runs, strict=True)}
+    _check_alike(lengths)
+    scores = {name: cell.scores(base) for name, cell in cells.items()}
     untrained = _read_judged(base)
     table = lines(untrained, scores)
     knobs = []
@@ -217,17 +224,39 @@ def _knob(knob: Knob | None) -> str:
     return f"{knob.change:+}, {knob.control}; {knob.evaluations} evaluations{readings} a picture"
 
 
+def _lengths(run: History) -> dict[str, int]:
+    """Held-out prompts by reward."""
+    return {name: len(values) for name, values in run.scores[0].items()}
+
+
+def _sizes(judged: Judged) -> dict[tuple[int, str], int]:
+    return {key: len(values) for key, values in judged.items()}
+
+
+def _check_alike(found: Mapping[Path, Any]) -> None:
+    """UserError for a folder that has something else than the first, so that its scores cannot be set beside the first's."""
+    first, *others = found
+    for folder in others:
+        if found[folder] != found[first]:
+            raise UserError(
+                f"{folder}: has other evaluations than {first}; delete the wrong one, and the same command makes it again"
+            )
+
+
 def _read_judged(folder: Path) -> Judged:
     return judged_scores(_read_rows(folder))
 
 
-def _read_rows(folder: Path) -> list[Any]:
-    try:
-        rows = read_rows(EvaluationDirectory(folder).pictures)
-        judged_scores(rows)  # refuses what it cannot read
-        return rows
-    except (UserError, TypeError, KeyError) as error:
-        raise UserError(f"{folder}: its scores are damaged ({error}); delete it and the same command judges again") from None
+def _read_rows(folder: Path) -> list[Row]:
+    """The rows of an evaluation, with each of its pictures once."""
+    path = EvaluationDirectory(folder).pictures
+    rows = read_rows(path, JudgedRow, AGAIN)
+    indices: dict[tuple[Any, ...], list[int]] = {}
+    for row in rows:
+        indices.setdefault((row["steps"], row["side"], row.get("control")), []).append(row["index"])
+    if any(sorted(own) != list(range(len(own))) for own in indices.values()):
+        raise UserError(f"{path}: lacks pictures, or has one twice; {AGAIN}")
+    return rows
 
 
 def _pictures(run: Path) -> int:

@@ -24,8 +24,10 @@ from g2rpo.evaluation.gains import RateGain, Scores, gain_at, gains, good_rates
 from g2rpo.evaluation.work import work
 from g2rpo.monitor.curves import COLOURS, curve_with_band
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.scores import read_rows, scores_of
+from g2rpo.monitor.scores import read_scores, scores_of
 from g2rpo.runs.directory import RunDirectory
+
+AGAIN = "delete this folder, and the same command makes it again"
 
 Unit = Literal["iterations", "evaluations", "seconds"]
 
@@ -60,6 +62,8 @@ class Study(Section):
 def seconds_per_evaluation(config: Config, run_dir: Path) -> float:
     """Seconds per unit of `work`, from a probe: a short run of `config`, without its first iteration."""
     rows = [row for row in read_metrics(run_dir) if row["kind"] == "train" and row["iteration"] > 1]
+    if not rows:
+        raise UserError(f"{run_dir}: its log has no second iteration; {AGAIN}")
     return sum(row["seconds"] for row in rows) / sum(work(config, row["iteration"] - 1) for row in rows)
 
 
@@ -77,7 +81,8 @@ class History:
 
 def read_run(config: Config, run_dir: Path) -> History:
     """The run of `config` in `run_dir`."""
-    iterations, spent, seconds, scores = [], [], [], []
+    iterations, spent, seconds, scores = [], [], [], list[dict[str, Scores]]()
+    names = [*config.rewards, *config.evaluation.rewards]
     evaluations = 0
     clock = 0.0
     alarms: dict[str, str] = {}
@@ -91,7 +96,10 @@ def read_run(config: Config, run_dir: Path) -> History:
             iterations.append(row["iteration"])
             spent.append(evaluations)
             seconds.append(clock)
-            scores.append({name: values.double().numpy() for name, values in scores_of(read_rows(path)).items()})
+            count = len(next(iter(scores[0].values()))) if scores else None
+            scores.append({name: values.double().numpy() for name, values in read_scores(path, names, count).items()})
+    if iterations[:1] != [0] or iterations != sorted({*iterations}):
+        raise UserError(f"{run_dir}: its log has not the evaluations of one whole run; {AGAIN}")
     return History(iterations, spent, seconds, scores, alarms)
 
 

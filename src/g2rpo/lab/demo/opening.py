@@ -11,7 +11,7 @@ from torch import Tensor
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import verdicts
 from g2rpo.lab.report.history import Run
-from g2rpo.monitor.scores import has_rows, read_rows, scores_of
+from g2rpo.monitor.scores import read_scores
 
 Scores = Mapping[str, Tensor]
 
@@ -31,9 +31,10 @@ def opening_of(run: Run, rewards: Mapping[str, Reward], trained: Sequence[str]) 
     if not changes:
         return Opening()
     paths = [run.files.scores(iteration) for iteration in (0, changes[0].iteration)]
-    if not all(map(has_rows, paths)):  # runs of older versions have no scores
+    if not all(path.is_file() for path in paths):
         return Opening()
-    base, tuned = (scores_of(read_rows(path)) for path in paths)
+    base = read_scores(paths[0], trained)
+    tuned = read_scores(paths[1], trained, len(next(iter(base.values()))))
     scored = {name: reward for name, reward in rewards.items() if name in base.keys() & tuned.keys()}
     return opening(base, tuned, scored, [name for name in trained if name in scored])
 

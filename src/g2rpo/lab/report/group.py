@@ -9,25 +9,25 @@ from g2rpo.lab.report.embedded import data_uri
 from g2rpo.lab.report.history import Run
 from g2rpo.lab.report.pictures import DAMAGE, given_to, open_picture, said
 from g2rpo.lab.report.words import signed
-from g2rpo.monitor.scores import Row, picture_of, read_rows
+from g2rpo.monitor.scores import Member, Row, picture_of, read_rows
 from g2rpo.training.first_group import ADVANTAGE
 
 MEMBER = 128  # pixels a side, at most, of a member's picture
 
 
 def first_group(run: Run) -> dict[str, Any] | None:
-    """The group of the first iteration that the run kept, its members from best to worst; as a `whole` picture of a run of an
-    older release. None if it kept none; `trouble` is the reason if it cannot be shown."""
-    folder, grid = run.files.first_group, run.files.group_grid
+    """The group of the first iteration that the run kept, its members from best to worst. None if it kept none; `trouble` is
+    the reason if it cannot be shown."""
+    folder = run.files.first_group
+    if not run.files.group_scores.is_file():
+        return None
     try:
-        if not run.files.group_scores.is_file():
-            return {"trouble": "", "whole": data_uri(open_picture(grid), 1024)} if grid.is_file() else None
-        rows = read_rows(run.files.group_scores)
+        rows = read_rows(run.files.group_scores, Member)
         uris = [data_uri(open_picture(picture_of(folder, index)), MEMBER) for index in range(len(rows))]
         members = _members(rows, uris, len(rows) // rows[0]["tails"])
         told = {"prompt": rows[0]["prompt"], "how": rows[0]["how"], "input": given_to(folder, 0, MEMBER)}
-        return {"trouble": "", "whole": "", "members": members, **told}
-    except (*DAMAGE, ArithmeticError) as error:
+        return {"trouble": "", "members": members, **told}
+    except DAMAGE as error:
         return {"trouble": str(error)}
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from g2rpo.config.schema import Config
-from g2rpo.core.errors import UserError
-from g2rpo.core.plain import as_json, parse_as, parse_json, read_text
 from g2rpo.core.statistics import half_width
 from g2rpo.evaluation.controls import Controls
+from g2rpo.evaluation.results import Compared, Results, Right, read_results
 from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import Start, read_config, read_starts
@@ -79,7 +77,7 @@ class Run:
     config: Config
     rows: list[Row]
     starts: list[Start]
-    results: dict[str, Any] | None
+    results: Results | None
 
     @property
     def files(self) -> RunDirectory:
@@ -100,7 +98,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.results is not None and self.results["iteration"] >= self.config.trainer.iterations
+        return self.results is not None and self.results.iteration >= self.config.trainer.iterations
 
     @property
     def seconds(self) -> float:
@@ -110,7 +108,7 @@ class Run:
     @property
     def rolled_back(self) -> bool:
         """Whether results.json describes the best evaluation, after a rollback by an alarm."""
-        return self.results is not None and "rolled_back_from" in self.results
+        return self.results is not None and self.results.rolled_back_from is not None
 
     def alarms(self) -> list[Occurrence]:
         """Every alarm, in the order in which they were raised."""
@@ -137,64 +135,69 @@ class Run:
         return [row["iteration"] for row in rows], [row[key] for row in rows]
 
     @property
-    def newest_results(self) -> dict[str, Any] | None:
+    def newest_results(self) -> Results | None:
         """results.json, unless an evaluation after it is logged."""
         newest = self.evaluations[-1]["iteration"] if self.evaluations else 0
-        if self.results is not None and self.results.get("rolled_back_from", self.results["iteration"]) >= newest:
+        if self.results is not None and (self.results.rolled_back_from or self.results.iteration) >= newest:
             return self.results
         return None
 
     @property
     def judged_prompts(self) -> int | None:
         """The number of held-out prompts of `changes`, if known."""
-        return None if self.newest_results is None else self.newest_results.get("prompts")
+        return None if self.newest_results is None else self.newest_results.prompts
 
     @property
     def right_in_words(self) -> str:
         """What right pictures do, with {} for their share; runs without results do not say it."""
-        return (self.results or {}).get("right", {}).get("in_words", "Right on {} prompts")
+        return Right.model_fields["in_words"].default if self.right_results is None else self.right_results.in_words
+
+    @property
+    def right_results(self) -> Right | None:
+        return None if self.results is None else self.results.right
 
     def controls(self) -> list[Controls]:
         """The controls of the base model against the tuned one, in a list; an empty one if none were sampled."""
-        found = (self.newest_results or {}).get("controls")
-        return [found] if found else []
+        found = None if self.newest_results is None else self.newest_results.controls
+        return [] if found is None else [found]
 
     def spreads(self, key: str) -> list[tuple[float, float]]:
         """How much pictures of one prompt differ, base and tuned, by a key of `DIVERSITIES`, in a list; an empty one if it
         is not known."""
-        found = (self.newest_results or {}).get(key)
-        return [(found["base"], found["tuned"])] if found else []
+        found = None if self.newest_results is None else getattr(self.newest_results, key)
+        return [] if found is None else [(found.base, found.tuned)]
 
     def changes(self) -> list[Change]:
         """Base against tuned by reward: the run's result or, before there is one, its newest evaluation."""
         if (results := self.newest_results) is not None:
-            table, iteration = results["rewards"], results["iteration"]
+            table, iteration = results.rewards, results.iteration
         elif len(self.evaluations) > 1:
             first, last = self.evaluations[0], self.evaluations[-1]
             table, iteration = _paired(first, last, self.rewards()), last["iteration"]
         else:
             return []
         return [
-            Change(name, name in self.config.rewards, iteration, *self._compared(row), spread=row.get("spread") or math.nan)
+            Change(name, name in self.config.rewards, iteration, *self._compared(row), spread=row.spread)
             for name, row in table.items()
         ]
 
     def right(self) -> Change | None:
         """The share of right held-out pictures, base against tuned; None if no reward defines it."""
         if (results := self.newest_results) is not None:
-            found, iteration = results.get("right"), results["iteration"]
+            found: Compared | None = results.right
+            iteration = results.iteration
         else:
             rows = [row for row in self.evaluations if row.get("right") is not None]
             found, iteration = None, rows[-1]["iteration"] if rows else 0
             if len(rows) > 1:
                 error = rows[-1].get("right_stderr")
-                found = {"base": rows[0]["right"], "tuned": rows[-1]["right"], "error": math.nan if error is None else error}
+                found = Compared(base=rows[0]["right"], tuned=rows[-1]["right"], error=math.nan if error is None else error)
         return Change("right", False, iteration, *self._compared(found)) if found else None
 
-    def _compared(self, row: Mapping[str, Any]) -> tuple[float, float, float, int]:
-        """Base, tuned, standard error and number of prompts of a result; older ones lack the number."""
-        count = row.get("count") or self.judged_prompts or self.config.evaluation.num_prompts
-        return row["base"], row["tuned"], row["error"], count
+    def _compared(self, row: Compared) -> tuple[float, float, float, int]:
+        """Base, tuned, standard error and number of prompts of a result; that of an evaluation lacks the number."""
+        count = row.count or self.judged_prompts or self.config.evaluation.num_prompts
+        return row.base, row.tuned, row.error, count
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -217,42 +220,20 @@ def rollout_seconds(row: Row) -> float:
 def _read(directory: Path, name: str) -> Run:
     config = read_config(directory)
     rows = read_metrics(directory)
-    results = RunDirectory(directory).results
-    try:
-        result = _checked(parse_json(read_text(results)), rows) if results.exists() else None
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{results}: is damaged: {error}") from None
-    return Run(name, directory, config, rows, read_starts(directory), result)
+    return Run(name, directory, config, rows, read_starts(directory), read_results(RunDirectory(directory)))
 
 
-def _checked(results: Any, rows: list[Row]) -> dict[str, Any]:
-    """results.json if it is what a run writes; ValueError, KeyError or TypeError if not."""
-    results = dict(results)
-    if rows:
-        results.setdefault("iteration", rows[-1]["iteration"])  # absent in results of versions before 0.1.0
-    for row in [*results["rewards"].values(), *([results["right"]] if "right" in results else [])]:
-        if not all(isinstance(row[key], int | float) for key in ("base", "tuned", "error")):
-            raise ValueError("a reward's result is no number")
-    if not isinstance(results.get("right", {}).get("in_words", ""), str):
-        raise ValueError("what is right is no text")
-    if "controls" in results:
-        results["controls"] = parse_as(Controls, as_json(results["controls"]))
-    if not isinstance(results["iteration"], int):
-        raise ValueError("its iteration is no whole number")
-    return results
-
-
-def _paired(base: Row, tuned: Row, names: Sequence[str]) -> dict[str, dict[str, float]]:
+def _paired(base: Row, tuned: Row, names: Sequence[str]) -> dict[str, Compared]:
     nan = float("nan")
 
     def value(row: Row, key: str) -> float:
         return nan if row.get(key) is None else row[key]
 
     return {
-        name: {
-            "base": value(base, f"reward/{name}"),
-            "tuned": value(tuned, f"reward/{name}"),
-            "error": value(tuned, f"stderr/{name}"),
-        }
+        name: Compared(
+            base=value(base, f"reward/{name}"),
+            tuned=value(tuned, f"reward/{name}"),
+            error=value(tuned, f"stderr/{name}"),
+        )
         for name in names
     }

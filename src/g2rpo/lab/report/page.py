@@ -108,11 +108,11 @@ def state(run: Run) -> str:
         return f"Finished: {total} iterations."
     if not run.rows:
         return f"Unfinished: nothing is logged yet of {total} iterations."
-    if run.results and run.rolled_back and run.iteration <= run.results["rolled_back_from"]:
-        best = f"the weights are those after {run.results['iteration']}, the best evaluation"
+    if run.results and run.results.rolled_back_from and run.iteration <= run.results.rolled_back_from:
+        best = f"the weights are those after {run.results.iteration}, the best evaluation"
         return f"Ended by an alarm after {run.iteration} of {total} iterations: {best}."
     once = run.results if not run.rolled_back else None
-    again = f" It had finished after {once['iteration']}, and was extended." if once else ""
+    again = f" It had finished after {once.iteration}, and was extended." if once else ""
     return f"Unfinished: {run.iteration} of {total} iterations are logged; the run goes on, or it stopped early.{again}"
 
 

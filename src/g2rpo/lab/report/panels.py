@@ -101,8 +101,9 @@ def look_charts(runs: Sequence[SeedGroup]) -> list[Chart]:
 
 def _range(label: str, run: SeedGroup, key: str, style: int) -> Line:
     """The range from KEY/low to KEY/high at every evaluation."""
-    (x, low), (_, high) = (run.series(f"{key}/{end}", "eval") for end in ("low", "high"))
-    ends = [None if a is None or b is None else (a, b) for a, b in zip(low, high, strict=True)]
+    low, high = (dict(zip(*run.series(f"{key}/{end}", "eval"), strict=True)) for end in ("low", "high"))
+    x = [iteration for iteration in low if iteration in high]
+    ends = [None if a is None or b is None else (a, b) for a, b in ((low[place], high[place]) for place in x)]
     middle = [None if end is None else (end[0] + end[1]) / 2 for end in ends]
     return Line(label, x, middle, style, [None if end is None else (end[1] - end[0]) / 2 for end in ends], "range")
 

@@ -64,11 +64,8 @@ def _shown(run: Run, size: int) -> dict[str, Any]:
 def _read_shown(run: Run, size: int) -> dict[str, Any]:
     evaluated = [row["iteration"] for row in run.evaluations]
     tables = [iteration for iteration in evaluated if run.files.scores(iteration).is_file()]
-    if not tables:  # an older release kept grids alone
-        grids = _thinned([iteration for iteration in evaluated if run.files.grid(iteration).is_file()])
-        frames = [_frame(run.files.grid(iteration), 4 * size) for iteration in grids]
-        card = {"prompt": "Several prompts", "input": "", "frames": frames}
-        return {"how": "The first held-out prompts.", "iterations": [grids, []], "cards": [card] if grids else []}
+    if not tables:
+        return {}
     during = {iteration: read_rows(run.files.scores(iteration)) for iteration in _thinned(tables)}
     first, how = chosen([None], SHOWN, len(during[tables[0]]))
     cards = _cards(run, during, first, size)
@@ -118,10 +115,10 @@ def said(value: float | None) -> str:
     return figure(math.nan if value is None else value)
 
 
-def _frame(path: Path, size: int, row: Row | None = None, names: Collection[str] = ()) -> dict[str, Any]:
-    picture, row = open_picture(path), row or {}
+def _frame(path: Path, size: int, row: Row, names: Collection[str]) -> dict[str, Any]:
+    picture = open_picture(path)
     scores = {name: said(row["scores"][name]) for name in names if name in row["scores"]}
     uri, still, clip = data_uri(picture, size), "", clip_of(path)
-    if row and clip.is_file():
+    if clip.is_file():
         uri, still = clip_uri(*read_webp(clip), size), uri
     return {"uri": uri, "still": still, "right": row.get("right"), "scores": scores, "shape": picture.size}

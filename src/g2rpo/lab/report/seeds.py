@@ -14,12 +14,13 @@ from torch import Tensor
 
 from g2rpo.config.resolve import differences
 from g2rpo.config.schema import Config
+from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import Interval, Z, group_std, interval
 from g2rpo.evaluation.controls import Controls
 from g2rpo.evaluation.heldout import least_reached
 from g2rpo.lab.report.history import Change, Occurrence, Points, Run
 from g2rpo.monitor.metrics import Row
-from g2rpo.monitor.scores import has_rows, read_rows, scores_of
+from g2rpo.monitor.scores import read_scores
 
 SEED, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"}
 """Runs of one line have different seeds, and may differ in where they ran and what they logged to."""
@@ -72,7 +73,7 @@ class SeedGroup:
     def judged_after(self) -> list[int]:
         """By run the iteration of the tuned weights in `changes`: that of the results if all have them, else of the last
         evaluation that all have. Empty if there is none."""
-        results = [run.newest_results["iteration"] for run in self.runs if run.newest_results is not None]
+        results = [run.newest_results.iteration for run in self.runs if run.newest_results is not None]
         if len(results) == len(self.runs):
             return results
         common = set.intersection(*({row["iteration"] for row in run.evaluations} for run in self.runs))
@@ -100,9 +101,12 @@ class SeedGroup:
         """As `Run.right`; None also for several runs of which none has results, which say what is right."""
         if len(self.runs) == 1:
             return self.runs[0].right()
-        least = (self._with_results.results or {}).get("right", {}).get("least")
+        right = self._with_results.right_results
+        least = {} if right is None else right.least
         if not least or not self.judged_after:
             return None
+        if unknown := sorted(least.keys() - {*self.rewards()}):
+            raise UserError(f"{self._with_results.files.results}: right.least names {', '.join(unknown)}, no reward of the run")
         base, tuned = (least_reached(least, side) for side in self._sides())
         return self._change("right", base, tuned)
 
@@ -120,7 +124,8 @@ class SeedGroup:
         paths = [run.files.scores(iteration) for run, iteration in zip(self.runs, after, strict=True)]
         for path in paths:
             if path not in self._files:
-                self._files[path] = scores_of(read_rows(path))
+                count = next((len(one[name]) for one in self._files.values() for name in one), None)
+                self._files[path] = read_scores(path, self.rewards(), count)
         by_run = [self._files[path] for path in paths]
         return {name: torch.stack([scores[name] for scores in by_run]) for name in self.rewards()}
 
@@ -184,5 +189,5 @@ def _differ_in_seed(one: Run, other: Run) -> bool:
 
 
 def _kept(run: Run) -> bool:
-    """Whether the scores of all evaluations are there, prompt by prompt: older versions kept none."""
-    return all(has_rows(run.files.scores(row["iteration"])) for row in run.evaluations)
+    """Whether the scores of all evaluations are there, prompt by prompt."""
+    return all(run.files.scores(row["iteration"]).is_file() for row in run.evaluations)
