@@ -5,7 +5,7 @@ import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.flow import Normal
-from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl, mix_rewards
+from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl, mix_rewards, without_rounding
 
 NAN = float("nan")
 
@@ -27,6 +27,37 @@ def test_ties_have_exactly_no_advantage(value):
     """Also in float64, where the mean of three times 0.1 is a bit more than 0.1."""
     for ties in (torch.full((2, 12), value), torch.full((3,), value, dtype=torch.float64)):
         assert torch.equal(group_normalize(ties), torch.zeros_like(ties))
+
+
+def reordered_sums(count, members=24, offset=0.0):
+    """Scores of one picture of `count` numbers, each summed in another order, as in another place of a batch."""
+    generator = torch.Generator().manual_seed(count)
+    picture = torch.rand(count, generator=generator)
+    orders = [torch.randperm(count, generator=generator) for _ in range(members)]
+    return torch.stack([picture[order].mean() for order in orders]) + offset
+
+
+@pytest.mark.parametrize("count", [768, 3 * 64 * 64, 3 * 512 * 512])
+@pytest.mark.parametrize("mix", ["advantages", "rewards", "gdpo"])
+def test_scores_that_differ_by_rounding_are_a_tie(count, mix):
+    """With the published eps of 1e-8 they would be advantages of size 1; in a sum of rewards also where the larger parts
+    cancel."""
+    scores = reordered_sums(count)
+    assert len(scores.unique()) > 1
+    rewards = torch.stack([scores, -reordered_sums(count)[torch.randperm(24)]])[None, :, None]
+    assert torch.equal(mix_rewards(rewards, torch.tensor([1.0, 1.0]), mix), torch.zeros(1, 24))
+    with_gap = torch.where(torch.arange(24) == 3, NAN, scores)
+    assert torch.equal(group_normalize(with_gap), torch.zeros(24))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("largest", [1.0, -0.3, 1e6])
+def test_scores_that_differ_by_more_than_rounding_are_normalised_as_they_are(largest, dtype):
+    eps = torch.finfo(dtype).eps
+    differing = torch.tensor([largest, largest * (1 - 10 * eps), NAN], dtype=dtype)
+    torch.testing.assert_close(without_rounding(differing), differing, atol=0, rtol=0, equal_nan=True)
+    tie = torch.tensor([largest, largest * (1 - 6 * eps), NAN], dtype=dtype)
+    assert torch.equal(group_normalize(tie), torch.zeros(3, dtype=dtype))
 
 
 def test_a_missing_score_is_masked_out_of_its_group():

@@ -10,18 +10,37 @@ from torch import Tensor
 
 from g2rpo.core.types import Normal, per_row
 
+TIE_ULPS = 8
+"""Rewards of a group that differ by less, in units of eps |largest reward| (eps = 2^-23 in float32), are a tie.
+
+The same picture gets scores that differ by rounding: its place in a batch changes the order in which a reward's sums are taken.
+A float32 sum of n terms in pairs rounds log2(n) times, each by at most eps / 2; independent roundings have a std of
+eps sqrt(log2(n) / 12), 1.3 eps for the 3 1024^2 entries of a picture, and a group of 24 such scores spans four of these, 5 eps.
+Divided by a std of that size, the noise would become advantages of size 1. Scores in float16 or bfloat16 that differ at all are
+at least 2^-12 apart, 500 times as much."""
+
+
+def without_rounding(rewards: Tensor) -> Tensor:
+    """`rewards` [..., G], but with one value for all members of a group whose scores are a tie (`TIE_ULPS`); NaN stays."""
+    valid = ~rewards.isnan()
+    highest = torch.where(valid, rewards, -torch.inf).amax(-1, keepdim=True)
+    lowest = torch.where(valid, rewards, torch.inf).amin(-1, keepdim=True)
+    largest = torch.maximum(highest.abs(), lowest.abs())
+    tie = highest - lowest <= TIE_ULPS * torch.finfo(rewards.dtype).eps * largest
+    return torch.where(valid & tie, highest, rewards)
+
 
 def group_normalize(rewards: Tensor, eps: float = 1e-8, batch_std: bool = False, population_std: bool = False) -> Tensor:
     """Advantages (r - mean) / (std + eps) over the last axis (GRPO, arXiv 2402.03300; G2RPO, Eq. 8).
 
     rewards [..., G]; std is the unbiased one, so |advantage| <= (G - 1) / sqrt(G), or with `population_std` the biased one. NaN
-    means "no score": such a member gets 0 and is left out of its group's statistics. A group whose valid rewards are all equal,
-    or that has fewer than two, gets exactly 0. Float64 inside: the rounding of a float32 mean would turn ties of large rewards
-    into advantages. `batch_std` divides by the std of all rewards [N, ..., G] along the first and last axes, as Flow-GRPO's
-    code does: groups of low variance then have small advantages.
+    means "no score": such a member gets 0 and is left out of its group's statistics. A group whose valid rewards are all equal
+    but for rounding (`TIE_ULPS`), or that has fewer than two, gets exactly 0. Float64 inside: the rounding of a float32 mean
+    would turn ties of large rewards into advantages. `batch_std` divides by the std of all rewards [N, ..., G] along the first
+    and last axes, as Flow-GRPO's code does: groups of low variance then have small advantages.
     """
     valid, unbiased = ~rewards.isnan(), 0 if population_std else 1
-    r = torch.where(valid, rewards, 0).double()
+    r = torch.where(valid, without_rounding(rewards), 0).double()
     n = valid.sum(-1, keepdim=True)
     mean = r.sum(-1, keepdim=True) / n.clamp(min=1)
     deviation = torch.where(valid, r - mean, 0)
@@ -65,9 +84,10 @@ def mix_rewards(
     normalize = partial(
         group_normalize, eps=1e-4 if population_std else 1e-8, batch_std=batch_std, population_std=population_std
     )
-    by_grain = (
-        normalize(weighted(rewards, weights).sum(-3)) if mix == "rewards" else weighted(normalize(rewards), weights).sum(-3)
-    )
+    if mix == "rewards":  # ties come first: of a sum whose parts cancel, rounding is a large share
+        by_grain = normalize(weighted(without_rounding(rewards), weights).sum(-3))
+    else:
+        by_grain = weighted(normalize(rewards), weights).sum(-3)
     summed = by_grain.sum(-2)
     if mix == "gdpo":  # groups of equal rewards stay at 0
         return torch.where(summed == 0, 0, group_normalize(summed.flatten()).reshape(summed.shape))
