@@ -127,9 +127,9 @@ JPEG = base64.b64encode(b"\xff\xd8\xff\xe0 not a picture").decode()
 @pytest.mark.parametrize(
     ("body", "status", "fact"),
     [
-        (b"{not json", 400, "not JSON"),
+        (b"{not json", 400, "is no JSON"),
         (b"[" + b"{}," * 20_000 + b"{}]", 413, "too many values"),
-        (score_body([], []), 400, "must be"),
+        (score_body([], []), 400, "images: List should have at least 1 item"),
         (score_body([PNG], ["a", "b"]), 400, "equally many"),
         (score_body([PNG] * 5, ["a"] * 5), 413, "at most 4"),
         (score_body([PNG], ["a" * 101]), 413, "100 characters"),
@@ -144,8 +144,13 @@ JPEG = base64.b64encode(b"\xff\xd8\xff\xe0 not a picture").decode()
         (score_body([PNG], ["a"], inputs=[png_header(9_000, 9_000)]), 413, "9000 x 9000"),
         (score_body([PNG], ["a"], inputs=["/etc/passwd"], inputs_of=[[0]]), 400, "not base64"),
         (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[1]]), 400, "indices of the 1 inputs"),
-        (score_body([PNG], ["a"], inputs_of=[["/etc/passwd"]]), 400, "indices"),
-        (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[0], [0]]), 400, "one for each prompt"),
+        (score_body([PNG], ["a"], inputs_of=[["/etc/passwd"]]), 400, "inputs_of.0.0: Input should be a valid integer"),
+        (score_body([PNG], ["a"], inputs="x"), 400, "inputs: Input should be a valid array"),
+        (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[-1]]), 400, "inputs_of.0.0: Input should be greater"),
+        (score_body([PNG], ["a"], metadata=[3]), 400, "metadata.0: Input should be an object"),
+        (score_body([PNG], [3]), 400, "prompts.0: Input should be a valid string"),
+        (b"[]", 400, "Input should be an object"),
+        (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[0], [0]]), 400, "equally many"),
     ],
 )
 def test_the_server_refuses_what_it_should(url, body, status, fact):

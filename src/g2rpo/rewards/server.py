@@ -26,15 +26,16 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from PIL import Image
+from pydantic import BaseModel, Field, NonNegativeInt
 from torch import Tensor
 
 from g2rpo.core.images import to_pil, to_tensor
 from g2rpo.core.input_pictures import as_rgb
-from g2rpo.core.plain import is_text, parse_json
+from g2rpo.core.plain import is_text, parse_as
 from g2rpo.core.types import Prompt, Scorer, as_reward
 from g2rpo.core.web import bounded, host_of, is_loopback
 
@@ -114,6 +115,16 @@ def _check_size_of_json(body: bytes, most: int) -> None:
             raise BadRequest(413, "the body has too many values")
 
 
+class _Asked(BaseModel):
+    """The body of a request: pictures in base64 PNG, their prompts, and what belongs to these."""
+
+    images: Annotated[list[str], Field(min_length=1)]
+    prompts: list[str]
+    metadata: list[dict[str, Any]] | None = None
+    inputs: list[str] = []
+    inputs_of: list[list[NonNegativeInt]] | None = None
+
+
 def parse_request(
     body: bytes, limits: Limits, folder: Path, announce: Callable[[int], object] = lambda pixels: None
 ) -> tuple[Tensor, list[Prompt]]:
@@ -121,26 +132,21 @@ def parse_request(
     prompts are written to `folder`. `announce` is called with the number of all pixels before the first is decoded."""
     _check_size_of_json(body, 16 * (limits.images + 16))
     try:
-        content = parse_json(body)
+        asked = parse_as(_Asked, body)
     except ValueError as error:
-        raise BadRequest(400, "the body is not JSON") from error
-    fields = content if isinstance(content, dict) else {}
-    images, prompts = _strings(fields.get("images")), _strings(fields.get("prompts"))
-    if not images or len(images) != len(prompts):
-        raise BadRequest(400, "the body must be {'images': [base64 PNG, ...], 'prompts': [text, ...]}, equally many")
-    inputs = _strings(fields.get("inputs"))
+        raise BadRequest(400, f"the body: {error}") from error
+    images, prompts, inputs = asked.images, asked.prompts, asked.inputs
+    extra = asked.metadata or [{} for _ in prompts]
+    owned = asked.inputs_of or [[] for _ in prompts]
+    if not len(images) == len(prompts) == len(extra) == len(owned):
+        raise BadRequest(400, "images, prompts and, where given, metadata and inputs_of must be equally many")
     if len(images) + len(inputs) > limits.images:
         raise BadRequest(413, f"{len(images) + len(inputs)} images in one request; at most {limits.images}")
     if max(map(len, prompts)) > limits.prompt_chars:
         raise BadRequest(413, f"a prompt has more than {limits.prompt_chars} characters")
     if not all(map(is_text, prompts)):
         raise BadRequest(400, "a prompt has a character that no text may have (NUL or a lone surrogate)")
-    extra, owned = (fields.get(name) or [empty] * len(prompts) for name, empty in (("metadata", {}), ("inputs_of", [])))
-    for name, rows, kind in (("metadata", extra, dict), ("inputs_of", owned, list)):
-        if not isinstance(rows, list) or len(rows) != len(prompts) or not all(isinstance(each, kind) for each in rows):
-            what = "objects" if kind is dict else "lists"
-            raise BadRequest(400, f"{name} must be a list of {what}, one for each prompt")
-    if not all(type(place) is int and 0 <= place < len(inputs) for own in owned for place in own):
+    if not all(place < len(inputs) for own in owned for place in own):
         raise BadRequest(400, f"inputs_of must have indices of the {len(inputs)} inputs")
     decoded: list[Tensor] = []
     left = 0
@@ -159,11 +165,6 @@ def parse_request(
         to_pil(picture[None])[0].save(file, compress_level=1)
     rows = zip(prompts, owned, extra, strict=True)
     return torch.stack(decoded), [Prompt(text, [files[place] for place in own], each) for text, own, each in rows]
-
-
-def _strings(value: Any) -> list[str]:
-    """`value` if it is a list of strings, else an empty list."""
-    return value if isinstance(value, list) and all(isinstance(item, str) for item in value) else []
 
 
 _ROUTES = "there are GET /health and POST /score"
