@@ -13,10 +13,11 @@ import torch
 from huggingface_hub import constants
 
 from g2rpo.app import preflight
-from g2rpo.app.pipeline_folder import missing_parts, trained_parameters
+from g2rpo.app.pipeline_folder import trained_parameters
 from g2rpo.app.preflight import check
 from g2rpo.assembly import components, hub
 from g2rpo.assembly.config import load_config
+from g2rpo.assembly.pipeline_files import missing_parts
 from g2rpo.assembly.prompts import build_prompts, caution, trained_on
 from g2rpo.assembly.rewards import check_clips
 from g2rpo.config.schema import PolicyConfig, RewardConfig

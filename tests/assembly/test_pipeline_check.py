@@ -2,10 +2,15 @@
 
 import json
 import shutil
+import time
 
 import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file, save_file
 
 from g2rpo.assembly import blueprint, components, pipeline_check
+from g2rpo.assembly.pipeline_files import weight_files
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
@@ -100,6 +105,19 @@ WRONG = {
     "a million layers": ("text_encoder_2", {"num_layers": 1_000_000}),
     "shift that is no number": ("scheduler", {"shift": float("nan")}),
     "an empty part": ("", {"transformer": [None, None]}),
+    "no part": ("", {"transformer": None}),
+    "a part without a name": ("", {"": None}),
+    "a part of another folder": ("", {"../x": ["diffusers", "AutoencoderKL"]}),
+    "blocks without end": ("vae", {"layers_per_block": 10**30}),
+    "1e30 blocks": ("vae", {"layers_per_block": 1e30}),
+    "blocks for minutes": ("vae", {"layers_per_block": 10**7}),
+    "a million blocks": ("transformer", {"num_single_layers": 1_000_000}),
+    "a width beyond 64 bits": ("text_encoder", {"hidden_size": 2**70}),
+    "a list of widths": ("vae", {"block_out_channels": [2**40]}),
+    "no number": ("transformer", {"num_attention_heads": float("inf")}),
+    "a scale of nothing": ("vae", {"scaling_factor": 0}),
+    "times in words": ("scheduler", {"num_train_timesteps": "1000"}),
+    "a length below 0": ("tokenizer", {"model_max_length": -1}),
 }
 
 
@@ -108,11 +126,74 @@ def test_wrong_values_of_config_files_are_one_message_of_plan_and_of_a_run(flux_
     part, changes = WRONG[case]
     folder = shutil.copytree(flux_directory, tmp_path / "pipeline")
     (file,) = (folder / part).glob("*index.json" if not part else "*config.json")
+    began = time.process_time()
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     config = write_tiny(tmp_path, folder)
     for command in (["plan", config, "--no-probe"], ["train", config, "--run-dir", tmp_path / "run"]):
         assert "policy.path" in refused(capsys, *command)
     assert not (tmp_path / "run").exists()
+    assert time.process_time() - began < 60  # seconds; without bounds some take hours
+
+
+def without_weights(part):
+    for file in part.glob("*.safetensors"):
+        file.unlink()
+
+
+def as_variant(part):
+    for file in part.glob("*.safetensors"):
+        file.rename(file.with_suffix(".fp16.safetensors"))
+
+
+def as_pickles(part):
+    for file in part.glob("*.safetensors"):
+        file.rename(file.with_suffix(".bin"))
+
+
+def as_pointers(part):
+    for file in part.glob("*.safetensors"):
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
+def config_as_pointer(part):
+    (part / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
+ABSENT = {
+    without_weights: "has no weights",
+    as_variant: r"has the variant fp16 alone \(.*fp16.safetensors\); .*variant='fp16'\).save_pretrained",
+    as_pickles: "has no weights .* but .*bin",
+    as_pointers: "is a pointer of git-lfs",
+    config_as_pointer: "is a pointer of git-lfs",
+}
+
+
+@pytest.mark.parametrize("change", ABSENT)
+@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+def test_weights_that_are_not_loaded_are_named_with_the_cure(flux_directory, tmp_path, part, change):
+    folder = shutil.copytree(flux_directory, tmp_path / "pipeline")
+    change(folder / part)
+    with pytest.raises(UserError, match=rf"(?s){part}/.*{ABSENT[change]}"):
+        components.load_pipeline(PolicyConfig(path=str(folder), height=32, width=32))
+
+
+def test_of_several_copies_of_weights_the_loaded_one_is_read(flux_directory, tmp_path):
+    """diffusers takes shards that an index names before a whole file, and a variant only if it is asked for."""
+    folder = shutil.copytree(flux_directory / "transformer", tmp_path / "transformer")
+    whole = folder / "diffusion_pytorch_model.safetensors"
+    shutil.copy(whole, folder / "diffusion_pytorch_model.fp16.safetensors")
+    shutil.copy(whole, folder / "diffusion_pytorch_model.old.safetensors")
+    assert weight_files(folder) == [whole]
+    shard = folder / "diffusion_pytorch_model-00001-of-00001.safetensors"
+    tensors = {name: torch.zeros_like(value) for name, value in load_file(whole).items()}
+    save_file(tensors, shard)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard.name)}
+    (folder / f"{whole.name}.index.json").write_text(json.dumps(index))
+    assert weight_files(folder) == [shard]
+    assert not any(value.any() for value in FluxTransformer2DModel.from_pretrained(folder).state_dict().values())
+    (folder / f"{whole.name}.index.json").write_text('{"weight_map": {"x": 3}}')
+    with pytest.raises(UserError, match=r"weight_map.x: Input should be a valid string"):
+        weight_files(folder)
 
 
 def test_a_plan_names_a_part_that_this_transformers_lacks():

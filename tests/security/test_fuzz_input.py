@@ -19,9 +19,13 @@ from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import digest_of
 from g2rpo.core.plain import is_text
+from g2rpo.policies.adapters import check_fit, read_adapter
 from g2rpo.prompts.sources import read_prompts
 from tests.support import runs
+from tests.support.adapters import random_adapter
 from tests.support.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts
+from tests.support.odd_adapters import odd
+from tests.support.tiny_pipelines import tiny_pipeline
 from tests.support.variants import few
 
 
@@ -146,6 +150,30 @@ def test_a_prompt_file_gives_prompts_or_one_message(content, suffix):
             said(error)
         else:
             assert prompts and all(prompt == prompt.strip() and prompt and is_text(prompt) for prompt in prompts)
+
+
+@pytest.fixture(scope="module")
+def models():
+    kinds = ("FluxPipeline", "ZImagePipeline", "Flux2KleinPipeline", "WanPipeline")
+    pipelines = {kind: tiny_pipeline(kind) for kind in kinds}
+    return {kind: (it, random_adapter(it.transformer, ["to_q", "to_out.0"])) for kind, it in pipelines.items()}
+
+
+@given(st.data(), st.sampled_from(["FluxPipeline", "ZImagePipeline", "Flux2KleinPipeline", "WanPipeline"]))
+def test_an_adapter_is_finite_and_fits_or_is_refused_in_one_message(models, data, kind):
+    """By every converter's family: kohya's, ai-toolkit's and the plain one."""
+    pipeline, adapter = models[kind]
+    with tempfile.TemporaryDirectory() as folder:
+        file = data.draw(odd(Path(folder), adapter))
+        try:
+            read = read_adapter(file, type(pipeline), pipeline.transformer)
+            check_fit("policy.adapter", read, pipeline.transformer)
+        except UserError as error:
+            said(error)
+            assert len(str(error)) < 3000
+        else:
+            assert read.layers.keys() <= adapter.layers.keys() and read.scale > 0
+            assert all(read.delta(module).isfinite().all() for module in read.layers)
 
 
 def _float_keys(config):

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.app.events import Emit, Line, silent
-from g2rpo.app.pipeline_folder import missing_parts, trained_parameters
+from g2rpo.app.pipeline_folder import trained_parameters
 from g2rpo.assembly import components, hub
 from g2rpo.assembly.blueprint import build_shallow, read_blueprint
 from g2rpo.assembly.hub import Question, at_once
+from g2rpo.assembly.pipeline_files import missing_parts
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_clips, check_devices, check_rewards, declared_by, defaults_of, reward_kind
 from g2rpo.config.given import Mentioned

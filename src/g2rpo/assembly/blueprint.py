@@ -9,16 +9,15 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from g2rpo.assembly import components, pipeline_check
 from g2rpo.assembly.meta import Part, Uninitialised, on_meta
+from g2rpo.assembly.pipeline_files import INDEX, LARGEST, MODELS, parts_in, read_file
 from g2rpo.config.schema import PolicyConfig
-from g2rpo.core.errors import UserError, loading
-from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.errors import loading
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes, thin
@@ -47,19 +46,18 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
     path, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
     if config.kind is None:
         pipeline_check.check_files(config.path, path, catalogue.optional_parts(kind))
-    index = _read(path, "model_index.json")
-    models = {
-        name: index[name] for name in pipeline_check.parts_in(index) if name.startswith(("transformer", "vae", "text_encoder"))
-    }
+    index = read_file(path, INDEX, download=True)
+    models = {name: entry for name, entry in parts_in(index).items() if name.startswith(MODELS)}
     parts = {
-        name: (f"{library}:{kind}", _read(path, f"{name}/config.json"))
+        name: (f"{library}:{kind}", read_file(path, f"{name}/config.json", download=True))
         for name, (library, kind) in models.items()
         if library is not None
     }
-    options = {name: value for name, value in index.items() if name[0] != "_" and name not in pipeline_check.parts_in(index)}
-    words = _read(path, "tokenizer/tokenizer_config.json") if "tokenizer" in index else {}
-    scheduler = _read(path, "scheduler/scheduler_config.json")
-    return Blueprint(kind, parts, words.get("model_max_length", 77), options, scheduler=scheduler)
+    options = {name: value for name, value in index.items() if not name.startswith("_") and name not in parts_in(index)}
+    words = read_file(path, "tokenizer/tokenizer_config.json", download=True) if "tokenizer" in index else {}
+    scheduler = read_file(path, "scheduler/scheduler_config.json", download=True)
+    clip_tokens = min(words.get("model_max_length", 77), LARGEST)  # some say 10^30
+    return Blueprint(kind, parts, clip_tokens, options, scheduler=scheduler)
 
 
 def published(path: str, kind: str | None = None) -> Blueprint | None:
@@ -68,17 +66,6 @@ def published(path: str, kind: str | None = None) -> Blueprint | None:
     if spec is None or model is None or model.parts is None:
         return None
     return Blueprint(spec.pipeline_class, model.parts, options=model.options)
-
-
-def _read(pipeline: str, file: str) -> dict[str, Any]:
-    from huggingface_hub import hf_hub_download
-
-    folder = Path(pipeline)
-    try:
-        local = folder / file if folder.is_dir() else Path(hf_hub_download(pipeline, file))
-        return dict(parse_json(read_text(local)))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"policy.path={pipeline}: its {file} cannot be read: {error}") from None
 
 
 def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from g2rpo.assembly import hub, pipeline_check, refusals
+from g2rpo.assembly.meta import few_modules
+from g2rpo.assembly.pipeline_files import INDEX, class_in, missing_parts
 from g2rpo.config.given import Mentioned, refuse_mention
 from g2rpo.config.schema import Config, PolicyConfig, SamplingConfig, grid_of
 from g2rpo.core.contracts import name_of, plans_of
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import is_hub_id, local
-from g2rpo.core.plain import parse_json, read_text
 from g2rpo.core.types import Algorithm
 from g2rpo.evaluation.work import plans_in
 from g2rpo.policies import attention, catalogue, quantized
@@ -140,13 +141,17 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = N
     kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
     if options["tuning"] == "lora" and issubclass(kind, DiffusersPolicy):
         pipeline_check.check_adapters(path, config.lora_targets or kind.spec.lora_targets)
+    if config.kind is None and os.path.isdir(path) and (missing := "; ".join(missing_parts(Path(path)))):
+        raise UserError(f"policy.path={config.path}: {missing}")
     with _loading(config.path):
         pipeline = kind.load_pipeline(path, **options)
         return Loaded(config, kind, options, pipeline, kind.encoders(pipeline, **options))
 
 
-def _loading(path: str) -> AbstractContextManager[None]:
-    return loading(f"policy.path={path}: the pipeline cannot be loaded")
+@contextmanager
+def _loading(path: str) -> Iterator[None]:
+    with loading(f"policy.path={path}: the pipeline cannot be loaded"), few_modules():
+        yield
 
 
 def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **options: Any) -> DiffusersPolicy:
@@ -259,13 +264,9 @@ def locate_pipeline(name: str, expected: str | None = None, chosen: str | None =
         name = str(pipeline_dir(name))
     path = local(name)
     if os.path.isdir(path):  # unlike Path.is_dir, it does not raise for names that are too long
-        index = path / "model_index.json"
-        if not index.is_file():
+        if not (path / INDEX).is_file():
             raise UserError(f"policy.path={name}: is no diffusers pipeline, it has no model_index.json")
-        try:
-            kind = str(parse_json(read_text(index))["_class_name"])
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"policy.path={name}: its model_index.json names no pipeline class") from None
+        kind = class_in(str(path))
     elif not is_hub_id(name):
         raise UserError(
             f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, 'testbed' or 'words'"
@@ -287,13 +288,10 @@ def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | Non
 
 
 def _hub_class(name: str) -> str:
-    from huggingface_hub import hf_hub_download
-
     hint = f"`hf download {name} --local-dir FOLDER` (after `hf auth login` for a gated model), then policy.path=FOLDER"
-    index = hub.cached(name, "model_index.json")
-    if index is None and (why := hub.obstacle(name)) is not None:
+    if hub.cached(name, INDEX) is None and (why := hub.obstacle(name)) is not None:
         raise UserError(f"policy.path={name}: is no local directory, and {why}\n{hint}")
     try:
-        return str(parse_json(read_text(index or Path(hf_hub_download(name, "model_index.json"))))["_class_name"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return class_in(name)
+    except UserError as error:
         raise UserError(f"policy.path={name}: is no local directory, and the hub does not give it: {error}\n{hint}") from None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from g2rpo.core.errors import UserError, loading
@@ -24,6 +27,28 @@ class Uninitialised(TorchFunctionMode):
         if getattr(func, "__module__", None) == nn.init.__name__ or func in RANDOM:
             return args[0] if args else (kwargs or {})["tensor"]
         return func(*args, **(kwargs or {}))
+
+
+MOST_MODULES = 20_000
+"""Ten times as many as the largest model of the catalogue has, and built in seconds."""
+
+
+@contextmanager
+def few_modules() -> Iterator[None]:
+    """While entered, ValueError for a model of more than `MOST_MODULES`: a config could ask for any number of layers."""
+    built = 0
+
+    def count(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        nonlocal built
+        built += 1
+        if built > MOST_MODULES:
+            raise ValueError(f"the config of a part describes more than {MOST_MODULES} modules")
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 RANDOM = (torch.Tensor.normal_, torch.Tensor.uniform_)
@@ -44,5 +69,5 @@ def on_meta(part: Part) -> nn.Module:
         refuse_hub_kernels(config, f"the config.json of its {name}")
     except ValueError as error:
         raise UserError(f"policy.path: {error}") from None
-    with loading(f"policy.path: its config files describe no {name}"), torch.device("meta"), Uninitialised():
+    with loading(f"policy.path: its config files describe no {name}"), torch.device("meta"), Uninitialised(), few_modules():
         return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))

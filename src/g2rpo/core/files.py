@@ -105,11 +105,16 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 """The beginning of a file in whose place git has left a pointer."""
 
 
-def refuse_pointer(path: Path) -> None:
-    """UserError for a pointer of git-LFS, which a clone without git-lfs has in the place of a large file."""
+def is_pointer(path: Path) -> bool:
+    """Whether a file is a pointer of git-lfs, which a clone without it has in the place of a large file."""
     with path.open("rb") as file:
-        if file.read(len(POINTER)) == POINTER:
-            raise UserError(f"{path}: is a pointer of git-LFS, not the file; run `git lfs pull` in its folder")
+        return file.read(len(POINTER)) == POINTER
+
+
+def refuse_pointer(path: Path) -> None:
+    """UserError for a pointer of git-lfs."""
+    if is_pointer(path):
+        raise UserError(f"{path}: is a pointer of git-lfs, not the file; `git lfs pull` fetches the file")
 
 
 def is_hub_id(name: str) -> bool:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from g2rpo.core.errors import UserError
+from g2rpo.core.files import POINTER
 
 T = TypeVar("T")
 
@@ -217,9 +218,12 @@ def _read(path: Path, largest: int) -> bytes:
             raise ValueError("cannot be read (it is no regular file)")
         if state.st_size > largest:
             raise ValueError(f"is {state.st_size} bytes large; at most {largest} are read")
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
+    if content.startswith(POINTER):
+        raise ValueError("is a pointer of git-lfs, not the file; `git lfs pull` fetches the file")
+    return content
 
 
 def _decoded(content: bytes) -> str:

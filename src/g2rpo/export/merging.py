@@ -12,9 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from g2rpo.assembly.pipeline_files import weight_files
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import add_metadata
-from g2rpo.export.weights import Tuned, files_of
+from g2rpo.export.weights import Tuned
 
 
 @dataclass
@@ -41,7 +42,7 @@ def merge(tuned: Tuned, base: Path, out: Path, *, rounded: bool = True) -> Round
     """Writes the folder of a transformer, file by file as in `base`, with the trained weights in the dtypes that are there, or
     in the one that they were trained in if not `rounded`."""
     rounding, names = Rounding(), set[str]()
-    for path in files_of(base):
+    for path in weight_files(base):
         tensors = dict(_merged(tuned, path, rounding, rounded))
         names |= tensors.keys()
         _save(tensors, out / path.name)
@@ -54,7 +55,7 @@ def merge(tuned: Tuned, base: Path, out: Path, *, rounded: bool = True) -> Round
 def merge_into_one(tuned: Tuned, base: Path, out: Path, rename: Callable[[str], str]) -> Rounding:
     """Writes the same tensors as one file, under other names."""
     rounding = Rounding()
-    tensors = {name: value for path in files_of(base) for name, value in _merged(tuned, path, rounding)}
+    tensors = {name: value for path in weight_files(base) for name, value in _merged(tuned, path, rounding)}
     _check(tuned, set(tensors), base)
     _save({rename(name): value for name, value in tensors.items()}, out)
     return rounding

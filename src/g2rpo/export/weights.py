@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from g2rpo.assembly import components, hub
 from g2rpo.assembly.blueprint import on_meta, read_blueprint
+from g2rpo.assembly.pipeline_files import read_file, weight_files
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, loading
-from g2rpo.core.plain import parse_json, read_text
 from g2rpo.policies.adapters import DOWN, UP, Adapter, read_adapter
 from g2rpo.policies.tuning import ADAPTER, Tuning
 from g2rpo.runs.directory import RunDirectory
@@ -143,23 +143,16 @@ def transformer_folder(config: PolicyConfig) -> Path:
 
 def class_of(transformer: Path) -> str:
     """The class in diffusers of a transformer's folder."""
-    try:
-        return str(parse_json(read_text(transformer / "config.json"))["_class_name"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{transformer / 'config.json'}: names no class ({error})") from None
+    kind = read_file(str(transformer), "config.json").get("_class_name")
+    if not isinstance(kind, str):
+        raise UserError(f"{transformer / 'config.json'}: names no class")
+    return kind
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a model's folder, read from disk when they are used."""
     with loading(f"{folder}: cannot be read"):
-        tensors = {name: value for path in files_of(folder) for name, value in load_file(path).items()}
+        tensors = {name: value for path in weight_files(folder) for name, value in load_file(path).items()}
     if wrong := [name for name, value in tensors.items() if not value.isfinite().all()]:
         raise UserError(f"{folder}: {wrong[0]} has values that are not finite (NaN or infinity)")
     return tensors
-
-
-def files_of(folder: Path) -> list[Path]:
-    """The files with the weights of a model's folder; UserError if there are none."""
-    if found := sorted(folder.glob("diffusion_pytorch_model*.safetensors")):
-        return found
-    raise UserError(f"{folder}: has no weights (diffusion_pytorch_model*.safetensors)")

@@ -1,0 +1,153 @@
+"""The small files of a pipeline's folder, by schemas, and the weights that are loaded from it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from huggingface_hub import hf_hub_download
+from pydantic import AfterValidator, BaseModel, Field
+
+from g2rpo.assembly import hub
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import is_pointer
+from g2rpo.core.plain import parse_as, read_text
+
+T = TypeVar("T")
+
+MODELS = ("transformer", "vae", "text_encoder")
+"""Name prefixes of pipeline components with weights."""
+INDEX = "model_index.json"
+LARGEST = 2**24
+"""The largest whole number of a config. Vocabularies and lengths of texts are smaller, and a loop over more takes minutes."""
+UNBOUNDED = ("theta", "model_max_length")
+"""Endings of keys whose numbers no loop goes through; some tokenizers have 10^30."""
+
+
+def bounded(value: T, place: str = "") -> T:
+    """The value; ValueError names the first number in it that no config of a model has."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        bounded(inner, f"{place}.{key}" if place else str(key))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{place}={value} should be a finite number")
+    if isinstance(value, int) and abs(value) > LARGEST and not place.endswith(UNBOUNDED):
+        raise ValueError(f"{place}={value!s:.20} is larger than any number of a model; at most {LARGEST} is read")
+    return value
+
+
+Positive = Annotated[float, Field(gt=0)]
+Entries = Annotated[dict[Annotated[str, Field(pattern=r"^\w+$")], Any], AfterValidator(bounded)]
+"""model_index.json, or the config of a part."""
+
+
+class _Scheduler(BaseModel):
+    shift: Positive = 1.0
+    num_train_timesteps: Annotated[int, Field(gt=0)] = 1000
+    prediction_type: str | None = None
+
+
+class _Vae(BaseModel):
+    scaling_factor: Positive = 1.0
+
+
+class _Tokenizer(BaseModel):
+    model_max_length: Annotated[int, Field(gt=0)] = 77
+
+
+class _Shards(BaseModel):
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+$")]]
+
+
+SCHEMAS: dict[str, type[BaseModel]] = {
+    "scheduler/scheduler_config.json": _Scheduler,
+    "vae/config.json": _Vae,
+    "tokenizer/tokenizer_config.json": _Tokenizer,
+}
+"""What is read of a file here; the rest is for diffusers and transformers."""
+
+
+def read_file(pipeline: str, file: str, *, download: bool = False) -> dict[str, Any]:
+    """A JSON file of a pipeline's folder, or of a hub repository: of its local cache, where it may be absent and is then empty,
+    or downloaded. UserError for values that it cannot have."""
+    try:
+        if Path(pipeline).is_dir():
+            path: Path | None = Path(pipeline) / file
+        else:
+            path = Path(hf_hub_download(pipeline, file)) if download else hub.cached(pipeline, file)
+        if path is None or not (download or path.is_file()):
+            return {}
+        text = read_text(path)
+        parse_as(SCHEMAS.get(re.sub(r"_\d+/", "/", file), BaseModel), text)
+        return parse_as(Entries, text)
+    except (OSError, ValueError) as error:
+        raise UserError(f"policy.path={pipeline}: its {file} cannot be read: {error}") from None
+
+
+def class_in(pipeline: str) -> str:
+    """The class of a pipeline; UserError if its index names none."""
+    kind = read_file(pipeline, INDEX, download=True).get("_class_name")
+    if not isinstance(kind, str):
+        raise UserError(f"policy.path={pipeline}: its model_index.json names no pipeline class")
+    return kind
+
+
+def parts_in(index: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
+    """A pipeline's parts in its index, each with its library and class."""
+    pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+    return {name: tuple(pair) for name, pair in pairs.items() if all(each is None or isinstance(each, str) for each in pair)}
+
+
+def missing_parts(pipeline: Path) -> Iterator[str]:
+    """What a pipeline's folder lacks of the components in its index: folders, files, or their contents."""
+    for name, (library, _) in parts_in(read_file(str(pipeline), INDEX)).items():
+        part = pipeline / name
+        if library is None:
+            continue
+        if not part.is_dir():
+            yield f"{name}/ is missing"
+            continue
+        pointers = sorted(path.name for path in part.iterdir() if path.is_file() and is_pointer(path))
+        if pointers:
+            yield f"{name}/{pointers[0]} is a pointer of git-lfs, not the file; `git lfs pull` in {pipeline} fetches the file"
+        elif name.startswith(MODELS):
+            if not (part / "config.json").is_file():
+                yield f"{name}/config.json is missing"
+            files, why = _weights_of(part)
+            yield from (f"{name}/{file.name} is missing" for file in files if not file.is_file())
+            if not files:
+                yield f"{name}/ {why}"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights that are loaded from a model's folder: of several copies one. UserError if there are none."""
+    files, why = _weights_of(folder)
+    if not files:
+        raise UserError(f"{folder}: {why}")
+    if absent := [file for file in files if not file.is_file()]:
+        raise UserError(f"{absent[0]}: is missing")
+    return files
+
+
+def _weights_of(folder: Path) -> tuple[list[Path], str]:
+    """The files of weights as diffusers and transformers choose them, which may be missing, and why there are none."""
+    for stem in ("diffusion_pytorch_model", "model"):
+        whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if index.is_file() and not (stem == "model" and whole.is_file()):  # transformers prefers the whole, diffusers the index
+            try:
+                shards = parse_as(_Shards, read_text(index)).weight_map
+            except ValueError as error:
+                raise UserError(f"{index}: {error}") from None
+            return [folder / file for file in sorted(set(shards.values()))], "its index names no file"
+        if whole.is_file():
+            return [whole], ""
+    others = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".ckpt"))
+    for name in others:
+        if variant := re.match(r"(?:diffusion_pytorch_)?model\.(\w+)\b.*\.safetensors$", name):
+            cure = f"DiffusionPipeline.from_pretrained(FOLDER, variant={variant[1]!r}).save_pretrained(NEW)"
+            return [], f"has the variant {variant[1]} alone ({name}); write it under the usual names by diffusers' {cure}"
+    such = f" but {', '.join(others[:2])}" if others else ""
+    return [], f"has no weights (*.safetensors){such}"

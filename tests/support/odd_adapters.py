@@ -1,0 +1,90 @@
+"""Adapters that are nearly right: what trainers, conversions and damage make of names, shapes, numbers and configs."""
+
+import json
+
+import torch
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from g2rpo.policies.adapters import CONFIG
+
+PREFIXES = st.lists(
+    st.sampled_from(
+        [
+            "transformer.",
+            "diffusion_model.",
+            "model.",
+            "module.",
+            "_orig_mod.",
+            "unet.",
+            "base_model.model.",
+            "lora_unet_",
+            "odd.",
+        ]
+    ),
+    max_size=3,
+).map("".join)
+SOUND = [
+    (".lora_A.weight", ".lora_B.weight"),
+    (".lora_down.weight", ".lora_up.weight"),
+    (".lora.down.weight", ".lora.up.weight"),
+    (".lora_A.default.weight", ".lora_B.default.weight"),
+    (".lora_A", ".lora_B"),
+]
+OTHERS = [("_lora1.down.weight", "_lora1.up.weight"), (".lokr_w1", ".lokr_w2"), (".diff", ".diff_b"), (".weight", ".bias")]
+ENDS = st.sampled_from(4 * SOUND + OTHERS)
+NUMBERS = st.sampled_from([1.0, 0.0, -1.0, 6.0, 1e-45, 1e-30, 1e30, 3e38, float("nan"), float("inf")])
+DTYPES = st.sampled_from(
+    [torch.float32] * 8
+    + [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.int64]
+)
+SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+VALUES = st.none() | st.booleans() | NUMBERS | st.integers(-3, 10**30) | st.text(max_size=5) | st.just([]) | st.just({"x": 1})
+SETTINGS = st.dictionaries(
+    st.sampled_from(
+        ["r", "lora_alpha", "use_rslora", "init_lora_weights", "rank_pattern", "bias", "peft_type", "new", "", "task_type"]
+    ),
+    VALUES,
+    max_size=3,
+)
+TEXTS = st.dictionaries(
+    st.sampled_from([CONFIG, "g2rpo.lora_alpha", "g2rpo.lora_above", "ss_network_dim", "format", ""]),
+    st.sampled_from(["", "0", "3", "nan", "-1", "1e300", "{}", "[]", "{", '{"transformer.r": 3}', "null", "0.5", "\u2028"]),
+    max_size=3,
+)
+
+
+@st.composite
+def odd(draw, folder, adapter):
+    """Writes an adapter with a few things changed; returns the file, beside which a config of peft may be."""
+    file = folder / "odd.safetensors"
+    prefix, ends, mixed = draw(PREFIXES), draw(ENDS), draw(st.integers(0, 9)) == 0
+    tensors = {}
+    for module, pair in adapter.layers.items():
+        name = module.replace(".", "_") if draw(st.integers(0, 30)) == 0 or prefix.endswith("_") else module
+        for end, value in zip(draw(ENDS) if mixed else ends, pair, strict=True):
+            tensors[f"{prefix}{name}{end}"] = value
+        if draw(st.integers(0, 9)) == 0:
+            tensors[f"{prefix}{name}.alpha"] = torch.tensor(draw(NUMBERS)).to(draw(DTYPES))
+    for _ in range(draw(st.integers(0, 2))):
+        name = draw(st.sampled_from(sorted(tensors)))
+        how = draw(st.sampled_from(["drop", "number", "dtype", "shape", "rename", "copy"]))
+        value = tensors.pop(name)
+        if how == "number":
+            value = value.clone().to(torch.float32).fill_(draw(NUMBERS))
+        elif how == "dtype":
+            value = value.to(draw(DTYPES))
+        elif how == "shape":
+            value = torch.ones(draw(SHAPES))
+        elif how in ("rename", "copy"):
+            if how == "copy":
+                tensors[name] = value
+            name += draw(st.sampled_from([".x", "999999", ".lora_A.weight", ".alpha", "\u2028", "." * 50]))
+        if how != "drop":
+            tensors[name] = value
+    save_file({name: value.clone().contiguous() for name, value in tensors.items()}, file, draw(TEXTS))
+    beside = folder / "adapter_config.json"
+    beside.unlink(missing_ok=True)
+    if draw(st.booleans()):
+        beside.write_text(draw(st.just("{") | st.builds(lambda more: json.dumps({"r": 3, "lora_alpha": 6, **more}), SETTINGS)))
+    return file
