@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.plain import read_as
+from g2rpo.core.plain import POINTER, read_as
 
 UNFINISHED = ".unfinished_"  # the name prefix of files and folders that are being written
 
@@ -99,10 +99,6 @@ def add_metadata(path: Path, entries: Mapping[str, str]) -> None:
 
 def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
-
-
-POINTER = b"version https://git-lfs.github.com/spec/"
-"""The beginning of a file in whose place git has left a pointer."""
 
 
 def is_pointer(path: Path) -> bool:

@@ -14,7 +14,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import POINTER
 
 T = TypeVar("T")
 
@@ -26,6 +25,9 @@ Iteration = Annotated[int, Field(ge=0, le=10**6)]
 
 Number = Annotated[int | float, Field(ge=-1e300, le=1e300)]
 """A finite number, with whose squares one can still reckon."""
+
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""The beginning of a file in whose place git has left a pointer."""
 
 LARGEST = 2**28
 """Bytes of the largest file that is read; logs, which grow, may be four times as large."""
