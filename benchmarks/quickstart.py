@@ -72,7 +72,6 @@ def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     run |= {"cpu_seconds": json.loads(clock.read_text()), **json.loads((folder / "results.json").read_text())}
     first = seed == args.seeds[0]
     judged = judge(folder, every=first)
-    run["in_the_run"] = run.pop("controls", None)
     run["controls"] = json.loads((folder / "judged" / "results.json").read_text())["controls"]
     if args.recipe == "words":
         if available():
@@ -92,7 +91,7 @@ def grid(num_steps: int, guidance: float | None) -> list[Control]:
     steps = (None, *(c.steps for c in alone if c.steps))
     pairs = [{"noise": noise} for noise in noises] + [{"guidance": scale} for scale in scales if scale]
     crossed = [Control(**pair, steps=many) for pair in pairs for many in steps]
-    by_hand = [Control(cfg=scale, guided_steps=first) for scale in (2.0, 3.0, 5.0) for first in (2, 3, 5, None)]
+    by_hand = [Control(cfg=3, guided_steps=3), Control(cfg=3, guided_steps=5), Control(cfg=5, guided_steps=3), Control(cfg=3)]
     return [*(c for c in crossed if c.knobs), *by_hand, *(c for c in alone if c.solver != "euler" or c.draw)]
 
 

@@ -311,7 +311,7 @@ def _sentence(found: Sequence[Controls], name: str) -> str:
             [one.mean for one in several],
         )
     )
-    chosen = f", {of} as the {several[0].way}" if several else ""
+    chosen = f", {of} as the {several[0].way} pictures" if several else ""
     what = "are right" if name == RIGHT else f"is the mean of {name}"
     return (
         f"On {found[0].prompts} of these prompts {base} {what} without training, {knob} with the best free knob "

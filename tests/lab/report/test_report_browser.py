@@ -23,7 +23,7 @@ def test_text_stands_out_from_what_is_behind_it(browser, address, scheme):  # no
     page = browser.new_page(color_scheme=scheme)
     page.goto(address)
     assert page.evaluate(FAINT_TEXT) == []
-    page.evaluate("document.querySelector('.summary').style.opacity = 0.3")
+    page.evaluate("document.querySelector('.sentence').style.opacity = 0.3")
     assert len(page.evaluate(FAINT_TEXT)) == 1  # it would be found
     page.close()
 
@@ -32,13 +32,13 @@ def test_the_pictures_are_compared_from_the_keyboard(browser, address):  # noqa:
     page = browser.new_page(viewport={"width": 390, "height": 844})
     page.goto(address)
     order, outlines = [], []
-    for _ in range(13):
+    for _ in range(14):
         page.keyboard.press("Tab")
         order.append(page.evaluate("document.activeElement.getAttribute('href') ?? document.activeElement.className"))
         outlines.append(page.evaluate("parseFloat(getComputedStyle(document.activeElement).outlineWidth)"))
         if order[-1] == "slide":
             break
-    assert order[:2] == ["#pictures", "#results"] and "#learning" in order and order[-1] == "slide"
+    assert order[:3] == ["", "#pictures", "#results"] and "#learning" in order and order[-1] == "slide"
     assert min(outlines) >= 1
     page.keyboard.press("Space")
     page.keyboard.press("Tab")
