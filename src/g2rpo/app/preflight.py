@@ -103,7 +103,10 @@ class _Findings:
             lines = ["- " + str(error).replace("\n", "\n  ") for error in self.errors]
             fetch = dict.fromkeys(re.findall(r"`(hf download [^` ]+)", "\n".join(lines)))
             if len(fetch) > 1:
-                lines += ["To download all of it (after `hf auth login` for gated models; `g2rpo plan` has the sizes):", *fetch]
+                lines += [
+                    "To download all of it (`g2rpo plan` estimates its size; `hf auth login` first for gated models):",
+                    *fetch,
+                ]
             raise UserError("\n".join([f"{len(self.errors)} things are missing or wrong:", *lines]))
 
 

@@ -18,7 +18,7 @@ from g2rpo.lab.plan.answer import Answer
 from g2rpo.lab.plan.by_card import OnCard
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.counting import Counts, Iteration
-from g2rpo.lab.plan.memory import RESERVE, SLACK
+from g2rpo.lab.plan.memory import RESERVE, SLACK, STORED
 from g2rpo.lab.plan.network import Limit
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Target, find_target
 from g2rpo.lab.plan.seconds import Seconds
@@ -159,9 +159,13 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
     table.add_section()
     table.add_row("the machine's own memory, to load the models", in_bytes(memory.host))
     copies = plan.config.trainer.keep_checkpoints + 1  # those that are kept, and the next one
-    table.add_row(f"disk: {copies} checkpoints at a time", in_bytes(copies * memory.checkpoint))
+    table.add_row(f"disk: {copies} checkpoints at a time, and the final weights", in_bytes(memory.written))
     if memory.embeddings:
         table.add_row(f"disk: embeddings of {plan.distinct_prompts:,} prompts", in_bytes(memory.embeddings))
+    for name, size in memory.files.items():
+        if size:
+            row = f"download and disk: the files of {name}, with {STORED} to {2 * STORED} bytes a parameter"
+            table.add_row(row, f"{in_bytes(size)} to {in_bytes(2 * size)}")
     return table
 
 

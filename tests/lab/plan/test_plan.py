@@ -36,12 +36,23 @@ def test_the_papers_recipe_on_a_card_that_cannot_hold_it(capsys):
     assert changed["memory"]["fits"] and changed["memory"]["needed"] == plan["instead"]["needed"]
 
 
+@pytest.mark.slow  # a large model is traced
+def test_the_sizes_of_what_is_downloaded_and_written(capsys):
+    """FLUX.1-dev's own files: 23.80 GB transformer, 9.52 T5, .25 CLIP, .17 VAE; ViT-H/14 with .99 B parameters, once for HPS
+    and once for CLIP, and ViT-H of PickScore, and .45 B of ImageReward's. A LoRA of rank 64 in float32."""
+    plan = told(capsys, "flux1-dev-evening", "--device", "rtx4090")
+    memory, adapter = plan["memory"], 4 * plan["trained_parameters"]
+    assert memory["files"]["the model"] / 1e9 == pytest.approx(23.80 + 9.52 + 0.25 + 0.17, rel=0.002)
+    assert memory["files"]["the rewards"] / 1e9 == pytest.approx(2 * (3 * 0.99 + 0.45), rel=0.03)
+    assert memory["checkpoint"] >= 3 * adapter and memory["written"] >= 3 * memory["checkpoint"] + adapter
+
+
 def test_a_small_model_on_disk_is_probed(capsys, tiny_config):
     plan = told(capsys, tiny_config, "policy.device=cpu")
     assert plan["memory"]["fits"] and plan["seconds"]["basis"].startswith("probe of this machine")
     assert plan["cards"] == {}
     table = g2rpo(capsys, "plan", tiny_config, "policy.device=cpu", "--no-probe")[1]
-    assert "rtx4090" in table and "It fits" in table
+    assert "rtx4090" in table and "It fits" in table and "download and disk: the files of the model" in table
 
 
 def schedules():

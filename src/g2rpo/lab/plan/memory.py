@@ -14,16 +14,20 @@ from g2rpo.lab.plan.trace import Calls
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
 from g2rpo.policies.quantized import weights_of
+from g2rpo.rewards.weights import parse_dtype
 
 RESERVE, SLACK = 2**30, 0.05
 """Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share of the peak."""
+STORED = 2
+"""Bytes of a parameter in published files, mostly bfloat16; those in float32 have twice as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes. `parts` is permanent from the first update on, `working` temporary, `moments` the peak of every phase, including
     the encoding of prompts before the optimizer exists. `needed` is the largest peak with the reserve; `host` is the host
-    memory for loading.
+    memory for loading. `files` are the weights of the model and of the rewards, with `STORED` bytes a parameter; `written` are
+    the checkpoints that are there at a time, and the final weights.
     """
 
     parts: dict[str, int]
@@ -31,6 +35,8 @@ class Memory:
     moments: dict[str, int]
     needed: int
     host: int
+    files: dict[str, int]
+    written: int
     checkpoint: int
     embeddings: int
     unknown: tuple[str, ...]
@@ -92,13 +98,23 @@ def plan_memory(
         "evaluation": stays + working.get("averaged weights swapped in", 0) + sampled + sampling,
     }
     peak, copies = max(moments.values()), 1 + bool(config.optim.ema_decay) + keeps_old(config.algorithm)
+    frozen = [policy.pipeline.vae, *(getattr(policy.pipeline, n) for n in blueprint.parts if n.startswith("text_encoder"))]
+    networks = sum(map(weights_of, (policy.transformer, *policy.frozen.values())))
+    scored_by = sum(it.bytes // parse_dtype(it.dtype).itemsize for it in reward_costs.values() if it is not None)
+    final = whole["weights"]["trained weights"]
+    checkpoint = copies * final + whole["optimizer"]["moments"]
     return Memory(
         parts={**always, **after},
         working=working,
         moments=moments,
         needed=math.ceil(peak * (1 + SLACK)) + RESERVE if cuda else peak,
         host=_loaded(config, policy) + size_of(policy.pipeline.vae) + encoders + ranks * _converted(config, policy),
-        checkpoint=copies * whole["weights"]["trained weights"] + whole["optimizer"]["moments"],
+        files={
+            "the model": STORED * (networks + sum(p.numel() for part in frozen for p in part.parameters())),
+            "the rewards": STORED * scored_by,
+        },
+        written=(config.trainer.keep_checkpoints + 1) * checkpoint + final,  # those that are kept, and the next one
+        checkpoint=checkpoint,
         embeddings=distinct_prompts * _row(policy, shapes) if config.prompts.cache != "off" else 0,
         unknown=tuple(name for name, known in reward_costs.items() if known is None),
     )
