@@ -516,3 +516,10 @@ def test_factors_of_every_floating_point_type_are_read_exactly(brought, tmp_path
     save_file(small, tmp_path / "x.safetensors")
     read = read_adapter(tmp_path / "x.safetensors", FluxPipeline, flux_pipeline().transformer).tensors(PREFIX)
     assert all(torch.equal(read[name], value.float()) for name, value in small.items())
+
+
+def test_a_pointer_in_the_place_of_an_adapter_is_named(tmp_path):
+    (tmp_path / "x.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    for use in (read_adapter, policy_of(KIND, flux_pipeline()).load):
+        with pytest.raises(UserError, match=r"x.safetensors: is a pointer of git-lfs, .*`git lfs pull`"):
+            use(tmp_path / "x.safetensors")

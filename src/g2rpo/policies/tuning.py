@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import add_metadata
+from g2rpo.core.files import add_metadata, refuse_pointer
 from g2rpo.policies.adapters import ABOVE, DOWN, OWN_ALPHA, PREFIX, UP, Adapter, check_fit, read_adapter
 from g2rpo.policies.options import LoraInit
 from g2rpo.policies.quantized import Quantize, is_quantized, quantize
@@ -205,6 +205,8 @@ class Tuning:
         """Loads saved weights, an adapter at `strength` or a whole transformer: the folder that `save` wrote, or a single
         .safetensors file with diffusers' names. Returns the sigma above which they act."""
         file = path / ADAPTER if path.is_dir() else path
+        if file.is_file():
+            refuse_pointer(file)
         if file.is_file() and (path.is_dir() or _is_adapter(file)):
             adapter = read_adapter(file, type(pipeline), self.transformer)
             check_fit(str(file), adapter, self.transformer)
