@@ -113,6 +113,8 @@ def test_plain_prompts_keep_what_only_looks_like_another_format(tmp_path):
         ("a.txt", b"a\tx\nb\ty\n", "is a table"),
         ("a.txt", b'["a", "b"]', "holds a list or objects"),
         ("a.txt", b'{"prompt": "a"}\n{"prompt": "b"}\n', "holds a list or objects"),
+        ("a.txt", b"404: Not Found", "a server's answer"),
+        ("a.txt", b"| prompt | n |\n|---|---|\n| a | 1 |", "a mark, a number or quotes"),
         ("a.txt", b"prompts:\n  - a\n  - b\n", "is YAML"),
         ("a.txt", b"1. a\n2. b\n", "a mark, a number or quotes"),
         ("a.txt", b'"a",\n"b",\n', "a mark, a number or quotes"),

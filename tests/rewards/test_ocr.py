@@ -112,6 +112,7 @@ def test_sessions_have_one_thread_and_threads_of_pictures_change_nothing(monkeyp
         ],
         *[(f"看板{one}と", "ハイ") for one in ("「ハイ」", "『ハイ』", "｢ハイ｣", "“ハイ”", "《ハイ》", "〝ハイ〟", "＂ハイ＂")],
         ("「a『b』c」", "a『b』c"),
+        *[(f"写着{one}的牌子", "你好") for one in ("'你好'", "‘你好’", '"你好"', "“你好”", "’你好’")],
     ],
 )
 def test_the_asked_text(prompt, text):

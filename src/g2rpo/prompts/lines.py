@@ -17,13 +17,17 @@ _FILES = (
     (r"version https://git-lfs", "is a pointer of git-lfs, not the file; `git lfs pull` fetches the file"),
     (r"\s*<(!doctype|html|head|body|\?xml|error)\b", "is a page (HTML or XML), perhaps an error page saved as a file"),
     (r"\{\\rtf", "is a document (RTF), not plain text"),
+    (
+        r"\s*((\d{3}: )?(entry |file )?not found|access to \w+ \S+ is restricted|invalid username or password|error code: \d)",
+        "is a server's answer that there is no file, saved as a file",
+    ),
 )
-_MARKS = (r"[-*•+]\s", r"\(?\d+[.):,;]\s*\S", r"\"[^\"]*\",?$", r"'[^']*',?$")
+_MARKS = (r"[-*•+]\s", r"\(?\d+[.):,;]\s*\S", r"\"[^\"]*\",?$", r"'[^']*',?$", r"\|.*\|$")
 """What every line of a list begins with in other formats, or is enclosed in."""
 _YAML = re.compile(r"[\w-]+:(\s|$)|-\s")
 _PYTHON = re.compile(r"\[\s*(['\"]).*\1\s*,?\s*\]", re.DOTALL)
 _LINES = (
-    (r"#|//", "begins with {}, a comment in some tools"),
+    (r"#|//|;|%|<!--|```", "begins with {}, a comment in some tools"),
     (r"(.*\s)?(?P<mark>--[a-z]\w*|[–—](ar|v|q|s)\s+\d)", "has {}, an option of another tool"),
     (r".*(?P<mark><(lora|lyco|hypernet):)", "has {}, an option of another tool"),
     (r"(negative prompt|steps)\s*:", "begins with {}, an option of another tool"),

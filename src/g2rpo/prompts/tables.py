@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from g2rpo.core.errors import counted
 from g2rpo.prompts.lines import COLUMNS
 
 MOST_LISTED = 20
@@ -57,7 +58,7 @@ def read_table(text: str, delimiters: str, wanted: str = "") -> list[tuple[int, 
     for number, cells in rows[1:]:
         if len(cells) != len(names):
             raise ValueError(
-                f"line {number}: has {len(cells)} cells where the header has {len(names)} ({', '.join(names)}); "
+                f"line {number}: has {counted(len(cells), 'cell')} where the header has {len(names)} ({', '.join(names)}); "
                 "a prompt with a comma needs quotes around it"
             )
     return [(number, dict(zip(names, cells, strict=True))) for number, cells in rows[1:]]

@@ -19,13 +19,16 @@ from g2rpo.core.images import to_pil
 from g2rpo.core.types import Prompt
 from g2rpo.rewards.pixels import TargetReward
 
+_LETTER = r"[^\W\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff]"
+"""A letter or digit of a script with apostrophes and with spaces between words: not Chinese, Japanese or Korean."""
+
 _DOUBLE = re.compile(
     r"""
       (?<![\d½¼¾⅓⅔⅛"＂″]) (?!(?<=\d\s)["＂″]\s)                      # after a number a first " is inches
       (?: ["＂″] | ["＂″]{2,}(?!\s) ) (?=[^"＂″]*[^\s"＂″]) ([^"＂″]+) ["＂″]     # "a", ""a""
     | „ ([^„“”"]+) [“”"]                                             # „a“, „a”
     | [“‟] ((?:[^“”‟]|“[^“”]*”)+) ["”]                               # “a”, “a “b””
-    | “ ([^“”]+) “ (?!\w)                                            # “a“
+    | “ ([^“”]+) “ (?!LETTER)                                            # “a“
     | ” ([^”]+) ”                                                    # ”a”
     | « ((?:[^«»]|«[^«»]*»)+) »                                      # «a»
     | » ([^«»]+) [«»]                                                # »a«, »a»
@@ -33,20 +36,20 @@ _DOUBLE = re.compile(
     | 「 ((?:[^「」]|「[^「」]*」)+) 」 | 『 ((?:[^『』]|『[^『』]*』)+) 』
     | ｢ ([^｢｣]+) ｣ | 《 ([^《》]+) 》 | 〈 ([^〈〉]+) 〉 | 〝 ([^〝〞〟]+) [〞〟] | ❝ ([^❝❞]+) ❞
     | `` (.+?) ''
-    | ‘ ((?:[^‘“”’]|(?<=\w)’(?=\w))*“[^“”]+”[^‘“”’]*) ’ (?!\w)         # ‘a “b” c’
-    """,
+    | ‘ ((?:[^‘“”’]|(?<=LETTER)’(?=LETTER))*“[^“”]+”[^‘“”’]*) ’ (?!LETTER)         # ‘a “b” c’
+    """.replace("LETTER", _LETTER),
     re.VERBOSE,
 )
 """What double quotes of many languages enclose, one inner pair included."""
 
 _SINGLE = re.compile(
     r"""
-      (?<!\w)(['＇]) (?!\s|n['＇]|\d\ds?\b(?!['＇])) ((?:(?!(?<!\w)['＇]\w).)+?) (?<!\s)['＇] (?!\w)
-    | ‘ (?!\s|n’) ((?:[^‘’]|’(?=\w))+) ’ (?!\w)
+      (?<!LETTER)(['＇]) (?!\s|n['＇]|\d\ds?\b(?!['＇])) ((?:(?!(?<!LETTER)['＇]\w).)+?) (?<!\s)['＇] (?!LETTER)
+    | ‘ (?!\s|n’) ((?:[^‘’]|’(?=LETTER))+) ’ (?!LETTER)
     | ‚ ([^‚‘’]+) [‘’]
-    | (?<!\w)’ (?!\s|n’|\d\ds?\b(?!’)) ((?:(?!(?<!\w)’\w)[^‘])+?) (?<!\s)’ (?!\w)
+    | (?<!LETTER)’ (?!\s|n’|\d\ds?\b(?!’)) ((?:(?!(?<!LETTER)’\w)[^‘])+?) (?<!\s)’ (?!LETTER)
     | ❛ ([^❛❜]+) ❜ | ` ([^`]+) [`']
-    """,
+    """.replace("LETTER", _LETTER),
     re.VERBOSE,
 )
 """What single quotes enclose. An apostrophe inside a word, before a decade or in 'n' is none."""
