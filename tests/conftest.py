@@ -114,6 +114,12 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def no_sign_of_life(monkeypatch):
+    """What a command prints does not depend on the machine's load."""
+    monkeypatch.setattr("g2rpo.cli.life.FIRST", 1e9)
+
+
+@pytest.fixture(autouse=True)
 def nothing_allowed(tmp_path_factory, monkeypatch):
     """No test may import the code that another, or the user, has allowed."""
     from g2rpo.core import plugins

@@ -22,6 +22,13 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """The last line before a server waits for requests."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Caution:
     """A line that asks for attention."""
 
@@ -71,7 +78,7 @@ class Results:
     """Whether the run's model is code of the user's."""
 
 
-Event = Line | Caution | Progress | Training | Trained | Results
+Event = Line | Serving | Caution | Progress | Training | Trained | Results
 Emit = Callable[[Event], None]
 
 

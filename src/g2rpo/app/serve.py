@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from g2rpo.app.events import Emit, Line, silent
+from g2rpo.app.events import Emit, Line, Serving, silent
 from g2rpo.app.serving import check_address, refused, token_for
 from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.assembly.rewards import build_rewards
@@ -36,7 +36,7 @@ def serve_reward(
         emit(Line(f"{kind} at {server.address}; use it as"))
         given = {"url": server.address, **({"token_env": token_env} if token_env else {})}
         overrides = shlex.join([f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"])
-        emit(Line(f"  {overrides}"))
+        emit(Serving(f"  {overrides}"))
         with until_ctrl_c():
             server.serve_forever()
         emit(Line("stopped"))

@@ -21,6 +21,7 @@ from g2rpo.app.exit_codes import EXIT_CODES
 from g2rpo.app.quiet import quiet_libraries
 from g2rpo.app.stopping import Stopping
 from g2rpo.cli import models, serving, studies, train
+from g2rpo.cli.life import LIFE
 from g2rpo.core.errors import Interrupted, Stopped, UserError, out_of_memory
 
 app = typer.Typer(
@@ -73,8 +74,11 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what a locale without UTF-8 cannot show must not end a run
     try:
-        with Stopping().handling(*EXIT_CODES):  # commands that can go on later say so themselves
-            command_of(app)(plugins_first(given))
+        command, words = command_of(app), plugins_first(given)
+        named = [word for word in words if word in getattr(command, "commands", {})]
+        work = named[0] if named and not {"-h", "--help"} & set(words) else ""
+        with Stopping().handling(*EXIT_CODES), LIFE.of(work):  # commands that can go on later say so themselves
+            command(words)
     except UserError as error:
         again = f"\n{shlex.join(['g2rpo', *given, *needed])}" if (needed := getattr(error, "options", None)) else ""
         _tell(f"{error}{again}", "bold red")

@@ -18,8 +18,18 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from g2rpo.app import events
+from g2rpo.cli.life import LIFE
 
-console = Console(width=None if sys.stdout.isatty() else 10_000)  # no wrapping in files and pipes
+
+class Heard(Console):
+    """A console whose output is a sign of life."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        super().print(*objects, **how)
+        LIFE.heard()
+
+
+console = Heard(width=None if sys.stdout.isatty() else 10_000)  # no wrapping in files and pipes
 
 Items = Sequence[tuple[str, str]]
 """Names with formatted values."""
@@ -48,9 +58,14 @@ class Output:
         self._end()
 
     def __call__(self, event: events.Event) -> None:
+        if self._bar is None:  # a server has ended
+            LIFE.go_on()
         match event:
             case events.Line(text, title):
                 self.console.print(Text.assemble((title, "bold"), text), soft_wrap=True)
+            case events.Serving(text):
+                say(self.console, text)
+                LIFE.pause()
             case events.Caution(text):
                 warn(self.console, text)
             case events.Progress():
@@ -82,6 +97,7 @@ class Output:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+            LIFE.go_on()
 
 
 class Steady(Progress):
@@ -96,6 +112,7 @@ class Steady(Progress):
         self._teller = threading.Thread(target=self._tell_regularly, daemon=True)
 
     def start(self) -> None:
+        LIFE.pause()
         super().start()
         if self.disable:
             self._told = time.monotonic()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from g2rpo.app.events import Emit, Line, silent
+from g2rpo.app.events import Emit, Line, Serving, silent
 from g2rpo.app.serving import check_address, refused, token_for
 from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.assembly import components
@@ -127,7 +127,7 @@ def demo(
     page = app.build(app.Content(session, settings.title, facts(settings, log), examples, drawn, group, teaching, report))
     with refused(host, port):
         address = serve(page, host, port, token, uploads=session.input_pictures[1] > 0)
-    say(f"{address} (ends with Ctrl-C)")
+    emit(Serving(f"{address} (ends with Ctrl-C)"))
     try:
         with until_ctrl_c():
             (stop or threading.Event()).wait()

@@ -9,7 +9,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from g2rpo.app.events import Emit, Line, Results, silent
+from g2rpo.app.events import Emit, Line, Results, Serving, silent
 from g2rpo.app.serving import check_address, refused, token_for
 from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.lab.teach.background import Lesson
@@ -53,7 +53,7 @@ def teach(
             built = page.build(lesson, f"Teach {trainer.config.recipe or 'a model'}", ended.set)
             with refused(host, port):
                 address = serve(built, host, port, token)
-            emit(Line(f'{address} ("Finish", or Ctrl-C, ends the session and keeps what was learnt)'))
+            emit(Serving(f'{address} ("Finish", or Ctrl-C, ends the session and keeps what was learnt)'))
             with until_ctrl_c():
                 ended.wait()
             built.close(verbose=False)
