@@ -1,6 +1,7 @@
 """Everything that a run lacks, in one message, before anything heavy is loaded."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,11 +21,15 @@ from g2rpo.assembly.config import load_config
 from g2rpo.assembly.pipeline_files import missing_parts
 from g2rpo.assembly.prompts import build_prompts, caution, trained_on
 from g2rpo.assembly.rewards import check_clips
+from g2rpo.config import recipes
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.resolve import differences
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.prompts.sources import read_prompts
 from tests.support.commands import done, refused
+from tests.support.pages import ROOT
 from tests.support.servers import endpoint_that
 
 LACKING = [
@@ -292,3 +297,55 @@ def test_rewards_of_clips_are_refused_for_pictures_ahead(kind, key):
     with pytest.raises(UserError, match=f"rewards.moves: {kind} scores clips, and here are pictures"):
         check(load_config("scenes", [f"{key}.moves.kind={kind}"]))
     check_clips({"moves": RewardConfig(kind=kind)}, PolicyConfig(path="x", height=64, width=64, num_frames=5))
+
+
+def named_with(recipe, name):
+    """The config, with what was told of changes."""
+    said = []
+    config = load_config(recipe, [f"algorithm.name={name}"], said.append)
+    return config, " ".join(message for message in said if " needs " in message)
+
+
+@pytest.mark.parametrize("recipe", ["scenes", "words"])
+def test_which_algorithms_a_recipe_can_be_given_by_name_alone(recipe):
+    """README.md names those that are refused."""
+    sentence = re.search(r"`algorithm.name=` puts any of [^;]*;", (ROOT / "README.md").read_text())[0]
+    refused_ones, policies = set(), {}
+    for name in ALGORITHMS:
+        config, _ = named_with(recipe, name)
+        if config.policy.lora_above not in policies:
+            policies[config.policy.lora_above] = components.build_policy(config.policy)
+        try:
+            check(config, given=("trackers",))
+            components.check_trained_steps(config, policies[config.policy.lora_above])
+        except UserError:
+            refused_ones.add(name)
+    assert refused_ones == {word for word in re.findall(r"`(\w+)`", sentence) if word in ALGORITHMS}
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_what_a_name_brings_is_told_and_all_else_is_published_or_the_recipes(recipe):
+    own = load_config(recipe, [])
+    for name in ALGORITHMS.keys() - {own.algorithm.name}:
+        config, told = named_with(recipe, name)
+        components.check_plans(config.algorithm, config.sampling)
+        published = config.model_copy(update={"algorithm": ALGORITHMS[name]()})
+        changed = differences(config, published) | {
+            key: values for key, values in differences(config, own).items() if not key.startswith("algorithm.")
+        }
+        assert changed.keys() == set(re.findall(r"([\w.]+)=", told)) - {"algorithm.name", "sampling.num_steps"}, name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("words", ["algorithm.name=flow_grpo", "policy.lora_above=0.4"]),
+        ("scenes", ["algorithm.name=e_grpo", "algorithm.merged_steps=[1,1,1,1,1,1,1,3]"]),
+        ("scenes-fast", ["algorithm.name=mixgrpo_flash", "sampling.tails.forecast=true"]),
+        ("words", ["algorithm.name=g2rpo", "algorithm.branch_steps=[9]"]),
+    ],
+)
+def test_what_was_asked_for_is_not_replaced(recipe, overrides):
+    said = []
+    load_config(recipe, overrides, said.append)
+    assert not any(" needs " in message for message in said)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -69,13 +69,19 @@ class EGRPO(GranularGRPO):
         ends[list(self.branch_steps)] = torch.tensor([self.landing_step(step) for step in self.branch_steps])
         return batch.sigmas[ends[batch.steps]].to(batch.x.device)
 
+    def fitted(self, num_steps: int) -> dict[str, Any]:
+        """The branch steps that leave a tail, and their `merges` at shift 3."""
+        branch_steps = tuple(k for k in self.branch_steps if k < num_steps - 1)
+        if not branch_steps or max(map(self.landing_step, self.branch_steps)) < num_steps:
+            return {}
+        return {"branch_steps": branch_steps, "merged_steps": merges(sigma_grid(num_steps, 3.0), self.eta, branch_steps)}
+
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        fitting = [k for k in self.branch_steps if k < num_steps - 1]
-        if fitting and (end := max(map(self.landing_step, self.branch_steps))) >= num_steps:
-            lengths = [*merges(sigma_grid(num_steps, 3.0), self.eta, fitting)]
-            right = f"algorithm.branch_steps={fitting} algorithm.merged_steps={lengths}".replace(", ", ",")
+        if right := self.fitted(num_steps):
+            end = max(map(self.landing_step, self.branch_steps))
+            written = " ".join(f"algorithm.{key}={[*value]}" for key, value in right.items()).replace(", ", ",")
             raise ValueError(
                 f"merged_steps: a branch step ends at step {end} of num_steps={num_steps}; a tail needs a step. "
-                f"e_grpo.merges gives, at shift 3: {right}"
+                f"e_grpo.merges gives, at shift 3: {written}"
             )
         return super().plans(num_steps, iteration, seed)

@@ -55,6 +55,10 @@ class ReFL(Algorithm):
     def kernel(self, sigmas: Tensor) -> Kernel:
         return lambda x, v, sigma, sigma_next: Dirac(ode_step(x, v, sigma, sigma_next), torch.zeros((), device=x.device))
 
+    def fitted(self, num_steps: int) -> dict[str, int]:
+        """The published share of the steps, 11 of 25."""
+        return {"last_steps": max(1, 11 * num_steps // 25)} if self.last_steps > num_steps else {}
+
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         if self.last_steps > num_steps:
             raise ValueError(f"last_steps must be at most num_steps={num_steps}, got {self.last_steps}")

@@ -20,12 +20,11 @@ from g2rpo.core.contracts import name_of, plans_of
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import is_hub_id, local
 from g2rpo.core.types import Algorithm
-from g2rpo.evaluation.work import plans_in
+from g2rpo.evaluation.work import trained_sigmas_of
 from g2rpo.policies import attention, catalogue, quantized
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.text import TextEncoders
-from g2rpo.rollout.planning import trained_sigmas
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import Sharded
 
@@ -221,8 +220,7 @@ def check_trained_steps(config: Config, policy: Any) -> None:
     algorithm, steps = config.algorithm, config.sampling.num_steps
     sigmas = grid_of(config.sampling.shift, policy, steps)
     own = [step for step in range(steps) if policy.trains_at(float(sigmas[step]))]
-    plans = {plan for i in range(config.trainer.iterations) for plan in plans_in(config, i)}
-    if wrong := [sigma for sigma in trained_sigmas(algorithm, [*plans], sigmas) if not policy.trains_at(sigma)]:
+    if wrong := [sigma for sigma in trained_sigmas_of(config, sigmas) if not policy.trains_at(sigma)]:
         raise UserError(
             f"{name_of(algorithm)} trains at sigma {wrong[0]:.3f}, where the trained weights do not act (policy.lora_above="
             f"{policy.options.lora_above:g}, policy.expert={policy.options.expert}); they do at steps {own} of {steps}. Change "

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from g2rpo.assembly.adapters import completed
 from g2rpo.config import recipes
+from g2rpo.config.algorithms import ALGORITHMS, name_of, named
 from g2rpo.config.resolve import read_yaml, resolve
 from g2rpo.config.schema import Config
+from g2rpo.core.capabilities import FitsGrids
 from g2rpo.core.errors import UserError
+from g2rpo.core.flow import sigma_grid
+from g2rpo.evaluation.work import plans_in, trained_sigmas_of
 
 
 def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None] = lambda message: None) -> Config:
@@ -18,13 +24,46 @@ def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], N
     and if a folder has the recipe's name."""
     given = {key.removeprefix("policy.") for key, _, _ in (override.partition("=") for override in overrides)}
     if recipe.endswith((".yaml", ".yml")):
-        data = read_yaml(Path(recipe))
+        data, source = read_yaml(Path(recipe)), recipe
         own = data.get("policy")
-        return completed(resolve(data, overrides, recipe, notify), given | {*(own if isinstance(own, dict) else ())}, notify)
-    if "=" in recipe:
+        given |= {*(own if isinstance(own, dict) else ())}
+    elif "=" in recipe:
         raise UserError(f"{recipe} is an override; name a recipe (`g2rpo recipes` lists them) or a config.yaml before it")
-    if os.path.isdir(recipe):
-        if recipe not in recipes.names():
-            raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
-        notify(f"{recipe} is taken for the recipe, not for the folder of that name here")
-    return completed(resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", notify), given, notify)
+    else:
+        if os.path.isdir(recipe):
+            if recipe not in recipes.names():
+                raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
+            notify(f"{recipe} is taken for the recipe, not for the folder of that name here")
+        data, source = recipes.settings(recipe), f"recipe {recipe}"
+    config = completed(resolve(data, overrides, source, notify), given, notify)
+    asked = {override.partition("=")[0] for override in overrides}
+    own_algorithm = data.get("algorithm")
+    kept = isinstance(own_algorithm, dict) and named(own_algorithm)["name"] == name_of(config.algorithm)
+    return config if kept or name_of(config.algorithm) not in ALGORITHMS else _fitted(config, asked, notify)
+
+
+def _fitted(config: Config, asked: set[str], notify: Callable[[str], None]) -> Config:
+    """With what a named algorithm needs instead of values for another number of steps, another solver, or other trained steps.
+
+    Keys in `asked` stay as they are, and each change is told.
+    """
+    algorithm: Any = config.algorithm
+    sampling, policy = config.sampling, config.policy
+    told = f"algorithm.name={algorithm.name}: needs"
+    fields = algorithm.fitted(sampling.num_steps) if isinstance(algorithm, FitsGrids) else {}
+    if fields and not asked & {f"algorithm.{key}" for key in fields}:
+        written = " ".join(f"algorithm.{key}={value}" for key, value in fields.items() if value != getattr(algorithm, key))
+        notify(f"{told} {written} with sampling.num_steps={sampling.num_steps}")
+        config = config.model_copy(update={"algorithm": dataclasses.replace(algorithm, **fields)})
+    if sampling.tails.forecast and not asked & {"sampling.tails", "sampling.tails.forecast"}:
+        solvers = {plan.solver for plan in plans_in(config, 0)} - {"euler"}
+        if solvers:
+            notify(f"{told} sampling.tails.forecast=false with its solver {', '.join(solvers)}")
+            tails = dataclasses.replace(sampling.tails, forecast=False)
+            config = config.model_copy(update={"sampling": sampling.model_copy(update={"tails": tails})})
+    if policy.lora_above and "policy.lora_above" not in asked and isinstance(sampling.shift, float):
+        trained = trained_sigmas_of(config, sigma_grid(sampling.num_steps, sampling.shift))
+        if min(trained, default=1.0) <= policy.lora_above:
+            notify(f"{told} policy.lora_above=0 for the late steps that it trains")
+            config = config.model_copy(update={"policy": policy.model_copy(update={"lora_above": 0.0})})
+    return config

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -70,6 +70,15 @@ class DropsMembers(Protocol):
     """Members without any advantage may be left out of an update's mean, and so of the KL term (Flow-GRPO)."""
 
     drop_zero_advantages: bool
+
+
+@runtime_checkable
+class FitsGrids(Protocol):
+    """The published values are for one number of steps (E-GRPO, ReFL)."""
+
+    def fitted(self, num_steps: int) -> dict[str, Any]:
+        """The fields that a grid of so many steps needs otherwise; empty where the published ones fit."""
+        ...
 
 
 @runtime_checkable

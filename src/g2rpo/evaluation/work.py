@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from g2rpo.config.schema import Config
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Plan
 from g2rpo.core.errors import UserError
-from g2rpo.rollout.planning import count_per_prompt, count_trained
+from g2rpo.rollout.planning import count_per_prompt, count_trained, trained_sigmas
 
 TRAINED_LATENT = 3
 """The cost of one latent of a training pass in evaluations: one for the forward pass, two for the backward pass."""
@@ -41,6 +43,12 @@ def work_in_pictures(config: Config) -> float:
 def plans_in(config: Config, iteration: int) -> list[Plan]:
     """The plans of one iteration."""
     return plans_of(config.algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
+
+
+def trained_sigmas_of(config: Config, sigmas: Tensor) -> list[float]:
+    """The sigmas at which a run trains, falling."""
+    plans = {plan for iteration in range(config.trainer.iterations) for plan in plans_in(config, iteration)}
+    return trained_sigmas(config.algorithm, [*plans], sigmas)
 
 
 def _work(config: Config, plans: Sequence[Plan], evaluations: int | None = None) -> int:
