@@ -9,14 +9,19 @@ from g2rpo.app import serve
 from g2rpo.app.serving import check_address, token_for
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
+from g2rpo.rewards.server import RewardServer
 from tests.support.commands import g2rpo
 from tests.support.ports import free_port
 
 
 def test_only_this_machine_needs_no_token(monkeypatch):
-    monkeypatch.setenv("SECRET", " s3cret\n")
+    monkeypatch.setenv("SECRET", " s3cret-of-16-char\n")
+    monkeypatch.setenv("SHORT", "s3cret")
     assert [token_for(host, None) for host in ("127.0.0.1", "localhost", "::1")] == [None] * 3
-    assert token_for("0.0.0.0", "SECRET") == "s3cret"
+    assert token_for("0.0.0.0", "SECRET") == "s3cret-of-16-char"
+    with pytest.raises(UserError, match="--token-env SHORT: a token has at least 16 characters") as refused:
+        token_for("127.0.0.1", "SHORT")
+    assert "s3cret" not in str(refused.value)
     with pytest.raises(UserError, match="serving on 0.0.0.0 without a token"):
         token_for("0.0.0.0", None)
     with pytest.raises(UserError, match="--token-env names an environment variable that is not set") as refused:
@@ -39,8 +44,8 @@ def test_the_overrides_that_it_prints_are_taken(capsys, monkeypatch, tmp_path, k
     kind = kind.format(tmp_path)
     if name == "hpsv2":
         monkeypatch.setattr(serve, "build_rewards", lambda table: dict.fromkeys(table, lambda images, prompts: None))
-    monkeypatch.setattr(serve.RewardServer, "serve_forever", lambda server: (_ for _ in ()).throw(KeyboardInterrupt))
-    monkeypatch.setenv("SCORES", "secret")
+    monkeypatch.setattr(RewardServer, "serve_forever", lambda server: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setenv("SCORES", "secret" * 3)
     code, out, _ = g2rpo(capsys, "serve-reward", kind, "--port", free_port(), "--token-env", "SCORES")
     (line,) = [line for line in out.splitlines() if line.startswith("  rewards.")]
     reward = load_config("flux1-dev-lora", shlex.split(line)).rewards[name]

@@ -2,6 +2,7 @@
 
 import base64
 import http.client
+import io
 import json
 import struct
 import threading
@@ -11,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from starlette.exceptions import HTTPException
 
 from g2rpo.core.images import to_pil, to_uint8
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.rewards.analytic import JPEGSize
 from g2rpo.rewards.remote import RemoteReward, encode_png
-from g2rpo.rewards.server import Limits, RewardServer
+from g2rpo.rewards.server import Limits, RewardServer, parse_request
 from g2rpo.rewards.transport import NoAnswer, Refused, request_json
 from g2rpo.rewards.vlm import VLMJudge
 from tests.rewards.chat_server import running
@@ -24,7 +27,7 @@ from tests.support.edits import edits
 from tests.support.ports import free_port
 from tests.support.servers import endpoint_that
 
-SMALL = Limits(body_bytes=200_000, images=4, pixels=10_000, prompt_chars=100, read_s=1.0, wait_s=0.2)
+SMALL = Limits(body_bytes=200_000, values=1000, images=4, pixels=10_000, prompt_chars=100, read_s=1.0)
 QUICK = {"timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
 
 
@@ -128,29 +131,35 @@ JPEG = base64.b64encode(b"\xff\xd8\xff\xe0 not a picture").decode()
     ("body", "status", "fact"),
     [
         (b"{not json", 400, "is no JSON"),
-        (b"[" + b"{}," * 20_000 + b"{}]", 413, "too many values"),
-        (score_body([], []), 400, "images: List should have at least 1 item"),
-        (score_body([PNG], ["a", "b"]), 400, "equally many"),
+        (b"[" * 900, 400, "is no JSON"),
+        (b"[" + b"{}," * 500 + b"{}]", 413, "too many values"),
+        (score_body([], []), 400, "images: "),
+        (b'{"prompts": ["a"]}', 400, "images: Field required"),
+        (b"[]", 400, "Input should be an object"),
+        (score_body([PNG], ["a"], inputs="x"), 400, "inputs: Input should be a valid array"),
+        (score_body([PNG], [1]), 400, "prompts.0: Input should be a valid string, got 1"),
+        (score_body([PNG], ["a\0"]), 400, "prompts.0: "),
+        (score_body([PNG], ["\ud800"]), 400, "is no JSON"),
+        (score_body([PNG], ["a", "b"]), 400, "images: 1 for 2 prompts"),
         (score_body([PNG] * 5, ["a"] * 5), 413, "at most 4"),
         (score_body([PNG], ["a" * 101]), 413, "100 characters"),
-        (score_body(["@@@"], ["a"]), 400, "not base64"),
+        (score_body(["@@@"], ["a"]), 400, "not a PNG"),
+        (score_body(["a"], ["a"]), 400, "images.0: Base64 decoding error"),
         (score_body([JPEG], ["a"]), 400, "not a PNG"),
         (score_body([PNG[: len(PNG) // 8 * 4]], ["a"]), 400, "broken PNG"),
-        (score_body([png_header(50_000, 50_000)], ["a"]), 413, "50000 x 50000"),
-        (score_body([WIDE, WIDE], ["a", "b"]), 413, "90 x 90"),
+        (score_body([png_header(50_000, 50_000)], ["a"]), 413, "too many pixels"),
+        (score_body([WIDE, WIDE], ["a", "b"]), 413, "more than 10000"),
         (score_body([PNG, png(30)], ["a", "b"]), 400, "one size"),
         (b" " * 300_000, 413, "200000"),
         (score_body([PNG] * 3, ["a"] * 3, inputs=[PNG] * 2), 413, "5 images"),
-        (score_body([PNG], ["a"], inputs=[png_header(9_000, 9_000)]), 413, "9000 x 9000"),
-        (score_body([PNG], ["a"], inputs=["/etc/passwd"], inputs_of=[[0]]), 400, "not base64"),
+        (score_body([PNG], ["a"], inputs=[png_header(9_000, 9_000)]), 413, "too many pixels"),
+        (score_body([PNG], ["a"], inputs=["/etc/passwd"], inputs_of=[[0]]), 400, "inputs.0: "),
         (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[1]]), 400, "indices of the 1 inputs"),
-        (score_body([PNG], ["a"], inputs_of=[["/etc/passwd"]]), 400, "inputs_of.0.0: Input should be a valid integer"),
-        (score_body([PNG], ["a"], inputs="x"), 400, "inputs: Input should be a valid array"),
-        (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[-1]]), 400, "inputs_of.0.0: Input should be greater"),
-        (score_body([PNG], ["a"], metadata=[3]), 400, "metadata.0: Input should be an object"),
-        (score_body([PNG], [3]), 400, "prompts.0: Input should be a valid string"),
-        (b"[]", 400, "Input should be an object"),
-        (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[0], [0]]), 400, "equally many"),
+        (score_body([PNG], ["a"], inputs_of=[["/etc/passwd"]]), 400, "inputs_of.0.0: "),
+        (score_body([PNG], ["a"], inputs_of=[[-1]]), 400, "inputs_of.0.0: "),
+        (score_body([PNG], ["a"], metadata=[{}, {}]), 400, "metadata: 2 for 1 prompts"),
+        (score_body([PNG], ["a"], metadata=["x"]), 400, "metadata.0: "),
+        (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[0], [0]]), 400, "one for each"),
     ],
 )
 def test_the_server_refuses_what_it_should(url, body, status, fact):
@@ -179,30 +188,54 @@ def test_a_reward_that_fails_is_an_error_500_and_then_no_score(caplog):
         assert "no score after 2 attempts" in caplog.text
 
 
-def test_all_requests_together_decode_only_so_many_pixels():
-    """Of 1000: two requests of 24 x 32 do not fit, one of 24 x 32 and one of 8 x 8 do."""
-    inside, go, answers = threading.Event(), threading.Event(), {}
+def black(width, height):
+    """A whole PNG that is far smaller than its pixels."""
+    buffer = io.BytesIO()
+    Image.new("L", (width, height)).save(buffer, format="PNG", compress_level=9)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_pictures_that_compress_well_are_bounded_by_their_pixels_before_they_are_decoded(monkeypatch):
+    """2^26 black pixels are 64 KiB; at 12 bytes as float32, and as much again while they are decoded, they were 3 GiB."""
+    decoded = []
+    monkeypatch.setattr("g2rpo.rewards.server.decode_png", lambda data: decoded.append(data))
+    limits, small = Limits(), black(512, 512)
+    bodies = (
+        score_body([black(8192, 8192)], ["a"]),
+        score_body([black(8192, 2048), black(8192, 2049)], ["a", "b"]),
+        score_body([small] * 64, ["a"] * 64, inputs=[small] * 65),
+    )
+    for body in bodies:
+        assert len(body) < 600_000
+        with pytest.raises(HTTPException, match="too many pixels"):
+            parse_request(body, limits, Path())
+    assert not decoded
+
+
+def test_only_so_many_requests_are_decoded_or_scored_at_a_time_and_who_has_left_is_not():
+    inside, go, sizes, answers = threading.Event(), threading.Event(), [], {}
 
     def held(images, prompts):
+        sizes.append(len(images))
         inside.set()
         go.wait(10)
         return torch.zeros(len(images))
 
-    with running(RewardServer(held, port=0, limits=Limits(pixels=1000, wait_s=0.3))) as url:
+    with running(RewardServer(held, port=0, limits=Limits(decoding=1))) as url:
 
-        def ask(name, picture):
-            answers[name] = post(url, score_body([picture], ["a"]))[0]
+        def ask(count):
+            answers[count] = post(url, score_body([PNG] * count, ["a"] * count))[0]
 
-        threads = [threading.Thread(target=ask, args=each) for each in (("first", PNG), ("small", png(8)))]
+        threads = [threading.Thread(target=ask, args=[count]) for count in (1, 2)]
         threads[0].start()
         assert inside.wait(10)
+        with pytest.raises(NoAnswer, match="in time"):
+            request_json(f"{url}/score", dict, body={"images": [PNG] * 3, "prompts": ["a"] * 3}, timeout_s=0.3)
         threads[1].start()
-        ask("too many", PNG)
         go.set()
         for thread in threads:
             thread.join()
-        ask("later", PNG)
-    assert answers == {"first": 200, "small": 200, "too many": 503, "later": 200}
+    assert answers == {1: 200, 2: 200} and sizes == [1, 2]
 
 
 # --- endpoints that misbehave --------------------------------------------------------------------------------------

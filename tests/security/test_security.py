@@ -398,53 +398,90 @@ def test_a_client_that_drips_its_headers_is_cut_off():
 
 @pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nX: "], ids=["silent", "half a header"])
 def test_connections_that_say_nothing_keep_nobody_out(said):
-    """A hundred of them, where 64 may wait: each newcomer takes the oldest one's place, and is answered at once."""
+    """200 of them, where 128 may wait: each newcomer takes the idlest one's place, and is answered at once."""
     with serving(RewardServer(Zero(), port=0, token=SECRET)) as server, contextlib.ExitStack() as idle:
         before = threading.active_count()
-        for _ in range(100):
+        for _ in range(200):
             idle.enter_context(client(server)).sendall(said)
         began = time.monotonic()
         assert request_json(f"{server.address}/health", dict, token=SECRET, timeout_s=5)["status"] == "ok"
-        assert time.monotonic() - began < 5 and len(server.strangers) <= server.limits.connections
+        assert time.monotonic() - began < 5 and len(server.connection.strangers) <= server.limits.incomplete
         until = time.monotonic() + 5
-        while threading.active_count() - before > server.limits.connections and time.monotonic() < until:
-            time.sleep(0.01)  # threads of closed connections end
-        assert threading.active_count() - before <= server.limits.connections
+        while threading.active_count() - before > server.limits.decoding and time.monotonic() < until:
+            time.sleep(0.01)
+        assert threading.active_count() - before <= server.limits.decoding  # none for a connection
 
 
-def test_who_may_ask_is_not_closed_for_others_and_there_are_only_so_many():
-    """One client in the middle of its body, strangers around it, and a second client that finds no place."""
-    limits = Limits(connections=2, clients=1)
+BODY = json.dumps({"images": [], "prompts": []}).encode()
+
+
+def asked(server):
+    """How the server answers an honest client, which finds its body empty."""
+    with pytest.raises(Refused, match="answered 400: .*images"):
+        request_json(f"{server.address}/score", dict, token=SECRET, timeout_s=5, body=json.loads(BODY))
+
+
+@pytest.mark.parametrize("sent", [b"", b"{", b"{" + b" " * 100_000], ids=["nothing", "a byte", "more than is buffered"])
+def test_clients_whose_bodies_stop_keep_nobody_out(sent):
+    """300 of them with a token, more than all that may be open without a whole request, and an honest one in their midst."""
+    headers = f"{ALLOWED}Content-Length: 1000000\r\n\r\n".encode()
+    with serving(RewardServer(Zero(), port=0, token=SECRET)) as server, contextlib.ExitStack() as idle:
+        for number in range(300):
+            idle.enter_context(client(server)).sendall(headers + sent)
+            if number % 100 == 99:
+                began = time.monotonic()
+                asked(server)
+                assert time.monotonic() - began < 3
+        assert len(server.connection.strangers) <= server.limits.incomplete and server.held_bytes < 128 * 150_000
+
+
+def test_a_body_that_comes_slowly_is_kept_while_others_stop():
+    """What makes room is what has been idle longest, not what is oldest."""
+    limits = Limits(incomplete=4)
     with (
         serving(RewardServer(Zero(), port=0, token=SECRET, limits=limits)) as server,
-        client(server) as first,
+        client(server) as slow,
         contextlib.ExitStack() as idle,
     ):
-        first.sendall(f"{ALLOWED}Content-Length: 2\r\n\r\n[".encode())
-        while not server.clients:
+        slow.sendall(f"{ALLOWED}Content-Length: {len(BODY)}\r\n\r\n".encode())
+        for place in range(len(BODY)):
+            idle.enter_context(client(server)).sendall(f"{ALLOWED}Content-Length: 9\r\n\r\n[".encode())
+            slow.sendall(BODY[place : place + 1])
             time.sleep(0.01)
-        for _ in range(5):
-            idle.enter_context(client(server))
-        with pytest.raises(NoAnswer, match="answered 503: .*busy"):
-            request_json(f"{server.address}/score", dict, token=SECRET, timeout_s=5, body={})
-        first.sendall(b"]")
-        assert b"400" in first.recv(100)
+        assert b" 400 " in slow.recv(100)
 
 
-@pytest.mark.parametrize("sent", [b"", b"{"], ids=["nothing", "its beginning"])
-def test_clients_whose_bodies_do_not_come_keep_nobody_out(sent):
-    """Twelve with a token, where four may ask at a time and one is read."""
-    limits = Limits(connections=4, clients=4, requests=1, gap_s=0.3)
-    with serving(RewardServer(Zero(), port=0, token=SECRET, limits=limits)) as server, contextlib.ExitStack() as idle:
-        for _ in range(4 if sent else 12):
-            idle.enter_context(client(server)).sendall(f"{ALLOWED}Content-Length: 1000\r\n\r\n".encode() + sent)
-        began, answer = time.monotonic(), ""
-        while "400" not in answer and time.monotonic() - began < 5:  # a trainer asks again too
-            try:
-                request_json(f"{server.address}/score", dict, token=SECRET, timeout_s=5, body={})
-            except (Refused, NoAnswer) as error:
-                answer = str(error)
-        assert "400" in answer and time.monotonic() - began < 5
+@pytest.mark.parametrize("sent", [b"", b"{"])
+def test_a_body_that_stops_is_dropped(sent):
+    limits = Limits(gap_s=0.2)
+    with serving(RewardServer(Zero(), port=0, limits=limits)) as server, client(server) as stopped:
+        stopped.sendall(f"{SCORE}Content-Length: 9\r\n\r\n".encode() + sent)
+        assert b" 408 " in stopped.recv(100)
+        assert server.held_bytes == 0
+
+
+def test_a_body_that_drips_is_dropped():
+    with serving(RewardServer(Zero(), port=0, limits=Limits(read_s=0.5))) as server, client(server) as dripping:
+        dripping.sendall(f"{SCORE}Content-Length: 999999\r\n\r\n".encode())
+        with contextlib.suppress(OSError):
+            while True:  # for ever, if the server let it
+                dripping.sendall(b" ")
+                time.sleep(0.02)
+
+
+def test_bodies_that_are_held_have_a_bound_together():
+    """Who finds no room is told to come back, and does."""
+    limits = Limits(held_bytes=1000, gap_s=1.0)
+    with serving(RewardServer(Zero(), port=0, token=SECRET, limits=limits)) as server, client(server) as first:
+        first.sendall(f"{ALLOWED}Content-Length: 2000\r\n\r\n".encode() + b" " * 990)
+        while server.held_bytes < 990:
+            time.sleep(0.01)
+        with pytest.raises(NoAnswer, match="answered 503: .*busy") as busy:
+            request_json(f"{server.address}/score", dict, token=SECRET, timeout_s=5, body=json.loads(BODY))
+        assert busy.value.after_s == 1
+        while server.held_bytes:
+            time.sleep(0.01)
+        asked(server)
 
 
 @pytest.mark.parametrize(("length", "status"), [("9" * 5000, 400), ("²", 400), ("-1", 400), ("", 400), ("9" * 18, 413)])

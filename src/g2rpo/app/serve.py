@@ -15,15 +15,16 @@ from g2rpo.config.resolve import parse_options
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
-from g2rpo.rewards.server import RewardServer
 
 
 def serve_reward(
     kind: str, options: Sequence[str], *, host: str, port: int, token_env: str | None, emit: Emit = silent
 ) -> None:
     """Loads reward `kind` with key=value `options` and serves it until interrupted."""
-    if importlib.util.find_spec("uvicorn") is None:
-        raise UserError("serve-reward needs uvicorn: pip install uvicorn")
+    if any(importlib.util.find_spec(library) is None for library in ("uvicorn", "starlette")):
+        raise UserError("serve-reward needs uvicorn and starlette: pip install uvicorn starlette")
+    from g2rpo.rewards.server import RewardServer
+
     token = token_for(host, token_env)
     check_address(host, port)
     if plugins.is_code(kind):

@@ -10,6 +10,8 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.web import is_loopback
 from g2rpo.rewards.transport import token_from
 
+SHORTEST_TOKEN = 16
+
 
 def token_for(host: str, variable: str | None) -> str | None:
     """The token that requests need, from the environment `variable`; without one, only a loopback `host` is allowed."""
@@ -17,6 +19,11 @@ def token_for(host: str, variable: str | None) -> str | None:
         token = token_from(variable)
     except ValueError as error:
         raise UserError(f"--token-env {error}") from None
+    if token and len(token) < SHORTEST_TOKEN:
+        own = "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
+        raise UserError(
+            f"--token-env {variable}: a token has at least {SHORTEST_TOKEN} characters, or it could be guessed; {own}"
+        )
     if not token and not is_loopback(host):
         raise UserError(f"serving on {host} without a token would let anyone use this machine; name one with --token-env")
     return token

@@ -148,7 +148,7 @@ def read_lines_as(kind: type[T], path: Path, hint: str = "") -> list[T]:
     return values
 
 
-def parse_as(kind: type[T], text: str | bytes) -> T:
+def parse_as(kind: type[T], text: str | bytes | bytearray) -> T:
     """The JSON in `text` as `kind` (`read_as`); ValueError names the first wrong value."""
     return _parsed(TypeAdapter(kind), text)
 
@@ -161,7 +161,7 @@ def checked_as(kind: type[T], value: Any) -> T:
         raise ValueError(_first_of(error)) from None
 
 
-def _parsed(adapter: TypeAdapter[T], text: str | bytes) -> T:
+def _parsed(adapter: TypeAdapter[T], text: str | bytes | bytearray) -> T:
     try:
         return adapter.validate_json(text, strict=True)
     except ValidationError as error:

@@ -26,25 +26,23 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def bounded(
-    protocol: Any, known: Callable[[Any], bool], most: int, *, headers_s: float | None = None, half_open: bool = False
-) -> Any:
+def bounded(protocol: Any, known: Callable[[Any], bool], most: int, *, headers_s: float | None = None) -> Any:
     """uvicorn's connection class with at most `most` open connections for which `known(connection)` is not true (after the
-    first request has begun). One more closes the oldest, so idle connections block no others. `strangers` lists them.
+    first request has begun). One more closes the one that has sent nothing for the longest time, so idle connections block no
+    others. `strangers` lists them.
 
-    A connection is closed if its first headers take longer than `headers_s`. With `half_open` a client that has closed its own
-    side after a whole request still gets an answer.
+    A connection is closed if its first headers take longer than `headers_s`.
     """
 
     class Connection(protocol):
-        strangers: ClassVar[dict[Any, None]] = {}  # the oldest first
+        strangers: ClassVar[dict[Any, None]] = {}  # the idlest first
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.strangers) >= most:
-                oldest = next(iter(self.strangers))
-                del self.strangers[oldest]
-                oldest.transport.abort()
+                idlest = next(iter(self.strangers))
+                del self.strangers[idlest]
+                idlest.transport.abort()
             self.strangers[self] = None
             self.late = self.loop.call_later(headers_s, self.close_without_request) if headers_s else None
 
@@ -54,11 +52,11 @@ def bounded(
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self in self.strangers and self.cycle is not None and known(self):
-                del self.strangers[self]
-
-        def eof_received(self) -> bool:
-            return half_open and self.cycle is not None and not self.cycle.more_body
+            if self not in self.strangers:
+                return
+            del self.strangers[self]
+            if self.cycle is None or not known(self):
+                self.strangers[self] = None  # at the end
 
         def connection_lost(self, error: Exception | None) -> None:
             self.strangers.pop(self, None)

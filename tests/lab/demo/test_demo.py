@@ -487,6 +487,40 @@ def test_the_gate_refuses_all_other_ways_in(method, path):
     assert asked(method, path) == asked(method, path, local=False) == 404
 
 
+def test_guesses_of_the_token_are_slowed_down_and_a_right_one_ends_the_pauses(monkeypatch):
+    """Ten clients that guess for ever, in a world where a second takes none."""
+    slept, sleep = [], asyncio.sleep
+
+    async def nap(seconds):
+        slept.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("g2rpo.lab.web.gate.asyncio.sleep", nap)
+    answers = iter([*[400] * 7, 200, 400])
+
+    async def page(scope, receive, send):
+        await sleep(0)
+        await send({"type": "http.response.start", "status": next(answers)})
+
+    async def login(gate):
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"host", b"localhost"), (b"content-length", b"9")]
+        await gate({"type": "http", "method": "POST", "path": "/login", "headers": headers}, None, send)
+        return sent[0]["status"]
+
+    async def attack():
+        gate = Gate(page, True)
+        first = await asyncio.gather(*(login(gate) for _ in range(10)))
+        return first, [await login(gate) for _ in range(5)]
+
+    assert asyncio.run(attack()) == ([*[400] * 4, *[429] * 6], [400, 400, 400, 200, 400])
+    assert slept == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 0.1]
+
+
 def test_the_gate_bounds_bodies():
     assert asked(content_length=str(MAX_BODY)) == 200
     assert asked(content_length=str(MAX_BODY + 1)) == 413

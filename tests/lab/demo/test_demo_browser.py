@@ -344,13 +344,13 @@ def test_nothing_is_open_but_the_page(address):
 
 
 def test_a_token_is_asked_for(browser, tmp_path):
-    with served(tmp_path, "--model", "testbed", "--token-env", "DEMO_TOKEN", DEMO_TOKEN="tell no one") as address:
+    with served(tmp_path, "--model", "testbed", "--token-env", "DEMO_TOKEN", DEMO_TOKEN="tell no one, never") as address:
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{address}config")
         assert refused.value.code == 401
         page = browser.new_page()
         page.goto(address)
-        for word in ("guess", "tell no one"):
+        for word in ("guess", "tell no one, never"):
             page.get_by_label("username").fill("me", timeout=MINUTE)
             page.get_by_label("password").fill(word)
             page.get_by_role("button", name="Login").click()

@@ -6,10 +6,11 @@ sites' scripts.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from g2rpo.core.web import host_of, is_loopback
@@ -40,6 +41,33 @@ STRANGERS = 256
 """Connections at a time that have not asked anything with a login (without a token: anything)."""
 
 
+LONGEST_PAUSE_S = 2.0
+"""After a wrong login, before the next one; the first pause is a tenth of a second, and each wrong one in a row doubles it."""
+WAITING_LOGINS = 4
+"""At a time; more are refused."""
+
+
+class Logins:
+    """Slows down whoever guesses the token: one login at a time, with a pause after a wrong one."""
+
+    def __init__(self) -> None:
+        self.turn, self.waiting, self.wrong = asyncio.Lock(), 0, 0
+
+    async def in_turn(self, login: Callable[[], Awaitable[int]]) -> bool:
+        """Whether `login`, which returns its status, had a turn."""
+        if self.waiting >= WAITING_LOGINS:
+            return False
+        self.waiting += 1
+        try:
+            async with self.turn:
+                self.wrong = self.wrong + 1 if await login() >= 400 else 0
+                if self.wrong:
+                    await asyncio.sleep(min(LONGEST_PAUSE_S, 0.05 * 2 ** min(self.wrong, 10)))
+        finally:
+            self.waiting -= 1
+        return True
+
+
 @dataclass(frozen=True)
 class Gate:
     """Passes to `app` what the page requests, and refuses the rest with a status and a message.
@@ -51,14 +79,22 @@ class Gate:
     app: Callable[[Scope, Receive, Send], Awaitable[None]]
     local: bool
     uploads: bool = False
+    logins: Logins = field(default_factory=Logins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].rstrip("/") != "/login":
+            await self._pass(scope, receive, send)
+        elif not await self.logins.in_turn(lambda: self._pass(scope, receive, send)):
+            await _refuse(send, 429, "too many logins at a time; try again in some seconds")
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """The status of the answer."""
         refused = self.refusal(scope) if scope["type"] == "http" else None
-        begun = False
+        begun = 0
 
         async def answer(message: MutableMapping[str, Any]) -> None:
             nonlocal begun
-            begun = True
+            begun = begun or message.get("status", 0)
             await send(message)
 
         if refused is None:
@@ -71,11 +107,9 @@ class Gate:
                 if not begun:
                     refused = 400, "this cannot be answered"
         if refused is None:
-            return
-        status, words = refused
-        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": words.encode()})
+            return begun
+        await _refuse(send, *refused)
+        return refused[0]
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Why a request may not pass, if it may not."""
@@ -96,3 +130,9 @@ class Gate:
         if len(length) > 18 or int(length) > most:
             return 413, f"at most {most} bytes"
         return None
+
+
+async def _refuse(send: Send, status: int, words: str) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": words.encode()})
