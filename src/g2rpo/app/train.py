@@ -152,6 +152,7 @@ def train(
             config = _at_rate(config, read_config(run_dir).optim.learning_rate)
     else:
         raise UserError("name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run")
+    _refuse_clicks_of_nobody(config)
     with joined(_device(config), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
         if not world.is_main:
             emit = silent
@@ -166,6 +167,16 @@ def train(
         directory = Path(world.broadcast_text(str(chosen)))
         _run(config, directory, resume, world, accept_changes, stopping, ends_at, emit, find_rate, predict)
         return directory if world.is_main else None
+
+
+def _refuse_clicks_of_nobody(config: Config) -> None:
+    """UserError for a reward `clicks` without a stored session, as the config of a session has it: all its scores are 0."""
+    for name, entry in config.rewards.items():
+        if entry.kind == "clicks" and not entry.options.get("run"):
+            raise UserError(
+                f"rewards.{name}: has no clicks to be fitted to; rewards.{name}.options.run=RUN names a session. `g2rpo teach "
+                "RUN` goes on with one, and `g2rpo teach RUN/config.yaml --votes RUN/votes.jsonl` repeats it"
+            )
 
 
 def _device(config: Config) -> str:

@@ -10,6 +10,7 @@ from PIL import Image
 from rich.console import Console
 
 from g2rpo.app.events import Results, silent
+from g2rpo.app.train import train
 from g2rpo.cli.results import show_run
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
@@ -373,6 +374,17 @@ def test_the_tab_of_the_demo_has_no_guard_that_says_what_is_right(path, monkeypa
 )
 def test_clicks_weigh_half_as_much_as_the_guards(overrides, weight):
     assert teach_config("words", overrides, print).rewards["clicks"].weight == pytest.approx(weight)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("resume", [False, True])
+def test_training_on_the_clicks_of_nobody_is_refused(tmp_path, resume):
+    """As the config of a session has them: all of their scores would be 0."""
+    own = teach_config("words", ["trainer.iterations=1"], print)
+    (tmp_path / "config.yaml").write_text(own.to_yaml(), encoding="utf-8")
+    with pytest.raises(UserError, match=r"rewards.clicks: has no clicks to be fitted to.*g2rpo teach RUN"):
+        train(None if resume else str(tmp_path / "config.yaml"), [], tmp_path if resume else tmp_path / "run", resume)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.quick

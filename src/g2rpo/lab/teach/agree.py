@@ -27,7 +27,9 @@ def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]
     own = _rewards_of(directory)
     table = reward_table({name: entry or own.get(name, {}) for name, entry in rewards.items()})
     if any(entry.kind == "clicks" and "run" not in entry.options for entry in table.values()):
-        raise UserError("clicks: is fitted to these answers; how well it knows others of them is on the page of the session")
+        raise UserError(
+            "clicks: is fitted to these answers, so they cannot judge it; the page of a session shows its agreement"
+        )
     answered = list(votes.answered(directory))
     built = build_rewards(table, pick_device("auto"))
     shares: dict[str, list[float]] = {name: [] for name in built}

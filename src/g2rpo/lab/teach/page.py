@@ -199,7 +199,7 @@ def group_html(session: Session, group: Group) -> str:
         f'<img src="{_shown(session, image)}" alt=""><figcaption>{member + 1}</figcaption></figure>'
         for member, image in enumerate(group.images)
     )
-    asked = f'<p>{escape(guide(session))}</p><p class="g2-prompt"><b>{escape(str(group.prompt))}</b></p>'
+    asked = f'<p class="g2-lead">{escape(guide(session))}</p><p class="g2-prompt"><b>{escape(str(group.prompt))}</b></p>'
     inputs = "".join(f'<img src="{data_uri(picture, SIDE)}" alt="input picture">' for picture in read_inputs(group.prompt))
     given = f'<div class="teach-inputs">{inputs}</div>' if inputs else ""
     return f'<div class="g2">{asked}{given}<div class="teach">{pictures}</div></div>'
