@@ -1,16 +1,22 @@
-"""Whatever a config, an override or a prompt file holds: a value that is used as it stands, or one message."""
+"""Whatever a config, an override, a prompt file or a file of a run holds: a value that is used as it stands, or one message."""
 
 import contextlib
 import io
+import json
+import math
 import os
+import re
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from g2rpo.app.dry_run import try_own_code
+from g2rpo.app.prediction import PlannedAndMeasured
 from g2rpo.app.preflight import check
 from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
@@ -18,9 +24,17 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import digest_of
-from g2rpo.core.plain import is_text
+from g2rpo.core.plain import as_json, is_text
+from g2rpo.lab.compare.study import gain_of, read_run
+from g2rpo.lab.report.page import write_page
 from g2rpo.policies.adapters import check_fit, read_adapter
 from g2rpo.prompts.sources import read_prompts
+from g2rpo.rewards import votes
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import check_contents, claim, read_config, record_start
+from g2rpo.training.checkpoint import latest_checkpoint
+from g2rpo.training.model_card import finished_at
+from g2rpo.training.rates import Pilot, Sweep
 from tests.support import runs
 from tests.support.adapters import random_adapter
 from tests.support.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts
@@ -229,3 +243,100 @@ def test_snippets_are_all_tried_alone():
         for source in (f"recipe: {snippet}\n", snippet):
             with file_of(source, ".yaml") as path, pytest.raises(UserError):
                 load_config(str(path), [])
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A finished run with every file that a run may have, and answers to two groups."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    words = ["trainer.iterations=2", "evaluation.every=1", "trainer.checkpoint_every=1"]
+    claim(folder, runs.config(*words))
+    record_start(folder, 0, torch.device("cpu"), {"prompts": "0"})
+    runs.finished(runs.trainer(folder, *words))
+    sweep = Sweep.around(0.05)
+    sweep.pilots = [Pilot(rate, 0.1, 0.05, 0.2, {}, 2, 1.0) for rate in sweep.rates]
+    sweep.write(RunDirectory(folder))
+    (folder / "plan.json").write_text(as_json(PlannedAndMeasured("a card", 1.0, 2, 3.0, None)))
+    for round in range(2):
+        votes.append(folder / "votes.jsonl", votes.Vote(round=round, iteration=0, liked=(1,), prompt="a", digest="0"))
+    read_all(folder)
+    return folder
+
+
+def read_all(folder):
+    """Whatever is read of a run by `report`, `compare`, `resume`, `agree` and a model card."""
+    write_page([folder], folder / "page.html")
+    history = read_run(read_config(folder), folder)
+    gain_of(0.05, [history], {"bright": 1.0})
+    finished_at(folder)
+    check_contents(folder, {"prompts": "0"}, accept=True)
+    votes.standing(votes.read(folder / "votes.jsonl"))
+    latest_checkpoint(folder / "checkpoints")
+    again = runs.trainer(folder, "trainer.iterations=2", "evaluation.every=1", "trainer.checkpoint_every=1")
+    again.resume()
+
+
+def changed_in(text, place, value):
+    """JSON `text`, of a log the first line, with a value at a place."""
+    first, *others = text.split("\n") if "\n{" in text or text.endswith("\n") else [text]
+    data = inner = json.loads(first)
+    *groups, last = place.split(" ")
+    for group in groups:
+        inner = inner[int(group) if isinstance(inner, list) else group]
+    inner[last] = value
+    return "\n".join([json.dumps(data), *others])
+
+
+@pytest.mark.parametrize(
+    ("file", "place", "value"),
+    [
+        ("results.json", "iteration", "2"),
+        ("results.json", "iteration", math.inf),
+        ("results.json", "rewards", []),
+        ("results.json", "rewards bright", 3),
+        ("results.json", "rewards bright base", "0.5"),
+        ("results.json", "rewards bright count", -1),
+        ("results.json", "prompts", {}),
+        ("results.json", "right", {"base": 1, "tuned": 1, "error": 0, "least": []}),
+        ("results.json", "controls", {"prompts": 3}),
+        ("results.json", "rolled_back_from", "2"),
+        ("results.json", "diversity", 1),
+        ("metrics.jsonl", "kind", "test"),
+        ("metrics.jsonl", "iteration", 1.5),
+        ("metrics.jsonl", "iteration", 10**9),
+        ("metrics.jsonl", "seconds", math.nan),
+        ("metrics.jsonl", "alarms", ["hacking"]),
+        ("metrics.jsonl", "reward/bright", "much"),
+        ("metrics.jsonl", "reward/bright", 1e301),
+        ("starts.jsonl", "contents", ["0"]),
+        ("starts.jsonl", "contents", {"prompts": 0}),
+        ("starts.jsonl", "time", 2026),
+        ("rates.json", "rates", [math.inf]),
+        ("rates.json", "pilots", {}),
+        ("plan.json", "seconds", "1"),
+        ("votes.jsonl", "ahead", 100_000),
+        ("scores/iteration_000000.jsonl", "scores", {"bright": 0.5}),
+        ("scores/iteration_000000.jsonl", "scores bright", "0.5"),
+        ("scores/iteration_000001.jsonl", "index", None),
+    ],
+)
+def test_a_wrong_value_in_a_file_of_a_run_is_one_message(whole_run, tmp_path, file, place, value):
+    folder = shutil.copytree(whole_run, tmp_path / "run")
+    (folder / file).write_text(changed_in((folder / file).read_text(), place, value))
+    with pytest.raises(UserError, match=re.escape(str(folder / file))):
+        read_all(folder)
+
+
+@given(st.data())
+@settings(max_examples=20)
+def test_a_damaged_file_of_a_run_is_read_or_one_message(whole_run, data):
+    files = sorted(path for path in whole_run.rglob("*.json*") if path.is_file())
+    path = data.draw(st.sampled_from(files))
+    text = data.draw(mutated(path.read_text()))
+    with tempfile.TemporaryDirectory() as place:
+        folder = shutil.copytree(whole_run, Path(place, "run"))
+        (folder / path.relative_to(whole_run)).write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            read_all(folder)
+        except (UserError, Stopped) as error:
+            said(error)

@@ -17,7 +17,7 @@ from g2rpo.core.errors import UserError, at_least_one
 from g2rpo.core.files import local
 from g2rpo.core.images import to_tensor, to_uint8
 from g2rpo.core.input_pictures import check_files, read_file
-from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.plain import read_as
 from g2rpo.core.types import Reward, RewardModel
 from g2rpo.rewards.clip_encoder import clip_model, load_clip
 from g2rpo.rewards.dino import KINDS, Dino, dino_model
@@ -135,7 +135,7 @@ def pictures_of(folder: str) -> list[str]:
 
 def _is_dino(path: str) -> bool:
     config = fetch(path, *CLIP_FILES)
-    return config.name == "config.json" and parse_json(read_text(config)).get("model_type") in KINDS
+    return config.name == "config.json" and read_as(dict[str, Any], config).get("model_type") in KINDS
 
 
 class _Pictures(Encoder):
