@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import Stopped, UserError
 from g2rpo.rewards import transport
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
+from g2rpo.training.checkpoint import newest_iteration
 from tests.support.ports import free_port
+from tests.support.runs import trainer
 from tests.support.servers import endpoint_that
 
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -144,7 +146,7 @@ GOOD = says(200, json.dumps({"scores": [0.5], "reward": "a"}))
 
 
 def hang_up(handler, count):
-    handler.connection.close()
+    handler.connection.shutdown(socket.SHUT_RDWR)
 
 
 def half(handler, count):
@@ -195,3 +197,29 @@ def test_a_server_that_comes_back_with_another_reward_ends_the_run():
         assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]
         with pytest.raises(Refused, match="had the reward 'a' and now has 'b'"):
             reward(torch.zeros(1, 3, 4, 4), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        (hang_up, "reward 'bright' gave no score at all in 5 iterations in a row"),
+        (says(200, json.dumps({"scores": [0.5] * 4, "reward": "b"})), "had the reward 'a' and now has 'b'"),
+    ],
+    ids=["dies", "changes"],
+)
+def test_a_run_ends_with_a_message_and_a_checkpoint_if_its_server(naps, tmp_path, later, message):
+    """In the second iteration, and for good; the checkpoint of the first is there."""
+    changed = []
+
+    def scores(handler, count):
+        pictures = len(json.loads(bodies[-1])["prompts"])
+        good = says(200, json.dumps({"scores": [0.1 * place for place in range(pictures)], "reward": "a"}))
+        (later if changed else good)(handler, count)
+
+    with endpoint_that(scores) as (url, bodies):
+        reward = RemoteReward(url, check=False, timeout_s=5)
+        run = trainer(tmp_path, "trainer.iterations=9", "trainer.checkpoint_every=1", rewards={"bright": reward})
+        with pytest.raises(Stopped, match=message):
+            changed.extend(row for row in run.train() if row["kind"] == "train")
+    assert newest_iteration(tmp_path / "checkpoints")
+    assert len(naps) <= reward.patience.retries
