@@ -308,6 +308,7 @@ def changed_in(text, place, value):
         ("metrics.jsonl", "alarms", ["hacking"]),
         ("metrics.jsonl", "reward/bright", "much"),
         ("metrics.jsonl", "reward/bright", 1e301),
+        ("metrics.jsonl", "step/first/spread", 1.0),
         ("starts.jsonl", "contents", ["0"]),
         ("starts.jsonl", "contents", {"prompts": 0}),
         ("starts.jsonl", "time", 2026),

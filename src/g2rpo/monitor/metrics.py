@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from g2rpo.core.files import open_regular, write_whole
 from g2rpo.core.plain import Iteration, Number, as_json, read_lines_as
@@ -19,11 +20,21 @@ Amount = Annotated[int, Field(ge=0, le=10**15)]
 Seconds = Annotated[int | float, Field(gt=0, le=1e12)]
 
 
+def _indexed(name: str) -> str:
+    if name.startswith(("step/", "granularity/")) and not re.fullmatch(r"\w+/[0-9]{1,6}/.+", name):
+        raise ValueError("has no index")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_indexed)]
+"""Of a logged number; those of steps and granularities have their index."""
+
+
 class Logged(BaseModel):
     """What every row has, and further numbers by name."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Number | None]
+    __pydantic_extra__: dict[Name, Number | None]
 
     iteration: Iteration
     seconds: Seconds
