@@ -43,7 +43,8 @@ TOLERANCE = 0.25
 
 def case(recipe: str, *overrides: str, kind: str = "model", seconds: int = 40, **changes: Any) -> Case:
     """A case of a recipe, with its expected seconds. `blocks`: of every kind, None for all. `rehearsed`: also with --tiny."""
-    name = " ".join([*([kind] if kind != "model" else []), recipe, *overrides]).strip()
+    what = "whole" if kind == "model" and changes.get("blocks", 2) is None else kind
+    name = " ".join([what, recipe, *overrides])
     usual = {"blocks": 2, "iterations": 2, "passes": True, "again": False, "loop": False}
     usual["rehearsed"] = COMPILED not in overrides  # a compiler for the CPU takes minutes
     return {"name": name, "kind": kind, "recipe": recipe, "overrides": overrides, "seconds": seconds, **usual, **changes}

@@ -69,7 +69,9 @@ def stand_in(given):
     asked, left = json.loads(Path(given[0]).read_text()), Path(given[1])
     if isinstance(asked, list):  # the process that plans
         planned = {case["name"]: {"velocity, s": 2.0} for case in asked}
-        left.write_text(json.dumps({"notes": planned, "errors": {"fine": "no plan of it"} if "fine" in planned else {}}))
+        left.write_text(
+            json.dumps({"notes": planned, "errors": {"model fine": "no plan of it"} if "model fine" in planned else {}})
+        )
         return
     what = asked.get("recipe", "machine")
     found = {"measured": {"velocity, s": 2.6}, "checks": {}, "notes": {"device": "A Card"}, "errors": {}}
@@ -107,19 +109,25 @@ def first_minutes(monkeypatch, tmp_path):
     return run
 
 
+def test_cases_on_a_gpu_have_names_of_their_own_and_the_first_five_fit():
+    names = [case["name"] for case in first_gpu.CASES]
+    assert len(set(names)) == len(names)
+    assert sum(case["seconds"] for case in first_gpu.CASES[:5]) < 60 * 6  # the rest of 8 minutes: imports, and one that is late
+
+
 def test_a_case_on_a_gpu_that_fails_is_reported_and_the_next_follows(first_minutes, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(first_gpu, "PATIENCE", 0.3)
     result, code = first_minutes("crashes", "hangs", "errs", "differs", "refuses", "fine")
-    states = {name: case["state"] for name, case in result["cases"].items()}
+    states = {name.removeprefix("model "): case["state"] for name, case in result["cases"].items()}
     assert code == 1 and states == {
         "crashes": "failed: ended with 3", "hangs": "failed: not done after 2 s", "errs": "failed",
         "differs": "done", "refuses": "refused", "fine": "done",
     }  # fmt: skip
-    assert "the last words" in result["cases"]["crashes"]["log"] and result["cases"]["hangs"]["measured"]
+    assert "the last words" in result["cases"]["model crashes"]["log"] and result["cases"]["model hangs"]["measured"]
     assert result["card"] == "A Card" and result["commit"] and result["date"]
     said = capsys.readouterr().out
     for line in ("errs: decode: OutOfMemoryError: 80 GB", "differs: ratio: nan, at most 0.1", "fine: plan: no plan of it"):
-        assert f"\n{line}\n" in said
+        assert f"\nmodel {line}\n" in said
     assert "velocity, s: 2.6, planned 2, ratio 1.30 <- beside the plan" in said
     assert (tmp_path / "child").exists()
     time.sleep(3)
@@ -129,10 +137,10 @@ def test_a_case_on_a_gpu_that_fails_is_reported_and_the_next_follows(first_minut
 def test_cases_that_do_not_fit_are_skipped_and_made_by_the_next_command(first_minutes, capsys):
     result, code = first_minutes("refuses", "last", seconds=90, minutes=1)
     assert code == 0 and {case["state"] for case in result["cases"].values()} == {"skipped"}
-    assert "last: skipped, is expected to take 90 s of " in capsys.readouterr().out
-    once = first_minutes("refuses")[0]["cases"]["refuses"]
+    assert "model last: skipped, is expected to take 90 s of " in capsys.readouterr().out
+    once = first_minutes("refuses")[0]["cases"]["model refuses"]
     result, code = first_minutes("refuses", "last")
-    assert code == 0 and result["cases"]["last"]["state"] == "done" and result["cases"]["refuses"] == once
+    assert code == 0 and result["cases"]["model last"]["state"] == "done" and result["cases"]["model refuses"] == once
 
 
 def test_what_was_measured_is_kept_when_the_command_is_killed(first_minutes, tmp_path):
@@ -146,5 +154,5 @@ def test_what_was_measured_is_kept_when_the_command_is_killed(first_minutes, tmp
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     (file,) = tmp_path.glob("gpu_a-card_*.json")
-    assert json.loads(file.read_text())["cases"]["fine"]["state"] == "done"
+    assert json.loads(file.read_text())["cases"]["model fine"]["state"] == "done"
     time.sleep(3.5)  # until what `hangs` has started has ended
