@@ -1,5 +1,6 @@
 """What a run does when something breaks: each fault is made to happen, and the run afterwards is the one without it."""
 
+import errno
 import os
 import random
 import re
@@ -136,6 +137,29 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_and_leaves_the_one_before(
     assert resumed(tmp_path, *LONG).iteration == 1
 
 
+def test_a_checkpoint_that_the_disk_cannot_read_is_named_and_the_one_before_is_used(tmp_path, monkeypatch):
+    """A broken disk answers EIO to stat as well as to open."""
+    t = trainer(tmp_path, *LONG)
+    for _ in range(2):
+        t.iterate()
+        t.save()
+
+    def broken(method):
+        def answered(path, *arguments, **options):
+            if path.parent.name == "iteration_000002" and path.suffix == ".safetensors":
+                raise OSError(errno.EIO, "Input/output error", str(path))
+            return method(path, *arguments, **options)
+
+        return answered
+
+    for name in ("stat", "open"):
+        monkeypatch.setattr(Path, name, broken(getattr(Path, name)))
+    again = trainer(tmp_path, *LONG)
+    complaint, *_ = again.resume()  # and the rows that nothing logged
+    assert again.iteration == 1 and "iteration_000002: " in complaint
+    assert "cannot be read (Input/output error); falling back to an older one" in complaint
+
+
 # --- ranks
 
 
@@ -144,6 +168,8 @@ def breaks_in_iteration_3(world, folder, how):
         if world.rank == 1 and t.iteration == 2:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if how == "hang":
                 time.sleep(1000)
             if how == "raise":
@@ -152,10 +178,10 @@ def breaks_in_iteration_3(world, folder, how):
     go_on(world, folder, fault)
 
 
-@pytest.mark.parametrize("how", ["kill", "raise", "hang"])
+@pytest.mark.parametrize("how", ["kill", "raise", "hang", "freeze"])
 def test_when_a_rank_breaks_the_others_stop_and_say_why(tmp_path, untouched, how):
     """And the run goes on from its last checkpoint, bit for bit as if nothing had been."""
-    launched = ranks.start(2, breaks_in_iteration_3, tmp_path, how, timeout_s=3.0 if how == "hang" else 60.0)
+    launched = ranks.start(2, breaks_in_iteration_3, tmp_path, how, timeout_s=3.0 if how in ("hang", "freeze") else 60.0)
     launched[0].join(40)
     assert not launched[0].is_alive()
     launched[1].kill()

@@ -196,10 +196,10 @@ def _verified(path: Path) -> tuple[int, list[str]]:
         raise BrokenCheckpoint(f"checkpoint {path}: its {MANIFEST} is missing or damaged ({error})") from None
     for name, digest in manifest.files.items():
         file = path / name
-        if not file.is_file():
-            raise BrokenCheckpoint(f"checkpoint {path}: {name} is missing")
         try:
             same = _digest(file) == digest
+        except FileNotFoundError:
+            raise BrokenCheckpoint(f"checkpoint {path}: {name} is missing") from None
         except OSError as error:
             raise BrokenCheckpoint(f"checkpoint {path}: {name} cannot be read ({error.strerror})") from None
         if not same:
