@@ -4,11 +4,10 @@
     python -m benchmarks.quickstart --recipe scenes --name scenes 'algorithm.granularities=[1,2]'   # another, with overrides
 
 A seed changes everything random: prompts' order, exploration, adapters, and the noise of the evaluation. Runs that are
-finished already are read, not repeated. With every seed the untrained model is also judged with the default controls, the best
-of 16 among them; with the first with a grid of free knobs: all scales of the initial noise (or, where the model takes guidance,
-of the guidance scale) at two and five times the steps too, and guidance by hand in several first steps. Of words, a control may
-know the fault: guidance by hand away from the letters that the base draws instead of a and e. Tesseract reads the words of the
-first seed too, where it is installed. Writes benchmarks/results/NAME.json.
+finished already are read, not repeated. For the first seed the untrained model is also judged with every free knob: all scales
+of the initial noise (or, where the model takes guidance, of the guidance scale) at once, two and five times the steps, and
+every solver; `benchmarks.controls` has guidance by hand and the best of several. Of words, Tesseract reads the pictures too,
+where it is installed. Writes benchmarks/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,10 @@ from benchmarks.drawing import Word, before_and_after
 from benchmarks.second_reader import available, read_words
 from g2rpo.app.evaluate import evaluate, run_settings
 from g2rpo.app.train import train
-from g2rpo.assembly.components import build_policy
-from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import build_rewards
 from g2rpo.cli.output import Output
-from g2rpo.core.statistics import in_proportion
-from g2rpo.evaluation.controls import RIGHT, Control, Controls, default_controls, in_figures
-from g2rpo.evaluation.sampler import sampler_of
+from g2rpo.core.statistics import in_proportion, interval
+from g2rpo.evaluation.controls import TUNED, Control, Controls, default_controls
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.runs.lifecycle import read_config
-from g2rpo.testbed.words import language
 from g2rpo.testbed.words.language import parse
 
 SHOWN, COLUMNS = 24, 4  # words in the picture
@@ -48,7 +41,7 @@ def main() -> None:
     print(f"{'':20} {'base':>9} {'tuned':>9}   change, mean over {len(runs)} seeds (their range)")
     for name in runs[0]["rewards"]:
         print_row(name, [run["rewards"][name] for run in runs])
-    print_controls(runs)
+    print_controls(runs[0])
     print(
         "seconds:", ", ".join(f"{run['seconds']:.0f}" for run in runs), " of a processor:", [run["cpu_seconds"] for run in runs]
     )
@@ -71,40 +64,38 @@ def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     run = {"seed": seed, "seconds": sum(row["seconds"] for row in rows), "iterations": rows[-1]["iteration"]}
     run |= {"cpu_seconds": json.loads(clock.read_text()), **json.loads((folder / "results.json").read_text())}
     first = seed == args.seeds[0]
-    judged = judge(folder, every=first)
-    run["controls"] = json.loads((folder / "judged" / "results.json").read_text())["controls"]
-    if args.recipe == "words":
-        if available():
-            read = read_by_tesseract(judged, folder / "judged")
+    if first or args.recipe == "words":
+        judged = judge(folder, controls=first)
+        read = read_by_tesseract(judged, folder / "judged") if args.recipe == "words" and available() else None
+        if read is not None:
             run["rewards"]["tesseract_exact"] = {side: statistics.mean(read[side]) for side in ("base", "tuned")}
-            run["controls_read_by_tesseract"] = {name: statistics.mean(right) for name, right in read.items()}
-        run["away_from_the_fault"] = away_from_the_fault(folder)
         if first:
-            save_picture(judged, folder / "judged", Path(f"docs/images/{args.name}.png"))
+            run["controls"] = controls_of(folder / "judged", read)
+            if args.recipe == "words":
+                save_picture(judged, folder / "judged", Path(f"docs/images/{args.name}.png"))
     return run
 
 
 def grid(num_steps: int, guidance: float | None) -> list[Control]:
-    """Every free knob of the untrained model, noise or guidance at every number of steps, and the draws."""
-    alone = default_controls(num_steps, guidance, by_hand=True)  # of an embedded model: FLUX has no other
+    """Every free knob of the untrained model, noise or guidance at every number of steps."""
+    alone = [control for control in default_controls(num_steps, guidance, by_hand=False) if not control.guided_steps]
     noises, scales = (1.0, *(c.noise for c in alone if c.noise != 1)), (None, *(c.guidance for c in alone if c.guidance))
     steps = (None, *(c.steps for c in alone if c.steps))
     pairs = [{"noise": noise} for noise in noises] + [{"guidance": scale} for scale in scales if scale]
     crossed = [Control(**pair, steps=many) for pair in pairs for many in steps]
-    by_hand = [Control(cfg=3, guided_steps=3), Control(cfg=3, guided_steps=5), Control(cfg=5, guided_steps=3), Control(cfg=3)]
-    return [*(c for c in crossed if c.knobs), *by_hand, *(c for c in alone if c.solver != "euler" or c.draw)]
+    return [*(c for c in crossed if c.knobs), *(c for c in alone if c.solver != "euler")]
 
 
-def judge(folder: Path, *, every: bool) -> list[dict[str, Any]]:
-    """Every picture of base, controls and tuned, with scores: `g2rpo evaluate --controls`; with `every` those of `grid`."""
+def judge(folder: Path, *, controls: bool) -> list[dict[str, Any]]:
+    """Every picture of base and tuned, and with `controls` of the base's free knobs, with scores: `g2rpo evaluate`."""
     settings = run_settings(folder)
     out = folder / "judged"
     if not (out / "pictures.jsonl").is_file():
-        if every:
+        if controls:
             (steps,) = settings["steps"]
             scale = settings["policy"]["guidance_scale"]
             settings["controls"] = [c.model_dump() for c in grid(steps, scale if scale and scale > 1 else None)]
-        evaluate(settings, [], out, controls=not every, emit=Output())
+        evaluate(settings, [], out, emit=Output())
     return [json.loads(line) for line in (out / "pictures.jsonl").read_text().splitlines()]
 
 
@@ -115,58 +106,35 @@ def read_by_tesseract(judged: list[dict[str, Any]], folder: Path) -> dict[str, l
     for row, letters in zip(judged, text, strict=True):
         word = parse(row["prompt"])
         assert word is not None
-        control = row.get("control", row["side"])
-        right.setdefault(f"tuned, {control}" if row["side"] == "tuned control" else control, []).append(letters == word.letters)
+        right.setdefault(row["side"] if row["side"] != "control" else row["control"], []).append(letters == word.letters)
     return right
 
 
-FAULT = str.maketrans("ae", "rn")
-"""What the base draws instead (assets/words/README.md)."""
-AWAY = [Control(cfg=scale, guided_steps=first) for scale, first in ((3.0, 5), (8.0, 5), (5.0, 8))]
+def controls_of(folder: Path, read: dict[str, list[bool]] | None) -> dict[str, Any]:
+    """By reward the mean of every control, and the best one against the tuned model."""
+    results = Controls.model_validate(json.loads((folder / "results.json").read_text())["controls"])
+    others = [way for way in results.ways if way.name not in ("base", "tuned", f"tuned, {TUNED}")]
+    found: dict[str, Any] = {}
+    for name, best in results.best.items():
+        means = {way.name: way.means[name] for way in others}
+        found[name] = {"means": means, "control": best.way, "mean": best.mean, "lead": best.model_dump()["lead"]}
+    if read is not None:
+        means = {way.name: statistics.mean(read[way.name]) for way in others}
+        best_read = max(means, key=means.__getitem__)
+        lead = interval([int(one) - int(other) for one, other in zip(read["tuned"], read[best_read], strict=True)])
+        found["tesseract_exact"] = {"means": means, "control": best_read, "mean": means[best_read], "lead": asdict(lead)}
+    return found
 
 
-def away_from_the_fault(folder: Path) -> dict[str, Any]:
-    """By control the means over held-out words of the base guided away from each word's misspelling, by reward, and what a
-    picture costs."""
-    stored = folder / "away_from_the_fault.json"
-    if not stored.is_file():
-        config = read_config(folder)
-        policy = build_policy(config.judged, tuning="frozen")
-        rewards = build_rewards({**config.rewards, **config.evaluation.rewards}, "cpu")
-        sampler, found = sampler_of(config, policy), {}
-        heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")[: config.evaluation.num_prompts]
-        for control in AWAY:
-            scores: list[dict[str, float]] = []
-            for number, prompt in enumerate(heldout):
-                own = control.model_copy(update={"negative_prompt": misspelt(prompt)})
-                scores.append(sampler.evaluate([prompt], rewards, first=number, control=own).means())
-            means = {name: statistics.mean(row[name] for row in scores) for name in rewards}
-            found[str(control)] = {"evaluations": control.evaluations(sampler.num_steps), "means": means}
-        stored.write_text(json.dumps(found))
-    return dict(json.loads(stored.read_text()))
-
-
-def misspelt(prompt: str) -> str:
-    """The prompt of the word that the base draws for this one."""
-    word = parse(prompt)
-    assert word is not None
-    return str(language.Word(word.letters.translate(FAULT), word.colour))
-
-
-def print_controls(runs: Sequence[dict[str, Any]]) -> None:
-    """What the untrained model reaches without training in every run, and what a picture costs."""
-    names = list(runs[0]["controls"]["best"])
-    print("\nwithout training: means over the seeds that have the control, of", ", ".join(names))
-    for way in runs[0]["controls"]["ways"]:
-        same = [own for run in runs for own in run["controls"]["ways"] if own["name"] == way["name"]]
-        means = " ".join(f"{statistics.mean(own['means'][name] for own in same):9.4g}" for name in names)
-        print(f"{way['name']:45} {way['evaluations']:4} {way['readings']:3} {means}  ({len(same)} seeds)")
-    for control in runs[0].get("away_from_the_fault", {}):
-        same = [run["away_from_the_fault"][control] for run in runs]
-        means = " ".join(f"{statistics.mean(own['means'][name] for own in same):9.4g}" for name in same[0]["means"])
-        print(f"{control + ', against the fault':45} {same[0]['evaluations']:4}     {means}  ({len(same)} seeds)")
-    for line in in_figures([Controls.model_validate(run["controls"]) for run in runs], [RIGHT, "ocr"]):
-        print(line)
+def print_controls(run: dict[str, Any]) -> None:
+    """The best free knob of the untrained model by reward, and the tuned model minus it, of one seed."""
+    print(f"\n{'':20} {'base':>9} {'tuned':>9} {'control':>9}   tuned minus best control of {run['prompts']} prompts, which")
+    for name, best in run["controls"].items():
+        own, lead = run["rewards"][name], best["lead"]
+        said = f"{lead['mean']:+.4g} [{lead['low']:+.4g}, {lead['high']:+.4g}]  {best['control']}"
+        print(f"{name:20} {own['base']:9.4g} {own['tuned']:9.4g} {best['mean']:9.4g}   {said}")
+    for name, best in run["controls"].items():
+        print(f"\n{name}, untrained:", ", ".join(f"{control} {mean:.4g}" for control, mean in best["means"].items()))
 
 
 def save_picture(judged: list[dict[str, Any]], folder: Path, path: Path) -> None:

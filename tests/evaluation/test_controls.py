@@ -223,6 +223,7 @@ def test_controls_stand_beside_base_and_tuned_with_what_they_cost():
         "On 2 of these prompts 0 % are right without training, 50 % with the best free knob (steps 20), "
         "100 % as the best of 2 pictures, and 100 % after training."
     )
+    assert in_words([found], ["reward"])[0].startswith("On 2 of these prompts reward is 0.000 without training, 0.500 with")
     figures = " ".join(in_figures([found], [RIGHT]))
     assert "Steps 20: 20 network evaluations a picture instead of 10; no clear difference (+50 points)." in figures
     assert "Best of 2: 20 network evaluations and 2 readings of the trained rewards a picture instead of 10;" in figures

@@ -312,9 +312,9 @@ def _sentence(found: Sequence[Controls], name: str) -> str:
         )
     )
     chosen = f", {of} as the {several[0].way} pictures" if several else ""
-    what = "are right" if name == RIGHT else f"is the mean of {name}"
+    start = f"{base} are right" if name == RIGHT else f"{name} is {base}"
     return (
-        f"On {found[0].prompts} of these prompts {base} {what} without training, {knob} with the best free knob "
+        f"On {found[0].prompts} of these prompts {start} without training, {knob} with the best free knob "
         f"({_ways(best)}){chosen}, and {tuned} after training."
     )
 
