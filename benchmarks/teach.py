@@ -5,8 +5,8 @@ is random. Tastes are not among the rewards. `dz` is the change of the mean tast
 deviations within prompts. The guard, which is trained on beside the clicks, moves tastes too: `beyond` is dz less that of the
 guard alone at the same seed after as many iterations. Who clicks on the word that is spelt best skips groups that are alike.
 
-    python -m benchmarks.teach --tastes dark large green top sparse warm --people clicks guard --seeds 42 43 44 --out teach.json
-    python -m benchmarks.teach --world words --tastes spelt --people clicks several guard --seeds 42 43 44 45 46
+    python -m benchmarks.teach --tastes green top sparse dark large --people clicks guard --seeds 42 43
+    python -m benchmarks.teach --world words --tastes spelt --people several guard --strength 2 --seeds 42 43 44 45 46
     python -m benchmarks.teach --world words --tastes spelt --strength 0 --groups 14 --every 14    # how many are skipped
     python -m benchmarks.teach --people every --groups 256 --every 16 --tastes dark large    # direct clicks, equal updates
 """
