@@ -11,9 +11,11 @@ from g2rpo.core.errors import RankLost, UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runtime.distributed import ALONE, World, joined
+from g2rpo.training.checkpoint import checkpoints
+from g2rpo.training.listeners.listener import Ask
 from tests.support import ranks
 from tests.support.commands import done
-from tests.support.runs import brightness, trainer, untimed
+from tests.support.runs import asking, brightness, trainer, untimed
 
 COMMON = ("trainer.prompts_per_iteration=4", "trainer.iterations=3")
 ONE = ("trainer.prompts_per_iteration=1",)
@@ -120,11 +122,27 @@ def test_what_ranks_tell_each_other(tmp_path):
 def judge(world, folder, count):
     heldout = [str(i / 20) for i in range(count)]
     t = trainer(folder / "run", "trainer.checkpoint_minutes=60", world=world, heldout=heldout)
-    t.iteration, t.saved_at = 1, -1e9 * world.is_main  # hours ago by the clock of one rank: a checkpoint is due on all
-    assert t._checkpoint_due()
-    t.iteration = 0
+    t.loop.iteration, t.checkpoints.unsaved = 1, True
+    t.checkpoints.saved_at = -1e9 * world.is_main  # hours ago by the clock of one rank: a checkpoint is due on all
+    assert Ask.SAVE in t._asked()
+    t.loop.iteration = 0
     row = untimed([t.evaluate()])
     return row, str(t.evaluator.baseline.images.dtype), t.evaluator.baseline.images.tolist()
+
+
+def train_with_a_listener_on_the_last_rank(world, folder):
+    options = ["trainer.iterations=3", "evaluation.every=9", "trainer.checkpoint_every=9"]
+    t = trainer(folder, *options, world=world)
+    if world.rank == world.size - 1:
+        asking(t, Ask.EVALUATE | Ask.SAVE, after=1)
+    rows = [[row["kind"], row["iteration"]] for row in t.train()]
+    return rows, [path.name for path in checkpoints(folder / "checkpoints")] if world.is_main else []
+
+
+def test_what_a_listener_of_one_rank_asks_for_all_ranks_do(tmp_path):
+    rows = [["eval", 0], ["train", 1], ["eval", 1], ["train", 2], ["train", 3], ["eval", 3]]
+    first, second = ranks.run(2, train_with_a_listener_on_the_last_rank, tmp_path)
+    assert first == [rows, ["iteration_000001", "iteration_000003"]] and second[0] == rows
 
 
 @pytest.mark.parametrize(("count", "first"), [(5, 2), (3, 1), (1, 0)])

@@ -15,6 +15,7 @@ from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.distributed import ALONE
 from g2rpo.runtime.sharding import Replicated
+from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.trainer import Trainer
 
 PLAIN = {
@@ -117,6 +118,34 @@ def fallen_back(run_dir: Path, *overrides: str) -> tuple[Trainer, str]:
     (complaint,) = t.resume()
     assert t.iteration == 2
     return t, complaint
+
+
+class Asking(Listener):
+    """Asks for something once, after an iteration of a trainer, and notes what it hears."""
+
+    def __init__(self, t: Trainer, ask: Ask, after: int):
+        self.t, self.ask, self.after = t, ask, after
+        self.heard: list[tuple] = []
+
+    def hear_groups(self, groups, advantages):
+        self.heard.append(("groups", len(groups.prompts), advantages.shape[1]))
+
+    def hear(self, row, evaluation):
+        assert (row["kind"] == "eval") == (evaluation is not None)
+        self.heard.append((row["kind"], row["iteration"], "alarms" in row))
+
+    def asks(self):
+        if self.t.iteration != self.after:
+            return Ask.NOTHING
+        asked, self.ask = self.ask, Ask.NOTHING
+        return asked
+
+
+def asking(t: Trainer, ask: Ask, after: int) -> Asking:
+    """Such a listener, after the trainer's own."""
+    mine = Asking(t, ask, after)
+    t.listeners = [*t.listeners, mine]
+    return mine
 
 
 def mean(t: Trainer) -> Tensor:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 import g2rpo.training.checkpoint
 from g2rpo.core.errors import RewardFailed, Stopped
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.training import early_stop
 from g2rpo.training.checkpoint import checkpoints
+from g2rpo.training.listeners import early_stop
 from tests.support import ranks
 from tests.support.commands import small_files
 from tests.support.runs import brightness, log, mean, resumed, trainer

@@ -44,7 +44,7 @@ def test_a_time_in_which_nothing_fits_is_refused_with_the_least():
 def test_a_run_ends_by_itself_and_its_config_says_with_how_many_iterations(tmp_path):
     t = trainer(tmp_path / "run", "trainer.iterations=1000", "evaluation.every=1000")
     claim(tmp_path / "run", t.config)
-    t.ends_at = time.monotonic() + 2
+    t.clock.ends_at = time.monotonic() + 2
     list(t.train())
     assert 1 <= t.iteration == t.config.trainer.iterations < 1000
     assert read_config(tmp_path / "run").trainer.iterations == t.iteration and t.final is not None
@@ -89,9 +89,9 @@ def test_ranks_that_share_the_work_have_time_for_more_iterations(monkeypatch, si
 def test_a_run_whose_log_was_lost_goes_on_in_its_time():
     t = trainer(None, "trainer.iterations=4")
     t.iterate(), t.iterate()
-    t.ends_at = time.monotonic() + 60
+    t.clock.ends_at = time.monotonic() + 60
     t.alarms.rows = []
-    t._fit_to_time()
+    t.clock.fit()
     assert t.config.trainer.iterations == 4
     assert fitted(t.config, 2, [1.0], 1.0, 0.5, first=True).trainer.iterations == 2
 
@@ -100,5 +100,5 @@ def test_a_run_that_is_resumed_without_time_left_is_evaluated(tmp_path):
     t = trainer(tmp_path, "trainer.iterations=9", "evaluation.every=9", "trainer.checkpoint_every=5")
     cut(t, "train", 6)
     again = resumed(tmp_path, "trainer.iterations=9", "evaluation.every=9", "trainer.checkpoint_every=5")
-    again.ends_at = time.monotonic() - 1
+    again.clock.ends_at = time.monotonic() - 1
     assert again.iteration == 5 and [(row["kind"], row["iteration"]) for row in again.train()] == [("eval", 5)]

@@ -191,7 +191,7 @@ def test_if_none_learns_the_two_best_sound_rates_are_tried_for_twice_as_long(tmp
 
 def test_a_pilot_that_stops_is_no_choice_but_does_not_end_the_others(tmp_path, monkeypatch):
     one = parts()
-    monkeypatch.setattr("g2rpo.training.early_stop.SKIPPED", 0)  # every update counts as too many without one
+    monkeypatch.setattr("g2rpo.training.listeners.early_stop.SKIPPED", 0)  # every update counts as too many without one
     with pytest.raises(UserError, match="no rate learns.*|stopped"):
         Pilots(one).find(sweep := sweep_of(one), RunDirectory(tmp_path))
     assert all("stopped" in pilot.alarms for pilot in sweep.pilots) and len(sweep.pilots) == len(FACTORS)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,10 @@ from g2rpo.core.errors import Preempted
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.checkpoint import checkpoints
-from g2rpo.training.first_group import widest
+from g2rpo.training.listeners.first_group import widest
+from g2rpo.training.listeners.listener import Ask
 from g2rpo.training.stopwatch import Stopwatch
-from tests.support.runs import cut, fallen_back, log, mean, resumed, trainer, untimed
+from tests.support.runs import asking, cut, fallen_back, log, mean, resumed, trainer, untimed
 
 
 def run(t):
@@ -98,7 +100,8 @@ class Minutes(Stopwatch):
 
 
 def test_minutes_of_training_are_counted_across_a_resumption(tmp_path, monkeypatch):
-    monkeypatch.setattr("g2rpo.training.trainer.Stopwatch", Minutes)
+    for module in ("loop", "trainer"):
+        monkeypatch.setattr(f"g2rpo.training.{module}.Stopwatch", Minutes)
     options = "evaluation.every=100", "evaluation.every_minutes=4.5", "trainer.iterations=6", "trainer.checkpoint_every=1"
     begun = trainer(tmp_path, *options).train()
     assert [next(begun)["iteration"] for _ in range(4)] == [0, 1, 2, 3]
@@ -211,7 +214,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, dama
 def test_an_iteration_is_trained_by_the_algorithm_of_that_iteration(monkeypatch):
     plain = ["algorithm.name=mixgrpo", "algorithm.group_size=6"]
     t, other = trainer(None, *plain, "algorithm.update_every=rollout"), trainer(None, *plain, "algorithm.update_every=2")
-    monkeypatch.setattr(t, "algorithm_now", lambda: dataclasses.replace(t.algorithm, update_every=2))
+    monkeypatch.setattr(t.loop, "algorithm_now", lambda: dataclasses.replace(t.algorithm, update_every=2))
     assert untimed([t.iterate()]) == untimed([other.iterate()]) and torch.equal(mean(t), mean(other))
 
 
@@ -240,7 +243,7 @@ def test_a_signal_during_an_evaluation_loses_no_alarms_end(tmp_path):
     """A run that an alarm ends is not one that was preempted, or it would go on."""
     t = trainer(tmp_path, "alarms.action=stop")
     ended = []
-    t.early_stop.end_if_asked = lambda iteration, roll_back: ended.append(iteration)
+    t.early_stop.end = lambda: ended.append(t.iteration)
 
     def preempted():
         raise Preempted("as asked")
@@ -261,3 +264,31 @@ def test_the_group_that_a_report_shows_is_the_one_whose_rewards_differ_most():
     rewards[3, 0] = rewards[2, 0] / 2
     assert widest(rewards) == 3
     assert widest(torch.full((3, 1, 2, 4), torch.nan)) == widest(torch.ones(3, 1, 2, 4)) == 0
+
+
+@pytest.mark.parametrize("ask", [Ask.EVALUATE, Ask.SAVE, Ask.LEAVE])
+def test_a_listener_hears_every_row_and_gets_what_it_asks_for(tmp_path, ask):
+    t = trainer(tmp_path, "trainer.iterations=3", "evaluation.every=9", "trainer.checkpoint_every=9")
+    mine = asking(t, ask, after=1)
+    with pytest.raises(Preempted, match="after iteration 1") if ask is Ask.LEAVE else nullcontext():
+        run(t)
+    rows = [heard[:2] for heard in mine.heard if heard[0] != "groups"]
+    evaluated = {Ask.EVALUATE: [("eval", 1)], Ask.SAVE: [], Ask.LEAVE: []}[ask]
+    rest = [] if ask is Ask.LEAVE else [("train", 2), ("train", 3), ("eval", 3)]
+    assert rows == [("eval", 0), ("train", 1), *evaluated, *rest]
+    assert rows == [(row["kind"], row["iteration"]) for row in log(tmp_path)]
+    saved = {Ask.EVALUATE: [3], Ask.SAVE: [1, 3], Ask.LEAVE: [1]}[ask]
+    assert [path.name for path in checkpoints(t.files.run.checkpoints)] == [f"iteration_{each:06d}" for each in saved]
+    groups = [heard for heard in mine.heard if heard[0] == "groups"]
+    assert groups == [("groups", 2, 6)] * sum(kind == "train" for kind, _ in rows)
+
+
+def test_alarms_are_set_before_any_other_listener_hears_a_row(tmp_path, monkeypatch):
+    t = trainer(tmp_path)
+    monkeypatch.setattr(t.alarms, "see", lambda row, scores: row.setdefault("alarms", {"drift": "much"}))
+    mine = asking(t, Ask.NOTHING, after=9)
+    t.listeners = [*t.listeners[:1], mine, *t.listeners[1:]]
+    rows = run(t)
+    heard = [alarms for kind, *_, alarms in mine.heard if kind != "groups"]
+    assert all(heard) and len(heard) == 2 * len(rows)
+    assert [row["alarms"] for row in log(tmp_path)] == [{"drift": "much"}] * len(rows)

@@ -219,7 +219,7 @@ def _run(
     if resume:
         emit(Line(f"resuming after iteration {trainer.iteration}" if trainer.iteration else "nothing to resume: it begins"))
     if ends_at is not None:
-        trainer.ends_at = ends_at - sum(row["seconds"] for row in trainer.alarms.rows)  # of earlier starts
+        trainer.clock.ends_at = ends_at - sum(row["seconds"] for row in trainer.alarms.rows)  # of earlier starts
     began = time.perf_counter()
     ended: RolledBack | None = None
     stopping.message = f"stopped at once; {trainer.files.command} goes on from the last checkpoint"

@@ -39,6 +39,21 @@ class Collected:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """The groups of this rank in an iteration, with the rewards [N, R, M, G] of all ranks."""
+
+    algorithm: Algorithm
+    prompts: Sequence[str]
+    cond: Cond
+    collected: Collected
+    rewards: Tensor
+    chosen_from: Sequence[Collected]
+    """The samples from which the prompts were chosen, if the algorithm chooses."""
+    learnt: Mapping[str, float]
+    """What rewards that learn have to log."""
+
+
+@dataclass(frozen=True)
 class RolloutSpec:
     """The samples to draw for every prompt."""
 

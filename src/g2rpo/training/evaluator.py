@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from g2rpo.config.schema import Config, EvaluationConfig
+from g2rpo.config.schema import Config
 from g2rpo.core.seeding import seed_for
 from g2rpo.core.types import Policy, Reward, as_reward
 from g2rpo.evaluation.controls import (
@@ -77,17 +77,6 @@ def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes:
         "controls_on": prompts_within(setting, heldout, cost, evaluations) if writes else 0,
         "spread_on": spread_on if affordable else 0,
     }
-
-
-def evaluation_due(config: EvaluationConfig, iteration: int, iterations: int, rows: Sequence[Row]) -> bool:
-    """Whether an evaluation is due that the log `rows` lacks; minutes are of training since the last one."""
-    evaluated = [row["iteration"] for row in rows if row["kind"] == "eval"]
-    last = max(evaluated, default=0)
-    minutes = config.every_minutes if last or config.first_minutes is None else config.first_minutes
-    spent = sum(row["seconds"] for row in rows if row["kind"] == "train" and row["iteration"] > last)
-    late = minutes is not None and spent >= 60 * minutes
-    due = iteration % config.every == 0 or iteration >= iterations or late
-    return iteration not in evaluated and (iteration == 0 or due)
 
 
 @dataclass(kw_only=True)

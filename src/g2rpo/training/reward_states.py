@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.errors import Stopped, UserError
-from g2rpo.core.types import Reward
-from g2rpo.rollout.scoring import naming_reward
+from g2rpo.core.types import Policy, Reward
+from g2rpo.rollout.scoring import decode, naming_reward
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.distributed import World
+from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.checkpoint import latest_checkpoint
+from g2rpo.training.collector import Collected
+
+LOOKED_AT = 4
+"""Members of a group from whose pictures rewards learn."""
 
 
 def stateful(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
@@ -59,6 +64,13 @@ def learn(
         with naming_reward(name, "failed to learn"):
             learnt |= {f"{name}/{key}": value for key, value in reward.learn(iteration, every).items()}
     return learnt
+
+
+def looked_at(policy: Policy, sizes: BatchSizes, collected: Collected, prompts: Sequence[str]) -> tuple[Tensor, list[str]]:
+    """The first `LOOKED_AT` pictures of every group's first tail, and their prompts: what rewards learn from."""
+    latents = torch.cat([rollout.finals[0, :LOOKED_AT] for rollout in collected.rollouts])
+    texts = [prompts[one.prompt] for one in collected.rollouts for _ in one.finals[0, :LOOKED_AT]]
+    return sizes.fit(lambda: decode(policy, latents, sizes.decode)), texts
 
 
 def states(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import shlex
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from g2rpo.core import plugins
 from g2rpo.core.errors import RewardFailed
 from g2rpo.core.files import whole_file, write_whole
-from g2rpo.monitor.metrics import MetricsLog, Row
-from g2rpo.monitor.trackers import Feed, Tracker
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import held, writing
@@ -67,27 +64,6 @@ class RunFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as unfinished:
                 yield unfinished
-
-    @contextmanager
-    def log(self, iteration: int, config: Mapping[str, Any], trackers: Sequence[Tracker]) -> Iterator[Callable[[Row], Row]]:
-        """A function that logs a row and sends it to the trackers; rows after `iteration` of an earlier start are removed. It
-        is a no-op on ranks that do not write."""
-        if not self.writes:
-            yield lambda row: row
-            return
-        with (
-            self.holding(),
-            MetricsLog(self.run.path, iteration) as log,
-            Feed(trackers, self.run.path, iteration, config, self.notify) as feed,
-        ):
-
-            def logged(row: Row) -> Row:
-                log.write(row)
-                pictures = {"eval/samples": self.run.grid(row["iteration"])}
-                feed.log(row, pictures if row["kind"] == "eval" else {})
-                return row
-
-            yield logged
 
     @contextmanager
     def naming(self, iteration: int) -> Iterator[None]:

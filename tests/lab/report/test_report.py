@@ -534,7 +534,7 @@ def test_a_run_that_went_back_says_so(tmp_path):
     t = trainer(directory, "alarms.action=rollback")
     t.resume()
     t.persistence.keep_best(t.iteration)
-    t.iteration = 3
+    t.loop.iteration = 3
     t.roll_back()
     table = t.finish()
     (run,) = read_runs([directory])

@@ -10,7 +10,7 @@ from g2rpo.lab.report.history import Run
 from g2rpo.lab.report.pictures import DAMAGE, given_to, open_picture, said
 from g2rpo.lab.report.words import signed
 from g2rpo.monitor.scores import Member, Row, picture_of, read_rows
-from g2rpo.training.first_group import ADVANTAGE
+from g2rpo.training.listeners.first_group import ADVANTAGE
 
 MEMBER = 128  # pixels a side, at most, of a member's picture
 

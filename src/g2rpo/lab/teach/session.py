@@ -28,7 +28,6 @@ from g2rpo.core.types import Cond, Example, Rollout
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.lab.teach.brake import LOOK, Brake, put_back, weights_of
 from g2rpo.monitor.clips import seconds_of, stills
-from g2rpo.monitor.metrics import Row
 from g2rpo.monitor.scores import save_pictures
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rewards import votes
@@ -38,7 +37,6 @@ from g2rpo.rewards.votes import Vote
 from g2rpo.rollout.guidance import in_training
 from g2rpo.rollout.scoring import decode
 from g2rpo.training.collector import RolloutSpec
-from g2rpo.training.pace import with_length
 from g2rpo.training.trainer import Trainer
 
 FIRST = 3
@@ -123,7 +121,6 @@ class Session:
     """By prompt: the base's picture; the last one, after how many changes of the weights; and that."""
     _heldout: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
     """Features of held-out pictures, of the base and of the last good look."""
-    _logged: Callable[[Row], Row] = lambda row: row
 
     def __post_init__(self) -> None:
         t = self.trainer
@@ -149,8 +146,8 @@ class Session:
         """While entered, rows are logged. Evaluates the base and samples the first groups; earlier answers in the run's
         votes.jsonl are repeated first."""
         t = self.trainer
-        with t.files.log(0, t.config.model_dump(mode="json"), t.trackers) as self._logged:
-            self._logged(t.evaluate())
+        with t.listening():
+            t.evaluate()
             self.brake = Brake(weights_of(t))
             self._fill()
             if t.files.writes:
@@ -245,12 +242,9 @@ class Session:
         """Ends the run at this iteration: weights, comparison, pictures and card, as any run's."""
         t = self.trainer
         self.settle()
-        t.config = t.early_stop.config = with_length(t.config, max(1, t.iteration), t.config.evaluation.every)
-        if t.files.writes:
-            with t.files.written(t.files.run.config) as path:
-                path.write_text(t.config.to_yaml(), encoding="utf-8")
+        t.set_length(max(1, t.iteration), t.config.evaluation.every)
         if not any(row["kind"] == "eval" and row["iteration"] == t.iteration for row in t.alarms.rows):
-            self._logged(t.evaluate())
+            t.evaluate()
         if (
             t.world.is_main and (base := t.evaluator.base()) is not None
         ):  # by the head as it is now; there was none when they were drawn
@@ -381,7 +375,7 @@ class Session:
         """`UPDATES` iterations on the rewards as they are."""
         self._set_rate()
         for _ in range(UPDATES):
-            self._logged(self.trainer.iterate())
+            self.trainer.iterate()
         self._changed()
 
     def _changed(self) -> None:
@@ -416,7 +410,7 @@ class Session:
 
     def _look(self) -> None:
         t = self.trainer
-        row, final, base = self._logged(t.evaluate()), t.final, t.evaluator.base()
+        row, final, base = t.evaluate(), t.final, t.evaluator.base()
         assert base is not None and final is not None
         heldout, nearer = None, True
         if t.world.is_main:  # which has all pictures

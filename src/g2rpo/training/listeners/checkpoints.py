@@ -1,0 +1,49 @@
+"""Asks for checkpoints, and keeps the weights of the best evaluation."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.monitor.metrics import Row
+from g2rpo.training.listeners.early_stop import EarlyStop
+from g2rpo.training.listeners.listener import Ask, Listener
+from g2rpo.training.loop import Loop
+from g2rpo.training.persistence import Persistence
+
+
+@dataclass
+class Checkpoints(Listener):
+    """Asks for a checkpoint every `trainer.checkpoint_every` iterations or `checkpoint_minutes`, after the last iteration, and
+    before an alarm ends the run. Keeps the best weights if an alarm may go back to them."""
+
+    loop: Loop
+    early_stop: EarlyStop
+    persistence: Persistence
+    saved_at: float = 0.0
+    """By this rank's `time.monotonic`."""
+    unsaved: bool = False
+    """Whether an iteration was trained since."""
+
+    def listening(self) -> AbstractContextManager[object]:
+        self.saved_at = time.monotonic()
+        return nullcontext()
+
+    def hear(self, row: Row, evaluation: Evaluation | None) -> None:
+        self.unsaved |= row["kind"] == "train"
+        if evaluation is None or not self.early_stop.may_roll_back:
+            return
+        if self.loop.world.total(self.early_stop.alarms.best_so_far)[0]:  # on all ranks together: shards are gathered
+            self.persistence.keep_best(row["iteration"])
+
+    def asks(self) -> Ask:
+        c, iteration = self.loop.config.trainer, self.loop.iteration
+        late = c.checkpoint_minutes is not None and time.monotonic() - self.saved_at >= 60 * c.checkpoint_minutes
+        due = iteration % c.checkpoint_every == 0 or iteration >= c.iterations or bool(self.early_stop.asked) or late
+        return Ask.SAVE if due and self.unsaved else Ask.NOTHING
+
+    def saved(self) -> None:
+        """To be called at the beginning of every save."""
+        self.saved_at, self.unsaved = time.monotonic(), False

@@ -1,0 +1,87 @@
+"""Ends a run before its last iteration: alarms, rewards without scores, gradients that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from g2rpo.core.errors import RolledBack, Stopped
+from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.monitor.alarms import ADVICE, Alarms, Scores
+from g2rpo.monitor.metrics import Row
+from g2rpo.training.listeners.listener import Ask, Listener
+from g2rpo.training.loop import Loop
+from g2rpo.training.run_files import RunFiles
+
+UNSCORED = 5
+"""Consecutive iterations without any score of a reward after which a run stops."""
+SKIPPED = 10
+"""Consecutive updates with a gradient that is not finite (none is applied) after which a run stops."""
+
+
+@dataclass(kw_only=True)
+class EarlyStop(Listener):
+    """Sets the alarms of every row, reports new ones, and ends the run by their actions, or after `UNSCORED` iterations or
+    `SKIPPED` updates. `save` writes a checkpoint; `roll_back` restores the weights of the best evaluation."""
+
+    loop: Loop
+    alarms: Alarms
+    files: RunFiles
+    save: Callable[[], object]
+    roll_back: Callable[[], int]
+    asked: set[str] = field(default_factory=set)  # "stop" or "rollback", from alarms that are new
+    unscored: dict[str, int] = field(init=False)  # iterations in a row without any score, by reward
+
+    def __post_init__(self) -> None:
+        self.unscored = dict.fromkeys(self.loop.rewards, 0)
+        if self.may_roll_back and self.files.run_dir is None:
+            raise ValueError("alarms: going back to the best evaluation needs a run_dir that keeps it")
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether an alarm may end the run with the weights of its best evaluation."""
+        return any(self.loop.config.action_of(name) == "rollback" for name in ADVICE)
+
+    def hear(self, row: Row, evaluation: Evaluation | None) -> None:
+        for name in self.alarms.see(row, None if evaluation is None else evaluation.scores):
+            self.asked |= {self.loop.config.action_of(name)} & {"stop", "rollback"}
+            if self.loop.world.is_main:
+                said = f"{name}: {row['alarms'][name]}. What helps: {ADVICE[name]}"
+                self.files.notify(f"alarm after iteration {row['iteration']}: {said}")
+        if evaluation is None:
+            for name in self.unscored:
+                self.unscored[name] = self.unscored[name] + 1 if math.isnan(row[f"reward/{name}"]) else 0
+
+    def asks(self) -> Ask:
+        """Raises `Stopped` after too many iterations without a score, or too many updates in a row that were skipped because of
+        their gradient; weights are those of the last update."""
+        iteration, skipped = self.loop.iteration, self.loop.updater.skipped_in_a_row
+        for name, count in self.unscored.items():
+            if count >= UNSCORED:
+                raise Stopped(f"iteration {iteration}: reward '{name}' gave no score at all in {UNSCORED} iterations in a row")
+        if skipped >= SKIPPED:
+            self.save()
+            how_long = f"{skipped} updates in a row"
+            raise Stopped(f"iteration {iteration}: the gradient was not finite in {how_long}; the weights before are saved")
+        return Ask.NOTHING
+
+    def end(self) -> None:
+        """Raises `Stopped` if that is the action of a new alarm."""
+        asked, self.asked = self.asked, set()
+        iteration = self.loop.iteration
+        stopped = f"stopped by an alarm after iteration {iteration}"
+        if "rollback" in asked:
+            best = f"the weights are those of iteration {self.roll_back()}, the best evaluation kept"
+            raise RolledBack(f"{stopped}; {best}; {self.files.command} continues without going back")
+        if "stop" in asked and iteration < self.loop.config.trainer.iterations:
+            raise Stopped(f"{stopped}; {self.files.how_to_continue}")
+
+    def check_base(self, scores: Scores) -> None:
+        """Raises `Stopped` if no reward that is trained on has any score [N] of the base's pictures."""
+        trained = [name for name in self.loop.rewards if self.loop.config.rewards[name].weight]
+        if trained and all(bool(scores[name].isnan().all()) for name in trained):
+            raise Stopped(
+                f"no reward ({', '.join(trained)}) gave a score to any of the base's {len(scores[trained[0]])} held-out "
+                "pictures, so nothing could be learnt; the pictures are finite: look for what the rewards said"
+            )

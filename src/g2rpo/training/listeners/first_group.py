@@ -1,0 +1,91 @@
+"""One group of a run's first iteration as a grid of pictures, for its report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from g2rpo.core.capabilities import differentiates_rewards
+from g2rpo.core.data import Prompt
+from g2rpo.core.input_pictures import images_of
+from g2rpo.core.statistics import group_std
+from g2rpo.core.types import Plan
+from g2rpo.monitor.clips import reduced, stills
+from g2rpo.monitor.pictures import PictureRow, save_grid
+from g2rpo.monitor.scores import save_inputs, save_pictures, save_rows, score_rows
+from g2rpo.rollout.scoring import decode
+from g2rpo.runtime.folders import writing
+from g2rpo.training.listeners.listener import Listener
+from g2rpo.training.loop import Groups, Loop
+from g2rpo.training.run_files import RunFiles
+
+ADVANTAGE = "advantage"
+"""The name of a member's advantage among its scores in the grid."""
+
+
+@dataclass
+class FirstGroup(Listener):
+    """Keeps the pictures of the group of the first iteration whose rewards differ most (`widest`), of clips their middle
+    frames, with their scores and advantages; and draws them, a row for each tail. Nothing where no pictures are compared."""
+
+    loop: Loop
+    files: RunFiles
+
+    def hear_groups(self, groups: Groups, advantages: Tensor) -> None:
+        latent = all(reward.latent for reward in self.loop.rewards.values())
+        if self.loop.iteration == 1 and self.files.writes and not (latent or differentiates_rewards(groups.algorithm)):
+            self.save(groups, advantages)
+
+    def save(self, groups: Groups, advantages: Tensor) -> None:
+        policy, sizes, names = self.loop.policy, self.loop.sizes, list(self.loop.rewards)
+        number = widest(groups.collected.rewards)
+        rollout, scores = groups.collected.rollouts[number], groups.collected.rewards[number]
+        shape, latents = rollout.finals.shape[:2], rollout.finals.flatten(0, 1)
+
+        def pictures() -> Tensor:  # a batch at a time: clips are large
+            return torch.cat([stills(reduced(decode(policy, part, sizes.decode))) for part in latents.split(sizes.decode)])
+
+        images = sizes.fit(pictures).unflatten(0, shape)
+        picture_rows = [
+            PictureRow(images[m], f"g = {tail}", {**dict(zip(names, scores[:, m], strict=True)), ADVANTAGE: advantages[number]})
+            for m, tail in enumerate(rollout.plan.tail_names)
+        ]
+        prompt = groups.prompts[rollout.prompt]
+        columns = [Prompt("member 1", images_of(prompt)), *(f"member {member}" for member in range(2, shape[1] + 1))]
+        cells = {"tails": shape[0], "how": how(rollout.plan)}
+        rows = [
+            row | {"index": shape[1] * m + row["index"]} | cells
+            for m, tail in enumerate(picture_rows)
+            for row in score_rows([prompt] * shape[1], tail.scores)
+        ]
+        folder = self.files.run.first_group
+        with self.files.holding(), writing(folder):
+            save_pictures(folder, images.flatten(0, 1), range(len(rows)), 0)
+            save_inputs(folder, [prompt], [0])
+            save_rows(self.files.run.group_scores, rows)
+            save_grid(self.files.run.group_grid, picture_rows, columns, f"{prompt}\n{cells['how']}")
+
+
+def widest(rewards: Tensor) -> int:
+    """The group of `rewards` [N, R, M, G] whose members differ most: by the sum over rewards of their standard deviation, in
+    units of that reward's largest one in any group. The first of ties. Advantages do not tell: they have one scale in all."""
+    spread = group_std(rewards).nan_to_num(0).mean(2)  # [N, R]
+    return int((spread / spread.amax(0).clamp_min(torch.finfo(torch.float32).tiny)).sum(1).argmax())
+
+
+def how(plan: Plan) -> str:
+    """A description of how the members of a group are sampled."""
+    last = plan.merge - 1
+    steps = f"step {plan.branch}" if last <= plan.branch else f"steps {plan.branch} to {last}"
+    if plan.merged:
+        steps += ", merged into one,"
+    begin = (
+        "All members begin from one noise, the anchor's."
+        if plan.shared_noise
+        else "Each member begins from a noise of its own."
+    )
+    if plan.branch == plan.merge:
+        return f"{begin} Nothing else is random."
+    return f"{begin} At {steps} noise enters, different for each; nothing else is random."
