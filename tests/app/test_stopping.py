@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from g2rpo.app.exit_codes import EXIT_CODES, stopped_by
+from g2rpo.app.exit_codes import EXIT_CODES, NOTHING_KEPT, stopped_by
 from g2rpo.app.stopping import Stopping, stoppable
 from g2rpo.cli.main import main
 from g2rpo.core.errors import Interrupted, Preempted, Stopped, UserError
@@ -149,7 +149,7 @@ def test_a_signal_while_the_command_line_is_imported_ends_it_with_one_line(impor
                 process.send_signal(number)
                 break
         said = [line for line in process.stderr.read().splitlines() if not line.startswith(("#", "import ", "Python "))]
-    assert process.returncode == EXIT_CODES[number]
+    assert process.returncode == NOTHING_KEPT[number]
     assert [line for line in said if "g2rpo:" in line] == [f"g2rpo: {stopped_by(number)}"] and "Traceback" not in said
 
 
@@ -324,4 +324,4 @@ def test_every_command_ends_on_a_signal_with_one_line(command, number, monkeypat
     monkeypatch.setattr(target, lambda *given, **more: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
     code, _, err = g2rpo(capsys, command, *arguments)
-    assert (code, err) == (EXIT_CODES[number], f"g2rpo: {stopped_by(number)}\n") and signal.getsignal(number) is before
+    assert (code, err) == (NOTHING_KEPT[number], f"g2rpo: {stopped_by(number)}\n") and signal.getsignal(number) is before

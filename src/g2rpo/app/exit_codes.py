@@ -5,7 +5,14 @@ import signal
 from typing import NoReturn
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
-"""130 is the shells' code for Ctrl-C; 75 (EX_TEMPFAIL) lets schedulers requeue after SIGTERM."""
+"""Of a command that can go on later: 130 is the shells' code for Ctrl-C; 75 (EX_TEMPFAIL) lets schedulers requeue."""
+NOTHING_KEPT = {signal.SIGINT: 130, signal.SIGTERM: 143}
+"""Of one that kept nothing: the shells' codes for both signals."""
+
+
+def exit_code(number: int, message: str) -> int:
+    """The exit code of a command that a signal ended; `message` says what it kept, "" if it kept nothing."""
+    return (EXIT_CODES if message else NOTHING_KEPT)[signal.Signals(number)]
 
 
 def stopped_by(number: int) -> str:
@@ -18,4 +25,4 @@ def end_at_once(number: int, message: str = "") -> NoReturn:
     try:
         os.write(2, f"g2rpo: {message or stopped_by(number)}\n".encode())
     finally:  # stderr may be closed
-        os._exit(EXIT_CODES[signal.Signals(number)])
+        os._exit(exit_code(number, message))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from g2rpo.app.exit_codes import EXIT_CODES, end_at_once, stopped_by
+from g2rpo.app.exit_codes import EXIT_CODES, end_at_once, exit_code, stopped_by
 from g2rpo.core.errors import Interrupted, Preempted, Stopped, where
 
 
@@ -74,7 +74,7 @@ class Stopping:
         _tell(f"stopping after this iteration{again}")
 
     def _interrupted(self, number: signal.Signals) -> Interrupted:
-        return Interrupted(self.message or stopped_by(number), EXIT_CODES[number])
+        return Interrupted(self.message or stopped_by(number), exit_code(number, self.message))
 
 
 @contextmanager
