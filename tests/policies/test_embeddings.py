@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_written_is_refused(flux_directory, tmp_path):
 
 def test_encode_fills_the_cache_and_training_then_encodes_nothing(tiny_config, capsys, monkeypatch, tmp_path):
     out = done(capsys, "encode", tiny_config)
-    assert "2 prompts are stored, 2 of them new" in out
+    assert "3 prompts are stored, 3 of them new" in out  # a training and a held-out one, and the empty one of controls
     out = done(capsys, "encode", tiny_config)
     assert "0 of them new" in out
 

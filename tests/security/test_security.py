@@ -528,15 +528,15 @@ def test_an_endpoint_that_drips_is_left_in_time(beginning):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"kind": "train"', "line 2: is damaged"),
-        ('{"kind": "train", "iteration": "../../x"}', "'iteration' is missing, or no number"),
-        ("[" * 100_000, "is no JSON (recursion limit exceeded"),
+        ('{"kind": "train"', "line 2: is no JSON"),
+        ('{"kind": "train", "iteration": "../../x"}', "line 2: train.iteration: Input should be a valid integer"),
+        ("[" * 100_000, "line 2: is no JSON .recursion limit exceeded"),
     ],
 )
 def test_a_damaged_log_is_named_and_a_torn_last_line_is_not_missed(tmp_path, line, message):
     good = '{"kind": "eval", "iteration": 0, "seconds": 1.0, "reward/x": null}'
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n{good}\n")
-    with pytest.raises(UserError, match=message.replace("'", "."), check=lambda error: "metrics.jsonl" in str(error)):
+    with pytest.raises(UserError, match=message, check=lambda error: "metrics.jsonl" in str(error)):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{good[:20]}")
     assert len(read_metrics(tmp_path)) == 1

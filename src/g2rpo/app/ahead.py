@@ -15,6 +15,7 @@ from g2rpo.core.files import in_bytes
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
 from g2rpo.prompts.order import PromptOrder
+from g2rpo.rollout.guidance import Guidance
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Sharded
 from g2rpo.training.ranks import divided
@@ -36,6 +37,13 @@ def policy_after_encoding(
     encoder = cache_embeddings(loaded.text, loaded.config, cache, notify)
     encode_ahead(encoder, list(dict.fromkeys(prompts)), emit)
     return CachedPolicy(loaded.policy(sharding), encoder)
+
+
+def of_controls(config: Config, loaded: components.Loaded, heldout: Sequence[str]) -> list[str]:
+    """The negative prompts that controls of a run need: empty ones, of models without classifier-free guidance."""
+    if not config.evaluation.controls or loaded.text.guided:
+        return []
+    return Guidance(cfg=1.0).encoded(heldout)[len(heldout) :]
 
 
 def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], emit: Emit = silent) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from g2rpo.app.ahead import policy_after_encoding, prompts_to_come
+from g2rpo.app.ahead import of_controls, policy_after_encoding, prompts_to_come
 from g2rpo.app.dry_run import try_own_code
 from g2rpo.app.events import Emit, silent
 from g2rpo.app.preflight import check
@@ -19,7 +19,6 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Reward
 from g2rpo.monitor.trackers import build_trackers
-from g2rpo.rollout.guidance import Guidance
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Replicated
@@ -82,8 +81,7 @@ def checked_parts(
         to_come = prompts_to_come(config, prompts, heldout, world, begun)
         if pilots:
             to_come += prompts_to_come(pilot_config(config, 1.0), prompts, pilot_prompts(config, prompts), world)
-        if config.evaluation.controls and not loaded.text.guided:
-            to_come += Guidance(cfg=1.0).encoded(heldout)  # of controls: prompts, and empty ones
+        to_come += of_controls(config, loaded, heldout)
         policy = policy_after_encoding(loaded, config.prompts.cache, to_come, notify, sharding, emit)
     components.check_judged_size(config, policy)
     components.check_trained_steps(config, policy)

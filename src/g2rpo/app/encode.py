@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from g2rpo.app.ahead import encode_ahead
+from g2rpo.app.ahead import encode_ahead, of_controls
 from g2rpo.app.events import Emit, cautions, silent
 from g2rpo.assembly import components
 from g2rpo.assembly.config import load_config
@@ -21,9 +21,10 @@ def encode(recipe: str, overrides: Sequence[str], emit: Emit = silent) -> tuple[
         raise UserError("prompts.cache=off: there is no cache to fill")
     prompts = build_prompts(config.prompts.train, "prompts.train")
     heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")
-    wanted = list(dict.fromkeys([*prompts, *heldout[: config.evaluation.num_prompts]]))
-    text = components.load_pipeline(config.policy, tuning="frozen").text
-    encoder = cache_embeddings(text, config.policy, config.prompts.cache, cautions(emit))
+    heldout = heldout[: config.evaluation.num_prompts]
+    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    wanted = list(dict.fromkeys([*prompts, *heldout, *of_controls(config, loaded, heldout)]))
+    encoder = cache_embeddings(loaded.text, config.policy, config.prompts.cache, cautions(emit))
     if not encode_ahead(encoder, wanted, emit):
         raise UserError("the embeddings do not fit on the disk; free some space, or name another one with prompts.cache=FOLDER")
     return len(wanted), encoder.encoded

@@ -62,9 +62,11 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path, first_iteration: int = 0) -> None:
         self.path = RunDirectory(run_dir).log
-        kept = [row for row in read_metrics(run_dir) if 0 < first_iteration >= row["iteration"]]
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        rows = read_metrics(run_dir)  # a last line that was cut short is none
+        kept = [line for line, row in zip(lines, rows, strict=False) if 0 < first_iteration >= row["iteration"]]
         with writing(self.path):
-            write_whole(self.path, "".join(as_json(row) + "\n" for row in kept).encode())
+            write_whole(self.path, b"".join(kept))
             # unbuffered, so that closing does not repeat a write that a full disk refused
             self._file = open(self.path, "ab", buffering=0, opener=open_regular)  # noqa: SIM115
 
