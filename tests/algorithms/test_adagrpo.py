@@ -92,9 +92,9 @@ class Wrong(Level):
 
 def test_a_choice_that_is_none_is_refused():
     t = trainer(None, "sampling.num_steps=9")
-    t.algorithm = Choosy(group_size=4, branch_steps=(0,))
+    t.loop.algorithm = Choosy(group_size=4, branch_steps=(0,))
     for memory, fact in ((None, "NoneType"), (Wrong(AdaGRPO()), r"choose should return 2 numbers from 0 to 2, .* \[0, 3\]")):
-        t.memory = memory
+        t.loop.memory = memory
         with pytest.raises(UserError, match=fact):
             t.iterate()
 

@@ -59,7 +59,7 @@ def test_dgpos_group_sum_is_its_formula():
     t.updater._batches = lambda given: seen.extend(given) or batches(given)
     t.iterate()
     (example,), base = seen, GaussianPolicy()
-    cond, expected = base.encode(t.prompts_of(1)).rows([0] * 6), 0.0
+    cond, expected = base.encode(t.loop.prompts_of(1)).rows([0] * 6), 0.0
     trained = GaussianPolicy()
     trained.mean.data = mean
     sigma = t.sigmas[example.data["step"]]

@@ -64,7 +64,7 @@ class Walks(side_by_side.Pair):
                 side_by_side.walked(t, network, iteration, prompt, sigmas, SDE, **noise) for prompt in range(len(PROMPTS))
             ]
             scores = torch.stack(
-                [self._scores(group, words) for group, words in zip(groups, t.prompts_of(iteration), strict=True)]
+                [self._scores(group, words) for group, words in zip(groups, t.loop.prompts_of(iteration), strict=True)]
             )
             for group, advantages in zip(groups, batch_normalised(scores).clamp(-5, 5), strict=True):
                 for member, advantage in zip(group, advantages, strict=True):

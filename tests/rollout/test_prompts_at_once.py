@@ -155,7 +155,7 @@ def test_what_was_submitted_is_not_waited_for_after_a_failure():
         return velocity(x, sigma, cond)
 
     t = trainer(None, THREE, "sampling.prompts_at_once=1", rewards={"bright": slow}, policy=policy)
-    last = float(policy.encode(t.prompts_of(0)[2:]).tensors["shift"][0])
+    last = float(policy.encode(t.loop.prompts_of(0)[2:]).tensors["shift"][0])
     policy.velocity = third
     with pytest.raises(KeyboardInterrupt):
         t.iterate()

@@ -108,7 +108,10 @@ def test_evaluations_of_a_prompt_and_of_an_iteration_agree(capsys):
         (["flux1-dev-hps", "--ranks", "3"], "cannot be divided evenly over 3 ranks"),
         (["flux1-dev-hps", "trainer.sharding=full"], "plan for them with --ranks"),
         (["flux1-dev-hps", "policy.height=700"], "multiples of 16"),
-        (["scenes-fast", "algorithm.name=mixgrpo_flash"], "algorithm mixgrpo_flash does not fit sampling.tails: forecast"),
+        (
+            ["scenes-fast", "algorithm.name=mixgrpo_flash", "sampling.tails.forecast=true"],
+            "algorithm mixgrpo_flash does not fit sampling.tails: forecast",
+        ),
         (["sd35-medium-lora", "policy.path=black-forest-labs/FLUX.1-dev"], "is a FluxPipeline, but this recipe is for a"),
         (["scenes", "policy.path=/no/such/model"], "is no directory"),
     ],
