@@ -28,7 +28,7 @@ from g2rpo.app.evaluate import evaluate, run_settings
 from g2rpo.app.train import train
 from g2rpo.cli.output import Output
 from g2rpo.core.statistics import in_proportion, interval
-from g2rpo.evaluation.controls import TUNED, Control, Controls, default_controls
+from g2rpo.evaluation.controls import RIGHT, TUNED, Control, Controls, default_controls
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.testbed.words.language import parse
 
@@ -115,7 +115,7 @@ def controls_of(folder: Path, read: dict[str, list[bool]] | None) -> dict[str, A
     results = Controls.model_validate(json.loads((folder / "results.json").read_text())["controls"])
     others = [way for way in results.ways if way.name not in ("base", "tuned", f"tuned, {TUNED}")]
     found: dict[str, Any] = {}
-    for name, best in results.best.items():
+    for name, best in ((name, best) for name, best in results.best.items() if name != RIGHT):
         means = {way.name: way.means[name] for way in others}
         found[name] = {"means": means, "control": best.way, "mean": best.mean, "lead": best.model_dump()["lead"]}
     if read is not None:
