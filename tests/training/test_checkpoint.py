@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from g2rpo import __version__
 from g2rpo.core.errors import UserError
 from g2rpo.export.weights import _checkpoint
 from g2rpo.training.checkpoint import _digest, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -59,6 +60,17 @@ def test_a_checkpoint_too_many_goes_when_the_run_is_resumed(tmp_path):
     assert names(tmp_path / "checkpoints") == [1, 2, 3, 4]
     resumed(tmp_path, "trainer.keep_checkpoints=2")
     assert names(tmp_path / "checkpoints") == [3, 4]
+
+
+def test_a_checkpoint_that_another_version_wrote_says_so_if_it_does_not_fit(tmp_path):
+    list(trainer(tmp_path).train())
+    newest = tmp_path / "checkpoints" / "iteration_000004"
+    forged(newest, weights=lambda file: save_file({name: torch.ones(1) for name in load_file(file)}, file))
+    manifest = json.loads((newest / "manifest.json").read_text())
+    assert manifest["g2rpo"] == __version__
+    (newest / "manifest.json").write_text(json.dumps(manifest | {"g2rpo": "9.9.9"}))
+    _, complaint = fallen_back(tmp_path)
+    assert f"; g2rpo 9.9.9 wrote it and this is {__version__}: install that one to go on" in complaint
 
 
 def test_a_run_that_is_stopped_after_falling_back_can_go_on(tmp_path):

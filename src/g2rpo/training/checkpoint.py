@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from g2rpo import __version__
 from g2rpo.core.errors import Stopped, UserError, out_of_memory
 from g2rpo.core.plain import parse_as, read_text
 from g2rpo.runtime.distributed import ALONE, World
@@ -33,8 +34,9 @@ Checkpoint = tuple[int, dict[str, list[Tensor] | list[Pieces]], dict[str, Any]]
 
 
 class _Manifest(BaseModel):
-    """Digests by file."""
+    """Digests by file, and the version of g2rpo that wrote them."""
 
+    g2rpo: Annotated[str, Field(max_length=40)] = "an unknown version"
     iteration: Annotated[int, Field(ge=0)]
     files: dict[Annotated[str, Field(pattern=r"^\w+(\.\d{5})?(\.safetensors|\.pt)$", max_length=100)], str]
 
@@ -85,7 +87,8 @@ def save_checkpoint(
                 raise OSError("; ".join(wrong for _, wrong in told if wrong))
             if world.is_main:
                 files = dict(sorted((name, digest) for digests, _ in told for name, digest in digests.items()))
-                (folder / MANIFEST).write_text(json.dumps({"iteration": iteration, "files": files}, indent=1), encoding="utf-8")
+                manifest = {"g2rpo": __version__, "iteration": iteration, "files": files}
+                (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             stack.close()  # renames it
         except Exception as error:
             raise Stopped(f"checkpoint {final}: cannot be written ({error}); the checkpoints before it are kept") from error
@@ -183,7 +186,13 @@ def _give(path: Path, found: Checkpoint, take: Callable[[Checkpoint], None]) -> 
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if out_of_memory(error):
             raise
-        raise BrokenCheckpoint(f"checkpoint {path}: does not fit this model ({error})") from error
+        raise BrokenCheckpoint(f"checkpoint {path}: does not fit this model ({error}){_of_another_version(path)}") from error
+
+
+def _of_another_version(path: Path) -> str:
+    """The end of a message about an intact checkpoint that another version of g2rpo wrote; "" if this one did."""
+    wrote = parse_as(_Manifest, read_text(path / MANIFEST)).g2rpo
+    return "" if wrote == __version__ else f"; g2rpo {wrote} wrote it and this is {__version__}: install that one to go on"
 
 
 def _verified(path: Path) -> tuple[int, list[str]]:
