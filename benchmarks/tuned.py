@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.registered import CELLS, COMMON, WORLDS, leads, scores_of, verdict
 from g2rpo.app.events import Line
+from g2rpo.config.schema import Config
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.work import iterations_within
@@ -81,10 +82,8 @@ def study(world: str, jobs: int, out: Path) -> dict[str, Any]:
         }
         workers.run(workspace.training(f"pilot of {title}", *pilot) for title, pilot in pilots.items())
         gains = {
-            title: gain_of(
-                rates[title], [read_run(configs[title], path)], {name: it.weight for name, it in configs[title].rewards.items()}
-            ).gain
-            for title, (path, _) in pilots.items()
+            title: gain_of(rates[title], [read_run(workspace.config(words), path)], weights_of(configs[title])).gain
+            for title, (path, words) in pilots.items()
         }
         best = {name: max(tried, key=gains.__getitem__) for name, tried in settings.items()}
         runs = {
@@ -115,6 +114,10 @@ def study(world: str, jobs: int, out: Path) -> dict[str, Any]:
         "change": {name: asdict(interval(own - base)) for name, own in scores.items()},
         "lead": {name: asdict(lead) for name, lead in leads(world, first, list(THIRD)[1:], out).items()},
     }
+
+
+def weights_of(config: Config) -> dict[str, float]:
+    return {name: entry.weight for name, entry in config.rewards.items()}
 
 
 def table(world: str, found: dict[str, Any], registered: dict[str, Any]) -> str:

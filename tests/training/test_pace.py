@@ -1,5 +1,6 @@
 """Runs whose length follows from a time."""
 
+import itertools
 import math
 import time
 from types import SimpleNamespace
@@ -49,6 +50,18 @@ def test_a_run_ends_by_itself_and_its_config_says_with_how_many_iterations(tmp_p
     assert 1 <= t.iteration == t.config.trainer.iterations < 1000
     assert read_config(tmp_path / "run").trainer.iterations == t.iteration and t.final is not None
     assert t.finish()["bright"].count == len(t.heldout)
+
+
+def test_a_clock_that_is_set_back_and_forth_changes_nothing(monkeypatch):
+    """As by NTP, a suspended machine or a person: only the monotonic clock decides."""
+    hours = itertools.cycle([-1e5, 1e5, 0.0])
+    monkeypatch.setattr(time, "time", lambda: 1.7e9 + next(hours))
+    t = trainer(None, "trainer.iterations=1000", "evaluation.every=1000", "evaluation.every_minutes=60")
+    began = time.monotonic()
+    t.clock.ends_at = began + 2
+    evaluated = [row["iteration"] for row in t.train() if row["kind"] == "eval"]
+    assert evaluated == [0, t.iteration] and 1 <= t.iteration < 1000
+    assert time.monotonic() - began < 20  # a loaded machine's iterations are slow
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("45s", 45), ("90m", 5400), ("1.5h", 5400)])

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -296,6 +297,31 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thing").touch()
     assert "holds no study" in refused(capsys, *asked[:-1], tmp_path / "other", *mix)
+
+
+@pytest.mark.slow  # a dozen studies that are begun again
+def test_a_study_with_a_file_that_was_cut_in_half_goes_on_or_names_it(capsys, tmp_path, tiny_config, forked_jobs):
+    """As by a disk that lost the end of a file: the study is finished, or the command ends with one message."""
+    whole = tmp_path / "whole"
+    asked = ["compare", tiny_config, "--cell", "one: algorithm.granularities=[1]", "--rates", "1e-3,1e-2", "--steps", "2"]
+    asked += ["--budget", "evaluations=110", "--seeds", "1", "--pilots", "1", "--jobs", "2", "--out"]
+    done(capsys, *asked, whole)
+    results = (whole / "results.json").read_bytes()
+    files = {path.suffix + path.name[:4]: path for path in sorted(whole.rglob("*")) if path.is_file() and path.stat().st_size}
+    found = {}
+    for number, path in enumerate(files.values()):
+        out = tmp_path / f"study_{number}"
+        shutil.copytree(whole, out)
+        cut = out / path.relative_to(whole)
+        cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+        code, _, err = g2rpo(capsys, *asked, out)
+        assert code in (0, 1, 2) and "Traceback" not in err, (path, err)
+        found[str(path.relative_to(whole))] = code
+        if code == 0:
+            assert (out / "results.json").read_bytes() == results, path
+        else:
+            assert path.name in err or str(cut.parent) in err, (path, err)
+    assert 0 in found.values() and 2 in found.values(), found
 
 
 @pytest.mark.slow  # a whole study more

@@ -23,7 +23,7 @@ from g2rpo.evaluation.controls import Best, Controls
 from g2rpo.evaluation.gains import RateGain, Scores, gain_at, gains, good_rates
 from g2rpo.evaluation.work import work
 from g2rpo.monitor.curves import COLOURS, curve_with_band
-from g2rpo.monitor.metrics import read_metrics
+from g2rpo.monitor.metrics import gaps, read_metrics
 from g2rpo.monitor.scores import read_scores, scores_of
 from g2rpo.runs.directory import RunDirectory
 
@@ -86,7 +86,10 @@ def read_run(config: Config, run_dir: Path) -> History:
     evaluations = 0
     clock = 0.0
     alarms: dict[str, str] = {}
-    for row in read_metrics(run_dir):
+    rows = read_metrics(run_dir)
+    if gaps(run_dir, rows, config.trainer.iterations):
+        raise UserError(f"{run_dir}: its log has not all iterations of the run; {AGAIN}")
+    for row in rows:
         alarms |= row.get("alarms", {})
         if row["kind"] == "train":
             evaluations += work(config, row["iteration"] - 1, row["evaluations"])
@@ -98,7 +101,8 @@ def read_run(config: Config, run_dir: Path) -> History:
             seconds.append(clock)
             count = len(next(iter(scores[0].values()))) if scores else None
             scores.append({name: values.double().numpy() for name, values in read_scores(path, names, count).items()})
-    if iterations[:1] != [0] or iterations != sorted({*iterations}):
+    whole = iterations[:1] == [0] and iterations[-1:] == [config.trainer.iterations]
+    if not whole or iterations != sorted({*iterations}):
         raise UserError(f"{run_dir}: its log has not the evaluations of one whole run; {AGAIN}")
     return History(iterations, spent, seconds, scores, alarms)
 
