@@ -148,9 +148,9 @@ def test_a_signal_while_the_command_line_is_imported_ends_it_with_one_line(impor
             if importing in line:
                 process.send_signal(number)
                 break
-        said = [line for line in process.stderr.read().splitlines() if not line.startswith(("#", "import ", "Python "))]
+        said = process.stderr.read()  # the line may stand behind one of Python's, cut where the pipe was full
     assert process.returncode == NOTHING_KEPT[number]
-    assert [line for line in said if "g2rpo:" in line] == [f"g2rpo: {stopped_by(number)}"] and "Traceback" not in said
+    assert said.count(f"g2rpo: {stopped_by(number)}\n") == 1 and "Traceback (most recent" not in said
 
 
 def test_a_signal_while_torch_is_imported_raises_nothing():
