@@ -19,6 +19,7 @@ from g2rpo.app.export import export as write_export
 from g2rpo.app.quiet import quiet_bars, quiet_libraries
 from g2rpo.app.train import open_run
 from g2rpo.assembly import components
+from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.config import load_config
 from g2rpo.config.given import OBJECT, mention
 from g2rpo.config.schema import Config, RewardConfig
@@ -66,6 +67,8 @@ def trainer(
     _check_tables(rewards=rewards, judges=judges)
     _check_objects(algorithm=algorithm, policy=policy)
     config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
+    if policy is None:
+        config = completed(config, notify)
     config = _mentioning(config, algorithm, policy, rewards, judges, prompts, heldout)
     objects = {
         "policy": policy,

@@ -11,6 +11,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from g2rpo import api
+from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.blueprint import build_on_meta, build_shallow, read_blueprint, size_of
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.hub import find_adapter
@@ -20,6 +21,7 @@ from g2rpo.policies.adapters import DOWN, FLOATS, PREFIX, UP, Adapter, read_adap
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.peft_config import HARMLESS
+from g2rpo.testbed import pipeline_dir
 from tests.support.adapters import READ, differences, fused, policy_of, random_adapter, velocity
 from tests.support.commands import done, g2rpo, refused
 from tests.support.tiny import flux_pipeline
@@ -206,12 +208,27 @@ def test_plans_and_checks_with_fewer_blocks_take_an_adapter_of_the_last_ones(tmp
     adapter = random_adapter(pipeline.transformer, ["layers.2.attention.to_q", "layers.2.feed_forward.w2"])
     adapter.write(tmp_path / "last.safetensors", PREFIX)
     size = [f"policy.path={tmp_path / 'model'}", "policy.height=32", "policy.width=32", "policy.max_sequence_length=24"]
-    config = load_config("z-image-lora", [*size, f"policy.adapter={tmp_path / 'last.safetensors'}", "policy.device=cpu"])
+    own = [*size, f"policy.adapter={tmp_path / 'last.safetensors'}", "policy.device=cpu"]
+    config = completed(load_config("z-image-lora", own))
     assert config.policy.lora_targets == ["2.attention.to_q", "2.feed_forward.w2"]
     policy, times = build_shallow(read_blueprint(config.policy), config.policy)
     assert 2 in times and policy.trainable_parameters()
     whole = build_on_meta(read_blueprint(config.policy), config.policy)
     assert len(whole.trainable_parameters()) == 4
+
+
+def test_a_config_is_read_without_opening_the_adapter_that_it_names():
+    """The recipe's own values are left out; those that the user sets stay, to be compared with the adapter's."""
+    notes = []
+    policy = load_config("z-image-lora", ["policy.adapter=absent.safetensors", "policy.lora_alpha=3"], notes.append).policy
+    assert not {"lora_rank", "lora_targets"} & policy.model_fields_set and policy.lora_alpha == 3
+    assert any("policy.adapter=absent.safetensors: its own rank" in note and "lora_rank=" in note for note in notes)
+    with pytest.raises(UserError, match=r"policy.adapter=absent.safetensors: there is no such file"):
+        completed(
+            load_config(
+                "z-image-lora", ["policy.adapter=absent.safetensors", f"policy.path={pipeline_dir()}", "policy.pipeline="]
+            )
+        )
 
 
 def test_full_tuning_begins_with_the_adapter_merged_in(file, tmp_path):

@@ -20,6 +20,7 @@ from g2rpo.app.prediction import Predict, beside_plan
 from g2rpo.app.preflight import check
 from g2rpo.app.stopping import Stopping
 from g2rpo.assembly import components
+from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.config import load_config
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import RolledBack, UserError, counted
@@ -147,7 +148,7 @@ def train(
     if resume and run_dir is not None and (recipe is None or (begun and recipe == read_config(run_dir).recipe)):
         config = read_config(run_dir, overrides, notes.append, mention=False)
     elif recipe is not None:
-        config = load_config(recipe, overrides, notes.append)
+        config = completed(load_config(recipe, overrides, notes.append), notes.append)
         if find_rate and resume and begun and run_dir is not None:
             config = _at_rate(config, read_config(run_dir).optim.learning_rate)
     else:

@@ -18,30 +18,21 @@ Key = Literal["adapter", "assistant"]
 KEYS: tuple[Key, ...] = ("adapter", "assistant")
 
 
-def completed(config: Config, given: Collection[str] = (), notify: Callable[[str], None] = lambda message: None) -> Config:
-    """The config with the rank, alpha and targets of the adapter that it continues. UserError for one that does not fit the
-    model, or values among those `given` by the user that differ; `notify` is called with other values that are left out."""
+def completed(config: Config, notify: Callable[[str], None] = lambda message: None) -> Config:
+    """The config with the rank, alpha and targets of the adapter that it continues, which `notify` is told. UserError for an
+    adapter that does not fit the model, or that differs from what is set in the config."""
     policy = config.policy
-    if policy.assistant is None and policy.assistant_in_evaluation:
-        raise UserError("policy.assistant_in_evaluation=true: there is none; name it in policy.assistant")
-    if policy.assistant is not None and policy.tuning == "full":
-        raise UserError("policy.assistant: acts beside frozen weights; set policy.tuning=lora, or take it out")
     start, _ = (adapter_of(policy, key) for key in KEYS)
     if policy.tuning == "full" or start is None:
         return config
     names = [name for name, _ in _transformer(policy).named_modules()]
-    own = {
-        "lora_rank": start.rank,
-        "lora_alpha": start.scale * start.rank,
-        "lora_targets": endings(start.layers, names),
-    }
-    left = [name for name, value in own.items() if not _agrees(getattr(policy, name), value, names)]
-    for name in left:
-        if name in given:
+    own = {"lora_rank": start.rank, "lora_alpha": start.scale * start.rank, "lora_targets": endings(start.layers, names)}
+    for name, value in own.items():
+        if name in policy.model_fields_set and not _agrees(getattr(policy, name), value, names):
             asked = f"policy.{name}={getattr(policy, name)}"
-            raise UserError(f"{asked}: the adapter {policy.adapter} has {own[name]}; take it out")
+            raise UserError(f"{asked}: the adapter {policy.adapter} has {value}; take it out")
     has = f"rank {start.rank}, alpha {own['lora_alpha']:g} and {counted(len(start.layers), 'module')}"
-    notify(f"policy.adapter={policy.adapter}: {has}" + (f"; the recipe's {', '.join(left)} are left out" if left else ""))
+    notify(f"policy.adapter={policy.adapter}: {has}")
     return config.model_copy(update={"policy": policy.model_copy(update=own)})
 
 

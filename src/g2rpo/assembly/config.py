@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from g2rpo.assembly.adapters import completed
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS, name_of, named
 from g2rpo.config.resolve import read_yaml, resolve
-from g2rpo.config.schema import Config
+from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.capabilities import FitsGrids
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
@@ -21,12 +20,10 @@ from g2rpo.evaluation.work import plans_in, trained_sigmas_of
 
 def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None] = lambda message: None) -> Config:
     """The config of a recipe's name or a YAML file, with overrides; `notify` is called with the keys that an override drops,
-    and if a folder has the recipe's name."""
-    given = {key.removeprefix("policy.") for key, _, _ in (override.partition("=") for override in overrides)}
-    if recipe.endswith((".yaml", ".yml")):
+    and if a folder has the recipe's name. No weights are opened: `adapters.completed` reads the adapter that is continued."""
+    is_file = recipe.endswith((".yaml", ".yml"))
+    if is_file:
         data, source = read_yaml(Path(recipe)), recipe
-        own = data.get("policy")
-        given |= {*(own if isinstance(own, dict) else ())}
     elif "=" in recipe:
         raise UserError(f"{recipe} is an override; name a recipe (`g2rpo recipes` lists them) or a config.yaml before it")
     else:
@@ -35,11 +32,29 @@ def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], N
                 raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
             notify(f"{recipe} is taken for the recipe, not for the folder of that name here")
         data, source = recipes.settings(recipe), f"recipe {recipe}"
-    config = completed(resolve(data, overrides, source, notify), given, notify)
+    config = resolve(data, overrides, source, notify)
     asked = {override.partition("=")[0] for override in overrides}
+    if not is_file:
+        config = _with_adapter(config, asked, notify)
     own_algorithm = data.get("algorithm")
     kept = isinstance(own_algorithm, dict) and named(own_algorithm)["name"] == name_of(config.algorithm)
     return config if kept or name_of(config.algorithm) not in ALGORITHMS else _fitted(config, asked, notify)
+
+
+LORA = ("lora_rank", "lora_alpha", "lora_targets")
+"""What an adapter that is continued has of its own."""
+
+
+def _with_adapter(config: Config, asked: set[str], notify: Callable[[str], None]) -> Config:
+    """Without a recipe's rank, alpha and targets, if an adapter is continued that has its own."""
+    policy = config.policy
+    left = [name for name in LORA if name in policy.model_fields_set and f"policy.{name}" not in asked]
+    if policy.adapter is None or policy.tuning == "full" or not left:
+        return config
+    written = ", ".join(f"{name}={getattr(policy, name)}" for name in left)
+    notify(f"policy.adapter={policy.adapter}: its own rank, alpha and targets are taken; the recipe's {written} are left out")
+    own = policy.model_dump(include=policy.model_fields_set - {*left})
+    return config.model_copy(update={"policy": PolicyConfig.model_validate(own)})
 
 
 def _fitted(config: Config, asked: set[str], notify: Callable[[str], None]) -> Config:

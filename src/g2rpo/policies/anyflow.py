@@ -194,6 +194,10 @@ class DiffusersPolicy(Policy):
                 raise UserError(f"policy.{name}: the call of a {spec.pipeline_class} has no such argument; take it out")
         if options.lora_above and options.tuning == "full":
             raise UserError("policy.lora_above: is for adapters; take it out, or set policy.tuning=lora")
+        if options.assistant is None and options.assistant_in_evaluation:
+            raise UserError("policy.assistant_in_evaluation=true: there is none; name it in policy.assistant")
+        if options.assistant is not None and options.tuning == "full":
+            raise UserError("policy.assistant: acts beside frozen weights; set policy.tuning=lora, or take it out")
         if options.expert == "low" and "guidance_scale_2" not in known:
             raise UserError(f"policy.expert: a {spec.pipeline_class} has one transformer; take it out")
         if options.attention in MASKLESS and spec.is_masked:

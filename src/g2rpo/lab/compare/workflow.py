@@ -23,6 +23,7 @@ from g2rpo.app.dry_run import try_own_code
 from g2rpo.app.evaluate import config_settings
 from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.preflight import check
+from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Alarm, Config
@@ -51,7 +52,7 @@ class Workspace:
     out: Path
 
     def config(self, overrides: Sequence[str]) -> Config:
-        return load_config(self.study.recipe, overrides)
+        return completed(load_config(self.study.recipe, overrides))
 
     def training(self, title: str, folder: Path, overrides: Sequence[str]) -> Job | None:
         """The job that trains, or continues training, in `folder`; None if it is finished. Another run there is refused."""
@@ -236,7 +237,8 @@ def _configs(recipe: str, overrides: Sequence[str], cells: Mapping[str, Sequence
     wrong: dict[str, list[str]] = {}  # cells by message
     for cell, variant in cells.items():
         try:
-            configs[cell] = config = load_config(recipe, [*overrides, *variant], partial(_note, emit, cell))
+            note = partial(_note, emit, cell)
+            configs[cell] = config = completed(load_config(recipe, [*overrides, *variant], note), note)
             for alarm in get_args(Alarm):
                 if (action := config.action_of(alarm)) in ("stop", "rollback"):
                     raise UserError(f"alarms.{alarm}={action} may end a run of the study early; set it to warn or off")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from g2rpo.app.ahead import prompts_to_come
 from g2rpo.assembly import components
+from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_rewards
@@ -34,7 +35,7 @@ class Planner:
         self.recipe, self.overrides, self.ranks = recipe, overrides, ranks
         self.ranks_per_node, self.network = ranks_per_node, network
         self.notes: list[str] = []
-        self.config = load_config(recipe, overrides, self.notes.append)
+        self.config = completed(load_config(recipe, overrides, self.notes.append), self.notes.append)
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
         components.check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
         components.check_plans(self.config.algorithm, self.config.sampling)
@@ -46,7 +47,7 @@ class Planner:
         """The plan with `more` overrides, on CUDA devices or a CPU. Models and calls of earlier plans are traced once."""
         if (cuda, more) not in self._made:
             self._made[cuda, more] = make_plan(
-                load_config(self.recipe, [*self.overrides, *more]) if more else self.config,
+                completed(load_config(self.recipe, [*self.overrides, *more])) if more else self.config,
                 cuda=cuda,
                 heldout=self.heldout,
                 distinct_prompts=self.distinct_prompts,

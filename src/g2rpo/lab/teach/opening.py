@@ -8,6 +8,7 @@ from pathlib import Path
 
 from g2rpo.app.events import Emit, cautions, silent
 from g2rpo.app.train import open_run
+from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.config import load_config
 from g2rpo.config.schema import Config
@@ -61,7 +62,7 @@ def opened(
             raise UserError(f"{recipe}: was not begun by g2rpo teach (it has no votes.jsonl); name a recipe")
         config, run_dir, resume = read_config(begun.path, overrides, notify, mention=False), begun.path, True
     else:
-        config, resume = teach_config(recipe, overrides, notify), False
+        config, resume = completed(teach_config(recipe, overrides, notify), notify), False
     repeated: list[Vote] = votes.read(stored) if stored is not None else []
     given = {vote.ahead for vote in (votes.read(begun.votes) if resume else []) + repeated}
     if len(given | ({ahead} if ahead is not None else set())) > 1:
