@@ -6,6 +6,7 @@ from transformers import Dinov2Config, Dinov2Model
 
 from g2rpo.app.preflight import check
 from g2rpo.assembly.config import load_config
+from g2rpo.core.capabilities import learner_of
 from g2rpo.core.errors import RankLost, UserError
 from g2rpo.core.images import to_pil, to_uint8
 from g2rpo.core.types import as_reward
@@ -150,7 +151,26 @@ def test_a_rank_that_is_lost_while_others_learn_is_not_a_reward_that_failed():
         def gather(self, own):
             raise RankLost("rank 0 stops")
 
-    reward = as_reward(brightness)
-    reward.learns_every, reward.look = 1, lambda images, prompts: images.flatten(1)
+    class Learner:
+        learns_every = 1
+
+        def __call__(self, images, prompts):
+            return brightness(images, prompts)
+
+        def look(self, images, prompts):
+            return images.flatten(1)
+
+        def learn(self, iteration, seen):
+            return {}
+
     with pytest.raises(RankLost):
-        learn({"bright": reward}, 0, lambda: (torch.rand(2, 3, 2, 2), ["", ""]), Lost())
+        learn({"bright": as_reward(Learner())}, 0, lambda: (torch.rand(2, 3, 2, 2), ["", ""]), Lost())
+
+
+def test_a_reward_that_says_it_learns_but_cannot_is_refused():
+    def half(images, prompts):
+        return brightness(images, prompts)
+
+    half.learns_every = 2
+    with pytest.raises(UserError, match="half: with learns_every it needs look and learn"):
+        learner_of(as_reward(half))

@@ -23,7 +23,15 @@ from g2rpo.assembly.rewards import check_clips, check_devices, check_rewards, de
 from g2rpo.config.given import Mentioned
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core import plugins
-from g2rpo.core.capabilities import differentiates_rewards, keeps_old
+from g2rpo.core.capabilities import (
+    AsksServer,
+    ChecksOptions,
+    ReadsTargets,
+    TakesOneSize,
+    differentiates_rewards,
+    fault_of,
+    keeps_old,
+)
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes, is_hub_id
 from g2rpo.core.types import as_rewards
@@ -151,7 +159,7 @@ class _Prompts:
         for name, (key, source) in self.sources.items():
             texts = self._of(name)
             for reward, kind, options in self._scored_by(name, config, given):
-                if texts and (fault := declared_by(kind).fault(options, texts)) is not None:
+                if texts and (fault := fault_of(declared_by(kind), options, texts)) is not None:
                     findings.add(f"rewards.{reward}: {fault} ({key}={source})")
 
     def _of(self, name: str) -> list[str]:
@@ -166,7 +174,9 @@ class _Prompts:
 
 def _texts_read(kind: Any, prompts: Sequence[str]) -> str | None:
     """How many prompts name no text, and examples of the texts that `kind` reads in others; None if it reads none."""
-    targets = {prompt: declared_by(kind).target(prompt) for prompt in prompts}
+    if not isinstance(reads := declared_by(kind), ReadsTargets):
+        return None
+    targets = {prompt: reads.target(prompt) for prompt in prompts}
     read = {prompt: target for prompt, target in targets.items() if isinstance(target, str)}
     if not read:
         return None
@@ -230,7 +240,8 @@ def _check_comparisons(config: Config, given: Collection[str]) -> None:
 def _check_sides(config: Config, given: Collection[str]) -> None:
     """Refuses rewards that take pictures of one size where the run's, or the held-out ones, have another."""
     for name, entry in _rewards(config, given).items():
-        side = declared_by(reward_kind(name, entry)).side
+        kind = declared_by(reward_kind(name, entry))
+        side = kind.side if isinstance(kind, TakesOneSize) else None
         for size in (config.judged, *([config.policy] if name in config.rewards else [])):
             if side is not None and (size.height, size.width) != (side, side):
                 made = f"here they have {size.height}x{size.width}"
@@ -268,10 +279,11 @@ def _check_reward(key: str, entry: RewardConfig, questions: dict[str, Question])
         if value is inspect.Parameter.empty:
             raise UserError(f"{key}.options.{option} is missing; {entry.kind} cannot do without it")
     try:
-        declared.check_options(options)
+        if isinstance(declared, ChecksOptions):
+            declared.check_options(options)
     except UserError as error:
         raise UserError(f"{key}.options.{error}") from None
-    if declared.asks:
+    if isinstance(declared, AsksServer) and declared.asks:
         questions[key] = partial(_ask_endpoint, kind, entry.options)
     for option, files in declared.files.items():
         if isinstance(place := options.get(option), str) and not plugins.is_code(place):

@@ -12,6 +12,7 @@ from g2rpo.assembly.components import pick_device
 from g2rpo.config.given import refuse_mention
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
+from g2rpo.core.capabilities import learner_of
 from g2rpo.core.errors import UserError, did_you_mean, loading
 from g2rpo.core.plain import as_json, parse_as
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
@@ -68,7 +69,7 @@ def _configured(name: str, scorer: Scorer, entry: RewardConfig | None) -> Reward
     reward = as_reward(scorer)
     if entry is None or entry.frames is None:
         return reward
-    if reward.learns_every:
+    if learner_of(reward) is not None:
         raise UserError(f"rewards.{name}.frames: this reward learns from clips (its `learns_every` is set); take frames out")
     if reward.video or reward.latent:
         what, kind = ("whole clips", "video") if reward.video else ("latents", "latent")

@@ -1,18 +1,20 @@
-"""Optional protocols of algorithms beyond `types.Algorithm`. A class that defines the members of one has that capability.
+"""Optional protocols of algorithms beyond `types.Algorithm`, and of rewards beyond `types.Reward`. A class that defines the
+members of one has that capability.
 
-The functions accept any algorithm and return a default for those without the capability.
+The functions accept any algorithm or reward and return a default for those without the capability.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.types import Algorithm, AlgorithmState, Batch, Network
+from g2rpo.core.types import Algorithm, AlgorithmState, Batch, CallableReward, Network, Reward, as_reward
 
 
 @runtime_checkable
@@ -128,3 +130,157 @@ def drops_members(algorithm: Algorithm) -> bool:
 def drift_limit_of(algorithm: Algorithm, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float) -> float:
     """The limit of `LimitsDrift`; infinite for algorithms without log-probs."""
     return algorithm.drift_limit(sigmas, steps, entries, rounding) if isinstance(algorithm, LimitsDrift) else math.inf
+
+
+@runtime_checkable
+class ObservesScores(Protocol):
+    """The reward sees its scores of every iteration."""
+
+    def observe(self, iteration: int, scores: Tensor) -> None:
+        """Called on every rank after an iteration with the scores [N, M, G] of all ranks' N groups."""
+        ...
+
+
+@runtime_checkable
+class LearnsFromPictures(Protocol):
+    """The reward is fitted to the run's pictures. Its held-out scores then say that it rose, but not that it fell (`style`)."""
+
+    learns_every: int
+    """It learns from pictures of every so many iterations; 0: from none."""
+
+    def look(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """What it learns from in these pictures, [B, D]."""
+        ...
+
+    def learn(self, iteration: int, seen: Tensor) -> Mapping[str, float]:
+        """Learns, after an iteration, from what it saw on every rank, [N, D]; returns what to log."""
+        ...
+
+
+@runtime_checkable
+class ScoresHeldOut(Protocol):
+    """Another reward scores held-out pictures, because the scale of this one changes with the iteration (`hpsv3pp`)."""
+
+    @property
+    def held_out(self) -> Any:
+        """The other reward."""
+        ...
+
+
+@runtime_checkable
+class Waits(Protocol):
+    """The reward may wait for an answer from elsewhere: pictures are then scored while other prompts are rolled out."""
+
+    waits: bool
+
+
+@runtime_checkable
+class TakesOneSize(Protocol):
+    """The reward takes pictures of one size only (the testbed's)."""
+
+    side: int
+    """Their height and width."""
+
+
+@runtime_checkable
+class SaysWhatIsRight(Protocol):
+    """The reward, which defines `right`, says what a right picture does, for the first sentence of the report."""
+
+    right_in_words: str | None
+    """"Spells {} texts" becomes "Spells 71 % of 192 held-out texts"; words without {}, such as "in the asked colour", follow
+    those of another reward."""
+
+
+@runtime_checkable
+class ReadsTargets(Protocol):
+    """The reward needs more of a prompt than its text: a quoted text, metadata, an input picture."""
+
+    wants: str
+    """What that is, in words for messages."""
+
+    def target(self, prompt: str) -> Any:
+        """The part of the prompt that `wants` describes, None if absent; ValueError if its metadata are malformed. A static
+        method."""
+        ...
+
+
+@runtime_checkable
+class ChecksPrompts(Protocol):
+    """The class can say which prompts it cannot score (`vlm_judge`)."""
+
+    def fault(self, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
+        """Why a reward with all these options cannot score these prompts; None if it can. A class method, asked before
+        anything is loaded."""
+        ...
+
+
+@runtime_checkable
+class ChecksOptions(Protocol):
+    """The class checks more of its options than their types (`video_align`, `style`)."""
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """UserError that begins with the name of an option that is wrong. A class method, asked before anything is loaded."""
+        ...
+
+
+@runtime_checkable
+class AsksServer(Protocol):
+    """The constructor sends a request to a server, with the time limit `timeout_s`."""
+
+    asks: bool
+
+
+def owner_of(reward: Any) -> Any:
+    """The object or function behind a `CallableReward`, which has the optional members; any other reward itself."""
+    while isinstance(reward, CallableReward):
+        reward = reward.scorer
+    return reward
+
+
+def learner_of(reward: Reward) -> LearnsFromPictures | None:
+    """What learns from pictures; UserError if it has only some of the members for it: it would silently not learn."""
+    own = owner_of(reward)
+    if not getattr(own, "learns_every", 0):
+        return None
+    if not isinstance(own, LearnsFromPictures):
+        raise UserError(f"reward {reward.name}: with learns_every it needs look and learn (capabilities.LearnsFromPictures)")
+    return own
+
+
+def held_out_of(reward: Reward) -> Reward:
+    """What scores held-out pictures."""
+    own = owner_of(reward)
+    if not isinstance(own, ScoresHeldOut):
+        return reward
+    if not isinstance(reward, CallableReward):
+        return as_reward(own.held_out)
+    other = copy.copy(reward)
+    other.scorer = own.held_out
+    return other
+
+
+def waits(reward: Reward) -> bool:
+    """Whether a reward may wait for an answer from elsewhere."""
+    own = owner_of(reward)
+    return isinstance(own, Waits) and own.waits
+
+
+def words_of_right(reward: Reward) -> str | None:
+    """What a right picture does, if the reward says it."""
+    own = owner_of(reward)
+    return own.right_in_words if isinstance(own, SaysWhatIsRight) else None
+
+
+def fault_of(kind: type[Reward], options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
+    """Why a reward of this class with all these options cannot score these prompts; None if it can, or does not say."""
+    if isinstance(kind, ChecksPrompts):
+        return kind.fault(options, prompts)
+    if not isinstance(kind, ReadsTargets):
+        return None
+    targets = []
+    for prompt in prompts:
+        try:
+            targets.append(kind.target(prompt))
+        except ValueError as error:
+            return f"the metadata of prompt {prompt!r}: {error}"
+    return None if any(targets) else f"none of {len(prompts)} prompts has {kind.wants}"

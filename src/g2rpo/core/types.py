@@ -10,14 +10,13 @@ B rows or members of a batch, [...] the latent of one sample.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -113,13 +112,11 @@ class Reward:
     """Scores pictures: raw, unweighted, higher is better. NaN means "no score" and is masked out of its group.
 
     A subclass needs `__call__`; the rest has defaults. A function, or an object of another class, may have the same attributes.
+    What only some rewards need is in `capabilities`.
     """
 
     right: float | None = None
     """The least score of a right picture: pictures are then marked, and the share of right ones is logged."""
-    right_in_words: str | None = None
-    """What a right picture does, for the first sentence of the report: "Spells {} texts" becomes "Spells 71 % of 192 held-out
-    texts"; words without {}, such as "in the asked colour", follow those of another reward."""
     video: bool = False
     """Whether it takes whole clips [B, T, 3, H, W] of a video policy. Clips are otherwise scored by their `frames`."""
     group: bool = False
@@ -129,20 +126,13 @@ class Reward:
     """Whether it takes final latents [B, ...] (as `Policy.decode` does): where all rewards do, training decodes nothing."""
     differentiable: bool = False
     """Whether scores of pictures that require a gradient carry it, on any device; ReFL needs that."""
-    waits: bool = False
-    """Whether it waits for an answer from elsewhere: pictures are then scored while other prompts are rolled out."""
-    side: ClassVar[int | None] = None
-    """The height and width of the only pictures that it takes; None: it takes any."""
     device: torch.device | None = None
     """Where it computes, if that is an accelerator; where the policy is, nothing is rolled out meanwhile."""
     frames: Frames | None = None
     """The frames of clips that it scores; None: those of `Frames()`."""
-    learns_every: int = 0
-    """It learns from pictures of every so many iterations; 0: from none. Its held-out scores then say that it rose, but not
-    that it fell."""
     state: Any = None
     """State that changes during the run: plain data and tensors, saved in checkpoints and restored on resuming. Ranks score
-    different pictures but must have equal states, so only `observe` and `learn` may change it."""
+    different pictures but must have equal states, so only `observe` and `learn` of `capabilities` may change it."""
 
     # Declarations of the class, read by preflight and `g2rpo plan` before construction; options are constructor arguments.
     upstream: ClassVar[str] = ""
@@ -154,29 +144,6 @@ class Reward:
     """The option that may name code, as FILE.py:NAME."""
     libraries: ClassVar[tuple[str, ...]] = ()
     """Libraries that it needs besides g2rpo's own requirements."""
-    asks: ClassVar[bool] = False
-    """Whether its constructor sends a request to a server, with the time limit `timeout_s`."""
-    wants: ClassVar[str] = ""
-    """What a prompt must contain besides text, in words for messages; `target` reads it."""
-
-    @staticmethod
-    def target(prompt: str) -> Any:
-        """The part of the prompt that `wants` describes, None if absent; ValueError if its metadata are malformed."""
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """UserError that begins with the name of an option that is wrong. Asked before anything is loaded."""
-
-    @classmethod
-    def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
-        """Why it cannot score these prompts with all these options; None if it can. Asked before anything is loaded."""
-        targets = []
-        for prompt in prompts:
-            try:
-                targets.append(cls.target(prompt))
-            except ValueError as error:
-                return f"the metadata of prompt {prompt!r}: {error}"
-        return None if not cls.wants or any(targets) else f"none of {len(prompts)} prompts has {cls.wants}"
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
@@ -187,22 +154,6 @@ class Reward:
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1], each for its own prompt."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__")
-
-    def observe(self, iteration: int, scores: Tensor) -> None:
-        """Called on every rank after an iteration with the scores [N, M, G] of all ranks' N groups."""
-
-    def look(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """With `learns_every`: what it learns from in these pictures, [B, D]."""
-        raise NotImplementedError(f"{self.name} has learns_every, but no look")
-
-    def learn(self, iteration: int, seen: Tensor) -> Mapping[str, float]:
-        """With `learns_every`: learns, after an iteration, from what it saw on every rank, [N, D]; returns what to log."""
-        raise NotImplementedError(f"{self.name} has learns_every, but no learn")
-
-    @property
-    def held_out(self) -> Reward:
-        """What scores held-out pictures: itself, unless its scale changes with the iteration."""
-        return self
 
     @property
     def name(self) -> str:
@@ -223,13 +174,15 @@ class Reward:
 
 
 class CallableReward(Reward):
-    """A reward from a function or an object of any class, called with `options`; its attributes of `Reward` are copied."""
+    """A reward from a function or an object of any class, called with `options`; its attributes of `Reward` are copied.
+
+    `capabilities.owner_of` finds the members of optional protocols at `scorer`.
+    """
 
     def __init__(self, scorer: Scorer, options: Mapping[str, Any] | None = None) -> None:
         self.scorer, self.options = scorer, dict(options or {})
         self.__doc__ = inspect.getdoc(scorer)
-        plain = ("right", "right_in_words", "video", "group", "latent", "differentiable", "waits", "device")
-        for name in (*plain, "frames", "learns_every"):
+        for name in ("right", "video", "group", "latent", "differentiable", "device", "frames"):
             setattr(self, name, getattr(scorer, name, getattr(Reward, name)))
 
     @classmethod
@@ -246,21 +199,6 @@ class CallableReward(Reward):
     @state.setter
     def state(self, state: Any) -> None:
         self.scorer.state = state  # type: ignore[attr-defined]
-
-    def observe(self, iteration: int, scores: Tensor) -> None:
-        getattr(self.scorer, "observe", super().observe)(iteration, scores)
-
-    def look(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return cast(Tensor, getattr(self.scorer, "look", super().look)(images, prompts))
-
-    def learn(self, iteration: int, seen: Tensor) -> Mapping[str, float]:
-        return cast(Mapping[str, float], getattr(self.scorer, "learn", super().learn)(iteration, seen))
-
-    @property
-    def held_out(self) -> Reward:
-        other = copy.copy(self)
-        other.scorer = getattr(self.scorer, "held_out", self.scorer)
-        return other
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from g2rpo.core.capabilities import words_of_right
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import half_width
 from g2rpo.core.types import Reward
@@ -71,7 +72,7 @@ def right_in_words(rewards: Mapping[str, Reward]) -> str | None:
 
 
 def _in_words(name: str, reward: Reward) -> str | None:
-    words = reward.right_in_words
+    words = words_of_right(reward)
     if words is not None and not (isinstance(words, str) and words.count("{}") <= 1):
         raise UserError(f"reward '{name}': `right_in_words` is a text with {{}} once or never; it is {words!r:.80}")
     return words

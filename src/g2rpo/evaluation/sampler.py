@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config, Shift, grid_of
+from g2rpo.core.capabilities import held_out_of
 from g2rpo.core.errors import Stopped
 from g2rpo.core.finite import finite_rows
 from g2rpo.core.seeding import generator_for, seed_for
@@ -72,7 +73,7 @@ class Sampler:
         are, and clips reduced. Pictures that are not finite have no score. `Stopped`, which names the part of the model, if
         the first one and all others are not."""
         pictures, scores, finite = [], dict[str, list[Tensor]](), False
-        scored = {name: reward.held_out for name, reward in as_rewards(rewards).items()}
+        scored = {name: held_out_of(reward) for name, reward in as_rewards(rewards).items()}
         alone, comparing = ({name: it for name, it in scored.items() if it.group is group} for group in (False, True))
         for start in range(0, len(prompts), self.batch_size):
             part = prompts[start : start + self.batch_size]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.schema import SamplingConfig
+from g2rpo.core.capabilities import waits
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Precision
 from g2rpo.core.seeding import generator_for
@@ -193,8 +194,8 @@ class Collector:
 def waited_for(reward: Reward, device: torch.device) -> bool:
     """Whether scores come from another process (`waits`) or another device than the accelerator `device`."""
     own = reward.device
-    if reward.waits or device.type == "cpu":
-        return reward.waits
+    if waits(reward) or device.type == "cpu":
+        return waits(reward)
     if not isinstance(own, torch.device):  # a user's may be anything
         return True
     return own.type != device.type or (None not in (own.index, device.index) and own.index != device.index)

@@ -1,4 +1,4 @@
-"""State of rewards that change as a run goes on (`types.Reward`): saved in checkpoints, the same on all ranks."""
+"""State of rewards that change as a run goes on (`core.capabilities`): saved in checkpoints, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo.core.capabilities import ObservesScores, learner_of, owner_of
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.types import Policy, Reward
 from g2rpo.rollout.scoring import decode, naming_reward
@@ -46,7 +47,8 @@ def observe(rewards: Mapping[str, Reward], iteration: int, scores: Tensor) -> No
     """Calls `observe` of each reward with its scores [N, M, G] of `scores` [N, R, M, G], of all ranks."""
     for index, (name, reward) in enumerate(rewards.items()):
         with naming_reward(name, "failed to observe its scores"):
-            reward.observe(iteration, scores[:, index].clone())
+            if isinstance(own := owner_of(reward), ObservesScores):
+                own.observe(iteration, scores[:, index].clone())
 
 
 def learn(
@@ -54,15 +56,16 @@ def learn(
 ) -> dict[str, float]:
     """Rewards that learn in this iteration do so, from some `pictures` of every rank; returns what to log."""
     learnt: dict[str, float] = {}
-    learning = {name: one for name, one in rewards.items() if one.learns_every and iteration % one.learns_every == 0}
+    learners = {name: own for name, reward in rewards.items() if (own := learner_of(reward)) is not None}
+    learning = {name: own for name, own in learners.items() if iteration % own.learns_every == 0}
     seen = pictures() if learning else None
-    for name, reward in learning.items():
+    for name, own in learning.items():
         with naming_reward(name, "failed to look"):
             assert seen is not None
-            own = reward.look(*seen)
-        every = world.gather(own)
+            looked = own.look(*seen)
+        every = world.gather(looked)
         with naming_reward(name, "failed to learn"):
-            learnt |= {f"{name}/{key}": value for key, value in reward.learn(iteration, every).items()}
+            learnt |= {f"{name}/{key}": value for key, value in own.learn(iteration, every).items()}
     return learnt
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config, grid_of
-from g2rpo.core.capabilities import check_complete, keeps_old, state_of
+from g2rpo.core.capabilities import check_complete, keeps_old, learner_of, state_of
 from g2rpo.core.errors import Preempted
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.seeding import generator_for
@@ -95,7 +95,7 @@ class Trainer:
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
         entries = self.policy.noise([generator_for("alarms")]).numel()
         self.alarms = alarms_of(c, self.algorithm, self.sigmas, entries)
-        self.alarms.moving = frozenset(name for name, reward in self.rewards.items() if reward.learns_every)
+        self.alarms.moving = frozenset(name for name, reward in self.rewards.items() if learner_of(reward))
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
         self.order = PromptOrder(self.prompts, c.trainer.seed)
