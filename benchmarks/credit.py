@@ -45,7 +45,7 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from g2rpo.algorithms.grpo import window
-from g2rpo.app.build import build_trainer
+from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.core.flow import ode_step
 from g2rpo.core.objectives import group_normalize
@@ -421,12 +421,8 @@ def save(name: str, args: argparse.Namespace, began: float, rows: Sequence[Mappi
 def main() -> None:
     args = arguments()
     began = time.perf_counter()
-    trainer = build_trainer(
-        load_config(
-            args.recipe, [*REWARDS[args.recipe], f"trainer.seed={seed_for('credit', args.seed) % 2**31}", *args.overrides]
-        ),
-        None,
-    )
+    seed = f"trainer.seed={seed_for('credit', args.seed) % 2**31}"
+    trainer = build(Request(config=load_config(args.recipe, [*REWARDS[args.recipe], seed, *args.overrides])))
     name = args.name or ("credit_explained" if args.explained else "credit")
     rows = (measure_explained if args.explained else measure_signal)(trainer, args)
     path = save(name, args, began, rows)

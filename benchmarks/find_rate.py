@@ -20,16 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from g2rpo.app.build import checked_parts
-from g2rpo.app.events import silent
-from g2rpo.app.preflight import check
+from g2rpo.app.build import Request, parts_of
+from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import interval
 from g2rpo.evaluation.gains import ONE_ERROR, PILOT_SEEDS, gain_at, gains, good_rates
 from g2rpo.runs.directory import RunDirectory
-from g2rpo.runtime.distributed import ALONE
 from g2rpo.training.pilots import Pilots
 from g2rpo.training.rates import FACTORS, Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
@@ -65,8 +63,8 @@ def whole_run(parts: dict[str, Any], seed: int, factor: float, recipe: str) -> d
 def work(recipe: str, whole: int, pilots: int, out: Path) -> None:
     """Runs what is missing, seed by seed."""
     first = config_of(recipe, FIRST)
-    prompts, heldout = check(first, {})
-    parts = checked_parts(first, None, print, ALONE, {"prompts": prompts, "heldout": heldout}, silent)
+    prompts, heldout = check(first)
+    parts = {"config": first, **parts_of(Request(config=first), prompts, heldout)}
     start = Pilots(parts)
     for seed in range(FIRST_PILOT, FIRST_PILOT + pilots):
         run = RunDirectory(out / recipe / f"pilots_{seed + PILOT_SEEDS}")

@@ -36,7 +36,8 @@ from benchmarks.machine import describe, matmul_rate
 from benchmarks.published_loop import PublishedLoop
 from benchmarks.random_models import RandomText, random_pipeline, shape_of
 from g2rpo.assembly.blueprint import Blueprint, size_of
-from g2rpo.assembly.components import check_attention, check_quantized, pick_device, policy_options
+from g2rpo.assembly.checks import check_quantized
+from g2rpo.assembly.components import pick_device, policy_options
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
@@ -50,7 +51,7 @@ from g2rpo.lab.plan.memory import RESERVE, SLACK
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.roofline import USUAL
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.policies import catalogue
+from g2rpo.policies import attention, catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
 from g2rpo.policies.spec import Model
@@ -267,7 +268,7 @@ def model(found: Found, case: Case) -> None:
     config, shape = configured(case)
     config = settled(config, cuda=True)
     check_quantized(config)
-    check_attention(config.policy)
+    attention.check(config.policy.attention, pick_device(config.policy.device))
     device, counts = torch.device(pick_device(config.policy.device)), count(config, 1)
     rows, passed = counts.largest(lambda it: it.calls), counts.largest(lambda it: it.passes)
     pictures = min(int(config.sampling.decode_batch_size), counts.largest(lambda it: [it.images]))

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.credit import REWARDS, instrument_parser, load_pyplot, save, save_figure
-from g2rpo.app.build import build_trainer
+from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.core.flow import tail
 from g2rpo.core.seeding import generator_for
@@ -49,7 +49,7 @@ def tails_of(step: int, num_steps: int) -> dict[str, tuple[int, ...]]:
 def main() -> None:
     args = arguments()
     began = time.perf_counter()
-    trainer = build_trainer(load_config(args.recipe, [*REWARDS[args.recipe], *args.overrides]), None)
+    trainer = build(Request(config=load_config(args.recipe, [*REWARDS[args.recipe], *args.overrides])))
     num_steps, size = trainer.config.sampling.num_steps, trainer.algorithm.group_size
     steps = range(num_steps - 1) if args.steps is None else args.steps
     tails = {step: tails_of(step, num_steps) for step in steps}

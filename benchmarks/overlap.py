@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe
-from g2rpo.app.build import build_trainer
+from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.training.trainer import Trainer
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 def prepared(at_once: str, reward: Any, overrides: list[str]) -> Trainer:
     config = load_config("scenes", [f"sampling.prompts_at_once={at_once}", *overrides])
-    return build_trainer(config, None, given={"rewards": dict.fromkeys(config.rewards, reward)})
+    return build(Request(config=config, given={"rewards": dict.fromkeys(config.rewards, reward)}))
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from g2rpo.app.build import build_trainer
+from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.probe import by_probe
@@ -27,12 +27,12 @@ def main() -> None:
     args = arguments()
     clock = time.process_time if args.cpu_time else time.perf_counter
     config = load_config(args.recipe, ["prompts.cache=off", "trainer.iterations=4", *args.overrides])
-    trainer = build_trainer(config, None)
+    trainer = build(Request(config=config))
     counts = count(settled(config, trainer.policy.device.type == "cuda"), len(trainer.heldout))
     predicted = by_probe(trainer, counts, distinct_prompts=0, cached=False, clock=clock)
     real: dict[str, list[float]] = {"train": [], "eval": []}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(config, Path(folder))
+        trainer = build(Request(config=config, run_dir=Path(folder)))
         began = last = clock()
         for row in trainer.train():
             now = clock()

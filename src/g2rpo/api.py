@@ -8,16 +8,16 @@ table = trainer.finish()
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from g2rpo.app.ahead import policy_after_encoding
-from g2rpo.app.build import build_trainer
+from g2rpo.app.build import Request, build
 from g2rpo.app.export import export as write_export
 from g2rpo.app.quiet import quiet_bars, quiet_libraries
-from g2rpo.app.train import open_run
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.config import load_config
@@ -81,10 +81,11 @@ def trainer(
     given = {name: thing for name, thing in objects.items() if thing is not None}
     if policy is None:
         _quiet()
+    request = Request(config=config, given=given, resume=resume, accept_changes=accept_changes, notify=notify)
     if run_dir is None:
-        return build_trainer(config, None, notify, given=given)
+        return build(request)
     with entered(config, Path(run_dir), resume, notify) as directory:
-        return open_run(config, directory, resume, accept_changes, notify, given=given)
+        return build(replace(request, run_dir=directory))
 
 
 def _quiet() -> None:

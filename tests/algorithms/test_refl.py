@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from g2rpo.algorithms.refl import ReFL
-from g2rpo.app.preflight import check
+from g2rpo.assembly.checks import check
 from g2rpo.core.errors import UserError
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.training.stopwatch import Stopwatch
@@ -105,7 +105,7 @@ def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded():
         trainer(None, *SMALL, rewards={"bright": darkness})
     chosen = config(*SMALL, "rewards={jpeg_size: 1.0, brightness: 1.0}", "evaluation.rewards={}")
     with pytest.raises(UserError, match="have none: jpeg_size"):
-        check(chosen, given=("policy", "prompts", "heldout"))
+        check(chosen, given={"policy": None, "prompts": ["a"], "heldout": ["a"]})
 
 
 def test_a_prediction_without_a_score_teaches_nothing():

@@ -10,6 +10,8 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 from g2rpo.assembly import blueprint, components, pipeline_check
+from g2rpo.assembly.checks import Wanted, check_input_pictures
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.pipeline_files import weight_files
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.data import Prompt
@@ -95,8 +97,11 @@ def test_distilled_models_get_one_caution(tmp_path, name, index, cautioned):
     ],
 )
 def test_prompts_without_the_pictures_that_a_model_needs_are_named(tmp_path, kind, images, message):
+    config = load_config("scenes", [])
+    config = config.model_copy(update={"policy": folder_of(tmp_path, kind)})
+    run = Wanted(config, lists={"prompts": [Prompt("make it red", images)], "heldout": []})
     with pytest.raises(UserError, match=message):
-        components.check_prompts(folder_of(tmp_path, kind), [Prompt("make it red", images)])
+        check_input_pictures(run)
 
 
 WRONG = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from g2rpo.algorithms.flow_grpo import FlowGRPO
-from g2rpo.app.build import build_trainer
+from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config import recipes
@@ -215,7 +215,7 @@ def test_missing_weights_are_a_user_error_that_says_what_to_fetch(tmp_path, flux
     config = load_config("flux1-dev-hps", given)
     repository = config.rewards["hpsv2"].options["path"]
     with pytest.raises(UserError) as refusal:
-        build_trainer(config, None, print)
+        build(Request(config=config))
     wanted = (
         f"rewards.hpsv2.options.path={repository}: is not in the local hub cache, and HF_HUB_OFFLINE forbids to download it"
     )
@@ -224,4 +224,4 @@ def test_missing_weights_are_a_user_error_that_says_what_to_fetch(tmp_path, flux
 
 def test_a_model_that_is_not_there_is_named():
     with pytest.raises(UserError, match=r"policy\.path=black-forest-labs/FLUX\.1-dev.*\n  .hf download black-forest-labs/FLUX"):
-        build_trainer(load_config("flux1-dev-lora", []), None, print)
+        build(Request(config=load_config("flux1-dev-lora", [])))

@@ -8,7 +8,8 @@ import torch
 
 from benchmarks import first_gpu
 from g2rpo import api
-from g2rpo.app.build import build_trainer
+from g2rpo.app.build import Request
+from g2rpo.app.build import build as built
 from g2rpo.app.evaluate import evaluate, run_settings
 from g2rpo.app.sample import sample
 from g2rpo.assembly import components
@@ -43,7 +44,7 @@ def config(folder: Path, model: Path, *overrides):
 
 def build(world, folder, model, *overrides, **options):
     (folder / "run").mkdir(exist_ok=True)
-    return build_trainer(config(folder, model, *overrides), folder / "run", print, world, **options)
+    return built(Request(config=config(folder, model, *overrides), run_dir=folder / "run", world=world, **options))
 
 
 def assert_placed(trainer):

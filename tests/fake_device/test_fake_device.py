@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from g2rpo.app.build import build_trainer
+from g2rpo.app.build import Request, build
 from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.lab.plan.plan import make_plan
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_the_device_is_gone_on_with_on_a_cpu(run, flux_directory
     (answer,) = run(cases.train, flux_directory, *ways)
     check(answer)
     settings = cases.config(tmp_path, flux_directory, *ways, "policy.device=cpu", "trainer.iterations=3")
-    trainer = build_trainer(settings, tmp_path / "run")
+    trainer = build(Request(config=settings, run_dir=tmp_path / "run"))
     assert trainer.resume() == [] and trainer.iteration == 2
     trainer.iterate()
     weights = float(sum(p.detach().double().abs().sum() for p in trainer.learner.parameters))

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-from g2rpo.app.build import build_trainer
+from g2rpo.app.build import Request, build
 from g2rpo.app.contents import contents_of
-from g2rpo.app.preflight import check
+from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import REWARDS, build_rewards, check_rewards, defaults_of
 from g2rpo.config.schema import RewardConfig
@@ -149,7 +149,7 @@ def test_a_reward_outside_the_package_trains_and_judges(warmth, tmp_path):
     for name in ("rewards.warm", "evaluation.rewards.judge"):
         small += [f"{name}.kind={warmth}", f"{name}.options.path={tmp_path}"]
     config = load_config("scenes", small)
-    trainer = build_trainer(config, None, notify=lambda message: None)
+    trainer = build(Request(config=config, notify=lambda message: None))
     assert any("warm" in key for key in trainer.iterate())
     evaluation = trainer.score_heldout()
     assert torch.equal(evaluation.scores["warm"], evaluation.scores["judge"]) and evaluation.right is not None

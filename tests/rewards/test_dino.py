@@ -6,7 +6,7 @@ from PIL import Image
 from transformers import CLIPVisionConfig, CLIPVisionModel, Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig
 from transformers import Dinov2WithRegistersModel as WithRegisters
 
-from g2rpo.app.preflight import check
+from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import RewardFailed, UserError

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from g2rpo.app.preflight import check
+from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from g2rpo.app.preflight import check
+from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.rewards.hpsv3 import HPSv3, HPSv3PlusPlus

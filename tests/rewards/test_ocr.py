@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from g2rpo.app.preflight import check
+from g2rpo.app.build import show_prompts
+from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Prompt, Reward
@@ -132,7 +133,8 @@ def test_a_run_says_what_it_reads(tmp_path):
     (tmp_path / "b.txt").write_text('a "cat"\n')
     said = []
     overrides = ["rewards.ocr=1", f"prompts.train={tmp_path}/a.txt", f"evaluation.prompts={tmp_path}/b.txt"]
-    check(load_config("scenes", overrides), emit=lambda event: said.append(event.title + event.text))
+    config = load_config("scenes", overrides)
+    show_prompts(config, {}, *check(config), lambda event: said.append(event.title + event.text))
     assert said == [
         f"prompts.train={tmp_path}/a.txt: 6 prompts, first 'a \"tiger\"', \"a 'lion'\"",
         f"evaluation.prompts={tmp_path}/b.txt: 1 prompt, first 'a \"cat\"'",

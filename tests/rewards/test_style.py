@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Dinov2Config, Dinov2Model
 
-from g2rpo.app.preflight import check
+from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.core.capabilities import learner_of
 from g2rpo.core.errors import RankLost, UserError

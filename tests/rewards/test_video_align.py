@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from g2rpo.app.preflight import check
+from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.rewards.video_align import QUALITIES, VideoAlign, frames_seen

@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from g2rpo.app.train import _run
+from g2rpo.app.build import Request
+from g2rpo.app.stopping import Stopping
+from g2rpo.app.train import train_built
 from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve
 from g2rpo.core.errors import Stopped, UserError
@@ -83,7 +85,8 @@ def learn(world, folder, model, mode, killed=False):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         register_module_forward_pre_hook(die)  # an iteration has a pass for each of a rank's prompts' two branch points
-    _run(chosen, folder, (folder / "config.yaml").exists(), world)
+    request = Request(config=chosen, run_dir=folder, resume=(folder / "config.yaml").exists(), world=world)
+    train_built(request, Stopping(""))
 
 
 def learn_checkpointed(world, folder, model, mode, overrides, options):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from g2rpo.app.dry_run import try_own_code
 from g2rpo.app.prediction import PlannedAndMeasured
-from g2rpo.app.preflight import check
+from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from g2rpo.app.train import _planned
+from g2rpo.app.build import planned_for
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.work import work
 from g2rpo.runs.lifecycle import claim, read_config
@@ -95,7 +95,7 @@ def test_ranks_that_share_the_work_have_time_for_more_iterations(monkeypatch, si
         t.division = divided(t.config, world)
         monkeypatch.setattr(World, "broadcast_text", lambda self, text: text)
         t.evaluator = SimpleNamespace(evaluate=evaluate, judged_by={}, sampler=SimpleNamespace(num_steps=6))
-        return _planned(t, now[0] + 4000.0).trainer.iterations
+        return planned_for(t, now[0] + 4000.0).trainer.iterations
 
     assert planned_of(size) == pytest.approx(size * planned_of(1), rel=0.05)
 

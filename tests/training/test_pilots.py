@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from g2rpo.app.train import open_run
+from g2rpo.app.build import Request, build
 from g2rpo.core.errors import Interrupted, UserError
 from g2rpo.lab.report.page import write_page
 from g2rpo.monitor.metrics import read_metrics
@@ -52,7 +52,8 @@ def opened(folder, sweep, *overrides, resume=False, policy=None):
     given = {"policy": policy or Seen(), "rewards": {"bright": brightness}, "judges": {"dark": brightness}}
     given |= {"prompts": TRAIN, "heldout": HELDOUT, "trackers": []}
     said = []
-    return open_run(config(*WORDS, *overrides), folder, resume, False, said.append, given=given, sweep=sweep)
+    asked = Request(config=config(*WORDS, *overrides), given=given, run_dir=folder, resume=resume, sweep=sweep)
+    return build(replace(asked, notify=said.append))
 
 
 def test_a_run_with_a_found_rate_is_the_run_at_that_rate_bit_for_bit(tmp_path):

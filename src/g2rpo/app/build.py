@@ -1,106 +1,227 @@
-"""The trainer of a config: its policy, rewards and prompts."""
+"""From a request for a run to its trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from g2rpo.app.ahead import of_controls, policy_after_encoding, prompts_to_come
+from g2rpo.app.contents import contents_of
 from g2rpo.app.dry_run import try_own_code
-from g2rpo.app.events import Emit, silent
-from g2rpo.app.preflight import check
+from g2rpo.app.events import Emit, Line, silent
 from g2rpo.assembly import components
-from g2rpo.assembly.prompts import caution as prompts_caution
-from g2rpo.assembly.prompts import trained_on
-from g2rpo.assembly.rewards import build_rewards, configured
-from g2rpo.config.schema import Config, RewardConfig
-from g2rpo.core.errors import UserError
+from g2rpo.assembly.checks import check, rewards_of
+from g2rpo.assembly.prompts import caution, trained_on
+from g2rpo.assembly.rewards import build_rewards, configured, declared_by, reward_kind
+from g2rpo.config.schema import Config
+from g2rpo.core.capabilities import ReadsTargets
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import check_counts, check_inputs
-from g2rpo.core.types import Reward
+from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.trackers import build_trackers
 from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import check_contents, claim, record_start
 from g2rpo.runtime.distributed import ALONE, World
-from g2rpo.runtime.sharding import Replicated
+from g2rpo.runtime.sharding import Replicated, Sharded
 from g2rpo.training.checkpoint import newest_iteration
-from g2rpo.training.pilots import pilot_config, pilot_prompts
+from g2rpo.training.pace import PROBE, planned
+from g2rpo.training.pilots import Pilots, pilot_config, pilot_prompts
 from g2rpo.training.ranks import divided
+from g2rpo.training.rates import Sweep
 from g2rpo.training.trainer import Trainer
 
+FIRST_PROMPTS, SHOWN_TARGETS, SHOWN_LETTERS = 2, 3, 80
+"""How many prompts and targets are shown when a run starts, and how many letters of each."""
 
-def build_trainer(
-    config: Config,
-    run_dir: Path | None,
-    notify: Callable[[str], None] = print,
-    world: World = ALONE,
-    given: Mapping[str, Any] | None = None,
-    emit: Emit = silent,
-) -> Trainer:
-    """A trainer with the policy, rewards and prompts of `config`, or with the objects in `given`.
 
-    Prompts are encoded before policy and rewards are on the device, with progress by `emit`. `notify(message)` is called for
-    problems with the embedding cache, batch sizes and trackers. `given` may have the keys listed in `preflight.check`.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A run that is asked for: by `g2rpo train`, `resume` or `teach`, or from Python.
+
+    `given` has objects in place of what the config names: policy, rewards, judges, prompts, heldout, trackers. The caller holds
+    the lock of `run_dir`; without one nothing is written. Pilots of `sweep` choose the learning rate of a run that has not
+    begun. With `ends_at`, a time of `time.monotonic`, its length is fitted to what it takes.
     """
-    given = given or {}
-    prompts, heldout = check(config, given, emit=emit)
+
+    config: Config
+    given: Mapping[str, Any] = field(default_factory=dict)
+    run_dir: Path | None = None
+    resume: bool = False
+    accept_changes: bool = False
+    sweep: Sweep | None = None
+    ends_at: float | None = None
+    world: World = ALONE
+    notify: Callable[[str], None] = print
+    emit: Emit = silent
+
+    @property
+    def run(self) -> RunDirectory | None:
+        """The run's folder."""
+        return None if self.run_dir is None else RunDirectory(self.run_dir)
+
+
+def build(request: Request) -> Trainer:
+    """The trainer of a request, at the iteration of its newest checkpoint. UserError names everything that is missing or wrong
+    before anything is loaded or written."""
+    config, given, run, main = request.config, request.given, request.run, request.world.is_main
     check_inputs([*given.get("prompts", ()), *given.get("heldout", ())])
-    return Trainer(**checked_parts(config, run_dir, notify, world, {"prompts": prompts, "heldout": heldout, **given}, emit))
+    prompts, heldout = check(config, given, request.run_dir)
+    show_prompts(config, given, prompts, heldout, request.emit)
+    if request.resume and run is not None and main:
+        changes = check_contents(run.path, contents_of(config, prompts, heldout, given), request.accept_changes)
+        for change in changes:
+            request.notify(f"goes on with {change}")
+    parts = parts_of(request, prompts, heldout)
+    trainer = Trainer(config=config, **parts)
+    if run is None:
+        return trainer
+    if main:
+        claim(run.path, config)  # only now: wrong input leaves nothing behind
+    if request.sweep is not None and request.sweep.rate is None:
+        del trainer  # its average and old weights
+        config = _with_found_rate(request, request.sweep, run, parts)
+        trainer = Trainer(config=config, **parts)
+    if request.ends_at is not None and not run.starts.is_file():
+        config = planned_for(trainer, request.ends_at)
+        parts["heldout"] = heldout[: config.evaluation.num_prompts]
+        trainer = Trainer(config=config, **parts)
+        if main:
+            claim(run.path, config)
+    for complaint in trainer.resume() if request.resume else ():
+        request.notify(complaint)
+    if main:
+        contents = contents_of(config, prompts, trainer.heldout, given)
+        record_start(run.path, trainer.iteration, trainer.policy.device, contents)
+    return trainer
 
 
-def checked_parts(
-    config: Config,
-    run_dir: Path | None,
-    notify: Callable[[str], None],
-    world: World,
-    given: Mapping[str, Any],
-    emit: Emit,
-    pilots: bool = False,
-) -> dict[str, Any]:
-    """The arguments of the trainer of a config that `preflight.check` has passed; `given` has the prompts. The prompts of
-    `pilots` are encoded with the others."""
+def parts_of(request: Request, prompts: Sequence[str], heldout: Sequence[str]) -> dict[str, Any]:
+    """The arguments of the trainer beside its config. Prompts are encoded before policy and rewards are on the device."""
+    config, given, world = request.config, request.given, request.world
     divided(config, world)
-    prompts, heldout = given["prompts"], given["heldout"]
-    if "policy" in given and config.trainer.sharding != "none":
-        raise UserError(
-            f"trainer.sharding={config.trainer.sharding} divides a policy as it is built; one that is given is whole"
-        )
-    for caution in (prompts_caution(config.prompts.train, config.evaluation.prompts), trained_on(prompts, heldout)):
-        if world.is_main and caution is not None:
-            notify(caution)
-    try_own_code(config, given)
+    for said in (caution(config.prompts.train, config.evaluation.prompts), trained_on(prompts, heldout)):
+        if world.is_main and said is not None:
+            request.notify(said)
+    try_own_code(config, {**given, "prompts": prompts})
     sharding = components.build_sharding(config, world)
-    if "policy" in given:
-        policy = given["policy"]
-    else:
-        components.check_prompts(config.policy, [*prompts, *heldout])
-        components.check_guidance(config)
-        for caution in components.cautions(config.policy):
-            notify(caution)
-        loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
-        begun = newest_iteration(RunDirectory(run_dir).checkpoints) if run_dir is not None else 0
-        to_come = prompts_to_come(config, prompts, heldout, world, begun)
-        if pilots:
-            to_come += prompts_to_come(pilot_config(config, 1.0), prompts, pilot_prompts(config, prompts), world)
-        to_come += of_controls(config, loaded, heldout)
-        policy = policy_after_encoding(loaded, config.prompts.cache, to_come, notify, sharding, emit)
+    policy = _given_policy(request) if "policy" in given else _policy(request, sharding, prompts, heldout)
     components.check_judged_size(config, policy)
     components.check_trained_steps(config, policy)
     if (takes := getattr(policy, "input_pictures", None)) is not None:
         check_counts([*prompts, *heldout], takes)
+    tables = {"rewards": config.rewards, "judges": config.evaluation.rewards}
     device = components.pick_device(config.policy.device)
-
-    def rewards_of(key: str, table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-        return configured(given[key], table) if key in given else build_rewards(table, device)
-
+    rewards: dict[str, Mapping[str, Reward]] = {
+        key: configured(given[key], table) if key in given else build_rewards(table, device) for key, table in tables.items()
+    }
     return {
-        "config": config,
         "policy": policy,
-        "rewards": rewards_of("rewards", config.rewards),
+        **rewards,
         "prompts": prompts,
         "heldout": heldout,
-        "judges": rewards_of("judges", config.evaluation.rewards),
-        "run_dir": run_dir,
-        "notify": notify,
+        "run_dir": request.run_dir,
+        "notify": request.notify,
         "shards": sharding or Replicated(world),
         "trackers": given["trackers"] if "trackers" in given else build_trackers(config.trackers),
     }
+
+
+def _given_policy(request: Request) -> Policy:
+    sharding = request.config.trainer.sharding
+    if sharding != "none":
+        raise UserError(f"trainer.sharding={sharding} divides a policy as it is built; one that is given is whole")
+    return request.given["policy"]
+
+
+def _policy(request: Request, sharding: Sharded | None, prompts: Sequence[str], heldout: Sequence[str]) -> Policy:
+    """The policy of the config, once the prompts of the run, of its pilots and of its controls are encoded."""
+    config, world = request.config, request.world
+    for said in components.cautions(config.policy):
+        request.notify(said)
+    loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
+    begun = newest_iteration(request.run.checkpoints) if request.run is not None else 0
+    to_come = prompts_to_come(config, prompts, heldout, world, begun)
+    if request.sweep is not None:
+        to_come += prompts_to_come(pilot_config(config, 1.0), prompts, pilot_prompts(config, prompts), world)
+    to_come += of_controls(config, loaded, heldout)
+    return policy_after_encoding(loaded, config.prompts.cache, to_come, request.notify, sharding, request.emit)
+
+
+def _with_found_rate(request: Request, sweep: Sweep, run: RunDirectory, parts: Mapping[str, Any]) -> Config:
+    """The config with the rate that `sweep` takes; both are written."""
+    emit = request.emit
+    emit(Line(f"short runs at {len(sweep.rates)} learning rates on training prompts; gain in standard deviations of the base:"))
+    pilots = Pilots({**parts, "config": request.config})
+    rate = pilots.find(sweep, run, request.ends_at, lambda line: emit(Line(f"  {line}")))
+    emit(Line(f"{rate:g} is taken: the nearest to yours of those within an error of the best gain, without an alarm"))
+    config = at_rate(request.config, rate)
+    if request.world.is_main:
+        claim(run.path, config)
+        sweep.rate = rate
+        sweep.write(run)
+    return config
+
+
+def at_rate(config: Config, rate: float) -> Config:
+    """`config` with another learning rate."""
+    return config.model_copy(update={"optim": config.optim.model_copy(update={"learning_rate": rate})})
+
+
+def planned_for(trainer: Trainer, ends_at: float) -> Config:
+    """The config of a run that has not begun, planned for its time by timed evaluations of a few held-out prompts."""
+    prompts, evaluator, calls = trainer.heldout[:PROBE], trainer.evaluator, [0.0]
+
+    def timed(prompts: Sequence[str], rewards: Mapping[str, Reward]) -> tuple[float, float]:
+        """Seconds of a picture: until the network has been called for the last time, and afterwards."""
+        calls[:] = [time.monotonic()]
+        evaluator.evaluate(0, lambda rows: calls.append(time.monotonic()), prompts, rewards=rewards)
+        count = len(trainer.world.shard_or_all(prompts))
+        return (calls[-1] - calls[0]) / count, (time.monotonic() - calls[-1]) / count
+
+    timed(prompts[:1], evaluator.judged_by)  # the first call is slow
+    sampled, scored = timed(prompts, trainer.rewards)
+    row, look = sampled / evaluator.sampler.num_steps, sum(timed(prompts, evaluator.judged_by))
+    world, division = trainer.world, trainer.division
+    working = division.prompts.size * division.plans.size  # ranks between which an iteration is divided
+    looking = world.size if len(trainer.heldout) >= world.size else 1
+    measured = world.broadcast_text(json.dumps([row / working, scored / working, look / looking, ends_at - time.monotonic()]))
+    row, scored, look, left = json.loads(measured)
+    return planned(trainer.config, row, scored, look, len(trainer.heldout), left)
+
+
+def show_prompts(config: Config, given: Mapping[str, Any], prompts: Sequence[str], heldout: Sequence[str], emit: Emit) -> None:
+    """Reports the first prompts of each list that the config names, and the texts that rewards look for."""
+    lists: list[tuple[str, str, str, Sequence[str]]] = []
+    if "prompts" not in given:
+        lists.append(("training", "prompts.train", config.prompts.train, prompts))
+    if "heldout" not in given:
+        lists.append(("held-out", "evaluation.prompts", config.evaluation.prompts, heldout))
+    for _, key, source, texts in lists:
+        first = ", ".join(_short(prompt) for prompt in texts[:FIRST_PROMPTS])
+        emit(Line(f"={source}: {counted(len(texts), 'prompt')}, first {first}", title=key))
+    for kind, _, _, texts in lists:
+        for name, entry in rewards_of(config, given, heldout=kind == "held-out").items():
+            reward = declared_by(reward_kind(name, entry))
+            read = _texts_read(reward, texts) if isinstance(reward, ReadsTargets) else None
+            if read is not None:
+                emit(Line(f" in {kind} prompts: {read}", title=f"rewards.{name}"))
+
+
+def _texts_read(reward: ReadsTargets, prompts: Sequence[str]) -> str | None:
+    """How many prompts name no text, and examples of the texts that a reward reads in others; None if it reads none."""
+    targets = {prompt: reward.target(prompt) for prompt in prompts}
+    read = {prompt: text for prompt, text in targets.items() if isinstance(text, str)}
+    if not read:
+        return None
+    absent = sum(targets[prompt] is None for prompt in prompts)
+    shown = "; ".join(f"{text!r} from {_short(prompt)}" for prompt, text in list(read.items())[:SHOWN_TARGETS])
+    none = f"{absent} of {len(prompts)} name no text and get no score" if absent else f"all {len(prompts)} name a text"
+    return f"{none}. Read are {shown}"
+
+
+def _short(prompt: str) -> str:
+    return repr(str(prompt) if len(prompt) <= SHOWN_LETTERS else f"{prompt[:SHOWN_LETTERS]}...")

@@ -23,7 +23,7 @@ def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], 
     """A short description with a digest of the prompts, the model, and the files or the source of each reward.
 
     A reward function's file and the files and folders in its options count; its imports do not. `given` are objects in place of
-    names, as for `build.build_trainer`; an algorithm of the user's own is in `config`.
+    names, as for `build.Request`; an algorithm of the user's own is in `config`.
     """
     rewards = {**given.get("rewards", {}), **given.get("judges", {})}
     named = {**config.rewards, **config.evaluation.rewards}

@@ -6,16 +6,18 @@ The policies' own constructors are used, so dtypes, frozen weights and adapters 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from g2rpo.assembly import components, pipeline_check
 from g2rpo.assembly.meta import Part, Uninitialised, on_meta
-from g2rpo.assembly.pipeline_files import INDEX, LARGEST, MODELS, parts_in, read_file
+from g2rpo.assembly.pipeline_files import INDEX, LARGEST, MODELS, parts_in, read_file, weight_files
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import loading
 from g2rpo.policies import catalogue
@@ -127,3 +129,20 @@ def shapes_of(policy: DiffusersPolicy, blueprint: Blueprint) -> Shapes:
 def size_of(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers, shared ones once."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def trained_parameters(config: PolicyConfig, pipeline: Path) -> int:
+    """The number of trained parameters, including buffers, from the headers of the transformer's files."""
+    from safetensors import safe_open
+
+    shapes: dict[str, list[int]] = {}
+    for file in weight_files(pipeline / "transformer"):
+        with loading(f"policy.path={config.path}: {file.name} cannot be read"), safe_open(file, "pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    if config.tuning == "full":
+        return sum(math.prod(shape) for shape in shapes.values())
+    spec = catalogue.spec_of(components.locate_pipeline(config.path)[1])
+    assert spec is not None  # a built-in
+    targets = config.lora_targets or spec.lora_targets
+    ends = tuple(f".{target}.weight" for target in targets)
+    return sum(config.lora_rank * sum(shape) for name, shape in shapes.items() if len(shape) == 2 and f".{name}".endswith(ends))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,11 @@ import torch
 from g2rpo.assembly import hub, pipeline_check, refusals
 from g2rpo.assembly.meta import few_modules
 from g2rpo.assembly.pipeline_files import INDEX, class_in, missing_parts
-from g2rpo.config.given import Mentioned, refuse_mention
-from g2rpo.config.schema import Config, PolicyConfig, SamplingConfig, grid_of
-from g2rpo.core.contracts import name_of, plans_of
+from g2rpo.config.given import refuse_mention
+from g2rpo.config.schema import Config, PolicyConfig, grid_of
+from g2rpo.core.contracts import name_of
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import is_hub_id, local
-from g2rpo.core.types import Algorithm
 from g2rpo.evaluation.work import trained_sigmas_of
 from g2rpo.policies import attention, catalogue, quantized
 from g2rpo.policies.anyflow import DiffusersPolicy
@@ -82,30 +81,6 @@ def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
             f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
         )
     shard_group(config, ranks, node)
-
-
-def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
-    """Refuses an algorithm that does not fit the sampler's steps, or whose solver does not fit the sampler's tails."""
-    if isinstance(algorithm, Mentioned):
-        refuse_mention("algorithm.name", algorithm.name)
-    plans = plans_of(algorithm, sampling.num_steps)
-    try:
-        sampling.tails.walked_by(plans)
-    except ValueError as error:
-        raise UserError(f"algorithm {name_of(algorithm)} does not fit sampling.tails: {error}") from None
-
-
-def check_quantized(config: Config) -> None:
-    """Refuses a `policy.quantize` that the run does not support."""
-    policy = config.policy
-    quantized.check(policy.quantize, tuning=policy.tuning, dtype=policy.dtype, device=pick_device(policy.device))
-    if policy.tuning == "full" and not policy.autocast:
-        raise UserError("policy.autocast=false: weights that are trained are float32, and need it; set policy.tuning=lora")
-
-
-def check_attention(config: PolicyConfig) -> None:
-    """Refuses a `policy.attention` that this installation does not have for the run's device."""
-    attention.check(config.attention, pick_device(config.device))
 
 
 @dataclass(frozen=True)
@@ -181,24 +156,6 @@ def policy_class(name: str) -> type[DiffusersPolicy]:
     """The policy for a pipeline class, or for code of the user's: a `PipelineSpec`, or a class."""
     found = catalogue.find(name)
     return DiffusersPolicy.of(found) if isinstance(found, PipelineSpec) else found
-
-
-def check_prompts(config: PolicyConfig, prompts: Sequence[str]) -> None:
-    """Refuses prompts with more or fewer input pictures than the policy takes, before anything is loaded."""
-    _, name = locate_pipeline(config.path, config.pipeline, config.kind)
-    if (spec := catalogue.spec_of(config.kind or name)) is not None:
-        for prompt in prompts:
-            spec.check_pictures(prompt)
-
-
-def check_guidance(config: Config) -> None:
-    """Refuses a guidance scale of training for a model that is sampled without one, before anything is loaded."""
-    if (scale := config.sampling.guidance_scale) is None:
-        return
-    _, name = locate_pipeline(config.policy.path, config.policy.pipeline, config.policy.kind)
-    spec, deployed = catalogue.spec_of(config.policy.kind or name), config.policy.guidance_scale
-    if spec is not None and not spec.guides(spec.guidance if deployed is None else deployed):
-        raise UserError(f"sampling.guidance_scale={scale:g}: the model is sampled without guidance; take it out")
 
 
 def check_judged_size(config: Config, policy: Any) -> None:

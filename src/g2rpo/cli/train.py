@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -43,7 +43,8 @@ def train(
         overrides, recipe = [recipe, *(overrides or [])], None
     if accept_changes and not resume:
         raise UserError("--accept-changes is for --resume; a new run has nothing to compare with")
-    _train(recipe, overrides, run_dir, resume, accept_changes, within, push_to_hub, find_rate)
+    asked = {"resume": resume, "accept_changes": accept_changes, "within": within, "find_rate": find_rate}
+    _train(recipe, overrides, run_dir, push_to_hub, **asked)
 
 
 @commands.command("resume", cls=options.WithSettings, rich_help_panel=options.TRAINING)
@@ -57,18 +58,11 @@ def resume_run(
     push_to_hub: options.PushToHub = None,
 ) -> None:
     """Continue a run where it was stopped, with its own config."""
-    _train(None, overrides, run, True, accept_changes, within, push_to_hub)
+    _train(None, overrides, run, push_to_hub, resume=True, accept_changes=accept_changes, within=within)
 
 
 def _train(
-    recipe: str | None,
-    overrides: list[str] | None,
-    run_dir: Path | None,
-    resume: bool,
-    accept_changes: bool,
-    within: str | None,
-    push_to_hub: str | None,
-    find_rate: bool = False,
+    recipe: str | None, overrides: list[str] | None, run_dir: Path | None, push_to_hub: str | None, **asked: Any
 ) -> None:
     with stoppable("stopped before training began; the same command begins again") as stopping:  # loading is slow
         from g2rpo.app.push import check_push
@@ -77,9 +71,7 @@ def _train(
         if push_to_hub is not None:
             check_push(push_to_hub)
         with Output() as emit:
-            directory = run(
-                recipe, overrides or [], run_dir, resume, accept_changes, stopping, within, emit, find_rate, _predict
-            )
+            directory = run(recipe, overrides or [], run_dir, stopping=stopping, emit=emit, predict=_predict, **asked)
     if push_to_hub is not None and directory is not None:
         push(directory, push_to_hub)
 

@@ -134,7 +134,7 @@ class Reward:
     """State that changes during the run: plain data and tensors, saved in checkpoints and restored on resuming. Ranks score
     different pictures but must have equal states, so only `observe` and `learn` of `capabilities` may change it."""
 
-    # Declarations of the class, read by preflight and `g2rpo plan` before construction; options are constructor arguments.
+    # Declarations of the class, read by checks and `g2rpo plan` before construction; options are constructor arguments.
     upstream: ClassVar[str] = ""
     """The URL of the code whose scores are reproduced, and its `licence`."""
     licence: ClassVar[str] = ""

@@ -17,7 +17,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from g2rpo.app.build import build_trainer
+from g2rpo.app.build import Request
+from g2rpo.app.build import build as built
 from g2rpo.assembly import components
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
@@ -177,7 +178,7 @@ def test_a_plan_that_is_none_is_named(session):
 
 def test_a_group_is_the_first_iteration_of_the_run(run, session):
     """The trainer's own noise, latents, scores and advantages; in batches of other shapes, so not to the last bit."""
-    trainer = build_trainer(load_config(str(run / "config.yaml"), []), None)
+    trainer = built(Request(config=load_config(str(run / "config.yaml"), [])))
     asked = trainer.order.batch(0, trainer.config.trainer.prompts_per_iteration)
     sampled = trainer.collector.collect(trainer.algorithm, 0, trainer.policy.encode(asked), asked, Stopwatch())
     rollouts, rewards = sampled.rollouts, sampled.rewards

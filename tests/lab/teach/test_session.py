@@ -383,7 +383,7 @@ def test_training_on_the_clicks_of_nobody_is_refused(tmp_path, resume):
     own = teach_config("words", ["trainer.iterations=1"], print)
     (tmp_path / "config.yaml").write_text(own.to_yaml(), encoding="utf-8")
     with pytest.raises(UserError, match=r"rewards.clicks: has no clicks to be fitted to.*g2rpo teach RUN"):
-        train(None if resume else str(tmp_path / "config.yaml"), [], tmp_path if resume else tmp_path / "run", resume)
+        train(None if resume else str(tmp_path / "config.yaml"), [], tmp_path if resume else tmp_path / "run", resume=resume)
     assert not (tmp_path / "run").exists()
 
 

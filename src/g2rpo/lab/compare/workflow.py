@@ -22,8 +22,8 @@ from typing import Any, get_args
 from g2rpo.app.dry_run import try_own_code
 from g2rpo.app.evaluate import config_settings
 from g2rpo.app.events import Emit, Line, silent
-from g2rpo.app.preflight import check
 from g2rpo.assembly.adapters import completed
+from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Alarm, Config

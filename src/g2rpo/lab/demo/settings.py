@@ -11,6 +11,7 @@ import torch
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.app.evaluate import model_policy, reward_table
 from g2rpo.assembly import components
+from g2rpo.assembly.checks import check_plans
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import title_of
@@ -49,7 +50,7 @@ class DemoSettings:
         """Checks before anything is loaded."""
         components.locate_pipeline(self.policy.path, self.policy.pipeline, self.policy.kind)
         check_rewards({**self.rewards, **self.judges})
-        components.check_plans(self.algorithm, self.sampling)
+        check_plans(self.algorithm, self.sampling)
 
 
 def of_run(run: Path) -> DemoSettings:

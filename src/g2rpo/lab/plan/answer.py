@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from g2rpo.app.build import build_trainer
+from g2rpo.app.build import Request, build
 from g2rpo.assembly import components
+from g2rpo.assembly.checks import check_quantized
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import local
@@ -107,7 +108,7 @@ def plan(
         raise UserError(f"policy.quantize=fp8: {target.name} has no float8; {NO_FLOAT8}")
     # as for a run, on the device that is planned for
     there = config.policy.model_copy(update={"device": (device or config.policy.device) if target.own else "cpu"})
-    components.check_quantized(config.model_copy(update={"policy": there}))
+    check_quantized(config.model_copy(update={"policy": there}))
     if probe and not target.own:
         raise UserError(f"--probe measures this machine, and --device {device} is a datasheet; leave one of them out")
     if probe and ranks > 1:
@@ -155,7 +156,8 @@ def _measured(result: Estimate, device: str | None) -> Seconds:
     config = result.config
     policy = config.policy.model_copy(update={"device": device or config.policy.device})
     prompts = config.prompts.model_copy(update={"cache": "off"})
-    trainer = build_trainer(config.model_copy(update={"policy": policy, "prompts": prompts}), None, lambda message: None)
+    asked = config.model_copy(update={"policy": policy, "prompts": prompts})
+    trainer = build(Request(config=asked, notify=lambda message: None))
     return by_probe(trainer, result.counts, result.distinct_prompts, cached=config.prompts.cache != "off")
 
 

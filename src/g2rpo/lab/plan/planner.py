@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from g2rpo.app.ahead import prompts_to_come
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
+from g2rpo.assembly.checks import check_plans
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_rewards
@@ -38,7 +39,7 @@ class Planner:
         self.config = completed(load_config(recipe, overrides, self.notes.append), self.notes.append)
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
         components.check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
-        components.check_plans(self.config.algorithm, self.config.sampling)
+        check_plans(self.config.algorithm, self.config.sampling)
         self.text_tokens: int | None = None
         self.heldout, self.distinct_prompts = self._listed_prompts()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}

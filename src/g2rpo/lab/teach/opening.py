@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from g2rpo.app.build import Request, build
 from g2rpo.app.events import Emit, cautions, silent
-from g2rpo.app.train import open_run
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.config import load_config
@@ -73,7 +73,7 @@ def opened(
     with joined(pick_device(config.policy.device), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
         chosen = stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
         folder = Path(world.broadcast_text(str(chosen)))
-        trainer = open_run(config, folder, resume=False, accept_changes=False, notify=notify, world=world, emit=emit)
+        trainer = build(Request(config=config, run_dir=folder, world=world, notify=notify, emit=emit))
         session = Session(trainer=trainer, ahead=ahead, notify=notify if world.is_main else lambda words: None)
         with session.begun():
             session.repeat(repeated)

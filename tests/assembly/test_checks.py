@@ -13,10 +13,9 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from g2rpo.app import preflight
-from g2rpo.app.pipeline_folder import trained_parameters
-from g2rpo.app.preflight import check
-from g2rpo.assembly import components, hub
+from g2rpo.assembly import checks, components, hub
+from g2rpo.assembly.blueprint import trained_parameters
+from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.pipeline_files import missing_parts
 from g2rpo.assembly.prompts import build_prompts, caution, trained_on
@@ -144,7 +143,7 @@ def test_no_model_is_built_and_an_endpoint_that_says_nothing_is_not_waited_for(t
 
 
 def test_what_a_large_model_refuses_is_told_before_it_is_loaded(capsys, tmp_path, monkeypatch, tiny_config):
-    monkeypatch.setattr(preflight, "LARGE", 0)
+    monkeypatch.setattr(checks, "LARGE", 0)
     monkeypatch.setattr(components, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
     wrong = ["policy.width=33", "rewards.brightnes=1"]
     err = refused(capsys, "train", tiny_config, *wrong, "--run-dir", tmp_path / "run")
@@ -154,7 +153,7 @@ def test_what_a_large_model_refuses_is_told_before_it_is_loaded(capsys, tmp_path
 
 def check_in_vain(config, directory):
     with pytest.raises(UserError) as refusal:
-        check(config, (), directory)
+        check(config, {}, directory)
     return str(refusal.value)
 
 
@@ -211,16 +210,16 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(tiny_config, tmp_path,
     free = namedtuple("usage", "free")
     with_one_more = reckoned * (3 * 4 + 1) // (2 * 4 + 1)
     for room in (with_one_more, with_one_more - 1):
-        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, room=room: free(room))
+        monkeypatch.setattr(checks.shutil, "disk_usage", lambda path, room=room: free(room))
         if room == with_one_more:
-            check(config, (), tmp_path / "new" / "run")
+            check(config, {}, tmp_path / "new" / "run")
         else:
             with pytest.raises(UserError, match=r"new/run: checkpoints and weights take .*, .* are free; free some"):
-                check(config, (), tmp_path / "new" / "run")
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: free(with_one_more))
+                check(config, {}, tmp_path / "new" / "run")
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: free(with_one_more))
     old_too = load_config(words[0], [*words[1:], "algorithm.name=diffusion_nft"])
     with pytest.raises(UserError, match="checkpoints and weights take"):
-        check(old_too, (), tmp_path / "new" / "run")
+        check(old_too, {}, tmp_path / "new" / "run")
 
 
 @pytest.mark.parametrize(("status", "why"), [(401, "refuses it .*401"), (403, "refuses it .*403"), (200, None), (500, None)])
@@ -316,7 +315,7 @@ def test_which_algorithms_a_recipe_can_be_given_by_name_alone(recipe):
         if config.policy.lora_above not in policies:
             policies[config.policy.lora_above] = components.build_policy(config.policy)
         try:
-            check(config, given=("trackers",))
+            check(config, given={"trackers": []})
             components.check_trained_steps(config, policies[config.policy.lora_above])
         except UserError:
             refused_ones.add(name)
@@ -328,7 +327,7 @@ def test_what_a_name_brings_is_told_and_all_else_is_published_or_the_recipes(rec
     own = load_config(recipe, [])
     for name in ALGORITHMS.keys() - {own.algorithm.name}:
         config, told = named_with(recipe, name)
-        components.check_plans(config.algorithm, config.sampling)
+        checks.check_plans(config.algorithm, config.sampling)
         published = config.model_copy(update={"algorithm": ALGORITHMS[name]()})
         changed = differences(config, published) | {
             key: values for key, values in differences(config, own).items() if not key.startswith("algorithm.")

@@ -1,0 +1,398 @@
+"""Everything that a run needs and lacks, in one message before anything is loaded.
+
+A check is a function of a `Wanted` run. It yields complaints, or raises UserError for one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from g2rpo.assembly import components, hub
+from g2rpo.assembly import rewards as of_rewards
+from g2rpo.assembly.blueprint import build_shallow, read_blueprint, trained_parameters
+from g2rpo.assembly.hub import Question, at_once
+from g2rpo.assembly.pipeline_files import missing_parts
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
+from g2rpo.config.given import Mentioned, refuse_mention
+from g2rpo.config.schema import Config, PolicyConfig, RewardConfig, SamplingConfig
+from g2rpo.core import plugins
+from g2rpo.core.capabilities import (
+    AsksServer,
+    ChecksOptions,
+    TakesOneSize,
+    differentiates_rewards,
+    fault_of,
+    keeps_old,
+)
+from g2rpo.core.contracts import name_of, plans_of
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import in_bytes, is_hub_id
+from g2rpo.core.types import Algorithm, as_rewards
+from g2rpo.monitor.trackers import check_trackers
+from g2rpo.policies import attention, catalogue, quantized
+from g2rpo.policies.spec import PipelineSpec
+from g2rpo.rewards.transport import TooSlow
+from g2rpo.rewards.weights import fetch
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.training.checkpoint import checkpoints
+from g2rpo.training.updater import check_differentiable, check_groups
+
+SECONDS = 1.5
+"""Seconds for servers to answer. Slower ones are not reported: they may be busy."""
+LARGE = 2**28
+"""Bytes of a transformer from which on it takes longer to load than to build without weights."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run that is to begin. Objects in `given` (policy, rewards, judges, prompts, heldout, trackers) are not checked."""
+
+    config: Config
+    given: Mapping[str, Any] = field(default_factory=dict)
+    directory: Path | None = None
+    lists: dict[str, list[str]] = field(default_factory=dict)
+    """The prompts that have been read: "prompts" to train on, and "heldout"."""
+    questions: dict[str, Question] = field(default_factory=dict)
+    """What servers are still to be asked, by the config's key."""
+
+    @property
+    def sources(self) -> dict[str, tuple[str, str]]:
+        """The keys and values of the config for lists that are not given."""
+        named = {
+            "prompts": ("prompts.train", self.config.prompts.train),
+            "heldout": ("evaluation.prompts", self.config.evaluation.prompts),
+        }
+        return {name: source for name, source in named.items() if name not in self.given}
+
+    @property
+    def keyed(self) -> dict[str, RewardConfig]:
+        """All rewards that are not given, trained and held-out, by their keys in the config."""
+        held_out = {f"evaluation.rewards.{name}": entry for name, entry in self.config.evaluation.rewards.items()}
+        trained = {f"rewards.{name}": entry for name, entry in self.config.rewards.items()}
+        return {**({} if "rewards" in self.given else trained), **({} if "judges" in self.given else held_out)}
+
+    @property
+    def rewards(self) -> dict[str, RewardConfig]:
+        """The same by their names."""
+        return rewards_of(self.config, self.given)
+
+
+def rewards_of(config: Config, given: Mapping[str, Any], heldout: bool = True) -> dict[str, RewardConfig]:
+    """The rewards of a config that are not given, by their names: those that are trained and, with `heldout`, those that judge
+    held-out pictures."""
+    trained = {} if "rewards" in given else config.rewards
+    return {**trained, **(config.evaluation.rewards if heldout and "judges" not in given else {})}
+
+
+Check = Callable[[Wanted], Iterable[str] | None]
+
+
+def check(config: Config, given: Mapping[str, Any] | None = None, directory: Path | None = None) -> tuple[list[str], list[str]]:
+    """The prompts to train on and the held-out ones. UserError names everything that is missing or wrong. The disk of
+    `directory` must have space for the checkpoints."""
+    given = given or {}
+    run = Wanted(config, given, directory, {name: list(given.get(name, ())) for name in ("prompts", "heldout")})
+    for stage in STAGES:
+        complaints = dict.fromkeys(complaint for each in stage for complaint in _said(each, run))
+        if complaints:
+            raise UserError(_listed(list(complaints)))
+    return run.lists["prompts"], run.lists["heldout"]
+
+
+def _said(call: Callable[..., Any], *arguments: Any) -> Iterator[str]:
+    """The complaints of a call, which yields or raises them."""
+    try:
+        yield from call(*arguments) or ()
+    except UserError as error:
+        yield str(error)
+
+
+def _listed(complaints: Sequence[str]) -> str:
+    """One complaint, or a list of several with the downloads that it names."""
+    if len(complaints) == 1:
+        return complaints[0]
+    lines = ["- " + complaint.replace("\n", "\n  ") for complaint in complaints]
+    fetch = dict.fromkeys(re.findall(r"`(hf download [^` ]+)", "\n".join(lines)))
+    if len(fetch) > 1:
+        lines += ["To download all of it (`g2rpo plan` estimates its size; `hf auth login` first for gated models):", *fetch]
+    return "\n".join([f"{len(complaints)} things are missing or wrong:", *lines])
+
+
+def _device(run: Wanted) -> None:
+    components.pick_device(run.config.policy.device)
+
+
+def _repeated_names(run: Wanted) -> Iterator[str]:
+    for name in sorted(set(run.config.rewards) & set(run.config.evaluation.rewards)):
+        yield f"evaluation.rewards.{name}: a trained reward has this name already; it is judged anyway"
+
+
+def _weights(run: Wanted) -> Iterator[str]:
+    rewards = run.config.rewards
+    if not rewards:
+        yield "rewards: is empty; name at least one, for example rewards.scene_accuracy=1"
+    elif not any(entry.weight for entry in rewards.values()):
+        yield f"rewards: every weight is 0, so nothing is learned; set one, for example rewards.{min(rewards)}=1"
+
+
+def _plans(run: Wanted) -> None:
+    check_plans(run.config.algorithm, run.config.sampling)
+
+
+def _comparisons(run: Wanted) -> None:
+    """Rewards that compare the pictures of a group need groups."""
+    kinds = {name: reward_kind(name, entry) for name, entry in run.rewards.items()}
+    known = {name: kind for name, kind in kinds.items() if declared_by(kind) is kind}
+    config = run.config
+    if not isinstance(config.algorithm, Mentioned):
+        check_groups(config.algorithm, known, config.policy.tuning, config.trainer.sharding)
+
+
+def _gradients(run: Wanted) -> None:
+    """An algorithm that learns from the gradient of rewards needs rewards that have one."""
+    algorithm, rewards = run.config.algorithm, run.config.rewards
+    if "rewards" not in run.given and not isinstance(algorithm, Mentioned) and differentiates_rewards(algorithm):
+        check_differentiable(algorithm, as_rewards({name: reward_kind(name, entry) for name, entry in rewards.items()}))
+
+
+def _sides(run: Wanted) -> Iterator[str]:
+    """Rewards that take pictures of one size need pictures of that size, in training and in evaluation."""
+    config = run.config
+    for name, entry in run.rewards.items() if "policy" not in run.given else ():
+        kind = declared_by(reward_kind(name, entry))
+        side = kind.side if isinstance(kind, TakesOneSize) else None
+        for size in (config.judged, *([config.policy] if name in config.rewards else [])):
+            if side is not None and (size.height, size.width) != (side, side):
+                made = f"here they have {size.height}x{size.width}"
+                yield f"rewards.{name}: {entry.kind} takes pictures of {side}x{side}, and {made}; take it out"
+                break
+
+
+def _clips(run: Wanted) -> None:
+    if "policy" not in run.given:
+        of_rewards.check_clips(run.rewards, run.config.policy)
+
+
+def _quantized(run: Wanted) -> None:
+    if "policy" not in run.given:
+        check_quantized(run.config)
+
+
+def _kernel(run: Wanted) -> None:
+    policy = run.config.policy
+    if "policy" not in run.given:
+        attention.check(policy.attention, components.pick_device(policy.device))
+
+
+def _trackers(run: Wanted) -> Iterator[str]:
+    for name in run.config.trackers if "trackers" not in run.given else ():
+        yield from _said(check_trackers, [name])
+
+
+def _pipeline(run: Wanted) -> Iterator[str]:
+    """All parts must be there, or be downloadable. A model that takes long to load must take the sizes and options."""
+    config = run.config.policy
+    if "policy" in run.given or (folder := _folder_of(config)) is None:
+        return
+    missing = "; ".join(missing_parts(folder))
+    path, _ = components.locate_pipeline(config.path, config.pipeline, config.kind)
+    far = is_hub_id(path) and hub.cached(path, "model_index.json") is not None
+    why = hub.obstacle(path, SECONDS) if missing and far else ""
+    if missing and why is not None:
+        yield f"policy.path={config.path}: {missing}{why and f' ({path} {why})'}"
+    elif missing or sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors")) > LARGE:
+        components.check_trained_steps(run.config, build_shallow(read_blueprint(config), config)[0])
+
+
+def _folder_of(config: PolicyConfig) -> Path | None:
+    """The folder of a pipeline that is on this machine; None for a policy of the user's, which may not need all parts."""
+    path, _ = components.locate_pipeline(config.path, config.pipeline, config.kind)
+    index = hub.cached(path, "model_index.json") if is_hub_id(path) else None
+    folder = index.parent if index is not None else Path(path)
+    return folder if config.kind is None else None
+
+
+def check_guidance(run: Wanted) -> Iterator[str]:
+    """A guidance scale of training needs a model that is sampled with one."""
+    scale, policy = run.config.sampling.guidance_scale, run.config.policy
+    if scale is None or "policy" in run.given:
+        return
+    spec, deployed = _spec_of(policy), policy.guidance_scale
+    if spec is not None and not spec.guides(spec.guidance if deployed is None else deployed):
+        yield f"sampling.guidance_scale={scale:g}: the model is sampled without guidance; take it out"
+
+
+def _spec_of(policy: PolicyConfig) -> PipelineSpec | None:
+    _, name = components.locate_pipeline(policy.path, policy.pipeline, policy.kind)
+    return catalogue.spec_of(policy.kind or name)
+
+
+def _read(run: Wanted, far: bool) -> Iterator[str]:
+    """Reads local sources or, with `far`, those that may have to be downloaded."""
+    for name, (key, source) in run.sources.items():
+        if source.startswith("hf:") is not far:
+            if not far and importlib.util.find_spec("datasets") is None:
+                yield f"{key}={source}: reading datasets needs a library: pip install datasets"
+            continue
+        try:
+            read = build_prompts(source, key)
+        except UserError as error:
+            yield str(error)
+        else:
+            run.lists[name] = read[: run.config.evaluation.num_prompts] if name == "heldout" else read
+
+
+def _devices_of_rewards(run: Wanted) -> None:
+    of_rewards.check_devices(run.keyed)
+
+
+def _rewards(run: Wanted) -> Iterator[str]:
+    for key, entry in run.keyed.items():
+        yield from _said(_check_reward, key, entry, run.questions)
+
+
+def _check_reward(key: str, entry: RewardConfig, questions: dict[str, Question]) -> None:
+    """Refuses unknown options and missing files of a reward; checks that need a server are added to `questions`."""
+    name = key.rpartition("rewards.")[2]
+    of_rewards.check_rewards({name: entry})
+    kind = reward_kind(name, entry)
+    declared = declared_by(kind)
+    if absent := [library for library in declared.libraries if importlib.util.find_spec(library) is None]:
+        raise UserError(f"{key}: needs {' and '.join(absent)}: pip install {' '.join(declared.libraries)}")
+    options = {**defaults_of(kind), **entry.options}
+    for option, value in options.items():
+        if value is inspect.Parameter.empty:
+            raise UserError(f"{key}.options.{option} is missing; {entry.kind} cannot do without it")
+    try:
+        if isinstance(declared, ChecksOptions):
+            declared.check_options(options)
+    except UserError as error:
+        raise UserError(f"{key}.options.{error}") from None
+    if isinstance(declared, AsksServer) and declared.asks:
+        questions[key] = partial(_ask_endpoint, kind, entry.options)
+    for option, files in declared.files.items():
+        if isinstance(place := options.get(option), str) and not plugins.is_code(place):
+            _check_files(f"{key}.options.{option}", place, files, questions)
+
+
+def _check_files(key: str, place: str, files: tuple[str, ...], questions: dict[str, Question]) -> None:
+    """Refuses a local path that contains none of `files`."""
+    if is_hub_id(place):
+        if hub.cached(place, *files) is None:
+            questions[f"{key}={place}"] = partial(_ask_hub, place)
+        return
+    try:
+        fetch(place, *files)
+    except OSError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def _ask_hub(repository: str) -> str | None:
+    why = hub.obstacle(repository, SECONDS)
+    return why and f"{why}; `hf download {repository}` fetches it, or name a FOLDER that you have"
+
+
+def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
+    """The problem of an endpoint, by the health check that the reward makes when it is built; None if there is none."""
+    try:
+        kind(**{**options, "timeout_s": SECONDS})
+    except TooSlow:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        return str(error)
+    return None
+
+
+def _answers(run: Wanted) -> Iterator[str]:
+    """Asks all servers at once."""
+    for what, answer in at_once(run.questions, SECONDS).items():
+        yield f"{what}: {answer}"
+
+
+def _disk(run: Wanted) -> Iterator[str]:
+    """There must be space for the kept checkpoints and the next one."""
+    config, directory = run.config, run.directory
+    folder = None if directory is None or "policy" in run.given else _folder_of(config.policy)
+    if directory is None or folder is None or any(missing_parts(folder)):
+        return
+    copies = max(1, config.trainer.keep_checkpoints + 1 - len(checkpoints(RunDirectory(directory).checkpoints)))
+    # the weights, their two moments, their average and old weights, all float32
+    tensors = 3 + bool(config.optim.ema_decay) + keeps_old(config.algorithm)
+    needed = 4 * trained_parameters(config.policy, folder) * (copies * tensors + 1)  # plus the exported weights
+    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        remedy = "free some, name another --run-dir, or lower trainer.keep_checkpoints"
+        yield f"{directory}: checkpoints and weights take {in_bytes(needed)}, {in_bytes(free)} are free; {remedy}"
+
+
+def _targets(run: Wanted) -> Iterator[str]:
+    """Rewards must be able to score the prompts, such as those that read a text in quotes."""
+    for name, (key, source) in run.sources.items():
+        for reward, entry in rewards_of(run.config, run.given, name == "heldout").items():
+            kind = reward_kind(reward, entry)
+            options = {**defaults_of(kind), **entry.options}
+            if run.lists[name] and (fault := fault_of(declared_by(kind), options, run.lists[name])) is not None:
+                yield f"rewards.{reward}: {fault} ({key}={source})"
+
+
+def check_input_pictures(run: Wanted) -> None:
+    """Prompts must have as many input pictures as the model takes."""
+    if "policy" not in run.given and (spec := _spec_of(run.config.policy)) is not None:
+        for prompt in (*run.lists["prompts"], *run.lists["heldout"]):
+            spec.check_pictures(prompt)
+
+
+STAGES: Sequence[Sequence[Check]] = (
+    (
+        _device,
+        _repeated_names,
+        _weights,
+        _plans,
+        _comparisons,
+        _gradients,
+        _sides,
+        _clips,
+        _quantized,
+        _kernel,
+        _trackers,
+        _pipeline,
+        check_guidance,
+        partial(_read, far=False),
+        _devices_of_rewards,
+        _rewards,
+        _answers,
+        _disk,
+    ),
+    (partial(_read, far=True),),  # only if nothing else is missing
+    (_targets, check_input_pictures),
+)
+"""The checks in their order; all of a stage are made before any complaint is raised."""
+
+
+def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
+    """Refuses an algorithm that does not fit the sampler's steps, or whose solver does not fit the sampler's tails."""
+    if isinstance(algorithm, Mentioned):
+        refuse_mention("algorithm.name", algorithm.name)
+    plans = plans_of(algorithm, sampling.num_steps)
+    try:
+        sampling.tails.walked_by(plans)
+    except ValueError as error:
+        raise UserError(f"algorithm {name_of(algorithm)} does not fit sampling.tails: {error}") from None
+
+
+def check_quantized(config: Config) -> None:
+    """Refuses a `policy.quantize` that the run does not support."""
+    policy = config.policy
+    quantized.check(policy.quantize, tuning=policy.tuning, dtype=policy.dtype, device=components.pick_device(policy.device))
+    if policy.tuning == "full" and not policy.autocast:
+        raise UserError("policy.autocast=false: weights that are trained are float32, and need it; set policy.tuning=lora")
