@@ -84,7 +84,7 @@ def test_the_step_is_one_of_the_last_and_the_walk_is_the_odes():
     assert {steps.count(step) > 70 for step in (7, 8, 9)} == {True} and len(set(steps)) == 3
     t = made("trainer.prompts_per_iteration=1")
     cond = t.policy.encode(["0.1"])
-    (rollout,) = t.collector.collect(t.algorithm, 0, cond, ["0.1"], Stopwatch()).rollouts
+    (rollout,) = t.collector.collect(t.collector.own_spec(t.algorithm, 0), cond, ["0.1"], Stopwatch()).rollouts
     start = t.policy.noise([t.collector.noise(0, 0, "initial", member) for member in range(6)])
     x = start
     for sigma, after in zip(t.sigmas[:-1], t.sigmas[1:], strict=True):

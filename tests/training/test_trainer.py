@@ -241,7 +241,7 @@ def test_a_divided_base_is_not_sampled_after_training():
 
 def test_a_signal_during_an_evaluation_loses_no_alarms_end(tmp_path):
     """A run that an alarm ends is not one that was preempted, or it would go on."""
-    t = trainer(tmp_path, "alarms.action=stop")
+    t = trainer(tmp_path, "alarms.action=stop", "evaluation.every=1")
     ended = []
     t.early_stop.end = lambda: ended.append(t.iteration)
 
@@ -250,7 +250,7 @@ def test_a_signal_during_an_evaluation_loses_no_alarms_end(tmp_path):
 
     t.iterate(), setattr(t, "evaluate", preempted)
     with pytest.raises(Preempted):
-        t._evaluate_unless_stopped()
+        list(t.train())
     assert ended == [1]
 
 

@@ -57,6 +57,17 @@ def advantages_of(algorithm: Algorithm, rewards: Tensor, weights: Tensor) -> Ten
     return advantages
 
 
+def check_advantages(rewards: Tensor, advantages: Tensor) -> None:
+    """UserError unless advantages by a rule of one's own are finite and have shape [N, G], as rewards [N, R, M, G] need."""
+    groups, members = rewards.shape[0], rewards.shape[-1]
+    if advantages.shape != (groups, members):
+        wanted = f"[{groups}, {members}] (one for each group of all ranks, and each member)"
+        raise UserError(f"advantages: should have shape {wanted}, have {list(advantages.shape)}")
+    if not bool(advantages.isfinite().all()):
+        wrong = int((~advantages.isfinite()).sum())
+        raise UserError(f"advantages: should be finite numbers, {wrong} are NaN or infinite; take 0 for what should not count")
+
+
 def choice_of(
     algorithm: Algorithm, state: AlgorithmState | None, iteration: int, rewards: Tensor, weights: Tensor
 ) -> list[int]:

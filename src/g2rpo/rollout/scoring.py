@@ -24,6 +24,12 @@ def decode(policy: Policy, latents: Tensor, batch_size: int) -> Tensor:
         return torch.cat([policy.decode(part).cpu() for part in latents.split(batch_size)])
 
 
+def decode_rollout(policy: Policy, rollout: Rollout, sizes: BatchSizes) -> Tensor:
+    """The pictures [M, G, 3, H, W], or clips, of a group, by tails and members."""
+    finals = rollout.finals
+    return decode(policy, finals.flatten(0, 1), sizes.decode).unflatten(0, finals.shape[:2])
+
+
 def score(
     rewards: Mapping[str, Scorer],
     images: Tensor | None,
@@ -58,7 +64,7 @@ def score(
                 # a reward may write into its argument, so it gets a copy
                 parts.append(_by_frames(reward, given, texts) if of_frames else reward.scores(given.clone(), texts))
         rows.append(torch.cat(parts))
-    return torch.stack(rows).where(finite, torch.nan)
+    return torch.stack(rows).where(finite, torch.nan) if rows else torch.zeros(0, len(prompts))
 
 
 def at_once(rewards: Mapping[str, Scorer], batch_size: int, members: int) -> int:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from g2rpo.config.schema import SamplingConfig
+from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import waits
 from g2rpo.core.contracts import plans_of
-from g2rpo.core.data import Precision
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Algorithm, Cond, Kernel, Plan, Policy, Reward, Rollout, no_kernel
+from g2rpo.core.types import Algorithm, Cond, Example, Kernel, Plan, Policy, Reward, Rollout, no_kernel
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import anchor_walk
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.runtime.devices import same_device
-from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
+from g2rpo.training.ranks import Division
 from g2rpo.training.stopwatch import Stopwatch
 
 
@@ -40,21 +39,6 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The groups of this rank in an iteration, with the rewards [N, R, M, G] of all ranks."""
-
-    algorithm: Algorithm
-    prompts: Sequence[str]
-    cond: Cond
-    collected: Collected
-    rewards: Tensor
-    chosen_from: Sequence[Collected]
-    """The samples from which the prompts were chosen, if the algorithm chooses."""
-    learnt: Mapping[str, float]
-    """What rewards that learn have to log."""
-
-
-@dataclass(frozen=True)
 class RolloutSpec:
     """The samples to draw for every prompt."""
 
@@ -65,43 +49,104 @@ class RolloutSpec:
     """`noise(place, *purpose)`: the generator for a prompt by its place in the iteration."""
     first: int
     """The place of this rank's first prompt."""
+    rewards: Mapping[str, Reward]
+    """By which the pictures are scored."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of this rank, one for each prompt and plan, with the rewards [N, R, M, G] of all ranks' groups."""
+
+    algorithm: Algorithm
+    prompts: Sequence[str]
+    cond: Cond
+    spec: RolloutSpec
+    collected: Collected
+    rewards: Tensor
+    watch: Stopwatch
+    """Of the seconds that they took."""
+    chosen_from: Sequence[Collected] = ()
+    """The samples from which the prompts were chosen, if the algorithm chooses."""
+    learnt: Mapping[str, float] = field(default_factory=dict)
+    """What rewards that learn have to log."""
+
+    def examples(self, advantages: Tensor) -> list[Example]:
+        """What is learnt from with advantages [N, G] of this rank's groups."""
+        found: list[Example] = []
+        for rollout, values in zip(self.collected.rollouts, advantages, strict=True):
+            place = self.spec.first + rollout.prompt
+            draw = partial(self.spec.noise, place, "examples", rollout.plan.branch)
+            found += self.algorithm.examples(rollout, values, draw)
+        return found
+
+    @classmethod
+    def join(cls, parts: Sequence[Groups]) -> Groups:
+        """Groups of one prompt each that were sampled alike at several times, to be learnt from together."""
+
+        def noise(place: int, *purpose: Any) -> torch.Generator:
+            return parts[place].spec.noise(parts[place].spec.first, *purpose)
+
+        rollouts = [replace(rollout, prompt=place) for place, part in enumerate(parts) for rollout in part.collected.rollouts]
+        rewards = torch.cat([part.collected.rewards for part in parts])
+        evaluations = sum(part.collected.evaluations for part in parts)
+        return replace(
+            parts[0],
+            prompts=[prompt for part in parts for prompt in part.prompts],
+            cond=Cond.join([part.cond for part in parts]),
+            spec=replace(parts[0].spec, noise=noise, first=0),
+            collected=Collected(rollouts, rewards, evaluations, 0.0),
+            rewards=torch.cat([part.rewards for part in parts]),
+        )
 
 
 @dataclass(kw_only=True)
 class Collector:
     """Rolls out the plans of an algorithm for all prompts and scores the pictures with `rewards`.
 
-    `sizes` are halved when memory runs out. `first` is the place of this rank's first prompt in the iteration: noise depends on
-    `seed`, the iteration and a prompt's place, not on the rank. `among` are the ranks that share a prompt's plans.
+    `sizes` are halved when memory runs out. Noise depends on the config's seed, the iteration and a prompt's place in it, not
+    on the rank, whose prompts and plans are its `division`'s.
     `on_evaluations(rows)` is called after each network call.
     """
 
+    config: Config
     policy: Policy
     rewards: Mapping[str, Reward]
-    config: SamplingConfig
-    precision: Precision
     sigmas: Tensor
     sizes: BatchSizes
     shards: Replicated
-    seed: int
-    first: int
-    among: World
+    division: Division
     on_evaluations: Callable[[int], None]
 
-    def collect(self, algorithm: Algorithm, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
-        """The rollouts of all prompts, one per row of `cond`.
+    @property
+    def first(self) -> int:
+        """The place of this rank's first prompt in an iteration."""
+        return self.division.prompts.first(self.config.trainer.prompts_per_iteration)
 
-        If rewards wait for answers, another thread decodes and scores some prompts' pictures while the next are rolled out.
-        The last ones are scored here, after that thread has ended, so that no reward is called by two threads at once.
-        """
-        plans = self.among.shard(self.plans(algorithm, iteration))
-        noise = partial(self.noise, iteration)
-        spec = RolloutSpec(plans, algorithm.group_size, algorithm.kernel(self.sigmas), noise, self.first)
-        return self._collect(spec, cond, prompts, watch)
+    def spec(
+        self,
+        algorithm: Algorithm,
+        iteration: int,
+        noise: Noise | None = None,
+        rewards: Mapping[str, Reward] | None = None,
+    ) -> RolloutSpec:
+        """All plans of an algorithm, from other noise or scored by other rewards than an iteration's."""
+        return RolloutSpec(
+            plans=self.plans(algorithm, iteration),
+            group_size=algorithm.group_size,
+            kernel=algorithm.kernel(self.sigmas),
+            noise=noise or partial(self.noise, iteration),
+            first=0,
+            rewards=self.rewards if rewards is None else rewards,
+        )
+
+    def own_spec(self, algorithm: Algorithm, iteration: int) -> RolloutSpec:
+        """What this rank draws in an iteration."""
+        spec = self.spec(algorithm, iteration)
+        return replace(spec, plans=self.division.plans.shard(list(spec.plans)), first=self.first)
 
     def plans(self, algorithm: Algorithm, iteration: int) -> list[Plan]:
         """The plans of every prompt, over all ranks."""
-        return plans_of(algorithm, self.config.num_steps, iteration, self.seed)
+        return plans_of(algorithm, self.config.sampling.num_steps, iteration, self.config.trainer.seed)
 
     def anchors(self, candidates: int, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
         """The ODE's picture of each prompt, `candidates` for every place, from the noise of that place's anchor."""
@@ -109,10 +154,15 @@ class Collector:
         def noise(place: int, *purpose: Any) -> torch.Generator:
             return self.noise(iteration, place // candidates, "initial")
 
-        spec = RolloutSpec([anchor_walk(self.config.num_steps)], 1, no_kernel, noise, candidates * self.first)
-        return self._collect(spec, cond, prompts, watch)
+        plans, first = [anchor_walk(self.config.sampling.num_steps)], candidates * self.first
+        return self.collect(RolloutSpec(plans, 1, no_kernel, noise, first, self.rewards), cond, prompts, watch)
 
-    def _collect(self, spec: RolloutSpec, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
+    def collect(self, spec: RolloutSpec, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
+        """The rollouts of all prompts, one per row of `cond`.
+
+        If rewards wait for answers, another thread decodes and scores some prompts' pictures while the next are rolled out.
+        The last ones are scored here, after that thread has ended, so that no reward is called by two threads at once.
+        """
         size = self.prompts_at_once(spec, len(prompts))
         parts = [range(len(prompts))[start : start + size] for start in range(0, len(prompts), size)]
         # with sharded weights a rank takes part in the others' calls until all have sampled, and scores meanwhile
@@ -122,7 +172,7 @@ class Collector:
         evaluations, aside = 0, Stopwatch()
 
         def scored(part: Sequence[Rollout], watch: Stopwatch) -> Callable[[], Tensor]:
-            return partial(score_rollouts, self.policy, part, self.rewards, prompts, self.sizes, watch.lap)
+            return partial(score_rollouts, self.policy, part, spec.rewards, prompts, self.sizes, watch.lap)
 
         def score_aside(part: Sequence[Rollout]) -> Tensor:
             aside.restart()
@@ -149,17 +199,11 @@ class Collector:
             rewards += map(self.sizes.fit, [scored(part, watch) for part in rolled[len(rewards) :]])
         return Collected([one for part in rolled for one in part], torch.cat(rewards), evaluations, sum(aside.seconds.values()))
 
-    @property
-    def scores_aside(self) -> bool:
-        """Whether another thread scores during rollouts: with `sampling.prompts_at_once`, or if a reward waits for an
-        answer."""
-        chosen = self.config.prompts_at_once is not None
-        return chosen or any(waited_for(reward, self.policy.device) for reward in self.rewards.values())
-
     def prompts_at_once(self, spec: RolloutSpec, every: int) -> int:
-        """`sampling.prompts_at_once`; by default all, or where another thread scores as many as fill a batch."""
-        chosen = self.config.prompts_at_once
-        if chosen is None and self.scores_aside:
+        """`sampling.prompts_at_once`; by default all, or where another thread scores, because a reward waits for an answer, as
+        many as fill a batch."""
+        chosen = self.config.sampling.prompts_at_once
+        if chosen is None and any(waited_for(reward, self.policy.device) for reward in spec.rewards.values()):
             chosen = max(1, self.sizes.rollout // (len(spec.plans) * spec.group_size))
         return min(chosen or every, every)
 
@@ -170,8 +214,8 @@ class Collector:
             cond=cond.rows(list(rows)),
             sigmas=self.sigmas,
             batch_size=self.sizes.rollout,
-            precision=self.precision,
-            tails=self.config.tails,
+            precision=self.config.precision,
+            tails=self.config.sampling.tails,
             on_rows=self.on_evaluations,
         )
         try:
@@ -188,7 +232,7 @@ class Collector:
 
     def noise(self, iteration: int, place: int, *purpose: Any) -> torch.Generator:
         """The generator of a prompt for one purpose of the engine, by the prompt's place in the iteration."""
-        return generator_for(self.seed, "rollout", iteration, place, *purpose)
+        return generator_for(self.config.trainer.seed, "rollout", iteration, place, *purpose)
 
 
 def waited_for(reward: Reward, device: torch.device) -> bool:

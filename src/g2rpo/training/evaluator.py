@@ -169,7 +169,10 @@ class Evaluator:
         return dict(json.loads(world.broadcast_text(json.dumps(row))))
 
     def sample_controls(self, iteration: int, on_rows: Callable[[int], None]) -> None:
-        """Stores the scores of all `controls`; to be called while the policy is the base model."""
+        """Stores the scores of all `controls`, unless they are stored or cost too much; to be called while the policy is the
+        base model."""
+        if not self.controls_on or self.has_controls():
+            return
         prompts = self.heldout[: self.controls_on]
         scores: dict[str, Tensor] = {}
         for control in self.controls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._pytree import tree_map_only
 
 from g2rpo.config.schema import OptimConfig
 from g2rpo.core.errors import UserError, out_of_device_memory
 from g2rpo.runtime.devices import accelerator
 from g2rpo.runtime.sharding import Pieces, Replicated
 
+Snapshot = tuple[dict[str, list[Tensor]], dict[str, Any]]
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of one parameter."""
 
@@ -32,6 +35,7 @@ class Learner:
     ) -> None:
         self.parameters = nn.ParameterList(parameters)
         self.config = config
+        self.learning_rate = config.learning_rate
         self.shards = shards
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -61,8 +65,9 @@ class Learner:
         return min(warm, self.config.ema_decay)
 
     def set_rate(self, iteration: int, iterations: int) -> float:
-        """The learning rate of an iteration, counted from 0: linear warm-up, then constant or a cosine to zero at the end."""
-        rate = self.config.learning_rate * min(1.0, (iteration + 1) / (self.config.warmup_iterations + 1))
+        """The learning rate of an iteration, counted from 0: `learning_rate` after a linear warm-up, or a cosine from it to
+        zero at the end."""
+        rate = self.learning_rate * min(1.0, (iteration + 1) / (self.config.warmup_iterations + 1))
         if self.config.decay == "cosine":
             rate *= 0.5 * (1 + math.cos(math.pi * iteration / iterations))
         for group in self.optimizer.param_groups:
@@ -126,7 +131,7 @@ class Learner:
         """This rank's pieces of the current weights, for a checkpoint of the weights alone."""
         return {"weights": [self.shards.own(p) for p in self.parameters]}
 
-    def stored(self) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
+    def stored(self) -> Snapshot:
         """(tensors, state) for `take`, with all that another process needs to continue: of tensors this rank's pieces."""
         moments = self.optimizer.state_dict()["state"]
         tensors = {name: [values[name] for values in moments.values()] for name in MOMENTS[1:] if moments}
@@ -160,6 +165,14 @@ class Learner:
             self.average.n_averaged.fill_(averaged)
         if self.old:
             self._restore(tensors["old"], self.old)
+
+    def snapshot(self) -> Snapshot:
+        """A copy of `stored` in host memory."""
+        return tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), self.stored())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Takes a copy of a snapshot, which may be restored again: the optimizer keeps and changes what it is given."""
+        self.take(*copy.deepcopy(snapshot))
 
     def take_weights(self, weights: Sequence[Tensor | Pieces]) -> None:
         """Restores `weights`, also as the average and the old weights; moments are kept."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import KeepsOldWeights, candidates_of, differentiates_rewards
-from g2rpo.core.contracts import advantages_of, choice_of
-from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Example, Policy, Reward
+from g2rpo.core.contracts import choice_of
+from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
 from g2rpo.monitor.metrics import Row
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.guidance import in_training
 from g2rpo.rollout.scoring import weighted_scores
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes
-from g2rpo.training.collector import Collected, Collector, Groups
+from g2rpo.training.collector import Collected, Collector, Groups, RolloutSpec
 from g2rpo.training.learner import Learner
 from g2rpo.training.ranks import Division
 from g2rpo.training.reward_states import learn, looked_at, observe
@@ -51,69 +51,65 @@ class Loop:
     find_sizes: Callable[[Cond], None] = lambda cond: None
     iteration: int = 0
 
-    def iterate(self) -> tuple[Row, Groups, Tensor]:
-        """Runs an iteration; returns its metrics, and this rank's groups with their advantages [N, G]."""
-        watch = Stopwatch()
-        groups = self.sample_groups(watch)
-        advantages = advantages_of(groups.algorithm, groups.rewards, self.weights)
-        own = self.world.shard(advantages)
-        stats, rate = self.learn_from(groups, own)
-        watch.lap("update")
-        plans = self.collector.plans(groups.algorithm, self.iteration) * self.config.trainer.prompts_per_iteration
-        learnt = dict(groups.learnt)
-        if self.memory is not None:
-            branches = [plan.branch for plan in plans]
-            learnt |= self.memory.observe(self.iteration, branches, groups.rewards, self.weights)
-        self.iteration += 1
-        row: Row = {
-            "kind": "train",
-            "iteration": self.iteration,
-            **of_groups(plans, list(self.rewards), groups.rewards, advantages, groups.algorithm.advantage_clip),
-            **learnt,
-            **stats.summary(groups.algorithm),
-            "learning_rate": rate,
-            **of_cost([*groups.chosen_from, groups.collected], self.world, self.sizes, watch, self.policy.device),
-        }
-        return row, groups, own
-
-    def sample_groups(self, watch: Stopwatch) -> Groups:
+    def sample_groups(self) -> Groups:
         """Prompts -> rollout -> rewards: the groups of the current iteration."""
-        prompts = self.prompts_of(self.iteration)
+        watch, prompts = Stopwatch(), self.prompts_of(self.iteration)
         cond = self.policy.encode(prompts)
         watch.lap("encode")
         self.find_sizes(cond)
         with self._sampling():
             prompts, cond, chosen_from = self._choose(prompts, cond, watch)
             algorithm = self.algorithm_now()
-            collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch)
+            spec = self.collector.own_spec(algorithm, self.iteration)
+            collected = self.collector.collect(spec, cond, prompts, watch)
             rewards = self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
             watch.lap("waiting")
             observe(self.rewards, self.iteration, rewards)
             pictures = partial(looked_at, self.policy, self.sizes, collected, prompts)
             learnt = learn(self.rewards, self.iteration, pictures, self.world)
-        return Groups(algorithm, prompts, cond, collected, rewards, chosen_from, learnt)
+        return Groups(algorithm, prompts, cond, spec, collected, rewards, watch, chosen_from, learnt)
 
-    def learn_from(self, groups: Groups, advantages: Tensor) -> tuple[UpdateStats, float]:
-        """Advantages [N, G] -> loss -> optimizer steps; returns their statistics and the learning rate."""
+    def sample_others(self, prompts: Sequence[str], algorithm: Algorithm, spec: RolloutSpec) -> Groups:
+        """The same of any prompts of this rank, drawn and scored as `spec` says; no reward observes or learns."""
+        watch, cond = Stopwatch(), self.policy.encode(prompts)
+        with self._sampling():
+            collected = self.collector.collect(spec, cond, prompts, watch)
+        return Groups(algorithm, prompts, cond, spec, collected, self.world.gather(collected.rewards), watch)
+
+    def learn_from(self, groups: Groups, advantages: Tensor) -> Row:
+        """Advantages [N, G] of all ranks' groups -> loss -> step: ends an iteration; returns its metrics."""
+        stats, rate = self.update(groups, self.world.shard(advantages))
+        groups.watch.lap("update")
+        plans = self.collector.plans(groups.algorithm, self.iteration)
+        plans *= len(groups.rewards) // len(plans)
+        learnt = dict(groups.learnt)
+        if self.memory is not None:
+            branches = [plan.branch for plan in plans]
+            learnt |= self.memory.observe(self.iteration, branches, groups.rewards, self.weights)
+        self.iteration += 1
+        parts = [*groups.chosen_from, groups.collected]
+        return {
+            "kind": "train",
+            "iteration": self.iteration,
+            **of_groups(plans, list(self.rewards), groups.rewards, advantages, groups.algorithm.advantage_clip),
+            **learnt,
+            **stats.summary(groups.algorithm),
+            "learning_rate": rate,
+            **of_cost(parts, self.world, self.sizes, groups.watch, self.policy.device),
+        }
+
+    def update(self, groups: Groups, advantages: Tensor) -> tuple[UpdateStats, float]:
+        """Optimizer steps on this rank's groups; returns their statistics and the learning rate."""
         self.updater.algorithm = groups.algorithm
-        examples = self._examples(groups, advantages)
         if differentiates_rewards(self.algorithm):
             self.updater.reward = partial(weighted_scores, self.policy, self.rewards, self.weights, groups.prompts)
         rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
         with in_training(self.policy, self.config.sampling.guidance_scale):
-            stats = self.updater.update(examples, groups.cond)
+            stats = self.updater.update(groups.examples(advantages), groups.cond)
         self.learner.update_average()
         if isinstance(self.algorithm, KeepsOldWeights):
             self.learner.update_old(self.algorithm.old_decay(self.learner.steps))
         return stats, rate
-
-    def _examples(self, groups: Groups, advantages: Tensor) -> list[Example]:
-        examples: list[Example] = []
-        for rollout, values in zip(groups.collected.rollouts, advantages, strict=True):
-            place = self.collector.first + rollout.prompt
-            draw = partial(self.collector.noise, self.iteration, place, "examples", rollout.plan.branch)
-            examples += groups.algorithm.examples(rollout, values, draw)
-        return examples
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from g2rpo.config.algorithms import title_of
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import is_hub_id, write_whole
+from g2rpo.core.input_pictures import images_of
+from g2rpo.core.types import Policy
 from g2rpo.evaluation.controls import Controls, in_figures, in_words, told
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.evaluation.results import read_results
@@ -53,18 +55,18 @@ def write_card(
     weights: Path,
     config: Config,
     table: Mapping[str, Comparison],
-    prompts: int,
-    edits: bool = False,
-    deployed: Mapping[str, Any] | None = None,
-    lora_loader: str | None = "load_lora_weights",
+    heldout: Sequence[str],
+    policy: Policy,
     against: Controls | None = None,
 ) -> Path:
     """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a file or a folder.
 
-    `edits` says that the prompts have input pictures; `deployed` are further arguments of the pipeline's call, and its
-    `lora_loader` is what loads an adapter (None: merged weights are loaded); `against` are the base's free knobs
-    (`controls.against_controls`).
+    A policy may have `deployed`, further arguments of the pipeline's call, and `lora_loader`, what loads an adapter (None:
+    merged weights are loaded). `against` are the base's free knobs (`controls.against_controls`).
     """
+    deployed = getattr(policy, "deployed", None)
+    lora_loader = getattr(policy, "lora_loader", "load_lora_weights")
+    edits = any(images_of(prompt) for prompt in heldout)
     folder = weights if weights.is_dir() else weights.parent
     still, curves, clips = _pictures(RunDirectory(run_dir))
     moves = clips.is_file()
@@ -87,7 +89,7 @@ def write_card(
                 f"# {_code(config.policy.path)}, tuned with {title_of(config.algorithm)[0]}",
                 _what(config) + _how_rated(run_dir),
                 f"![before and after]({(clips if moves else still).name})",
-                _results(config, table, prompts),
+                _results(config, table, len(heldout)),
                 *_controls(config, against),
                 f"![curves]({curves.name})",
                 "## Use",

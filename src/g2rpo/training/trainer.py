@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,33 +14,34 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.core.capabilities import check_complete, keeps_old, learner_of, state_of
+from g2rpo.core.contracts import advantages_of, check_advantages
 from g2rpo.core.errors import Preempted
-from g2rpo.core.input_pictures import images_of
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Cond, Plan, Policy, Reward, as_rewards
+from g2rpo.core.types import Algorithm, Cond, Plan, Policy, Reward, as_rewards
 from g2rpo.evaluation.heldout import Comparison, Evaluation
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.evaluation.work import plans_in, work_in_pictures
 from g2rpo.monitor.alarms import alarms_of
-from g2rpo.monitor.metrics import Row, gaps, read_metrics
-from g2rpo.monitor.scores import read_scores
+from g2rpo.monitor.metrics import Row, gaps
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
+from g2rpo.rollout.engine import Noise
 from g2rpo.rollout.guidance import sized
+from g2rpo.rollout.scoring import decode_rollout
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import WHOLE, Replicated
-from g2rpo.training.collector import Collector
+from g2rpo.training.collector import Collector, Groups
 from g2rpo.training.evaluator import Evaluator, free_knobs
 from g2rpo.training.header import header_of
-from g2rpo.training.learner import Learner
+from g2rpo.training.learner import Learner, Snapshot
 from g2rpo.training.listeners.checkpoints import Checkpoints
 from g2rpo.training.listeners.clock import Clock
 from g2rpo.training.listeners.early_stop import EarlyStop
 from g2rpo.training.listeners.evaluations import Evaluations
 from g2rpo.training.listeners.first_group import FirstGroup
-from g2rpo.training.listeners.listener import Ask, Listener
+from g2rpo.training.listeners.listener import Ask, Listener, asked_by
 from g2rpo.training.listeners.log import Log
 from g2rpo.training.loop import Loop
 from g2rpo.training.model_card import write_card
@@ -93,8 +93,7 @@ class Trainer:
         check_groups(self.algorithm, {**self.rewards, **self.judges}, c.policy.tuning, c.trainer.sharding)
         self.memory = state_of(self.algorithm)
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
-        entries = self.policy.noise([generator_for("alarms")]).numel()
-        self.alarms = alarms_of(c, self.algorithm, self.sigmas, entries)
+        self.alarms = alarms_of(c, self.algorithm, self.sigmas, self.policy.noise([generator_for("alarms")]).numel())
         self.alarms.moving = frozenset(name for name, reward in self.rewards.items() if learner_of(reward))
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
@@ -104,16 +103,13 @@ class Trainer:
         self.sizes = batch_sizes(*asked, self.policy.device, self.notify)
         self.sizes.in_step = self.shards.in_step
         self.collector = Collector(
+            config=c,
             policy=self.policy,
             rewards=self.rewards,
-            config=c.sampling,
-            precision=c.precision,
             sigmas=self.sigmas,
             sizes=self.sizes,
             shards=self.shards,
-            seed=c.trainer.seed,
-            first=self.division.prompts.first(c.trainer.prompts_per_iteration),
-            among=self.division.plans,
+            division=self.division,
             on_evaluations=lambda rows: self.on_evaluations(rows),
         )
         self.updater = Updater(
@@ -217,31 +213,82 @@ class Trainer:
             yield
 
     def _done_as_asked(self) -> Iterator[Row]:
-        """Does what listeners ask for; yields the row of an evaluation."""
-        asked = self._asked()
-        if Ask.EVALUATE in asked and Ask.LEAVE not in asked:
-            yield self._evaluate_unless_stopped()
-            asked |= self._asked()  # its row may have raised an alarm
-        if Ask.LEAVE in asked:
-            self._leave()
+        """Does what listeners ask for; yields the row of an evaluation. Saves before it raises `Preempted`."""
+        asked = asked_by(self.listeners, self.stopping, self.world)
+        try:
+            if Ask.EVALUATE in asked and Ask.LEAVE not in asked:
+                yield self.evaluate()
+                asked |= asked_by(self.listeners, self.stopping, self.world)  # its row may have raised an alarm
+            if Ask.LEAVE in asked:
+                raise self._preempted()
+        except Preempted:
+            if self.iteration:
+                self.save()
+            self.early_stop.end()
+            raise
         if Ask.SAVE in asked:
             self.save()
         self.early_stop.end()
 
-    def _asked(self) -> Ask:
-        """What any listener of any rank asks for."""
-        own = reduce(or_, (listener.asks() for listener in self.listeners), Ask.LEAVE if self.stopping else Ask.NOTHING)
-        counts = self.world.total(*(ask in own for ask in Ask))
-        return reduce(or_, (ask for ask, count in zip(Ask, counts, strict=True) if count), Ask.NOTHING)
-
     def iterate(self) -> Row:
         """Runs one iteration; returns its metrics."""
-        self.final = None
+        groups = self.sample_groups()
+        return self.learn_from(groups, advantages_of(groups.algorithm, groups.rewards, self.weights))
+
+    def sample_groups(
+        self,
+        prompts: Sequence[str] | None = None,
+        algorithm: Algorithm | None = None,
+        noise: Noise | None = None,
+        rewards: Mapping[str, Reward] | None = None,
+    ) -> Groups:
+        """The current iteration's groups on this rank, with the rewards of all ranks'.
+
+        With `prompts` groups of these, each rank of its own: sampled by the plans and group size of `algorithm`, from
+        `noise(place of the prompt, *purpose)`, and scored by `rewards` (none: {}); by default the iteration's.
+        """
         with self.files.naming(self.iteration):
-            row, groups, advantages = self.loop.iterate()
+            if prompts is None:
+                return self.loop.sample_groups()
+            algorithm = algorithm or self.loop.algorithm_now()
+            spec = self.collector.spec(algorithm, self.iteration, noise, rewards)
+            return self.loop.sample_others(prompts, algorithm, spec)
+
+    def pictures(self, groups: Groups) -> list[Tensor]:
+        """The pictures [M, G, 3, H, W] in [0, 1], or clips, of each of this rank's groups, by tails and members."""
+        return [self.sizes.fit(partial(decode_rollout, self.policy, one, self.sizes)) for one in groups.collected.rollouts]
+
+    def learn_from(self, groups: Groups, advantages: Tensor, counted: bool = True) -> Row:
+        """Takes optimizer steps on groups with finite `advantages` [N, G], of all ranks' groups as `groups.rewards`. That ends
+        the iteration and returns its row, which listeners hear; unless it is not `counted`, which returns {}."""
+        check_advantages(groups.rewards, advantages)
+        self.final, own = None, self.world.shard(advantages)
+        with self.files.naming(self.iteration):
+            if not counted:
+                self.loop.update(groups, own)
+                return {}
+            row = self.loop.learn_from(groups, advantages)
         for listener in self.listeners:
-            listener.hear_groups(groups, advantages)
+            listener.hear_groups(groups, own)
         return self._heard(row)
+
+    def set_rate(self, learning_rate: float) -> None:
+        """Sets the learning rate of the next updates, before warm-up and decay."""
+        self.learner.learning_rate = learning_rate
+
+    def snapshot(self) -> Snapshot:
+        """A copy of weights and moments in host memory, for `restore`."""
+        return self.learner.snapshot()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Puts a copy of weights and moments back; the iteration, the log and the rewards' states stay."""
+        self.final = None
+        self.learner.restore(snapshot)
+
+    @property
+    def base(self) -> Evaluation | None:
+        """The base model's evaluation on held-out prompts, once there is one; pictures on rank 0 alone."""
+        return self.evaluator.base()
 
     def _heard(self, row: Row, evaluation: Evaluation | None = None) -> Row:
         for listener in self.listeners:
@@ -265,47 +312,41 @@ class Trainer:
         evaluation = self.final = self.score_heldout()
         if self.iteration == 0:
             self.early_stop.check_base(evaluation.scores)
-        spread = self.evaluator.spread(self.iteration, lambda rows: self._leave_if_asked())
+        spread = self.evaluator.spread(self.iteration, self._leave_if_asked)
         if self.iteration == 0 and not self._keeps_base:
-            self._sample_controls()
+            self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
         watch.lap("evaluation")
         row = self.evaluator.row(self.iteration, evaluation, spread)
         row["seconds"] = watch.seconds["evaluation"]
         return self._heard(row, evaluation)
-
-    def _sample_controls(self) -> None:
-        """Samples the controls while the policy is the base model, unless they are stored or cost too much."""
-        if self.evaluator.controls_on and not self.evaluator.has_controls():
-            self.evaluator.sample_controls(self.iteration, lambda rows: self._leave_if_asked())
 
     def score_heldout(self) -> Evaluation:
         """Held-out pictures of the (averaged) weights with all scores. On a single rank, raises `Preempted` if `stopping` is
         set meanwhile."""
         if self.sizes.auto:
             self._find_sizes(self.policy.encode(self.evaluator.own()[:1]))
-        return self.evaluator.evaluate(self.iteration, lambda rows: self._leave_if_asked())
+        return self.evaluator.evaluate(self.iteration, self._leave_if_asked)
 
-    def sample(self, prompts: Sequence[str], seed: int = 0) -> Tensor:
-        """Pictures [B, 3, H, W] in [0, 1], or clips, of the (averaged) weights; picture i starts from noise (seed, i)."""
+    def sample(self, prompts: Sequence[str], seed: int = 0, first: int = 0) -> Tensor:
+        """Pictures [B, 3, H, W] in [0, 1], or clips, of the (averaged) weights; picture i starts from noise
+        (seed, first + i)."""
         with self.learner.averaged():
-            return self.evaluator.sampler_now(seed=seed).pictures(prompts)
+            return self.evaluator.sampler_now(seed=seed).pictures(prompts, first)
 
     def finish(self) -> dict[str, Comparison]:
         """Compares base and tuned on held-out prompts; writes weights, table, before/after grid, curves and a model card."""
         weights = self.export() if self.run_dir is not None else Path()
         tuned = self.score_heldout() if self.final is None else self.final
-        tuned_control = self.evaluator.sample_tuned_control(self.iteration, lambda rows: self._leave_if_asked())
+        tuned_control = self.evaluator.sample_tuned_control(self.iteration, self._leave_if_asked)
         if self._keeps_base:
             with self.policy.base():
-                self._sample_controls()
+                self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
         training = round(work_in_pictures(self.config))
         table = self.evaluator.finish(tuned, self.iteration, self.rolled_back_from, tuned_control, training)
         if self.files.writes:
             with self.files.holding(), writing(weights):
-                edits = any(images_of(prompt) for prompt in self.heldout)
-                own = {name: getattr(self.policy, name) for name in ("deployed", "lora_loader") if hasattr(self.policy, name)}
-                own["against"] = self.evaluator.against
-                write_card(self.files.run.path, weights, self.config, table, len(self.heldout), edits, **own)
+                own = self.config, table, self.heldout, self.policy, self.evaluator.against
+                write_card(self.files.run.path, weights, *own)
         return table
 
     def export(self) -> Path:
@@ -325,15 +366,9 @@ class Trainer:
         found, complaints = self.persistence.resume()
         if found is None:
             return complaints
-        self.loop.iteration, directory = found, self.files.run.path
-        self.alarms.rows = [row for row in read_metrics(directory) if row["iteration"] <= found]
-        evaluated = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
-        tables = {iteration: self.files.run.scores(iteration) for iteration in evaluated}
-        names = [*self.rewards, *self.judges]
-        self.alarms.history = {
-            iteration: read_scores(table, names, len(self.heldout)) for iteration, table in tables.items() if table.is_file()
-        }
-        return [*complaints, *gaps(directory, self.alarms.rows, found)]
+        self.loop.iteration = found
+        self.early_stop.take_up([*self.rewards, *self.judges], len(self.heldout))
+        return [*complaints, *gaps(self.files.run.path, self.alarms.rows, found)]
 
     def roll_back(self) -> int:
         """Restores the weights of the best evaluation, for `finish` and `export`, and returns its iteration; checkpoints are
@@ -343,27 +378,10 @@ class Trainer:
         self.rolled_back_from, self.loop.iteration = self.iteration, best
         return best
 
-    def _evaluate_unless_stopped(self) -> Row:
-        try:
-            return self.evaluate()
-        except Preempted:
-            self._save_before_leaving()
-            raise
-
-    def _leave_if_asked(self) -> None:
+    def _leave_if_asked(self, rows: int) -> None:
         """Raises `Preempted` if `stopping` is set; with several ranks a no-op, since they must stop together."""
         if self.stopping and self.world.size == 1:
             raise self._preempted()
-
-    def _leave(self) -> None:
-        """Saves and raises `Preempted`."""
-        self._save_before_leaving()
-        raise self._preempted()
-
-    def _save_before_leaving(self) -> None:
-        if self.iteration:
-            self.save()
-        self.early_stop.end()
 
     def _preempted(self) -> Preempted:
         self.stopping = False

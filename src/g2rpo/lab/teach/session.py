@@ -324,7 +324,7 @@ class Session:
             cond = t.policy.encode(candidates)
 
             def drawn(size: int, rows: Sequence[int]) -> list[tuple[Rollout, Tensor]]:
-                spec = RolloutSpec(plans, size, kernel, partial(self._noise, round), 0)
+                spec = RolloutSpec(plans, size, kernel, partial(self._noise, round), 0, {})
                 rollouts, _ = t.sizes.fit(partial(t.collector.roll_out, spec, cond, rows))
                 return [(one, t.sizes.fit(partial(self._decoded, one))) for one in rollouts]
 
@@ -404,9 +404,7 @@ class Session:
         self._changed()
 
     def _set_rate(self) -> None:
-        config = self.trainer.learner.config
-        rate = max(self.rate * self.brake.step * (self.strength if self.direct else 1), 1e-30)  # a config has no rate of 0
-        self.trainer.learner.config = config.model_copy(update={"learning_rate": rate})
+        self.trainer.set_rate(self.rate * self.brake.step * (self.strength if self.direct else 1))
 
     def _look(self) -> None:
         t = self.trainer

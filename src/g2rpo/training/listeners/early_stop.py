@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from g2rpo.core.errors import RolledBack, Stopped
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.monitor.alarms import ADVICE, Alarms, Scores
-from g2rpo.monitor.metrics import Row
+from g2rpo.monitor.metrics import Row, read_metrics
+from g2rpo.monitor.scores import read_scores
 from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.loop import Loop
 from g2rpo.training.run_files import RunFiles
@@ -42,6 +43,14 @@ class EarlyStop(Listener):
     def may_roll_back(self) -> bool:
         """Whether an alarm may end the run with the weights of its best evaluation."""
         return any(self.loop.config.action_of(name) == "rollback" for name in ADVICE)
+
+    def take_up(self, rewards: Sequence[str], prompts: int) -> None:
+        """Shows the alarms the log and the scores of `prompts` by `rewards` up to the current iteration, of earlier starts."""
+        run, iteration = self.files.run, self.loop.iteration
+        self.alarms.rows = [row for row in read_metrics(run.path) if row["iteration"] <= iteration]
+        looks = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
+        tables = {look: run.scores(look) for look in looks}
+        self.alarms.history = {look: read_scores(table, rewards, prompts) for look, table in tables.items() if table.is_file()}
 
     def hear(self, row: Row, evaluation: Evaluation | None) -> None:
         for name in self.alarms.see(row, None if evaluation is None else evaluation.scores):

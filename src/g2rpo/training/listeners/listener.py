@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Flag, auto
+from functools import reduce
+from operator import or_
 
 from torch import Tensor
 
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.monitor.metrics import Row
+from g2rpo.runtime.distributed import World
 from g2rpo.training.loop import Groups
 
 
@@ -38,3 +42,10 @@ class Listener:
     def asks(self) -> Ask:
         """What should happen next, asked after every row was yielded, and once before the first. May raise `Stopped`."""
         return Ask.NOTHING
+
+
+def asked_by(listeners: Sequence[Listener], stopping: bool, world: World) -> Ask:
+    """What any listener of any rank asks for; a rank that is `stopping` asks to leave."""
+    own = reduce(or_, (listener.asks() for listener in listeners), Ask.LEAVE if stopping else Ask.NOTHING)
+    counts = world.total(*(ask in own for ask in Ask))
+    return reduce(or_, (ask for ask, count in zip(Ask, counts, strict=True) if count), Ask.NOTHING)
