@@ -10,7 +10,7 @@ from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.lab.plan.plan import make_plan
 from tests.fake_device import cases, device, faults
-from tests.rewards.learned import save_learned
+from tests.rewards.learned import LEARNED, save_learned
 from tests.support import ranks
 from tests.support.variants import few
 
@@ -97,6 +97,7 @@ def test_two_ranks_train_with_learned_rewards_and_keep_to_their_devices(run, flu
     (models := tmp_path / "models").mkdir()
     options = save_learned(models)
     rewards = [f"rewards.{name}.options.{key}={value}" for name, own in options.items() for key, value in own.items()]
+    rewards += [f"rewards.{name}.kind=tests.rewards.learned:{kind.__name__}" for name, kind in LEARNED.items()]
     each = ["sampling.prompts_at_once=1", "trainer.prompts_per_iteration=4", "evaluation.num_prompts=4"]
     one, other = run(cases.train, flux_directory, *each, *rewards, size=2)
     check(one)

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from g2rpo.rewards.clip import Aesthetic, CLIPScore, HPSv2, PickScore
+from g2rpo.rewards.image_reward import ImageReward
 from tests.rewards.oracle_inputs import fixed_image, fixed_state
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -57,6 +60,31 @@ def openai_clip_dir(folder):
     return str(folder)
 
 
+class TinyHPSv2(HPSv2):
+    architecture: ClassVar = oracle("hpsv2")["model_cfg"]
+
+
+class TinyImageReward(ImageReward):
+    picture: ClassVar = {
+        "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 224, "patch_size": 56,
+    }  # fmt: skip
+    words: ClassVar = {
+        "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3,
+        "vocab_size": 123, "encoder_hidden_size": 32, "max_position_embeddings": 40, "bos_token_id": 121,
+    }  # fmt: skip
+
+
+LEARNED = {
+    "hpsv2": TinyHPSv2,
+    "pickscore": PickScore,
+    "clip_score": CLIPScore,
+    "aesthetic": Aesthetic,
+    "image_reward": TinyImageReward,
+}
+"""Their classes, with the architecture of the tiny weights."""
+
+
 def save_learned(folder):
     """Saves the weights of all of them below `folder`; returns each one's options, by its name in a config."""
     hps, reward = oracle("hpsv2"), oracle("image_reward")
@@ -65,9 +93,9 @@ def save_learned(folder):
     torch.save(state_of(oracle("aesthetic")["state_dict"], gain=1.7), folder / "sac+logos+ava1-l14-linearMSE.pth")
     pick, where = save_pickscore(folder / "pickscore"), str(folder)
     return {
-        "hpsv2": {"path": where, "tokenizer": TOKENIZER, "model_cfg": hps["model_cfg"]},
-        "pickscore": {"path": pick, "processor": pick},
+        "hpsv2": {"path": where, "tokenizer": TOKENIZER},
+        "pickscore": {"path": pick, "tokenizer": pick},
         "clip_score": {"path": pick},
         "aesthetic": {"path": where, "clip": openai_clip_dir(folder)},
-        "image_reward": {"path": where, "tokenizer": str(FIXTURES / "bert_tokenizer"), "heads": [2, 3]},
+        "image_reward": {"path": where, "tokenizer": str(FIXTURES / "bert_tokenizer")},
     }

@@ -12,8 +12,7 @@ from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil
 from g2rpo.core.types import Prompt
-from g2rpo.rewards.detectors import TransformersDetector
-from g2rpo.rewards.geneval import Colours, GenEval
+from g2rpo.rewards.geneval import Colours, GenEval, TransformersDetector
 from g2rpo.rewards.geneval_scoring import Detection, Task
 from tests.rewards.geneval_cases import CASES, CLASSES, case, read, see
 from tests.rewards.learned import oracle
@@ -22,7 +21,8 @@ from tests.rewards.learned import oracle
 class SmallCLIP:
     """The recorded cases' CLIP in the place of a `ClipEncoder`."""
 
-    preprocess = None
+    def crop_as_torchvision(self):
+        pass
 
     def image_features(self, images):
         return unit([see(picture) for picture in to_pil(images)])
@@ -46,7 +46,7 @@ def detections(boxes, masks):
 def scored(score, cases=CASES):
     """The cases' scores by a GenEval with the small CLIP and a detector that finds what a case says."""
     reward, scores = GenEval.__new__(GenEval), []
-    reward.mode, reward.batch_size, reward.threshold, reward.counting_threshold = score, 8, 0.3, 0.9
+    reward.mode, reward.batch_size = score, 8
     reward.colours, reward.labels = Colours(SmallCLIP()), set()
     for seed in range(cases):
         pixels, metadata, boxes, masks = case(seed)
@@ -138,13 +138,17 @@ def test_a_detector_finds_boxes_inside_the_picture(saved, name):
     np.testing.assert_allclose(boxes_of(alone), boxes_of(found), atol=1e-3)
 
 
+class Unsure(GenEval):
+    threshold = counting_threshold = 0.0
+
+
 def boxes_of(rows):
     return [(*each.box, each.score) for row in rows for each in row]
 
 
 @pytest.mark.parametrize("name", ["detr", "mask2former"])
 def test_the_reward_runs_on_saved_models(saved, name, caplog):
-    reward = GenEval(detector=saved[name], clip=saved["clip"], threshold=0.0, counting_threshold=0.0)
+    reward = Unsure(detector=saved[name], clip=saved["clip"])
     asked = {"include": [{"class": "dining table", "count": 1, "color": "red"}, {"class": "computer mouse", "count": 1}]}
     tasks = [Prompt("a", metadata=asked), Prompt("b"), one_of("unicorn"), Prompt("d", metadata=asked)]
     scores = reward(pictures(4), tasks)
@@ -161,8 +165,8 @@ def one_of(label):
 def test_what_is_no_detector_is_refused(saved):
     with pytest.raises(ValueError, match="is a clip"):
         TransformersDetector(saved["clip"])
-    with pytest.raises(ValueError, match="partial or correct"):
-        GenEval("strict", detector=saved["detr"])
+    with pytest.raises(UserError, match=r"rewards\.g\.options\.score: .*'partial' or 'correct'"):
+        check_rewards({"g": RewardConfig(kind="geneval", options={"score": "strict"})})
 
 
 def test_a_detector_of_ones_own_needs_to_be_allowed(saved, tmp_path):

@@ -5,6 +5,7 @@ import torch
 
 from g2rpo.assembly.rewards import REWARDS
 from g2rpo.core.plugins import find
+from tests.rewards.learned import LEARNED
 
 KINDS = {name: find("rewards", name, REWARDS) for name in REWARDS}
 DIFFERENTIABLE = [name for name, kind in KINDS.items() if kind.differentiable]
@@ -13,7 +14,7 @@ PROMPTS = ["a red circle", "two blue squares"]
 
 @pytest.fixture(scope="module")
 def rewards(learned):
-    return {name: KINDS[name](**learned.get(name, {})) for name in DIFFERENTIABLE}
+    return {name: LEARNED.get(name, KINDS[name])(**learned.get(name, {})) for name in DIFFERENTIABLE}
 
 
 def pictures(side=64):

@@ -19,13 +19,13 @@ from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
 from g2rpo.rewards.weights import parse_dtype
 
 REWARDS = {  # the only list of built-in rewards: their classes declare everything else
-    "hpsv2": "g2rpo.rewards.hpsv2:HPSv2",
+    "hpsv2": "g2rpo.rewards.clip:HPSv2",
     "hpsv3": "g2rpo.rewards.hpsv3:HPSv3",
     "hpsv3pp": "g2rpo.rewards.hpsv3:HPSv3PlusPlus",
     "clip_score": "g2rpo.rewards.clip:CLIPScore",
-    "pickscore": "g2rpo.rewards.pickscore:PickScore",
+    "pickscore": "g2rpo.rewards.clip:PickScore",
     "image_reward": "g2rpo.rewards.image_reward:ImageReward",
-    "aesthetic": "g2rpo.rewards.aesthetic:Aesthetic",
+    "aesthetic": "g2rpo.rewards.clip:Aesthetic",
     "geneval": "g2rpo.rewards.geneval:GenEval",
     "vlm_judge": "g2rpo.rewards.vlm:VLMJudge",
     "local_vlm_judge": "g2rpo.rewards.vlm_local:LocalVLMJudge",

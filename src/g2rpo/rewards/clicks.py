@@ -12,7 +12,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.files import local
 from g2rpo.core.types import Reward
 from g2rpo.rewards import votes
-from g2rpo.rewards.clip_encoder import load_clip
+from g2rpo.rewards.clip import CLIPScore
 from g2rpo.rewards.taste import Choice, Encoder, Head, features_of, fit
 
 
@@ -29,7 +29,7 @@ class Clicks(Reward):
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {"run": (votes.FILE,)}
 
     def __init__(self, run: str | None = None, clip: str | None = None) -> None:
-        self.encoder: Encoder | None = load_clip(clip) if clip is not None else None
+        self.encoder: Encoder | None = CLIPScore(clip) if clip is not None else None
         self.head: Head | None = None
         if run is not None:
             answered = votes.answered(local(run))

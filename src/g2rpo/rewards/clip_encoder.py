@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from g2rpo.core.files import local
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.open_clip import PUBLISHED, clean_prompt, clip_config, clip_state, preprocess_from
-from g2rpo.rewards.pixels import PictureReward, Preprocess
+from g2rpo.rewards.pixels import Preprocess
 from g2rpo.rewards.weights import MissingFile, build, check_config, fetch, parse_dtype, read_state_dict
 
 TEXT_CACHE_SIZE = 1024
@@ -69,9 +70,9 @@ class ClipEncoder:
             self._cache.popitem(last=False)
         return rows
 
-    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """As `taste.Encoder`."""
-        return self.image_features(255 * images), self.text_features(prompts)
+    def crop_as_torchvision(self) -> None:
+        """An odd number of pixels is cut as torchvision does it, whatever the checkpoint's files say."""
+        self.preprocess = replace(cast(Preprocess, self.preprocess), odd_margin="round")
 
     def similarity(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Cosines [B] of uint8 `images` [B, 3, H, W], each with its own prompt; in float16 multiples of 2^-12 from .25 to .5.
@@ -94,24 +95,6 @@ class ClipEncoder:
         return cast(Tensor, self.tokenizer(texts, **options)["input_ids"])
 
 
-class CLIPReward(PictureReward):
-    """A reward that is by default the cosine of a picture and its prompt under `encoder`."""
-
-    differentiable = True
-    encoder: ClipEncoder
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.encoder.device
-
-    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
-        return self.encoder.similarity(images, prompts)
-
-    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """As `taste.Encoder`."""
-        return self.encoder.features(images, prompts)
-
-
 def _unit(output: Any) -> Tensor:
     """Unit-length float32 features; since transformers 5 `get_*_features` wraps them in an output object."""
     features = output if isinstance(output, Tensor) else output.pooler_output
@@ -122,38 +105,41 @@ def load_clip(
     path: str | Path,
     *,
     tokenizer: str | Path | None = None,
-    preprocessor: str | Path | None = None,
-    format: Literal["auto", "transformers", "open_clip"] = "auto",
+    preprocess: Callable[[int], Preprocess] | None = None,
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "float32",
     text: bool = True,
 ) -> ClipEncoder:
-    """The CLIP in a folder or Hugging Face repository, with its own preprocessing.
+    """The CLIP in a folder or Hugging Face repository, with its own preprocessing, or `preprocess` of its pictures' size.
 
-    `tokenizer` and `preprocessor` (preprocessor_config.json, transformers' format only) are other places of those two;
-    without `text` no tokenizer is loaded.
-    "auto" reads the open_clip files where there are any, because repositories that hold both (apple/DFN5B-...) describe
+    `tokenizer` is another place of that; without `text` none is loaded.
+    Open_clip's files are read where there are any, because repositories that hold both formats (apple/DFN5B-...) describe
     the published preprocessing only there. Raises FileNotFoundError or ValueError if a file is missing or does not fit.
     """
-    if format not in ("auto", "transformers", "open_clip"):
-        raise ValueError(f"format must be 'auto', 'transformers' or 'open_clip', got {format!r}")
-    if format == "open_clip" or (format == "auto" and _has_open_clip(path)):
-        config = json.loads(fetch(path, "open_clip_config.json").read_text(encoding="utf-8"))
-        file = fetch(path, *_OPEN_CLIP_WEIGHTS)
-        model = build_open_clip(config["model_cfg"], read_state_dict(file), "open_clip_config.json beside it", file)
-        preprocess = preprocess_from(config["model_cfg"], config.get("preprocess_cfg", {}))
-        words = load_clip_tokenizer(path if tokenizer is None else tokenizer) if text else None
-        return ClipEncoder(model, words, preprocess, device=device, dtype=dtype, clean=clean_prompt)
+    own, clean = (_open_clip, clean_prompt) if _has_open_clip(path) else (_transformers_clip, None)
+    model, described = own(path)
+    words = load_clip_tokenizer(path if tokenizer is None else tokenizer) if text else None
+    made = described() if preprocess is None else preprocess(model.config.vision_config.image_size)
+    return ClipEncoder(model, words, made, device=device, dtype=dtype, clean=clean)
+
+
+def _open_clip(path: str | Path) -> tuple[Any, Callable[[], Preprocess]]:
+    """Model and preprocessing of open_clip's files."""
+    config = json.loads(fetch(path, "open_clip_config.json").read_text(encoding="utf-8"))
+    file, model_cfg = fetch(path, *_OPEN_CLIP_WEIGHTS), config["model_cfg"]
+    model = of_open_clip(clip_config(model_cfg), read_state_dict(file), "open_clip_config.json beside it", file)
+    return model, lambda: preprocess_from(model_cfg, config.get("preprocess_cfg", {}))
+
+
+def _transformers_clip(path: str | Path) -> tuple[Any, Callable[[], Preprocess]]:
+    """Model and preprocessing of transformers' files."""
     from transformers import CLIPModel
 
     check_config(path)
     model, report = CLIPModel.from_pretrained(path, output_loading_info=True)
-    missing = sorted(report["missing_keys"])
-    if missing:
+    if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{path} is not a complete CLIP: {len(missing)} tensors are missing, such as {missing[:3]}")
-    words = load_clip_tokenizer(path if tokenizer is None else tokenizer) if text else None
-    preprocess = _transformers_preprocess(path if preprocessor is None else preprocessor)
-    return ClipEncoder(model, words, preprocess, device=device, dtype=dtype)
+    return model, lambda: _transformers_preprocess(path)
 
 
 def clip_model(path: str | Path) -> RewardModel | None:
@@ -161,16 +147,12 @@ def clip_model(path: str | Path) -> RewardModel | None:
     from transformers import CLIPConfig
 
     folder = local(path)
-    if str(path) in PUBLISHED:
-        config = clip_config(PUBLISHED[str(path)])
-    elif (folder / "open_clip_config.json").is_file():
-        config = clip_config(json.loads((folder / "open_clip_config.json").read_text(encoding="utf-8"))["model_cfg"])
-    elif (folder / "config.json").is_file():
+    if (file := folder / "open_clip_config.json").is_file():
+        return clip_of(clip_config(json.loads(file.read_text(encoding="utf-8"))["model_cfg"]))
+    if (folder / "config.json").is_file():
         check_config(folder)
-        config = CLIPConfig.from_pretrained(folder)
-    else:
-        return None
-    return clip_of(config)
+        return clip_of(CLIPConfig.from_pretrained(folder))
+    return clip_of(clip_config(PUBLISHED[str(path)])) if str(path) in PUBLISHED else None
 
 
 def clip_of(config: Any) -> RewardModel:
@@ -181,11 +163,10 @@ def clip_of(config: Any) -> RewardModel:
     return RewardModel([model], lambda: model.get_image_features(pixel_values=torch.empty(1, 3, side, side)))
 
 
-def build_open_clip(model_cfg: dict[str, Any], state: dict[str, Tensor], what: str, path: object) -> Any:
+def of_open_clip(config: Any, state: dict[str, Tensor], what: str, path: object) -> Any:
     """CLIPModel with an open_clip state dict; ValueError if it does not fit."""
     from transformers import CLIPModel
 
-    config = clip_config(model_cfg)
     return build(lambda: CLIPModel(config), clip_state(state), what, path, published=state)
 
 
@@ -219,10 +200,10 @@ def _transformers_preprocess(path: str | Path) -> Preprocess:
     from transformers import ImageProcessingMixin
 
     config, _ = ImageProcessingMixin.get_image_processor_dict(path)
-    size, crop = config.get("size", {"shortest_edge": 224}), config.get("crop_size", 224)
+    size, crop = config.get("size", 224), config.get("crop_size", 224)
     size = {"shortest_edge": size} if isinstance(size, int) else size
     squash = "shortest_edge" not in size
-    resize = size["height"] if squash else size["shortest_edge"]
+    resize = size["height" if squash else "shortest_edge"]
     crop = crop if isinstance(crop, int) else crop["height"]
     filters: dict[int, Literal["bicubic", "bilinear"]] = {3: "bicubic", 2: "bilinear"}
     if not config.get("do_resize", True) or config.get("resample", 3) not in filters:

@@ -1,4 +1,5 @@
-"""GenEval as a reward (Ghosh et al. 2023, arXiv 2310.11513): objects, counts, colours and positions, by a detector and CLIP."""
+"""GenEval as a reward (Ghosh et al. 2023, arXiv 2310.11513): objects, counts, colours and positions, by a detector of
+transformers (DETR and its relatives by boxes, Mask2Former and its relatives by masks) and CLIP."""
 
 from __future__ import annotations
 
@@ -15,15 +16,14 @@ from g2rpo.core.images import to_pil, to_tensor
 from g2rpo.core.plugins import find, is_code
 from g2rpo.core.types import Prompt, RewardModel
 from g2rpo.rewards.clip_encoder import ClipEncoder, clip_model, load_clip
-from g2rpo.rewards.detectors import TransformersDetector
 from g2rpo.rewards.geneval_scoring import COLOURS, Detection, Found, Task, by_class, is_correct, partial_score
-from g2rpo.rewards.pixels import Preprocess, TargetReward
-from g2rpo.rewards.weights import CLIP_FILES
+from g2rpo.rewards.pixels import TargetReward
+from g2rpo.rewards.weights import CLIP_FILES, check_config, parse_dtype
 
 Detector = Callable[[Tensor], Sequence[Sequence[Detection]]]
 """uint8 pictures [B, 3, H, W] -> the objects in each. With an attribute `labels`, the classes, others are refused."""
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
-SAME = {
+OWN_NAMES = {
     "mouse": "computer mouse",
     "remote": "tv remote",
     "keyboard": "computer keyboard",
@@ -35,6 +35,7 @@ SAME = {
     "tvmonitor": "tv",
 }
 """Classes that detectors name in another way than GenEval."""
+SCORES = {"partial": partial_score, "correct": is_correct}
 TEMPLATES = ("a photo of a {colour} {label}", "a photo of a {colour}-colored {label}", "a photo of a {colour} object")
 
 
@@ -45,8 +46,8 @@ class GenEval(TargetReward):
     of GenEval's evaluation_metadata.jsonl is such a prompt.
     Args: `score`, "partial" (Flow-GRPO's reward: the share of what is right, at most 1) or "correct" (GenEval's own: 1 or 0);
     `detector`, a folder or repository of transformers for object detection or instance segmentation of COCO's classes, a
-    `Detector` as FILE.py:NAME, or one itself; `clip`, which names colours; `threshold` and `counting_threshold`, for a
-    detector's confidence; `device`, `dtype` of the weights, and `batch_size` of detector and CLIP.
+    `Detector` as FILE.py:NAME, or one itself; `clip`, which names colours; `device`, `dtype` of the weights, and `batch_size`
+    of detector and CLIP.
     GenEval's numbers are those of mmdetection's Mask2Former (Swin-S); another detector, or its port, finds other objects.
     """
 
@@ -55,6 +56,8 @@ class GenEval(TargetReward):
     code_option = "detector"
     right = 1.0
     right_in_words = "Draws what {} prompts ask for"
+    threshold, counting_threshold = 0.3, 0.9
+    """For a detector's confidence, as published: that of an object which counts, and where objects are to be counted."""
     wants = "metadata in GenEval's format: `include`, a list of objects with class and count"
 
     def __init__(
@@ -63,19 +66,13 @@ class GenEval(TargetReward):
         *,
         detector: str | Detector = DETECTOR,
         clip: str = "openai/clip-vit-large-patch14",
-        threshold: float = 0.3,
-        counting_threshold: float = 0.9,
         device: str = "cpu",
         dtype: str = "float32",
         batch_size: int = 8,
     ) -> None:
-        if score not in ("partial", "correct"):
-            raise ValueError(f"score must be partial or correct, got {score!r}")
         self.mode, self.batch_size = score, batch_size
-        self.threshold, self.counting_threshold = threshold, counting_threshold
-        least = min(threshold, counting_threshold)
-        self.detector = _detector(detector, least, device, dtype)
-        self.labels = {SAME.get(label, label) for label in getattr(self.detector, "labels", ())}
+        self.detector = _detector(detector, self.threshold, device, dtype)
+        self.labels = {OWN_NAMES.get(label, label) for label in getattr(self.detector, "labels", ())}
         self.colours = Colours(load_clip(clip, device=device, dtype=dtype))
         self.device = torch.device(device)
 
@@ -103,11 +100,8 @@ class GenEval(TargetReward):
 
     def _judge(self, picture: Image.Image, detections: Sequence[Detection], task: Task) -> float:
         threshold = self.counting_threshold if task.counting else self.threshold
-        found: Found = by_class([replace(each, label=SAME.get(each.label, each.label)) for each in detections], threshold)
-        name_colours = partial(self.colours, picture)
-        return float(
-            is_correct(task, found, name_colours) if self.mode == "correct" else partial_score(task, found, name_colours)
-        )
+        found: Found = by_class([replace(each, label=OWN_NAMES.get(each.label, each.label)) for each in detections], threshold)
+        return float(SCORES[self.mode](task, found, partial(self.colours, picture)))
 
 
 class Colours:
@@ -115,8 +109,7 @@ class Colours:
 
     def __init__(self, encoder: ClipEncoder) -> None:
         self.encoder = encoder
-        if isinstance(encoder.preprocess, Preprocess):  # GenEval uses torchvision's crop
-            encoder.preprocess = replace(encoder.preprocess, odd_margin="round")
+        encoder.crop_as_torchvision()  # as GenEval
 
     @torch.no_grad()
     def __call__(self, picture: Image.Image, label: str, objects: Sequence[Detection]) -> list[str]:
@@ -147,3 +140,70 @@ def _detector(given: str | Detector, least: float, device: str, dtype: str) -> D
         return TransformersDetector(given, least=least, device=device, dtype=dtype)
     loaded: Any = find("detectors", given, {})
     return cast(Detector, loaded() if isinstance(loaded, type) else loaded)
+
+
+class TransformersDetector:
+    """Objects in pictures by a model for object detection or instance segmentation; `labels` are the classes it has.
+
+    Args: `path`, a folder or repository with the model and its image processor; `least`, the confidence below which nothing is
+    reported; `device`; `dtype` of the weights.
+    Raises OSError or ValueError for a model that is missing, incomplete or of another kind.
+    """
+
+    def __init__(self, path: str, *, least: float = 0.3, device: str = "cpu", dtype: str | torch.dtype = "float32") -> None:
+        from transformers import AutoConfig, AutoImageProcessor
+
+        check_config(path)
+        kind = _kind(path, AutoConfig.from_pretrained(path))
+        model, report = kind.from_pretrained(path, output_loading_info=True)
+        if report["missing_keys"]:
+            raise ValueError(f"{path} is not complete: it lacks {sorted(report['missing_keys'])[:3]}")
+        self.device, self.dtype, self.least = torch.device(device), parse_dtype(dtype), least
+        self.model = model.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
+        self.processor: Any = AutoImageProcessor.from_pretrained(path)
+        self.names = self.model.config.id2label
+        self.labels = frozenset(self.names.values())
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> list[list[Detection]]:
+        """The objects in each of uint8 pictures [B, 3, H, W]."""
+        inputs = self.processor(to_pil(images), return_tensors="pt").to(self.device)
+        output = self.model(**{**inputs, "pixel_values": inputs["pixel_values"].to(self.dtype)})
+        sizes = [(images.shape[2], images.shape[3])] * len(images)
+        if hasattr(output, "pred_boxes"):
+            rows = self.processor.post_process_object_detection(output, threshold=self.least, target_sizes=sizes)
+            return [self._boxes(row) for row in rows]
+        rows = self.processor.post_process_instance_segmentation(
+            output, threshold=self.least, target_sizes=sizes, return_binary_maps=True
+        )
+        return [self._masks(row) for row in rows]
+
+    def _boxes(self, row: dict[str, Tensor]) -> list[Detection]:
+        every = zip(row["labels"].tolist(), row["scores"].tolist(), row["boxes"].tolist(), strict=True)
+        return [Detection(self.names[label], score, tuple(box)) for label, score, box in every]
+
+    def _masks(self, row: dict[str, Any]) -> list[Detection]:
+        """The boxes around masks, as GenEval's detector makes them: the right and lower edge are one beyond the last pixel."""
+        found = []
+        for info, mask in zip(row["segments_info"], row["segmentation"] if row["segments_info"] else (), strict=True):
+            mask = mask.bool().cpu()
+            down, across = (mask.any(axis).nonzero().flatten().tolist() for axis in (1, 0))
+            box = (float(across[0]), float(down[0]), float(across[-1] + 1), float(down[-1] + 1))
+            found.append(Detection(self.names[info["label_id"]], info["score"], box, mask))
+        return found
+
+
+def _kind(path: str, config: Any) -> Any:
+    """The auto class that loads a detector with this configuration."""
+    from transformers import (
+        MODEL_FOR_OBJECT_DETECTION_MAPPING,
+        MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING,
+        AutoModelForObjectDetection,
+        AutoModelForUniversalSegmentation,
+    )
+
+    if type(config) in MODEL_FOR_OBJECT_DETECTION_MAPPING:
+        return AutoModelForObjectDetection
+    if type(config) in MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING:
+        return AutoModelForUniversalSegmentation
+    raise ValueError(f"{path} is a {config.model_type}, which transformers has neither for object detection nor for instances")

@@ -110,21 +110,19 @@ def clip_config(model_cfg: Mapping[str, Any]) -> Any:
     )
 
 
-_TOWERS = (
-    (r"visual\.transformer\.resblocks\.", "vision_model.encoder.layers."),
-    (r"transformer\.resblocks\.", "text_model.encoder.layers."),
-    (r"visual\.class_embedding$", "vision_model.embeddings.class_embedding"),
-    (r"visual\.positional_embedding$", "vision_model.embeddings.position_embedding.weight"),
-    (r"visual\.conv1\.", "vision_model.embeddings.patch_embedding."),
-    (r"visual\.ln_pre\.", "vision_model.pre_layrnorm."),
-    (r"visual\.ln_post\.", "vision_model.post_layernorm."),
-    (r"visual\.proj$", "visual_projection.weight"),
-    (r"token_embedding\.", "text_model.embeddings.token_embedding."),
-    (r"positional_embedding$", "text_model.embeddings.position_embedding.weight"),
-    (r"ln_final\.", "text_model.final_layer_norm."),
-    (r"text_projection$", "text_projection.weight"),
-)
-_LAYER = (
+_NAMES = (
+    ("visual.transformer.resblocks.", "vision_model.encoder.layers."),
+    ("transformer.resblocks.", "text_model.encoder.layers."),
+    ("visual.class_embedding", "vision_model.embeddings.class_embedding"),
+    ("visual.positional_embedding", "vision_model.embeddings.position_embedding.weight"),
+    ("visual.conv1.", "vision_model.embeddings.patch_embedding."),
+    ("visual.ln_pre.", "vision_model.pre_layrnorm."),
+    ("visual.ln_post.", "vision_model.post_layernorm."),
+    ("visual.proj", "visual_projection.weight"),
+    ("token_embedding.", "text_model.embeddings.token_embedding."),
+    ("positional_embedding", "text_model.embeddings.position_embedding.weight"),
+    ("ln_final.", "text_model.final_layer_norm."),
+    ("text_projection", "text_projection.weight"),
     (".ln_1.", ".layer_norm1."),
     (".ln_2.", ".layer_norm2."),
     (".attn.", ".self_attn."),
@@ -145,12 +143,7 @@ def clip_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name = original.removeprefix("text.")
         if name == "attn_mask":
             continue
-        for pattern, replacement in _TOWERS:
-            renamed, found = re.subn(f"^{pattern}", replacement, name)
-            if found:
-                name = renamed
-                break
-        for old, new in _LAYER:
+        for old, new in _NAMES:
             name = name.replace(old, new)
         if ".in_proj_" in name:
             for part, piece in zip("qkv", tensor.chunk(3, dim=0), strict=True):

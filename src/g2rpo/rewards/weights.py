@@ -112,25 +112,21 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
     return dict(content)
 
 
+_MARKS = {
+    "visual.class_embedding": "a CLIP in open_clip format",
+    "vision_model.embeddings.class_embedding": "a CLIP in transformers format",
+    "blip.visual_encoder.cls_token": "an ImageReward",
+    "layers.0.weight": "an aesthetic predictor's head",
+}
+"""By a tensor that only this model has."""
+
+
 def guess_model(state: Mapping[str, Tensor]) -> str:
     """A phrase for error messages that names the likely model of a state dict."""
-
-    def clip(width_key: str, layer_prefix: str, layout: str) -> str:
-        layers = len({name[len(layer_prefix) :].split(".")[0] for name in state if name.startswith(layer_prefix)})
-        width = state[width_key].shape[0] if width_key in state else 0
-        known = {(768, 12): "ViT-B", (1024, 24): "ViT-L", (1280, 32): "ViT-H", (1408, 40): "ViT-g", (1664, 48): "ViT-bigG"}
-        return f"a CLIP in {layout} format, {known.get((width, layers), 'ViT')} (width {width}, {layers} layers)"
-
-    names = set(state)
-    if "visual.conv1.weight" in names:
-        return clip("visual.class_embedding", "visual.transformer.resblocks.", "open_clip")
-    if "vision_model.embeddings.class_embedding" in names:
-        return clip("vision_model.embeddings.class_embedding", "vision_model.encoder.layers.", "transformers")
-    if any(name.startswith("blip.") for name in names):
-        return "an ImageReward"
-    if {"layers.0.weight", "layers.7.weight"} <= names:
-        return f"an aesthetic predictor's MLP for features of width {state['layers.0.weight'].shape[1]}"
-    return f"something unknown, with {len(names)} tensors named like {', '.join(sorted(names)[:3])}"
+    for name, model in _MARKS.items():
+        if name in state:
+            return f"{model}, of width {state[name].shape[-1]}"
+    return f"something unknown, with {len(state)} tensors named like {', '.join(sorted(state)[:3])}"
 
 
 def check_state(
