@@ -33,7 +33,7 @@ from g2rpo.lab.compare.jobs import Job, Workers, locked
 from g2rpo.lab.compare.study import judged_scores, seconds_per_evaluation
 from g2rpo.lab.compare.workflow import compare
 from g2rpo.lab.plan.cards import CARDS
-from g2rpo.lab.plan.planner import Planner
+from g2rpo.lab.plan.plan import Planner
 from g2rpo.monitor.curves import COLOURS
 from g2rpo.monitor.image_statistics import spread
 from g2rpo.monitor.scores import read_rows

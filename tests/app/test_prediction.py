@@ -11,8 +11,7 @@ from g2rpo.app.train import train_all
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.cards import CARDS
-from g2rpo.lab.plan.plan import Target, find_target, make_plan
-from g2rpo.lab.plan.prediction import predict
+from g2rpo.lab.plan.plan import Target, find_target, make_plan, predict
 from g2rpo.lab.report.page import write_page
 from g2rpo.runs.lifecycle import claim
 from tests.support.runs import trainer
@@ -55,12 +54,12 @@ def test_the_plan_of_a_run_is_that_of_the_command_and_a_cpu_has_none(tiny_config
     prompts, heldout = [f"a {n}" for n in range(6)], [f"the {n}" for n in range(3)]
     assert predict(config, 1, prompts, heldout) is None
     target = Target("a card", True, True, 2**40, CARDS["h100"])
-    monkeypatch.setattr("g2rpo.lab.plan.prediction.find_target", lambda device: target)
+    monkeypatch.setattr("g2rpo.lab.plan.plan.find_target", lambda device: target)
     plan = make_plan(config, cuda=True, heldout=3, distinct_prompts=len(prompts_to_come(config, prompts, heldout)))
     found = predict(config, 1, prompts, heldout)
     assert found.seconds == sum(plan.seconds(CARDS["h100"]).iteration.values()) and found.card == CARDS["h100"].name
     assert found.memory == max(plan.memory.moments.values()) < plan.memory.needed
-    monkeypatch.setattr("g2rpo.lab.plan.prediction.make_plan", lambda *args, **more: 1 / 0)
+    monkeypatch.setattr("g2rpo.lab.plan.plan.make_plan", lambda *args, **more: 1 / 0)
     with pytest.raises(UserError, match="no plan stands beside this run: division by zero"):
         predict(config, 1, prompts, heldout)
 

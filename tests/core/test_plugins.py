@@ -157,7 +157,7 @@ def test_an_algorithm_is_one_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)
     chosen = ["scenes", "algorithm.name=mine.py:Mine", "algorithm.group_size=2", "algorithm.noisy=3"]
-    code, out, err = g2rpo(capsys, "plan", *chosen, "--no-probe", "--json")
+    code, out, err = g2rpo(capsys, "plan", *chosen, "--json")
     assert code == 0, err
     assert parse_json(out)["counts"]["evaluations_per_prompt"] == 2 * 10
     done(capsys, "train", *chosen, *SHORT, "--run-dir", "run")

@@ -284,7 +284,7 @@ def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
     assert find_adapter("policy.adapter", str(run)) == run / "adapter" / "pytorch_lora_weights.safetensors"
     card = (run / "adapter" / "README.md").read_text()
     assert "It continues `brought.safetensors`" in card and "assistant `helper.safetensors`" in card
-    out = done(capsys, "plan", tiny_config, *own, "--no-probe")
+    out = done(capsys, "plan", tiny_config, *own)
     file.write_bytes(file.read_bytes()[:-4] + bytes(4))
     assert "policy.adapter" in refused(capsys, "resume", run, "trainer.iterations=3")
 

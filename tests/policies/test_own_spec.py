@@ -109,7 +109,7 @@ def published(bria):
 def test_published_sizes_and_licence_are_known_from_the_value(published, capsys):
     """By a hub id that is nowhere."""
     options = ["policy.height=32", "policy.width=48", f"policy.kind={published[1]}", "policy.pipeline="]
-    out = done(capsys, "plan", "scenes", "policy.path=briaai/BRIA-3.2", *options, "--no-probe")
+    out = done(capsys, "plan", "scenes", "policy.path=briaai/BRIA-3.2", *options)
     assert "briaai/BRIA-3.2: A licence" in out
 
 

@@ -17,7 +17,7 @@ from g2rpo.core import plugins
 from g2rpo.core.capabilities import AsksServer
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Reward
-from g2rpo.lab.plan.advice import other_method, same_result
+from g2rpo.lab.plan.fit import other_method, same_result
 from g2rpo.lab.plan.rewards import cost_of_reward
 from tests.support.pages import ROOT
 

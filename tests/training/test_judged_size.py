@@ -86,7 +86,7 @@ def test_a_plan_counts_judged_pictures_at_their_size(tiny_config):
 
 
 def test_a_size_that_the_model_cannot_make_is_refused(tiny_config, capsys, tmp_path):
-    for command in (["train", tiny_config, "--run-dir", tmp_path / "r"], ["plan", tiny_config, "--no-probe"]):
+    for command in (["train", tiny_config, "--run-dir", tmp_path / "r"], ["plan", tiny_config]):
         err = refused(capsys, *command, "evaluation.height=50", *FEW[:2])
         assert "evaluation.height, evaluation.width: " in err and "multiples of" in err
     config = load_config(str(tiny_config), LARGER)

@@ -15,14 +15,12 @@ from g2rpo.core.capabilities import keeps_old
 from g2rpo.core.errors import counted
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.answer import Answer
-from g2rpo.lab.plan.by_card import OnCard
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.counting import Counts, Iteration
+from g2rpo.lab.plan.fit import OnCard, Within
 from g2rpo.lab.plan.memory import RESERVE, SLACK, STORED
-from g2rpo.lab.plan.network import Limit
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Target, find_target
 from g2rpo.lab.plan.seconds import Seconds
-from g2rpo.lab.plan.within import Within
 
 
 def show_plan(answer: Answer, console: Console) -> None:
@@ -50,8 +48,6 @@ def show_plan(answer: Answer, console: Console) -> None:
     console.print(_memory_table(plan, target))
     if answer.seconds:
         console.print(_time_table(answer.seconds, plan.counts))
-    if answer.limit:
-        console.print(_limit_table(answer.limit, plan, target))
     if answer.cards:
         console.print(_cards_table(answer.cards))
     _verdict(answer, console)
@@ -181,26 +177,6 @@ def _time_table(seconds: Seconds, counts: Counts) -> Table:
         beside = counts.looks - counts.times_evaluated
         table.add_row("free knobs of the base, and diversity", "", duration(seconds.evaluation * beside))
     table.add_row("together", duration(sum(seconds.iteration.values())), duration(seconds.run), style="bold")
-    return table
-
-
-def _limit_table(limit: Limit, plan: Estimate, target: Target) -> Table:
-    """What an iteration sends, and what takes longest."""
-    assert target.card is not None
-    layout, sent = plan.layout, limit.sent
-    table = _table("what limits an iteration", ("", "sent", "takes"))
-    links = f"links to the other ranks of a node, {target.card.link:g} GB/s a rank"
-    network = f"network between nodes of {layout.node}, {layout.network:g} GB/s a node"
-    rows = {
-        "compute": ("the card's compute", "", limit.compute),
-        "links": (links, in_bytes(sent.inside), limit.links),
-        "network": (network, in_bytes(sent.across), limit.network),
-    }
-    for key, (name, size, seconds) in rows.items():
-        table.add_row(name, size, duration(seconds), style="bold" if key == limit.what else "")
-    table.caption = (
-        f"an iteration takes {duration(limit.least)} if sending and computing overlap, {duration(limit.most)} if they do not"
-    )
     return table
 
 

@@ -23,10 +23,6 @@ def plan(
     device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, a device each, that share the prompts.")] = 1,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of these, on one machine; default up to 8.")] = None,
-    network: Annotated[float, typer.Option(min=0.01, help="GB/s that a machine sends to others; 12.5 is 100 Gbit/s.")] = 12.5,
-    probe: Annotated[
-        bool | None, typer.Option("--probe/--no-probe", help="Time a few calls on this machine; default where that is quick.")
-    ] = None,
     cards: Annotated[bool, typer.Option("--cards", help="What fits on every known card, and how.")] = False,
     within: Annotated[
         str | None, typer.Option(metavar="TIME", help="Overrides that fit a time such as 3h, and what they cost.")
@@ -37,33 +33,25 @@ def plan(
     from g2rpo.cli import plan as tables
 
     if cards:
-        from g2rpo.lab.plan.by_card import on_cards
+        from g2rpo.lab.plan.fit import on_cards
 
-        if device is not None or probe:
-            raise UserError("--cards is about every card; leave --device and --probe out")
+        if device is not None:
+            raise UserError("--cards is about every card; leave --device out")
         if within is not None:
             raise UserError("--cards and --within are two plans; name one")
         rows = on_cards(recipe, overrides or [], ranks, ranks_per_node)
         plain, show = {key: row.plain() for key, row in rows.items()}, partial(tables.show_cards, recipe, rows)
     elif within is not None:
-        from g2rpo.lab.plan.within import plan_within
+        from g2rpo.lab.plan.fit import plan_within
 
-        if ranks > 1 or probe:
-            raise UserError("--within plans one process on a card; leave --ranks and --probe out")
+        if ranks > 1:
+            raise UserError("--within plans one process on a card; leave --ranks out")
         fitted = plan_within(recipe, overrides or [], within, device)
         plain, show = fitted.plain(), partial(tables.show_within, fitted, within)
     else:
         from g2rpo.lab.plan.answer import plan as answer
 
-        answered = answer(
-            recipe,
-            overrides or [],
-            device=device,
-            ranks=ranks,
-            ranks_per_node=ranks_per_node,
-            network=network,
-            probe=probe,
-        )
+        answered = answer(recipe, overrides or [], device=device, ranks=ranks, ranks_per_node=ranks_per_node)
         plain, show = answered.plain(), partial(tables.show_plan, answered)
     if as_json:
         say(console, json.dumps(plain, indent=1))

@@ -77,7 +77,7 @@ def _train(
 
 
 def _predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]) -> Planned | None:
-    from g2rpo.lab.plan.prediction import predict
+    from g2rpo.lab.plan.plan import predict
 
     return predict(config, ranks, prompts, heldout)
 

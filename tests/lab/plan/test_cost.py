@@ -19,15 +19,14 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.controls import PLAIN
 from g2rpo.lab.plan import autocast, trace
-from g2rpo.lab.plan.advice import other_method, what_fits
 from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled
+from g2rpo.lab.plan.fit import other_method, what_fits
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.lab.plan.probe import by_probe
 from g2rpo.lab.plan.rewards import cost_of_reward
-from g2rpo.lab.plan.roofline import USUAL
+from g2rpo.lab.plan.roofline import USUAL, Meter
 from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES
-from g2rpo.lab.plan.trace import LiveBytes, trace_calls
+from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.pipelines import blocks_of, load_pipeline
 from g2rpo.rewards.analytic import Brightness
@@ -346,7 +345,7 @@ def test_latents_of_a_rollout_stay_within_what_was_planned(flux_directory, batch
     cond = trainer.policy.encode(PROMPTS[:2])
     engine = Engine(policy=trainer.policy, cond=cond, sigmas=trainer.sigmas, batch_size=batch_size)
     working = planned(c).memory.working
-    with LiveBytes() as live:
+    with Meter() as live:
         engine.rollout(trainer.plans(), 12, trainer.algorithm.kernel(trainer.sigmas), generator_for)
     latents = working["latents"] + working["finished latents, as rows"]
     assert 0.85 < live.peak / (latents + working["network call"]) < 1
@@ -478,17 +477,6 @@ def test_time_on_a_card_is_that_of_its_calls(flux_directory):
 )
 def test_cards_are_known_by_what_torch_calls_them(told, card):
     assert card_of(told) == (CARDS[card] if card else None)
-
-
-def test_the_probe_times_everything_there_is(flux_directory):
-    """Its made-up experience goes through the trainer's own updater, so weights move."""
-    c = config(flux_directory)
-    trainer = train(c)
-    before = [p.detach().clone() for p in trainer.learner.parameters]
-    seconds = by_probe(trainer, count(c, 3), 6, cached=False)
-    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.learner.parameters, strict=True))
-    assert set(seconds.iteration) == {"encode", "rollout", "decode", "rewards", "update"}
-    assert all(value > 0 for value in seconds.iteration.values()) and seconds.run > 3 * sum(seconds.iteration.values())
 
 
 def test_what_is_advised_can_be_done_here(monkeypatch):

@@ -8,7 +8,7 @@ from g2rpo.assembly.blueprint import build_on_meta, read_blueprint
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.cards import Card
 from g2rpo.lab.plan.counting import count
-from g2rpo.lab.plan.roofline import CASTS, NORMS, PEAK, PRODUCTS, REST, Kernels, Reached, Roofline
+from g2rpo.lab.plan.roofline import CASTS, NORMS, PEAK, PRODUCTS, REST, Meter, Reached, Roofline
 from g2rpo.lab.plan.trace import trace_calls
 from tests.lab.plan.test_cost import config
 from tests.support.variants import few
@@ -18,7 +18,7 @@ CARD = Card("made up", 1, bfloat16=2e-9, float8=4e-9, float32=1e-9, bandwidth=1e
 
 
 def traced(call):
-    with Kernels() as found, torch.no_grad():
+    with Meter() as found, torch.no_grad():
         call()
     return Roofline(tuple(found.kernels))
 
@@ -82,7 +82,7 @@ def test_autocast_moves_more_and_float8_is_counted_as_such(flux_directory):
     "overrides", few([[], ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]], [].__eq__), ids=str
 )
 def test_two_blocks_stand_for_all(deep, monkeypatch, overrides):
-    """Kernels, operations and bytes of a call and of a training pass, against those of the model with every block.
+    """Meter, operations and bytes of a call and of a training pass, against those of the model with every block.
 
     The bytes of attention's float32 statistics and of the last block's gradients differ: within a percent.
     """

@@ -5,7 +5,7 @@ import pytest
 from g2rpo.assembly.components import build_policy
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.lab.plan import tokens
-from g2rpo.lab.plan.planner import Planner
+from g2rpo.lab.plan.plan import Planner
 from g2rpo.lab.plan.tokens import longest_prompt
 from tests.support.tiny_pipelines import save_tiny
 

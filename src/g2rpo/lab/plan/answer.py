@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from g2rpo.app.build import Request, build
 from g2rpo.assembly import components
 from g2rpo.assembly.checks import check_quantized
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import local
 from g2rpo.lab.plan.cards import CARDS
-from g2rpo.lab.plan.network import Limit
-from g2rpo.lab.plan.plan import COUNTED, SMALL, Estimate, Target, find_target
-from g2rpo.lab.plan.planner import Planner
-from g2rpo.lab.plan.probe import by_probe
+from g2rpo.lab.plan.fit import fitting
+from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target
 from g2rpo.lab.plan.seconds import Seconds
 from g2rpo.policies.catalogue import licence_of
 from g2rpo.policies.quantized import NO_FLOAT8
@@ -40,8 +35,6 @@ class Answer:
     plan: Estimate
     target: Target
     seconds: Seconds | None
-    limit: Limit | None
-    """What limits several ranks, where their time is known."""
     cards: Mapping[str, tuple[bool, Seconds]]
     alternative: Alternative | None
     notes: Sequence[str]
@@ -61,7 +54,6 @@ class Answer:
             "recipe": self.recipe,
             "device": self.target.name,
             "ranks": plan.ranks,
-            "layout": asdict(plan.layout),
             "parameters": plan.parameters,
             "trained_parameters": plan.trained_parameters,
             "image_tokens": shapes.image_tokens,
@@ -80,7 +72,6 @@ class Answer:
             },
             "memory": {**asdict(plan.memory), "capacity": self.target.capacity, "fits": self.fits},
             "seconds": asdict(self.seconds) if self.seconds else None,
-            "limit": self.limit.plain() if self.limit else None,
             "cards": {key: {"fits": fits, "run": taken.run} for key, (fits, taken) in self.cards.items()},
             "instead": asdict(self.alternative) if self.alternative else None,
             "notes": list(self.notes),
@@ -94,14 +85,9 @@ def plan(
     device: str | None,
     ranks: int,
     ranks_per_node: int | None,
-    network: float,
-    probe: bool | None,
 ) -> Answer:
-    """The plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine that sends `network` GB/s to others, what
-    limits it, and overrides that fit if it does not. With `probe` None it measures if
-    that is quick: on this machine, with the model on disk and small enough for its CPU.
-    """
-    planner = Planner(recipe, overrides, ranks, ranks_per_node, network)
+    """The plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine, and overrides that fit if it does not."""
+    planner = Planner(recipe, overrides, ranks, ranks_per_node)
     config, notes = planner.config, planner.notes
     target = find_target(device or config.policy.device)
     if target.card and config.policy.quantize == "fp8" and not target.card.float8:
@@ -109,24 +95,11 @@ def plan(
     # as for a run, on the device that is planned for
     there = config.policy.model_copy(update={"device": (device or config.policy.device) if target.own else "cpu"})
     check_quantized(config.model_copy(update={"policy": there}))
-    if probe and not target.own:
-        raise UserError(f"--probe measures this machine, and --device {device} is a datasheet; leave one of them out")
-    if probe and ranks > 1:
-        raise UserError(f"--probe measures one process, and --ranks {ranks} are not alone on a machine; leave one of them out")
     result = planner.plan(cuda=target.cuda)
-    alone = ranks == 1 and target.own and target.holds(result)
-    quick = alone and _on_disk(config) and (target.cuda or result.parameters < SMALL)
     seconds = result.seconds(target.card) if target.card else None
-    if probe or (probe is None and quick):
-        try:
-            seconds = _measured(result, device)
-        except UserError as error:
-            if probe:
-                raise
-            notes.append(f"No probe of this machine: {error}")
     cards = {} if seconds else _cards(planner.plan())
     alternative = None
-    if not target.holds(result) and (extra := planner.fitting(target)) is not None:
+    if not target.holds(result) and (extra := fitting(planner, target)) is not None:
         other = planner.plan(*extra, cuda=target.cuda)
         alternative = Alternative(extra, other.memory.needed, other.seconds(target.card) if target.card else None)
     return Answer(
@@ -134,31 +107,10 @@ def plan(
         plan=result,
         target=target,
         seconds=seconds,
-        limit=result.limit(target.card, seconds) if ranks > 1 and target.card and seconds else None,
         cards=cards,
         alternative=alternative,
         notes=[*notes, *components.cautions(config.policy), *_cautions(result, config)],
     )
-
-
-def _on_disk(config: Config) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    path = config.policy.path
-    if path in components.EMBEDDED or os.path.isdir(local(path)):
-        return True
-    return isinstance(try_to_load_from_cache(path, "model_index.json"), str)
-
-
-def _measured(result: Estimate, device: str | None) -> Seconds:
-    """Measures with the run's own trainer, without its embedding cache, so that no files are written. Cautions about a run are
-    not printed: with --json the plan alone is."""
-    config = result.config
-    policy = config.policy.model_copy(update={"device": device or config.policy.device})
-    prompts = config.prompts.model_copy(update={"cache": "off"})
-    asked = config.model_copy(update={"policy": policy, "prompts": prompts})
-    trainer = build(Request(config=asked, notify=lambda message: None))
-    return by_probe(trainer, result.counts, result.distinct_prompts, cached=config.prompts.cache != "off")
 
 
 def _cards(result: Estimate) -> dict[str, tuple[bool, Seconds]]:

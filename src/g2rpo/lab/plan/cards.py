@@ -20,30 +20,29 @@ class Card:
     float32: float
     bandwidth: float
     pattern: str
-    link: float = 32
 
     def tflops(self, dtype: str) -> float:
         return {"float32": self.float32, "float8": self.float8}.get(dtype, self.bfloat16)
 
 
 CARDS = {
-    "b200": Card("NVIDIA B200", 178.3, 2250, 4500, 75, 8000, "B200", 900),
-    "mi300x": Card("AMD Instinct MI300X", 191.9, 1307.4, 0, 163.4, 5300, "MI300X", 448),
-    "h200": Card("NVIDIA H200", 139.7, 989, 1979, 67, 4800, r"\bH200", 450),
-    "gh200": Card("NVIDIA GH200 96 GB", 94.5, 989, 1979, 67, 4000, "GH200 480GB", 450),
-    "h20": Card("NVIDIA H20", 95.0, 148, 296, 44, 4000, "H20$", 450),
-    "h100": Card("NVIDIA H100 SXM 80 GB", 79.1, 989, 1979, 67, 3350, "H100 80GB HBM3", 450),
-    "h100-pcie": Card("NVIDIA H100 PCIe 80 GB", 79.1, 756, 1513, 51, 2000, "H100 PCIe", 64),
-    "a100": Card("NVIDIA A100 80 GB", 79.1, 312, 0, 19.5, 2039, "A100.*80GB", 300),
-    "a100-40": Card("NVIDIA A100 40 GB", 39.2, 312, 0, 19.5, 1555, "A100.*40GB", 300),
-    "rtxpro6000": Card("NVIDIA RTX PRO 6000 Blackwell", 94.9, 503.8, 1007.6, 126, 1792, "RTX PRO 6000 Blackwell", 64),
+    "b200": Card("NVIDIA B200", 178.3, 2250, 4500, 75, 8000, "B200"),
+    "mi300x": Card("AMD Instinct MI300X", 191.9, 1307.4, 0, 163.4, 5300, "MI300X"),
+    "h200": Card("NVIDIA H200", 139.7, 989, 1979, 67, 4800, r"\bH200"),
+    "gh200": Card("NVIDIA GH200 96 GB", 94.5, 989, 1979, 67, 4000, "GH200 480GB"),
+    "h20": Card("NVIDIA H20", 95.0, 148, 296, 44, 4000, "H20$"),
+    "h100": Card("NVIDIA H100 SXM 80 GB", 79.1, 989, 1979, 67, 3350, "H100 80GB HBM3"),
+    "h100-pcie": Card("NVIDIA H100 PCIe 80 GB", 79.1, 756, 1513, 51, 2000, "H100 PCIe"),
+    "a100": Card("NVIDIA A100 80 GB", 79.1, 312, 0, 19.5, 2039, "A100.*80GB"),
+    "a100-40": Card("NVIDIA A100 40 GB", 39.2, 312, 0, 19.5, 1555, "A100.*40GB"),
+    "rtxpro6000": Card("NVIDIA RTX PRO 6000 Blackwell", 94.9, 503.8, 1007.6, 126, 1792, "RTX PRO 6000 Blackwell"),
     "l40": Card("NVIDIA L40", 44.3, 181, 362, 90.5, 864, "L40$"),
     "l40s": Card("NVIDIA L40S", 44.3, 362, 733, 91.6, 864, "L40S"),
     "rtx6000ada": Card("NVIDIA RTX 6000 Ada", 47.3, 364, 728.5, 91.1, 960, "RTX 6000 Ada"),
     "a6000": Card("NVIDIA RTX A6000", 47.3, 155, 0, 38.7, 768, "RTX A6000"),
     "l4": Card("NVIDIA L4", 22.0, 121, 242.5, 30.3, 300, "L4$"),
     "a10g": Card("NVIDIA A10G", 22.0, 70, 0, 35, 600, "A10G"),
-    "rtx5090": Card("NVIDIA RTX 5090", 31.3, 209.5, 419, 104.8, 1792, "RTX 5090", 64),
+    "rtx5090": Card("NVIDIA RTX 5090", 31.3, 209.5, 419, 104.8, 1792, "RTX 5090"),
     "rtx4090": Card("NVIDIA RTX 4090", 23.5, 165.2, 330.3, 82.6, 1008, "RTX 4090"),
     "rtx3090": Card("NVIDIA RTX 3090", 23.5, 71, 0, 35.6, 936, "RTX 3090$"),
 }

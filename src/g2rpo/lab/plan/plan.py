@@ -11,17 +11,25 @@ from typing import Any
 
 import torch
 
+from g2rpo.app.ahead import prompts_to_come
+from g2rpo.app.prediction import Planned
 from g2rpo.assembly import components
+from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.blueprint import Blueprint, build_on_meta, read_blueprint, shapes_of
+from g2rpo.assembly.checks import check_plans
+from g2rpo.assembly.config import load_config
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config.schema import Config
+from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
 from g2rpo.lab.plan.counting import Counts, Iteration, count, knob_evaluations, settled
 from g2rpo.lab.plan.memory import RESERVE, Memory, plan_memory
-from g2rpo.lab.plan.network import NETWORK, Layout, Limit, Traffic, limit_of, nodes_of, traffic
 from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
 from g2rpo.lab.plan.seconds import Seconds, Work, on_card, work_of
+from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.lab.plan.trace import Calls, trace_calls
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
@@ -39,8 +47,8 @@ COUNTED: dict[str, Callable[[Iteration], float]] = {
     "optimizer_steps": lambda it: it.optimizer_steps,
 }
 """The counted quantities of an iteration, by name."""
-SMALL = 1_000_000_000
-"""Largest model, in parameters, that is probed on a CPU by default."""
+NODE = 8
+"""Ranks of a node, if nothing else is known."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +101,7 @@ class Estimate:
     reward_costs: dict[str, RewardCost | None]
     distinct_prompts: int
     """Distinct prompts, over all ranks."""
-    layout: Layout
-
-    @property
-    def ranks(self) -> int:
-        return self.layout.ranks
-
-    @cached_property
-    def sent(self) -> Traffic:
-        """What an iteration sends between ranks."""
-        return traffic(self.config, self.policy, self.counts, self.layout)
+    ranks: int
 
     @cached_property
     def work(self) -> Work:
@@ -128,9 +127,13 @@ class Estimate:
         """The time on a card, by its datasheet, without what ranks send each other."""
         return on_card(card, self.counts, self.work)
 
-    def limit(self, card: Card, seconds: Seconds) -> Limit:
-        """What limits an iteration that takes such `seconds` on a card."""
-        return limit_of(card, self.sent, sum(seconds.iteration.values()), self.layout)
+
+def nodes_of(ranks: int, asked: int | None) -> int:
+    """The ranks of a node: `asked`, or `NODE` where there are more; UserError if they do not divide `ranks`."""
+    node = asked or min(ranks, NODE)
+    if ranks % node:
+        raise UserError(f"--ranks-per-node {node}: {ranks} ranks do not fill such nodes; give a divisor of {ranks}")
+    return node
 
 
 def make_plan(
@@ -141,15 +144,13 @@ def make_plan(
     distinct_prompts: int,
     ranks: int = 1,
     ranks_per_node: int | None = None,
-    network: float = NETWORK,
     known: Sequence[Estimate] = (),
     text_tokens: int | None = None,
 ) -> Estimate:
     """The plan of one rank of a run of `config` on CUDA devices or a CPU.
 
     The run has `heldout` held-out prompts and `distinct_prompts` different ones in all, of `text_tokens` where the model does
-    not pad them; nodes send `network` GB/s to others. From estimates that are `known`, it takes the model and the traced calls
-    where they are the same.
+    not pad them. From estimates that are `known`, it takes the model and the traced calls where they are the same.
     """
     node = nodes_of(ranks, ranks_per_node)
     components.check_sharding(config, ranks, node)
@@ -198,10 +199,85 @@ def make_plan(
         shapes=shapes,
         reward_costs=reward_costs,
         distinct_prompts=distinct_prompts,
-        layout=Layout(ranks, node, group, network),
+        ranks=ranks,
     )
 
 
 def _calls(config: Config, counts: Counts, cuda: bool) -> tuple[Any, ...]:
     """What calls of one model are traced from."""
     return config.algorithm, config.sampling, config.trainer.sharding, config.judged_size, counts, cuda
+
+
+class Planner:
+    """Plans of `recipe` with `overrides` on `ranks` devices, `ranks_per_node` in a machine.
+
+    UserError for a config that no run could have. `notes` has what is assumed.
+    """
+
+    def __init__(self, recipe: str, overrides: Sequence[str], ranks: int = 1, ranks_per_node: int | None = None) -> None:
+        self.recipe, self.overrides, self.ranks, self.ranks_per_node = recipe, overrides, ranks, ranks_per_node
+        self.notes: list[str] = []
+        self.config = completed(load_config(recipe, overrides, self.notes.append), self.notes.append)
+        check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
+        components.check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
+        check_plans(self.config.algorithm, self.config.sampling)
+        self.text_tokens: int | None = None
+        self.heldout, self.distinct_prompts = self._listed_prompts()
+        self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}
+
+    def plan(self, *more: str, cuda: bool = True) -> Estimate:
+        """The plan with `more` overrides, on CUDA devices or a CPU. Models and calls of earlier plans are traced once."""
+        if (cuda, more) not in self._made:
+            self._made[cuda, more] = make_plan(
+                completed(load_config(self.recipe, [*self.overrides, *more])) if more else self.config,
+                cuda=cuda,
+                heldout=self.heldout,
+                distinct_prompts=self.distinct_prompts,
+                ranks=self.ranks,
+                ranks_per_node=self.ranks_per_node,
+                known=list(self._made.values()),
+                text_tokens=self.text_tokens,
+            )
+        return self._made[cuda, more]
+
+    def _listed_prompts(self) -> tuple[int, int]:
+        """(held-out prompts, different prompts of the run); for a list that is missing, the numbers of the config."""
+        config = self.config
+        n = config.trainer.iterations * config.trainer.prompts_per_iteration * candidates_of(config.algorithm)
+        read: list[list[str]] = []
+        for key, source in (("prompts.train", config.prompts.train), ("evaluation.prompts", config.evaluation.prompts)):
+            try:
+                read.append(build_prompts(source, key))
+            except UserError as error:
+                why = str(error).split(";")[0]
+                self.notes.append(f"{why}. As many prompts as the config asks for are assumed, all different.")
+        if len(read) < 2:
+            return config.evaluation.num_prompts, n + config.evaluation.num_prompts
+        train, heldout = read[0], read[1][: config.evaluation.num_prompts]
+        to_come = prompts_to_come(config, train, heldout)
+        try:
+            self.text_tokens = longest_prompt(config.policy, to_come)
+        except UserError as error:
+            self.notes.append(f"{error}. The most that a prompt may have are assumed.")
+        return len(heldout), len(to_come)
+
+
+def predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]) -> Planned | None:
+    """`app.prediction.Predict`: None for a CPU and for a card without a datasheet; UserError for a run beyond planning."""
+    target = find_target(config.policy.device)
+    if target.card is None:
+        return None
+    try:
+        to_come = prompts_to_come(config, prompts, heldout)
+        plan = make_plan(
+            config,
+            cuda=True,
+            heldout=len(heldout),
+            distinct_prompts=len(to_come),
+            ranks=ranks,
+            text_tokens=longest_prompt(config.policy, to_come),
+        )
+    except Exception as error:  # a user's own policy or reward may be beyond a plan, but not beyond training
+        raise UserError(f"no plan stands beside this run: {error}") from error
+    seconds = sum(plan.seconds(target.card).iteration.values())
+    return Planned(target.card.name, seconds, max(plan.memory.moments.values()))

@@ -45,44 +45,66 @@ class Kernel:
         return sum(self.reads.values()) + sum(self.writes.values())
 
 
-class Kernels(TorchDispatchMode):
-    """While entered, records a `Kernel` for every operation that computes or copies. Views are none.
+class Meter(TorchDispatchMode):
+    """While entered, records a `Kernel` for every operation that computes or copies (views are none), and counts the bytes of
+    live storages that are allocated in it: `now`, and their maximum, `peak`.
 
-    `times` returns how many kernels of the model the present one stands for.
+    Storages of `existing` tensors are not counted. `times` returns how many kernels of the model the present one stands for.
+    Works on real and on fake tensors.
     """
 
-    def __init__(self, times: Callable[[], int] = lambda: 1) -> None:
+    def __init__(self, existing: Iterable[Tensor] = (), times: Callable[[], int] = lambda: 1) -> None:
         super().__init__()
         self.kernels: list[Kernel] = []
         self.times = times
+        self.now = self.peak = 0
         self._numbers = itertools.count()
         self._number: dict[int, int] = {}  # of live storages: a later one may get the address of one that died
+        self.live: dict[int, int] = {self._number_of(tensor): 0 for tensor in existing}
+        """Bytes by storage."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given, made = self._sizes((args, kwargs)), self._sizes(out)
-        if not func._schema.is_mutable and made.keys() <= given.keys():
-            return out
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and (number := self._number_of(leaf)) not in self.live:
+                self.live[number] = leaf.untyped_storage().nbytes()
+                self.now += self.live[number]
+        self.peak = max(self.peak, self.now)
+        given, made = self.sizes((args, kwargs)), self.sizes(out)
         name = func.overloadpacket.__name__
-        if name not in MADE_WITHOUT_READING:
+        view = not func._schema.is_mutable and made.keys() <= given.keys()
+        if not view and name not in MADE_WITHOUT_READING:
             kind, flops, dtype = _work(func, name, args, kwargs, out)
             self.kernels.append(Kernel(kind, flops, dtype, given, made, self.times()))
         return out
 
-    def _sizes(self, values: Any) -> dict[int, int]:
+    def sizes(self, values: Any) -> dict[int, int]:
         """Bytes by storage; of an expanded tensor those that are there."""
         sizes: dict[int, int] = defaultdict(int)
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._number:
-                    self._number[storage._cdata] = next(self._numbers)
-                    weakref.finalize(storage, self._number.pop, storage._cdata, None).atexit = False
-                size = min(leaf.numel() * leaf.element_size(), storage.nbytes())
-                number = self._number[storage._cdata]
+                size = min(leaf.numel() * leaf.element_size(), leaf.untyped_storage().nbytes())
+                number = self._number_of(leaf)
                 sizes[number] = max(sizes[number], size)
         return dict(sizes)
+
+    def multiply(self, numbers: Iterable[int], times: int) -> None:
+        """Counts each live storage of `numbers` `times` times, because it represents as many."""
+        for number in self.live.keys() & set(numbers):
+            self.now += self.live[number] * (times - 1)
+            self.live[number] *= times
+        self.peak = max(self.peak, self.now)
+
+    def _number_of(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._number:
+            self._number[storage._cdata] = next(self._numbers)
+            weakref.finalize(storage, self._died, storage._cdata).atexit = False
+        return self._number[storage._cdata]
+
+    def _died(self, address: int) -> None:
+        self.now -= self.live.pop(self._number.pop(address), 0)
 
 
 def _work(func: Any, name: str, args: tuple, kwargs: dict, out: Any) -> tuple[str, float, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from g2rpo.assembly.blueprint import Blueprint, build_shallow, shapes_of
@@ -31,44 +29,12 @@ from g2rpo.core.types import Batch, Cond, Plan
 from g2rpo.lab.plan.autocast import CudaAutocast
 from g2rpo.lab.plan.counting import Counts
 from g2rpo.lab.plan.known import KnownValues
-from g2rpo.lab.plan.roofline import Kernel, Kernels, Roofline
+from g2rpo.lab.plan.roofline import Meter, Roofline
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
 from g2rpo.rollout.guidance import in_training
 from g2rpo.rollout.planning import dry_rollout
 from g2rpo.training.updater import Trained, passes
-
-
-class LiveBytes(TorchDispatchMode):
-    """While entered, counts the bytes of live storages allocated in it: `now`, and their maximum, `peak`.
-
-    Storages of `existing` tensors are not counted. Works on real and on fake tensors.
-    """
-
-    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in existing}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
-            if storage._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._died, storage._cdata).atexit = False
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _died(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
-
-    def multiply(self, keys: Iterable[int], times: int) -> None:
-        """Counts each live storage of `keys` `times` times, because it represents as many."""
-        for key in self.sizes.keys() & set(keys):
-            self.now += self.sizes[key] * (times - 1)
-            self.sizes[key] *= times
-        self.peak = max(self.peak, self.now)
 
 
 @dataclass(frozen=True)
@@ -122,9 +88,9 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
                 CudaAutocast().apply_to(network)
 
         def traced(rows: int, call: Callable[[], object], grad: bool = False) -> Call:
-            with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as (live, kernels):
+            with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as meter:
                 call()
-            return Call(rows, live.peak, Roofline(tuple(kernels)))
+            return Call(rows, meter.peak, Roofline(tuple(meter.kernels)))
 
         def velocity(rows: int) -> Call:
             return traced(rows, lambda: policy.velocity(*inputs(policy, shapes, rows)))
@@ -197,9 +163,7 @@ def shallow_policy(blueprint: Blueprint, config: Config) -> Iterator[tuple[Diffu
 
 
 @contextmanager
-def _standing_for(
-    policy: DiffusersPolicy, times: list[int], kept: Sequence[Tensor]
-) -> Iterator[tuple[LiveBytes, list[Kernel]]]:
+def _standing_for(policy: DiffusersPolicy, times: list[int], kept: Sequence[Tensor]) -> Iterator[Meter]:
     """While entered, counts live bytes beside the `kept` tensors, and kernels.
 
     Storages kept by a block's first forward pass count `times` times, because the first of equal blocks stands for all but the
@@ -219,7 +183,7 @@ def _standing_for(
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
         entered.append(block)
-        before.setdefault(block, set(live.sizes))
+        before.setdefault(block, set(meter.live))
         for leaf in _with_gradient((args, kwargs)):
             leaf.register_hook(lambda _: backward.remove(block) if block in backward else None)
 
@@ -229,9 +193,9 @@ def _standing_for(
             leaf.register_hook(lambda _: backward.__setitem__(slice(None), [block]))
         if block not in multiplied:
             multiplied.add(block)
-            passed_on = {leaf.untyped_storage()._cdata for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
-            born = live.sizes.keys() - before[block]
-            live.multiply(born if torch.is_grad_enabled() else born - passed_on, standing[block])
+            born = meter.live.keys() - before[block]
+            passed_on = set() if torch.is_grad_enabled() else meter.sizes(out).keys()
+            meter.multiply(born - passed_on, standing[block])
 
     handles = [
         handle
@@ -242,11 +206,8 @@ def _standing_for(
         )
     ]
     try:
-        with (
-            LiveBytes(kept) as live,
-            Kernels(lambda: kernel_times[(entered or backward)[-1]] if entered or backward else 1) as recorded,
-        ):
-            yield live, recorded.kernels
+        with Meter(kept, lambda: kernel_times[(entered or backward)[-1]] if entered or backward else 1) as meter:
+            yield meter
     finally:
         for handle in handles:
             handle.remove()
