@@ -20,12 +20,13 @@ from typing import Any
 
 from g2rpo.cli.output import Output
 from g2rpo.core.files import write_whole
-from g2rpo.evaluation.gains import PILOT_SEEDS, RateGain
 from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.compare.jobs import Workers, locked
-from g2rpo.lab.compare.study import History, Point, Study, curve, read_run, smallest_good_rate
-from g2rpo.lab.compare.workflow import Workspace, gains_by_rate
+from g2rpo.lab.compare.outcomes import History, Point, curve
+from g2rpo.lab.compare.study import Study
+from g2rpo.lab.compare.workflow import Workspace
 from g2rpo.monitor.curves import COLOURS, curve_with_band
+from g2rpo.training.rates import PILOT_SEEDS, RateGain, smallest_good_rate
 
 TURNS = ["algorithm.branch_schedule=turns", "algorithm.tail=closed"]
 SMALL = "algorithm.group_size=12"
@@ -73,10 +74,10 @@ def rates(
 ) -> tuple[dict[str, float], dict[str, list[RateGain]]]:
     """The rate of each cell, and what its pilots gained, which is `known` for some."""
     pilots = {cell: workspace.pilots(cell, iterations[cell]) for cell in iterations if cell not in known}
-    train(workspace, [(cell, *pilot) for cell, own in pilots.items() for pilot in own.values()], workers)
+    workers.run(workspace.training(pilot) for own in pilots.values() for of_seeds in own.values() for pilot in of_seeds)
     gains = {cell: list(own) for cell, own in known.items() if cell in iterations}
     for cell, own in pilots.items():
-        gains[cell] = gains_by_rate(workspace, workspace.config(workspace.study.overrides_of(cell)), own)
+        gains[cell] = workspace.gains(workspace.config(workspace.study.overrides_of(cell)), own)
     return {cell: smallest_good_rate(gains[cell]) for cell in iterations}, gains
 
 
@@ -93,25 +94,18 @@ def earlier(path: Path | None, study: Study) -> dict[str, list[RateGain]]:
     return {cell: [RateGain(**one) for one in gains[cell]] for cell in gains if cell in same}
 
 
-def train(workspace: Workspace, runs: Sequence[tuple[str, Path, list[str]]], workers: Workers) -> None:
-    jobs = (workspace.training(f"{cell}, {folder.name}", folder, overrides) for cell, folder, overrides in runs)
-    workers.run([job for job in jobs if job is not None])
-
-
 def histories(
     workspace: Workspace, chosen: Mapping[str, float], iterations: Mapping[str, int], seeds: int, workers: Workers
 ) -> dict[str, list[History]]:
     """The runs of every cell; without seeds of their own the pilots at the chosen rates."""
     if not seeds:
         return {
-            cell: [read_run(workspace.config(words), folder)]
+            cell: [workspace.history(pilot) for pilot in workspace.pilots(cell, iterations[cell])[rate][-1:]]
             for cell, rate in chosen.items()
-            for (own, _), (folder, words) in workspace.pilots(cell, iterations[cell]).items()
-            if own == rate
         }
     runs = {cell: workspace.runs(cell, chosen[cell], iterations[cell]) for cell in iterations}
-    train(workspace, [(cell, *own[seed]) for seed in next(iter(runs.values())) for cell, own in runs.items()], workers)
-    return {cell: [read_run(workspace.config(words), folder) for folder, words in own.values()] for cell, own in runs.items()}
+    workers.run(workspace.training(own[seed]) for seed in next(iter(runs.values())) for own in runs.values())
+    return {cell: [workspace.history(run) for run in own.values()] for cell, own in runs.items()}
 
 
 def draw(path: Path, curves: Mapping[str, Mapping[str, Mapping[str, Sequence[Point]]]], seeds: Mapping[str, int]) -> None:

@@ -26,10 +26,9 @@ from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import interval
-from g2rpo.evaluation.gains import ONE_ERROR, PILOT_SEEDS, gain_at, gains, good_rates
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.pilots import Pilots
-from g2rpo.training.rates import FACTORS, Sweep, read_sweep
+from g2rpo.training.rates import FACTORS, ONE_ERROR, PILOT_SEEDS, Sweep, gain_at, gains, good_rates, read_sweep
 from g2rpo.training.trainer import Trainer
 
 WORLDS = {

@@ -20,7 +20,8 @@ from g2rpo.cli.output import Output
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import parse_json
 from g2rpo.lab.compare.jobs import Workers, locked
-from g2rpo.lab.compare.study import Judged, Study, judged_scores, lines
+from g2rpo.lab.compare.outcomes import Judged, judged_scores, lines
+from g2rpo.lab.compare.study import Study
 from g2rpo.lab.compare.workflow import Workspace
 
 CELLS = {"guided": [], "unguided": ["sampling.guidance_scale=1"]}
@@ -47,21 +48,18 @@ def main() -> None:
     with locked(args.out) as lock:
         workers, work = Workers(1, lock, Output()), Workspace(study, args.out)
         runs = {cell: work.runs(cell, args.rate, args.iterations) for cell in CELLS}
-        jobs = [
-            work.training(f"{cell}, seed {seed}", *runs[cell][seed]) for seed in next(iter(runs.values())) for cell in CELLS
-        ]  # seed by seed
-        workers.run([job for job in jobs if job is not None])
+        workers.run(work.training(runs[cell][seed]) for seed in next(iter(runs.values())) for cell in CELLS)  # seed by seed
         judged: dict[str, object] = {}
         for scale in SCALES:
             guided, at = f"policy.guidance_scale={scale:g}", args.out / "judged" / f"guidance_{scale:g}"
-            some, _ = next(iter(runs["guided"].values()))
+            some = next(iter(runs["guided"].values())).folder
             todo = [work.judging(f"the base at {scale:g}", some, at / "base", "weights=", guided)]
             todo += [
-                work.judging(f"{cell}, seed {seed}, at {scale:g}", folder, at / f"{cell}_{seed}", "base=false", guided)
+                work.judging(f"{cell}, seed {seed}, at {scale:g}", run.folder, at / f"{cell}_{seed}", "base=false", guided)
                 for cell, own in runs.items()
-                for seed, (folder, _) in own.items()
+                for seed, run in own.items()
             ]
-            workers.run([job for job in todo if job is not None])
+            workers.run(todo)
             base, tables = scores(at / "base"), {}
             for cell, own in runs.items():
                 of_runs = [scores(at / f"{cell}_{seed}") for seed in own]

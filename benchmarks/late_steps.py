@@ -21,13 +21,13 @@ from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
-from g2rpo.evaluation.gains import Scores
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import read_config
+from g2rpo.training.rates import Values
 
 
-def scores(run: Path, count: int) -> list[dict[str, Scores]]:
+def scores(run: Path, count: int) -> list[dict[str, Values]]:
     """Scores by reward, [prompts] each, with the adapter in the first 0, 1, ... steps."""
     config = read_config(run)
     policy = components.build_policy(config.policy, tuning="frozen")

@@ -27,10 +27,9 @@ from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
-from g2rpo.evaluation.gains import Scores
-from g2rpo.lab.compare.arguments import own_budgets
 from g2rpo.lab.compare.jobs import Job, Workers, locked
-from g2rpo.lab.compare.study import judged_scores, seconds_per_evaluation
+from g2rpo.lab.compare.outcomes import judged_scores, seconds_per_evaluation
+from g2rpo.lab.compare.study import own_budgets
 from g2rpo.lab.compare.workflow import compare
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Planner
@@ -39,6 +38,7 @@ from g2rpo.monitor.image_statistics import spread
 from g2rpo.monitor.scores import read_rows
 from g2rpo.runs.directory import EvaluationDirectory
 from g2rpo.runs.lifecycle import read_config
+from g2rpo.training.rates import Values
 
 EXACT = "sampling.tails.forecast=false"
 TURNS = ["algorithm.branch_steps={steps}", "algorithm.branch_schedule=turns", "algorithm.tail=closed"]
@@ -253,7 +253,7 @@ def seeds_of(world: str) -> range:
     return range(first, first + WORLDS[world]["seeds"])
 
 
-def scores_of(world: str, cell: str, out: Path) -> Scores:
+def scores_of(world: str, cell: str, out: Path) -> Values:
     """By seed and held-out prompt, the share of right ones at 10 steps; of the base one row."""
     judged, right = out / world / "judged", WORLDS[world]["right"]
     folders = [judged / "base"] if cell == "base" else [judged / cell / f"seed_{seed}" for seed in seeds_of(world)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.compare.jobs import Workers, locked
-from g2rpo.lab.compare.study import Study, gain_of, read_run
+from g2rpo.lab.compare.outcomes import gain_of
+from g2rpo.lab.compare.study import Study
 from g2rpo.lab.compare.workflow import Workspace
 
 RATES = {"scenes": [2e-4, 5e-4, 1.2e-3, 3e-3], "words-alone": [1e-4, 2e-4, 4e-4, 8e-4]}
@@ -77,29 +78,29 @@ def study(world: str, jobs: int, out: Path) -> dict[str, Any]:
     with locked(folder) as lock:
         workers = Workers(jobs, lock, lambda event: print(event.text, flush=True) if isinstance(event, Line) else None)
         pilots = {
-            title: next(pilot for (at, _), pilot in workspace.pilots(title, iterations[title]).items() if at == rate)
+            title: replace(workspace.pilots(title, iterations[title])[rate][0], title=f"pilot of {title}")
             for title, rate in rates.items()
         }
-        workers.run(workspace.training(f"pilot of {title}", *pilot) for title, pilot in pilots.items())
+        workers.run(map(workspace.training, pilots.values()))
         gains = {
-            title: gain_of(rates[title], [read_run(workspace.config(words), path)], weights_of(configs[title])).gain
-            for title, (path, words) in pilots.items()
+            title: gain_of(rates[title], [workspace.history(pilot)], weights_of(configs[title])).gain
+            for title, pilot in pilots.items()
         }
         best = {name: max(tried, key=gains.__getitem__) for name, tried in settings.items()}
         runs = {
-            (name, seed): (folder / "runs" / name / f"seed_{seed}", overrides)
+            (name, seed): replace(run, title=f"{name}, seed {seed}", folder=folder / "runs" / name / f"seed_{seed}")
             for name, title in best.items()
-            for seed, (_, overrides) in workspace.runs(title, rates[title], iterations[title]).items()
+            for seed, run in workspace.runs(title, rates[title], iterations[title]).items()
         }
-        workers.run(workspace.training(f"{name}, seed {seed}", *run) for (name, seed), run in runs.items())
+        workers.run(map(workspace.training, runs.values()))
         judged = folder / "judged"
-        some_run, _ = next(iter(runs.values()))
+        some_run = next(iter(runs.values())).folder
         workers.run(
             [
                 workspace.judging("judging the base", some_run, judged / "base", "weights="),
                 *(
-                    workspace.judging(f"judging {name}, seed {seed}", run, judged / name / f"seed_{seed}", "base=false")
-                    for (name, seed), (run, _) in runs.items()
+                    workspace.judging(f"judging {name}, seed {seed}", run.folder, judged / name / f"seed_{seed}", "base=false")
+                    for (name, seed), run in runs.items()
                 ),
             ]
         )

@@ -29,7 +29,7 @@ from g2rpo.core.plain import read_as
 from g2rpo.core.types import Algorithm, Policy, Scorer
 from g2rpo.evaluation.heldout import Comparison, compare
 from g2rpo.evaluation.sampler import Sampler, sampler_of
-from g2rpo.lab.compare.arguments import parse_budget
+from g2rpo.lab.compare.study import parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.report.page import write_page
 from g2rpo.monitor.trackers import Tracker

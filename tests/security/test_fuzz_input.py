@@ -25,7 +25,7 @@ from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import digest_of
 from g2rpo.core.plain import as_json, is_text
-from g2rpo.lab.compare.study import gain_of, read_run
+from g2rpo.lab.compare.outcomes import gain_of, read_run
 from g2rpo.lab.report.page import write_page
 from g2rpo.policies.adapters import check_fit, read_adapter
 from g2rpo.prompts.sources import read_prompts

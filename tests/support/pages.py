@@ -24,7 +24,7 @@ from g2rpo.cli.main import app
 from g2rpo.config.resolve import parse_options, resolve_as
 from g2rpo.config.schema import RewardConfig
 from g2rpo.evaluation.sweep import JudgingConfig
-from g2rpo.lab.compare import arguments as compare_arguments
+from g2rpo.lab.compare import study as compare_arguments
 from g2rpo.lab.plan.plan import find_target
 
 ROOT = Path(__file__).parents[2]

@@ -87,7 +87,7 @@ def compare(
     """Compare algorithms or variants under one budget, each at its best learning rate, over several seeds."""
     from g2rpo.app.evaluate import step_counts
     from g2rpo.cli.results import show_study
-    from g2rpo.lab.compare import arguments as words
+    from g2rpo.lab.compare import study as words
     from g2rpo.lab.compare.workflow import compare as run
 
     results = run(

@@ -15,12 +15,11 @@ import torch
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import Stopped
 from g2rpo.core.types import Reward
-from g2rpo.evaluation.gains import PILOT_SEEDS, STOPPED, gain_at, gains
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.monitor.metrics import Row
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.pace import MEASURED, with_length
-from g2rpo.training.rates import LONGER, REPEATED, Pilot, Sweep
+from g2rpo.training.rates import LONGER, PILOT_SEEDS, REPEATED, STOPPED, Pilot, Sweep, gain_at, gains
 from g2rpo.training.trainer import Trainer
 
 PART = 4

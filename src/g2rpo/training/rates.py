@@ -1,20 +1,101 @@
-"""The pilots that chose a run's learning rate, as its rates.json holds them (`training.pilots` runs them)."""
+"""The rule by which a learning rate is chosen, and the pilots that chose a run's, as its rates.json holds them.
+
+Pilots are short runs with seeds of their own, evaluated on training prompts. `training.pilots` runs those of
+`g2rpo train --find-rate`, `lab.compare` those of a study.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import Count, read_as
-from g2rpo.evaluation.gains import RateGain, good_rates
+from g2rpo.core.statistics import interval
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.folders import writing
+
+Values = NDArray[np.float64]
+PILOT_SEEDS = 1000
+"""Offset of the pilots' seeds from those of the runs that take their rate."""
+ONE_ERROR = 0.6827
+"""The level of an interval of a standard error to each side: of rates that learn nothing one in six passes."""
+MODEL_GETS_WORSE = ("hacking", "decline", "pictures")
+"""Alarms by which a rate is not taken."""
+STOPPED = "stopped"
+"""In place of an alarm: the pilot could not be finished."""
+
+
+def gains(first: Mapping[str, Values], last: Mapping[str, Values], weights: Mapping[str, float]) -> Values:
+    """The gain [N] of each prompt between two evaluations in the trained rewards: the sum of their changes in units of the
+    first's standard deviation over prompts, weighted as in training. NaN where a score is missing; a reward without variance
+    is not scaled."""
+    spreads = {name: float(np.nanstd(first[name])) for name in weights}
+    changes = [weight * (last[name] - first[name]) / (spreads[name] or 1.0) for name, weight in weights.items()]
+    return np.asarray(np.sum(changes, axis=0), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class RateGain:
+    """What pilots at one learning rate gained: the mean of `gains`, a standard error below and above it, and their alarms."""
+
+    rate: float
+    gain: float
+    low: float
+    high: float
+    alarms: dict[str, str]
+
+    @property
+    def sound(self) -> bool:
+        """Whether no alarm says that the model gets worse."""
+        return not any(name in self.alarms for name in (*MODEL_GETS_WORSE, STOPPED))
+
+    @property
+    def learns(self) -> bool:
+        """Whether it is sound and gains more than its standard error."""
+        return self.sound and self.low > 0
+
+
+def gain_at(rate: float, gains: Sequence[Values], alarms: Mapping[str, str]) -> RateGain:
+    """Of pilots at `rate`: the gains [N] of each one's prompts, and the alarms of all."""
+    mean = interval(gains, level=ONE_ERROR)
+    return RateGain(rate, mean.mean, mean.low, mean.high, dict(alarms))
+
+
+def good_rates(tried: Sequence[RateGain]) -> list[float]:
+    """The rates, ascending, that no pilot tells from the best: without an alarm that the model gets worse, and with a gain no
+    less than the best one's minus its standard error. Empty if every rate has such an alarm or no score.
+
+    The rule of one standard error of Breiman et al. (Classification and Regression Trees, 1984, 3.4.3). The highest gain alone
+    was most often that of a rate at which whole runs collapse later (LOG.md). The best is one that learns, if any does: a gain
+    within its own error may be chance.
+    """
+    sound = [one for one in tried if one.sound and math.isfinite(one.gain)]
+    learning = [one for one in sound if one.learns]
+    if not sound:
+        return []
+    best = max(learning or sound, key=lambda one: one.gain)
+    least = best.gain if math.isnan(best.low) else best.low
+    return sorted(one.rate for one in sound if one.gain >= least)
+
+
+def smallest_good_rate(tried: Sequence[RateGain]) -> float:
+    """The smallest of the `good_rates`: no algorithm's own rate is preferred. If every rate has an alarm, the smallest whose
+    gain is within a standard error of the best; UserError if no pilot has scores."""
+    unsound = [replace(one, alarms={}) for one in tried]
+    rates = good_rates(tried) or good_rates(unsound)
+    if not rates:
+        raise UserError("no pilot has scores of all rewards, so no learning rate can be chosen; their logs say why")
+    return rates[0]
+
 
 FACTORS = (0.25, 0.5, 1, 2)
 """The rates of the pilots, as multiples of the config's. At 4 pilots gain where whole runs collapse (LOG.md)."""

@@ -17,15 +17,15 @@ from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import as_json
-from g2rpo.evaluation.gains import RateGain, good_rates
 from g2rpo.evaluation.work import iterations_within, work
-from g2rpo.lab.compare.arguments import check_overrides, own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.lab.compare.jobs import environment
+from g2rpo.lab.compare.outcomes import History, gain_of, lines, read_run, seconds_per_evaluation
 from g2rpo.lab.compare.results import FREE
-from g2rpo.lab.compare.study import History, gain_of, lines, read_run, seconds_per_evaluation, smallest_good_rate
+from g2rpo.lab.compare.study import check_overrides, own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
 from g2rpo.runs.lifecycle import read_config
+from g2rpo.training.rates import RateGain, good_rates, smallest_good_rate
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import fits, trainer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,28 +10,24 @@ from typing import Any
 import numpy as np
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import write_whole
+from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import Interval
 from g2rpo.evaluation.controls import Controls
-from g2rpo.evaluation.gains import RateGain
-from g2rpo.evaluation.sweep import Judged as JudgedRow
-from g2rpo.lab.compare.study import (
-    AGAIN,
+from g2rpo.lab.compare.outcomes import (
     History,
-    Judged,
     Knob,
     Outcome,
-    Study,
+    Point,
     best_knobs,
     curve,
-    judged_scores,
     lines,
-    save_curves,
+    read_judged,
 )
-from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.scores import Row, read_rows
+from g2rpo.lab.compare.study import Study
+from g2rpo.monitor.curves import COLOURS, curve_with_band
 from g2rpo.runs.directory import EvaluationDirectory, StudyDirectory
+from g2rpo.training.rates import RateGain
 
 FREE = {"best": "no training: best free knob", "best_of": "no training: best of several"}
 
@@ -45,30 +41,24 @@ class _WithControls:
 
 @dataclass(frozen=True)
 class Cell:
-    """The results of a cell: its learning rate, what its pilots gained, and its runs, one per seed."""
+    """The results of a cell: its learning rate, what its pilots gained, and its runs and their evaluations, one per seed."""
 
     learning_rate: float
     gains: Sequence[RateGain]
-    folders: Sequence[Path]
-    runs: Sequence[History]
+    runs: Mapping[Path, History]
     judged: Sequence[Path]
 
     def spent(self, rates: Sequence[float]) -> dict[str, Any]:
         """The mean cost of a run."""
+        runs = list(self.runs.values())
         return {
             "learning_rate": self.learning_rate,
             "at_edge": len(rates) > 1 and self.learning_rate in (min(rates), max(rates)),
-            "iterations": self.runs[0].iterations[-1],
-            "evaluations": float(np.mean([run.work[-1] for run in self.runs])),
-            "pictures": float(np.mean([_pictures(folder) for folder in self.folders])),
-            "seconds": float(np.mean([run.seconds[-1] for run in self.runs])),
+            "iterations": runs[0].iterations[-1],
+            "evaluations": float(np.mean([run.work[-1] for run in runs])),
+            "pictures": float(np.mean([run.pictures for run in runs])),
+            "seconds": float(np.mean([run.seconds[-1] for run in runs])),
         }
-
-    def scores(self, base: Path) -> Judged:
-        """[S, N] by (steps, reward), as many as of the `base`."""
-        tables = [_read_judged(folder) for folder in self.judged]
-        _check_alike({base: _sizes(_read_judged(base)), **dict(zip(self.judged, map(_sizes, tables), strict=True))})
-        return {key: np.stack([table[key] for table in tables]) for key in tables[0]}
 
 
 @dataclass(frozen=True)
@@ -96,105 +86,83 @@ def write_results(
     """Writes results.json, results.md and curves.png; `base` and `controls` are evaluations of the
     base and of its free knobs."""
     for cell in cells.values():
-        _check_alike({folder: run.iterations for folder, run in zip(cell.folders, cell.runs, strict=True)})
-    lengths = {path: _lengths(run) for cell in cells.values() for path, run in zip(cell.folders, cell.runs, strict=True)}
-    _check_alike(lengths)
-    scores = {name: cell.scores(base) for name, cell in cells.items()}
-    untrained = _read_judged(base)
-    table = lines(untrained, scores)
+        _check_alike({folder: run.iterations for folder, run in cell.runs.items()})
+    runs = {folder: run for cell in cells.values() for folder, run in cell.runs.items()}
+    _check_alike({folder: {name: len(of) for name, of in run.scores[0].items()} for folder, run in runs.items()})
+    judged = {folder: read_judged(folder) for folder in (base, *(one for cell in cells.values() for one in cell.judged))}
+    _check_alike({folder: {key: len(of) for key, of in scores.items()} for folder, scores in judged.items()})
+    untrained = judged[base]
+    scores = {
+        name: {key: np.stack([judged[one][key] for one in cell.judged]) for key in untrained} for name, cell in cells.items()
+    }
     knobs = []
     if controls is not None:
         found = read_as(_WithControls, EvaluationDirectory(controls).results).controls
         knobs = best_knobs(found, {reward for _, reward in untrained})
-    rewards = next(iter(cells.values())).runs[0].scores[0]
-    curves = {reward: {name: curve(cell.runs, reward) for name, cell in cells.items()} for reward in rewards}
+    rewards = next(iter(runs.values())).scores[0]
+    curves = {reward: {name: curve([*cell.runs.values()], reward) for name, cell in cells.items()} for reward in rewards}
     spent = {name: cell.spent(study.rates) for name, cell in cells.items()}
     gains = {name: cell.gains for name, cell in cells.items() if cell.gains}
-    prompts = next(iter(next(iter(scores.values())).values())).shape[1]
-    results = {
+    results = StudyResults(study, out, lines(untrained, scores), knobs, trained, len(next(iter(untrained.values()))))
+    stored = {
         "study": study.model_dump(mode="json"),
-        "prompts": prompts,
+        "prompts": results.prompts,
         "intervals": "95% over training seeds and held-out prompts: crossed bootstrap, 2000 resamples; of one seed Student's t",
         "evaluations_count": "rollout evaluations, and 3 for each latent of a training pass (4 with a KL term)",
         "seconds_per_evaluation": dict(prices),
         "pilots": gains,
         "spent": spent,
-        "judged": table,
+        "judged": results.table,
         **({"controls": knobs} if knobs else {}),
         "curves": curves,
     }
-    text = markdown(study, table, spent, gains, prompts, trained, knobs)
     files = StudyDirectory(out)
-    write_whole(files.results, as_json(results, 1).encode())
-    write_whole(files.page, text.encode())
+    write_whole(files.results, as_json(stored, 1).encode())
+    write_whole(files.page, markdown(results, spent, gains).encode())
     save_curves(files.curves, curves, trained)
-    return StudyResults(study, out, table, knobs, trained, prompts)
+    return results
 
 
-def markdown(
-    study: Study,
-    table: Sequence[Outcome],
-    spent: Mapping[str, Mapping[str, Any]],
-    gains: Mapping[str, Sequence[RateGain]],
-    prompts: int,
-    trained: Sequence[str],
-    knobs: Sequence[Knob] = (),
-) -> str:
+def markdown(results: StudyResults, spent: Mapping[str, Mapping[str, Any]], gains: Mapping[str, Sequence[RateGain]]) -> str:
     """The results as a page."""
-    budget = ", ".join(
-        [f"{study.budget:g} {study.unit}", *(f"{amount:g} for {cell}" for cell, amount in study.budgets.items())]
-    )
+    study = results.study
+    own = [f"{amount:g} for {cell}" for cell, amount in study.budgets.items()]
+    budget = ", ".join([f"{study.budget:g} {study.unit}", *own])
+    costs = []
+    for cell, cost in spent.items():
+        edge = " (edge of the sweep)" if cost["at_edge"] else ""
+        numbers = [f"{cost[key]:,.0f}" for key in ("evaluations", "pictures", "seconds")]
+        costs.append([cell, f"{cost['learning_rate']:g}{edge}", str(cost["iterations"]), *numbers])
     parts = [
         f"# {', '.join(study.cells)} on {study.recipe}",
-        f"Budget of a run: {budget}. {study.seeds} seeds, {prompts} held-out prompts, one noise for all. Brackets: 95 % "
-        "intervals over seeds and prompts.",
+        f"Budget of a run: {budget}. {study.seeds} seeds, {results.prompts} held-out prompts, one noise for all. "
+        "Brackets: 95 % intervals over seeds and prompts.",
         "## Spent, per run",
-        _rows(
-            ["cell", "learning rate", "iterations", "network evaluations*", "pictures", "seconds of training"],
-            [
-                [
-                    cell,
-                    f"{cost['learning_rate']:g}" + (" (edge of the sweep)" if cost["at_edge"] else ""),
-                    str(cost["iterations"]),
-                    f"{cost['evaluations']:,.0f}",
-                    f"{cost['pictures']:,.0f}",
-                    f"{cost['seconds']:,.0f}",
-                ]
-                for cell, cost in spent.items()
-            ],
-        ),
+        _rows(["cell", "learning rate", "iterations", "network evaluations*", "pictures", "seconds of training"], costs),
         "\\* of rollouts, and three for each latent of a training pass, four with a KL term.",
     ]
-    rewards = list(dict.fromkeys(line.reward for line in table))
-    names = [f"{name} ({'trained' if name in trained else 'judged'})" for name in rewards]
+    rewards = list(dict.fromkeys(line.reward for line in results.table))
+    head = ["cell", *(f"{name} ({'trained' if name in results.trained else 'judged'})" for name in rewards)]
+    first, *others = study.cells
     for steps in study.steps:
-        at = {(line.cell, line.reward): line for line in table if line.steps == steps}
-        parts.append(f"## {steps} steps: change against the base")
+        at = {(line.cell, line.reward): line for line in results.table if line.steps == steps}
         changes = [[cell, *(f"{at[cell, name].change:+}" for name in rewards)] for cell in study.cells]
-        if knobs and steps == study.steps[0]:
-            changes += [[label, *cells] for label, cells in knob_rows(knobs, rewards)]
-        parts.append(_rows(["cell", *names], changes))
-        first, *others = study.cells
+        if steps == study.steps[0]:
+            changes += [[label, *knobs] for label, knobs in knob_rows(results.knobs, rewards)]
+        parts += [f"## {steps} steps: change against the base", _rows(head, changes)]
         if others:
-            parts.append(f"## {steps} steps: lead over {first}")
-            parts.append(
-                _rows(["cell", *names], [[cell, *(f"{at[cell, name].lead:+}" for name in rewards)] for cell in others])
-            )
+            leads = [[cell, *(f"{at[cell, name].lead:+}" for name in rewards)] for cell in others]
+            parts += [f"## {steps} steps: lead over {first}", _rows(head, leads)]
     if gains:
         parts.append(
             "## Pilots: gain in the trained rewards, in standard deviations of the base, on training prompts\n\n"
             "In brackets a standard error below and above. Taken is the smallest rate that is within a standard error of the "
             "best and has no alarm that the model gets worse."
         )
-        parts.append(
-            _rows(
-                ["cell", *(f"{rate:g}" for rate in study.rates)],
-                [
-                    [cell, *(_pilot(one, one.rate == spent[cell]["learning_rate"]) for one in tried)]
-                    for cell, tried in gains.items()
-                ],
-            )
-        )
+        tried = [
+            [cell, *(_pilot(one, one.rate == spent[cell]["learning_rate"]) for one in pilots)] for cell, pilots in gains.items()
+        ]
+        parts.append(_rows(["cell", *(f"{rate:g}" for rate in study.rates)], tried))
     return "\n\n".join(parts) + "\n"
 
 
@@ -224,15 +192,6 @@ def _knob(knob: Knob | None) -> str:
     return f"{knob.change:+}, {knob.control}; {knob.evaluations} evaluations{readings} a picture"
 
 
-def _lengths(run: History) -> dict[str, int]:
-    """Held-out prompts by reward."""
-    return {name: len(values) for name, values in run.scores[0].items()}
-
-
-def _sizes(judged: Judged) -> dict[tuple[int, str], int]:
-    return {key: len(values) for key, values in judged.items()}
-
-
 def _check_alike(found: Mapping[Path, Any]) -> None:
     """UserError for a folder that has something else than the first, so that its scores cannot be set beside the first's."""
     first, *others = found
@@ -243,21 +202,29 @@ def _check_alike(found: Mapping[Path, Any]) -> None:
             )
 
 
-def _read_judged(folder: Path) -> Judged:
-    return judged_scores(_read_rows(folder))
+def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]], trained: Sequence[str]) -> None:
+    """Draws curves[reward][cell]: a row of panels per reward, against iterations, network evaluations and seconds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-
-def _read_rows(folder: Path) -> list[Row]:
-    """The rows of an evaluation, with each of its pictures once."""
-    path = EvaluationDirectory(folder).pictures
-    rows = read_rows(path, JudgedRow, AGAIN)
-    indices: dict[tuple[Any, ...], list[int]] = {}
-    for row in rows:
-        indices.setdefault((row["steps"], row["side"], row.get("control")), []).append(row["index"])
-    if any(sorted(own) != list(range(len(own))) for own in indices.values()):
-        raise UserError(f"{path}: lacks pictures, or has one twice; {AGAIN}")
-    return rows
-
-
-def _pictures(run: Path) -> int:
-    return sum(row["images"] for row in read_metrics(run) if row["kind"] == "train")
+    axes_of: dict[str, Callable[[Point], float]] = {
+        "iterations": lambda point: point.iteration,
+        "network evaluations, training included": lambda point: point.work,
+        "seconds of training": lambda point: point.seconds,
+    }
+    figure = Figure(figsize=(12.6, 2.8 * len(curves)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(curves), 3, squeeze=False, sharey="row")
+    for row, (reward, cells) in zip(axes, curves.items(), strict=True):
+        for axis, (label, spent) in zip(row, axes_of.items(), strict=True):
+            for number, (cell, points) in enumerate(cells.items()):
+                mean, low, high = ([getattr(point.change, name) for point in points] for name in ("mean", "low", "high"))
+                x, style = [spent(point) for point in points], "-" if number < len(COLOURS) else "--"
+                curve_with_band(axis, x, mean, low, high, COLOURS[number % len(COLOURS)], label=cell, linestyle=style)
+            axis.axhline(0, color="#888", linewidth=0.8)
+            axis.set_xlabel(label, fontsize=9)
+        row[0].set_ylabel("change", fontsize=9)
+        row[0].set_title(f"{reward} ({'trained on' if reward in trained else 'judged only'})", fontsize=10, loc="left")
+    axes[0][0].legend(fontsize=8)
+    with whole_file(path) as unfinished:
+        figure.savefig(unfinished, dpi=120)

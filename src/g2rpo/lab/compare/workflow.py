@@ -29,19 +29,28 @@ from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Alarm, Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
-from g2rpo.evaluation.gains import PILOT_SEEDS, RateGain
 from g2rpo.evaluation.work import iterations_within
-from g2rpo.lab.compare.arguments import check_overrides, own_budgets
 from g2rpo.lab.compare.jobs import Job, Workers, locked
+from g2rpo.lab.compare.outcomes import History, gain_of, read_run, seconds_per_evaluation
 from g2rpo.lab.compare.results import Cell, StudyResults, write_results
-from g2rpo.lab.compare.study import History, Study, Unit, gain_of, read_run, seconds_per_evaluation, smallest_good_rate
+from g2rpo.lab.compare.study import Study, Unit, check_overrides, own_budgets
 from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, StudyDirectory
 from g2rpo.runs.lifecycle import check_directory, first_usable
 from g2rpo.runtime.folders import is_empty
 from g2rpo.training.model_card import CARD
+from g2rpo.training.rates import PILOT_SEEDS, RateGain, smallest_good_rate
 
 NOISE = 0  # the seed of the evaluations: the same noise for all cells, so that differences are paired
 PROBE = 3  # iterations; the first is a warm-up
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of a study: its folder, and the overrides of the recipe."""
+
+    title: str
+    folder: Path
+    overrides: list[str]
 
 
 @dataclass(frozen=True)
@@ -54,19 +63,23 @@ class Workspace:
     def config(self, overrides: Sequence[str]) -> Config:
         return completed(load_config(self.study.recipe, overrides))
 
-    def training(self, title: str, folder: Path, overrides: Sequence[str]) -> Job | None:
-        """The job that trains, or continues training, in `folder`; None if it is finished. Another run there is refused."""
-        begun = RunDirectory(folder).config.is_file()
-        check_directory(self.config(overrides), folder, resume=begun)
-        if finished(folder):
+    def history(self, run: Training) -> History:
+        """Of a finished run."""
+        return read_run(self.config(run.overrides), run.folder)
+
+    def training(self, run: Training) -> Job | None:
+        """The job that trains, or continues training; None if the run is finished. Another run in its folder is refused."""
+        begun = RunDirectory(run.folder).config.is_file()
+        check_directory(self.config(run.overrides), run.folder, resume=begun)
+        if finished(run.folder):
             return None
         resume = ["--resume"] if begun else []
-        arguments = ["train", self.study.recipe, *overrides, "--run-dir", str(folder), *resume]
-        return Job(title, arguments, folder.parent / f"{folder.name}.log")
+        arguments = ["train", self.study.recipe, *run.overrides, "--run-dir", str(run.folder), *resume]
+        return Job(run.title, arguments, run.folder.parent / f"{run.folder.name}.log")
 
-    def probe(self, cell: str) -> tuple[Path, list[str]]:
+    def probe(self, cell: str) -> Training:
         short = [f"trainer.iterations={PROBE}", "evaluation.num_prompts=1"]
-        return self.out / "probes" / cell, [*self.study.overrides_of(cell), *short]
+        return Training(f"probe of {cell}", self.out / "probes" / cell, [*self.study.overrides_of(cell), *short])
 
     def run(self, cell: str, rate: float, seed: int, iterations: int) -> list[str]:
         """The overrides of one run; every run of a study has as many evaluations as the recipe's own."""
@@ -85,27 +98,38 @@ class Workspace:
             "evaluation.controls=false",
         ]
 
-    def pilots(self, cell: str, iterations: int) -> dict[tuple[float, int], tuple[Path, list[str]]]:
-        """Folder and overrides by rate and seed."""
+    def pilots(self, cell: str, iterations: int) -> dict[float, list[Training]]:
+        """By rate one of each seed."""
         config = self.config(self.study.overrides_of(cell))
-        seeds = range(config.trainer.seed + PILOT_SEEDS, config.trainer.seed + PILOT_SEEDS + self.study.pilots)
-        unseen = f"evaluation.prompts={config.prompts.train}"
+        first = config.trainer.seed + PILOT_SEEDS
         return {
-            (rate, seed): (
-                self.out / "pilots" / cell / f"rate_{rate:g}" / f"seed_{seed}",
-                [*self.run(cell, rate, seed, iterations), unseen],
-            )
+            rate: [
+                Training(
+                    f"pilot of {cell}, rate {rate:g}, seed {seed}",
+                    self.out / "pilots" / cell / f"rate_{rate:g}" / f"seed_{seed}",
+                    [*self.run(cell, rate, seed, iterations), f"evaluation.prompts={config.prompts.train}"],
+                )
+                for seed in range(first, first + self.study.pilots)
+            ]
             for rate in self.study.rates
-            for seed in seeds
         }
 
-    def runs(self, cell: str, rate: float, iterations: int) -> dict[int, tuple[Path, list[str]]]:
-        """Folder and overrides by seed."""
+    def runs(self, cell: str, rate: float, iterations: int) -> dict[int, Training]:
+        """By seed."""
         first = self.config(self.study.overrides_of(cell)).trainer.seed
         return {
-            seed: (self.out / "runs" / cell / f"seed_{seed}", self.run(cell, rate, seed, iterations))
+            seed: Training(
+                f"{cell}, rate {rate:g}, seed {seed}",
+                self.out / "runs" / cell / f"seed_{seed}",
+                self.run(cell, rate, seed, iterations),
+            )
             for seed in range(first, first + self.study.seeds)
         }
+
+    def gains(self, config: Config, pilots: Mapping[float, Sequence[Training]]) -> list[RateGain]:
+        """What finished pilots of a cell with this `config` gained, by rate."""
+        weights = {name: entry.weight for name, entry in config.rewards.items()}
+        return [gain_of(rate, [self.history(pilot) for pilot in own], weights) for rate, own in pilots.items()]
 
     def judging(self, title: str, run: Path, folder: Path, *settings: str) -> Job | None:
         """The job that evaluates a run's weights; None if it is finished."""
@@ -175,13 +199,13 @@ def compare(
 
 def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers, controls: bool) -> StudyResults:
     """Probes, pilots, runs, judging, results."""
-    study = workspace.study
+    study, files = workspace.study, StudyDirectory(workspace.out)
     prices: dict[str, float] = {}
     if study.unit == "seconds":
         probes = {cell: workspace.probe(cell) for cell in study.cells}
-        workers.run(workspace.training(f"probe of {cell}", *probe) for cell, probe in probes.items())
+        workers.run(map(workspace.training, probes.values()))
         prices = {
-            cell: seconds_per_evaluation(workspace.config(overrides), folder) for cell, (folder, overrides) in probes.items()
+            cell: seconds_per_evaluation(workspace.config(probe.overrides), probe.folder) for cell, probe in probes.items()
         }
     iterations = _spend(study, configs, prices)
 
@@ -189,46 +213,32 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
     if len(study.rates) > 1:
         pilots = {cell: workspace.pilots(cell, iterations[cell]) for cell in study.cells}
         workers.run(
-            workspace.training(f"pilot of {cell}, rate {rate:g}, seed {seed}", *pilot)
-            for cell, by_setting in pilots.items()
-            for (rate, seed), pilot in by_setting.items()
+            workspace.training(pilot) for by_rate in pilots.values() for of_seeds in by_rate.values() for pilot in of_seeds
         )
-        tried = {cell: gains_by_rate(workspace, configs[cell], by_setting) for cell, by_setting in pilots.items()}
+        tried = {cell: workspace.gains(configs[cell], by_rate) for cell, by_rate in pilots.items()}
     chosen = {cell: smallest_good_rate(gains) if gains else study.rates[0] for cell, gains in tried.items()}
 
     runs = {cell: workspace.runs(cell, chosen[cell], iterations[cell]) for cell in study.cells}
-    workers.run(
-        workspace.training(f"{cell}, rate {chosen[cell]:g}, seed {seed}", *run)
-        for cell, by_seed in runs.items()
-        for seed, run in by_seed.items()
-    )
-    base = StudyDirectory(workspace.out).base
-    judged = {cell: {seed: base.parent / cell / f"seed_{seed}" for seed in by_seed} for cell, by_seed in runs.items()}
-    some_run, _ = next(iter(next(iter(runs.values())).values()))
-    tuned = (
-        workspace.judging(f"judging {cell}, seed {seed}", folder, judged[cell][seed], "base=false")
-        for cell, by_seed in runs.items()
-        for seed, (folder, _) in by_seed.items()
-    )
-    free = StudyDirectory(workspace.out).controls
-    untrained = [workspace.judging("judging the base", some_run, base, "weights=")]
+    workers.run(workspace.training(run) for by_seed in runs.values() for run in by_seed.values())
+    some_run = next(iter(next(iter(runs.values())).values())).folder
+    judging = [workspace.judging("judging the base", some_run, files.base, "weights=")]
     if controls:
-        untrained.append(workspace.judging("judging free knobs of the base", some_run, free, "weights=", "--controls"))
-    workers.run([*untrained, *tuned])
+        free = workspace.judging("judging free knobs of the base", some_run, files.controls, "weights=", "--controls")
+        judging.append(free)
+    judged: dict[str, list[Path]] = {cell: [] for cell in study.cells}
+    for cell, by_seed in runs.items():
+        for seed, run in by_seed.items():
+            judged[cell].append(files.base.parent / cell / f"seed_{seed}")
+            judging.append(workspace.judging(f"judging {cell}, seed {seed}", run.folder, judged[cell][-1], "base=false"))
+    workers.run(judging)
 
     cells = {
-        cell: Cell(
-            chosen[cell],
-            tried[cell],
-            [folder for folder, _ in by_seed.values()],
-            [read_run(workspace.config(overrides), folder) for folder, overrides in by_seed.values()],
-            list(judged[cell].values()),
-        )
+        cell: Cell(chosen[cell], tried[cell], {run.folder: workspace.history(run) for run in by_seed.values()}, judged[cell])
         for cell, by_seed in runs.items()
     }
     trained = sorted({name for config in configs.values() for name in config.rewards})
-    knobs = free if EvaluationDirectory(free).results.is_file() else None
-    return write_results(study, workspace.out, cells, base, trained, prices, knobs)
+    knobs = files.controls if EvaluationDirectory(files.controls).results.is_file() else None
+    return write_results(study, workspace.out, cells, files.base, trained, prices, knobs)
 
 
 def _configs(recipe: str, overrides: Sequence[str], cells: Mapping[str, Sequence[str]], emit: Emit) -> dict[str, Config]:
@@ -305,17 +315,6 @@ def _spend(study: Study, configs: Mapping[str, Config], prices: Mapping[str, flo
         except UserError as error:
             raise UserError(f"--budget {study.unit}={study.budget_of(cell):g}: cell {cell}: {error}") from None
     return iterations
-
-
-def gains_by_rate(
-    workspace: Workspace, config: Config, pilots: Mapping[tuple[float, int], tuple[Path, list[str]]]
-) -> list[RateGain]:
-    """The gains of a cell's finished pilots, by rate."""
-    weights = {name: entry.weight for name, entry in config.rewards.items()}
-    runs: dict[float, list[History]] = {}
-    for (rate, _), (folder, overrides) in pilots.items():
-        runs.setdefault(rate, []).append(read_run(workspace.config(overrides), folder))
-    return [gain_of(rate, of_seeds, weights) for rate, of_seeds in runs.items()]
 
 
 def _note(emit: Emit, cell: str, message: str) -> None:
