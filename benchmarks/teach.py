@@ -34,7 +34,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import paired
 from g2rpo.lab.demo.settings import TAUGHT
-from g2rpo.lab.teach.opening import opened, teach_config
+from g2rpo.lab.teach.commands import opened, teach_config
 from g2rpo.training.trainer import Trainer
 
 WORLDS = {"scenes": (TAUGHT["testbed"], "scene_correct"), "words": (TAUGHT["words"], "ocr_exact")}

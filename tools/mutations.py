@@ -204,21 +204,21 @@ MUTATIONS = [
     ),
     Mutation("rewards/taste.py", "if group not in part]", "if True]", "tests/rewards/test_taste.py -k random_clicks"),
     Mutation(
-        "lab/teach/session.py",
+        "lab/teach/brake.py",
         "one.tuned - one.base < -FALL",
         "one.tuned - one.base > FALL",
         "tests/lab/teach/test_session.py -k judge",
     ),
     Mutation(
         "lab/teach/session.py",
-        "        self._restore(state)\n        self.head",
-        "        self.head",
+        "            self.trainer.restore(weights)\n",
+        "",
         "tests/lab/teach/test_session.py -k undo",
     ),
     Mutation(
-        "lab/teach/session.py",
-        "liked[list(vote.liked)] = 1",
-        "liked[list(vote.liked)] = -1",
+        "lab/teach/groups.py",
+        "values[list(liked)] = 1",
+        "values[list(liked)] = -1",
         "tests/lab/teach/test_session.py -k alone",
     ),
     Mutation(

@@ -31,3 +31,11 @@ def test_the_policy_of_pixels_learns_what_the_text_says():
     with torch.no_grad(), world["trainer"].policy.base():
         base = world["trainer"].score_heldout().means()["saturation"]
     assert base == pytest.approx(float(said[1]), abs=0.1)
+
+
+def test_the_trainer_of_ones_own_learns_by_its_own_rule(capsys):
+    """From the best against the worst of each group: brighter pictures, by more than ten times what two prompts differ."""
+    world = runpy.run_path(str(EXAMPLES / "own_trainer.py"))
+    assert world["trainer"].iteration == 20
+    before, after = (world[name]["reward/bright"] for name in ("before", "after"))
+    assert after > before + 0.1 and f"{before:.2f} -> {after:.2f}" in capsys.readouterr().out

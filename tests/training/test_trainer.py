@@ -4,16 +4,19 @@ import dataclasses
 import json
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from g2rpo.core.errors import Preempted
+from g2rpo.core.errors import Preempted, UserError
 from g2rpo.core.flow import scheduler_grid, sigma_grid
+from g2rpo.core.seeding import generator_for
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.checkpoint import checkpoints
+from g2rpo.training.collector import Groups
 from g2rpo.training.listeners.first_group import widest
 from g2rpo.training.listeners.listener import Ask
 from g2rpo.training.stopwatch import Stopwatch
@@ -292,3 +295,58 @@ def test_alarms_are_set_before_any_other_listener_hears_a_row(tmp_path, monkeypa
     heard = [alarms for kind, *_, alarms in mine.heard if kind != "groups"]
     assert all(heard) and len(heard) == 2 * len(rows)
     assert [row["alarms"] for row in log(tmp_path)] == [{"drift": "much"}] * len(rows)
+
+
+def test_groups_that_were_sampled_apart_teach_what_groups_sampled_together_do():
+    """The same noise by place, and rewards that nobody asked for are not scored. Only sums have another order."""
+    together, apart = trainer(None), trainer(None)
+
+    def noise(first, place, *purpose):
+        return generator_for(7, first + place, *purpose)
+
+    both = together.sample_groups(["0", "0.5"], noise=partial(noise, 0), rewards={})
+    each = [apart.sample_groups([prompt], noise=partial(noise, first), rewards={}) for first, prompt in enumerate(["0", "0.5"])]
+    joined = Groups.join(each)
+    assert both.rewards.shape == joined.rewards.shape and both.rewards.shape[1] == 0
+    for one, other in zip(together.pictures(both), apart.pictures(joined), strict=True):
+        assert one.shape[:2] == both.rewards.shape[2:] and torch.allclose(one, other, atol=1e-6)
+    advantages = torch.linspace(-1, 1, both.rewards.shape[-1]).expand(len(both.rewards), -1)
+    assert together.learn_from(both, advantages, counted=False) == apart.learn_from(joined, advantages, counted=False) == {}
+    assert together.iteration == 0 and not torch.equal(mean(together), mean(trainer(None)))
+    torch.testing.assert_close(mean(together), mean(apart), rtol=0, atol=1e-6)
+
+
+def test_an_iteration_is_sampling_and_learning_and_can_be_taken_back():
+    plain, built = trainer(None), trainer(None)
+    before = built.snapshot()
+    groups = built.sample_groups()
+    advantages = built.algorithm.advantages(groups.rewards, built.weights)
+    own, row = plain.iterate(), built.learn_from(groups, advantages)
+    assert {name for name in own if own[name] != row[name]} <= {name for name in own if name.startswith("seconds")}
+    assert built.iteration == 1 and torch.equal(mean(plain), mean(built))
+    built.restore(before)
+    assert torch.equal(mean(built), mean(trainer(None))) and built.iteration == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda a: a[:1], r"should have shape \[\d+, \d+\] .*, have \[1, "),
+        (lambda a: a[:, :, None], "should have shape"),
+        (lambda a: a.log(), "should be finite numbers, .* take 0 for what should not count"),
+    ],
+    ids=["a group is missing", "another dimension", "not finite"],
+)
+def test_advantages_by_a_rule_of_ones_own_are_checked(change, said):
+    t = trainer(None)
+    groups = t.sample_groups()
+    with pytest.raises(UserError, match=f"^advantages: {said}"):
+        t.learn_from(groups, change(torch.zeros(groups.rewards.shape[0], groups.rewards.shape[-1])))
+    assert t.iteration == 0
+
+
+def test_groups_without_the_runs_rewards_cannot_be_an_iteration():
+    t = trainer(None)
+    groups = t.sample_groups(["0"], rewards={})
+    with pytest.raises(UserError, match="counted=False"):
+        t.learn_from(groups, torch.zeros(len(groups.rewards), groups.rewards.shape[-1]))

@@ -54,7 +54,7 @@ def teach(
     token_env: options.TokenEnv = None,
 ) -> None:
     """Teach a model by clicking on the best of its pictures, in the browser."""
-    from g2rpo.lab.teach.serve import teach as serve
+    from g2rpo.lab.teach.commands import teach as serve
 
     serve(
         recipe,
@@ -77,7 +77,7 @@ def agree(
 ) -> None:
     """Tell which rewards order the pictures of a teaching session as the person did."""
     from g2rpo.app.evaluate import named_rewards
-    from g2rpo.lab.teach.agree import agree as shares
+    from g2rpo.lab.teach.commands import agree as shares
 
     found = shares(run, named_rewards(rewards))
     for name, share in sorted(found.items(), key=lambda item: -item[1].mean):

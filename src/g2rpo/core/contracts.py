@@ -68,6 +68,13 @@ def check_advantages(rewards: Tensor, advantages: Tensor) -> None:
         raise UserError(f"advantages: should be finite numbers, {wrong} are NaN or infinite; take 0 for what should not count")
 
 
+def check_scored(rewards: Tensor, names: Sequence[str]) -> None:
+    """UserError unless `rewards` [N, R, M, G] are those of a run's rewards, whose log they would be in."""
+    if rewards.shape[1] != len(names):
+        scored = f"these groups have {rewards.shape[1]} rewards, and an iteration's have {len(names)}"
+        raise UserError(f"{scored} ({', '.join(names)}); learn_from(..., counted=False) takes others")
+
+
 def choice_of(
     algorithm: Algorithm, state: AlgorithmState | None, iteration: int, rewards: Tensor, weights: Tensor
 ) -> list[int]:

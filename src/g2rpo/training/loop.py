@@ -11,7 +11,7 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import KeepsOldWeights, candidates_of, differentiates_rewards
-from g2rpo.core.contracts import choice_of
+from g2rpo.core.contracts import check_scored, choice_of
 from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
 from g2rpo.monitor.metrics import Row
 from g2rpo.prompts.order import PromptOrder
@@ -78,6 +78,7 @@ class Loop:
 
     def learn_from(self, groups: Groups, advantages: Tensor) -> Row:
         """Advantages [N, G] of all ranks' groups -> loss -> step: ends an iteration; returns its metrics."""
+        check_scored(groups.rewards, list(self.rewards))
         stats, rate = self.update(groups, self.world.shard(advantages))
         groups.watch.lap("update")
         plans = self.collector.plans(groups.algorithm, self.iteration)

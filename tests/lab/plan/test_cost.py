@@ -498,7 +498,6 @@ def test_free_knobs_and_diversity_are_counted_as_the_run_evaluates_them(flux_dir
         return evaluate(iteration, on_rows, prompts, control, **more)
 
     t.evaluator.evaluate = counted
-    t.files.run.control_scores.unlink()
     t.evaluator.sample_controls(0, lambda rows: None)
     t.evaluator.sample_tuned_control(0, lambda rows: None)
     controls = sum(evaluations)

@@ -20,9 +20,8 @@ from g2rpo.lab.demo import serve as demo
 from g2rpo.lab.demo.settings import RECIPES
 from g2rpo.lab.teach import background, brake
 from g2rpo.lab.teach import session as teaching
-from g2rpo.lab.teach.agree import agree
 from g2rpo.lab.teach.background import InBackground
-from g2rpo.lab.teach.opening import opened, teach_config
+from g2rpo.lab.teach.commands import agree, opened, teach_config
 from g2rpo.lab.teach.session import OVERRIDES, Session
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.prompts.order import PromptOrder
@@ -151,7 +150,7 @@ def taught_on_ranks(world, folder):
             taught.undo()
             taught.close()
         else:
-            s.follow("0")
+            background.follow(s, "0")
         s.finish()
     return s.changes, s.next, len(s.brake.looks), mean(s.trainer).flatten().tolist()
 
@@ -226,7 +225,7 @@ def test_learning_pauses_where_it_was_to_go(tmp_path):
     with s.begun():
         while not s.brake.looks:
             teach(s, 1)
-        base, now = (s.head(one).mean() for one in s._heldout)
+        base, now = (s.head(one).mean() for one in s.brake.heldout)
         changes, moved = s.changes, s.moved
         assert s.reached and moved == pytest.approx(float(now - base)) and moved > 0.01
         teach(s, 2)
@@ -244,7 +243,7 @@ def test_without_a_head_the_model_learns_from_the_clicks_alone(tmp_path, monkeyp
         before = redness(s.trainer.sample(["0", "0.1"]), []).mean()
         s.learn_directly()
         teach(s, 6)
-        assert s.direct and s.changes == 1 and s.trainer.iteration == 0
+        assert s.learnt.direct and s.changes == 1 and s.trainer.iteration == 0
         teach(s, 16)
         assert s.changes == 5 and redness(s.trainer.sample(["0", "0.1"]), []).mean() > before
     with again.begun():
@@ -412,11 +411,11 @@ def test_the_printed_command_repeats_a_session(tmp_path, capsys):
 def test_a_group_is_of_the_prompt_whose_pictures_differ_most(tmp_path):
     """The slope of the sigmoid that makes pictures of latents is .25 at 0 and at most .05 from 3 on: "0" differs most."""
     s = session(tmp_path)
-    s.order = PromptOrder(["3", "-3", "0", "4", "-4"], seed=1)
+    s.asker.order = PromptOrder(["3", "-3", "0", "4", "-4"], seed=1)
     with s.begun():
-        groups = [s._sample(round) for round in range(4)]
+        groups = [s.asker.group(round, 0) for round in range(4)]
         assert [group.prompt for group in groups] == ["0"] * 4
-        assert [s._sample(round).digest for round in range(4)] == [group.digest for group in groups]
+        assert [s.asker.group(round, 0).digest for round in range(4)] == [group.digest for group in groups]
 
 
 def test_the_prompt_that_is_drawn_before_and_after_is_one_that_the_base_draws_wrong(tmp_path):

@@ -25,7 +25,7 @@ from g2rpo.lab.demo.session import Session, Tuned, draw, trace_group
 from g2rpo.lab.demo.settings import RECIPES, TAUGHT, DemoSettings, facts
 from g2rpo.lab.report.history import Run, read_runs
 from g2rpo.lab.teach.background import Lesson
-from g2rpo.lab.teach.opening import opened, teach_config
+from g2rpo.lab.teach.commands import opened, teach_config
 from g2rpo.lab.teach.session import Session as Taught
 from g2rpo.lab.web import needing_gradio
 from g2rpo.runs.directory import RunDirectory, check_weights

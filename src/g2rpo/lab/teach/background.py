@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,14 +12,16 @@ from typing import Any
 from torch import Tensor
 
 from g2rpo.evaluation.heldout import Comparison
-from g2rpo.lab.teach.session import Group, Session
+from g2rpo.lab.teach.groups import Group
+from g2rpo.lab.teach.session import Answering, Session
 from g2rpo.rewards.votes import Vote
+from g2rpo.runtime.distributed import World
 
 BEAT = 60.0
 """Seconds without an answer after which other ranks get a sign of life: they do not wait forever for rank 0."""
 
 
-class InBackground:
+class InBackground(Answering):
     """A session whose answers are acted on by a thread, which is the only one that uses the policy. What it learns is that of
     the same answers one after the other, for a group depends on the answers before it by `Session.ahead` rounds alone.
 
@@ -50,30 +53,20 @@ class InBackground:
         """Whether answers wait to be acted on."""
         return bool(self._waiting)
 
-    def answer(self, liked: Any, *, round: int, skipped: bool = False, seconds: float = 0.0) -> None:
-        """As `Session.answer`, before it is learnt from."""
+    def take(self, **said: Any) -> None:
+        """Stores an answer, which is acted on after the ones before; to take one back waits until that is done."""
         with self._changed:
-            self._wait(lambda: self._asked in self.session.groups)
-            self._store(self.session.vote_on(round, liked, skipped, seconds))
-            self._asked += 1
-
-    def set_strength(self, strength: float) -> None:
-        """As `Session.set_strength`, from the next answer on."""
-        with self._changed:
-            self._store(self.session.vote(kind="strength", round=self._asked, strength=strength))
-
-    def learn_directly(self) -> None:
-        """As `Session.learn_directly`, from the next answer on."""
-        with self._changed:
-            self._store(self.session.vote(kind="direct", round=self._asked))
-
-    def undo(self) -> None:
-        """As `Session.undo`, once the earlier answers are acted on."""
-        with self._changed:
-            self._wait(lambda: not self._waiting)
-            self._store(self.session.vote(kind="undo", round=self._asked))
-            self._wait(lambda: not self._waiting)
-            self._asked = self.session.next
+            undoes = said["kind"] == "undo"
+            self._wait(lambda: not self._waiting if undoes else self._asked in self.session.groups)
+            vote = self.session.vote(self._asked, **said)
+            self.session.store(vote)
+            self._waiting.append(vote)
+            self._changed.notify_all()
+            if vote.kind == "vote":
+                self._asked += 1
+            if undoes:
+                self._wait(lambda: not self._waiting)
+                self._asked = self.session.next
 
     def close(self) -> None:
         """Ends the thread after the answers that wait."""
@@ -81,19 +74,12 @@ class InBackground:
             self._ended = True
             self._changed.notify_all()
         self._thread.join()
-        self._raise()
+        self._wait(lambda: True)
 
-    def _store(self, vote: Vote) -> None:
-        self._raise()
-        self.session.store(vote, self._asked)
-        self._waiting.append(vote)
-        self._changed.notify_all()
-
-    def _wait(self, until: Any) -> None:
-        self._changed.wait_for(lambda: self._failed is not None or until())
-        self._raise()
-
-    def _raise(self) -> None:
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Waits with the lock held; raises what the thread failed with."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed is not None or until())
         if self._failed is not None:
             raise self._failed
 
@@ -103,7 +89,7 @@ class InBackground:
                 self._changed.wait_for(lambda: self._waiting or self._ended, BEAT)
                 vote, ended = self._waiting[0] if self._waiting else None, self._ended and not self._waiting
             try:
-                self.session.lead(vote, ended)
+                send(self.session.trainer.world, vote, ended)
                 if ended:
                     return
                 if vote is None:
@@ -118,6 +104,20 @@ class InBackground:
                 self._changed.notify_all()
             if self._failed is not None:
                 return
+
+
+def send(world: World, vote: Vote | None, ended: bool) -> None:
+    """Sends the other ranks an answer to act on, a sign of life, or the end."""
+    world.broadcast_text(json.dumps({"vote": vote and vote.model_dump(), "ended": ended}))
+
+
+def follow(session: Session, prompt: str) -> None:
+    """Acts on the answers that rank 0 sends, until it has ended; on the other ranks."""
+    session.pictures(prompt)
+    while not (sent := json.loads(session.trainer.world.broadcast_text("")))["ended"]:
+        if sent["vote"] is not None:
+            session.act(Vote.model_validate(sent["vote"], strict=False))
+            session.pictures(prompt)
 
 
 class Lesson:

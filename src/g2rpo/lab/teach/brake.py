@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
-
-from g2rpo.evaluation.heldout import Comparison, paired
-from g2rpo.monitor.metrics import Row
+from g2rpo.evaluation.heldout import Comparison, Evaluation, paired
+from g2rpo.rewards.taste import Encoder, Features, Head, features_of
+from g2rpo.training.learner import Snapshot
 from g2rpo.training.trainer import Trainer
 
 LOOK = 2
@@ -36,53 +32,65 @@ class Look:
 
 @dataclass
 class Brake:
-    """Looks at held-out pictures every `LOOK` changes of a trainer's weights."""
+    """Looks at held-out pictures, and takes back what made them worse. `encoder` has features of pictures for the head."""
 
-    good: Any
-    """The last good weights (`weights_of`)."""
+    trainer: Trainer
+    encoder: Encoder | None
+    good: Snapshot
+    """The last good weights."""
     step: float = 1.0
     """The factor of the learning rate."""
     since: int = 0
-    """Changes since the last look."""
+    """Changes of the weights since the last look."""
     useless: int = 0
     """Looks in a row that were no nearer to the taste, by the head."""
     looks: list[Look] = field(default_factory=list)
+    evaluated: int = 0
+    """The iteration of the last evaluation."""
+    heldout: tuple[Features, Features] | None = None
+    """Features of held-out pictures, of the base and of the last good look."""
 
-    def look(self, trainer: Trainer, row: Row, round: int, nearer: bool) -> Look:
-        """Compares an evaluation's `row` with the base by the judges, which are not trained on.
+    def moved(self, head: Head | None) -> float:
+        """The rise of the head's utility of held-out pictures at the last good look, in standard deviations within groups."""
+        if head is None or self.heldout is None:
+            return 0.0
+        base, now = (float(head(features).mean()) for features in self.heldout)
+        return now - base
+
+    def look(self, round: int, head: Head | None) -> Look:
+        """Compares held-out pictures with the base's by the judges, which are not trained on.
 
         If one fell, or pictures left the base's range, the last good weights come back and steps become smaller. They come back
-        too after `USELESS` looks in a row that are no `nearer` to the taste. Else steps grow, and weights that are nearer are
-        good.
+        too after `USELESS` looks in a row that are no nearer to the taste by `head`. Else steps grow, and weights that are
+        nearer, or any without a head, are good.
         """
-        judges, wrong = {}, list[str]()
-        if trainer.world.is_main:
-            base, scores = trainer.evaluator.base(), trainer.alarms.history[row["iteration"]]
-            assert base is not None
-            names = [name for name in (trainer.judges or trainer.rewards) if name != "clicks"]
-            judges = {name: paired(base.scores[name], scores[name]) for name in names}
-            wrong += [f"{name} fell" for name, one in judges.items() if one.tuned - one.base < -FALL * one.error]
-            wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
-        fell = trainer.world.broadcast_text(" and ".join(wrong))
-        nearer = bool(trainer.world.total(trainer.world.is_main and nearer)[0])
+        t = self.trainer
+        row, base, now = t.evaluate(), t.base, t.final
+        assert base is not None and now is not None
+        self.evaluated = t.iteration
+        judges = {name: paired(base.scores[name], now.scores[name]) for name in t.judges or t.rewards if name != "clicks"}
+        wrong = [f"{name} fell" for name, one in judges.items() if one.tuned - one.base < -FALL * one.error]
+        wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
+        fell = t.world.broadcast_text(" and ".join(wrong))
+        seen = self._seen(base, now) if t.world.is_main else None  # rank 0 has all pictures
+        nearer = bool(t.world.total(seen is not None and self._nearer(head, seen))[0])
         self.since, self.useless = 0, 0 if nearer or fell else self.useless + 1
         told = fell or ("no nearer to the guess of your taste" if self.useless == USELESS else "")
         if told:
-            put_back(trainer, self.good)
+            t.restore(self.good)
             self.useless = 0
         elif nearer:
-            self.good = weights_of(trainer)
+            self.good, self.heldout = t.snapshot(), seen
         self.step = self.step * SHRINK if fell else min(MOST, self.step * GROW)
         self.looks.append(look := Look(round, judges, told, nearer and not told))
         return look
 
+    def _seen(self, *sides: Evaluation) -> tuple[Features, Features]:
+        base, now = (features_of(one.images.float() / 255, one.prompts, self.encoder) for one in sides)
+        return base, now
 
-def weights_of(trainer: Trainer) -> Any:
-    """A copy of weights and moments, in host memory."""
-    return tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), trainer.learner.stored())
-
-
-def put_back(trainer: Trainer, weights: Any) -> None:
-    """Restores what `weights_of` copied."""
-    trainer.learner.take(*copy.deepcopy(weights))  # the optimizer keeps what it is given
-    trainer.final = None
+    def _nearer(self, head: Head | None, seen: tuple[Features, Features]) -> bool:
+        if head is None:
+            return True
+        last = (self.heldout or (seen[0], seen[0]))[1]
+        return bool(head(seen[1]).mean() > head(last).mean())

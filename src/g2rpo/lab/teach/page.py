@@ -17,7 +17,8 @@ from g2rpo.core.input_pictures import read_inputs
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.lab.report.embedded import data_uri, picture_uri
 from g2rpo.lab.teach.background import InBackground, Lesson
-from g2rpo.lab.teach.session import AIM, DIRECT, FIRST, USUAL, Group, Session
+from g2rpo.lab.teach.groups import Group
+from g2rpo.lab.teach.session import AIM, DIRECT, FIRST, USUAL, Session
 from g2rpo.lab.web.page import ONE_AT_A_TIME, gr, with_messages
 from g2rpo.monitor.clips import seconds_of
 
@@ -235,7 +236,7 @@ def status(session: Session, learning: bool) -> str:
     head = session.head
     if session.answered < FIRST:
         lines.append(f"Learning begins after {FIRST} answers.")
-    elif session.direct:
+    elif session.learnt.direct:
         lines.append("The model learns from the clicks alone, four groups at a time.")
     elif head is not None:
         a = head.agreement
@@ -245,7 +246,7 @@ def status(session: Session, learning: bool) -> str:
         )
         if head.trust == 0:
             lines.append('That is too little to learn from. "Clicks alone" learns without it.')
-    if session.moved and not session.direct:
+    if session.moved and not session.learnt.direct:
         lines.append(
             f"By this guess held-out pictures rose by {session.moved:.1f} of {AIM * session.strength:.2g} "
             "deviations; a person has not confirmed it."
