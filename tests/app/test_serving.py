@@ -49,7 +49,7 @@ def test_the_overrides_that_it_prints_are_taken(capsys, monkeypatch, tmp_path, k
     code, out, _ = g2rpo(capsys, "serve-reward", kind, "--port", free_port(), "--token-env", "SCORES")
     (line,) = [line for line in out.splitlines() if line.startswith("  rewards.")]
     reward = load_config("flux1-dev-lora", shlex.split(line)).rewards[name]
-    assert code == 0 and reward.kind == "http" and reward.options.keys() == {"url", "token_env"}
+    assert code == 0 and reward.kind == "http" and reward.options.keys() == {"url", "endpoint"}
 
 
 def test_a_reward_is_not_loaded_for_a_port_that_is_taken(capsys, monkeypatch):

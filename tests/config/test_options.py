@@ -38,19 +38,19 @@ prompts.cache prompts.train
 recipe
 rewards.NAME.frames.every rewards.NAME.frames.reduce
 rewards.NAME.kind
-rewards.NAME.options.api_key_env rewards.NAME.options.aspects
-rewards.NAME.options.backoff_s rewards.NAME.options.batch_size rewards.NAME.options.check rewards.NAME.options.clip
-rewards.NAME.options.concurrency rewards.NAME.options.contains
+rewards.NAME.options.aspects
+rewards.NAME.options.batch_size rewards.NAME.options.clip
+rewards.NAME.options.contains
 rewards.NAME.options.detect rewards.NAME.options.detector rewards.NAME.options.device rewards.NAME.options.dtype
 rewards.NAME.options.every rewards.NAME.options.exact rewards.NAME.options.folder rewards.NAME.options.form
 rewards.NAME.options.fps rewards.NAME.options.image_size
 rewards.NAME.options.instruction rewards.NAME.options.iterations
 rewards.NAME.options.max_tokens rewards.NAME.options.model rewards.NAME.options.negative
 rewards.NAME.options.options rewards.NAME.options.pairs rewards.NAME.options.partial rewards.NAME.options.path
-rewards.NAME.options.processor rewards.NAME.options.quality rewards.NAME.options.request rewards.NAME.options.retries
+rewards.NAME.options.processor rewards.NAME.options.quality rewards.NAME.options.request rewards.NAME.options.endpoint
 rewards.NAME.options.run rewards.NAME.options.score rewards.NAME.options.share rewards.NAME.options.size
-rewards.NAME.options.target rewards.NAME.options.template rewards.NAME.options.timeout_s
-rewards.NAME.options.token_env rewards.NAME.options.tokenizer rewards.NAME.options.url
+rewards.NAME.options.target rewards.NAME.options.template
+rewards.NAME.options.tokenizer rewards.NAME.options.url
 rewards.NAME.options.width
 rewards.NAME.weight
 sampling.anchor_dtype sampling.batch_size sampling.decode_batch_size sampling.guidance_scale sampling.num_steps

@@ -36,7 +36,7 @@ def test_a_declaration_fits_its_constructor(name):
     kind, options = KINDS[name], defaults_of(KINDS[name])
     assert issubclass(kind, Reward) and inspect.getdoc(kind)
     assert {*kind.files, *filter(None, [kind.code_option])} <= options.keys()
-    assert "timeout_s" in options or not isinstance(kind, AsksServer) or not kind.asks
+    assert "endpoint" in options or not isinstance(kind, AsksServer) or not kind.asks
     json.dumps([value for value in options.values() if value is not inspect.Parameter.empty])  # as configs hold them
     check_rewards({name: RewardConfig(kind=name)})
 

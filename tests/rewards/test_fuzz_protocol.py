@@ -115,7 +115,7 @@ def garbage():
 def test_an_answer_is_scores_or_none_or_refused(garbage, answer):
     url, answers = garbage
     answers[0] = answer
-    reward = RemoteReward(url, check=False, timeout_s=10, retries=0, backoff_s=0)
+    reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 10, "retries": 0})
     try:
         scores = reward(torch.zeros(2, 3, 4, 4), ["a", "b"])
     except Refused as error:

@@ -19,7 +19,7 @@ from tests.support.edits import edits
 from tests.support.ranks import finish, start
 from tests.support.runs import brightness, trainer
 
-QUICK = {"timeout_s": 5.0, "retries": 0, "backoff_s": 0.01}
+QUICK = {"timeout_s": 5.0, "retries": 0}
 GREY = torch.tensor([0.2, 0.8, 0.6, 0.4])
 
 
@@ -126,7 +126,7 @@ def prefers_the_first(server):
 
 def test_win_rates_are_free_of_a_preference_for_a_place():
     with running(server := prefers_the_first(ChatServer("vllm"))):
-        judge = PairwiseVLM(server.url, "judge", **QUICK)
+        judge = PairwiseVLM(server.url, "judge", endpoint=QUICK)
         scores = judge(flat(GREY), ["a"] * 4)
         asked = [of_pair(body) for body in server.requests[1:]]
         assert len(asked) == 12 and len({tuple(map(str, pair)) for pair in asked}) == 12
@@ -146,7 +146,7 @@ def test_words_ties_and_missing_answers(tmp_path):
 
     (prompt,) = edits(tmp_path, red=(0.5,))
     with running(server := ChatServer("vllm", says=says)):
-        judge = PairwiseVLM(server.url, "judge", form="final", **QUICK)
+        judge = PairwiseVLM(server.url, "judge", form="final", endpoint=QUICK)
         scores = judge(flat(GREY), [prompt] * 4)
         assert "by this instruction:\nmake it red" in server.requests[-1]["messages"][0]["content"][-1]["text"]
         assert len(server.requests[-1]["messages"][0]["content"]) == 4

@@ -28,7 +28,7 @@ from tests.support.ports import free_port
 from tests.support.servers import endpoint_that
 
 SMALL = Limits(body_bytes=200_000, values=1000, images=4, pixels=10_000, prompt_chars=100, read_s=1.0)
-QUICK = {"timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
+QUICK = {"timeout_s": 5.0, "retries": 1}
 
 
 def pictures(count, size=24):
@@ -72,12 +72,12 @@ def test_a_round_trip_gives_the_local_scores():
     local = Prompted()(to_uint8(images).float() / 255, prompts)
     with running(RewardServer(Prompted(), port=0)) as url:
         assert request_json(f"{url}/health", dict) == {"status": "ok", "reward": "Prompted"}
-        for options in ({}, {"batch_size": 2}, {"batch_size": 2, "concurrency": 3}):
-            remote = RemoteReward(url, **options, **QUICK)(images, prompts)
+        for options in ({}, {"batch_size": 2}, {"batch_size": 2, "endpoint": {**QUICK, "concurrency": 3}}):
+            remote = RemoteReward(url, **options)(images, prompts)
             torch.testing.assert_close(remote, local, rtol=0, atol=0, equal_nan=True)
-        assert RemoteReward(url, **QUICK)(images[:0], []).shape == (0,)
+        assert RemoteReward(url, endpoint=QUICK)(images[:0], []).shape == (0,)
     with running(RewardServer(JPEGSize(), port=0)) as url:  # not a bit is lost on the way
-        assert torch.equal(RemoteReward(url, **QUICK)(images, prompts), JPEGSize()(images, prompts))
+        assert torch.equal(RemoteReward(url, endpoint=QUICK)(images, prompts), JPEGSize()(images, prompts))
 
 
 def test_input_pictures_travel_with_their_prompts(tmp_path):
@@ -92,9 +92,10 @@ def test_input_pictures_travel_with_their_prompts(tmp_path):
     prompts = edits(tmp_path, red=(0.25,), blue=(0.75, 0.5))
     prompts = [*prompts, prompts[0]]
     with running(RewardServer(of_inputs, port=0)) as url:
-        assert torch.equal(RemoteReward(url, **QUICK)(pictures(3), prompts), of_inputs(pictures(3), prompts))
+        assert torch.equal(RemoteReward(url, endpoint=QUICK)(pictures(3), prompts), of_inputs(pictures(3), prompts))
         assert torch.equal(
-            RemoteReward(f"{url}/", batch_size=1, check=False, **QUICK)(pictures(3), prompts), of_inputs(None, prompts)
+            RemoteReward(f"{url}/", batch_size=1, endpoint={**QUICK, "check": False})(pictures(3), prompts),
+            of_inputs(None, prompts),
         )
     remote = [Path(path) for path in seen if path not in prompts[0].images + prompts[1].images]
     assert len(set(remote[:4])) == 3 and not any(path.exists() for path in remote)
@@ -104,13 +105,13 @@ def test_the_token_is_needed_and_is_never_a_setting(monkeypatch):
     with running(RewardServer(Prompted(), port=0, token="s3cret")) as url:
         assert post(url, score_body([], []))[0] == post(url, score_body([], []), Authorization="Bearer wrong")[0] == 401
         with pytest.raises(Refused, match="401"):
-            RemoteReward(url, **QUICK)
+            RemoteReward(url, endpoint=QUICK)
         with pytest.raises(Refused, match="401"):
-            RemoteReward(url, check=False, **QUICK)(pictures(1), ["a"])
+            RemoteReward(url, endpoint={**QUICK, "check": False})(pictures(1), ["a"])
         with pytest.raises(ValueError, match="environment variable"):
-            RemoteReward(url, token_env="G2RPO_TEST_TOKEN", **QUICK)
+            RemoteReward(url, endpoint={**QUICK, "token_env": "G2RPO_TEST_TOKEN"})
         monkeypatch.setenv("G2RPO_TEST_TOKEN", "s3cret")
-        assert torch.isfinite(RemoteReward(url, token_env="G2RPO_TEST_TOKEN", **QUICK)(pictures(1), ["a"])).all()
+        assert torch.isfinite(RemoteReward(url, endpoint={**QUICK, "token_env": "G2RPO_TEST_TOKEN"})(pictures(1), ["a"])).all()
 
 
 def png_header(width, height):
@@ -184,7 +185,7 @@ def test_a_reward_that_fails_is_an_error_500_and_then_no_score(caplog):
         status, content = post(url, score_body([PNG], ["a"]))
         assert status == 500
         assert "RuntimeError" in content["error"] and "secret details" not in content["error"]
-        assert torch.isnan(RemoteReward(url, **QUICK)(pictures(3), ["a"] * 3)).all()
+        assert torch.isnan(RemoteReward(url, endpoint=QUICK)(pictures(3), ["a"] * 3)).all()
         assert "no score after 2 attempts" in caplog.text
 
 
@@ -291,7 +292,7 @@ def cut_off(handler, count):
 )
 def test_a_useless_answer_is_asked_for_again_and_then_is_no_score(answer, fact, caplog):
     with endpoint_that(answer) as (url, bodies):
-        scores = RemoteReward(url, check=False, **QUICK)(pictures(2), ["a", "b"])
+        scores = RemoteReward(url, endpoint={**QUICK, "check": False})(pictures(2), ["a", "b"])
         assert torch.isnan(scores).all()
         assert len(bodies) == 2
     (said,) = [record.getMessage() for record in caplog.records if "attempts" in record.getMessage()]
@@ -301,16 +302,16 @@ def test_a_useless_answer_is_asked_for_again_and_then_is_no_score(answer, fact, 
 @pytest.mark.parametrize("score", ["null", "NaN", "Infinity", "-Infinity", "1e39", "1e999", "1" + "0" * 400])
 def test_a_score_that_is_no_number_of_a_picture_is_missing(score):
     with endpoint_that(reply(f'{{"scores": [0.5, {score}]}}')) as (url, bodies):
-        scores = RemoteReward(url, check=False, **QUICK)(pictures(2), ["a", "b"])
+        scores = RemoteReward(url, endpoint={**QUICK, "check": False})(pictures(2), ["a", "b"])
     assert scores[0] == 0.5 and scores[1].isnan() and len(bodies) == 1
 
 
 def test_a_wrong_address_fails_at_once():
     with pytest.raises(NoAnswer, match="refused"):
-        RemoteReward(f"http://127.0.0.1:{free_port()}", **QUICK)
+        RemoteReward(f"http://127.0.0.1:{free_port()}", endpoint=QUICK)
     for bad in ("127.0.0.1:8000", "file:///etc/passwd", "ftp://host/x", "http://", "http://host/?q=1"):
         with pytest.raises(ValueError, match="an endpoint is an address"):
-            RemoteReward(bad, **QUICK)
+            RemoteReward(bad, endpoint=QUICK)
 
 
 # --- the judge -----------------------------------------------------------------------------------------------------
@@ -322,7 +323,7 @@ def test_the_judge_sends_picture_and_prompt_and_reads_the_score():
         reply(json.dumps({"choices": [{"message": {"content": text}}]}))(handler, count)
 
     with endpoint_that(by_prompt) as (url, bodies):
-        judge = VLMJudge(f"{url}/v1", "judge", image_size=16, concurrency=1, check=False, **QUICK)
+        judge = VLMJudge(f"{url}/v1", "judge", image_size=16, endpoint={**QUICK, "concurrency": 1, "check": False})
         scores = judge(pictures(2), ["a prompt with {braces} in it", "b"])
     assert scores[0] == 5 and torch.isnan(scores[1])
     assert len(bodies) == 2  # an answer without a score is not asked for again
@@ -341,7 +342,7 @@ def test_the_judge_refuses_bad_settings():
             VLMJudge("http://127.0.0.1:1", "m", **wrong)
     with endpoint_that(reply("no such model", 404)) as (url, bodies):
         with pytest.raises(Refused, match="404: no such model"):
-            VLMJudge(url, "m", check=False, **QUICK)(pictures(1), ["a"])
+            VLMJudge(url, "m", endpoint={**QUICK, "check": False})(pictures(1), ["a"])
         assert len(bodies) == 1
 
 
@@ -350,13 +351,13 @@ class Half(Prompted):
 
 
 def test_the_least_score_of_a_right_picture_comes_with_the_health(url):
-    assert RemoteReward(url, **QUICK).right is None
+    assert RemoteReward(url, endpoint=QUICK).right is None
     with running(RewardServer(Half(), port=0)) as url:
         assert request_json(f"{url}/health", dict)["right"] == 0.5
-        assert RemoteReward(url, **QUICK).right == 0.5
-        assert RemoteReward(url, check=False, **QUICK).right is None
+        assert RemoteReward(url, endpoint=QUICK).right == 0.5
+        assert RemoteReward(url, endpoint={**QUICK, "check": False}).right is None
     with endpoint_that(reply('{"status": "ok", "right": "half"}')) as (url, _), pytest.raises(NoAnswer, match="right: "):
-        RemoteReward(url, **QUICK)
+        RemoteReward(url, endpoint=QUICK)
 
 
 @pytest.mark.parametrize("name", ["video", "latent", "state"])

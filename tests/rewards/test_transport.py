@@ -170,7 +170,7 @@ def half(handler, count):
 )
 def test_a_server_is_waited_for_as_long_as_it_asks_and_not_over_a_minute(naps, fault, least_s):
     with endpoint_that(lambda handler, count: (fault if count <= 2 else GOOD)(handler, count)) as (url, bodies):
-        scores = RemoteReward(url, check=False, timeout_s=5)(torch.zeros(1, 3, 4, 4), ["a"])
+        scores = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})(torch.zeros(1, 3, 4, 4), ["a"])
     assert scores.tolist() == [0.5] and len(bodies) == 3 and len(naps) == 2
     assert least_s <= naps[0] <= max(least_s, 1.0) and max(naps) <= 60
 
@@ -178,7 +178,7 @@ def test_a_server_is_waited_for_as_long_as_it_asks_and_not_over_a_minute(naps, f
 def test_a_restart_of_half_a_minute_is_waited_for_and_a_dead_server_only_once(naps):
     """Nothing listens in between: the waits of the default settings last 30 s at the least."""
     port = free_port()
-    reward = RemoteReward(f"http://127.0.0.1:{port}", check=False, timeout_s=5)
+    reward = RemoteReward(f"http://127.0.0.1:{port}", endpoint={"check": False, "timeout_s": 5})
     assert reward(torch.zeros(1, 3, 4, 4), ["a"]).isnan().all()
     assert sum(naps) >= 30
     before = len(naps)
@@ -193,7 +193,7 @@ def test_a_restart_of_half_a_minute_is_waited_for_and_a_dead_server_only_once(na
 def test_a_server_that_comes_back_with_another_reward_ends_the_run():
     other = says(200, json.dumps({"scores": [0.5], "reward": "b"}))
     with endpoint_that(lambda handler, count: (GOOD if count == 1 else other)(handler, count)) as (url, _):
-        reward = RemoteReward(url, check=False, timeout_s=5)
+        reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})
         assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]
         with pytest.raises(Refused, match="had the reward 'a' and now has 'b'"):
             reward(torch.zeros(1, 3, 4, 4), ["a"])
@@ -217,9 +217,9 @@ def test_a_run_ends_with_a_message_and_a_checkpoint_if_its_server(naps, tmp_path
         (later if changed else good)(handler, count)
 
     with endpoint_that(scores) as (url, bodies):
-        reward = RemoteReward(url, check=False, timeout_s=5)
+        reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})
         run = trainer(tmp_path, "trainer.iterations=9", "trainer.checkpoint_every=1", rewards={"bright": reward})
         with pytest.raises(Stopped, match=message):
             changed.extend(row for row in run.train() if row["kind"] == "train")
     assert newest_iteration(tmp_path / "checkpoints")
-    assert len(naps) <= reward.patience.retries
+    assert len(naps) <= reward.client.endpoint.retries

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from g2rpo.core.data import Prompt
-from g2rpo.rewards.instructions import read_instruction
+from g2rpo.rewards.asking import Completion
 from g2rpo.rewards.transport import NoAnswer, Refused
 from g2rpo.rewards.vlm import FORMS, VLMJudge, parse_scores
-from g2rpo.rewards.yes_no import Completion, yes_probability
+from g2rpo.rewards.weights import read_instruction
 from tests.rewards.chat_server import WORDS, ChatServer, brightness, mean_of, running
 from tests.support.edits import edits
 
-QUICK = {"timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
+QUICK = {"timeout_s": 5.0, "retries": 1}
 GREY = torch.tensor([0.2, 0.4, 0.6, 0.8]).mul(255).round().div(255)
 
 
@@ -26,7 +26,7 @@ def flat(values):
 def test_yes_no_is_the_probability_of_all_spellings_of_yes_over_those_of_yes_and_no(style):
     server = ChatServer(style)
     with running(server):
-        judge = VLMJudge(server.url, "judge", form="yes_no", **QUICK)
+        judge = VLMJudge(server.url, "judge", form="yes_no", endpoint=QUICK)
         scores = judge(flat(GREY), ["a", "b", "c", "d"])
         asked = server.requests[-1]
     logits = torch.tensor([brightness(4.0)(float(mean), "") for mean in GREY])
@@ -47,13 +47,13 @@ def completion(logprobs):
 
 
 def test_a_word_that_is_not_listed_has_probability_0_and_without_both_there_is_no_score():
-    assert yes_probability(answer_with(Yes=-0.5, The=-2.0)) == 1.0
-    assert yes_probability(answer_with(no=-0.5, The=-2.0)) == 0.0
-    assert yes_probability(answer_with(Yes=-9999.0, No=-0.1)) == 0.0  # vLLM's minus infinity
-    assert math.isnan(yes_probability(answer_with(The=-0.1, yesterday=-3.0)))
-    assert math.isnan(yes_probability(completion({"content": []})))
+    assert answer_with(Yes=-0.5, The=-2.0).probability_of(("yes", "no")) == 1.0
+    assert answer_with(no=-0.5, The=-2.0).probability_of(("yes", "no")) == 0.0
+    assert answer_with(Yes=-9999.0, No=-0.1).probability_of(("yes", "no")) == 0.0  # vLLM's minus infinity
+    assert math.isnan(answer_with(The=-0.1, yesterday=-3.0).probability_of(("yes", "no")))
+    assert math.isnan(completion({"content": []}).probability_of(("yes", "no")))
     with pytest.raises(NoAnswer, match="log-probs"):
-        yes_probability(completion(None))
+        completion(None).probability_of(("yes", "no"))
 
 
 def test_prose_is_counted_in_one_warning(caplog):
@@ -62,7 +62,7 @@ def test_prose_is_counted_in_one_warning(caplog):
 
     server = ChatServer("vllm", prose_if_dark)
     with running(server):
-        judge = VLMJudge(server.url, "judge", form="yes_no", check=False, **QUICK)
+        judge = VLMJudge(server.url, "judge", form="yes_no", endpoint={**QUICK, "check": False})
         scores = judge(flat(torch.cat([GREY, torch.tensor([torch.nan])])), ["a"] * 5)
         assert len(server.requests) == 4  # prose is an answer: it is not asked for again
     assert scores.isnan().tolist() == [True, True, False, False, True]
@@ -74,18 +74,18 @@ def test_a_judge_that_cannot_work_is_refused_when_it_is_made():
     server = ChatServer("vllm")
     with running(server):
         with pytest.raises(NoAnswer, match="'judgee'.*Did you mean 'judge'"):
-            VLMJudge(server.url, "judgee", **QUICK)
+            VLMJudge(server.url, "judgee", endpoint=QUICK)
         with pytest.raises(Refused, match="max allowed: 20"):
-            VLMJudge(server.url, "judge", form="yes_no", request={"top_logprobs": 21}, **QUICK)
+            VLMJudge(server.url, "judge", form="yes_no", request={"top_logprobs": 21}, endpoint=QUICK)
         server.logprobs = False
         with pytest.raises(NoAnswer, match="log-probs"):
-            VLMJudge(server.url, "judge", form="yes_no", **QUICK)
+            VLMJudge(server.url, "judge", form="yes_no", endpoint=QUICK)
     server = ChatServer("llama.cpp")
     with running(server):
-        VLMJudge(server.url, "any name", form="yes_no", **QUICK)
+        VLMJudge(server.url, "any name", form="yes_no", endpoint=QUICK)
         server.vision = False
         with pytest.raises(NoAnswer, match="image input"):
-            VLMJudge(server.url, "any name", form="yes_no", **QUICK)
+            VLMJudge(server.url, "any name", form="yes_no", endpoint=QUICK)
 
 
 def test_an_edit_is_judged_beside_what_it_was_made_from(tmp_path):
@@ -101,7 +101,7 @@ def test_an_edit_is_judged_beside_what_it_was_made_from(tmp_path):
 
     server = ChatServer("vllm", says=kept)
     with running(server):
-        judge = VLMJudge(server.url, "judge", form="edit", **QUICK)
+        judge = VLMJudge(server.url, "judge", form="edit", endpoint=QUICK)
         assert len(server.requests[-1]["messages"][0]["content"]) == 3  # tried with two pictures
         scores = judge(flat(GREY), [*edited, edited[0], "no picture"])
     means = [min(after, before) for after, before in zip(GREY[:3].tolist(), (0.25, 0.75, 0.25), strict=True)]
@@ -129,7 +129,7 @@ def test_forms_that_do_not_fit_the_prompts_are_refused(options, images, refusal)
 def test_a_judge_may_think_before_it_decides():
     server = ChatServer("vllm", says="Final Score: 3")
     with running(server):
-        judge = VLMJudge(server.url, "judge", request={"chat_template_kwargs": {"enable_thinking": False}}, **QUICK)
+        judge = VLMJudge(server.url, "judge", request={"chat_template_kwargs": {"enable_thinking": False}}, endpoint=QUICK)
         assert judge(flat(GREY[:1]), ["a"]).tolist() == [3.0]
         assert server.requests[-1]["chat_template_kwargs"] == {"enable_thinking": False}
         server.finish = "length"  # thoughts went to a field of their own, and no text is left
@@ -149,9 +149,9 @@ def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
             read_instruction(f"{script}:{name}")
     (tmp_path / "mine.txt").write_text("How good is {prompt}?")
     for template, begins in ((f"{script}:problem", "Score"), (f"{tmp_path}/mine.txt", "How good")):
-        assert VLMJudge("http://127.0.0.1:1", "m", template=template, check=False).template.startswith(begins)
+        assert VLMJudge("http://127.0.0.1:1", "m", template=template, endpoint={"check": False}).template.startswith(begins)
     with pytest.raises(FileNotFoundError):
-        VLMJudge("http://127.0.0.1:1", "m", template="nowhere.txt", check=False)
+        VLMJudge("http://127.0.0.1:1", "m", template="nowhere.txt", endpoint={"check": False})
 
 
 @pytest.mark.parametrize("style", ["vllm", "llama.cpp"])
@@ -161,7 +161,7 @@ def test_aspects_are_read_as_unified_reward_2_writes_them(style):
     says = "\n".join(f"{name} Score (1-5): {value}" for name, value in scores.items())
     server = ChatServer(style, says=says)
     with running(server):
-        score = VLMJudge(server.url, "judge", form="aspects", **QUICK)(flat(GREY[:1]), ["a"])
+        score = VLMJudge(server.url, "judge", form="aspects", endpoint=QUICK)(flat(GREY[:1]), ["a"])
         assert "logprobs" not in server.requests[-1]
     torch.testing.assert_close(score, torch.tensor([sum(scores.values()) / 3]))
 
@@ -198,4 +198,4 @@ def test_a_list_after_a_score_is_no_range_and_pictures_have_a_size():
     assert parse_scores("Final Score: 4\n- 2 cats are missing", ["Final Score"]) == 4
     assert math.isnan(parse_scores("Final Score: 1 - 5", ["Final Score"]))
     with pytest.raises(ValueError, match="image_size must be at least 1"):
-        VLMJudge("http://127.0.0.1:9/v1", "x", image_size=0, check=False)
+        VLMJudge("http://127.0.0.1:9/v1", "x", image_size=0, endpoint={"check": False})

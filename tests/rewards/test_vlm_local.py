@@ -14,8 +14,7 @@ from transformers import (
 )
 
 from g2rpo.core.data import Prompt
-from g2rpo.rewards.vlm import FORMS
-from g2rpo.rewards.vlm_local import LocalVLMJudge
+from g2rpo.rewards.vlm import FORMS, LocalVLMJudge
 from tests.rewards.learned import FIXTURES
 
 CHAT = (
@@ -55,12 +54,12 @@ def test_yes_is_the_share_of_its_tokens_whatever_the_batch(llava):
     """Beside the model's own softmax, a question at a time. float32 roundings of two layers."""
     judge = LocalVLMJudge(llava, form="yes_no", dtype="float32", batch_size=3)
     scores = judge(PICTURES, PROMPTS)
-    tokenizer = judge.processor.tokenizer
+    tokenizer = judge.ask.processor.tokenizer
     for picture, prompt, score in zip(PICTURES, PROMPTS, scores, strict=True):
         shown = Image.fromarray((picture * 255).round().byte().permute(1, 2, 0).numpy())
         text = "<image>" + FORMS["yes_no"].template.replace("{prompt}", prompt) + ":"
-        inputs = judge.processor(images=[shown], text=[text], return_tensors="pt")
-        p = judge.model(**inputs).logits[0, -1].softmax(-1)
+        inputs = judge.ask.processor(images=[shown], text=[text], return_tensors="pt")
+        p = judge.ask.model(**inputs).logits[0, -1].softmax(-1)
         yes, no = (sum(p[tokenizer.convert_tokens_to_ids(w)] for w in words) for words in (["Yes", " yes"], ["no"]))
         assert score == pytest.approx(float(yes / (yes + no)), abs=1e-5)
     assert len(set(scores.tolist())) == 3  # pictures and prompts are both seen
@@ -76,11 +75,11 @@ def test_answers_are_read_and_edits_see_their_input(llava, tmp_path, monkeypatch
 
     def generate(**inputs):
         seen.append(inputs["pixel_values"].shape[0])
-        said = judge.processor.tokenizer("Success Score: 9\nFaithfulness Score: 4\nQuality Score: 9", return_tensors="pt")
+        said = judge.ask.processor.tokenizer("Success Score: 9\nFaithfulness Score: 4\nQuality Score: 9", return_tensors="pt")
         return torch.cat([inputs["input_ids"], said["input_ids"]], 1)
 
     assert judge(PICTURES[:1], [edit]).isnan().all()  # two random tokens are no scores
-    monkeypatch.setattr(judge.model, "generate", generate)
+    monkeypatch.setattr(judge.ask.model, "generate", generate)
     assert judge(PICTURES[:1], [edit]).tolist() == [6.0] and seen == [2]
 
 

@@ -30,7 +30,7 @@ from g2rpo.monitor.metrics import read_metrics
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import Limits, RewardServer
-from g2rpo.rewards.transport import NoAnswer, Refused, endpoint, request_json, token_from
+from g2rpo.rewards.transport import NoAnswer, Refused, address, request_json, token_from
 from g2rpo.rewards.weights import read_state_dict
 from g2rpo.runs.lifecycle import claim, record_start
 from g2rpo.training.checkpoint import _digest, checkpoints
@@ -278,7 +278,7 @@ def test_an_address_with_a_password_is_refused_unrepeated(capsys, tmp_path, monk
         f"http://host/ {SECRET}",
     ):
         with pytest.raises(ValueError, match="an address") as refusal:
-            endpoint(url, "/score")
+            address(url, "/score")
         assert SECRET not in str(refusal.value)
         words = ["train", "scenes", "rewards.scene_accuracy=", f"rewards.r={{kind: http, options: {{url: '{url}'}}}}"]
         code, out, err = command(capsys, *words)
@@ -288,7 +288,7 @@ def test_an_address_with_a_password_is_refused_unrepeated(capsys, tmp_path, monk
 @given(mutated(f"http://me:{SECRET}@host:80/v1", st.sampled_from([*"/@:;#?[] \t", "//", "ftp", "é"]), most=4))
 def test_no_address_that_is_refused_is_repeated(url):
     try:
-        endpoint(url, "/score")
+        address(url, "/score")
     except ValueError as error:
         assert "hunter2" not in str(error) and len(str(error)) < 300
 
@@ -336,7 +336,7 @@ def test_a_token_is_nowhere_but_in_the_request(monkeypatch, caplog):
         answering(lambda token: b"HTTP/1.0 403 \x1b[31mno\r\n\r\nnot \x1b[2Jyou") as (url, heard),
         pytest.raises(OSError, match="answered 403: not .*you") as refusal,
     ):
-        RemoteReward(url, token_env="TOKEN", timeout_s=5)
+        RemoteReward(url, endpoint={"token_env": "TOKEN", "timeout_s": 5})
     assert f"Bearer {SECRET}".encode() in heard[0]
     assert SECRET not in str(refusal.value) + caplog.text and "\x1b" not in str(refusal.value)
 
@@ -360,7 +360,7 @@ def test_a_server_that_sends_the_token_back_is_not_quoted(monkeypatch, caplog, s
     token = "sk-4f9a/Qm27xT+bWc/81Lp=="
     monkeypatch.setenv("TOKEN", token)
     with answering(lambda token: b"HTTP/1.0 " + status + echo(token)) as (url, _):
-        reward = RemoteReward(url, token_env="TOKEN", timeout_s=5, retries=0, check=False)
+        reward = RemoteReward(url, endpoint={"token_env": "TOKEN", "timeout_s": 5, "retries": 0, "check": False})
         try:
             assert reward(torch.zeros(1, 3, 8, 8), ["a"]).isnan().all()
             said = ""

@@ -35,7 +35,7 @@ def serve_reward(
         server = RewardServer(reward, host, port, token=token)
     with server:
         emit(Line(f"{kind} at {server.address}; use it as"))
-        given = {"url": server.address, **({"token_env": token_env} if token_env else {})}
+        given = {"url": server.address, **({"endpoint": {"token_env": token_env}} if token_env else {})}
         overrides = shlex.join([f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"])
         emit(Serving(f"  {overrides}"))
         with until_ctrl_c():

@@ -304,7 +304,7 @@ def _ask_hub(repository: str) -> str | None:
 def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
     """The problem of an endpoint, by the health check that the reward makes when it is built; None if there is none."""
     try:
-        kind(**{**options, "timeout_s": SECONDS})
+        kind(**{**options, "endpoint": {**options.get("endpoint", {}), "timeout_s": SECONDS}})
     except TooSlow:
         return None
     except (OSError, ValueError, TypeError) as error:

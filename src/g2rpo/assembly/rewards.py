@@ -28,7 +28,7 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "aesthetic": "g2rpo.rewards.clip:Aesthetic",
     "geneval": "g2rpo.rewards.geneval:GenEval",
     "vlm_judge": "g2rpo.rewards.vlm:VLMJudge",
-    "local_vlm_judge": "g2rpo.rewards.vlm_local:LocalVLMJudge",
+    "local_vlm_judge": "g2rpo.rewards.vlm:LocalVLMJudge",
     "pairwise_vlm": "g2rpo.rewards.pairwise:PairwiseVLM",
     "http": "g2rpo.rewards.remote:RemoteReward",
     "function": "g2rpo.rewards.function:FunctionReward",
@@ -98,7 +98,7 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
 
 def _check_types(key: str, kind: type[Reward], options: Mapping[str, Any]) -> None:
     """Refuses options of other types than a class declares."""
-    types = get_type_hints(kind.__init__)
+    types = get_type_hints(kind.__init__, include_extras=True)
     for option, value in options.items():
         try:
             parse_as(types[option], as_json(value))
@@ -142,10 +142,9 @@ def _check_common_options(key: str, options: Mapping[str, Any]) -> None:
             parse_dtype(options["dtype"])
         except ValueError as error:
             raise UserError(f"{key}.{error}") from None
-    for name in ("batch_size", "concurrency"):
-        value = options.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise UserError(f"{key}.{name} must be a whole number, at least 1, got {value!r:.80}")
+    value = options.get("batch_size")
+    if value is not None and (type(value) is not int or value < 1):
+        raise UserError(f"{key}.batch_size must be a whole number, at least 1, got {value!r:.80}")
 
 
 def reward_kind(name: str, entry: RewardConfig) -> Any:

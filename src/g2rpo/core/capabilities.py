@@ -225,7 +225,7 @@ class ChecksOptions(Protocol):
 
 @runtime_checkable
 class AsksServer(Protocol):
-    """The constructor sends a request to a server, with the time limit `timeout_s`."""
+    """The constructor sends a request to a server, with the time limit `timeout_s` of its option `endpoint`."""
 
     asks: bool
 

@@ -6,16 +6,19 @@ As in Pref-GRPO (Wang et al. 2025, arXiv 2508.20751). Each pair is asked about i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from PIL import Image
+from pydantic import Field
 from torch import Tensor
 
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.core.seeding import generator_for
-from g2rpo.rewards.vlm import Form, VLMJudge, parse_scores
-from g2rpo.rewards.yes_no import Completion, yes_probability
+from g2rpo.rewards.asking import Question
+from g2rpo.rewards.transport import Endpoint
+from g2rpo.rewards.vlm import Form, VLMJudge
 
 MADE = "Two pictures were generated from this description:\n{prompt}\n\n"
 BETTER = "Which one shows completely and exactly what it says? If they are equal in that, which one is the better picture? "
@@ -41,6 +44,7 @@ class PairwiseVLM(VLMJudge):
 
     group = True
     batch_size = 2**31  # a group is never divided
+    words = "1", "2"
     forms: ClassVar[Mapping[str, Form]] = {
         "choice": Form(MADE + BETTER + ENDS["choice"]),
         "final": Form(
@@ -54,36 +58,27 @@ class PairwiseVLM(VLMJudge):
         model: str,
         *,
         form: str = "choice",
-        pairs: int | None = None,
+        pairs: Annotated[int, Field(ge=1)] | None = None,
         template: str | None = None,
-        api_key_env: str | None = None,
         image_size: int = 512,
         max_tokens: int | None = None,
         request: Mapping[str, Any] | None = None,
-        concurrency: int = 8,
-        timeout_s: float = 120.0,
-        retries: int = 6,
-        backoff_s: float = 1.0,
-        check: bool = True,
+        endpoint: Endpoint | None = None,
     ) -> None:
-        if pairs is not None and pairs < 1:
-            raise ValueError(f"pairs must be at least 1, got {pairs}")
         self.pairs, self.edit_template = pairs, template or EDITED + BETTER_EDIT + ENDS.get(form, "")
-        super().__init__(
-            url, model, form=form, template=template, api_key_env=api_key_env, image_size=image_size, max_tokens=max_tokens,
-            request=request, concurrency=concurrency, timeout_s=timeout_s, retries=retries, backoff_s=backoff_s, check=check,
-        )  # fmt: skip
+        more = {"image_size": image_size, "max_tokens": max_tokens, "request": request, "endpoint": endpoint}
+        super().__init__(url, model, form=form, template=template, **more)  # type: ignore[arg-type]
 
     @classmethod
     def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
         return None  # it has an instruction for pictures and one for edits
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
-        before, parts = self._parts(read_inputs(prompts[0])), self._parts(to_pil(images))
-        pairs = pairs_of(len(parts), self.pairs, int(images.long().sum()))
+        before, shown = self._reduced(read_inputs(prompts[0])), self._reduced(to_pil(images))
+        pairs = pairs_of(len(shown), self.pairs, int(images.long().sum()))
         orders = [order for pair in pairs for order in (pair, pair[::-1])]
-        wins = self._answers([([*before, parts[i], parts[j]], prompts[0]) for i, j in orders])
-        won, met = torch.zeros(2, len(parts))
+        wins = self._scores([self._question([*before, shown[i], shown[j]], prompts[0]) for i, j in orders])
+        won, met = torch.zeros(2, len(shown))
         for (i, j), first, second in zip(pairs, wins[::2], wins[1::2], strict=True):
             share = (first + 1 - second) / 2
             if share == share:  # both orders were answered
@@ -91,11 +86,9 @@ class PairwiseVLM(VLMJudge):
                 met[i], met[j] = met[i] + 1, met[j] + 1
         return won / met
 
-    def _instruction(self, prompt: str) -> str:
-        return (self.edit_template if images_of(prompt) else self.template).replace("{prompt}", prompt)
-
-    def _read(self, answer: Completion) -> float:
-        return parse_scores(answer.text, self.names, self.form) if self.names else yes_probability(answer, ("1", "2"))
+    def _question(self, pictures: Sequence[Image.Image], prompt: str) -> Question:
+        template = self.edit_template if images_of(prompt) else self.template
+        return Question(pictures, template.replace("{prompt}", prompt))
 
 
 def pairs_of(members: int, most: int | None, seed: int) -> list[tuple[int, int]]:

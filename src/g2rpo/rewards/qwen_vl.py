@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.core.types import RewardModel
-from g2rpo.rewards.instructions import read_instruction
-from g2rpo.rewards.weights import build, check_config, parse_dtype
+from g2rpo.rewards.weights import build, check_config, parse_dtype, read_instruction
 
 SYSTEM = {"qwen2_vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", "qwen3_vl": ""}
 """How the chat templates begin, by the kind of model."""

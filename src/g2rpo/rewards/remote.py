@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import base64
 import io
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -26,12 +25,11 @@ from PIL import Image
 from pydantic import BaseModel, FiniteFloat
 from torch import Tensor
 
-from g2rpo.core.errors import at_least_one
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.core.types import Prompt
 from g2rpo.rewards.pixels import PictureReward
-from g2rpo.rewards.transport import NoAnswer, Patience, Refused, endpoint, request_json, token_from, within
+from g2rpo.rewards.transport import Client, Endpoint, NoAnswer, Refused
 
 
 def encode_png(picture: Image.Image) -> str:
@@ -58,10 +56,8 @@ class Scores(BaseModel):
 class RemoteReward(PictureReward):
     """Scores from a reward server; a batch that stays unanswered after all retries is NaN, and a warning is logged.
 
-    Args: `url`, such as http://127.0.0.1:8000; `token_env`, the environment variable with the server's token;
-    `batch_size`, pictures per request, and `concurrency`, requests at a time; `timeout_s` for a whole request; `retries`
-    and `backoff_s`, the first wait; `check`, ask the server for its health now, so that a wrong address fails here, and for
-    `right`.
+    Args: `url`, such as http://127.0.0.1:8000; `batch_size`, pictures per request; `endpoint`, how the server is asked
+    (`transport.Endpoint`); its `check` asks for the server's health, and for `right`.
     Raises ValueError for a malformed address or a missing token, OSError if the check fails, a request is refused, or the
     server has another reward than before.
     """
@@ -69,57 +65,40 @@ class RemoteReward(PictureReward):
     waits = asks = True
     missing = "the server gave no score"
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token_env: str | None = None,
-        batch_size: int = 16,
-        concurrency: int = 1,
-        timeout_s: float = 120.0,
-        retries: int = 6,
-        backoff_s: float = 1.0,
-        check: bool = True,
-    ) -> None:
-        self.url, self.token = endpoint(url, "/score"), token_from(token_env)
-        self.per_request, self.concurrency, self.batch_size = batch_size, concurrency, batch_size * concurrency
-        self.patience = Patience(timeout_s, retries, backoff_s)
-        within("concurrency", concurrency, 1, 1000)
-        at_least_one(batch_size=batch_size)
+    def __init__(self, url: str, *, batch_size: int = 16, endpoint: Endpoint | None = None) -> None:
+        self.client = Client(url, endpoint, concurrency=1)
+        self.per_request, self.batch_size = batch_size, batch_size * self.client.concurrency
         self.served: str | None = None
-        if check:
-            wait_s = min(timeout_s, 10.0)
-            health = request_json(endpoint(url, "/health"), Health, token=self.token, timeout_s=wait_s)
+        if self.client.endpoint.check:
+            health = self.client.once("/health", Health)
             self.served, self.right = health.reward, health.right
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
-        starts, size = range(0, len(images), self.per_request), self.per_request
-        batches = [(images[i : i + size], prompts[i : i + size]) for i in starts]
-        with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
-            return torch.cat(list(pool.map(lambda batch: self._request(*batch), batches)))
+        size = self.per_request
+        parts = [(images[i : i + size], prompts[i : i + size]) for i in range(0, len(images), size)]
+        answers = self.client.ask("/score", Scores, parts, _body, self._read)
+        unscored = [torch.full((len(asked),), torch.nan) for _, asked in parts]
+        return torch.cat([none if scores is None else scores for scores, none in zip(answers, unscored, strict=True)])
 
-    def _request(self, images: Tensor, prompts: list[str]) -> Tensor:
-        body: dict[str, Any] = {"images": [encode_png(picture) for picture in to_pil(images)], "prompts": prompts}
-        if any(isinstance(prompt, Prompt) and prompt.metadata for prompt in prompts):
-            body["metadata"] = [dict(prompt.metadata) if isinstance(prompt, Prompt) else {} for prompt in prompts]
-        if paths := list(dict.fromkeys(path for prompt in prompts for path in images_of(prompt))):
-            unique = dict.fromkeys(prompts)
-            own = {path: one for prompt in unique for path, one in zip(images_of(prompt), read_inputs(prompt), strict=True)}
-            body["inputs"] = [encode_png(own[path]) for path in paths]
-            body["inputs_of"] = [[paths.index(path) for path in images_of(prompt)] for prompt in prompts]
-
-        def ask() -> Tensor:
-            answer = request_json(self.url, Scores, body=body, token=self.token, timeout_s=self.patience.timeout_s)
-            return self._scores_of(answer, len(prompts))
-
-        scores = self.patience.call(ask, self.url)
-        return torch.full((len(prompts),), torch.nan) if scores is None else scores
-
-    def _scores_of(self, answer: Scores, count: int) -> Tensor:
-        """`count` scores; what is null or beyond float32 is NaN or infinite."""
-        if len(answer.scores) != count:
-            raise NoAnswer(f"{self.url} answered {len(answer.scores)} scores for {count} pictures")
+    def _read(self, part: tuple[Tensor, list[str]], answer: Scores) -> Tensor:
+        """A score for each picture; what is null or beyond float32 is NaN or infinite."""
+        if len(answer.scores) != (count := len(part[1])):
+            raise NoAnswer(f"{self.client.url} answered {len(answer.scores)} scores for {count} pictures")
         if answer.reward is not None and self.served is not None and answer.reward != self.served:
-            raise Refused(f"{self.url} had the reward {self.served!r:.80} and now has {answer.reward!r:.80}")
+            raise Refused(f"{self.client.url} had the reward {self.served!r:.80} and now has {answer.reward!r:.80}")
         self.served = self.served or answer.reward
         return torch.tensor([torch.nan if score is None else score for score in answer.scores], dtype=torch.float64).float()
+
+
+def _body(part: tuple[Tensor, list[str]]) -> dict[str, Any]:
+    """The request for pictures and their prompts."""
+    images, prompts = part
+    body: dict[str, Any] = {"images": [encode_png(picture) for picture in to_pil(images)], "prompts": prompts}
+    if any(isinstance(prompt, Prompt) and prompt.metadata for prompt in prompts):
+        body["metadata"] = [dict(prompt.metadata) if isinstance(prompt, Prompt) else {} for prompt in prompts]
+    if paths := list(dict.fromkeys(path for prompt in prompts for path in images_of(prompt))):
+        unique = dict.fromkeys(prompts)
+        own = {path: one for prompt in unique for path, one in zip(images_of(prompt), read_inputs(prompt), strict=True)}
+        body["inputs"] = [encode_png(own[path]) for path in paths]
+        body["inputs_of"] = [[paths.index(path) for path in images_of(prompt)] for prompt in prompts]
+    return body

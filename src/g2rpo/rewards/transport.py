@@ -11,22 +11,27 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import parse_as
 from g2rpo.core.web import is_loopback
 
 log = logging.getLogger(__name__)
+Q = TypeVar("Q")
+S = TypeVar("S")
 T = TypeVar("T")
 
 MAX_ANSWER = 16 * 2**20
+FIRST_WAIT_S, CHECK_S = 1.0, 10.0
 MAX_WAIT_S = 60.0
 """The longest wait before a retry, also if the server asks for more."""
 
@@ -50,7 +55,7 @@ class Refused(OSError):
     """The endpoint refused the request permanently (a 4xx status)."""
 
 
-def endpoint(url: str, path: str) -> str:
+def address(url: str, path: str = "") -> str:
     """`url` + `path`; ValueError unless `url` is an http(s) address without a query, a user or a password.
 
     The message repeats nothing of `url`: a password may stand anywhere in an address that is mistyped.
@@ -60,9 +65,9 @@ def endpoint(url: str, path: str) -> str:
     return url.rstrip("/") + path
 
 
-def _fault(url: Any) -> str | None:
-    """Why `url` is not a valid endpoint address; None if it is."""
-    if not isinstance(url, str) or not url.isprintable() or " " in url:
+def _fault(url: str) -> str | None:
+    """Why `url` is not a valid address of an endpoint; None if it is."""
+    if not url.isprintable() or " " in url:
         return "this one has spaces or control characters"
     try:
         parts = urllib.parse.urlsplit(url)
@@ -100,29 +105,65 @@ def token_from(variable: str | None) -> str | None:
     return value
 
 
-@dataclass
-class Patience:
-    """How long an endpoint is waited for. ValueError for settings that would send no request or wait forever.
+class Endpoint(BaseModel):
+    """How a server is asked."""
 
-    `timeout_s` is the time limit of each request, `retries` how often one is sent again, `backoff_s` the first wait; the
-    waits double up to 30 s. After a request without an answer the next ones are sent once each, until one is answered: a
-    server that is gone must not be waited for at every picture.
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    token_env: str | None = None
+    """The environment variable with the server's token or key."""
+    concurrency: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Requests at a time; by default 1 for `http`, 8 for judges."""
+    timeout_s: Annotated[float, Field(ge=1e-3, le=86_400)] = 120.0
+    """The time limit of each request."""
+    retries: Annotated[int, Field(ge=0, le=1000)] = 6
+    """How often a request without an answer is sent again."""
+    check: bool = True
+    """Whether the server is asked when the reward is made, so that a wrong address, token or model fails then."""
+
+
+class Client:
+    """Asks the server at `url`, as its `endpoint` says; ValueError for a malformed address or a missing token.
+
+    A request without an answer is sent again after a wait, which is `FIRST_WAIT_S` at first and doubles up to 30 s. After one
+    without an answer the next ones are sent once each, until one is answered: a server that is gone must not be waited for at
+    every picture.
     """
 
-    timeout_s: float
-    retries: int
-    backoff_s: float
-    lost: bool = False
+    def __init__(self, url: str, endpoint: Endpoint | Mapping[str, Any] | None, concurrency: int) -> None:
+        self.url, self.endpoint = address(url), Endpoint.model_validate(endpoint or {})
+        self.token, self.lost = token_from(self.endpoint.token_env), False
+        self.concurrency = self.endpoint.concurrency or concurrency
 
-    def __post_init__(self) -> None:
-        within("timeout_s", self.timeout_s, 1e-3, 86_400)
-        within("retries", self.retries, 0, 1000)
-        within("backoff_s", self.backoff_s, 0, 3600)
+    def once(self, path: str, kind: type[T], body: Mapping[str, Any] | None = None) -> T:
+        """The answer to a check: a single request of at most `CHECK_S`."""
+        timeout_s = min(self.endpoint.timeout_s, CHECK_S)
+        return request_json(self.url + path, kind, body=body, token=self.token, timeout_s=timeout_s)
 
-    def call(self, ask: Callable[[], T], what: str) -> T | None:
-        """`ask()`, tried again after `NoAnswer`; None, and a warning, if it never answers. `Refused` is not caught, because
-        retries would not help."""
-        retries = 0 if self.lost else self.retries
+    def ask(
+        self,
+        path: str,
+        kind: type[T],
+        questions: Sequence[Q],
+        body: Callable[[Q], Mapping[str, Any]],
+        read: Callable[[Q, T], S],
+    ) -> list[S | None]:
+        """What is read of the answer to each question, whose request has this body; None, and a warning, where none came.
+        `read` may raise `NoAnswer`. `Refused` is not caught, because retries would not help."""
+
+        def answer(question: Q) -> S | None:
+            content, url, timeout_s = body(question), self.url + path, self.endpoint.timeout_s
+
+            def once() -> S:
+                return read(question, request_json(url, kind, body=content, token=self.token, timeout_s=timeout_s))
+
+            return self._patiently(once, url)
+
+        with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
+            return list(pool.map(answer, questions))
+
+    def _patiently(self, ask: Callable[[], S], what: str) -> S | None:
+        retries = 0 if self.lost else self.endpoint.retries
         for attempt in range(retries + 1):
             try:
                 answer = ask()
@@ -132,17 +173,11 @@ class Patience:
                 self.lost = False
                 return answer
             if attempt < retries:
-                wait = min(30.0, self.backoff_s * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+                wait = min(30.0, FIRST_WAIT_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
                 time.sleep(min(MAX_WAIT_S, max(wait, last.after_s)))
         self.lost = True
         log.warning("%s: no score after %d attempts: %s", what, retries + 1, last)
         return None
-
-
-def within(name: str, value: float, low: float, high: float) -> None:
-    """ValueError unless low <= value <= high."""
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be from {low} to {high}, got {value}")
 
 
 def without_token(text: str, token: str | None) -> str:

@@ -13,26 +13,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.core.errors import at_least_one, did_you_mean
+from g2rpo.core.errors import at_least_one
+from g2rpo.core.files import is_hub_id
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
-from g2rpo.rewards.instructions import read_instruction
+from g2rpo.core.types import RewardModel
+from g2rpo.rewards.asking import Answer, LoadedModel, Question, ServedModel
 from g2rpo.rewards.pixels import PictureReward
-from g2rpo.rewards.remote import encode_png
-from g2rpo.rewards.transport import NoAnswer, Patience, brief, endpoint, request_json, token_from, within, without_token
-from g2rpo.rewards.yes_no import MOST_LIKELY, Completion, yes_probability
-
-Part = Mapping[str, Any]
-"""A picture or text of a message."""
+from g2rpo.rewards.transport import Endpoint
+from g2rpo.rewards.weights import check_config, read_instruction
 
 
 @dataclass(frozen=True)
@@ -116,60 +112,29 @@ def parse_scores(text: str, names: Sequence[str], form: Form = FORMS["final"]) -
     return form.combine(values) if all(form.low <= value <= form.high for value in values) else torch.nan
 
 
-class VLMJudge(PictureReward):
-    """A score by a vision-language model; NaN, and one warning that counts them, where it gives none.
-
-    It sees a prompt's input pictures, if there are any, and then the picture. From 1 to 5 for the forms "final" and "aspects",
-    from 0 to 10 for "edit": sqrt(min(success, faithfulness) * quality). For "yes_no" and "edit_yes_no" P(yes) / (P(yes) +
-    P(no)) of the answer's first token, from 0 to 1: continuous, so that members of a group do not tie.
-
-    Args: `url`, up to and with the version, such as http://127.0.0.1:8000/v1; `model`, its name there; `form`; `template`, the
-    instruction instead of the form's, with {prompt} where the prompt goes: the text itself, FILE.txt, or FILE.py:NAME for a
-    string that a Python file assigns (it is read, not run); `aspects`, the names of scores of which the mean is taken instead;
-    `api_key_env`, the environment variable with the key; `image_size`, to which the longer side of a larger picture is
-    reduced; `max_tokens` of the answer (1024; for yes or no 1); `request`, further fields of every request, such
-    as {"temperature": 0.7}, 0 unless given; `concurrency`, requests at a time; `timeout_s` for each; `retries`
-    and `backoff_s`, the first wait; `check`, ask the endpoint for its models now, and one question about grey pictures for yes
-    or no and for edits, so that a wrong address, key or model, or a server without log-probs or with room for one picture
-    alone, fails here.
-    Raises ValueError for bad settings, FileNotFoundError for a missing template, OSError if the check fails or a request is
-    refused.
-    """
+class Judge(PictureReward):
+    """A score that a vision-language model gives: the question of a `form`, `ask`, which is one of the two ways to ask, and
+    what is read of the answer."""
 
     forms: ClassVar[Mapping[str, Form]] = FORMS
-    waits = asks = True
+    words = "yes", "no"
     missing = "the judge's answer has no score"
+    ask: Callable[[Sequence[Question]], list[Answer]]
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        form: str = "final",
-        template: str | None = None,
-        aspects: Sequence[str] | None = None,
-        api_key_env: str | None = None,
-        image_size: int = 512,
-        max_tokens: int | None = None,
-        request: Mapping[str, Any] | None = None,
-        concurrency: int = 8,
-        timeout_s: float = 120.0,
-        retries: int = 6,
-        backoff_s: float = 1.0,
-        check: bool = True,
-    ) -> None:
-        self.form, self.template, self.names = judging(self.forms, form, template, aspects)
-        self.url, self.token = endpoint(url, "/chat/completions"), token_from(api_key_env)
-        self.settings: dict[str, Any] = {"model": model, "temperature": 0.0, "max_tokens": max_tokens or 1024}
-        if not self.names:
-            self.settings |= {"max_tokens": max_tokens or 1, "logprobs": True, "top_logprobs": MOST_LIKELY}
-        self.settings |= request or {}
+    def _prepare(self, form: str, template: str | None, aspects: Sequence[str] | None, image_size: int) -> None:
+        """Sets what is asked; ValueError for a wrong form or template, FileNotFoundError for a missing one."""
+        if form not in self.forms:
+            raise ValueError(f"form must be one of {', '.join(self.forms)}, got {form!r}")
+        self.form = self.forms[form] if aspects is None else replace(self.forms[form], combine=Form.combine)
+        self.template = _template(template or self.form.template)
+        self.names = self.form.scores if aspects is None else tuple(aspects)
+        self.image_size = image_size
         at_least_one(image_size=image_size)
-        self.image_size, self.concurrency = image_size, concurrency
-        self.patience = Patience(timeout_s, retries, backoff_s)
-        within("concurrency", concurrency, 1, 1000)
-        if check:
-            self._check(endpoint(url, "/models"), min(timeout_s, 10.0))
+
+    @property
+    def choice(self) -> tuple[str, str] | None:
+        """The words of which one is the answer; None if the answer has scores."""
+        return None if self.names else self.words
 
     @classmethod
     def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
@@ -182,68 +147,112 @@ class VLMJudge(PictureReward):
         return None
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
-        before = {prompt: self._parts(read_inputs(prompt)) for prompt in dict.fromkeys(prompts)}
-        asked = [([*before[p], part], p) for part, p in zip(self._parts(to_pil(images)), prompts, strict=True)]
-        return torch.tensor(self._answers([None if self.form.edit and not before[one[1]] else one for one in asked]))
+        before = {prompt: self._reduced(read_inputs(prompt)) for prompt in dict.fromkeys(prompts)}
+        asked = [not self.form.edit or bool(before[prompt]) for prompt in prompts]
+        shown = zip(self._reduced(to_pil(images)), prompts, strict=True)
+        questions = [self._question([*before[prompt], picture], prompt) for picture, prompt in shown]
+        scores = torch.full((len(prompts),), torch.nan)
+        scores[asked] = torch.tensor(self._scores([one for one, wanted in zip(questions, asked, strict=True) if wanted]))
+        return scores
 
-    def _answers(self, asked: Sequence[tuple[Sequence[Part], str] | None]) -> list[float]:
-        """What is read from an answer for each list of pictures and prompt, asked again if the endpoint fails; NaN for None and
-        for answers without a readable score."""
-
-        def answer(one: tuple[Sequence[Part], str] | None) -> float:
-            if one is None:
-                return torch.nan
-            score = self.patience.call(partial(self._ask, *one, self.patience.timeout_s), self.url)
-            return torch.nan if score is None else score
-
-        with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
-            return list(pool.map(answer, asked))
-
-    def _parts(self, pictures: Sequence[Image.Image]) -> list[Part]:
-        """Pictures as parts of a message."""
+    def _reduced(self, pictures: Sequence[Image.Image]) -> list[Image.Image]:
         for picture in pictures:
             picture.thumbnail((self.image_size, self.image_size), Image.Resampling.BICUBIC)
-        return [self._part(picture) for picture in pictures]
+        return list(pictures)
 
-    def _part(self, picture: Image.Image) -> Part:
-        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encode_png(picture)}"}}
+    def _question(self, pictures: Sequence[Image.Image], prompt: str) -> Question:
+        return Question(pictures, self.template.replace("{prompt}", prompt))
 
-    def _instruction(self, prompt: str) -> str:
-        return self.template.replace("{prompt}", prompt)
+    def _scores(self, questions: Sequence[Question]) -> list[float]:
+        """What is read of each answer; NaN without a readable score."""
+        return [self._score(answer) for answer in self.ask(questions)]
 
-    def _ask(self, pictures: Sequence[Part], prompt: str, timeout_s: float, **settings: Any) -> float:
-        content = [*pictures, {"type": "text", "text": self._instruction(prompt)}]
-        body = {**self.settings, **settings, "messages": [{"role": "user", "content": content}]}
-        answer = request_json(self.url, Completion, body=body, token=self.token, timeout_s=timeout_s)
-        try:
-            return self._read(answer)
-        except NoAnswer as error:
-            raise NoAnswer(f"{self.url} {error}") from None
-
-    def _read(self, answer: Completion) -> float:
-        return parse_scores(answer.text, self.names, self.form) if self.names else yes_probability(answer)
-
-    def _check(self, models: str, timeout_s: float) -> None:
-        answer, model = request_json(models, object, token=self.token, timeout_s=timeout_s), self.settings["model"]
-        if (fault := _unlisted(answer, model)) is not None:
-            raise NoAnswer(f"{models} {without_token(fault, self.token)}")
-        if self.form.edit or self.group or not self.names:
-            pictures = [Image.new("RGB", (64, 64), "grey")] * (2 if self.form.edit or self.group else 1)
-            self._ask(self._parts(pictures), "a grey picture", timeout_s, max_tokens=1)
+    def _score(self, answer: Answer) -> float:
+        if answer is None:
+            return torch.nan
+        return parse_scores(answer, self.names, self.form) if isinstance(answer, str) else answer
 
 
-def judging(
-    forms: Mapping[str, Form], form: str, template: str | None, aspects: Sequence[str] | None
-) -> tuple[Form, str, tuple[str, ...]]:
-    """The form of a judge's options, its instruction, and the names of the scores in its answers."""
-    if form not in forms:
-        raise ValueError(f"form must be one of {', '.join(forms)}, got {form!r}")
-    chosen = forms[form] if aspects is None else replace(forms[form], combine=Form.combine)
-    return (
-        chosen,
-        _template(chosen.template if template is None else template),
-        tuple(chosen.scores if aspects is None else aspects),
-    )
+class VLMJudge(Judge):
+    """A score by a vision-language model; NaN, and one warning that counts them, where it gives none.
+
+    It sees a prompt's input pictures, if there are any, and then the picture. From 1 to 5 for the forms "final" and "aspects",
+    from 0 to 10 for "edit": sqrt(min(success, faithfulness) * quality). For "yes_no" and "edit_yes_no" P(yes) / (P(yes) +
+    P(no)) of the answer's first token, from 0 to 1: continuous, so that members of a group do not tie.
+
+    Args: `url`, up to and with the version, such as http://127.0.0.1:8000/v1; `model`, its name there; `form`; `template`, the
+    instruction instead of the form's, with {prompt} where the prompt goes: the text itself, FILE.txt, or FILE.py:NAME for a
+    string that a Python file assigns (it is read, not run); `aspects`, the names of scores of which the mean is taken instead;
+    `image_size`, to which the longer side of a larger picture is reduced; `max_tokens` of the answer (1024; for yes or no 1);
+    `request`, further fields of every request, such as {"temperature": 0.7}, 0 unless given; `endpoint`, how the server is
+    asked (`transport.Endpoint`); its `check` asks for the server's models, and one question about grey pictures for yes or no
+    and for edits, so that a server without log-probs, or with room for one picture alone, fails then too.
+    Raises ValueError for bad settings, FileNotFoundError for a missing template, OSError if the check fails or a request is
+    refused.
+    """
+
+    waits = asks = True
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        form: str = "final",
+        template: str | None = None,
+        aspects: Sequence[str] | None = None,
+        image_size: int = 512,
+        max_tokens: int | None = None,
+        request: Mapping[str, Any] | None = None,
+        endpoint: Endpoint | None = None,
+    ) -> None:
+        self._prepare(form, template, aspects, image_size)
+        self.ask = served = ServedModel(url, model, self.choice, max_tokens, request, endpoint)
+        if served.client.endpoint.check:
+            several = self.form.edit or self.group
+            grey = [Image.new("RGB", (64, 64), "grey")] * (2 if several else 1)
+            served.check(self._question(grey, "a grey picture") if several or self.choice else None)
+
+
+class LocalVLMJudge(Judge):
+    """A score by a vision-language model in this process, as `vlm_judge` gives it: for "yes_no" and "edit_yes_no" from the
+    probabilities of all first tokens, else from the greedy answer.
+
+    Args: `path`, a folder or repository that transformers loads for "image-text-to-text", with a chat template; `form`,
+    `template`, `aspects` and `image_size` as for `vlm_judge`; `max_tokens` of an answer; `device`; `dtype` of the weights;
+    `batch_size`, pictures at a time.
+    Raises ValueError for bad settings or a model that is none, OSError if it is not there.
+    """
+
+    files = {"path": ("config.json",)}
+
+    def __init__(
+        self,
+        path: str = "Qwen/Qwen2.5-VL-3B-Instruct",
+        *,
+        form: str = "final",
+        template: str | None = None,
+        aspects: Sequence[str] | None = None,
+        image_size: int = 512,
+        max_tokens: int = 512,
+        device: str = "cpu",
+        dtype: str = "bfloat16",
+        batch_size: int = 8,
+    ) -> None:
+        self._prepare(form, template, aspects, image_size)
+        self.ask = LoadedModel(path, self.choice, max_tokens, device, dtype)
+        self.device, self.batch_size = torch.device(device), batch_size
+
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        """The model, of a folder; a token costs two operations a weight, of about 1,000 tokens and the answer's."""
+        from transformers import AutoConfig, AutoModelForImageTextToText
+
+        if is_hub_id(str(options["path"])):
+            return None
+        check_config(options["path"])
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(str(options["path"])))
+        return RewardModel([model], flops=2.0 * model.num_parameters() * (1000 + options["max_tokens"]))
 
 
 def _template(text: str) -> str:
@@ -252,14 +261,3 @@ def _template(text: str) -> str:
     if "{prompt}" not in template:
         raise ValueError("the template must contain {prompt} where the prompt goes")
     return template
-
-
-def _unlisted(answer: Any, model: str) -> str | None:
-    """The fault of a model that the endpoint does not list; llama.cpp answers for any name, and other lists are not
-    understood."""
-    rows = answer.get("data") if isinstance(answer, dict) else None
-    listed = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    names = [str(row.get("id")) for row in listed]
-    if names and model not in names and all(row.get("owned_by") != "llamacpp" for row in listed):
-        return f"has no model {model!r}, but {brief(names)}.{did_you_mean(model, names)}"
-    return None
