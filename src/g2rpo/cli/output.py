@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -48,8 +47,7 @@ class Output:
     def __init__(self, console: Console = console, quiet: float = QUIET) -> None:
         self.console = console
         self.quiet = quiet
-        self._bar: Counter | TrainingBar | None = None
-        self._work = ""
+        self._bar: Bar | None = None
 
     def __enter__(self) -> Output:
         return self
@@ -69,11 +67,9 @@ class Output:
             case events.Caution(text):
                 warn(self.console, text)
             case events.Progress():
-                self._advance(event, event.name)
-                if event.done >= event.total:
-                    self._end()
+                self._count(event)
             case events.Training():
-                self._advance(event, "training")
+                self._train(event)
             case events.Trained(seconds, controls):
                 self._end()
                 knobs = ", and free knobs of the base" if controls else ""
@@ -83,15 +79,45 @@ class Output:
 
                 show_run(event, self.console)
 
-    def _advance(self, event: events.Progress | events.Training, work: str) -> None:
-        """Updates the bar of this work; the first event of a work begins it."""
-        if self._bar is None or self._work != work:
+    def _bar_of(self, work: str, unit: str, width: int, done: int, total: int, started: bool = True) -> Bar:
+        """The bar of this work; its first event begins it."""
+        if self._bar is None or self._bar.work != work:
             self._end()
-            self._work = work
-            bar = Counter if isinstance(event, events.Progress) else TrainingBar
-            self._bar = bar(event, self.console, self.quiet)  # type: ignore[arg-type]
+            self._bar = Bar(self.console, self.quiet, work, unit, width)
+            self._bar.task = self._bar.add_task("", start=started, completed=done, first=done)
             self._bar.start()
-        self._bar.show(event)  # type: ignore[arg-type]
+        self._bar.update(self._bar.task, completed=done, total=total)
+        return self._bar
+
+    def _count(self, event: events.Progress) -> None:
+        bar = self._bar_of(event.name, event.unit, 24, event.done, event.total)
+        bar.head, bar.middle = event.name, Text(f"{event.done}/{event.total}")
+        bar.line = lambda: f"{event.name} {event.done:,}/{event.total:,} {event.unit}"
+        if event.done >= event.total:
+            self._end()
+
+    def _train(self, event: events.Training) -> None:
+        """A line for every evaluation. Without a terminal, a line is printed after an iteration if the last one is `BETWEEN`
+        seconds old, and after `quiet` seconds without one."""
+        unit = "eval" if self.console.is_terminal else "evaluations"
+        # the evaluation of the base comes first, and is not part of the work
+        bar = self._bar_of("training", unit, 12, event.evaluations, event.total, started=event.iteration > 0)
+        bar.head = f"{event.iteration}/{event.iterations}"
+        share = f"{event.evaluations / event.total:.1%}".replace("%", " %") if event.total else ""
+        row: Any = event.row or {"kind": ""}
+        rewards = [(key.removeprefix("reward/"), f"{value:.3f}") for key, value in row.items() if key.startswith("reward/")]
+        alarms = list(row.get("alarms", ()))
+        named = [*([("alarm:", ", ".join(alarms))] if alarms else []), *rewards]
+        if row["kind"] == "eval":
+            bar.start_task(bar.task)
+            say_items(self.console, f"held-out pictures after iteration {row['iteration']}:", named)
+        if row["kind"] == "train":
+            bar.middle = Fitted([*([("alarms", str(len(alarms)))] if alarms else []), *rewards])
+            bar.items = "".join(f"  {name} {value}" for name, value in named)
+        bar.line = lambda: f"{_clock(time.monotonic() - bar.began)}  {bar.head} iterations, {share}{bar.items}"
+        if row["kind"] == "train" and time.monotonic() - bar.last >= BETWEEN:
+            bar.last = time.monotonic()
+            bar.tell()
 
     def _end(self) -> None:
         if self._bar is not None:
@@ -100,14 +126,32 @@ class Output:
             LIFE.go_on()
 
 
-class Steady(Progress):
-    """A bar on a terminal. Elsewhere `line(task)` is printed whenever `tell` is called, and after `quiet` seconds without."""
+class Drawn(ProgressColumn):
+    """A column by a function of the task."""
 
-    def __init__(self, *columns: ProgressColumn, console: Console, line: Callable[[Task], str], quiet: float = QUIET) -> None:
-        super().__init__(*columns, console=console, disable=not console.is_terminal)
-        self.line = line
-        self.quiet = quiet
-        self._told = -math.inf
+    def __init__(self, draw: Callable[[Task], RenderableType], column: Column | None = None) -> None:
+        super().__init__(column)
+        self.draw = draw
+
+    def render(self, task: Task) -> RenderableType:
+        return self.draw(task)
+
+
+class Bar(Progress):
+    """One work: on a terminal its head, a bar, what is in the middle, the rate, and the time that remains. Elsewhere its line
+    is printed whenever `tell` is called, and after `quiet` seconds without."""
+
+    task: TaskID
+    line: Callable[[], str]
+    head, items = "", ""
+    middle: RenderableType = ""
+
+    def __init__(self, console: Console, quiet: float, work: str, unit: str, width: int) -> None:
+        columns = Drawn(lambda task: Text(self.head)), BarColumn(width), Drawn(lambda task: self.middle)
+        rate = Drawn(lambda task: Text("  ".join(self.pace(task))), Column(no_wrap=True))
+        super().__init__(*columns, rate, console=console, disable=not console.is_terminal)
+        self.quiet, self.work, self.unit = quiet, work, unit
+        self.began, self.last, self._told = time.monotonic(), -math.inf, -math.inf
         self._over = threading.Event()
         self._teller = threading.Thread(target=self._tell_regularly, daemon=True)
 
@@ -125,111 +169,28 @@ class Steady(Progress):
             self._teller.join()
 
     def tell(self) -> None:
-        """A line for every task, if there is no terminal."""
+        """A line, if there is no terminal."""
         if self.disable:
             self._told = time.monotonic()
-            for task in self.tasks:
-                say(self.console, self.line(task))
+            say(self.console, "  ".join([self.line(), *self.pace(self.tasks[0])]))
 
     def _tell_regularly(self) -> None:
-        while not self._over.wait(max(0.0, self._told + self.quiet - time.monotonic())):
+        while not self._over.wait(self._told + self.quiet - time.monotonic()):
             if time.monotonic() >= self._told + self.quiet:
                 self.tell()
 
-
-class Rate(ProgressColumn):
-    """Throughput and remaining time."""
-
-    def __init__(self, unit: str) -> None:
-        super().__init__(Column(no_wrap=True))
-        self.unit = unit
-
-    def render(self, task: Task) -> Text:
-        return Text("  ".join(pace(task, self.unit)))
+    def pace(self, task: Task) -> list[str]:
+        """The rate since the task was started, and the time that remains; empty before there is a rate."""
+        done, elapsed = task.completed - task.fields["first"], task.elapsed
+        if not done or not elapsed or task.total is None:
+            return []
+        rate = done / elapsed
+        shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+        return [f"{shown} {self.unit}/s", f"{_clock((task.total - task.completed) / rate)} left"]
 
 
-def pace(task: Task, unit: str) -> list[str]:
-    """The rate of a task since it was started and the time that remains, as text; empty before there is a rate.
-
-    `task.fields["first"]` is what was completed when it started, 0 if there is no such field.
-    """
-    done, elapsed = task.completed - task.fields.get("first", 0), task.elapsed
-    if not done or not elapsed or task.total is None:
-        return []
-    rate = done / elapsed
-    left = timedelta(seconds=round((task.total - task.completed) / rate))
-    return [f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s", f"{left} left"]
-
-
-class Counter(Steady):
-    """Counts a unit, with the rate and the time that remains."""
-
-    def __init__(self, event: events.Progress, console: Console, quiet: float = QUIET) -> None:
-        unit = event.unit
-
-        def line(task: Task) -> str:
-            return "  ".join([f"{task.description} {task.completed:,.0f}/{task.total or 0:,.0f} {unit}", *pace(task, unit)])
-
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}")
-        super().__init__(*columns, Rate(unit), console=console, line=line, quiet=quiet)
-        self.task = self.add_task(event.name, total=event.total, completed=event.done, first=event.done)
-
-    def show(self, event: events.Progress) -> None:
-        self.update(self.task, completed=event.done)
-
-
-class TrainingBar(Steady):
-    """The progress of a run, and a line for every evaluation. Without a terminal, a line is printed after an iteration if the
-    last one is `BETWEEN` seconds old, and after `quiet` seconds without one."""
-
-    def __init__(self, event: events.Training, console: Console, quiet: float = QUIET) -> None:
-        began, self.last = time.monotonic(), -BETWEEN
-
-        def line(task: Task) -> str:
-            share = f"{100 * task.completed / task.total:.1f} %" if task.total else ""
-            passed, of = timedelta(seconds=round(time.monotonic() - began)), task.fields["iterations"]
-            head = f"{passed}  {task.fields['iteration']}/{of} iterations, {share}"
-            items = [*_alarms(task.fields["alarms"]), *task.fields["rewards"]]
-            return "  ".join([head, *(f"{name} {value}" for name, value in items), *pace(task, "evaluations")])
-
-        count = TextColumn("{task.fields[iteration]}/{task.fields[iterations]}")
-        columns = count, BarColumn(bar_width=12), _Rewards(), Rate("eval")
-        super().__init__(*columns, console=console, line=line, quiet=quiet)
-        fields: dict[str, Any] = {"iteration": event.iteration, "iterations": event.iterations, "rewards": (), "alarms": ()}
-        done = event.evaluations  # the evaluation of the base comes first, and is not part of the work
-        self.task = self.add_task("", start=event.iteration > 0, total=event.total, completed=done, first=done, **fields)
-
-    def show(self, event: events.Training) -> None:
-        counts: dict[str, Any] = {"iteration": event.iteration, "iterations": event.iterations}
-        self.update(self.task, completed=event.evaluations, total=event.total, **counts)
-        if event.row is None:
-            return
-        alarms = list(event.row.get("alarms", ()))
-        rewards = [
-            (key.removeprefix("reward/"), f"{value:.3f}") for key, value in event.row.items() if key.startswith("reward/")
-        ]
-        if event.row["kind"] == "train":
-            self.update(self.task, rewards=rewards, alarms=alarms)
-            if time.monotonic() - self.last >= BETWEEN:
-                self.last = time.monotonic()
-                self.tell()
-        else:
-            self.start_task(self.task)
-            say_items(
-                self.console, f"held-out pictures after iteration {event.row['iteration']}:", [*_alarms(alarms), *rewards]
-            )
-
-
-class _Rewards(ProgressColumn):
-    """The rewards of the last iteration and the number of active alarms, in the remaining width."""
-
-    def render(self, task: Task) -> Fitted:
-        alarms = task.fields["alarms"]
-        return Fitted([*([("alarms", str(len(alarms)))] if alarms else []), *task.fields["rewards"]])
-
-
-def _alarms(names: Sequence[str]) -> Items:
-    return [("alarm:", ", ".join(names))] if names else []
+def _clock(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))
 
 
 class Fitted:
@@ -251,14 +212,11 @@ def fitted(items: Items, width: float) -> str:
     for count in range(len(items), 0, -1):
         more = [f"+{len(items) - count}"] if count < len(items) else []
         for longest in range(max(len(name) for name, _ in items), SHORT - 1, -1):
-            line = "  ".join([*(f"{_shortened(name, longest)} {value}" for name, value in items[:count]), *more])
+            short = [name if len(name) <= longest else name[: longest - 1] + "…" for name, _ in items[:count]]
+            line = "  ".join([*(f"{name} {value}" for name, (_, value) in zip(short, items, strict=False)), *more])
             if len(line) <= width:
                 return line
     return line if items else ""
-
-
-def _shortened(name: str, longest: int) -> str:
-    return name if len(name) <= longest else name[: longest - 1] + "…"
 
 
 def add_names(table: Table, title: str, names: Sequence[str], width: int) -> None:
@@ -286,4 +244,4 @@ def say(console: Console, line: str) -> None:
 
 def warn(console: Console, line: str) -> None:
     """Prints a line that asks for attention."""
-    console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
+    console.print(line, style="yellow", highlight=False, soft_wrap=True, markup=False)
