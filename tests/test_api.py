@@ -174,7 +174,7 @@ def test_an_algorithm_of_ones_own_is_recorded_as_what_it_is_and_never_taken_for_
         assert f"algorithm.name=object:tests.test_api.{name}: was given as a Python object" in refused(
             capsys, *[run / "config.yaml" if word == "CONFIG" else word for word in words]
         )
-    for words in (["report", run], ["sample", "--run", run, "a red circle", "--out", tmp_path / "pictures"]):
+    for words in (["report", run], ["sample", run, "a red circle", "--out", tmp_path / "pictures"]):
         done(capsys, *words)
     assert f"object:tests.test_api.{name}" in (run / "report.html").read_text()
     named = ["train", run / "config.yaml", "algorithm.name=mixgrpo", "algorithm.group_size=3", "--run-dir", tmp_path / "mix"]

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from g2rpo.app.ahead import policy_after_encoding
 from g2rpo.app.build import Request, build
+from g2rpo.app.evaluate import run_settings
 from g2rpo.app.export import export as write_export
 from g2rpo.app.quiet import quiet_bars, quiet_libraries
+from g2rpo.app.sample import SampleConfig, painter, sample_config, tune
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.config import load_config
@@ -26,18 +28,19 @@ from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import check_inputs
 from g2rpo.core.plain import read_as
-from g2rpo.core.types import Algorithm, Policy, Scorer
+from g2rpo.core.types import Algorithm, Policy, Scorer, as_rewards
 from g2rpo.evaluation.heldout import Comparison, compare
-from g2rpo.evaluation.sampler import Sampler, sampler_of
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.compare.study import parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.report.page import write_page
 from g2rpo.monitor.trackers import Tracker
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
-from g2rpo.runs.directory import RunDirectory, StudyDirectory
+from g2rpo.runs.directory import StudyDirectory
 from g2rpo.runs.lifecycle import entered, read_config
 from g2rpo.training.trainer import Trainer
+
+AT_ONCE = 8
+"""Pictures that are decoded and scored at once."""
 
 
 def trainer(
@@ -63,14 +66,8 @@ def trainer(
     reward code have changed. Its config.yaml only mentions objects (as "object:module.Class"), so commands that need them
     refuse: resume such a run from the program that began it. Raises UserError as the command does.
     """
-    _check_lists(overrides=overrides, prompts=prompts, heldout=heldout)
-    _check_tables(rewards=rewards, judges=judges)
-    _check_objects(algorithm=algorithm, policy=policy)
-    config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
-    if policy is None:
-        config = completed(config, notify)
-    config = _mentioning(config, algorithm, policy, rewards, judges, prompts, heldout)
     objects = {
+        "algorithm": algorithm,
         "policy": policy,
         "rewards": rewards,
         "judges": judges,
@@ -79,6 +76,11 @@ def trainer(
         "trackers": trackers,
     }
     given = {name: thing for name, thing in objects.items() if thing is not None}
+    _check(overrides=overrides, **given)
+    config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
+    if policy is None:
+        config = completed(config, notify)
+    config = _mentioning(config, given)
     if policy is None:
         _quiet()
     request = Request(config=config, given=given, resume=resume, accept_changes=accept_changes, notify=notify)
@@ -94,65 +96,46 @@ def _quiet() -> None:
     quiet_bars()
 
 
-def _check_lists(**lists: Any) -> None:
-    """Refuses one text where a list of texts is wanted, whose characters would be the list, and a list of no prompts."""
-    for name, given in lists.items():
-        if given is None:
-            continue
-        if isinstance(given, str | Mapping) or not all(isinstance(text, str) for text in given):
-            example = "trainer.iterations=2" if name == "overrides" else "a red circle"
-            raise UserError(f"{name}: should be a list of texts, such as ['{example}'], is {given!r:.80}")
-        if name != "overrides" and not given:
-            raise UserError(f"{name}: is empty; give at least one prompt")
+def _check(**given: Any) -> None:
+    """Refuses one text where a list of texts is wanted, whose characters would be the list; a list of no prompts; rewards
+    without names; and names, classes and values in place of objects."""
+    for name, thing in given.items():
+        objects = {name: thing}
+        if name in ("overrides", "prompts", "heldout"):
+            if isinstance(thing, str | Mapping) or not all(isinstance(text, str) for text in thing):
+                example = "trainer.iterations=2" if name == "overrides" else "a red circle"
+                raise UserError(f"{name}: should be a list of texts, such as ['{example}'], is {thing!r:.80}")
+            if name != "overrides" and not thing:
+                raise UserError(f"{name}: is empty; give at least one prompt")
+        if isinstance(thing, str) and name in ("algorithm", "policy"):
+            path = "algorithm.name" if name == "algorithm" else "policy.path"
+            raise UserError(f"{name}: should be an object; a name goes into the overrides: ['{path}={thing}']")
+        if name in ("rewards", "judges"):
+            if not isinstance(thing, Mapping):
+                raise UserError(f"{name}: should be a mapping from names to functions or objects, is {thing!r:.80}")
+            objects = {f"{name}[{key!r}]": reward for key, reward in thing.items()}
+        for place, it in objects.items():
+            if isinstance(it, type):
+                raise UserError(f"{place}: is a class; give an object of it, such as {it.__name__}()")
+            if place != name and not callable(it):
+                raise UserError(f"{place}: should be a function or an object that can be called, is {it!r:.80}")
 
 
-def _check_tables(**tables: Any) -> None:
-    """Refuses rewards without names, and what is no function or object that can be called."""
-    for key, table in tables.items():
-        if table is not None and not isinstance(table, Mapping):
-            raise UserError(f"{key}: should be a mapping from names to functions or objects, is {table!r:.80}")
-        for name, reward in (table or {}).items():
-            if isinstance(reward, type):
-                raise UserError(f"{key}[{name!r}]: is a class; give an object of it, such as {reward.__name__}()")
-            if not callable(reward):
-                raise UserError(f"{key}[{name!r}]: should be a function or an object that can be called, is {reward!r:.80}")
-
-
-def _check_objects(**objects: Any) -> None:
-    """Refuses a name or a class where an object is wanted."""
-    for key, given in objects.items():
-        if isinstance(given, str):
-            path = "algorithm.name" if key == "algorithm" else "policy.path"
-            raise UserError(f"{key}: should be an object; a name goes into the overrides: ['{path}={given}']")
-        if isinstance(given, type):
-            raise UserError(f"{key}: is a class; give an object of it, such as {given.__name__}()")
-
-
-def _mentioning(
-    config: Config,
-    algorithm: Algorithm | None,
-    policy: Policy | None,
-    rewards: Mapping[str, Scorer] | None,
-    judges: Mapping[str, Scorer] | None,
-    prompts: Sequence[str] | None,
-    heldout: Sequence[str] | None,
-) -> Config:
+def _mentioning(config: Config, given: Mapping[str, Any]) -> Config:
     """`config` with a mention in place of the name of each given object."""
-    changes: dict[str, object] = {}
-    judged: dict[str, object] = {}
-    if algorithm is not None:
-        changes["algorithm"] = algorithm
-    if policy is not None:
-        changes["policy"] = config.policy.model_copy(update={"path": mention(policy), "pipeline": None})
-    if rewards is not None:
-        changes["rewards"] = _mentioned(rewards, config.rewards)
-    if prompts is not None:
+    evaluation = config.evaluation
+    changes: dict[str, Any] = {key: given[key] for key in ("algorithm",) if key in given}
+    if "policy" in given:
+        changes["policy"] = config.policy.model_copy(update={"path": mention(given["policy"]), "pipeline": None})
+    if "prompts" in given:
         changes["prompts"] = config.prompts.model_copy(update={"train": OBJECT})
-    if heldout is not None:
-        judged["prompts"] = OBJECT
-    if judges is not None:
-        judged["rewards"] = _mentioned(judges, config.evaluation.rewards)
-    return config.model_copy(update={**changes, "evaluation": config.evaluation.model_copy(update=judged)})
+    if "heldout" in given:
+        evaluation = evaluation.model_copy(update={"prompts": OBJECT})
+    if "rewards" in given:
+        changes["rewards"] = _mentioned(given["rewards"], config.rewards)
+    if "judges" in given:
+        evaluation = evaluation.model_copy(update={"rewards": _mentioned(given["judges"], evaluation.rewards)})
+    return config.model_copy(update={**changes, "evaluation": evaluation})
 
 
 def _mentioned(rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
@@ -164,22 +147,12 @@ def _mentioned(rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig])
 def sampler(run: str | Path, *, base: bool = False, seed: int = 0) -> Sampler:
     """A finished run's model, with its tuned weights unless `base`, as its evaluations sample it: `policy`, `sigmas`,
     `pictures(prompts)`."""
+    return painter(_config_of(run, base, seed))
+
+
+def _config_of(run: str | Path, base: bool, seed: int) -> SampleConfig:
     _quiet()
-    config = read_config(Path(run))
-    policy = components.build_policy(config.policy, tuning="frozen")
-    return sampler_of(config, _tuned(policy, config, run, base), seed=seed)
-
-
-def _tuned(policy: DiffusersPolicy, config: Config, run: str | Path, base: bool = False) -> DiffusersPolicy:
-    if not base:
-        components.load_weights(policy, RunDirectory(Path(run)).weights, config.policy.path)
-    return policy
-
-
-def _loaded(run: str | Path) -> tuple[Config, Any]:
-    _quiet()
-    config = read_config(Path(run))
-    return config, components.load_pipeline(config.policy, tuning="frozen")
+    return sample_config(run_settings(Path(run), base=base), seed=seed, batch_size=16)
 
 
 def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed: int = 0) -> Tensor:
@@ -187,24 +160,23 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
 
     Picture i starts from noise (seed, i). A model that edits takes `Prompt("make it red", ["in.png"])`.
     """
-    _check_lists(prompts=prompts)
+    _check(prompts=prompts)
     check_inputs(prompts)
-    config, loaded = _loaded(run)
-    encoded = EncodedPrompts(loaded.text, prompts)  # before the transformer is on the device
-    policy = CachedPolicy(_tuned(loaded.policy(), config, run, base), encoded)
-    return sampler_of(config, policy, seed=seed, decode_batch_size=8).pictures(prompts)
+    sampled = painter(_config_of(run, base, seed), prompts)
+    return replace(sampled, decode_batch_size=AT_ONCE).pictures(prompts)
 
 
 def evaluate(run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[str], *, seed: int = 0) -> dict[str, Comparison]:
     """Base against tuned for any rewards on any prompts, from the same noise. Bootstrap intervals: `g2rpo evaluate`."""
-    _check_lists(prompts=prompts)
-    _check_tables(rewards=rewards)
+    _check(prompts=prompts, rewards=rewards)
     check_inputs(prompts)
-    config, loaded = _loaded(run)
-    cached = policy_after_encoding(loaded, config.prompts.cache, prompts, print)
-    sampled = sampler_of(config, cached, seed=seed, decode_batch_size=8)
+    config = _config_of(run, False, seed)
+    compares = any(reward.group for reward in as_rewards(rewards).values())
+    loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
+    cached = policy_after_encoding(loaded, read_config(Path(run)).prompts.cache, prompts, print)
+    sampled = replace(config.sampler(cached, config.steps), decode_batch_size=AT_ONCE)
     base = sampled.evaluate(prompts, rewards)
-    _tuned(cached.policy, config, run)  # base and tuned one after the other: only one model is on the device
+    tune(cached.policy, config)  # base and tuned one after the other: only one model is on the device
     return compare(base, sampled.evaluate(prompts, rewards))
 
 

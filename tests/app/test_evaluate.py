@@ -252,7 +252,6 @@ def test_a_run_is_judged_as_it_judged_itself(tiny_config, tmp_path, capsys, monk
         ([], "'steps' is missing"),
         (["--steps", "2", "--rewards", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["--steps", "2", "--weights", "nowhere"], "weights nowhere: is no folder"),
-        (["--steps", "2", "--run", "nowhere"], "name a run, or a pipeline with --model"),
         (["--steps", "2", "guidance_scale=3"], "Did you mean 'policy.guidance_scale'?"),
         (["--steps", "2", "policy.height=31"], "multiples of"),
     ],

@@ -99,7 +99,7 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, monkeypatch, tiny_conf
     assert (run / "adapter" / "before_after.png").is_file()
 
     pictures = tmp_path / "pictures"
-    done(capsys, "sample", "--run", run, "--out", pictures, "a red circle", "a blue square")
+    done(capsys, "sample", run, "--out", pictures, "a red circle", "a blue square")
     listed = [json.loads(line) for line in (pictures / "prompts.jsonl").open()]
     assert [entry["prompt"] for entry in listed] == ["a red circle", "a blue square"]
     assert all((pictures / entry["file"]).is_file() for entry in listed)
@@ -347,6 +347,7 @@ def test_a_folder_that_cannot_be_is_one_message(capsys, tmp_path, tiny_config, o
         (("train", "scenes", "--accept-changes"), "is for --resume"),
         (("train", "scenes", "-hx"), "No such option|no such option"),
         (("evaluate", "RUN", "--size", "32"), "--size is for --model"),
+        (("evaluate", "RUN", "--model", "testbed"), "name a run, or a pipeline with --model"),
         (("sample", "RUN", "a", "--guidance", "2"), "--guidance is for --model"),
         (("evaluate", "--model", "testbed", "--rewards", "my.py:f"), "is code; write f: "),
         (("sample", "--model", "testbed", "--weights", "FOLDER", "a"), "holds neither"),

@@ -11,7 +11,7 @@ from g2rpo import api
 from g2rpo.app.build import Request
 from g2rpo.app.build import build as built
 from g2rpo.app.evaluate import evaluate, run_settings
-from g2rpo.app.sample import sample
+from g2rpo.app.sample import sample, sample_config
 from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.config.resolve import resolve
@@ -203,10 +203,9 @@ def use(world, folder, model):
     trainer.export()
     own = trainer.sample([prompt])
 
-    options = {"run": run, "policy": None, "weights": None, "strength": 1.0, "base": False, "steps": None, "shift": None}
     places, inner = [], components.Loaded.policy
     components.Loaded.policy = lambda loaded, *given: places.append(str(loaded.text.modules[0].device)) or inner(loaded, *given)
-    sample([prompt], **options, seed=0, batch_size=2, out=folder / "sampled")
+    sample([prompt], sample_config(run_settings(run), seed=0, batch_size=2), folder / "sampled")
     components.Loaded.policy = inner
     evaluate(run_settings(run), [], folder / "evaluated")
     standing = torch.fakegpu.memory_allocated()

@@ -139,7 +139,7 @@ def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, 
     torch.testing.assert_close(plain(pipe), tuned, atol=1e-5, rtol=0)
     names = load_file(api.export(run, "comfyui"))
     assert names and all(name.startswith("mine.") for name in names)
-    sample = ["sample", "--run", run, "--plugin", kind.partition(":")[0], "--out", tmp_path / "drawn", "a red circle"]
+    sample = ["sample", run, "--plugin", kind.partition(":")[0], "--out", tmp_path / "drawn", "a red circle"]
     done(capsys, *sample)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from g2rpo.app.ahead import policy_after_encoding
 from g2rpo.app.events import Emit, Line, Progress, cautions, silent
+from g2rpo.app.sample import tune
 from g2rpo.app.stopping import stoppable
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import digests_of
@@ -38,9 +39,11 @@ EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
 """Height and width of what the embedded models draw, and tokens of their longest prompts."""
 
 
-def run_settings(run: Path) -> dict[str, Any]:
-    """Settings that repeat a run's own evaluation, with all its rewards."""
-    return {**config_settings(read_config(run)), "weights": str(RunDirectory(run).weights)}
+def run_settings(run: Path, weights: Path | None = None, base: bool = False) -> dict[str, Any]:
+    """Settings that repeat a run's own evaluation, with all its rewards; its weights are the run's own, others, or those of the
+    `base`."""
+    settings = config_settings(read_config(run))
+    return settings if base else {**settings, "weights": str(weights or RunDirectory(run).weights)}
 
 
 def config_settings(config: Config) -> dict[str, Any]:
@@ -177,9 +180,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
     compares = any(declared_by(reward_kind(name, entry)).group for name, entry in config.rewards.items())
     loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
     cached = policy_after_encoding(loaded, config.cache, prompts, cautions(emit), emit=emit)
-    use_weights = partial(
-        components.load_weights, cached.policy, local(config.weights or ""), config.policy.path, config.strength
-    )
+    use_weights = partial(tune, cached.policy, config)
     rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
     if config.weights is not None:
         take_stored(rewards, local(config.weights).parent, cautions(emit))

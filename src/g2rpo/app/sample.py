@@ -5,29 +5,29 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve_as
-from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps
+from g2rpo.config.schema import Steps
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import local, whole_file
 from g2rpo.core.input_pictures import check_inputs, images_of
-from g2rpo.evaluation.sampler import Sampler
+from g2rpo.evaluation.sampler import Drawing, Sampler
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import PictureRow, save_grid, to_pil
 from g2rpo.monitor.scores import SHOWN
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
-from g2rpo.prompts.sources import read_prompts
-from g2rpo.runs.directory import RunDirectory, check_weights
-from g2rpo.runs.lifecycle import enter_fresh, read_config
+from g2rpo.runs.directory import check_weights
+from g2rpo.runs.lifecycle import enter_fresh
 from g2rpo.runtime.folders import held, is_empty
 
 
@@ -45,48 +45,48 @@ class Sampled:
         return self.folder / ("grid.webp" if self.clips else "grid.png")
 
 
-class SampleOptions(Section):
-    """Sampling options; None: the values of the run's evaluations, else 28 steps with the model's own shift."""
+class SampleConfig(Drawing):
+    """What `g2rpo sample` draws with."""
 
-    steps: Steps | None
-    shift: Shift | None
-    strength: float
-    batch_size: Count
-    video: Literal["webp", "mp4"]
+    steps: Steps = 28
+    video: Literal["webp", "mp4"] = "webp"
 
 
-def sample(
-    prompts: Sequence[str],
-    file: Path | None = None,
-    *,
-    run: Path | None,
-    policy: PolicyConfig | None,
-    weights: Path | None,
-    strength: float,
-    base: bool,
-    steps: int | None,
-    shift: Shift | None,
-    seed: int,
-    batch_size: int,
-    video: str = "webp",
-    out: Path | None,
-) -> Sampled:
-    """Draws `prompts` and those in `file`: writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture, beside
-    copies of input pictures) and `out/grid.png`. Clips are NNNN.webp, which needs no further library, or NNNN.mp4. Without
-    `out` it is the first of samples, samples-2 ... that does not exist."""
-    prompts = [*prompts, *(read_prompts(file) if file else [])]
-    values = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size, "video": video}
-    options = resolve_as(SampleOptions, values, source="sample")
-    if run is not None:
-        config = read_config(run)
-        policy, weights = config.judged, weights or (None if base else RunDirectory(run).weights)
-        steps = options.steps or config.evaluation.num_steps or config.sampling.num_steps
-        options = options.model_copy(update={"steps": steps, "shift": options.shift or config.sampling.shift})
-    _check(prompts, options)
-    if policy is None:
-        raise UserError("name a run, or a pipeline with --model")
-    if weights is not None and not base:
-        check_weights(weights)
+def sample_config(settings: Mapping[str, Any], **named: Any) -> SampleConfig:
+    """The model and sampling of the `settings` of an evaluation, but for what is `named` and not None."""
+    first = {**settings, "steps": settings["steps"][0]} if "steps" in settings else settings
+    given = {**first, **{key: value for key, value in named.items() if value is not None}}
+    own = {key: value for key, value in given.items() if key in SampleConfig.model_fields}
+    return resolve_as(SampleConfig, own, source="sample")
+
+
+def tune(policy: DiffusersPolicy, config: Drawing) -> None:
+    """Loads the tuned weights of `config`, if any, into the policy."""
+    if config.weights is not None:
+        components.load_weights(policy, local(config.weights), config.policy.path, config.strength)
+
+
+def painter(config: SampleConfig, prompts: Sequence[str] | None = None) -> Sampler:
+    """The sampler of a model with its weights. `prompts` are encoded before the transformer is on the device, and are then the
+    only ones that it draws."""
+    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    encoded = None if prompts is None else EncodedPrompts(loaded.text, prompts)
+    policy = loaded.policy()
+    tune(policy, config)
+    return config.sampler(policy if encoded is None else CachedPolicy(policy, encoded), config.steps)
+
+
+def sample(prompts: Sequence[str], config: SampleConfig, out: Path | None = None) -> Sampled:
+    """Draws prompts: writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture, beside copies of input pictures)
+    and `out/grid.png`. Clips are NNNN.webp, which needs no further library, or NNNN.mp4. Without `out` it is the first of
+    samples, samples-2 ... that does not exist."""
+    if config.video == "mp4" and not all(map(importlib.util.find_spec, ("imageio", "imageio_ffmpeg"))):
+        raise UserError("--video mp4 needs imageio and ffmpeg: pip install imageio imageio-ffmpeg, or take --video webp")
+    if not prompts:
+        raise UserError("give prompts as arguments, after the run if you name one, or a file of them with --prompts")
+    check_inputs(prompts)
+    if config.weights is not None:
+        check_weights(local(config.weights))
     with ExitStack() as stack:  # two commands at a time take different folders
         if out is None:
             out = enter_fresh(stack, Path(), "samples")
@@ -94,20 +94,7 @@ def sample(
             _check_empty(out)  # before it is touched
             stack.enter_context(held(out))
             _check_empty(out)
-        loaded = components.load_pipeline(policy, tuning="frozen")
-        encoded = EncodedPrompts(loaded.text, prompts)  # before the transformer is on the device
-        model = loaded.policy()
-        if weights is not None and not base:
-            components.load_weights(model, weights, policy.path, options.strength)
-        sampler = Sampler(
-            policy=CachedPolicy(model, encoded),
-            shift=options.shift or "model",
-            num_steps=options.steps or 28,
-            seed=seed,
-            batch_size=options.batch_size,
-            decode_batch_size=options.batch_size,
-        )
-        shown, seconds = _write_all(sampler, prompts, options.video, out)
+        shown, seconds = _write_all(painter(config, prompts), prompts, config.video, out)
         save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN], seconds=seconds)
         return Sampled(len(prompts), len(shown), shown.ndim == 5, out)
 
@@ -115,15 +102,6 @@ def sample(
 def _check_empty(out: Path) -> None:
     if not is_empty(out):
         raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
-
-
-def _check(prompts: Sequence[str], options: SampleOptions) -> None:
-    """Refuses wrong input before anything is loaded."""
-    if options.video == "mp4" and not all(map(importlib.util.find_spec, ("imageio", "imageio_ffmpeg"))):
-        raise UserError("--video mp4 needs imageio and ffmpeg: pip install imageio imageio-ffmpeg, or take --video webp")
-    if not prompts:
-        raise UserError("give prompts as arguments, after the run if you name one, or a file of them with --prompts")
-    check_inputs(prompts)
 
 
 def _write_all(sampler: Sampler, prompts: Sequence[str], video: str, out: Path) -> tuple[Tensor, float]:

@@ -21,7 +21,6 @@ def sample(
         list[str] | None,
         typer.Argument(metavar="[RUN] [PROMPT]...", help="A run directory, for its model and weights; and what to draw."),
     ] = None,
-    run: Annotated[Path | None, typer.Option(hidden=True)] = None,
     model: options.Model = None,
     weights: options.Weights = None,
     prompt_file: Annotated[Path | None, typer.Option("--prompts", help="A file of prompts, one a line or .jsonl.")] = None,
@@ -40,34 +39,23 @@ def sample(
     out: Annotated[Path | None, typer.Option(help="A new folder for the pictures; default samples, or samples-2 ...")] = None,
 ) -> None:
     """Draw pictures with a run's model, or any pipeline."""
-    from g2rpo.app.evaluate import model_policy
     from g2rpo.app.sample import sample as draw
+    from g2rpo.app.sample import sample_config
     from g2rpo.core.types import Prompt
+    from g2rpo.prompts.sources import read_prompts
     from g2rpo.runs.directory import RunDirectory
 
-    if run is None and model is None and prompts:
-        run, prompts = Path(prompts[0]), prompts[1:]
-    options.refuse_with_run(run, guidance=guidance, size=size)
-    if model is not None and prompts and RunDirectory(Path(prompts[0])).config.is_file():
-        raise UserError(f"{prompts[0]} is a run; name it or --model, or write the prompt as text of another kind")
-    if image and not prompts:
+    words = prompts or []
+    run = Path(words.pop(0)) if model is None and words else None
+    if model is not None and words and RunDirectory(Path(words[0])).config.is_file():
+        raise UserError(f"{words[0]} is a run; name it or --model, or write the prompt as text of another kind")
+    if image and not words:
         raise UserError("--image belongs to prompts that are given as arguments; a file of prompts names its own pictures")
-    inputs = [str(path) for path in image or []]
-    sampled = draw(
-        [Prompt(text, inputs) for text in prompts or []],
-        prompt_file,
-        run=run,
-        policy=None if model is None else model_policy(model, size, guidance),
-        weights=weights,
-        strength=strength,
-        base=base,
-        steps=steps,
-        shift=shift,
-        seed=seed,
-        batch_size=batch_size,
-        video=video,
-        out=out,
-    )
+    asked = [Prompt(text, [str(path) for path in image or []]) for text in words]
+    asked += read_prompts(prompt_file) if prompt_file else []
+    settings = options.settings_of(run, model, weights, base, guidance=guidance, size=size)
+    config = sample_config(settings, strength=strength, steps=steps, shift=shift, seed=seed, batch_size=batch_size, video=video)
+    sampled = draw(asked, config, out)
     beside = f"the first {sampled.in_grid} side by side" if sampled.in_grid < sampled.count else "side by side"
     grid = f", {beside} in {sampled.grid}" if sampled.count > 1 else ""
     say(console, f"{counted(sampled.count, 'clip' if sampled.clips else 'picture')} in {sampled.folder}{grid}")
@@ -82,7 +70,6 @@ def evaluate(
             help="A finished run, for its model, weights, held-out prompts and rewards; and settings: policy.dtype=bfloat16",
         ),
     ] = None,
-    run: Annotated[Path | None, typer.Option(hidden=True)] = None,
     model: options.Model = None,
     weights: options.Weights = None,
     prompts: Annotated[
@@ -106,14 +93,11 @@ def evaluate(
     from g2rpo.cli.results import show_evaluation
     from g2rpo.runs.directory import RunDirectory
 
-    if run is None and overrides and ("=" not in overrides[0] or RunDirectory(Path(overrides[0])).config.is_file()):
+    run = None
+    if overrides and ("=" not in overrides[0] or RunDirectory(Path(overrides[0])).config.is_file()):
         run, overrides = Path(overrides[0]), overrides[1:]
-    if (run is None) == (model is None):
-        raise UserError("name a run, or a pipeline with --model")
-    options.refuse_with_run(run, guidance=guidance, size=size)
-    settings = command.run_settings(run) if run else command.model_settings(str(model), size, guidance)
+    settings = options.settings_of(run, model, weights, guidance=guidance, size=size)
     named = {
-        "weights": str(weights) if weights else None,
         "prompts": prompts,
         "num_prompts": num_prompts,
         "rewards": command.named_rewards(rewards) if rewards else None,

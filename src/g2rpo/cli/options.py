@@ -74,11 +74,25 @@ def _as_setting(flag: str, given: Sequence[str]) -> tuple[str, str]:
     return (key, value or "...") if key is not None else ("KEY", "VALUE")
 
 
-def refuse_with_run(run: Path | None, **given: object) -> None:
-    """UserError for options that belong to --model, where a run is named."""
-    for name, value in given.items():
+def run_or_model(run: Path | None, model: str | None, **of_model: object) -> None:
+    """UserError if not one of both is named, and for options `of_model` beside a run."""
+    if (run is None) == (model is None):
+        raise UserError("name a run, or a pipeline with --model")
+    for name, value in of_model.items():
         if run is not None and value is not None:
             raise UserError(f"--{name} is for --model; a run has its own")
+
+
+def settings_of(
+    run: Path | None, model: str | None, weights: Path | None, base: bool = False, **of_model: Any
+) -> dict[str, Any]:
+    """The settings of an evaluation of a run, or of a pipeline with the options `of_model`."""
+    from g2rpo.app.evaluate import model_settings, run_settings
+
+    run_or_model(run, model, **of_model)
+    if run is not None:
+        return run_settings(run, weights, base)
+    return {**model_settings(str(model), **of_model), "weights": str(weights) if weights and not base else None}
 
 
 def _word(flag: str) -> str:

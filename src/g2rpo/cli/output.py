@@ -85,7 +85,6 @@ class Output:
             self._end()
             self._bar = Bar(self.console, self.quiet, work, unit, width)
             self._bar.task = self._bar.add_task("", start=started, completed=done, first=done)
-            self._bar.start()
         self._bar.update(self._bar.task, completed=done, total=total)
         return self._bar
 
@@ -93,6 +92,7 @@ class Output:
         bar = self._bar_of(event.name, event.unit, 24, event.done, event.total)
         bar.head, bar.middle = event.name, Text(f"{event.done}/{event.total}")
         bar.line = lambda: f"{event.name} {event.done:,}/{event.total:,} {event.unit}"
+        bar.start()
         if event.done >= event.total:
             self._end()
 
@@ -115,6 +115,7 @@ class Output:
             bar.middle = Fitted([*([("alarms", str(len(alarms)))] if alarms else []), *rewards])
             bar.items = "".join(f"  {name} {value}" for name, value in named)
         bar.line = lambda: f"{_clock(time.monotonic() - bar.began)}  {bar.head} iterations, {share}{bar.items}"
+        bar.start()
         if row["kind"] == "train" and time.monotonic() - bar.last >= BETWEEN:
             bar.last = time.monotonic()
             bar.tell()
@@ -156,9 +157,10 @@ class Bar(Progress):
         self._teller = threading.Thread(target=self._tell_regularly, daemon=True)
 
     def start(self) -> None:
+        """Shows the bar, if that has not begun."""
         LIFE.pause()
         super().start()
-        if self.disable:
+        if self.disable and not self._teller.is_alive():
             self._told = time.monotonic()
             self._teller.start()
 

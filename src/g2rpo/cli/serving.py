@@ -9,7 +9,7 @@ import typer
 
 from g2rpo.cli import options
 from g2rpo.cli.output import Output, console, say
-from g2rpo.core.errors import UserError, counted
+from g2rpo.core.errors import counted
 
 commands = typer.Typer()
 
@@ -33,9 +33,7 @@ def demo(
     from g2rpo.lab.demo.serve import demo as serve
     from g2rpo.lab.demo.settings import of_model, of_run
 
-    if (run is None) == (model is None):
-        raise UserError("name a run, or a pipeline with --model")
-    options.refuse_with_run(run, rewards=rewards, guidance=guidance, size=size)
+    options.run_or_model(run, model, rewards=rewards, guidance=guidance, size=size)
     table = named_rewards(rewards) if rewards is not None else None
     settings = of_run(run) if run else of_model(str(model), size, guidance, table)
     serve(run, settings, weights, host=host, port=port, token_env=token_env, emit=Output())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from g2rpo.config.schema import Config, Shift, grid_of
+from g2rpo.config.schema import Config, Count, PolicyConfig, Section, Shift, grid_of
 from g2rpo.core.capabilities import held_out_of
 from g2rpo.core.errors import Stopped
 from g2rpo.core.finite import finite_rows
@@ -124,3 +125,22 @@ def sampler_of(config: Config, policy: Policy, **options: Any) -> Sampler:
     steps = config.evaluation.num_steps or config.sampling.num_steps
     given = {"seed": config.trainer.seed, "size": config.judged_size, **options}
     return Sampler(policy=policy, shift=config.sampling.shift, num_steps=steps, **given)
+
+
+class Drawing(Section):
+    """A model with its weights, and how it draws."""
+
+    policy: PolicyConfig
+    weights: str | None = None
+    """A folder or a .safetensors file of tuned weights; None: the base model's."""
+    strength: float = 1.0
+    shift: Shift = "model"
+    seed: Annotated[int, Field(ge=0)] = 0
+    batch_size: Count = 16
+
+    def sampler(self, policy: Policy, steps: int) -> Sampler:
+        """The sampler of the policy, which has the weights."""
+        size = self.batch_size
+        return Sampler(
+            policy=policy, shift=self.shift, num_steps=steps, seed=self.seed, batch_size=size, decode_batch_size=size
+        )

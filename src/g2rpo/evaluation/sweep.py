@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, Section, Shift, Steps
+from g2rpo.config.schema import CacheFolder, Count, RewardTable, Steps
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import digest_of, write_whole
 from g2rpo.core.images import to_uint8
@@ -26,7 +26,7 @@ from g2rpo.core.statistics import interval
 from g2rpo.core.types import Policy, Reward
 from g2rpo.evaluation.controls import PLAIN, RIGHT, TUNED, Control, Controls, against_controls
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.evaluation.sampler import Sampler
+from g2rpo.evaluation.sampler import Drawing
 from g2rpo.monitor.clips import seconds_of
 from g2rpo.monitor.scores import Row, Scored, picture_of, right_of, save_pictures, save_rows, score_rows, scores_of
 from g2rpo.runs.directory import EvaluationDirectory, clip_of
@@ -34,15 +34,11 @@ from g2rpo.runs.directory import EvaluationDirectory, clip_of
 Side = Literal["base", "control", "tuned", "tuned control"]
 
 
-class JudgingConfig(Section):
-    """The model, prompts, rewards and sampling of an evaluation."""
+class JudgingConfig(Drawing):
+    """The model, prompts, rewards and sampling of an evaluation; without weights the base model alone."""
 
-    policy: PolicyConfig
-    weights: str | None = None
-    """A folder or a .safetensors file of tuned weights; None evaluates the base model alone."""
     base: bool = True
     """Whether the base model is evaluated beside tuned weights; with controls it is."""
-    strength: float = 1.0
     prompts: str
     """A source, as for training."""
     num_prompts: Count | None = None
@@ -51,9 +47,6 @@ class JudgingConfig(Section):
     """Where text embeddings are kept, as for training."""
     rewards: Annotated[RewardTable, Field(min_length=1)]
     steps: Annotated[list[Steps], Field(min_length=1)]
-    shift: Shift = "model"
-    seed: Annotated[int, Field(ge=0)] = 0
-    batch_size: Count = 16
     controls: list[Control] = Field(default_factory=list)
     """Free knobs of the base model, sampled beside it with the smallest of `steps` or their own; with any, the tuned model is
     sampled as `TUNED` too."""
@@ -161,15 +154,13 @@ class Judging:
 
         `advance(count)` is called after finished pictures. `UserError` for a disk error; finished chunks are kept.
         """
-        c, size, tuned = self.config, self.config.batch_size, False
+        tuned = False
         for chunk in chunks:
             if chunk.side.startswith("tuned") and not tuned:
                 use_weights()
                 tuned = True
             prompts = self.prompts[chunk.start : chunk.stop]
-            sampler = Sampler(
-                policy=policy, shift=c.shift, num_steps=chunk.steps, seed=c.seed, batch_size=size, decode_batch_size=size
-            )
+            sampler = self.config.sampler(policy, chunk.steps)
             evaluation = sampler.evaluate(prompts, rewards, first=chunk.start, control=chunk.control, kept=to_uint8)
             self._store(chunk, evaluation, policy)
             advance(chunk.stop - chunk.start)

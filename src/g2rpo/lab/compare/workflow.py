@@ -136,7 +136,7 @@ class Workspace:
         if EvaluationDirectory(folder).results.is_file():
             return None
         steps = ",".join(map(str, self.study.steps))
-        arguments = ["evaluate", "--run", str(run), "--steps", steps, "--out", str(folder), f"seed={NOISE}", *settings]
+        arguments = ["evaluate", str(run), "--steps", steps, "--out", str(folder), f"seed={NOISE}", *settings]
         return Job(title, arguments, folder.parent / f"{folder.name}.log")
 
 
