@@ -20,15 +20,13 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.loaders import single_file_utils as converters
-from safetensors.torch import load_file
 from torch import Tensor
 
-from g2rpo.export.comfyui import for_comfyui, names_for, whole_names
+from g2rpo.export.comfyui import names_for, tensors_for, whole_names
 from g2rpo.export.weights import Tuned
 from g2rpo.policies.adapters import Adapter
 from g2rpo.policies.catalogue import SPECS
@@ -156,7 +154,7 @@ def patched(case: Case, tensors: dict[str, Tensor], lora: dict[str, Tensor]) -> 
     return {name.removeprefix("diffusion_model."): value for name, value in inside.items()}
 
 
-def check(kind: str, case: Case, folder: Path) -> tuple[float, int, list[str]]:
+def check(kind: str, case: Case) -> tuple[float, int, list[str]]:
     """(the largest difference, how many modules were compared, modules without a key)."""
     tensors = original(case)
     ours = case.convert(dict(tensors))
@@ -166,8 +164,7 @@ def check(kind: str, case: Case, folder: Path) -> tuple[float, int, list[str]]:
     with_key = {module: value for module, value in matrices.items() if names_for(kind).key(module)}
     layers = {module: (torch.randn(RANK, COLUMNS), torch.randn(len(value), RANK)) for module, value in with_key.items()}
     adapter = Adapter(layers)
-    for_comfyui(adapter, names_for(kind)).write(folder / f"{kind}.safetensors")
-    theirs = case.convert(patched(case, tensors, load_file(folder / f"{kind}.safetensors")))
+    theirs = case.convert(patched(case, tensors, tensors_for(adapter, names_for(kind), "comfyui")))
     tuned = Tuned(kind, adapter)
     worst = max(float((theirs[name] - tuned.change(name, value)).abs().max()) for name, value in ours.items())
     if names_for(kind).whole is not None:
@@ -187,7 +184,6 @@ def whole(kind: str, tensors: dict[str, Tensor], ours: dict[str, Tensor]) -> flo
 
 
 def main(checkout: str) -> int:
-    import tempfile
 
     sys.path.insert(0, checkout)
     sys.argv = [sys.argv[0], "--cpu"]
@@ -198,13 +194,13 @@ def main(checkout: str) -> int:
 
     torch.manual_seed(0)
     failed = 0
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+    with torch.no_grad():
         for kind in dict.fromkeys(spec.comfyui.transformer for spec in SPECS.values() if spec.comfyui is not None):
             case = cases()[kind]
             if not hasattr(comfy.model_base, case.model):
                 print(f"{kind}: this ComfyUI has no {case.model}")
                 continue
-            worst, count, without = check(kind, case, Path(folder))
+            worst, count, without = check(kind, case)
             failed += worst > 1e-4
             print(f"{kind}: {count} modules, largest difference {worst:.1e}; no key: {', '.join(without) or 'none'}")
     return int(failed > 0)

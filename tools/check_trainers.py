@@ -36,7 +36,7 @@ from diffusers.loaders import single_file_utils as converters
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from g2rpo.export.comfyui import for_trainers, names_for
+from g2rpo.export.comfyui import names_for, tensors_for
 from g2rpo.export.weights import Tuned
 from g2rpo.policies.adapters import PREFIX, Adapter, read_adapter, write_tensors
 from g2rpo.policies.catalogue import SPECS
@@ -188,7 +188,7 @@ def check(case: Case, file: Path) -> tuple[float, float]:
     matrices = {n.removesuffix(".weight"): v for n, v in before.items() if n.endswith(".weight") and v.ndim == 2}
     with_name = {m: v for m, v in matrices.items() if diffusers_own or named(names.original or {}, m)}
     adapter = Adapter({m: (torch.randn(RANK, COLUMNS), torch.randn(len(v), RANK)) for m, v in with_name.items()})
-    write_tensors(file, adapter.tensors(PREFIX) if diffusers_own else for_trainers(adapter, names, format), {})
+    write_tensors(file, adapter.tensors(PREFIX) if diffusers_own else tensors_for(adapter, names, format), {})
     network = put(case, model, file)  # in ai-toolkit its modules have a weak reference to it
     left = network.load_weights(str(file))
     if left := left if format == "ai-toolkit" else left.unexpected_keys + left.missing_keys:

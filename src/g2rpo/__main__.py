@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from g2rpo.app.exit_codes import EXIT_CODES, end_at_once
+from g2rpo.app.process import EXIT_CODES, end_at_once
 
 
 def main() -> None:

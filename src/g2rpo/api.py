@@ -17,8 +17,7 @@ from torch import Tensor
 from g2rpo.app.ahead import policy_after_encoding
 from g2rpo.app.build import Request, build
 from g2rpo.app.evaluate import run_settings
-from g2rpo.app.export import export as write_export
-from g2rpo.app.quiet import quiet_bars, quiet_libraries
+from g2rpo.app.process import quiet_bars, quiet_libraries
 from g2rpo.app.sample import SampleConfig, painter, sample_config, tune
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
@@ -31,6 +30,7 @@ from g2rpo.core.plain import read_as
 from g2rpo.core.types import Algorithm, Policy, Scorer, as_rewards
 from g2rpo.evaluation.heldout import Comparison, compare
 from g2rpo.evaluation.sampler import Sampler
+from g2rpo.export.formats import export as write_export
 from g2rpo.lab.compare.study import parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.report.page import write_page

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from g2rpo.app.exit_codes import EXIT_CODES, NOTHING_KEPT, stopped_by
+from g2rpo.app.process import EXIT_CODES, NOTHING_KEPT, stopped_by
 from g2rpo.app.stopping import Stopping, stoppable
 from g2rpo.cli.main import main
 from g2rpo.core.errors import Interrupted, Preempted, Stopped, UserError

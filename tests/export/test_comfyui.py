@@ -15,10 +15,9 @@ from diffusers import (
 )
 from diffusers.loaders import lora_conversion_utils as lora_converters
 from diffusers.loaders import single_file_utils as converters
-from safetensors.torch import load_file
 
 from g2rpo.core.errors import UserError
-from g2rpo.export.comfyui import for_comfyui, for_trainers, names_for, whole_names
+from g2rpo.export.comfyui import names_for, tensors_for, whole_names
 from g2rpo.export.weights import Tuned
 from g2rpo.policies.adapters import Adapter
 
@@ -35,10 +34,9 @@ def random_adapter(shapes):
     return Adapter(layers)
 
 
-def exported(adapter, kind, folder):
-    """What is in the file that ComfyUI would read, by key: (down, up)."""
-    for_comfyui(adapter, names_for(kind.__name__)).write(folder / "it.safetensors")
-    tensors = load_file(folder / "it.safetensors")
+def exported(adapter, kind):
+    """What ComfyUI would read, by key: (down, up)."""
+    tensors = tensors_for(adapter, names_for(kind.__name__), "comfyui")
     keys = {name.rpartition(".lora_")[0] for name in tensors}
     assert tensors.keys() == {f"{key}.lora_{side}.weight" for key in keys for side in "AB"}
     return {key: (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]) for key in keys}
@@ -82,12 +80,12 @@ BACK = {
 
 
 @pytest.mark.parametrize("kind", BACK, ids=lambda kind: kind.__name__)
-def test_keys_of_original_weights_add_up_to_our_merging(kind, tmp_path):
+def test_keys_of_original_weights_add_up_to_our_merging(kind):
     """ComfyUI's generic keys: "diffusion_model." and the name of the original weight."""
     before = tiny(kind)
     original = {whole_names(names_for(kind.__name__))(name): value for name, value in before.items()}
     adapter = random_adapter(linear(before))
-    for key, (down, up) in exported(adapter, kind, tmp_path).items():
+    for key, (down, up) in exported(adapter, kind).items():
         name = key.removeprefix("diffusion_model.") + ".weight"
         original[name] = original[name] + up @ down
     theirs, tuned = BACK[kind](original), Tuned(kind.__name__, adapter)
@@ -103,12 +101,13 @@ def lumina():
     return shapes | {f"layers.0.{name}": (rows, 3) for name, rows in {**block, "norm1.linear": 6}.items()}
 
 
-def test_projections_that_are_one_matrix_become_one_lora(tmp_path):
+def test_projections_that_are_one_matrix_become_one_lora():
     """Lumina2, with diffusers' own reader of the original layout: its q, k and v share the downs, and each has its own ups."""
     adapter = random_adapter(lumina())
-    keys = exported(adapter, Lumina2Transformer2DModel, tmp_path)
+    keys = exported(adapter, Lumina2Transformer2DModel)
+    written = {f"{key}.lora_{side}.weight": pair[side == "B"] for key, pair in keys.items() for side in "AB"}
     assert {name.rpartition(".")[2] for name in keys} == {"qkv", "out", "w1", "w2", "w3", "1"}
-    theirs = lora_converters._convert_non_diffusers_lumina2_lora_to_diffusers(load_file(tmp_path / "it.safetensors"))
+    theirs = lora_converters._convert_non_diffusers_lumina2_lora_to_diffusers(written)
     for module in adapter.layers:
         down, up = (theirs[f"transformer.{module}.lora_{side}.weight"] for side in "AB")
         torch.testing.assert_close(up @ down, adapter.delta(module), msg=module)
@@ -117,7 +116,7 @@ def test_projections_that_are_one_matrix_become_one_lora(tmp_path):
 def test_one_projection_of_a_shared_matrix_alone_is_refused():
     shapes = {name: shape for name, shape in lumina().items() if not name.endswith("to_k")}
     with pytest.raises(UserError, match="one matrix there; train to_q, to_k and to_v"):
-        for_comfyui(random_adapter(shapes), names_for("Lumina2Transformer2DModel"))
+        tensors_for(random_adapter(shapes), names_for("Lumina2Transformer2DModel"), "comfyui")
 
 
 @pytest.mark.parametrize("kind", TINY, ids=lambda kind: kind.__name__)
@@ -130,7 +129,7 @@ def test_every_linear_module_has_a_key_of_its_own(kind):
 @pytest.mark.parametrize("kind", ["ChromaTransformer2DModel", "FluxTransformer2DModel"])
 def test_a_module_that_comfyui_would_leave_out_is_refused(kind):
     with pytest.raises(UserError, match=r"no key for distilled_guidance_layer\.in_proj.*policy\.lora_targets"):
-        for_comfyui(random_adapter({"distilled_guidance_layer.in_proj": (4, 3)}), names_for(kind))
+        tensors_for(random_adapter({"distilled_guidance_layer.in_proj": (4, 3)}), names_for(kind), "comfyui")
 
 
 OUTSIDE = [
@@ -145,9 +144,9 @@ OUTSIDE = [
 @pytest.mark.parametrize(("kind", "inside", "outside"), OUTSIDE)
 def test_a_module_outside_the_blocks_which_trainers_would_leave_out_is_refused(kind, inside, outside, format):
     names = names_for(kind.__name__)
-    assert for_trainers(random_adapter({inside: (4, 3)}), names, format)
+    assert tensors_for(random_adapter({inside: (4, 3)}), names, format)
     with pytest.raises(UserError, match=f"--format {format}: its loader has no key for {outside}"):
-        for_trainers(random_adapter({inside: (4, 3), outside: (4, 3)}), names, format)
+        tensors_for(random_adapter({inside: (4, 3), outside: (4, 3)}), names, format)
 
 
 def test_models_without_names_are_refused():

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo import __version__, api
 from g2rpo.assembly import components
 from g2rpo.core.errors import UserError
-from g2rpo.export.merging import merge
+from g2rpo.export.formats import merge
 from g2rpo.export.weights import final
 from g2rpo.lab.check_model import load_saved
 from g2rpo.policies.adapters import read_adapter

@@ -16,7 +16,7 @@ from g2rpo.assembly.blueprint import build_on_meta, build_shallow, read_blueprin
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.hub import find_adapter
 from g2rpo.core.errors import UserError
-from g2rpo.export.comfyui import for_trainers
+from g2rpo.export.comfyui import tensors_for
 from g2rpo.policies.adapters import DOWN, FLOATS, PREFIX, UP, Adapter, read_adapter, write_tensors
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
@@ -57,7 +57,7 @@ def flux_of_real_width():
 def test_a_kohya_file_of_flux_has_joint_matrices_and_comes_back_exactly(tmp_path):
     """What is absent of a joint matrix, here the mlp of the block of one stream, comes back as no change."""
     adapter = flux_of_real_width()
-    write_tensors(tmp_path / "kohya.safetensors", for_trainers(adapter, SPECS[KIND].comfyui, "kohya"), {})
+    write_tensors(tmp_path / "kohya.safetensors", tensors_for(adapter, SPECS[KIND].comfyui, "kohya"), {})
     assert "lora_unet_single_blocks_0_linear1.lora_up.weight" in load_file(tmp_path / "kohya.safetensors")
     back = read_adapter(tmp_path / "kohya.safetensors", FluxPipeline)
     assert back.layers.keys() == adapter.layers.keys() | {"single_transformer_blocks.0.proj_mlp"}
@@ -97,7 +97,7 @@ def with_alphas(adapter, folder):
 
 
 def as_kohya(adapter, folder):
-    tensors = for_trainers(adapter, SPECS["ZImagePipeline"].comfyui, "kohya")
+    tensors = tensors_for(adapter, SPECS["ZImagePipeline"].comfyui, "kohya")
     by = {"alpha": 2.0, "lora_up.weight": 0.5, "lora_down.weight": 1.0}
     raw = {name: value * by[name.partition(".")[2]] for name, value in tensors.items()}
     save_file(raw, folder / "kohya.safetensors")
@@ -468,7 +468,7 @@ def test_diffusion_model_is_no_diff_and_whole_weights_beside_are_refused(brought
 
 def test_a_module_that_diffusers_would_leave_out_is_named(tmp_path):
     adapter = flux_of_real_width()
-    tensors = for_trainers(adapter, SPECS[KIND].comfyui, "kohya")
+    tensors = tensors_for(adapter, SPECS[KIND].comfyui, "kohya")
     odd = {"lora_unet_odd.lora_down.weight": torch.ones(2, 8), "lora_unet_odd.lora_up.weight": torch.ones(8, 2)}
     save_file({**tensors, **odd}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="in no format.*lora_unet_odd"):

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from g2rpo.core.seeding import generator_for
-from g2rpo.export.comfyui import for_comfyui, for_trainers, names_for
-from g2rpo.policies.adapters import PREFIX, Adapter, endings, write_tensors
+from g2rpo.export.comfyui import names_for, tensors_for
+from g2rpo.policies.adapters import CONFIG, PREFIX, Adapter, endings, write_tensors
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.spec import parameters_of
 from g2rpo.policies.tuning import loader_of
@@ -54,10 +54,8 @@ def write(adapter, file, format, transformer):
         adapter.write(file, PREFIX)
         return file
     names = names_for(type(transformer).__name__, format=format)
-    if format == "comfyui":
-        for_comfyui(adapter, names).write(file)
-    else:
-        write_tensors(file, for_trainers(adapter, names, format), adapter.metadata)
+    header = {key: text for key, text in adapter.metadata.items() if key != CONFIG}
+    write_tensors(file, tensors_for(adapter, names, format), header)
     return file
 
 

@@ -1,16 +1,19 @@
-"""Encodes prompts before the policy is built, so that text encoders and transformer are never on the device together."""
+"""Encodes prompts ahead: `g2rpo encode`, and before a policy is built, so that text encoders and transformer are never on the
+device together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, count
 
-from g2rpo.app.events import Emit, Line, Progress, silent
+from g2rpo.app.events import Emit, Line, Progress, cautions, silent
 from g2rpo.assembly import components
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.embeddings import cache_embeddings
+from g2rpo.assembly.prompts import build_prompts
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import candidates_of
-from g2rpo.core.errors import counted
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
@@ -19,6 +22,22 @@ from g2rpo.rollout.guidance import Guidance
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Sharded
 from g2rpo.training.ranks import divided
+
+
+def encode(recipe: str, overrides: Sequence[str], emit: Emit = silent) -> tuple[int, int]:
+    """Stores the embeddings of all prompts that `recipe` names, for training and for evaluation; returns the number
+    of prompts, and of new ones."""
+    config = load_config(recipe, overrides, cautions(emit))
+    if config.prompts.cache == "off":
+        raise UserError("prompts.cache=off: there is no cache to fill")
+    prompts = build_prompts(config.prompts.train, "prompts.train")
+    heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")[: config.evaluation.num_prompts]
+    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    wanted = list(dict.fromkeys([*prompts, *heldout, *of_controls(config, loaded, heldout)]))
+    encoder = cache_embeddings(loaded.text, config.policy, config.prompts.cache, cautions(emit))
+    if not encode_ahead(encoder, wanted, emit):
+        raise UserError("the embeddings do not fit on the disk; free some space, or name another one with prompts.cache=FOLDER")
+    return len(wanted), encoder.encoded
 
 
 def policy_after_encoding(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from g2rpo.app.exit_codes import EXIT_CODES, end_at_once, exit_code, stopped_by
+from g2rpo.app.process import EXIT_CODES, end_at_once, exit_code, stopped_by
 from g2rpo.core.errors import Interrupted, Preempted, Stopped, where
 
 

@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from g2rpo import __version__
-from g2rpo.app.exit_codes import EXIT_CODES
-from g2rpo.app.quiet import quiet_libraries
+from g2rpo.app.process import EXIT_CODES, quiet_libraries
 from g2rpo.app.stopping import Stopping
 from g2rpo.cli import models, serving, studies, train
 from g2rpo.cli.life import LIFE

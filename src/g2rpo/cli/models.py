@@ -127,7 +127,7 @@ def export(
     assistant: Annotated[bool, typer.Option("--assistant", help="With the run's assistant.")] = False,
 ) -> None:
     """Write a run's weights as other programs read them."""
-    from g2rpo.app.export import export as write
+    from g2rpo.export.formats import export as write
 
     path, rounding = write(run, format, checkpoint, out, learnt, assistant, partial(warn, console))
     say(console, str(path))

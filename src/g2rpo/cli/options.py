@@ -36,20 +36,22 @@ class WithSettings(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = ["--resume" if word == "--resume=auto" else word for word in args]
-        flags = {flag: each for each in self.params for flag in each.opts if flag.startswith("--")}
+        options = {flag: each for each in self.params for flag in each.opts if flag.startswith("--")}
         for word in given if self.options_alone else ():
             key, equals, value = word.partition("=")
-            if equals and (option := flags.get(flag := f"--{key.replace('_', '-')}")) and key not in NAMESAKES:
-                raise UserError(f"{word}: is an option here: {flag}{'' if getattr(option, 'is_flag', False) else f' {value}'}")
+            flag = f"--{key.replace('_', '-')}"
+            if equals and flag in options and key not in NAMESAKES:
+                raise UserError(
+                    f"{word}: is an option here: {flag}{'' if getattr(options[flag], 'is_flag', False) else f' {value}'}"
+                )
         try:
-            return super().parse_args(ctx, list(given))
+            return super().parse_args(ctx, list(given))  # which is used up
         except Exception as error:  # click's, of which some versions of typer have their own copy
             refused: Any = error
-            if (name := getattr(refused, "option_name", None)) is not None and hasattr(refused, "possibilities"):
-                key, value = _as_setting(name, given)
+            if hasattr(refused, "option_name") and hasattr(refused, "possibilities"):
+                key, value = _as_setting(refused.option_name, given)
                 refused.message += f". Settings are written without dashes: {key}={value}"
-                if key != "KEY":
-                    refused.possibilities = [flag for flag in refused.possibilities or () if key.endswith(f".{_word(flag)}")]
+                refused.possibilities = refused.possibilities if key == "KEY" else []
             raise
 
 
@@ -63,15 +65,19 @@ def _as_setting(flag: str, given: Sequence[str]) -> tuple[str, str]:
     """The key and value that an unknown option may mean."""
     from g2rpo.config.resolve import key_of
 
-    found = [(at, word) for at, word in enumerate(given) if word.partition("=")[0] == flag or word.startswith(flag)]
-    if not found:  # of joined short options (-hx)
-        return "KEY", "VALUE"
-    at, text = found[0]
-    value = text.partition("=")[2] or next((word for word in given[at + 1 : at + 2] if not word.startswith("-")), "")
-    if "=" in value and "=" not in text:  # --set KEY=VALUE
-        return tuple(value.split("=", 1))  # type: ignore[return-value]
-    key = key_of(_word(flag))
-    return (key, value or "...") if key is not None else ("KEY", "VALUE")
+    unknown = ("KEY", "VALUE")
+    for word, after in zip(given, [*given[1:], "-"], strict=True):
+        name, equals, value = word.partition("=")
+        if name != flag:
+            continue
+        if not equals:
+            value = "" if after.startswith("-") else after
+        if "=" in value:  # --set KEY=VALUE
+            key, _, value = value.partition("=")
+            return key, value
+        found = key_of(flag.lstrip("-").replace("-", "_"))
+        return unknown if found is None else (found, value or "...")
+    return unknown  # one of joined short options (-hx)
 
 
 def run_or_model(run: Path | None, model: str | None, **of_model: object) -> None:
@@ -93,10 +99,6 @@ def settings_of(
     if run is not None:
         return run_settings(run, weights, base)
     return {**model_settings(str(model), **of_model), "weights": str(weights) if weights and not base else None}
-
-
-def _word(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
 
 
 def key_values(help: str) -> ArgumentInfo:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from g2rpo.app import events
@@ -219,11 +219,6 @@ def fitted(items: Items, width: float) -> str:
             if len(line) <= width:
                 return line
     return line if items else ""
-
-
-def add_names(table: Table, title: str, names: Sequence[str], width: int) -> None:
-    """Adds a column of names, unwrapped unless they take more than a quarter of `width`."""
-    table.add_column(title, overflow="fold", no_wrap=max(map(len, names)) <= width // 4)
 
 
 def say_items(console: Console, head: str, items: Items) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from g2rpo.app.events import Results
-from g2rpo.cli.output import add_names, say
+from g2rpo.cli.output import say
 from g2rpo.core import plugins
 from g2rpo.core.errors import counted
 from g2rpo.core.statistics import Interval
@@ -60,12 +60,17 @@ def command(*arguments: str | Path) -> str:
     return " ".join(["g2rpo", *(quoted(str(word)) for word in arguments)])
 
 
+def add_columns(table: Table, width: int, title: str, names: Sequence[str], numbers: Sequence[str]) -> None:
+    """Adds a column of names, unwrapped unless they take more than a quarter of `width`, and columns of numbers."""
+    table.add_column(title, overflow="fold", no_wrap=max(map(len, names)) <= width // 4)
+    for column in numbers:
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
+
+
 def run_table(table: Mapping[str, Comparison], prompts: int, trained: Sequence[str], width: int) -> Table:
     """The table of base against tuned, for a console of `width`."""
     out = Table(title=f"{counted(prompts, 'held-out prompt')}, same noise; ± 95 % interval")
-    add_names(out, "reward", list(table), width)
-    for column in ("base", "tuned", "change", ""):
-        out.add_column(column, justify="right" if column else "left", overflow="fold")
+    add_columns(out, width, "reward", list(table), ["base", "tuned", "change", ""])
     for name, row in table.items():
         change = row.tuned - row.base
         colour = "green" if change > row.margin else "red" if change < -row.margin else "white"
@@ -92,9 +97,8 @@ def evaluation_table(judging: Judging, width: int) -> Table:
     sides = judging.sides
     table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % intervals")
     table.add_column("steps", justify="right", overflow="fold")
-    add_names(table, "reward", list(judging.config.rewards), width)
-    for column in (*sides, *(["change, same noise"] if len(sides) == 2 else []), "missing"):
-        table.add_column(column, justify="right", overflow="fold")
+    change = ["change, same noise"] if len(sides) == 2 else []
+    add_columns(table, width, "reward", list(judging.config.rewards), [*sides, *change, "missing"])
     for line in judging.results():
         cells = [str(line["steps"]), line["reward"], *(escape(f"{line[side]}") for side in sides)]
         if len(sides) == 2:
@@ -109,9 +113,7 @@ def controls_table(judging: Judging, width: int) -> Table:
     found, names = judging.controls(), list(judging.config.rewards)
     steps = min(judging.config.steps)
     out = Table(title=f"without training, {steps} steps unless others are named: means, and the price of a picture")
-    add_names(out, "sampled", [way.name for way in found.ways], width)
-    for column in ("evaluations", "readings", *names):
-        out.add_column(column, justify="right", overflow="fold")
+    add_columns(out, width, "sampled", [way.name for way in found.ways], ["evaluations", "readings", *names])
     best = {name: [of[name].way for of in (found.best, found.best_of) if name in of] for name in names}
     for way in found.ways:
         means = {name: figures(way.means[name]) for name in names}
@@ -132,9 +134,8 @@ def show_study(results: StudyResults, console: Console) -> None:
         out = Table(
             title=f"{steps} steps: change against the base, {study.seeds} seeds x {results.prompts} prompts, 95 % intervals"
         )
-        add_names(out, "cell", [line.cell for line in results.table], console.width)
-        for name in rewards:
-            out.add_column(f"{name}{'' if name in results.trained else ' (judged)'}", justify="right", overflow="fold")
+        columns = [name if name in results.trained else f"{name} (judged)" for name in rewards]
+        add_columns(out, console.width, "cell", [line.cell for line in results.table], columns)
         for cell in dict.fromkeys(line.cell for line in results.table):
             changes = {line.reward: line.change for line in results.table if (line.cell, line.steps) == (cell, steps)}
             out.add_row(cell, *(escape(f"{changes[name]:+}") for name in rewards))

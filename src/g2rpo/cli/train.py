@@ -88,7 +88,7 @@ def encode(
     overrides: Annotated[list[str] | None, options.key_values("prompts.cache=FOLDER")] = None,
 ) -> None:
     """Store the text embeddings of a recipe's prompts ahead of training."""
-    from g2rpo.app.encode import encode as run
+    from g2rpo.app.ahead import encode as run
 
     with Output() as emit:
         count, new = run(recipe, overrides or [], emit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,26 +11,21 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError
 from g2rpo.policies import catalogue
-from g2rpo.policies.adapters import CONFIG, Adapter
+from g2rpo.policies.adapters import Adapter
 from g2rpo.policies.comfyui import FLUX, ComfyUI, named
-from g2rpo.policies.spec import PipelineSpec
 
 
 def names_for(transformer: str, kind: str | None = None, format: str = "comfyui") -> ComfyUI:
     """Other programs' names of a class of transformers, the catalogue's or those of the spec that `kind` (policy.kind) names;
     UserError where none are known."""
-    found = _of(catalogue.SPECS.values(), transformer) or _of([catalogue.spec_of(kind)] if kind else [], transformer)
-    if found is None:
-        raise UserError(
-            f"--format {format}: {transformer}: {'ComfyUI has' if format == 'comfyui' else 'there is'} no such model, or its "
-            "names are not known here; --format diffusers and merged are for any model"
-        )
-    return found
-
-
-def _of(specs: Iterable[PipelineSpec | None], transformer: str) -> ComfyUI | None:
-    known = [spec.comfyui for spec in specs if spec is not None and spec.comfyui is not None]
-    return next((names for names in known if names.transformer == transformer), None)
+    specs = [*catalogue.SPECS.values(), *([catalogue.spec_of(kind)] if kind else [])]
+    for spec in specs:
+        if spec is not None and spec.comfyui is not None and spec.comfyui.transformer == transformer:
+            return spec.comfyui
+    raise UserError(
+        f"--format {format}: {transformer}: {'ComfyUI has' if format == 'comfyui' else 'there is'} no such model, or its "
+        "names are not known here; --format diffusers and merged are for any model"
+    )
 
 
 def whole_names(names: ComfyUI) -> Callable[[str], str]:
@@ -49,32 +44,30 @@ def whole_names(names: ComfyUI) -> Callable[[str], str]:
     return renamed
 
 
-def for_comfyui(adapter: Adapter, names: ComfyUI) -> Adapter:
-    """The adapter with ComfyUI's keys as modules' names."""
-    return _renamed(adapter, "comfyui", names.transformer, names.key)
-
-
-def for_trainers(adapter: Adapter, names: ComfyUI, format: str) -> dict[str, Tensor]:
-    """The tensors of an adapter with the original weights' names, as kohya's trainers and ai-toolkit write them."""
-    if (original := names.original) is None or (format == "ai-toolkit" and original is FLUX.original):
-        raise UserError(f"--format {format}: no names of a {names.transformer} are known but those of --format diffusers")
-    renamed = _renamed(adapter, format, names.transformer, partial(named, original))
-    if format == "ai-toolkit":
-        return renamed.tensors("diffusion_model.")
+def tensors_for(adapter: Adapter, names: ComfyUI, format: str) -> dict[str, Tensor]:
+    """The tensors of an adapter with ComfyUI's keys, or with the original weights' names, as kohya's trainers and ai-toolkit
+    write them."""
+    key_of: Callable[[str], str | None] = names.key
+    if format != "comfyui":
+        if (original := names.original) is None or (format == "ai-toolkit" and original is FLUX.original):
+            raise UserError(f"--format {format}: no names of a {names.transformer} are known but those of --format diffusers")
+        key_of = partial(named, original)
+    renamed = Adapter(_renamed(adapter, format, names.transformer, key_of))
+    if format != "kohya":
+        return renamed.tensors("diffusion_model." if format == "ai-toolkit" else "")
     tensors: dict[str, Tensor] = {}
     for key, (down, up) in renamed.layers.items():
         key = "lora_unet_" + key.replace(".", "_")
-        tensors |= {
-            f"{key}.lora_down.weight": down,
-            f"{key}.lora_up.weight": up,
-            f"{key}.alpha": torch.tensor(float(len(down))),
-        }
+        alpha = torch.tensor(float(len(down)))
+        tensors |= {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up, f"{key}.alpha": alpha}
     return tensors
 
 
-def _renamed(adapter: Adapter, format: str, transformer: str, key_of: Callable[[str], str | None]) -> Adapter:
-    """The adapter with other modules' names. Projections that the original weights keep in one matrix become one LoRA: the
-    downs below one another, the ups in the blocks of a diagonal, so that up @ down stacks their changes."""
+def _renamed(
+    adapter: Adapter, format: str, transformer: str, key_of: Callable[[str], str | None]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The factors by other modules' names. Projections that the original weights keep in one matrix become one LoRA: the downs
+    below one another, the ups in the blocks of a diagonal, so that up @ down stacks their changes."""
     grouped: dict[str, list[str]] = {}
     for module in sorted(adapter.layers, key=lambda name: (_place(name), name)):
         if (key := key_of(module)) is None:
@@ -95,7 +88,7 @@ def _renamed(adapter: Adapter, format: str, transformer: str, key_of: Callable[[
             pairs = [{**lacks, **found}[i] for i in range(4)]
         downs, ups = zip(*pairs, strict=True)
         layers[key] = pairs[0] if len(pairs) == 1 else (torch.cat(downs), torch.block_diag(*ups))
-    return Adapter(layers, {key: text for key, text in adapter.metadata.items() if key != CONFIG})  # its names are diffusers'
+    return layers
 
 
 def _place(module: str) -> int:

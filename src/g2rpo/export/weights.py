@@ -42,10 +42,10 @@ class Tuned:
             return self.whole.get(name, before)
         return before.float() + self.adapter.delta(module).view_as(before) if module in self.adapter.layers else before
 
-    def missing(self, names: set[str]) -> set[str]:
-        """Trained names that are not among a model's tensors."""
-        trained = self.whole if self.adapter is None else {f"{module}.weight" for module in self.adapter.layers}
-        return set(trained) - names
+    @property
+    def names(self) -> list[str]:
+        """The trained tensors of the model."""
+        return list(self.whole) if self.adapter is None else [f"{module}.weight" for module in self.adapter.layers]
 
 
 def final(run: Path, config: Config) -> Tuned:

@@ -1,19 +1,24 @@
-"""`g2rpo export`: a run's weights as other programs read them."""
+"""`g2rpo export`: a run's weights as other programs read them, and whole transformers with the trained weights in them."""
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
 from g2rpo.assembly.adapters import adapter_of
+from g2rpo.assembly.pipeline_files import weight_files
 from g2rpo.config.schema import Config
-from g2rpo.core.errors import UserError, did_you_mean
-from g2rpo.core.files import whole_file
-from g2rpo.export.comfyui import for_comfyui, for_trainers, names_for, whole_names
-from g2rpo.export.merging import Rounding, merge, merge_into_one
+from g2rpo.core.errors import UserError, did_you_mean, loading
+from g2rpo.core.files import add_metadata, whole_file
+from g2rpo.export.comfyui import names_for, tensors_for, whole_names
 from g2rpo.export.weights import Tuned, final, from_checkpoint, transformer_folder
 from g2rpo.policies.adapters import CONFIG, PREFIX, write_tensors
 from g2rpo.policies.tuning import ADAPTER
@@ -25,6 +30,26 @@ from g2rpo.training.model_card import copy_card
 FORMATS = ("diffusers", "comfyui", "kohya", "ai-toolkit", "merged")
 FILES = ("comfyui", "kohya", "ai-toolkit")
 """Formats that are one file."""
+
+
+@dataclass
+class Rounding:
+    """Sums of squares over all changed weights: of the change by training, and of the rounding error of the stored dtype."""
+
+    trained: float = 0.0
+    lost: float = 0.0
+    dtype: str = ""
+
+    @property
+    def share(self) -> float:
+        """The root mean square of the rounding error relative to the change by training."""
+        return math.sqrt(self.lost / self.trained) if self.trained else 0.0
+
+    def see(self, before: Tensor, exact: Tensor, stored: Tensor) -> None:
+        if exact is not before:
+            self.trained += float((exact.double() - before.double()).square().sum())
+            self.lost += float((stored.double() - exact.double()).square().sum())
+            self.dtype = str(stored.dtype).removeprefix("torch.")
 
 
 def export(
@@ -107,16 +132,13 @@ def _write(
         return merge(tuned, base(), out)
     if format in FILES:
         names = names_for(tuned.kind, kind, format)
-        if tuned.adapter is None and format == "comfyui":
-            return merge_into_one(tuned, base(), out, whole_names(names))
-        if tuned.adapter is None:
+        if tuned.adapter is not None:
+            header = {key: text for key, text in tuned.adapter.metadata.items() if key != CONFIG}  # of diffusers' names
+            write_tensors(out, tensors_for(tuned.adapter, names, format), header)
+            return None
+        if format != "comfyui":
             raise UserError(f"--format {format}: is for adapters; this run trained all weights")
-        if format == "comfyui":
-            for_comfyui(tuned.adapter, names).write(out)
-        else:
-            header = {key: text for key, text in tuned.adapter.metadata.items() if key != CONFIG}
-            write_tensors(out, for_trainers(tuned.adapter, names, format), header)
-        return None
+        return merge(tuned, base(), out, rename=whole_names(names))
     if tuned.adapter is not None:
         tuned.adapter.write(out / ADAPTER, PREFIX)
     elif finished is None:
@@ -126,3 +148,39 @@ def _write(
     if finished is not None:
         copy_card(finished, out)
     return None
+
+
+def merge(tuned: Tuned, base: Path, out: Path, *, rounded: bool = True, rename: Callable[[str], str] | None = None) -> Rounding:
+    """Writes the folder of a transformer, file by file as in `base`, with the trained weights in the dtypes that are there, or
+    in the one that they were trained in if not `rounded`; or, with `rename`, one file of all tensors under other names."""
+    rounding, missing, renamed = Rounding(), set(tuned.names), dict[str, Tensor]()
+    for path in weight_files(base):
+        tensors = dict(_merged(tuned, path, rounding, rounded))
+        missing -= tensors.keys()
+        if rename is None:
+            _save(tensors, out / path.name)
+        else:
+            renamed |= {rename(name): value for name, value in tensors.items()}
+    if missing:
+        raise UserError(f"{base}: is another model than the one that was trained; it has no {min(missing)}")
+    if rename is not None:
+        _save(renamed, out)
+        return rounding
+    for path in (base / "config.json", *base.glob("*.safetensors.index.json")):
+        shutil.copy(path, out)
+    return rounding
+
+
+def _merged(tuned: Tuned, path: Path, rounding: Rounding, rounded: bool) -> Iterator[tuple[str, Tensor]]:
+    with loading(f"{path}: cannot be read"), safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            before = file.get_tensor(name)
+            exact = tuned.change(name, before)
+            stored = exact.to(before.dtype) if rounded else exact
+            rounding.see(before, exact, stored)
+            yield name, stored
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path)
+    add_metadata(path, {"format": "pt"})

@@ -1,0 +1,53 @@
+"""What a process does before heavy libraries are imported: how signals end it, and that libraries are quiet.
+
+Imports nothing that takes time, so that signals are handled from the start.
+"""
+
+import os
+import signal
+from typing import NoReturn
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
+"""Of a command that can go on later: 130 is the shells' code for Ctrl-C; 75 (EX_TEMPFAIL) lets schedulers requeue."""
+NOTHING_KEPT = {signal.SIGINT: 130, signal.SIGTERM: 143}
+"""Of one that kept nothing: the shells' codes for both signals."""
+
+
+def exit_code(number: int, message: str) -> int:
+    """The exit code of a command that a signal ended; `message` says what it kept, "" if it kept nothing."""
+    return (EXIT_CODES if message else NOTHING_KEPT)[signal.Signals(number)]
+
+
+def stopped_by(number: int) -> str:
+    """The message of a command that a signal ended and that kept nothing."""
+    return f"stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}"
+
+
+def end_at_once(number: int, message: str = "") -> NoReturn:
+    """Ends the process from a signal handler, for moments at which an exception would be swallowed or abort the process."""
+    try:
+        os.write(2, f"g2rpo: {message or stopped_by(number)}\n".encode())
+    finally:  # stderr may be closed
+        os._exit(exit_code(number, message))
+
+
+def quiet_libraries() -> None:
+    """Before model libraries are imported: they show errors only, unless the environment says otherwise."""
+    import logging
+    import warnings
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for library in ("TRANSFORMERS", "DIFFUSERS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # about kernels for other devices, at every import
+        logging.getLogger(library).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are wanted
+
+
+def quiet_bars() -> None:
+    """Without progress bars of model libraries, which this imports."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
