@@ -139,7 +139,7 @@ def test_a_signal_while_libraries_are_loaded_is_handled_too(tmp_path):
 
 
 @pytest.mark.parametrize("number", EXIT_CODES)
-@pytest.mark.parametrize("importing", ["typer/__init__", "rich/console", "g2rpo/core/errors", "g2rpo/cli/studies"])
+@pytest.mark.parametrize("importing", ["typer/__init__", "rich/console", "g2rpo/core/errors", "g2rpo/cli/models"])
 def test_a_signal_while_the_command_line_is_imported_ends_it_with_one_line(importing, number):
     """Sent when Python says that it has begun to load that module: a delay in seconds would depend on the machine's load."""
     command = [sys.executable, "-v", "-m", "g2rpo", "plan", "words"]

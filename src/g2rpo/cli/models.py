@@ -1,4 +1,4 @@
-"""Commands about a model or a finished run: sample, evaluate, export, report, check-model."""
+"""Commands about models and finished runs: sample, evaluate, export, report, compare, check-model."""
 
 from __future__ import annotations
 
@@ -146,6 +146,54 @@ def report(
 
     path = write_page(runs, out)
     say(console, f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+@commands.command(cls=options.WithSettings, rich_help_panel=options.RESULTS)
+def compare(
+    recipe: options.RecipeOrFile,
+    overrides: Annotated[list[str] | None, options.key_values("Of every run.")] = None,
+    algorithms: Annotated[str, typer.Option(help="Names with commas between them; the recipe's own keeps its values.")] = "",
+    cell: Annotated[
+        list[str] | None,
+        typer.Option(help="'NAME: KEY=VALUE ...', a variant of the recipe; budget=N gives it its own. May be given often."),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Of a run: iterations=60, evaluations=100000 or seconds=300.")] = "iterations=60",
+    rates: Annotated[
+        str | None, typer.Option(help="Learning rates to choose from, like 1e-4,2e-4; default the recipe's.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
+    pilots: Annotated[int, typer.Option(min=1, help="Runs of each cell at each rate that choose one.")] = 3,
+    steps: Annotated[
+        str | None, typer.Option(help="Step counts of the evaluations, like 10,20,50; default the recipe's.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    controls: options.Controls = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A folder for all runs; a study already begun there is finished. Default study, or study-2 ..."),
+    ] = None,
+) -> None:
+    """Compare algorithms or variants under one budget, each at its best learning rate, over several seeds."""
+    from g2rpo.app.evaluate import step_counts
+    from g2rpo.cli.results import show_study
+    from g2rpo.lab.compare import study as words
+    from g2rpo.lab.compare.workflow import compare as run
+
+    results = run(
+        recipe,
+        overrides or [],
+        words.parse_cells(algorithms, cell or []),
+        words.parse_budget(budget),
+        words.parse_rates(rates) if rates else None,
+        seeds,
+        pilots,
+        step_counts(steps) if steps else None,
+        jobs,
+        out,
+        controls,
+        Output(),
+    )
+    show_study(results, console)
 
 
 @commands.command("check-model", cls=options.WithSettings, rich_help_panel=options.WEIGHTS)

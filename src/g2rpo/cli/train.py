@@ -1,8 +1,10 @@
-"""Commands that begin with a recipe or a run and train: train, resume, encode, push; and recipes."""
+"""Commands that begin with a recipe or a run and train: train, resume, plan, encode, push; and recipes."""
 
 from __future__ import annotations
 
+import json
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,6 +82,49 @@ def _predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequen
     from g2rpo.lab.plan.plan import predict
 
     return predict(config, ranks, prompts, heldout)
+
+
+@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING)
+def plan(
+    recipe: options.RecipeOrFile,
+    overrides: Annotated[list[str] | None, options.key_values("policy.lora_rank=64")] = None,
+    device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, a device each, that share the prompts.")] = 1,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of these, on one machine; default up to 8.")] = None,
+    cards: Annotated[bool, typer.Option("--cards", help="What fits on every known card, and how.")] = False,
+    within: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Overrides that fit a time such as 3h, and what they cost.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Estimate a run's compute, memory and time before launching it."""
+    from g2rpo.cli import plan as tables
+
+    if cards:
+        from g2rpo.lab.plan.fit import on_cards
+
+        if device is not None:
+            raise UserError("--cards is about every card; leave --device out")
+        if within is not None:
+            raise UserError("--cards and --within are two plans; name one")
+        rows = on_cards(recipe, overrides or [], ranks, ranks_per_node)
+        plain, show = {key: row.plain() for key, row in rows.items()}, partial(tables.show_cards, recipe, rows)
+    elif within is not None:
+        from g2rpo.lab.plan.fit import plan_within
+
+        if ranks > 1:
+            raise UserError("--within plans one process on a card; leave --ranks out")
+        fitted = plan_within(recipe, overrides or [], within, device)
+        plain, show = fitted.plain(), partial(tables.show_within, fitted, within)
+    else:
+        from g2rpo.lab.plan.answer import plan as answer
+
+        answered = answer(recipe, overrides or [], device=device, ranks=ranks, ranks_per_node=ranks_per_node)
+        plain, show = answered.plain(), partial(tables.show_plan, answered)
+    if as_json:
+        say(console, json.dumps(plain, indent=1))
+    else:
+        show(console)
 
 
 @commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING)
