@@ -16,7 +16,7 @@ from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.config.resolve import resolve
 from g2rpo.lab.demo.serve import open_session
-from g2rpo.lab.demo.session import draw, trace_group
+from g2rpo.lab.demo.session import draw_pair, trace_group
 from g2rpo.lab.demo.settings import of_run
 from g2rpo.lab.plan import trace
 from g2rpo.runs.directory import RunDirectory
@@ -215,7 +215,7 @@ def use(world, folder, model):
     peak = (torch.fakegpu.max_memory_allocated() - standing) / (size_of(pipeline.transformer) + size_of(pipeline.vae))
 
     session = open_session(of_run(run), RunDirectory(run).weights, print)
-    drawing = draw(session, prompt, seed=0, steps=settings.sampling.num_steps, guidance=3.5)
+    drawing = draw_pair(session, prompt, seed=0, steps=settings.sampling.num_steps, guidance=3.5)
     group = trace_group(session, prompt, seed=0, plan=0, tuned=True)
     assert group.finals.shape[:2] == (2, 3)
     return {

@@ -36,12 +36,12 @@ from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Plan, Reward, no_kernel
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.demo.app import Content, build
+from g2rpo.lab.demo.app import Content, demo_page
 from g2rpo.lab.demo.opening import Opening, opening, opening_of
 from g2rpo.lab.demo.serve import EXPLAIN, open_session
-from g2rpo.lab.demo.session import MAX_PROMPT, MAX_SEED, draw, plan_labels, trace_group
-from g2rpo.lab.demo.settings import facts, of_model, of_run
-from g2rpo.lab.demo.views import digits, drawing_html, group_html, run_html
+from g2rpo.lab.demo.session import MAX_PROMPT, MAX_SEED, draw_pair, plan_labels, trace_group
+from g2rpo.lab.demo.settings import demo_facts, of_model, of_run
+from g2rpo.lab.demo.views import digits, drawing_html, run_html, trace_html
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary
 from g2rpo.monitor.scores import read_rows, scores_of
@@ -101,7 +101,7 @@ def pictures(policy_config, weights, *, seed=3, steps=4, guidance=3.5, strength=
 def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, session):
     weights = run / ("adapter" if run.name == "lora" else "transformer")
     for settings in ({}, {"guidance": 1.0}, {"steps": 2, "seed": 4}, *([{"strength": 0.5}] if run.name == "lora" else [])):
-        drawing = draw(session, f"  {PROMPT}\n", **{"seed": 3, "steps": 4, "guidance": 3.5, **settings})
+        drawing = draw_pair(session, f"  {PROMPT}\n", **{"seed": 3, "steps": 4, "guidance": 3.5, **settings})
         base = {name: value for name, value in settings.items() if name != "strength"}
         expected = pictures(of_run(run).policy, None, **base), pictures(of_run(run).policy, weights, **settings)
         for evaluation, images in zip((drawing.base, drawing.tuned), expected, strict=True):
@@ -123,7 +123,7 @@ def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
     log = read_runs([run])[0]
     asked = {"seed": session.sampler.seed, "steps": session.sampler.num_steps, "guidance": session.policy.guidance_scale}
     for number, prompt in enumerate(heldout):
-        drawing = draw(session, prompt, **asked)
+        drawing = draw_pair(session, prompt, **asked)
         for evaluation, iteration in ((drawing.base, 0), (drawing.tuned, log.changes()[0].iteration)):
             stored = scores_of(read_rows(RunDirectory(run).scores(iteration)))
             for name, value in evaluation.scores.items():  # other batches, so not to the last bit
@@ -131,19 +131,23 @@ def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
         assert drawing.settings.startswith(
             f"held-out prompt {number + 1} · seed {session.sampler.seed} · {session.sampler.num_steps} steps"
         )
-    assert "held-out" not in draw(session, "three green stars", **asked).settings
-    assert draw(session, heldout[1], **asked).base.images.ne(draw(session, "three green stars", **asked).base.images).any()
+    assert "held-out" not in draw_pair(session, "three green stars", **asked).settings
+    assert (
+        draw_pair(session, heldout[1], **asked)
+        .base.images.ne(draw_pair(session, "three green stars", **asked).base.images)
+        .any()
+    )
 
 
 def test_an_adapter_without_strength_is_the_base_model(run, session):
     if session.tuned == "adapter":
-        drawing = draw(session, PROMPT, seed=3, steps=4, guidance=3.5, strength=0)
+        drawing = draw_pair(session, PROMPT, seed=3, steps=4, guidance=3.5, strength=0)
         assert torch.equal(drawing.base.images, drawing.tuned.images)
 
 
 def test_a_model_alone_has_no_tuned_side(flux_directory):
     session = open_session(of_model(str(flux_directory), 32, 3.5, {"brightness": {}}), None, print)
-    drawing = draw(session, PROMPT, seed=0, steps=2, guidance=3.5)
+    drawing = draw_pair(session, PROMPT, seed=0, steps=2, guidance=3.5)
     assert drawing.tuned is None and list(drawing.base.scores) == ["brightness"]
     html = drawing_html(drawing)
     assert html.count("<img") == 1 and "After training" not in html and "▲" not in html
@@ -169,7 +173,7 @@ def test_a_model_alone_has_no_tuned_side(flux_directory):
 )
 def test_settings_out_of_range_are_named(session, change, message):
     with pytest.raises(UserError, match=message):
-        draw(session, **{"prompt": PROMPT, "seed": 0, "steps": 2, "guidance": 3.5, **change})
+        draw_pair(session, **{"prompt": PROMPT, "seed": 0, "steps": 2, "guidance": 3.5, **change})
 
 
 def test_a_plan_that_is_none_is_named(session):
@@ -277,7 +281,7 @@ def test_every_algorithm_with_stochastic_steps_has_a_group(flux_directory, promp
     assert group.noised.shape == (3, 3, 32, 32) and group.finals.shape[1:] == (3, 3, 32, 32)
     assert group.advantages.shape == (3,) and group.advantages.abs().sum() > 0
     assert group.noised_at == max(step for step in group.plan.stochastic if group.plan.trains(step))
-    html = group_html(group)
+    html = trace_html(group)
     assert html.count("<li") == 3 + (count if group.plan.shared_noise else 0)
     assert ("No anchor" in html) == (not group.plan.shared_noise)
 
@@ -289,7 +293,7 @@ def test_plans_by_chance_are_those_of_the_seed(flux_directory, prompts, seed):
     session = open_session(replace(settings, algorithm=config.algorithm, sampling=config.sampling, seed=seed), None, print)
     assert session.plans == config.algorithm.plans(8, 0, seed) != config.algorithm.plans(8, 0, seed + 1)
     group = trace_group(session, PROMPT, seed=0, plan=0, tuned=False)
-    assert group.plan == session.plans[0] and f"just after step {group.noised_at};" in group_html(group)
+    assert group.plan == session.plans[0] and f"just after step {group.noised_at};" in trace_html(group)
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +302,7 @@ def testbed():
 
 
 def test_the_testbed_alone_is_scored_by_its_own_rewards(testbed):
-    drawing = draw(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
+    drawing = draw_pair(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
     assert list(drawing.base.scores) == ["scene_accuracy", "scene_correct", "scene_clip", "scene_preference"]
     assert all(values.isfinite().all() for values in drawing.base.scores.values()) and drawing.why == ""
     html = drawing_html(drawing)
@@ -311,9 +315,9 @@ def test_guidance_is_offered_where_pictures_depend_on_it(model):
     """The embedded scenes have a network that takes the scale; that of words does not."""
     session = open_session(of_model(model, None, None, {"brightness": {}}), None, print)
     prompt = {"testbed": "two blue squares", "words": "'tiger' in red"}[model]
-    low, high = (draw(session, prompt, seed=1, steps=2, guidance=scale) for scale in (1.0, 7.0))
+    low, high = (draw_pair(session, prompt, seed=1, steps=2, guidance=scale) for scale in (1.0, 7.0))
     depends = bool((low.base.images != high.base.images).any())
-    page = build(Content(session, model, ""))
+    page = demo_page(Content(session, model, ""))
     (slider,) = [block for block in page.blocks.values() if getattr(block, "label", "") == "Guidance"]
     assert slider.visible is depends is ("guidance" in low.settings) is (guidance_of(session.policy) is not None)
 
@@ -324,13 +328,13 @@ def test_words_say_what_they_can_spell():
 
 
 def test_a_prompt_without_a_score_says_so_and_why(testbed):
-    drawing = draw(testbed, "a <i>dog</i>", seed=1, steps=2, guidance=3.5)
+    drawing = draw_pair(testbed, "a <i>dog</i>", seed=1, steps=2, guidance=3.5)
     html = drawing_html(drawing)
     assert html.count('<b class="g2-soft">no score</b>') == 4 and "expected a colour" in html
     assert "a &lt;i&gt;dog" in html and "<i>dog" not in html  # what people type stays text
     group = trace_group(testbed, "a <i>dog</i>", seed=1, plan=0, tuned=False)
     assert group.rewards.isnan().all() and (group.advantages == 0).all()
-    html = group_html(group)
+    html = trace_html(group)
     assert "<b>No score</b> by scene_accuracy" in html and "all advantages are 0" in html and "<i>dog" not in html
     assert "best" not in re.findall(r"<header>.*?</header>", html)[0]
 
@@ -352,7 +356,7 @@ def group_of(testbed, rewards):
 
 def test_members_are_ranked_and_the_ends_are_marked(testbed):
     rewards = torch.arange(12.0).roll(3).expand(1, 2, 12).clone()  # member 4 has 0, member 3 has 11
-    html = group_html(group_of(testbed, rewards))
+    html = trace_html(group_of(testbed, rewards))
     cards = re.findall(r'<li class="(?:g2-(\w+))?">\n<header><span>member (\d+)', html)
     assert [int(number) for _, number in cards] == [3, 2, 1, 12, 11, 10, 9, 8, 7, 6, 5, 4]
     assert [mark for mark, _ in cards] == ["best", *[""] * 10, "worst"]
@@ -365,14 +369,14 @@ def test_members_are_ranked_and_the_ends_are_marked(testbed):
 
 
 def test_ties_share_their_mark_and_a_silent_group_has_none(testbed):
-    html = group_html(group_of(testbed, torch.tensor([[[1.0] * 5 + [0.0] * 7]])))
+    html = trace_html(group_of(testbed, torch.tensor([[[1.0] * 5 + [0.0] * 7]])))
     assert html.count("▲ best") == 5 and html.count("▼ worst") == 7
-    html = group_html(group_of(testbed, torch.ones(1, 1, 12)))
+    html = trace_html(group_of(testbed, torch.ones(1, 1, 12)))
     assert "best</b>" not in html and "A silent group" in html and html.count("<b>0</b>") == 12
 
 
 def test_changes_are_signed_and_as_exact_as_their_scores(session):
-    drawing = draw(session, PROMPT, seed=3, steps=2, guidance=3.5)
+    drawing = draw_pair(session, PROMPT, seed=3, steps=2, guidance=3.5)
 
     def scored(evaluation, one, other):
         scores = {"brightness": torch.tensor([one]), "scene_accuracy": torch.tensor([other])}
@@ -689,16 +693,16 @@ def test_a_run_without_scores_opens_on_its_first_prompt(run, session, tmp_path):
 
 def test_what_the_page_is_about_is_said_for_outsiders(run):
     log = read_runs([run])[0]
-    said = facts(of_run(run), log)
+    said = demo_facts(of_run(run), log)
     weights = {"lora": "an adapter", "full": "all weights"}[run.name]
     assert f", before and after training {weights} with G²RPO on brightness. " in said
     assert said.endswith(" ".join(summary(log).sentences))
-    assert facts(of_model("testbed", None, 3.5, None), None) == "The tiny FLUX that comes with g2rpo, as it is."
+    assert demo_facts(of_model("testbed", None, 3.5, None), None) == "The tiny FLUX that comes with g2rpo, as it is."
 
 
 def test_a_drawing_is_marked_where_a_reward_can_tell(testbed, session):
-    drawing = draw(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
+    drawing = draw_pair(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
     right = float(drawing.base.scores["scene_correct"]) == 1
     assert ("✓ right" if right else "✗ wrong") in drawing_html(drawing) and "why not" in drawing_html(drawing, "why not")
-    unparsed = drawing_html(draw(testbed, "a dog", seed=1, steps=2, guidance=3.5))
+    unparsed = drawing_html(draw_pair(testbed, "a dog", seed=1, steps=2, guidance=3.5))
     assert "✓" not in unparsed and "✗" not in unparsed

@@ -13,8 +13,8 @@ from g2rpo.config.schema import SamplingConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Prompt
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.demo.session import Session, draw, trace_group
-from g2rpo.lab.demo.views import drawing_html, group_html
+from g2rpo.lab.demo.session import DemoModel, draw_pair, trace_group
+from g2rpo.lab.demo.views import drawing_html, trace_html
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
 from g2rpo.runs.lifecycle import claim, record_start
@@ -30,7 +30,7 @@ needs_chromium = pytest.mark.skipif(
 
 def session(policy, heldout):
     policy.guidance_scale, policy.guidable = 1.0, False
-    return Session(
+    return DemoModel(
         sampler=Sampler(policy=policy, shift=1.0, num_steps=4, seed=42),
         algorithm=GranularGRPO(group_size=3, branch_steps=(1,), granularities=(1, 2)),
         sampling=SamplingConfig(num_steps=4, shift=1.0),
@@ -49,24 +49,24 @@ def test_the_demo_draws_edits_with_the_pictures_that_it_is_given(tmp_path):
     """Held-out prompts have their own picture, others need one."""
     white, black = picture(tmp_path / "white.png", "white"), picture(tmp_path / "black.png", "black")
     demo = session(Editing(), [Prompt("brighter", [white])])
-    own, given = draw(demo, "brighter", **SETTINGS), draw(demo, "brighter", images=[black], **SETTINGS)
+    own, given = draw_pair(demo, "brighter", **SETTINGS), draw_pair(demo, "brighter", images=[black], **SETTINGS)
     assert own.settings.startswith("held-out prompt 1") and "held-out" not in given.settings
     assert own.base.scores["bright"] > 0.7 and given.base.scores["bright"] < 0.3
     assert drawing_html(own).count('alt="Input picture"') == 1
     group = trace_group(demo, "darker", images=[black], seed=1, plan=0, tuned=False)
-    assert group_html(group).count('alt="Input picture"') == 1 and group.rewards.mean() < 0.3
+    assert trace_html(group).count('alt="Input picture"') == 1 and group.rewards.mean() < 0.3
     for images in ([], [white, black]):
         with pytest.raises(UserError, match=rf"prompt 'darker': has {len(images)} input pictures, but this model takes 1$"):
-            draw(demo, "darker", images=images, **SETTINGS)
+            draw_pair(demo, "darker", images=images, **SETTINGS)
 
 
 def test_the_demo_shows_clips(tmp_path):
     demo = session(Clips(frames=4), ["0"])
-    drawing = draw(demo, "0", **SETTINGS)
+    drawing = draw_pair(demo, "0", **SETTINGS)
     assert drawing.base.images.shape == (1, 4, 3, 4, 4) and drawing.seconds == 1.5
     group = trace_group(demo, "0", seed=1, plan=0, tuned=False)
     assert group.finals.shape == (2, 3, 4, 3, 4, 4) and group.rewards.shape == (1, 2, 3)
-    for page, pictures in ((drawing_html(drawing), 1), (group_html(group), 4 + 3 * 3)):
+    for page, pictures in ((drawing_html(drawing), 1), (trace_html(group), 4 + 3 * 3)):
         assert len(re.findall(r'src="data:image/webp;base64,', page)) == pictures
 
 
@@ -76,7 +76,7 @@ def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):  # noqa: F811
     from g2rpo.lab.web.page import serve
 
     black = picture(tmp_path / "black.png", "black", size=(32, 32))
-    page = app.build(app.Content(session(Editing(), []), "Edits", "Of a picture."))
+    page = app.demo_page(app.Content(session(Editing(), []), "Edits", "Of a picture."))
     address = serve(page, "127.0.0.1", free_port(), None, uploads=True)
     try:
         with pytest.raises(urllib.error.HTTPError, match="403"):  # only what it has taken in

@@ -331,9 +331,9 @@ def test_the_page_shows_the_input_pictures_of_an_edit(tmp_path):
     Image.new("RGB", (8, 8), "red").save(tmp_path / "in.png")
     s = session(tmp_path / "run")
     with s.begun():
-        plain = page.group_html(s, s.group)
+        plain = page.choice_html(s, s.group)
         edit = dataclasses.replace(s.group, prompt=Prompt("make it <blue>", images=(str(tmp_path / "in.png"),)))
-        shown = page.group_html(s, edit)
+        shown = page.choice_html(s, edit)
     assert plain.count("<img") == 12 and shown.count("<img") == 13 and "make it &lt;blue&gt;" in shown
 
 

@@ -123,7 +123,7 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
 def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):  # noqa: F811
     """Keys count only while the tab is shown. A second session can follow."""
     from g2rpo.lab.demo import app
-    from g2rpo.lab.teach.page import build_tab
+    from g2rpo.lab.teach.page import teach_tab
     from g2rpo.lab.web.page import serve
 
     @contextmanager
@@ -133,8 +133,8 @@ def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):  # noqa
             yield begun[-1]
 
     begun, lesson = [], Lesson(opened, "0")
-    tab = partial(build_tab, lesson, 12, lambda ended, table: f"<p>{ended.next} rounds</p>")
-    built = app.build(app.Content(shown(Editing(), []), "Any", "Thing.", lesson=tab))
+    tab = partial(teach_tab, lesson, 12, lambda ended, table: f"<p>{ended.next} rounds</p>")
+    built = app.demo_page(app.Content(shown(Editing(), []), "Any", "Thing.", lesson=tab))
     address = serve(built, "127.0.0.1", free_port(), None)
     try:
         page = browser.new_page()

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from g2rpo.lab.demo import views
-from g2rpo.lab.demo.session import MAX_PROMPT, MAX_STRENGTH, Session, draw, plan_labels, trace_group
+from g2rpo.lab.demo.session import MAX_PROMPT, MAX_STRENGTH, DemoModel, draw_pair, plan_labels, trace_group
 from g2rpo.lab.web.page import ONE_AT_A_TIME, gr, with_messages
 
 QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
@@ -34,7 +34,7 @@ WAITING = 16  # questions in the queue; more are refused
 class Content:
     """The content of the page: a session and its texts."""
 
-    session: Session
+    session: DemoModel
     title: str
     facts: str
     examples: Sequence[str] = ()
@@ -49,7 +49,7 @@ class Content:
     """Renders the run's report, if there is a run."""
 
 
-def build(content: Content) -> gr.Blocks:
+def demo_page(content: Content) -> gr.Blocks:
     """The page, not yet served."""
     session = content.session
     prompt = content.examples[0] if content.examples else ""
@@ -85,7 +85,7 @@ def _view(tab: gr.Tab, name: str) -> gr.Column:
     return gr.Column(elem_id=f"view-{name}")
 
 
-def _draw_view(content: Content, session: Session, prompt: str) -> None:
+def _draw_view(content: Content, session: DemoModel, prompt: str) -> None:
     with gr.Row():
         with gr.Column(scale=4, min_width=300):
             box = _prompt(prompt)
@@ -108,7 +108,7 @@ def _draw_view(content: Content, session: Session, prompt: str) -> None:
 
     def answer(prompt: str, picture: str | None, seed: Any, steps: Any, guidance: Any, strength: Any) -> str:
         settings = {"seed": seed, "steps": steps, "guidance": guidance, "strength": strength}
-        return views.drawing_html(draw(session, prompt, images=[picture] if picture else [], **settings))
+        return views.drawing_html(draw_pair(session, prompt, images=[picture] if picture else [], **settings))
 
     gr.on([go.click, box.submit], None, js=CLEAR, api_visibility="private")
     asks = gr.on(
@@ -117,7 +117,7 @@ def _draw_view(content: Content, session: Session, prompt: str) -> None:
     asks.success(None, js=TO_OUTPUT % "drawing")
 
 
-def _learn_view(content: Content, session: Session, prompt: str) -> None:
+def _learn_view(content: Content, session: DemoModel, prompt: str) -> None:
     labels = plan_labels(session.plans)
     sides = ["base model", "after training"]
     with gr.Row(equal_height=False):
@@ -153,7 +153,7 @@ def _learn_view(content: Content, session: Session, prompt: str) -> None:
         images = [picture] if picture else []
         asked = {"seed": seed, "plan": plan, "tuned": tuned, "granularities": chosen, "images": images}
         group = trace_group(session, prompt, **asked, on_progress=report)
-        return views.group_html(group)
+        return views.trace_html(group)
 
     gr.on([go.click, box.submit], None, js=CLEAR, api_visibility="private")
     asks = gr.on([go.click, box.submit], with_messages(answer), [box, picture, plan, seed, side, grains], out, **QUESTION)
@@ -164,7 +164,7 @@ def _prompt(value: str) -> gr.Textbox:
     return gr.Textbox(value, label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT)
 
 
-def _picture(session: Session) -> gr.Image:
+def _picture(session: DemoModel) -> gr.Image:
     """The input picture, for models that edit; without one a held-out prompt has its own."""
     takes = session.input_pictures[1] > 0
     return gr.Image(

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from g2rpo.app.events import Emit, Line, Serving, silent
-from g2rpo.app.serving import check_address, refused, token_for
-from g2rpo.app.stopping import until_ctrl_c
+from g2rpo.app.events import Emit, Line, silent
+from g2rpo.app.serving import check_address, token_for
 from g2rpo.assembly import components
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
@@ -21,8 +20,8 @@ from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.demo.opening import Opening, opening_of
-from g2rpo.lab.demo.session import Session, Tuned, draw, trace_group
-from g2rpo.lab.demo.settings import RECIPES, TAUGHT, DemoSettings, facts
+from g2rpo.lab.demo.session import DemoModel, Tuned, draw_pair, trace_group
+from g2rpo.lab.demo.settings import RECIPES, TAUGHT, DemoSettings, demo_facts
 from g2rpo.lab.report.history import Run, read_runs
 from g2rpo.lab.teach.background import Lesson
 from g2rpo.lab.teach.commands import opened, teach_config
@@ -36,7 +35,7 @@ EXAMPLES = 4
 Say = Callable[[str], None]
 
 
-def open_session(settings: DemoSettings, weights: Path | None, notify: Say, heldout: Sequence[str] = ()) -> Session:
+def open_session(settings: DemoSettings, weights: Path | None, notify: Say, heldout: Sequence[str] = ()) -> DemoModel:
     """Builds the objects of `settings`, and loads tuned weights."""
     device = components.pick_device(settings.policy.device)
     rewards, judges = (build_rewards(table, device) for table in (settings.rewards, settings.judges))
@@ -49,7 +48,7 @@ def open_session(settings: DemoSettings, weights: Path | None, notify: Say, held
         tuned = "adapter" if policy.tuning.own else "all weights"
     steps = settings.steps or settings.sampling.num_steps
     shift = settings.sampling.shift
-    return Session(
+    return DemoModel(
         sampler=Sampler(policy=policy, shift=shift, num_steps=steps, seed=settings.seed, batch_size=1, decode_batch_size=1),
         algorithm=settings.algorithm,
         sampling=settings.sampling,
@@ -108,7 +107,7 @@ def demo(
     check_address(host, port)
     with needing_gradio("the demo"):
         from g2rpo.lab.demo import app
-        from g2rpo.lab.web.page import serve
+        from g2rpo.lab.web.page import serve_until
     from g2rpo.lab.demo.views import run_html
 
     def say(words: str) -> None:
@@ -124,16 +123,14 @@ def demo(
     drawn, group = _first_views(settings, session, examples[0], opening, say) if examples else ("", "")
     report = (lambda: run_html(read_runs([run])[0])) if run is not None else None
     lesson, teaching = _lesson(settings.policy.path, emit)
-    page = app.build(app.Content(session, settings.title, facts(settings, log), examples, drawn, group, teaching, report))
-    with refused(host, port):
-        address = serve(page, host, port, token, uploads=session.input_pictures[1] > 0)
-    emit(Serving(f"{address} (ends with Ctrl-C)"))
+    page = app.demo_page(
+        app.Content(session, settings.title, demo_facts(settings, log), examples, drawn, group, teaching, report)
+    )
+    uploads = session.input_pictures[1] > 0
     try:
-        with until_ctrl_c():
-            (stop or threading.Event()).wait()
+        serve_until(stop or threading.Event(), page, host, port, token, emit, "ends with Ctrl-C", uploads)
         say("stopped")
     finally:
-        page.close(verbose=False)
         if lesson is not None:
             lesson.finish()
 
@@ -143,7 +140,7 @@ def _lesson(path: str, emit: Emit) -> tuple[Lesson | None, Callable[[], None] | 
     twice."""
     if path not in RECIPES:
         return None, None
-    from g2rpo.lab.teach.page import build_tab
+    from g2rpo.lab.teach.page import teach_tab
 
     recipe, unguarded = RECIPES[path][1], TAUGHT[path]
     lesson = Lesson(partial(opened, recipe, unguarded, emit=emit))
@@ -153,7 +150,7 @@ def _lesson(path: str, emit: Emit) -> tuple[Lesson | None, Callable[[], None] | 
         changes = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in table.items())
         return f'<div class="g2"><p>Kept in {escape(str(folder))}: {escape(changes)}.</p></div>'
 
-    return lesson, partial(build_tab, lesson, teach_config(recipe, unguarded, lambda words: None).algorithm.group_size, kept)
+    return lesson, partial(teach_tab, lesson, teach_config(recipe, unguarded, lambda words: None).algorithm.group_size, kept)
 
 
 def _heldout(settings: DemoSettings, say: Say) -> Sequence[str]:
@@ -167,7 +164,7 @@ def _heldout(settings: DemoSettings, say: Say) -> Sequence[str]:
         return []
 
 
-def _history(run: Path | None, session: Session | None, say: Say) -> tuple[Run | None, Opening]:
+def _history(run: Path | None, session: DemoModel | None, say: Say) -> tuple[Run | None, Opening]:
     """The log of a run, and what a page about its own weights in `session` opens with."""
     if run is None:
         return None, Opening()
@@ -181,18 +178,18 @@ def _history(run: Path | None, session: Session | None, say: Say) -> tuple[Run |
     return log, Opening()
 
 
-def _first_views(settings: DemoSettings, session: Session, prompt: str, opening: Opening, say: Say) -> tuple[str, str]:
+def _first_views(settings: DemoSettings, session: DemoModel, prompt: str, opening: Opening, say: Say) -> tuple[str, str]:
     """HTML of the drawing and the group that the page opens with; of large models no group, which takes minutes."""
-    from g2rpo.lab.demo.views import drawing_html, group_html
+    from g2rpo.lab.demo.views import drawing_html, trace_html
 
     say("drawing a held-out prompt to open with ...")
     scale, seed, steps = session.policy.guidance_scale, session.sampler.seed, session.sampler.num_steps
     drawn = group = ""
     try:
-        drawing = draw(session, prompt, seed=seed, steps=steps, guidance=scale)
+        drawing = draw_pair(session, prompt, seed=seed, steps=steps, guidance=scale)
         drawn = drawing_html(drawing, opening.rule)
         if settings.policy.path in RECIPES:
-            group = group_html(trace_group(session, prompt, seed=seed, plan=0, tuned=False))
+            group = trace_html(trace_group(session, prompt, seed=seed, plan=0, tuned=False))
     except (UserError, RewardFailed) as error:
         say(f"it was not drawn: {error}")
     return drawn, group

@@ -44,7 +44,7 @@ Tuned = Literal["nothing", "adapter", "all weights"]
 
 
 @dataclass(kw_only=True)
-class Session:
+class DemoModel:
     """A model with its rewards and its algorithm; not thread-safe.
 
     `sampler` is that of the run's evaluations, of the prompts `heldout`; `sampling` is the training's. `tuned` describes the
@@ -131,7 +131,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class DrawnPair:
     """One prompt as the base model draws it and, from the same noise, the tuned one; both scored by every reward."""
 
     base: Evaluation
@@ -152,8 +152,8 @@ class Drawing:
         return self.base.prompts[0]
 
 
-def draw(
-    session: Session,
+def draw_pair(
+    session: DemoModel,
     prompt: str,
     *,
     seed: int,
@@ -161,7 +161,7 @@ def draw(
     guidance: float,
     strength: float = 1.0,
     images: Sequence[str] = (),
-) -> Drawing:
+) -> DrawnPair:
     """Draws and scores `prompt`, with its input pictures in `images`, as `g2rpo sample` draws its first with this seed.
 
     A held-out prompt is drawn as by the run's evaluations, from the noise of its number. `UserError` for settings out of range.
@@ -193,7 +193,7 @@ def draw(
     ]
     seconds = seconds_of(session.policy, base.images.shape[1])
     meanings = {name: meaning for name, reward in rewards.items() if (meaning := meaning_of(reward))}
-    return Drawing(base, tuned, tuple(session.rewards), session.explain(prompt), meanings, " · ".join(settings), seconds)
+    return DrawnPair(base, tuned, tuple(session.rewards), session.explain(prompt), meanings, " · ".join(settings), seconds)
 
 
 def meaning_of(reward: Reward) -> str:
@@ -231,7 +231,7 @@ class GroupTrace:
 
 
 def trace_group(
-    session: Session,
+    session: DemoModel,
     prompt: str,
     *,
     seed: int,
@@ -287,7 +287,7 @@ def trace_group(
         return session.sizes.fit(sampled)
 
 
-def _group_to_show(session: Session, plan: int, granularities: Collection[int] | None) -> tuple[Algorithm, Plan]:
+def _group_to_show(session: DemoModel, plan: int, granularities: Collection[int] | None) -> tuple[Algorithm, Plan]:
     """The algorithm with these granularities, and its plan of this number; `UserError` if there is no group to compare."""
     if plan not in range(len(session.plans)):
         raise UserError(f"there is no such branch: {plan}")
@@ -300,7 +300,7 @@ def _group_to_show(session: Session, plan: int, granularities: Collection[int] |
     return algorithm, chosen
 
 
-def _predictions(session: Session, engine: Engine, noise: Noise) -> Tensor:
+def _predictions(session: DemoModel, engine: Engine, noise: Noise) -> Tensor:
     """[T, 3, H, W], the image as the anchor predicts it at every step."""
     sigmas = engine.sigmas
     anchors = engine.anchors(range(engine.num_steps), noise)
@@ -309,16 +309,14 @@ def _predictions(session: Session, engine: Engine, noise: Noise) -> Tensor:
 
 
 def _decoded(
-    session: Session, latents: Tensor, rewards: Mapping[str, Reward] | None = None, prompt: str = "", members: int = 1
+    session: DemoModel, latents: Tensor, rewards: Mapping[str, Reward] | None = None, prompt: str = "", members: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Pictures or reduced clips of latents [N, ...], and their scores [R, N], a batch at a time: clips are large."""
     shown, scores = [], []
     for part in latents.split(at_once(rewards or {}, session.sizes.decode, members)):
         images = decode(session.policy, part, session.sizes.decode)
         shown.append(reduced(images) if images.ndim == 5 else images)
-        scores.append(
-            score(rewards, images, [prompt] * len(images), part, members=members) if rewards else torch.zeros(0, len(images))
-        )
+        scores.append(score(rewards or {}, images, [prompt] * len(images), part, members=members))
     return torch.cat(shown), torch.cat(scores, 1)
 
 

@@ -106,7 +106,7 @@ def of_model(model: str, size: int | None, guidance: float | None, rewards: dict
     return replace(settings, rewards=table, judges={}) if table else settings
 
 
-def facts(settings: DemoSettings, log: Run | None) -> str:
+def demo_facts(settings: DemoSettings, log: Run | None) -> str:
     """A description of model, training and results for the top of the page."""
     name = model_name(settings.policy)
     line = f"{'The' + name[3:] if name.startswith('the ') else name}, {settings.training}."

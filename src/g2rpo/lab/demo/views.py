@@ -10,7 +10,7 @@ from torch import Tensor
 
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.lab.demo.session import Drawing, GroupTrace, plan_labels
+from g2rpo.lab.demo.session import DrawnPair, GroupTrace, plan_labels
 from g2rpo.lab.report.embedded import data_uri, picture_uri
 from g2rpo.lab.report.history import Run
 from g2rpo.lab.report.page import render, templates_of
@@ -32,7 +32,7 @@ page.addEventListener("click", event => {
 environment = templates_of("g2rpo.lab.demo")
 
 
-def drawing_html(drawing: Drawing, note: str = "") -> str:
+def drawing_html(drawing: DrawnPair, note: str = "") -> str:
     """Base and tuned side by side, under each whether it is right and its scores, and their difference; `note` under all."""
     sides = [("base", drawing.base), *([("tuned", drawing.tuned)] if drawing.tuned is not None else [])]
     return environment.get_template("drawing.html").render(
@@ -56,7 +56,7 @@ def _right(evaluation: Evaluation) -> bool | None:
     return None if evaluation.right is None or evaluation.right.isnan().any() else bool(evaluation.right)
 
 
-def _scores(drawing: Drawing, side: str) -> list[dict[str, Any]]:
+def _scores(drawing: DrawnPair, side: str) -> list[dict[str, Any]]:
     """Rows for one picture: the score of every reward and, for the tuned one, the change."""
     rows = []
     for name, values in drawing.base.scores.items():
@@ -75,7 +75,7 @@ def _scores(drawing: Drawing, side: str) -> list[dict[str, Any]]:
     return rows
 
 
-def group_html(group: GroupTrace) -> str:
+def trace_html(group: GroupTrace) -> str:
     """The anchor, the members with their scores and advantages from best to worst, and the group's own numbers."""
     sigmas = group.sigmas.tolist()
     order = group.advantages.argsort(descending=True, stable=True).tolist()

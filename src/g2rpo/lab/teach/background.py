@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from g2rpo.evaluation.heldout import Comparison
-from g2rpo.lab.teach.groups import Group
+from g2rpo.lab.teach.groups import AskedGroup
 from g2rpo.lab.teach.session import Answering, Session
 from g2rpo.rewards.votes import Vote
 from g2rpo.runtime.distributed import World
@@ -42,7 +42,7 @@ class InBackground(Answering):
         self._thread.start()
 
     @property
-    def group(self) -> Group:
+    def group(self) -> AskedGroup:
         """The group that is asked; waits until it is sampled."""
         with self._changed:
             self._wait(lambda: self._asked in self.session.groups)

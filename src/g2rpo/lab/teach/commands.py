@@ -14,9 +14,8 @@ import numpy as np
 
 from g2rpo.app.build import Request, build
 from g2rpo.app.evaluate import reward_table
-from g2rpo.app.events import Emit, Line, Results, Serving, cautions, silent
-from g2rpo.app.serving import check_address, refused, token_for
-from g2rpo.app.stopping import until_ctrl_c
+from g2rpo.app.events import Emit, Line, Results, cautions, silent
+from g2rpo.app.serving import check_address, token_for
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.config import load_config
@@ -123,18 +122,14 @@ def teach(
         check_address(host, port)
         with needing_gradio("teach"):
             from g2rpo.lab.teach import page
-            from g2rpo.lab.web.page import serve
+            from g2rpo.lab.web.page import serve_until
     with closing(lesson):
         trainer = lesson.begin().session.trainer
         if stored is None:
             ended = stop or threading.Event()
-            built = page.build(lesson, f"Teach {trainer.config.recipe or 'a model'}", ended.set)
-            with refused(host, port):
-                address = serve(built, host, port, token)
-            emit(Serving(f'{address} ("Finish", or Ctrl-C, ends the session and keeps what was learnt)'))
-            with until_ctrl_c():
-                ended.wait()
-            built.close(verbose=False)
+            built = page.teach_page(lesson, f"Teach {trainer.config.recipe or 'a model'}", ended.set)
+            ends = '"Finish", or Ctrl-C, ends the session and keeps what was learnt'
+            serve_until(ended, built, host, port, token, emit, ends)
             emit(Line("comparing base and taught ..."))
         _, table = lesson.finish() or (None, {})
     rewards = list(trainer.rewards)

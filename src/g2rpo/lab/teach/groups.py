@@ -29,7 +29,7 @@ PROMPTS = 64
 
 
 @dataclass(frozen=True)
-class Group:
+class AskedGroup:
     """Pictures [G, 3, H, W] in [0, 1], or clips, of one prompt, on which a person is asked."""
 
     round: int
@@ -60,7 +60,7 @@ class Asker:
         known = dict.fromkeys(PromptOrder(t.prompts, seed).batch(0, PROMPTS))  # training begins with them: they are encoded
         self.order = PromptOrder(list(known), seed + 1)
 
-    def group(self, round: int, changes: int) -> Group:
+    def group(self, round: int, changes: int) -> AskedGroup:
         """The group of the candidate whose pictures differ most, by the first `PREVIEWED` of each."""
         t, step = self.trainer, SHOWN_STEPS[round % len(SHOWN_STEPS)]
         candidates = list(dict.fromkeys(self.order.batch(round, CANDIDATES)))
@@ -72,7 +72,7 @@ class Asker:
         ((images,),) = t.pictures(sampled)
         images = t.world.gather(images if t.world.is_main else images[:0])  # rank 0's, which are shown
         digest = votes.digest_of(candidates[chosen], to_uint8(stills(images)))
-        return Group(round, candidates[chosen], step, images, sampled, digest, changes)
+        return AskedGroup(round, candidates[chosen], step, images, sampled, digest, changes)
 
     def _sampled(self, round: int, step: int, prompts: Sequence[str], size: int, first: int = 0) -> Groups:
         """Unscored groups of `prompts`, which are the candidates from the `first` on."""

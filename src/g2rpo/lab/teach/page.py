@@ -17,7 +17,7 @@ from g2rpo.core.input_pictures import read_inputs
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.lab.report.embedded import data_uri, picture_uri
 from g2rpo.lab.teach.background import InBackground, Lesson
-from g2rpo.lab.teach.groups import Group
+from g2rpo.lab.teach.groups import AskedGroup
 from g2rpo.lab.teach.session import AIM, DIRECT, FIRST, USUAL, Session
 from g2rpo.lab.web.page import ONE_AT_A_TIME, gr, with_messages
 from g2rpo.monitor.clips import seconds_of
@@ -61,7 +61,7 @@ BEGIN = f'"Begin" shows pictures of a prompt, of which you choose the best, some
 EMPTY = f'<div class="g2"><p class="g2-empty">{BEGIN}</p></div>'
 
 
-def build(lesson: Lesson, title: str, stop: Callable[[], None]) -> gr.Blocks:
+def teach_page(lesson: Lesson, title: str, stop: Callable[[], None]) -> gr.Blocks:
     """The page of a session that has begun, not yet served; its button "Finish" calls `stop`."""
     assert lesson.taught is not None
     size = lesson.taught.session.trainer.algorithm.group_size
@@ -75,7 +75,7 @@ def build(lesson: Lesson, title: str, stop: Callable[[], None]) -> gr.Blocks:
     return page
 
 
-def build_tab(lesson: Lesson, size: int, kept: Callable[[Session, dict[str, Comparison]], str]) -> None:
+def teach_tab(lesson: Lesson, size: int, kept: Callable[[Session, dict[str, Comparison]], str]) -> None:
     """The same within another page, in groups of `size`: a session that begins and ends with a button. `kept` tells what became
     of it."""
     with gr.Row():
@@ -107,7 +107,7 @@ def panel(lesson: Lesson, size: int) -> tuple[Callable[[], tuple[Any, ...]], lis
         if taught is None:
             return EMPTY, 0, "", "", (-1, False)
         group = taught.group
-        return group_html(taught.session, group), group.round, *beside(taught)
+        return choice_html(taught.session, group), group.round, *beside(taught)
 
     def beside(taught: InBackground) -> tuple[Any, ...]:
         version = taught.version  # before what it stands for
@@ -193,7 +193,7 @@ def asking_again(act: Callable[..., Any]) -> Callable[..., Any]:
     return with_messages(asked)
 
 
-def group_html(session: Session, group: Group) -> str:
+def choice_html(session: Session, group: AskedGroup) -> str:
     """The group that is asked, each picture with its number."""
     pictures = "".join(
         f'<figure data-member="{member}" tabindex="0" role="button" aria-label="picture {member + 1}">'

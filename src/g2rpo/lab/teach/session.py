@@ -22,7 +22,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.plain import checked_as
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.lab.teach.brake import LOOK, Brake
-from g2rpo.lab.teach.groups import Asker, Group, of_main
+from g2rpo.lab.teach.groups import AskedGroup, Asker, of_main
 from g2rpo.monitor.clips import seconds_of
 from g2rpo.monitor.scores import save_pictures
 from g2rpo.rewards import votes
@@ -100,7 +100,7 @@ class Learnt:
     """Whether the model learns from the clicks alone, without a head."""
     choices: dict[int, Choice] = field(default_factory=dict)
     """By round, of the groups that were answered with a picture."""
-    waiting: list[tuple[Group, Vote]] = field(default_factory=list)
+    waiting: list[tuple[AskedGroup, Vote]] = field(default_factory=list)
     """Answers to learn from directly, of the weights as they are."""
 
     def copied(self) -> Learnt:
@@ -123,10 +123,10 @@ class Session(Answering):
     """The multiple of `AIM` at which learning pauses; without a head, a factor of the learning rate."""
     next: int = 0
     """The round that is to be answered."""
-    groups: dict[int, Group] = field(default_factory=dict)
+    groups: dict[int, AskedGroup] = field(default_factory=dict)
     changes: int = 0
     """How often the weights have changed."""
-    _before: list[tuple[int, Any, Learnt, dict[int, Group]]] = field(default_factory=list)
+    _before: list[tuple[int, Any, Learnt, dict[int, AskedGroup]]] = field(default_factory=list)
     """What was so before each of the last answers."""
     _drawn: dict[str, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
     """By prompt: the base's picture; the last one, after how many changes of the weights; and that."""
@@ -182,7 +182,7 @@ class Session(Answering):
         return len(self.learnt.choices)
 
     @property
-    def group(self) -> Group:
+    def group(self) -> AskedGroup:
         """The group that is to be answered."""
         return self.groups[self.next]
 
@@ -283,7 +283,7 @@ class Session(Answering):
 
     # how the model learns
 
-    def _learn(self, group: Group, vote: Vote) -> None:
+    def _learn(self, group: AskedGroup, vote: Vote) -> None:
         learnt = self.learnt
         features = features_of(group.images, [group.prompt] * len(group.images), self.clicks.encoder)
         learnt.choices[group.round] = Choice(features, vote.liked)

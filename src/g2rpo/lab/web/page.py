@@ -12,6 +12,7 @@ import functools
 import hmac
 import logging
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
@@ -27,6 +28,9 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from g2rpo.app.events import Emit, Serving
+from g2rpo.app.serving import refused
+from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.web import bounded, host_of, is_loopback
 from g2rpo.lab.report.page import compare_style
@@ -165,3 +169,25 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
     config = page.server.config
     config.http_protocol_class = bounded(config.http_protocol_class, lambda connection: logged_in(connection.scope), STRANGERS)
     return address
+
+
+def serve_until(
+    stop: threading.Event,
+    page: gr.Blocks,
+    host: str,
+    port: int,
+    token: str | None,
+    emit: Emit,
+    ends: str,
+    uploads: bool = False,
+) -> None:
+    """Serves the page until Ctrl-C, or until `stop` is set; `ends` tells people what ends it. UserError for an address that
+    cannot be served on."""
+    with refused(host, port):
+        address = serve(page, host, port, token, uploads)
+    emit(Serving(f"{address} ({ends})"))
+    try:
+        with until_ctrl_c():
+            stop.wait()
+    finally:
+        page.close(verbose=False)
