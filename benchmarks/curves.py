@@ -25,7 +25,7 @@ from g2rpo.lab.compare.jobs import Workers, locked
 from g2rpo.lab.compare.outcomes import History, Point, curve
 from g2rpo.lab.compare.study import Study
 from g2rpo.lab.compare.workflow import Workspace
-from g2rpo.monitor.curves import COLOURS, curve_with_band
+from g2rpo.monitor.curves import SOFT, Line, draw_line, plain_axes
 from g2rpo.training.rates import PILOT_SEEDS, RateGain, smallest_good_rate
 
 TURNS = ["algorithm.branch_schedule=turns", "algorithm.tail=closed"]
@@ -118,11 +118,13 @@ def draw(path: Path, curves: Mapping[str, Mapping[str, Mapping[str, Sequence[Poi
     axes = figure.subplots(len(curves), 2, squeeze=False)
     for row, (world, rewards) in zip(axes, curves.items(), strict=True):
         for axis, (reward, own) in zip(row, rewards.items(), strict=True):
-            for (cell, points), colour in zip(own.items(), COLOURS, strict=False):
-                x, ends = [point.work / 1000 for point in points], ("low", "high") if seeds[world] >= 3 else ("mean", "mean")
-                changes = ([getattr(point.change, name) for point in points] for name in ("mean", *ends))
-                curve_with_band(axis, x, *changes, colour, label=cell)
-            axis.axhline(0, color="#888", linewidth=0.8)
+            for style, (cell, points) in enumerate(own.items()):
+                changes = [point.change for point in points]
+                ends = [(change.low, change.high) for change in changes] if seeds[world] >= 3 else ()
+                x, means = [point.work / 1000 for point in points], [change.mean for change in changes]
+                draw_line(axis, Line(cell, x, means, style, ends, "marked"))
+            plain_axes(axis)
+            axis.axhline(0, color=SOFT, linewidth=0.8)
             many = f"{seeds[world]} seeds" if seeds[world] > 1 else "one seed"
             axis.set_title(f"{world}: change of {reward}, {many}", fontsize=10, loc="left")
             axis.set_xlabel("thousand network evaluations, training included", fontsize=9)

@@ -36,10 +36,11 @@ def test_panels_fill_the_picture(count):
 def test_bands_are_95_percent_intervals_of_the_change():
     """Of 16 prompts: the quantile of Student's t with 15 degrees of freedom is 2.1314495."""
     axis = curves(rows(2), ["reward0"], 16).axes[1]
-    (band,) = axis.collections
+    band, points = axis.collections
     corners = {(float(x), round(float(y), 6)) for x, y in band.get_paths()[0].vertices}
     assert {(10.0, round(11 + side * 2.1314495 * 1.0, 6)) for side in (-1, 1)} <= corners
     assert (0.0, 1.0) in corners  # the base has not changed
+    assert [list(point) for point in points.get_offsets()] == [[0, 1], [5, 6], [10, 11]]
     assert axis.get_title() == "reward1 (judged only)" and len(axis.lines) == 1
     assert len(curves(rows(2), ["reward0"], 16).axes[0].lines) == 2  # training batches behind
 

@@ -1,12 +1,18 @@
-"""Curves of a run's rewards as a picture."""
+"""Lines with intervals, as the report, studies and a run's curves.png draw them.
+
+Lines differ by colour, dash and marker together, so that no reader depends on colour.
+"""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from g2rpo.core.statistics import half_width
 from g2rpo.monitor.metrics import Row
@@ -15,11 +21,74 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour-blind readers
+COLOURS = ("#0067a8", "#c24e00", "#00805e", "#a8447f", "#8a6400", "#4c4f57")
+MARKERS = ("o", "s", "^", "D", "X", "P")
+DASHES = ((), (3.5, 2), (1, 2), (4.5, 1.75, 1, 1.75), (6, 2), (2, 1.5))
+"""Of line styles 0 to 5, which further ones repeat; dashes in line widths, as stroke, gap, ..."""
+PAPER, SOFT, GRID = "#ffffff", "#5d6069", "#ecece8"
 ACROSS = 3  # panels beside each other, at most
 LEFT, RIGHT, BELOW, ABOVE, BESIDE, BETWEEN = 0.6, 0.12, 0.6, 0.3, 0.65, 0.75
 """Inches beside, below, above and between panels; matplotlib's own layouts draw everything twice."""
 KEY = "Points: held-out prompts. Band: 95 % interval of their change from the base. Faint: batches that were trained on."
+
+Look = Literal["line", "marked", "faint", "pale", "range"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart. None or NaN in `y` is a gap; `ends` are those of an interval around each y, NaN for none.
+
+    `look`: "line", "marked" (a marker at every point), "faint" (behind the others), "pale" (faded, hollow markers),
+    "range" (only the interval, behind the others).
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    style: int = 0
+    ends: Sequence[tuple[float, float]] = ()
+    look: Look = "line"
+
+
+def draw_line(axes: Axes, line: Line) -> None:
+    """Draws the interval, the stroke and the markers of a line."""
+    style = line.style % len(COLOURS)
+    colour, y = COLOURS[style], np.array(line.y, dtype=float)
+    if line.ends:
+        shade = 0.16 if line.look == "range" else 0.13
+        low, high = zip(*line.ends, strict=True)
+        axes.fill_between(line.x, low, high, color=colour, alpha=shade, linewidth=0, clip_on=False)
+    if line.look == "range":
+        return
+    alone = np.isfinite(y).sum() == 1
+    if not alone:
+        width, alpha = {"line": (1.6, 1.0), "faint": (1.0, 0.72), "pale": (1.4, 0.55)}.get(line.look, (2.0, 1.0))
+        (stroke,) = axes.plot(line.x, y, color=colour, linewidth=width, alpha=alpha, label=line.label, clip_on=False)
+        stroke.set(dash_capstyle="round", solid_capstyle="round", zorder=1.9 if line.look == "faint" else 2)
+        if DASHES[style]:
+            stroke.set_dashes(DASHES[style])
+    if alone or line.look in ("marked", "pale"):
+        face, edge, rim = (PAPER, colour, 1.5) if line.look == "pale" else (colour, PAPER, 1.0)
+        marks = axes.scatter(line.x, y, s=46, marker=MARKERS[style], c=face, edgecolors=edge, linewidths=rim, clip_on=False)
+        marks.set_zorder(3)
+
+
+def plain_axes(axes: Axes) -> None:
+    """Takes box and tick marks away, and draws a pale horizontal grid."""
+    axes.set_frame_on(False)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color=GRID, linewidth=1, clip_on=False)
+    axes.tick_params(length=0, labelcolor=SOFT)
+    axes.xaxis.label.set_color(SOFT)
+
+
+def heldout_line(label: str, evaluations: Sequence[Row], reward: str, prompts: int, style: int = 0) -> Line:
+    """The means of a reward on `prompts` held-out prompts, with the 95 % interval of their change from the base."""
+    rows = [row for row in evaluations if f"reward/{reward}" in row]
+    y = [_number(row[f"reward/{reward}"]) for row in rows]
+    half = [half_width(_number(row.get(f"stderr/{reward}")), prompts) for row in rows]
+    ends = [(value - width, value + width) for value, width in zip(y, half, strict=True)]
+    return Line(label, [row["iteration"] for row in rows], y, style, ends, "marked")
 
 
 def save_curves(path: Path, rows: Sequence[Row], trained: Sequence[str], prompts: int) -> None:
@@ -32,8 +101,7 @@ def save_curves(path: Path, rows: Sequence[Row], trained: Sequence[str], prompts
 
 
 def curves(rows: Sequence[Row], trained: Sequence[str], prompts: int) -> Figure:
-    """One panel per reward: evaluations on `prompts` held-out prompts with the 95 % interval of their change from the base
-    (`half_width`), and training batches."""
+    """One panel per reward: evaluations on `prompts` held-out prompts, and training batches behind them."""
     from matplotlib.figure import Figure
 
     evaluations = [row for row in rows if row["kind"] == "eval"]
@@ -57,57 +125,27 @@ def curves(rows: Sequence[Row], trained: Sequence[str], prompts: int) -> Figure:
         hspace=_relative(BETWEEN, lines, inside[1]),
     )
     places = [(line, place) for line, count in enumerate(across) for place in range(count)]
-    for number, (name, (line, place)) in enumerate(zip(names, places, strict=True)):
+    for style, (name, (line, place)) in enumerate(zip(names, places, strict=True)):
         span = grid.ncols // across[line]
-        axis = figure.add_subplot(grid[line, place * span : (place + 1) * span])
-        half = {r["iteration"]: half_width(_number(r.get(f"stderr/{name}")), prompts) for r in evaluations}
-        _panel(axis, name, evaluations, iterations, half, COLOURS[number % len(COLOURS)], name in trained)
-    figure.text(0.5, 0.06 / height, "\n".join(key), fontsize=8, color="#5d6069", ha="center")
+        axes = figure.add_subplot(grid[line, place * span : (place + 1) * span])
+        plain_axes(axes)
+        if name in trained:
+            x, y = [row["iteration"] for row in iterations], [row[f"reward/{name}"] for row in iterations]
+            draw_line(axes, Line("training batches", x, y, style, look="faint"))
+        draw_line(axes, heldout_line("held-out", evaluations, name, prompts, style))
+        title = f"{name} ({'trained on' if name in trained else 'judged only'})"
+        axes.set_title(title, fontsize=10, y=1)  # where matplotlib would put it after a search
+        axes.set_xlabel("iteration", fontsize=9)
+        axes.tick_params(labelsize=9)
+        axes.locator_params("x", nbins=6, integer=True)
+        axes.locator_params("y", nbins=6)
+    figure.text(0.5, 0.06 / height, "\n".join(key), fontsize=8, color=SOFT, ha="center")
     return figure
 
 
 def _relative(gap: float, count: int, length: float) -> float:
     """A gap between `count` panels that fill `length`, in units of a panel, as a GridSpec takes it."""
     return gap * count / (length - gap * (count - 1))
-
-
-def _panel(
-    axis: Axes,
-    name: str,
-    evaluations: Sequence[Row],
-    iterations: Sequence[Row],
-    half: Mapping[int, float],
-    colour: str,
-    trained: bool,
-) -> None:
-    key = f"reward/{name}"
-    if trained:
-        axis.plot([r["iteration"] for r in iterations], [r[key] for r in iterations], color=colour, alpha=0.3, linewidth=1)
-    x, y = [r["iteration"] for r in evaluations], [_number(r.get(key)) for r in evaluations]
-    low, high = ([value + side * half[at] for at, value in zip(x, y, strict=True)] for side in (-1, 1))
-    curve_with_band(axis, x, y, low, high, colour)
-    title = f"{name} ({'trained on' if trained else 'judged only'})"
-    axis.set_title(title, fontsize=10, y=1)  # where matplotlib would put it after a search
-    axis.set_xlabel("iteration", fontsize=9)
-    axis.tick_params(labelsize=9)
-    axis.locator_params("x", nbins=6, integer=True)
-    axis.locator_params("y", nbins=6)
-
-
-def curve_with_band(
-    axis: Axes,
-    x: Sequence[float],
-    y: Sequence[float],
-    low: Sequence[float],
-    high: Sequence[float],
-    colour: str,
-    **line: Any,
-) -> None:
-    """A marked line, and a band around it, on an axis with a pale grid and no box."""
-    axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-    axis.plot(x, y, color=colour, marker="o", markersize=4, **line)
-    axis.grid(visible=True, alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _number(value: float | None) -> float:

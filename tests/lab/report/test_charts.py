@@ -1,4 +1,4 @@
-"""Charts: ticks, labels and geometry by hand, and colours that can be told from the paper."""
+"""Charts: labels and geometry by hand, markup that a page can hold, and colours that can be told from the paper."""
 
 import re
 from importlib.resources import files
@@ -8,34 +8,31 @@ import pytest
 
 from g2rpo.lab.report.charts import (
     HEIGHT,
-    STYLES,
+    VARIABLES,
     WIDTH,
-    Line,
     compact,
-    interval_plot,
+    key_mark,
     line_chart,
-    nice_ticks,
     thin,
     tick_labels,
 )
+from g2rpo.monitor.curves import Line
 
 CSS = (files("g2rpo.lab.report") / "templates" / "style.css").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "labels"),
+    ("ticks", "labels"),
     [
-        (0, 100, ["0", "50", "100"]),
-        (0.81, 0.93, ["0.82", "0.84", "0.86", "0.88", "0.90", "0.92"]),
-        (-1.2, 1.2, ["−1", "0", "1"]),
-        (0, 2e-4, ["0", "0.0001", "0.0002"]),
-        (0, 25_000, ["0", "10,000", "20,000"]),
+        ([0, 50, 100], ["0", "50", "100"]),
+        ([0.8, 0.85, 0.9], ["0.80", "0.85", "0.90"]),
+        ([-1, 0, 1], ["−1", "0", "1"]),
+        ([0, 1e-4, 2e-4], ["0", "0.0001", "0.0002"]),
+        ([0, 10_000, 20_000], ["0", "10,000", "20,000"]),
     ],
 )
-def test_ticks(low, high, labels):
-    ticks = nice_ticks(low, high, 3)
+def test_labels_of_an_axis_have_the_same_decimals(ticks, labels):
     assert tick_labels(ticks) == labels
-    assert all(low <= tick <= high * (1 + 1e-9) for tick in ticks)
 
 
 @pytest.mark.parametrize(
@@ -46,22 +43,27 @@ def test_compact_numbers(value, text):
 
 
 def parsed(svg):
-    return ElementTree.fromstring(str(svg))
+    return ElementTree.fromstring(str(svg).replace("xlink:href", "href"))
+
+
+def drawn(svg, width):
+    """The points of the path with this stroke width, with the letters before them."""
+    (path,) = (path.get("d") for path in svg.iter("path") if f"stroke-width: {width};" in path.get("style", ""))
+    return re.findall("[ML]", path), [(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", path)]
 
 
 def test_a_line_goes_where_its_numbers_say():
     """Four points of a straight line are equally spaced and end at the right edge; the cut at None starts a new stroke."""
     svg = parsed(line_chart([Line("a", [0, 1, 2, 3, 4], [0.0, 1.0, None, 3.0, 4.0])], x_label="iteration", alt="rising"))
-    (stroke,) = (path.get("d") for path in svg.iter("path") if path.get("class") == "stroke")
-    points = [tuple(map(float, point.split(","))) for point in re.findall(r"[\d.]+,[\d.]+", stroke)]
+    pens, points = drawn(svg, 1.6)
     xs, ys = zip(*points, strict=True)
-    assert re.findall("[ML]", stroke) == ["M", "L", "M", "L"]
-    assert xs[-1] == WIDTH - 12 and xs[1] - xs[0] == pytest.approx((xs[-1] - xs[0]) / 4, abs=0.11)  # one decimal is written
-    assert ys[0] > ys[1] > ys[2] > ys[3] and ys[0] - ys[1] == pytest.approx((ys[0] - ys[-1]) / 4, abs=0.11)
+    assert pens == ["M", "L", "M", "L"]
+    assert xs[-1] == WIDTH - 12 and xs[1] - xs[0] == pytest.approx((xs[-1] - xs[0]) / 4, abs=0.011)  # two decimals are written
+    assert ys[0] > ys[1] > ys[2] > ys[3] and ys[0] - ys[1] == pytest.approx((ys[0] - ys[-1]) / 4, abs=0.011)
     assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in points)
 
 
-@pytest.mark.parametrize("values", [[], [None, None], [2.0], [5.0, 5.0, 5.0], [0.0, 0.0], [1e-12, 1e-12]])
+@pytest.mark.parametrize("values", [[], [None, None], [2.0], [5.0, 5.0, 5.0], [0.0, 0.0], [1e-12, 1e-12], [1e9, 1e9 + 1]])
 def test_degenerate_lines_still_draw(values):
     line = Line("flat", list(range(len(values))), values, look="marked")
     text = str(line_chart([line], x_label="x", alt="a"))
@@ -69,11 +71,19 @@ def test_degenerate_lines_still_draw(values):
     assert "nan" not in text and "inf" not in text
 
 
-def test_intervals_share_a_scale():
-    """On a scale that ends at 2, the change 1 sits half way to the right, and its whiskers end at .5 and 1.5."""
-    d = parsed(interval_plot(1.0, 0.5, 1.5, 2.0)).find(".//path[@class='whisker']").get("d")
-    assert d.startswith("M85.5,9H116.5")  # 70 + 62 * (1 -+ 0.5) / 2
-    assert "whisker" not in interval_plot(1.0, float("nan"), float("nan"), 2.0)
+def test_a_page_can_hold_several_charts():
+    """What matplotlib would leave to a file of its own is gone: fonts, styles for the whole page, and names that two charts
+    share. Words keep their spaces, quotes and decimals."""
+    lines = [Line("a", [0, 1, 2], [0.1, 0.2, 0.3], style, [(0.0, 0.4)] * 3, "marked") for style in range(7)]
+    word = 'drift, 1 < 2 & "so" 0.123456'
+    charts = [str(line_chart(lines, x_label="iteration", alt=alt, marks=[(1, word), (9, word)])) for alt in "ab"]
+    ids = [each for chart in charts for each in re.findall(r' id="([^"]*)"', chart)]
+    assert len(ids) == len({*ids}) > 0
+    assert {each for chart in charts for each in re.findall('href="#([^"]*)"', chart)} == {*ids}
+    for text in [*charts, str(key_mark(1)), str(key_mark(0, "range"))]:
+        assert not re.search(r"font|<style|clip|rotate|#[0-9a-f]{6}\b", re.sub('href="[^"]*"| id="[^"]*"', "", text))
+    assert [mark.find("title").text for mark in parsed(charts[0]).iter("path") if mark.get("class") == "alarm"] == [word]
+    assert " id=" not in str(key_mark(1))  # these are repeated
 
 
 def test_thinning_keeps_means():
@@ -95,6 +105,11 @@ def test_colours_stand_out_from_the_paper(scheme):
     blocks = re.findall(r":root \{(.*?)\}", CSS, flags=re.DOTALL)
     colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", blocks[scheme == "dark"]))
     paper = luminance(colours["paper"])
-    for name, least in {"ink": 4.5, "soft": 4.5, "up": 4.5, "down": 4.5, **{f"c{i}": 3.0 for i in range(STYLES)}}.items():
+    for name, least in {"ink": 4.5, "soft": 4.5, "up": 4.5, "down": 4.5, **{f"c{i}": 3.0 for i in range(6)}}.items():
         high, low = sorted((luminance(colours[name]), paper), reverse=True)
         assert (high + 0.05) / (low + 0.05) >= least, (name, colours[name])
+
+
+def test_charts_are_drawn_in_the_colours_of_the_page():
+    light = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", re.findall(r":root \{(.*?)\}", CSS, flags=re.DOTALL)[0]))
+    assert {name: light[name] for name in VARIABLES.values()} == {name: colour for colour, name in VARIABLES.items()}

@@ -25,7 +25,7 @@ from g2rpo.lab.compare.outcomes import (
     read_judged,
 )
 from g2rpo.lab.compare.study import Study
-from g2rpo.monitor.curves import COLOURS, curve_with_band
+from g2rpo.monitor.curves import SOFT, Line, draw_line, plain_axes
 from g2rpo.runs.directory import EvaluationDirectory, StudyDirectory
 from g2rpo.training.rates import RateGain
 
@@ -218,10 +218,11 @@ def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]],
     for row, (reward, cells) in zip(axes, curves.items(), strict=True):
         for axis, (label, spent) in zip(row, axes_of.items(), strict=True):
             for number, (cell, points) in enumerate(cells.items()):
-                mean, low, high = ([getattr(point.change, name) for point in points] for name in ("mean", "low", "high"))
-                x, style = [spent(point) for point in points], "-" if number < len(COLOURS) else "--"
-                curve_with_band(axis, x, mean, low, high, COLOURS[number % len(COLOURS)], label=cell, linestyle=style)
-            axis.axhline(0, color="#888", linewidth=0.8)
+                changes = [point.change for point in points]
+                x, ends = [spent(point) for point in points], [(change.low, change.high) for change in changes]
+                draw_line(axis, Line(cell, x, [change.mean for change in changes], number, ends, "marked"))
+            plain_axes(axis)
+            axis.axhline(0, color=SOFT, linewidth=0.8)
             axis.set_xlabel(label, fontsize=9)
         row[0].set_ylabel("change", fontsize=9)
         row[0].set_title(f"{reward} ({'trained on' if reward in trained else 'judged only'})", fontsize=10, loc="left")

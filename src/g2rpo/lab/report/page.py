@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from g2rpo import __version__
 from g2rpo.app.prediction import read_plan
@@ -18,7 +17,7 @@ from g2rpo.config.algorithms import name_of
 from g2rpo.config.resolve import differences, resolve
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
-from g2rpo.lab.report.charts import compact, interval_plot, key_mark, stacked_bar
+from g2rpo.lab.report.charts import alarm_mark, compact, key_mark
 from g2rpo.lab.report.group import first_group
 from g2rpo.lab.report.history import Change, Run, read_runs, rollout_seconds
 from g2rpo.lab.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
@@ -29,8 +28,6 @@ from g2rpo.lab.report.words import decimals, figures, fixed, model_name, signed,
 from g2rpo.monitor.alarms import ADVICE
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.rates import read_sweep
-
-ALARM_MARK = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><path class="alarm" d="M18,0V14"/></svg>')
 
 
 def templates_of(package: str) -> Environment:
@@ -75,7 +72,7 @@ def render(runs: Sequence[Run]) -> str:
         seeds=any(len(line.runs) > 1 for line in lines),
         keys=[key_mark(style) for style in styles],
         line_keys=[key_mark(style) for style in range(len(lines))],
-        samples={look: key_mark(0, look) for look in ("marked", "faint", "pale", "range")} | {"alarm": ALARM_MARK},
+        samples={look: key_mark(0, look) for look in ("marked", "faint", "pale", "range")} | {"alarm": alarm_mark()},
         summaries=[summary(line) for line in lines],
         states=[states(line) for line in lines],
         facts=table_of(facts, runs),
@@ -202,12 +199,17 @@ def results(lines: Sequence[SeedGroup]) -> list[dict[str, Any]]:
                 "tuned": fixed(c.tuned, digits),
                 "change": signed(change, digits),
                 "interval": _interval(c, digits),
-                "plot": interval_plot(change, *c.interval, reach[c.reward], style) if math.isfinite(change) else "",
+                "places": _places((change, *c.interval), reach[c.reward]),
                 "verdict": verdict(c),
                 "effect": effect(c),
             }
         )
     return rows
+
+
+def _places(values: Sequence[float], reach: float) -> list[float | None]:
+    """Where values lie on a scale from -reach to reach, as shares of a plot that is a little wider; None for NaN."""
+    return [0.5 + 0.45 * value / (reach or 1.0) if math.isfinite(value) else None for value in values]
 
 
 def _interval(change: Change, digits: int) -> str:
@@ -264,8 +266,8 @@ def costs(run: Run) -> dict[str, str]:
     }
 
 
-def phases(run: Run) -> dict[str, Any]:
-    """Time by phase: rows of (phase, time, share), and a bar."""
+def phases(run: Run) -> list[tuple[str, str, float]]:
+    """Phases of the training and the evaluation: names, times, and shares of the whole in percent."""
     spent: dict[str, float] = {}
     for row in run.iterations:
         for key in row:
@@ -274,11 +276,7 @@ def phases(run: Run) -> dict[str, Any]:
     if run.evaluations:
         spent["evaluation"] = sum(row["seconds"] for row in run.evaluations)
     whole = sum(spent.values())
-    rows = [(name, span(value), f"{100 * value / whole:.1f} %") for name, value in spent.items()]
-    return {
-        "rows": rows,
-        "bar": stacked_bar(list(spent.items()), "; ".join(f"{name} {share}" for name, _, share in rows)) if rows else "",
-    }
+    return [(name, span(value), 100 * value / whole if whole else 0.0) for name, value in spent.items()]
 
 
 def between(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

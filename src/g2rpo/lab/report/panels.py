@@ -9,11 +9,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from g2rpo.core.statistics import half_width
-from g2rpo.lab.report.charts import Line, compact, line_chart, thin
+from g2rpo.lab.report.charts import compact, line_chart, mean, thin
 from g2rpo.lab.report.history import Run, rollout_seconds
 from g2rpo.lab.report.seeds import SeedGroup, mean_of
 from g2rpo.lab.report.words import figures
+from g2rpo.monitor.curves import Line, heldout_line
 from g2rpo.monitor.metrics import Row
 
 
@@ -76,15 +76,10 @@ def _heldout(label: str, run: SeedGroup, reward: str, style: int) -> Line:
     over seeds and prompts."""
     if len(run.runs) > 1:
         iterations, means, changes = run.curve(reward)
-        around = [(one.mean - one.low, one.high - one.mean) if math.isfinite(one.low) else None for one in changes]
-        y = [mean if math.isfinite(mean) else None for mean in means]
-        return Line(label, iterations, y, style, around, "marked")
-    x, logged = run.series(f"reward/{reward}", "eval")
-    errors = dict(zip(*run.series(f"stderr/{reward}", "eval"), strict=True))
+        ends = [(mean - one.mean + one.low, mean - one.mean + one.high) for mean, one in zip(means, changes, strict=True)]
+        return Line(label, iterations, means, style, ends, "marked")
     (alone,) = run.runs
-    prompts = alone.judged_prompts or alone.config.evaluation.num_prompts
-    half = [half_width(errors.get(i) or 0.0, prompts) for i in x]
-    return Line(label, x, logged, style, [width if math.isfinite(width) else None for width in half], "marked")
+    return heldout_line(label, alone.evaluations, reward, alone.judged_prompts or alone.config.evaluation.num_prompts, style)
 
 
 def look_charts(runs: Sequence[SeedGroup]) -> list[Chart]:
@@ -101,11 +96,10 @@ def look_charts(runs: Sequence[SeedGroup]) -> list[Chart]:
 
 def _range(label: str, run: SeedGroup, key: str, style: int) -> Line:
     """The range from KEY/low to KEY/high at every evaluation."""
-    low, high = (dict(zip(*run.series(f"{key}/{end}", "eval"), strict=True)) for end in ("low", "high"))
-    x = [iteration for iteration in low if iteration in high]
-    ends = [None if a is None or b is None else (a, b) for a, b in ((low[place], high[place]) for place in x)]
-    middle = [None if end is None else (end[0] + end[1]) / 2 for end in ends]
-    return Line(label, x, middle, style, [None if end is None else (end[1] - end[0]) / 2 for end in ends], "range")
+    x, low = run.series(f"{key}/low", "eval")
+    _, high = run.series(f"{key}/high", "eval")
+    ends = [(math.nan if a is None else a, math.nan if b is None else b) for a, b in zip(low, high, strict=True)]
+    return Line(label, x, [(a + b) / 2 for a, b in ends], style, ends, "range")
 
 
 def step_charts(runs: Sequence[SeedGroup]) -> list[Chart]:
@@ -116,14 +110,14 @@ def step_charts(runs: Sequence[SeedGroup]) -> list[Chart]:
         ticks = sorted(int(step) for step, each in logged if each == what)
         lines = []
         for style, run in enumerate(runs):
-            early, late = ([_mean(row.get(f"step/{k}/{what}") for row in rows) for k in ticks] for rows in fifths(run))
+            early, late = ([mean(row.get(f"step/{k}/{what}") for row in rows) for k in ticks] for rows in fifths(run))
             lines.append(Line(_label(runs, run, "first fifth"), ticks, early, style, look="pale"))
             lines.append(Line(_label(runs, run, "last fifth"), ticks, late, style, look="marked"))
         charts += _chart(*_step_words(what), lines, "branch step", ticks=ticks)
     steps = [f"step/{step}/agreement" for step, what in logged if what == "agreement"]
     over_time = []
     for style, run in enumerate(runs):
-        means = mean_of([(_numbers(one), [_mean(row.get(key) for key in steps) for row in one.iterations]) for one in run.runs])
+        means = mean_of([(_numbers(one), [mean(row.get(key) for key in steps) for row in one.iterations]) for one in run.runs])
         over_time.append(Line(_label(runs, run), *thin(*means), style))
     return charts + _chart("Agreement over time", "the same, mean over branch steps", over_time, "iteration")
 
@@ -163,7 +157,7 @@ def granularity_table(runs: Sequence[SeedGroup]) -> dict[str, Any]:
         for granularity in sorted({int(m) for m, _ in _split([run], "granularity")}):
             cells = []
             for what in kinds:
-                early, late = (_mean(row.get(f"granularity/{granularity}/{what}") for row in rows) for rows in fifths(run))
+                early, late = (mean(row.get(f"granularity/{granularity}/{what}") for row in rows) for rows in fifths(run))
                 cells.append("–" if early is None and late is None else f"{figures(early)} → {figures(late)}")
             rows.append((style, run.name, granularity, cells))
     heads = ["agreement with the finest" if what == "agreement" else what.replace("/", " of ") for what in kinds]
@@ -216,7 +210,7 @@ def _chart(
     marks: Sequence[tuple[float, str]] = (),
 ) -> list[Chart]:
     """The chart, or nothing if no line has a point."""
-    known = [line for line in lines if any(y is not None for y in line.y)]
+    known = [line for line in lines if _points(line)]
     if not known:
         return []
     alt = f"{title}{f', {tag}' if tag else ''}. " + " ".join(_ends(line, x_label) for line in known)
@@ -225,9 +219,12 @@ def _chart(
 
 
 def _ends(line: Line, x_label: str) -> str:
-    points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y is not None]
-    (x0, y0), (x1, y1) = points[0], points[-1]
+    (x0, y0), (x1, y1) = _points(line)[0], _points(line)[-1]
     return f"{line.label or 'From'}: {compact(y0)} at {x_label} {compact(x0)}, {compact(y1)} at {compact(x1)}."
+
+
+def _points(line: Line) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in zip(line.x, line.y, strict=True) if y is not None and math.isfinite(y)]
 
 
 def _label(runs: Sequence[SeedGroup], run: SeedGroup, what: str = "") -> str:
@@ -236,8 +233,3 @@ def _label(runs: Sequence[SeedGroup], run: SeedGroup, what: str = "") -> str:
 
 def _union(many: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(item for each in many for item in each))
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
