@@ -30,7 +30,7 @@ from g2rpo.training.trainer import Trainer
 TESTBED = (
     "policy.path=testbed", "policy.height=64", "policy.width=64", "policy.max_sequence_length=16", "policy.dtype=float32",
     "policy.gradient_checkpointing=false", "policy.device=cpu", "prompts.cache=off", "trainer.prompts_per_iteration=1",
-    "sampling.batch_size=96", "sampling.decode_batch_size=8", "sampling.anchor_dtype=float32", "sampling.step_dtype=float32",
+    "sampling.batch_size=96", "sampling.decode_batch_size=8", "sampling.precision=float32",
     "evaluation.num_steps=16",
 )  # fmt: skip
 Score = Callable[[Tensor, Sequence[str]], Tensor]

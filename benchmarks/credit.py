@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.machine import describe
-from g2rpo.algorithms.grpo import window
+from g2rpo.algorithms.flow_grpo import window
 from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.core.flow import ode_step

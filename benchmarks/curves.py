@@ -37,7 +37,7 @@ FORWARD = {
 }
 DPPO = ["algorithm.name=flow_dppo", "algorithm.update_every=6", "trainer.prompts_per_iteration=2", SMALL]
 REFL = [
-    *("algorithm.name=refl", "algorithm.last_steps=4", "algorithm.ceiling=2"),
+    *("algorithm.name=refl", "algorithm.ceiling=2"),
     *("rewards.scene_accuracy=", "rewards.scene_clip=1", "evaluation.rewards.scene_clip="),
     "evaluation.rewards.scene_accuracy.options={partial: 0.33}",
 ]

@@ -1,4 +1,4 @@
-"""What `sampling.prompts_at_once` hides of a reward that is waited for, such as one behind HTTP.
+"""What rolling out some prompts at once hides of a reward that is waited for, such as one behind HTTP.
 
     python -m benchmarks.overlap --wait 0.01 --out benchmarks/results/overlap.json
 
@@ -36,18 +36,18 @@ def main() -> None:
         return elsewhere(images, prompts)
 
     waiting.waits = True  # type: ignore[attr-defined]
-    trainers = {at_once: prepared(at_once, elsewhere, args.overrides) for at_once in ("null", "2", "1")}
-    trainers["default"] = prepared("null", waiting, args.overrides)
+    trainers = {str(at_once or "all"): prepared(at_once, elsewhere, args.overrides) for at_once in (None, 2, 1)}
+    trainers["default"] = prepared(None, waiting, args.overrides)
     rows: dict[str, list[dict[str, Any]]] = {at_once: [] for at_once in trainers}
     for _ in range(args.repeats + 1):
         for at_once, trainer in trainers.items():
             rows[at_once].append(trainer.iterate())
     results = {at_once: summary(own[1:]) for at_once, own in rows.items()}  # the first warms up
-    print("| prompts_at_once | iteration | rollout | waiting | decode and rewards | meanwhile | faster |\n" + "|---" * 7 + "|")
+    print("| prompts at once | iteration | rollout | waiting | decode and rewards | meanwhile | faster |\n" + "|---" * 7 + "|")
     for at_once, own in results.items():
         scoring = own["seconds/decode"] + own["seconds/rewards"]
         shown = [own["seconds"], own["seconds/rollout"], own.get("seconds/waiting", 0.0), scoring, own["seconds_overlapped"]]
-        ratio = results["null"]["seconds"] / own["seconds"]
+        ratio = results["all"]["seconds"] / own["seconds"]
         print(f"| {at_once} | " + " | ".join(f"{value:.2f}" for value in shown) + f" | {ratio:.2f}x |")
     if args.out:
         settings = {"wait": args.wait, "repeats": args.repeats, "overrides": args.overrides}
@@ -55,9 +55,11 @@ def main() -> None:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def prepared(at_once: str, reward: Any, overrides: list[str]) -> Trainer:
-    config = load_config("scenes", [f"sampling.prompts_at_once={at_once}", *overrides])
-    return build(Request(config=config, given={"rewards": dict.fromkeys(config.rewards, reward)}))
+def prepared(at_once: int | None, reward: Any, overrides: list[str]) -> Trainer:
+    config = load_config("scenes", overrides)
+    trainer = build(Request(config=config, given={"rewards": dict.fromkeys(config.rewards, reward)}))
+    trainer.collector.at_once = at_once
+    return trainer
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from g2rpo import api
+from g2rpo.algorithms.flow_grpo import MixGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.algorithms.mixgrpo import MixGRPO
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.monitor.metrics import read_metrics

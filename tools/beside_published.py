@@ -28,7 +28,7 @@ from typing import Any, Optional
 import torch
 from torch.nn import functional
 
-from g2rpo.algorithms.flow_dppo import FlowDPPO
+from g2rpo.algorithms.flow_grpo import FlowDPPO
 from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.core.data import Example, Normal, Rollout, Transition
 from g2rpo.core.errors import UserError
@@ -133,7 +133,7 @@ def diffusion_nft(folder: Path, code: Path) -> Beside:
     def trail(models: Models, updates: int) -> None:
         _trail(models, return_decay(400 * updates, 1))  # late in the published schedule, where old and trained weights differ
 
-    trainer = tiny(folder, "algorithm.name=diffusion_nft", "algorithm.old_rise=0.4", *FORWARD)
+    trainer = tiny(folder, "algorithm.name=diffusion_nft", "algorithm.old_schedule=[0,0.4,0.5]", *FORWARD)
     return Beside(trainer, _forward(trainer, code, term), trail)
 
 
@@ -158,7 +158,7 @@ def awm(folder: Path, code: Path) -> Beside:
         exec(block, names)
         return names["loss"]
 
-    trainer = tiny(folder, "algorithm.name=awm", "algorithm.times=2", "algorithm.old_rise=0.2", *FORWARD)
+    trainer = tiny(folder, "algorithm.name=awm", "algorithm.times=2", "algorithm.old_schedule=[0,0.2,0.3]", *FORWARD)
     return Beside(trainer, _forward(trainer, code, term), lambda models, updates: _trail(models, min(0.3, 0.2 * updates)))
 
 
@@ -192,8 +192,8 @@ def dgpo(folder: Path, code: Path) -> Beside:
         exec(block, names)
         return share * names["loss"]
 
-    small = (f"algorithm.group_size={GROUP}", "algorithm.times=2", "algorithm.first_steps=4", "algorithm.clip_range=1e-5")
-    trainer = tiny(folder, "algorithm.name=dgpo", *small, "algorithm.old_rise=0.2", "sampling.num_steps=5")
+    small = (f"algorithm.group_size={GROUP}", "algorithm.times=2", "algorithm.clip_range=1e-5")
+    trainer = tiny(folder, "algorithm.name=dgpo", *small, "algorithm.old_schedule=[1,0.2,0.3]", "sampling.num_steps=5")
     return Beside(trainer, objective, lambda models, updates: _trail(models, min(0.3, 0.2 * (updates - 1))))
 
 
@@ -238,7 +238,7 @@ def fdfo(folder: Path, code: Path) -> Beside:
 def refl(folder: Path, code: Path) -> Beside:
     """flowbp/trainers/flux1/leapalign.py: get_reward_loss, on x - sigma v as its scheduler predicts it."""
     found = _functions(code / "flowbp/trainers/flux1/leapalign.py", "get_reward_loss", "unpack_latents", F=functional)
-    small = ("algorithm.name=refl", f"algorithm.group_size={GROUP}", "algorithm.last_steps=3")
+    small = ("algorithm.name=refl", f"algorithm.group_size={GROUP}")
     trainer = tiny(folder, *small, "algorithm.ceiling=2", "rewards={bright: 1.0}", rewards=(bright,))
     vae, args = trainer.policy.pipeline.vae, Namespace(w=128, h=128, use_hpsv2=True, loss_relu_clip=2.0, loss_grad_scale=1.0)
 

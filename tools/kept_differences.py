@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from g2rpo.algorithms.mixgrpo import MixGRPOFlash
+from g2rpo.algorithms.flow_grpo import MixGRPOFlash
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Plan

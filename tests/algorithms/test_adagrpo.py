@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from g2rpo.algorithms.adagrpo import AdaGRPO, Level, balanced
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.algorithms.g2rpo_variants import AdaGRPO, Level, balanced
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.planning import count_evaluations, count_per_prompt

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from g2rpo.algorithms.flow_dppo import FlowDPPO
+from g2rpo.algorithms.flow_grpo import FlowDPPO
 from tests.algorithms.test_neighbours import steps_of
 from tests.support.runs import trainer
 

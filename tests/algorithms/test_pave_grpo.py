@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.algorithms.pave_grpo import PaveGRPO
+from g2rpo.algorithms.g2rpo_variants import PaveGRPO
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.types import Batch, Example
 from g2rpo.policies.gaussian import GaussianPolicy

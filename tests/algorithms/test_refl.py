@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from g2rpo.algorithms.refl import ReFL
+from g2rpo.algorithms.reward_gradient import ReFL
 from g2rpo.assembly.checks import check
 from g2rpo.core.errors import UserError
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.training.stopwatch import Stopwatch
 from tests.support.runs import config, darkness, trainer
 
-SMALL = ("algorithm.name=refl", "algorithm.group_size=6", "algorithm.last_steps=3", "algorithm.ceiling=2")
+SMALL = ("algorithm.name=refl", "algorithm.group_size=6", "algorithm.ceiling=2")
 
 
 class Smooth:
@@ -41,7 +41,7 @@ def watched(t):
 
 def test_the_gradient_is_that_of_the_predicted_image_in_closed_form():
     """x0 = x - sigma v, dv/dm = -(1 - sigma)(sigma - (1 - sigma) s^2)/var - 1; r is the mean of sigmoid(x0)."""
-    t = made("algorithm.scale=0.5", prompts=["0", "0.1", "0.2"])
+    t = made(prompts=["0", "0.1", "0.2"])
     seen = watched(t)
     row = t.iterate()
     ((gradient, examples),) = seen
@@ -54,10 +54,10 @@ def test_the_gradient_is_that_of_the_predicted_image_in_closed_form():
         deviation = (example.x - (1 - sigma) * shift) / variance
         image = example.x - sigma * (sigma * deviation - shift - (1 - sigma) * s**2 * deviation)
         rewards.append(image.sigmoid().flatten(1).mean(1))
-        expected -= 0.5 * (image.sigmoid() * (1 - image.sigmoid()) * sigma * slope / 48).sum(0) / (6 * len(examples))
+        expected -= (image.sigmoid() * (1 - image.sigmoid()) * sigma * slope / 48).sum(0) / (6 * len(examples))
     torch.testing.assert_close(gradient, expected.flatten(), atol=1e-8, rtol=1e-4)
     assert row["predicted_reward"] == pytest.approx(float(torch.cat(rewards).mean()), abs=1e-6)
-    assert row["loss"] == pytest.approx(0.5 * (2 - row["predicted_reward"]), abs=1e-6)
+    assert row["loss"] == pytest.approx(2 - row["predicted_reward"], abs=1e-6)
 
 
 def test_beyond_the_ceiling_nothing_is_learnt():
@@ -80,8 +80,8 @@ def test_a_member_without_a_score_does_not_count():
 
 
 def test_the_step_is_one_of_the_last_and_the_walk_is_the_odes():
-    steps = [ReFL(last_steps=3).plans(10, iteration, 7)[0].branch for iteration in range(300)]
-    assert {steps.count(step) > 70 for step in (7, 8, 9)} == {True} and len(set(steps)) == 3
+    steps = [ReFL().plans(7, iteration, 7)[0].branch for iteration in range(300)]
+    assert {steps.count(step) > 70 for step in (4, 5, 6)} == {True} and len(set(steps)) == 3
     t = made("trainer.prompts_per_iteration=1")
     cond = t.policy.encode(["0.1"])
     (rollout,) = t.collector.collect(t.collector.own_spec(t.algorithm, 0), cond, ["0.1"], Stopwatch()).rollouts
@@ -96,8 +96,7 @@ def test_it_costs_a_walk_and_one_row_a_member():
     algorithm = ReFL()
     plans = algorithm.plans(25)
     assert count_evaluations(plans, 4) == 4 * 25 and count_trained(algorithm, plans, 25) == (4, 0)
-    with pytest.raises(ValueError, match="last_steps"):
-        algorithm.plans(10)
+    assert algorithm.plans(1)[0].branch == 0
 
 
 def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded():
@@ -114,5 +113,5 @@ def test_a_prediction_without_a_score_teaches_nothing():
         return torch.where(torch.arange(len(scores)) % 2 == 0, scores, math.nan) if torch.is_grad_enabled() else scores
 
     sometimes.differentiable = True
-    row = trainer(None, "algorithm.name=refl", "algorithm.last_steps=3", rewards={"bright": sometimes}).iterate()
+    row = trainer(None, "algorithm.name=refl", rewards={"bright": sometimes}).iterate()
     assert math.isfinite(row["loss"]) and row["grad_norm"] > 0

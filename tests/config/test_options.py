@@ -13,19 +13,19 @@ from g2rpo.core import plugins
 
 OPTIONS = """
 alarms
-algorithm.advantage_clip algorithm.batch_std algorithm.branch_schedule algorithm.branch_steps algorithm.candidates
+algorithm.advantage_clip algorithm.branch_schedule algorithm.branch_steps algorithm.candidates
 algorithm.ceiling algorithm.churn algorithm.clip_range algorithm.compression algorithm.correction algorithm.divergence_limit
-algorithm.drop_zero_advantages algorithm.eta algorithm.first_steps algorithm.forget algorithm.granularities
-algorithm.group_size algorithm.kl_denominator algorithm.kl_weight algorithm.last_steps algorithm.level
-algorithm.merged_steps algorithm.mixing algorithm.name algorithm.noise_weight algorithm.noisy_last_step
-algorithm.old_after algorithm.old_flat algorithm.old_most algorithm.old_rise algorithm.old_weight
-algorithm.population_std algorithm.power algorithm.reward_mix algorithm.scale algorithm.schedule algorithm.sde
-algorithm.segments algorithm.share algorithm.shared_noise algorithm.strength algorithm.stride algorithm.tail
-algorithm.times algorithm.trained_fraction algorithm.update_every algorithm.window_iterations algorithm.window_range
+algorithm.eta algorithm.forget algorithm.granularities
+algorithm.group_size algorithm.kl_weight
+algorithm.merged_steps algorithm.mixing algorithm.name algorithm.noise_weight
+algorithm.old_schedule algorithm.old_weight
+algorithm.power algorithm.reward_mix algorithm.schedule
+algorithm.segments algorithm.share algorithm.strength algorithm.tail
+algorithm.times algorithm.trained_fraction algorithm.update_every algorithm.window_iterations
 algorithm.window_size
-evaluation.controls evaluation.every evaluation.every_minutes evaluation.first_minutes evaluation.height
+evaluation.controls evaluation.every evaluation.every_minutes evaluation.height
 evaluation.num_prompts evaluation.num_steps evaluation.prompts evaluation.width
-optim.betas optim.decay optim.ema_decay optim.ema_every optim.ema_warmup optim.eps optim.learning_rate
+optim.decay optim.ema_decay optim.ema_every optim.ema_warmup optim.learning_rate
 optim.max_grad_norm optim.warmup_iterations optim.weight_decay
 policy.adapter policy.assistant policy.assistant_in_evaluation policy.attention policy.autocast policy.compile
 policy.detach_negative policy.device policy.dtype policy.expert policy.gradient_checkpointing policy.guidance_scale
@@ -53,12 +53,12 @@ rewards.NAME.options.target rewards.NAME.options.template
 rewards.NAME.options.tokenizer rewards.NAME.options.url
 rewards.NAME.options.width
 rewards.NAME.weight
-sampling.anchor_dtype sampling.batch_size sampling.decode_batch_size sampling.guidance_scale sampling.num_steps
-sampling.prompts_at_once sampling.sample_dtype sampling.shift sampling.step_dtype
+sampling.batch_size sampling.decode_batch_size sampling.guidance_scale sampling.num_steps sampling.precision
+sampling.shift
 sampling.tails.forecast sampling.tails.solver
 trackers
 trainer.checkpoint_every trainer.checkpoint_minutes trainer.iterations trainer.keep_checkpoints trainer.micro_batch_size
-trainer.prompts_per_iteration trainer.rank_timeout_s trainer.seed trainer.shard_group trainer.sharding
+trainer.prompts_per_iteration trainer.seed trainer.shard_group trainer.sharding
 """
 
 

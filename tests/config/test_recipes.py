@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from fractions import Fraction
 from functools import reduce
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from g2rpo.config import recipes
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.planning import count_evaluations
+from g2rpo.training.listeners.evaluations import FIRST_LOOK
 from tests.support.commands import refused
 
 ROOT = Path(__file__).parents[2]
@@ -74,9 +76,9 @@ def test_a_recipe_for_24_gb_differs_in_memory_alone(name):
         "policy": ["quantize"],
         "sampling": ["batch_size", "decode_batch_size"],
         "trainer": ["micro_batch_size", "checkpoint_minutes"],
-        "evaluation": ["every_minutes", "first_minutes"],
+        "evaluation": ["every_minutes"],
     }
-    assert small["trainer"]["checkpoint_minutes"] <= 30 and small["evaluation"]["first_minutes"] <= 30
+    assert small["trainer"]["checkpoint_minutes"] <= 30 and small["evaluation"]["every_minutes"] * FIRST_LOOK <= 30
     for config in (large, small):
         config.pop("recipe")
         for group, keys in sizes.items():
@@ -110,8 +112,7 @@ def test_the_reference_differs_from_the_paper_in_the_codes_quirks_only(paper):
         "policy.truncate_timesteps",
         "policy.published_pictures",
         "policy.vae_tiling",
-        "sampling.anchor_dtype",
-        "sampling.step_dtype",
+        "sampling.precision",
         "trainer.iterations",
     }
     assert [reward["options"]["dtype"] for reward in theirs["rewards"].values()] == ["float16"] * len(ours["rewards"])
@@ -160,20 +161,21 @@ FROM_THE_CODE = {
     "DGPO": {  # 01ceb4b, pickscore_sd3_4gpu
         **SD35, **LORA, **PICKSCORE, "sampling.shift": 3.0, "trainer.prompts_per_iteration": 8, "algorithm.group_size": 24,
         "algorithm.strength": 10, "algorithm.clip_range": 0.05, "algorithm.kl_weight": 1e-3, "algorithm.times": 4,
-        "algorithm.first_steps": 7, "algorithm.old_after": 200, "optim.ema_decay": 0.9, "optim.ema_every": 8,
+        "algorithm.early": Fraction(7, 10), "algorithm.old_after": 200, "optim.ema_decay": 0.9, "optim.ema_every": 8,
         "policy.lora_rank": 64, "policy.lora_alpha": 128,
     },
     "FDFO": {  # 740e22f, config.py with the preset pickscore
         **SD35, **LORA, **PICKSCORE, "sampling.num_steps": 40, "sampling.tails.solver": "euler", "sampling.shift": "scheduler",
         "algorithm.group_size": 2, "algorithm.churn": 0.0025, "algorithm.clip_range": 0.03, "algorithm.kl_weight": 0.0,
         "algorithm.update_every": 1 / 4, "trainer.prompts_per_iteration": 432,
-        "trainer.iterations": 1000, "trainer.seed": 6, "optim.learning_rate": 3e-5, "optim.betas": (0.9, 0.999),
+        "trainer.iterations": 1000, "trainer.seed": 6, "optim.learning_rate": 3e-5,
         "optim.max_grad_norm": 1.0, "optim.ema_decay": 0.0, "policy.lora_rank": 32, "policy.lora_alpha": 64,
         "policy.truncate_timesteps": False,
     },
     "ReFL": {  # FlowBP 93b220a, sd3_5_refl.yaml: 8 GPUs with 8 prompts each, one picture of each
-        "trainer.prompts_per_iteration": 64, "algorithm.group_size": 1, "algorithm.last_steps": 11, "algorithm.ceiling": 0.55,
-        "algorithm.scale": 1.0, "sampling.num_steps": 25, "sampling.shift": 3.0, "sampling.tails.solver": "euler",
+        "trainer.prompts_per_iteration": 64, "algorithm.group_size": 1, "algorithm.late": Fraction(11, 25),
+        "algorithm.ceiling": 0.55,
+        "sampling.num_steps": 25, "sampling.shift": 3.0, "sampling.tails.solver": "euler",
         "policy.guidance_scale": 3.5, "policy.detach_negative": True, "policy.tuning": "full", "policy.negative_prompt": None,
         "policy.max_sequence_length": 512, "policy.truncate_timesteps": False, "policy.height": 512, "rewards": ["hpsv2"],
         "optim.learning_rate": 1e-5, "optim.weight_decay": 1e-4, "optim.max_grad_norm": 1.0, "optim.ema_decay": 0.995,

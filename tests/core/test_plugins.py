@@ -138,8 +138,8 @@ from typing import Literal
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from g2rpo.algorithms.grpo import GRPO, window
-from g2rpo.algorithms.hyperparameters import STRICT
+from g2rpo.algorithms.flow_grpo import GRPO, window
+from g2rpo.core.plain import STRICT
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -87,7 +87,7 @@ def test_every_algorithm_and_every_way_of_sampling_iterates(run, flux_directory)
     ways = [
         ["sampling.tails.solver=dpmpp2m", "policy.truncate_timesteps=true"],
         ["algorithm.update_every=branch"],
-        ["policy.dtype=bfloat16", "policy.published_pictures=true", "sampling.step_dtype=bfloat16"],
+        ["policy.dtype=bfloat16", "policy.published_pictures=true", "sampling.precision=published"],
     ]
     assert run(cases.iterate, flux_directory, *algorithms, *ways) == [len(algorithms) + len(ways)]
 
@@ -98,7 +98,7 @@ def test_two_ranks_train_with_learned_rewards_and_keep_to_their_devices(run, flu
     options = save_learned(models)
     rewards = [f"rewards.{name}.options.{key}={value}" for name, own in options.items() for key, value in own.items()]
     rewards += [f"rewards.{name}.kind=tests.rewards.learned:{kind.__name__}" for name, kind in LEARNED.items()]
-    each = ["sampling.prompts_at_once=1", "trainer.prompts_per_iteration=4", "evaluation.num_prompts=4"]
+    each = ["trainer.prompts_per_iteration=4", "evaluation.num_prompts=4"]
     one, other = run(cases.train, flux_directory, *each, *rewards, size=2)
     check(one)
     check(other)
@@ -148,7 +148,7 @@ def test_memory_that_runs_out_halves_batches(run, flux_directory):
 
 
 def test_a_checkpoint_of_the_device_is_gone_on_with_on_a_cpu(run, flux_directory, tmp_path):
-    ways = ["sampling.prompts_at_once=1", "policy.vae_tiling=true"]
+    ways = ["policy.vae_tiling=true"]
     (answer,) = run(cases.train, flux_directory, *ways)
     check(answer)
     settings = cases.config(tmp_path, flux_directory, *ways, "policy.device=cpu", "trainer.iterations=3")

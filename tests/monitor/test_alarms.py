@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from scipy.stats import t as student
 
 from g2rpo.config.schema import Alarm
+from g2rpo.core.data import Precision
 from g2rpo.core.errors import RolledBack, Stopped, UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.monitor.alarms import (
@@ -38,7 +39,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.checkpoint import checkpoints
 from tests.support import ranks
 from tests.support.commands import done, g2rpo
-from tests.support.runs import brightness, config, cut, log, mean, resumed, trainer, untimed
+from tests.support.runs import brightness, config, cut, log, mean, resumed, trainer, untimed, with_precision
 from tests.support.variants import few
 
 BFLOAT16 = 2 * torch.finfo(torch.bfloat16).eps
@@ -95,13 +96,13 @@ def test_half_the_clip_range_is_what_a_later_update_can_bear():
     assert limit_of(*guard, rounding=2**-22) == pytest.approx(algorithm.clip_range / 2 / max(stds), rel=1e-5)
 
 
-@pytest.mark.parametrize("sde", ["flow", "dance", "cps"])
+@pytest.mark.parametrize("name", ["flow_grpo", "dancegrpo", "flow_cps"])
 @pytest.mark.parametrize("entries", [48, 4096])
-def test_the_limit_of_rounding_is_that_of_velocities_with_an_error(sde, entries):
+def test_the_limit_of_rounding_is_that_of_velocities_with_an_error(name, entries):
     """300 members whose velocity is off by two eps of sqrt 2: the largest drift of all steps is within the limit, and not
     below a third of it (the maximum of 300 normals is 2 to 4 standard deviations)."""
-    options = (f"algorithm.sde={sde}", "algorithm.update_every=rollout", "algorithm.group_size=6", "algorithm.eta=0.7")
-    options = ("algorithm.name=flow_grpo", *options, "algorithm.clip_range=1e-9")
+    options = (f"algorithm.name={name}", "algorithm.update_every=rollout", "algorithm.group_size=6", "algorithm.eta=0.7")
+    options = (*options, "algorithm.clip_range=1e-9")
     sigmas = sigma_grid(6, 3.0)
     kernel = config(*options).algorithm.kernel(sigmas)
     x, v = random(300, entries, seed=1), math.sqrt(2) * random(300, entries, seed=2)
@@ -118,8 +119,7 @@ def test_the_limit_of_rounding_is_that_of_velocities_with_an_error(sde, entries)
 def test_rounding_is_of_the_coarsest_dtype_and_float8_inputs_count():
     narrow = ("policy.dtype=bfloat16", "policy.tuning=lora")
     assert rounding_of(config()) == 2**-22
-    for kind in ("anchor", "sample", "step"):
-        assert rounding_of(config(f"sampling.{kind}_dtype=bfloat16")) == rounding_of(config(*narrow)) == 2**-6
+    assert rounding_of(config("sampling.precision=published")) == rounding_of(config(*narrow)) == 2**-6
     assert rounding_of(config(*narrow, "policy.quantize=int8")) == 2**-6  # weights alone are rounded, once for all calls
     assert rounding_of(config(*narrow, "policy.quantize=fp8")) == pytest.approx(math.sqrt(2 * 0.125**2 / 12))
 
@@ -141,11 +141,14 @@ class Apart(GaussianPolicy):
 def test_a_training_pass_that_sees_another_model_raises_an_alarm(update_every, dtype):
     """A fifth of the velocity is beyond rounding in bfloat16 too. With later updates, bfloat16 itself takes half the clip
     range of 1e-4 on a latent of 48 entries, and the alarm says so."""
-    options = (f"algorithm.update_every={update_every}", f"sampling.anchor_dtype={dtype}", f"sampling.sample_dtype={dtype}")
+    precision = "published" if dtype == "bfloat16" else dtype
+    options = (f"algorithm.update_every={update_every}", f"sampling.precision={precision}")
 
     def raised(share):
         policy = Apart(share, dtype=getattr(torch, dtype))
-        return "drift" in trainer(None, *options, policy=policy, notify=lambda message: None).iterate().get("alarms", {})
+        t = trainer(None, *options, policy=policy, notify=lambda message: None)
+        with_precision(t, Precision(anchor=policy.dtype, sample=policy.dtype))
+        return "drift" in t.iterate().get("alarms", {})
 
     assert raised(0.2) and raised(0.0) == (dtype == "bfloat16" and update_every == "branch")
 

@@ -6,6 +6,7 @@ python -m tests.published.beside --undone    # what each rounding of the publish
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from g2rpo.core.images import to_uint8
 from g2rpo.core.seeding import generator_for
 from g2rpo.training.trainer import Trainer
 from tests.published import g2rpo as published
+from tests.support.runs import with_precision
 from tests.support.tiny import save_flux
 
 PROMPTS = ["a red circle", "two blue square left of a circle"]
@@ -28,10 +30,10 @@ TINY = (
     "policy.device=cpu",
     "trainer.prompts_per_iteration=2",
 )
-FLOAT32 = ("policy.dtype=float32", "sampling.anchor_dtype=float32", "sampling.step_dtype=float32")
+FLOAT32 = ("policy.dtype=float32", "sampling.precision=float32")
 UNDONE = (
-    "sampling.step_dtype=float32",
-    "sampling.anchor_dtype=float32",
+    "Precision.step=float32",
+    "Precision.anchor=float32",
     "policy.truncate_timesteps=false",
     "policy.published_pictures=false",
 )
@@ -110,7 +112,8 @@ def differences(folder, recipe, setting, *overrides):
 
 def _trainer(folder, recipe, overrides):
     """A trainer on the pipeline in `folder` with judges in the place of the recipe's rewards, and what passes through it."""
-    config = load_config(recipe, [f"policy.path={folder}", *TINY, *overrides])
+    dtypes = [override for override in overrides if override.startswith("Precision.")]
+    config = load_config(recipe, [f"policy.path={folder}", *TINY, *(each for each in overrides if each not in dtypes)])
     seen = {"gradients": [], "pictures": []}
 
     def scoring(which):
@@ -123,6 +126,8 @@ def _trainer(folder, recipe, overrides):
 
     rewards = {name: scoring(which) for which, name in enumerate(config.rewards)}
     trainer = Trainer(config=config, policy=build_policy(config.policy), rewards=rewards, prompts=PROMPTS, heldout=PROMPTS)
+    undone = {override.removeprefix("Precision.").partition("=")[0]: torch.float32 for override in dtypes}
+    with_precision(trainer, replace(config.precision, **undone))
     sample, update = trainer.collector.collect, trainer.updater.update
 
     def keeping_rollouts(*args):

@@ -8,7 +8,7 @@ from re import findall
 import pytest
 import torch
 
-from g2rpo.algorithms.e_grpo import EGRPO, merges
+from g2rpo.algorithms.g2rpo_variants import EGRPO, merges
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Batch, Plan

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
-from g2rpo.algorithms.fdfo import FDFO
+from g2rpo.algorithms.reward_gradient import FDFO
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for

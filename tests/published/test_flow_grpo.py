@@ -83,7 +83,12 @@ class Walks(side_by_side.Pair):
 @pytest.fixture(scope="module", params=few(["g", "std"], lambda denominator: denominator == "g"))
 def pair(request, sd3_directory):
     """The KL term as the code has it, or the paper; its weight is large enough to be seen."""
-    return Walks(sd3_directory, (f"algorithm.kl_denominator={request.param}",), beta=1.0, per_time=request.param == "g")
+    return Walks(
+        sd3_directory,
+        ("algorithm.name=tests.support.own_algorithms:PerStd",) if request.param == "std" else (),
+        beta=1.0,
+        per_time=request.param == "g",
+    )
 
 
 def test_samples_scores_gradients_and_weights_are_the_published_ones(pair):

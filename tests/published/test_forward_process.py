@@ -16,8 +16,7 @@ COMMON = (
     "algorithm.group_size=3",
     "sampling.num_steps=5",
     "algorithm.kl_weight=0.05",
-    "algorithm.old_rise=0.3",
-    "algorithm.old_most=0.5",
+    "algorithm.old_schedule=[0,0.3,0.5]",
 )
 
 
@@ -129,7 +128,6 @@ def test_refl_with_guidance_is_flowbps(sd3_directory):
     small = (
         "algorithm.name=refl",
         "algorithm.group_size=1",
-        "algorithm.last_steps=3",
         "algorithm.ceiling=2",
         "rewards={bright: 1.0}",
     )

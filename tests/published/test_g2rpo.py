@@ -74,8 +74,8 @@ def undisturbed(flux_directory):
 SEEN = [
     ("policy.truncate_timesteps=false", "finals"),
     ("policy.published_pictures=false", "scores"),
-    ("sampling.anchor_dtype=float32", "anchors"),
-    ("sampling.step_dtype=float32", "branch latents"),
+    ("Precision.anchor=float32", "anchors"),
+    ("Precision.step=float32", "branch latents"),
     ("algorithm.eta=0.6999", "branch latents"),
     ("algorithm.tail=closed", "finals"),
     ("algorithm.advantage_clip=0.5", "advantages"),

@@ -40,7 +40,7 @@ def test_samples_scores_gradients_and_weights_are_the_published_ones(side_by_sid
 
 
 def test_the_first_rollout_is_bit_equal_in_bfloat16(side_by_side):
-    """sampling.step_dtype=bfloat16 has the published roundings, so the transitions have the same bits as long as weights have.
+    """Velocities and noise in bfloat16 have the published roundings, so the transitions are equal as long as weights are.
 
     A float32 network sums batches of other sizes in another order on some processors: a few roundings of latents of size 1.
     """

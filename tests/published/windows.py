@@ -4,11 +4,12 @@ from functools import cached_property
 
 import torch
 
+from g2rpo.core.data import Precision
 from g2rpo.policies.anyflow import DiffusersPolicy
 from tests.published import side_by_side
 from tests.published.neighbours import Flux, Learner, normalised, window_updates
 from tests.published.side_by_side import Restated, agree
-from tests.support.runs import trainer
+from tests.support.runs import trainer, with_precision
 
 __all__ = ["Windows", "agree", "normalised"]
 
@@ -21,7 +22,6 @@ COMMON = (
     "evaluation.rewards={}",
 )
 IN_BFLOAT16 = (
-    "sampling.step_dtype=bfloat16",
     "algorithm.clip_range=100",  # a clip at 1e-4 of a ratio that is known to 1e-5 depends on the last bit
 )
 
@@ -51,7 +51,10 @@ class Windows(side_by_side.Pair):
         more = {"tuning": "full", "keep_base": False, "truncate_timesteps": True, "dtype": autocast or torch.float32}
         policy = DiffusersPolicy.from_pretrained(directory, **size, **more)
         options = (*COMMON, *overrides, *(IN_BFLOAT16 if autocast else ()))
-        super().__init__(trainer(None, *options, policy=policy, rewards=REWARDS, prompts=PROMPTS))
+        ours = trainer(None, *options, policy=policy, rewards=REWARDS, prompts=PROMPTS)
+        if autocast:  # the latents at which noise enters stay float32 there
+            with_precision(ours, Precision(torch.bfloat16, step=torch.bfloat16))
+        super().__init__(ours)
 
     @cached_property
     def measure(self):

@@ -40,7 +40,8 @@ def save_named(text: str) -> None:
 def test_every_command_can_be_given_as_it_stands(page, tmp_path, monkeypatch):
     text = page.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for folder in ("benchmarks", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     save_named(text)
     scripts = [block.code for block in blocks(text) if block.language == "bash"]
     for script in [*scripts, *inline_commands(text)]:
@@ -278,7 +279,7 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
     assert explained.keys() == {"train", "eval"}
     logged = {"train": set(), "eval": set()}
     for overrides in (
-        ["sampling.prompts_at_once=1", "evaluation.controls=true"],
+        ["evaluation.controls=true"],
         ["algorithm.kl_weight=0.1"],
         ["algorithm.name=adagrpo", "algorithm.branch_steps=[0]", "algorithm.candidates=2"],
         ["algorithm.name=diffusion_nft", "algorithm.group_size=4"],

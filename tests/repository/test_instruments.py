@@ -10,8 +10,8 @@ import torch
 from benchmarks.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
 from benchmarks.registered import COMMON, QUESTIONS, WORLDS, cells
 from benchmarks.tuned import GROUPS, RATES, THIRD, candidates
+from g2rpo.algorithms.flow_grpo import window
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.algorithms.grpo import window
 from g2rpo.assembly.config import load_config
 from g2rpo.core.flow import ode_step, sigma_grid
 from g2rpo.core.objectives import group_normalize

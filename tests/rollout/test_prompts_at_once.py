@@ -1,4 +1,4 @@
-"""`sampling.prompts_at_once`: some prompts' pictures are scored while the next are rolled out; nothing else changes."""
+"""`Collector.at_once`: some prompts' pictures are scored while the next are rolled out; nothing else changes."""
 
 import threading
 import time
@@ -20,8 +20,9 @@ from tests.support.runs import trainer
 THREE = "trainer.prompts_per_iteration=3"
 
 
-def run(*options, iterations=2, **parts):
+def run(*options, iterations=2, at_once=None, **parts):
     t = trainer(None, THREE, *options, **parts)
+    t.collector.at_once = at_once
     rows = [t.iterate() for _ in range(iterations)]
     return t.learner.parameters[0].detach().clone(), rows
 
@@ -30,7 +31,7 @@ def run(*options, iterations=2, **parts):
 def test_parts_do_not_change_a_run(at_once):
     """Bit for bit on the closed-form policy, whose rows do not depend on their batch."""
     whole, rows = run()
-    parts, theirs = run(f"sampling.prompts_at_once={at_once}")
+    parts, theirs = run(at_once=at_once)
     assert torch.equal(parts, whole)
     for mine, other in zip(rows, theirs, strict=True):
         assert {k: v for k, v in mine.items() if "seconds" not in k} == {k: v for k, v in other.items() if "seconds" not in k}
@@ -55,13 +56,13 @@ def test_scoring_and_the_next_rollout_overlap():
         assert called.wait(timeout=60), "nothing is rolled out meanwhile"
         return images.flatten(1).mean(1)
 
-    _, (row,) = run("sampling.prompts_at_once=1", iterations=1, policy=Watching(), rewards={"bright": patient})
+    _, (row,) = run(at_once=1, iterations=1, policy=Watching(), rewards={"bright": patient})
     assert called.is_set() and row["seconds_overlapped"] > 0
     phases = sum(value for key, value in row.items() if key.startswith("seconds/"))
     assert row["seconds"] == pytest.approx(phases)  # what was done meanwhile is not counted twice
 
 
-@pytest.mark.parametrize(("at_once", "elsewhere"), [("1", 2), ("null", 0)])
+@pytest.mark.parametrize(("at_once", "elsewhere"), [(1, 2), (None, 0)])
 def test_no_two_threads_ask_a_reward_at_once(at_once, elsewhere):
     busy, threads = threading.Lock(), []
 
@@ -71,7 +72,7 @@ def test_no_two_threads_ask_a_reward_at_once(at_once, elsewhere):
         busy.release()
         return images.flatten(1).mean(1)
 
-    run(f"sampling.prompts_at_once={at_once}", "sampling.decode_batch_size=64", iterations=1, rewards={"bright": alone})
+    run("sampling.decode_batch_size=64", at_once=at_once, iterations=1, rewards={"bright": alone})
     assert threads.count(False) == elsewhere and threads[-1]
 
 
@@ -80,12 +81,12 @@ def test_a_reward_that_fails_aside_ends_the_iteration():
         raise ValueError("no")
 
     with pytest.raises(RewardFailed, match="after iteration 0: reward 'bright' failed"):
-        run("sampling.prompts_at_once=1", rewards={"bright": broken})
+        run(at_once=1, rewards={"bright": broken})
 
 
 def test_memory_that_runs_out_aside_halves_the_batch():
     whole, _ = run()
-    parts, rows = run("sampling.prompts_at_once=1", "sampling.decode_batch_size=8", policy=Small(decode=5))
+    parts, rows = run("sampling.decode_batch_size=8", at_once=1, policy=Small(decode=5))
     assert rows[-1]["out_of_memory"] == 1 and rows[-1]["decode_batch_size"] == 4
     assert torch.equal(parts, whole)
 
@@ -114,7 +115,7 @@ def test_a_reward_that_waits_is_scored_aside_by_default():
     parts, theirs = run("sampling.batch_size=20", rewards={"bright": waiting})
     assert torch.equal(parts, whole)
     assert rows[0]["seconds_overlapped"] == 0 < theirs[0]["seconds_overlapped"]
-    assert run("sampling.prompts_at_once=3", rewards={"bright": waiting})[1][0]["seconds_overlapped"] == 0
+    assert run(at_once=3, rewards={"bright": waiting})[1][0]["seconds_overlapped"] == 0
     assert all(waits(reward) for reward in (RemoteReward, VLMJudge, FunctionReward(waiting)))
 
 
@@ -155,7 +156,8 @@ def test_what_was_submitted_is_not_waited_for_after_a_failure():
             raise KeyboardInterrupt
         return velocity(x, sigma, cond)
 
-    t = trainer(None, THREE, "sampling.prompts_at_once=1", rewards={"bright": slow}, policy=policy)
+    t = trainer(None, THREE, rewards={"bright": slow}, policy=policy)
+    t.collector.at_once = 1
     last = float(policy.encode(t.loop.prompts_of(0)[2:]).tensors["shift"][0])
     policy.velocity = third
     with pytest.raises(KeyboardInterrupt):

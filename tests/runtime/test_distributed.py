@@ -11,6 +11,7 @@ from g2rpo.core.errors import RankLost, UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runtime.distributed import ALONE, World, joined
+from g2rpo.training import learner
 from g2rpo.training.checkpoint import checkpoints
 from g2rpo.training.listeners.listener import Ask
 from tests.support import ranks
@@ -25,7 +26,7 @@ VARIANTS = {
     "batch_std": ("algorithm.name=flow_grpo", "algorithm.group_size=6", "algorithm.update_every=3", "algorithm.kl_weight=0.5"),
     "branch": ("algorithm.update_every=branch", "optim.ema_decay=0.9"),
     "plans of a prompt": (*ONE, "algorithm.branch_steps=[0,1,2,4]"),
-    "plans, in parts": (*ONE, "algorithm.name=tempflow_grpo", "sampling.num_steps=5", "algorithm.drop_zero_advantages=false"),
+    "plans, in parts": (*ONE, "algorithm.name=tests.support.own_algorithms:AllCount", "sampling.num_steps=5"),
     "chosen prompts": ("algorithm.name=adagrpo", "algorithm.candidates=3", "algorithm.branch_steps=[0,2]"),
 }
 
@@ -73,7 +74,8 @@ def test_ranks_learn_what_one_process_learns(tmp_path, variant):
 def train_flux(world, folder, model):
     options = ("sampling.batch_size=1", "sampling.decode_batch_size=1", "trainer.micro_batch_size=1")
     options += ("algorithm.group_size=3", "algorithm.branch_steps=[0,1]", "sampling.num_steps=4")
-    options += ("optim.eps=1", "optim.learning_rate=0.5")
+    options += ("optim.learning_rate=0.5",)
+    learner.EPSILON = 1.0  # in this rank's process
     policy = DiffusersPolicy.from_pretrained(model, height=32, width=32, max_sequence_length=12, lora_rank=2)
     prompts = ["a red circle", "two blue squares", "a blue circle", "a green star"]
     t = trainer(None, *COMMON, *options, policy=policy, prompts=prompts, world=world)
@@ -177,7 +179,7 @@ def test_prompts_that_cannot_be_dealt_evenly_are_refused():
             "algorithm.branch_steps=[0,1] algorithm.update_every=branch",
             "algorithm.update_every=branch takes an update from some groups",
         ),
-        ("algorithm.name=tempflow_grpo sampling.num_steps=5", "algorithm.drop_zero_advantages looks at all groups"),
+        ("algorithm.name=tempflow_grpo sampling.num_steps=5", "leaves out members without any advantage in all groups"),
         ("algorithm.name=flow_grpo", "each has one group in an iteration; set it"),
     ):
         with pytest.raises(UserError, match=f"prompts_per_iteration=2 cannot be divided over 4 ranks: {why}"):

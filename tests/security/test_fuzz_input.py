@@ -75,10 +75,9 @@ def said(error):
 @example(CONFIGS[0], ["rewards.a.options.x=!!binary /w=="])
 @example(CONFIGS[0], ["rewards.a.options." + "a." * 5000 + "b=1"])
 @example(CONFIGS[0], ["trainer.seed=" + "[" * 20_000])
-@example(CONFIGS[0], ["optim.betas=[1,2]"])
-@example(CONFIGS[0], ["optim.betas=[0.9]"])
-@example(CONFIGS[0], ["optim.betas=[]"])
-@example(CONFIGS[0], ["algorithm.name=mixgrpo", "algorithm.window_range=[1]"])
+@example(CONFIGS[0], ["algorithm.name=awm", "algorithm.old_schedule=[1,2,3]"])
+@example(CONFIGS[0], ["algorithm.name=awm", "algorithm.old_schedule=[1]"])
+@example(CONFIGS[0], ["algorithm.name=awm", "algorithm.old_schedule=[]"])
 @example(CONFIGS[0], ["rewards.a.options={1: 2}"])
 @example(CONFIGS[0], ["rewards.a.options.x={null: 1}"])
 @example(CONFIGS[0], ["rewards.a.options.x=[{true: 1}]"])
@@ -118,7 +117,7 @@ def test_the_command_line_says_one_thing_and_ends_with_2(text, words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optim.betas=[0.9]"], "'optim.betas.1' is missing"),
+        (["algorithm.name=awm", "algorithm.old_schedule=[9]"], "'algorithm.old_schedule.1' is missing"),
         (["algorithm.group_size=4294967296"], "algorithm.group_size: input should be less than or equal to 10000"),
         (["algorithm.granularities=[4294967296]"], "algorithm.granularities.0: input should be less than or equal to 1000000"),
         (["algorithm.name=refl", "algorithm.group_size=4294967296"], "algorithm.group_size: input should be less than"),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
+from g2rpo.core.data import Precision
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.types import Cond
 from g2rpo.monitor.metrics import read_metrics
@@ -83,8 +84,7 @@ def darkness(images, prompts):
 
 def fits(name: str) -> list[str]:
     """Overrides with which an algorithm's defaults fit a few steps."""
-    shorter = {"refl": ["algorithm.last_steps=3"], "e_grpo": ["algorithm.branch_steps=[0,2]", "algorithm.merged_steps=[1,2]"]}
-    return shorter.get(name, [])
+    return ["algorithm.branch_steps=[0,2]", "algorithm.merged_steps=[1,2]"] if name == "e_grpo" else []
 
 
 def config(*overrides: str) -> Config:
@@ -103,6 +103,15 @@ def trainer(
         shards=sharding or Replicated(world),
         **{"heldout": prompts[:3], "judges": {"dark": darkness}, **more},
     )
+
+
+def with_precision(t: Trainer, precision: Precision) -> Trainer:
+    """`t`, whose rollouts and training passes have dtypes that no config has."""
+    of_rollouts = property(lambda config: precision)
+    kind = type("Rounded", (Config,), {"precision": of_rollouts})
+    t.collector.config = kind.model_construct(**vars(t.config))
+    t.updater.step_dtype = precision.step
+    return t
 
 
 def resumed(*arguments, **options) -> Trainer:

@@ -23,11 +23,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.hyperparameters import STRICT, Distinct, GroupSize
 from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
 from g2rpo.core.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.core.objectives import RewardMix, clipped_surrogate, mix_rewards
-from g2rpo.core.plain import Count
+from g2rpo.core.plain import STRICT, Count, Distinct, GroupSize
 from g2rpo.core.seeding import draw_below
 from g2rpo.core.types import Kernel, Plan
 

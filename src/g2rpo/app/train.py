@@ -58,7 +58,7 @@ def train(
     notes: list[str] = []
     config = _config_of(recipe, overrides, run_dir if resume else None, find_rate, notes)
     stopping = stopping or Stopping("")
-    with joined(_device(config), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
+    with joined(_device(config)) as world, ExitStack() as stack:
         if not world.is_main:
             emit = silent
         for note in notes:

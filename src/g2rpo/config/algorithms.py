@@ -13,23 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator, Discriminator, PlainSerializer, Tag, TypeAdapter, ValidationInfo, create_model
 
-from g2rpo.algorithms.adagrpo import AdaGRPO
-from g2rpo.algorithms.awm import AWM
-from g2rpo.algorithms.dancegrpo import DanceGRPO
-from g2rpo.algorithms.dgpo import DGPO
-from g2rpo.algorithms.diffusion_nft import DiffusionNFT
-from g2rpo.algorithms.e_grpo import EGRPO
-from g2rpo.algorithms.fdfo import FDFO
-from g2rpo.algorithms.flow_cps import FlowCPS
-from g2rpo.algorithms.flow_dppo import FlowDPPO
-from g2rpo.algorithms.flow_grpo import FlowGRPO
-from g2rpo.algorithms.flow_grpo_fast import FlowGRPOFast
+from g2rpo.algorithms.flow_grpo import (
+    DanceGRPO,
+    FlowCPS,
+    FlowDPPO,
+    FlowGRPO,
+    FlowGRPOFast,
+    GRPOGuard,
+    MixGRPO,
+    MixGRPOFlash,
+    TempFlowGRPO,
+)
+from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.algorithms.grpo_guard import GRPOGuard
-from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
-from g2rpo.algorithms.pave_grpo import PaveGRPO
-from g2rpo.algorithms.refl import ReFL
-from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
+from g2rpo.algorithms.g2rpo_variants import EGRPO, AdaGRPO, PaveGRPO
+from g2rpo.algorithms.reward_gradient import FDFO, ReFL
 from g2rpo.config.given import Mentioned, is_mention, mention, recorded
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError

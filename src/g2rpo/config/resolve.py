@@ -17,7 +17,6 @@ from pydantic import BaseModel, ValidationError
 
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, named
 from g2rpo.config.given import is_mention
-from g2rpo.config.removed import is_neutral
 from g2rpo.config.schema import Config, RewardConfig, Section
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean
@@ -241,7 +240,7 @@ def _fields(kind: Any) -> dict[str, Any] | None:
 
 
 def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = False, place: str | None = None) -> None:
-    """Refuses unknown keys, and deletes removed ones at their default; `place` is `prefix` without a reward's name."""
+    """Refuses unknown keys; `place` is `prefix` without a reward's name."""
     place = prefix if place is None else place
     fields = _fields(kind)
     if kind is not RewardConfig and isinstance(data, str | int | float) and (fields or get_origin(kind) is dict):
@@ -257,9 +256,6 @@ def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = 
     for key, value in list(data.items()):
         if key not in fields:
             if place == "algorithm." and key == "name":
-                continue
-            if is_neutral(f"{place}{key}", value, source):
-                del data[key]
                 continue
             near = did_you_mean(str(key), fields, prefix)
             elsewhere = key_of(str(key), None if prefix else fields)

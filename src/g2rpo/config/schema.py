@@ -21,7 +21,7 @@ from g2rpo.core.data import Precision
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.core.plain import Count, Section
 from g2rpo.core.types import Frames, Policy
-from g2rpo.policies.options import Dtype, PolicyConfig
+from g2rpo.policies.options import PolicyConfig
 from g2rpo.rollout.tails import Tails
 
 Shift = PositiveFloat | Literal["model", "scheduler"]
@@ -109,16 +109,9 @@ class SamplingConfig(Section):
     """Rows of one network call. "auto": as many as leave a fifth of the GPU's memory free; 64 on a CPU."""
     decode_batch_size: BatchSize = 64
     """Images of one VAE call. "auto": likewise; 8 on a CPU."""
-    prompts_at_once: Count | None = None
-    """Prompts rolled out together. With fewer than an iteration's, another thread decodes and scores the pictures of earlier
-    prompts meanwhile, and fewer latents are held. None: all; where a reward waits for an answer (`http`, `vlm_judge`, an
-    attribute `waits`) or is on another device than a GPU's network, as many as fill a batch of the network."""
-    anchor_dtype: Dtype = "float32"
-    """Dtype of the latents at which noise enters."""
-    sample_dtype: Dtype = "float32"
-    """Dtype of the latents after the noise."""
-    step_dtype: Dtype = "float32"
-    """Dtype of velocities and noise while training, and so of their products with a step's coefficients."""
+    precision: Literal["float32", "published"] = "float32"
+    """Precision of latents, velocities and noise. "published": as in G2RPO's code, latents are bfloat16 where noise enters, and
+    velocities and noise are, and so their products with a step's coefficients; the latents after the noise are float32."""
     tails: Tails = Tails()
     """Cheaper, approximate tails of rollouts; exact by default."""
 
@@ -127,11 +120,9 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
-    """AdamW, the learning rate schedule and the moving average of the weights."""
+    """AdamW with betas 0.9 and 0.999 and epsilon 1e-8, the learning rate schedule and the moving average of the weights."""
 
     learning_rate: PositiveFloat
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 1e-4
     max_grad_norm: PositiveFloat = 1.0
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
@@ -164,8 +155,6 @@ class TrainerConfig(Section):
     shard_group: Count | Literal["all", "node"] = "all"
     """Ranks that a weight is divided over: all, those of a node, or a number. If these are fewer than all, every such group
     holds all shards, and groups send each other only gradients, once an update: hybrid sharding, for slow networks."""
-    rank_timeout_s: Annotated[float, Field(gt=0, le=10**7)] = 1800
-    """Seconds after which a rank that does not answer is lost."""
     seed: Annotated[int, Field(ge=0)] = 42
 
 
@@ -176,10 +165,8 @@ class EvaluationConfig(Section):
     num_prompts: Count = 64
     every: Count = 20
     every_minutes: PositiveFloat | None = None
-    """An evaluation also once training since the last one has taken so many minutes (`seconds` of the log). Weights do not
-    depend on when pictures are judged."""
-    first_minutes: PositiveFloat | None = None
-    """The same for the first evaluation after the base model's; None: as every_minutes."""
+    """An evaluation also once training since the last one has taken so many minutes (`seconds` of the log); the first after the
+    base model's already after a twelfth of them. Weights do not depend on when pictures are judged."""
     num_steps: Steps | None = None
     """None: `sampling.num_steps`."""
     height: Count | None = None
@@ -199,14 +186,6 @@ Action = Annotated[Literal["off", "warn", "stop", "rollback"], BeforeValidator(_
 
 Alarm = Literal["action", "drift", "silent", "masked", "saturated", "hacking", "decline", "pictures", "diversity"]
 """The name of an alarm, or "action" for all without an action of their own."""
-
-
-def _given(value: Any) -> Any:
-    """Leaves out alarms without an action, as older runs wrote them."""
-    return {name: action for name, action in value.items() if action is not None} if isinstance(value, Mapping) else value
-
-
-AlarmTable = Annotated[dict[Alarm, Action], BeforeValidator(_given)]
 
 
 def _listed(value: Any) -> Any:
@@ -229,7 +208,7 @@ class Config(Section):
     optim: OptimConfig
     trainer: TrainerConfig
     evaluation: EvaluationConfig
-    alarms: AlarmTable = {"action": "warn"}
+    alarms: dict[Alarm, Action] = {"action": "warn"}
     """Actions of the alarms, by name; docs/alarms.md defines when each is raised."""
     trackers: Trackers = ["tensorboard"]
     """Trackers that show the log during a run; metrics.jsonl is always written."""
@@ -237,8 +216,10 @@ class Config(Section):
     @property
     def precision(self) -> Precision:
         """The dtypes of rollout and training pass."""
-        s = self.sampling
-        return Precision(*(getattr(torch, name) for name in (self.policy.dtype, s.anchor_dtype, s.sample_dtype, s.step_dtype)))
+        network = getattr(torch, self.policy.dtype)
+        if self.sampling.precision == "float32":
+            return Precision(network)
+        return Precision(network, anchor=torch.bfloat16, step=torch.bfloat16)
 
     @property
     def judged(self) -> PolicyConfig:

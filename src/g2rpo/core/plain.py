@@ -8,10 +8,10 @@ import math
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from g2rpo.core.errors import UserError
 
@@ -26,6 +26,30 @@ Iteration = Annotated[int, Field(ge=0, le=10**6)]
 Number = Annotated[int | float, Field(ge=-1e300, le=1e300)]
 """A finite number, with whose squares one can still reckon."""
 
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""The config of a pydantic dataclass of hyper-parameters, checked in YAML and in Python alike:
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class Mine(PolicyGradient):
+    group_size: GroupSize = 12
+"""
+
+GroupSize = Annotated[int, Field(ge=2, le=10_000)]
+"""A group of one has no advantage; more than these is a typing error, and would exhaust memory before any message."""
+
+UpdateEvery = Literal["rollout", "branch"] | Count
+"""`types.UpdateEvery` with its limit."""
+
+
+def distinct(values: tuple[T, ...]) -> tuple[T, ...]:
+    """ValueError for a value that is named twice."""
+    if len(set(values)) < len(values):
+        raise ValueError(f"should name each number once, got {list(values)}")
+    return values
+
+
+Distinct = AfterValidator(distinct)
+
 POINTER = b"version https://git-lfs.github.com/spec/"
 """The beginning of a file in whose place git has left a pointer."""
 
@@ -37,7 +61,9 @@ DEPTH = 32
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    """A group of settings; unknown ones are refused."""
+
+    model_config = ConfigDict(frozen=True, **STRICT)
 
     def to_yaml(self) -> str:
         data = self.model_dump(mode="json")

@@ -25,6 +25,8 @@ Items = TypeVar("Items", list[str], Sequence[str], list[Plan], Tensor)
 
 BUCKET = 2**25
 """Elements of one all-reduce: large enough to be fast, small compared with the gradients of a large model."""
+RANK_TIMEOUT_S = 1800
+"""Seconds after which a rank that does not answer is lost."""
 _REASON = "g2rpo/reason"
 
 
@@ -140,7 +142,7 @@ class World:
 
     def lost(self) -> RankLost:
         """The exception for a failed collective."""
-        silence = "another rank died, or did not answer within trainer.rank_timeout_s"
+        silence = "another rank died, or did not answer within {RANK_TIMEOUT_S} s"
         return RankLost(f"rank {self.rank if self.group is None else dist.get_rank()} stops: {self._reason() or silence}")
 
     def _reason(self) -> str:
@@ -154,7 +156,7 @@ ALONE = World()
 
 
 @contextmanager
-def joined(device: str, timeout_s: float = 1800) -> Iterator[World]:
+def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
     """The world of this process, as set by torchrun or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*.
 
     On GPUs the process takes the device of its local rank. An exception that leaves the context is published to the other

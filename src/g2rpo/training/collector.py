@@ -116,6 +116,10 @@ class Collector:
     shards: Replicated
     division: Division
     on_evaluations: Callable[[int], None]
+    at_once: int | None = None
+    """Prompts rolled out together, while another thread decodes and scores the pictures of earlier ones.
+    None: all or, if a reward waits for an answer or is on another device than the network, as many as
+    fill a batch."""
 
     @property
     def first(self) -> int:
@@ -200,9 +204,8 @@ class Collector:
         return Collected([one for part in rolled for one in part], torch.cat(rewards), evaluations, sum(aside.seconds.values()))
 
     def prompts_at_once(self, spec: RolloutSpec, every: int) -> int:
-        """`sampling.prompts_at_once`; by default all, or where another thread scores, because a reward waits for an answer, as
-        many as fill a batch."""
-        chosen = self.config.sampling.prompts_at_once
+        """How many prompts are rolled out together, of `every`."""
+        chosen = self.at_once
         if chosen is None and any(waited_for(reward, self.policy.device) for reward in spec.rewards.values()):
             chosen = max(1, self.sizes.rollout // (len(spec.plans) * spec.group_size))
         return min(chosen or every, every)

@@ -19,6 +19,8 @@ from g2rpo.runtime.devices import accelerator
 from g2rpo.runtime.sharding import Pieces, Replicated
 
 Snapshot = tuple[dict[str, list[Tensor]], dict[str, Any]]
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+"""AdamW's, of all published codes."""
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of one parameter."""
 
@@ -40,8 +42,8 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             self.parameters,
             lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
+            betas=BETAS,
+            eps=EPSILON,
             weight_decay=config.weight_decay,
             # one operation, without a temporary copy of the moments; of shards DTensor plans one and not a dozen
             fused=shards.divided or any(accelerator(p.device) is not None for p in self.parameters),

@@ -41,7 +41,7 @@ def pilot_config(config: Config, rate: float, iterations: int | None = None) -> 
         "ema_decay": max(0.0, 1 - (1 - config.optim.ema_decay) / share),
         "ema_every": config.optim.ema_every and max(1, int(config.optim.ema_every * share)),
     }
-    looks = {"controls": False, "every_minutes": None, "first_minutes": None}
+    looks = {"controls": False, "every_minutes": None}
     alarms = {name: "off" if action == "off" else "warn" for name, action in config.alarms.items()}
     changed = config.model_copy(
         update={

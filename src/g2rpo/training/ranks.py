@@ -52,7 +52,7 @@ def _undivided(config: Config, each: int) -> str | None:
     if algorithm.update_every != "rollout" and not isinstance(algorithm.update_every, int):
         return f"algorithm.update_every={algorithm.update_every} takes an update from some groups of every prompt"
     if drops_members(algorithm):
-        return "algorithm.drop_zero_advantages looks at all groups of a prompt"
+        return "the algorithm leaves out members without any advantage in all groups of a prompt"
     if candidates_of(algorithm) > 1:
         return "algorithm.candidates chooses prompts"
     if config.trainer.sharding != "none":

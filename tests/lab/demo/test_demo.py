@@ -209,11 +209,9 @@ def test_a_group_is_the_first_iteration_of_the_run(run, session):
 def test_a_group_is_rolled_out_in_the_dtypes_of_training(run, tmp_path):
     """The run's own; a group in others is not the one that the run learnt from."""
     text = (run / "config.yaml").read_text()
-    for kind in ("anchor", "sample", "step"):
-        text = text.replace(f"{kind}_dtype: float32", f"{kind}_dtype: bfloat16")
-    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "config.yaml").write_text(text.replace("precision: float32", "precision: published"))
     session = open_session(of_run(tmp_path), None, print)
-    narrow = Precision(torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    narrow = Precision(torch.float32, anchor=torch.bfloat16, step=torch.bfloat16)
     assert session.engine(PROMPT).precision == narrow
     assert trace_group(session, PROMPT, seed=0, plan=1, tuned=False).finals.isfinite().all()
 

@@ -93,7 +93,7 @@ class Workspace:
             f"trainer.seed={seed}",
             f"trainer.iterations={iterations}",
             f"evaluation.every={every}",
-            *(f"evaluation.{key}=null" for key in ("every_minutes", "first_minutes") if getattr(config.evaluation, key)),
+            *(["evaluation.every_minutes=null"] if config.evaluation.every_minutes else []),
             f"trainer.checkpoint_every={min(every, config.trainer.checkpoint_every)}",
             "evaluation.controls=false",
         ]

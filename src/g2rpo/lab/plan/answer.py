@@ -135,6 +135,5 @@ def _cautions(result: Estimate, config: Config) -> Iterator[str]:
         if getattr(config.sampling, name) == "auto":
             taken = getattr(result.config.sampling, name)
             yield f"sampling.{name}=auto is planned as {taken}; the run asks its GPU, and leaves a fifth of it free."
-    for minutes in ("evaluation.every_minutes", "evaluation.first_minutes"):
-        if getattr(config.evaluation, minutes.rpartition(".")[2]) is not None:
-            yield f"{minutes}: evaluations that the clock adds are not counted."
+    if config.evaluation.every_minutes is not None:
+        yield "evaluation.every_minutes: evaluations that the clock adds are not counted."

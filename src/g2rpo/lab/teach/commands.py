@@ -84,7 +84,7 @@ def opened(
             f"--ahead {ahead or ''}: these answers were given with {sorted(given)}, on which pictures depend; leave it out"
         )
     ahead = ahead or next(iter(given), AHEAD)
-    with joined(pick_device(config.policy.device), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
+    with joined(pick_device(config.policy.device)) as world, ExitStack() as stack:
         chosen = stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
         folder = Path(world.broadcast_text(str(chosen)))
         trainer = build(Request(config=config, run_dir=folder, world=world, notify=notify, emit=emit))

@@ -11,6 +11,9 @@ from g2rpo.training.listeners.early_stop import EarlyStop
 from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.loop import Loop
 
+FIRST_LOOK = 1 / 12
+"""The share of `evaluation.every_minutes` after which the first evaluation is made, for an early look."""
+
 
 @dataclass
 class Evaluations(Listener):
@@ -29,8 +32,8 @@ def evaluation_due(config: EvaluationConfig, iteration: int, iterations: int, ro
     """Whether an evaluation is due that the log `rows` lacks; minutes are of training since the last one."""
     evaluated = [row["iteration"] for row in rows if row["kind"] == "eval"]
     last = max(evaluated, default=0)
-    minutes = config.every_minutes if last or config.first_minutes is None else config.first_minutes
     spent = sum(row["seconds"] for row in rows if row["kind"] == "train" and row["iteration"] > last)
-    late = minutes is not None and spent >= 60 * minutes
+    minutes = config.every_minutes
+    late = minutes is not None and spent >= 60 * minutes * (1 if last else FIRST_LOOK)
     due = iteration % config.every == 0 or iteration >= iterations or late
     return iteration not in evaluated and (iteration == 0 or due)

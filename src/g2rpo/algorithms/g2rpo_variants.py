@@ -1,0 +1,235 @@
+"""Variants of G2RPO: Pave-GRPO, E-GRPO, AdaGRPO."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import field, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from g2rpo.algorithms.g2rpo import BranchSteps, GranularGRPO, Granularities
+from g2rpo.core.data import Batch, Loss, Plan
+from g2rpo.core.flow import flow_sde, ode_step, sigma_grid
+from g2rpo.core.plain import STRICT, Count, Distinct
+from g2rpo.core.types import Network
+
+SMALLEST_VARIANCE, SMALLEST_SUM = 1e-8, 1e-6
+"""From AdaGRPO's code: lower bounds of a variance, and of the sum of z-scores of one sign, below
+which the sign is missing."""
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class PaveGRPO(GranularGRPO):
+    """Pave-GRPO: Beyond Instantaneous Guidance through Principled Average Velocity Decomposition,
+    arXiv 2606.01636; defaults of the published script for FLUX.1-dev at 512x512 (16 steps, HPSv3).
+
+        sample and score groups as G2RPO does: noise enters at one step sigma -> sigma' at a time     g2rpo
+        for every branch step, and n = 1 and each n of `segments`:
+            take n - 1 Euler steps of (sigma' - sigma) / n from the branch point, with gradient       loss
+            r_n = density of the drawn x' under the stochastic step from there to sigma', over itself taken
+        minimise  sum over n of w_n (-A r_n),  w_1 = 1, the others 1 / number of segments             loss
+
+    So one sample and its reward also train the velocities between two steps of the sampler, without
+    further rollouts. `segments` are the numbers of parts that a branch step is cut into; without
+    any this is G2RPO. It combines with all options of G2RPO except `update_every=branch`: sub-steps
+    were not sampled, so their ratio is to the current policy."""
+
+    name: Literal["pave_grpo"] = "pave_grpo"  # type: ignore[assignment]
+    title: ClassVar[str] = "Pave-GRPO"
+    paper: ClassVar[str] = "2606.01636"
+    branch_steps: BranchSteps = (0, 2, 4, 6)
+    granularities: Granularities = (1,)
+    eta: PositiveFloat = 0.8
+    segments: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Distinct] = (2, 3)
+    update_every: Literal["rollout"] = "rollout"
+
+    def loss(self, batch: Batch, network: Network) -> Loss:
+        sigma = batch.sigma()
+        base = network.base_velocity(batch.x, sigma, batch.prompts) if self.uses_base else None
+        velocity = network.velocity(batch.x, sigma, batch.prompts)
+        whole = self.loss_of(batch, velocity, base)
+        parts = [self._through(batch, network, velocity, n) / len(self.segments) for n in self.segments]
+        return replace(whole, values=sum(parts, whole.values))
+
+    def _through(self, batch: Batch, network: Network, velocity: Tensor, n: int) -> Tensor:
+        """The loss [B] of the step in n parts, of which the last is stochastic; `velocity` is the
+        first part's."""
+        x, here, after = batch.x, batch.sigma(), batch.sigma(ahead=1)
+        stride = (after - here) / n
+        for _ in range(n - 1):
+            x, here = ode_step(x, velocity, here, here + stride), here + stride
+            velocity = network.velocity(x, here, batch.prompts)
+        return self.policy_loss(self.taken(batch, self.landing(batch, x, velocity, here), here))
+
+
+def merges(sigmas: Tensor, eta: float, branch_steps: Sequence[int], threshold: float = 2.2) -> tuple[int, ...]:
+    """How many grid steps each branch step must merge for its entropy to reach the threshold; at
+    least one step remains after.
+
+    The entropy h of d independent normals of standard deviation s is d/2 log(2 pi e s^2); exp(h /
+    d) is compared."""
+    last, found = len(sigmas) - 2, []
+    for k in branch_steps:
+        spread = (
+            math.sqrt(2 * math.pi * math.e) * flow_sde(sigmas, eta)(sigmas[k]) * (sigmas[k] - sigmas[k + 1 : last + 1]).sqrt()
+        )
+        high = (spread >= threshold).nonzero()
+        found.append(int(high[0]) + 1 if len(high) else last - k)
+    return tuple(found)
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class EGRPO(GranularGRPO):
+    """E-GRPO: High Entropy Steps Drive Effective Reinforcement Learning for Flow Models, arXiv
+    2601.00423; defaults of the paper for FLUX.1-dev (16 steps, shift 3, threshold 2.2).
+
+    G2RPO whose late branch steps are longer: one stochastic step goes from x_k over l steps of the
+    grid,
+
+        x_{k+l} = x_k + drift(x_k, sigma_k) (sigma_{k+l} - sigma_k) + g(sigma_k) sqrt(sigma_k - sigma_{k+l}) noise
+
+    with one velocity, so its density is a normal's; the ODE goes on from k + l. The noise of a late
+    step of the grid is small and its samples differ little; l is the least for which the step's
+    entropy reaches a threshold (`merges`). `merged_steps` are the lengths of the branch steps in
+    steps of the grid, in the order of `branch_steps`; the defaults are `merges` of the paper's
+    grid. All options of G2RPO apply."""
+
+    name: Literal["e_grpo"] = "e_grpo"  # type: ignore[assignment]
+    title: ClassVar[str] = "E-GRPO"
+    paper: ClassVar[str] = "2601.00423"
+    granularities: Granularities = (1,)
+    merged_steps: Annotated[tuple[Count, ...], Field(min_length=1)] = (1, 1, 2, 2, 2, 3, 3, 3)
+
+    def __post_init__(self) -> None:
+        if len(self.merged_steps) != len(self.branch_steps):
+            raise ValueError(
+                f"merged_steps needs one number for each of branch_steps={self.branch_steps}, got {self.merged_steps}"
+            )
+
+    def landing_step(self, step: int) -> int:
+        return step + self.merged_steps[self.branch_steps.index(step)]
+
+    def sigma_after(self, batch: Batch) -> Tensor:
+        ends = torch.zeros(len(batch.sigmas), dtype=torch.long)  # a table, for a plan traces steps without their values
+        ends[list(self.branch_steps)] = torch.tensor([self.landing_step(step) for step in self.branch_steps])
+        return batch.sigmas[ends[batch.steps]].to(batch.x.device)
+
+    def fitted(self, num_steps: int) -> dict[str, Any]:
+        """The branch steps that leave a tail, and their `merges` at shift 3."""
+        branch_steps = tuple(k for k in self.branch_steps if k < num_steps - 1)
+        if not branch_steps or max(map(self.landing_step, self.branch_steps)) < num_steps:
+            return {}
+        return {"branch_steps": branch_steps, "merged_steps": merges(sigma_grid(num_steps, 3.0), self.eta, branch_steps)}
+
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+        if right := self.fitted(num_steps):
+            end = max(map(self.landing_step, self.branch_steps))
+            written = " ".join(f"algorithm.{key}={[*value]}" for key, value in right.items()).replace(", ", ",")
+            raise ValueError(
+                f"merged_steps: a branch step ends at step {end} of num_steps={num_steps}; a tail needs a step. "
+                f"e_grpo.merges gives, at shift 3: {written}"
+            )
+        return super().plans(num_steps, iteration, seed)
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class AdaGRPO(GranularGRPO):
+    """AdaGRPO: A Capability-Aware Adaptive Enhancement for Flow-based GRPO, arXiv 2606.06828;
+    defaults of the published script for FLUX.1-dev at 512x512 (16 steps, HPSv3).
+
+        draw several prompts, solve the ODE of each, score the pictures R                             training.collector
+        m, v = moving averages of the mean and the variance of R                                      Level.choose
+        take the prompt whose R is nearest m, and sample and score its groups as G2RPO does           Level.choose
+        z = (r - m) / sqrt(v) of the group's rewards, its positive part scaled to add up to 1
+            and its negative part to -1                                                               balanced
+        A = the advantage within the group + z                                                        advantages
+
+    So the policy trains on prompts of average difficulty for it, and an advantage includes a
+    comparison with all its prompts. Of `candidates` prompts one is chosen for each place of an
+    iteration; `forget` is the weight of the old value in the moving averages. With several rewards
+    the nearest prompt is the one with the least weighted sum of |R - mean| / std, and z is summed
+    as G2RPO's advantages are."""
+
+    name: Literal["adagrpo"] = "adagrpo"  # type: ignore[assignment]
+    title: ClassVar[str] = "AdaGRPO"
+    paper: ClassVar[str] = "2606.06828"
+    branch_steps: BranchSteps = (0, 2, 4, 6)
+    granularities: Granularities = (1,)
+    candidates: Annotated[int, Field(ge=2)] = 10
+    forget: Annotated[float, Field(ge=0, lt=1)] = 0.8
+
+    level: ClassVar[tuple[tuple[float, float], ...]] = ()
+    """(mean, std) of the ODE pictures' scores by each reward, NaN of one that has had no score;
+    `Level.at` sets it. Without it an advantage is the group's alone."""
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        within = super().advantages(rewards, weights)
+        if not self.level:
+            return within
+        mean, std = torch.tensor(self.level, dtype=torch.float64).T[:, :, None, None]
+        z = balanced((rewards.double() - mean) / (std + 1e-8)).to(rewards.dtype)
+        across = (weights[:, None, None] * z).sum((1, 2))
+        return within + across.clamp(-self.advantage_clip, self.advantage_clip)
+
+    def memory(self) -> Level:
+        return Level(self)
+
+
+def balanced(z: Tensor) -> Tensor:
+    """z [..., G] of a group with its positive entries scaled to add up to 1 and its negative ones
+    to -1.
+
+    Where a sign is missing, z less its mean. NaN means "no score": such a member gets 0 and does
+    not count."""
+    known = ~z.isnan()
+    z = torch.where(known, z, 0)
+    up, down = z.clamp(min=0), z.clamp(max=0)
+    more, less = up.sum(-1, keepdim=True), -down.sum(-1, keepdim=True)
+    scaled = up / more.clamp(min=SMALLEST_SUM) + down / less.clamp(min=SMALLEST_SUM)
+    centred = z - z.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(known, torch.where(torch.minimum(more, less) < SMALLEST_SUM, centred, scaled), 0)
+
+
+@dataclasses.dataclass
+class Level:
+    """Moving averages of the mean and the variance of the ODE pictures' scores, by reward."""
+
+    algorithm: AdaGRPO
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def at(self, iteration: int) -> AdaGRPO:
+        stds = (math.sqrt(max(variance, SMALLEST_VARIANCE)) for variance in self.state.get("variance", ()))
+        known = copy.copy(self.algorithm)
+        object.__setattr__(known, "level", tuple(zip(self.state.get("mean", ()), stds, strict=True)))
+        return known
+
+    def choose(self, iteration: int, rewards: Tensor, weights: Tensor) -> list[int]:
+        """Updates the averages by rewards [P, candidates, R], then chooses the candidate nearest to
+        them; NaN is farthest."""
+        for name, new in zip(("mean", "variance"), _moments(rewards.double().flatten(0, 1)), strict=True):
+            known, now = (torch.tensor(values, dtype=torch.float64) for values in (self.state.get(name, new), new))
+            moved = self.algorithm.forget * known + (1 - self.algorithm.forget) * now
+            # a reward without scores keeps its averages, which are NaN until its first ones
+            self.state[name] = torch.where(known.isnan(), now, torch.where(now.isnan(), known, moved)).tolist()
+        mean, std = torch.tensor(self.at(iteration).level, dtype=torch.float64).T
+        counts = (weights != 0) & ~mean.isnan()
+        away = torch.where(counts, weights.abs() * (rewards.double() - mean).abs() / std, 0)
+        return away.sum(-1).nan_to_num(nan=math.inf).argmin(1).tolist()
+
+    def observe(self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor) -> dict[str, float]:
+        level = [(r, own) for r, own in enumerate(self.at(iteration).level) if not math.isnan(own[0])]
+        return {f"level/{r}/{name}": value for r, own in level for name, value in zip(("mean", "std"), own, strict=True)}
+
+
+def _moments(scores: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and population variance of scores [N, R] by reward; NaN where a reward has no score at
+    all."""
+    mean = scores.nanmean(0)
+    return mean.tolist(), (scores - mean).square().nanmean(0).tolist()
