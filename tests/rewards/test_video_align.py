@@ -94,8 +94,8 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(options, tmp_path)
             check(load_config("scenes", ["rewards.clips.kind=video_align", *given]))
         assert f"\n- rewards.clips.options.{next(iter(changed))}" in str(found.value)  # beside: here are pictures
 
-    refused("must be VQ, MQ, TA or overall, got 'QV'", score="QV")
-    refused("must be a number above 0, got 0", fps=0)
+    refused("'VQ', 'MQ', 'TA' or 'overall', got 'QV'", score="QV")
+    refused("greater than 0, got 0", fps=0)
     refused("lacks VideoReward's model_config.json", path=tmp_path)
     refused("lacks VideoReward's model_config.json", path=f"{options['path']}/checkpoint-11352/model.pth")
     refused("has no prompt_template.py", instruction=tmp_path)
@@ -106,5 +106,5 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(options, tmp_path)
     refused("has no checkpoint-11352/model.pth", path=tmp_path)
     (tmp_path / "checkpoint-11352").mkdir()
     torch.save({"rm_head.weight": torch.zeros(1)}, tmp_path / "checkpoint-11352" / "model.pth")
-    with pytest.raises(ValueError, match="model.pth is not VideoReward. It seems to be"):
+    with pytest.raises(ValueError, match="model.pth does not fit VideoAlign.* It seems to be"):
         VideoAlign(**{**options, "path": str(tmp_path)})

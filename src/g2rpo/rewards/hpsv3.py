@@ -5,28 +5,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from PIL import Image
+from pydantic import Field
 from torch import Tensor, nn
 
-from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil, to_tensor
-from g2rpo.core.types import RewardModel
-from g2rpo.rewards.pixels import PictureReward, normalise
-from g2rpo.rewards.qwen_vl import QwenVL, size_of_judge, target_size, trained_instruction
-from g2rpo.rewards.weights import TOKENIZER_FILES, fetch, guess_model, read_state_dict
+from g2rpo.rewards.pixels import normalise
+from g2rpo.rewards.qwen_vl import QwenReward, target_size
+from g2rpo.rewards.weights import TOKENIZER_FILES
 
-WEIGHTS = "HPSv3.safetensors"
-INSTRUCTION = ("data_collator_qwen.py", "hpsv3/dataset/data_collator_qwen.py")
-"""Upstream's file with the instruction: its path in the folder that `pip install --target` makes, and in a clone."""
-REWARD_TOKEN = "<|Reward|>"
 PIXELS = 256 * 28 * 28
 """Pixels of every picture after resizing."""
 
 
-class HPSv3(PictureReward):
+class HPSv3(QwenReward):
     """The mean of the preference that HPSv3 predicts (of a normal distribution; its width is not used).
 
     Averages of published models go from -.2 (SD 2) to 10.6 (Kolors). Every picture is resized to about 200,000 pixels.
@@ -38,9 +33,24 @@ class HPSv3(PictureReward):
     """
 
     upstream, licence = "https://github.com/MizzenAI/HPSv3", "MIT"
-    files = {"path": (WEIGHTS,), "instruction": INSTRUCTION, "processor": TOKENIZER_FILES}
+    files = {
+        "path": ("HPSv3.safetensors",),
+        # the path in the folder that `pip install --target` makes, and in a clone
+        "instruction": ("data_collator_qwen.py", "hpsv3/dataset/data_collator_qwen.py"),
+        "processor": TOKENIZER_FILES,
+    }
+    tokens = ("<|Reward|>",)
+    instructions = ("INSTRUCTION", "prompt_with_special_token")
     renamed = ("model.", "language_model.")
     """How published names begin, and how those of transformers' model do."""
+    sizes: ClassVar[dict[str, Any]] = {
+        "text_config": {
+            "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+            "num_key_value_heads": 4, "vocab_size": 151658,
+        },
+        "vision_config": {"hidden_size": 3584},
+    }  # fmt: skip
+    work = (1024, 900)
 
     def __init__(
         self,
@@ -53,33 +63,17 @@ class HPSv3(PictureReward):
         batch_size: int = 8,
     ) -> None:
         self.batch_size = batch_size
-        self._load("qwen2_vl", path, instruction, processor, device, dtype)
+        self._load(path, instruction, processor, device, dtype)
 
-    def _load(self, kind: str, path: str, instruction: str, processor: str, device: str, dtype: str) -> None:
-        file = fetch(instruction, *INSTRUCTION)
-        self.instruction = trained_instruction(file, ["INSTRUCTION", "prompt_with_special_token"], [REWARD_TOKEN])
-        self.qwen = QwenVL(kind, processor, [REWARD_TOKEN], device=device, dtype=dtype)
-        self.device, file = self.qwen.device, fetch(path, *self.files["path"])
-        published, (before, after) = read_state_dict(file), self.renamed
-        state = {after + name.removeprefix(before) if name.startswith(before) else name: x for name, x in published.items()}
-        if not {"rm_head.0.weight", "language_model.embed_tokens.weight"} <= state.keys():
-            raise ValueError(f"{file} is not {type(self).__name__}. It seems to be {guess_model(published)}.")
-        self.head = self.qwen.load(state, lambda: self._head(self.qwen.width), type(self).__name__, file)
+    def _state(self, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        before, after = self.renamed
+        return {after + name.removeprefix(before) if name.startswith(before) else name: x for name, x in published.items()}
 
     @staticmethod
     def _head(width: int) -> nn.ModuleDict:
         """Under its published names; dropout, here an identity, has no weights."""
         layers = nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
         return nn.ModuleDict({"rm_head": nn.Sequential(*layers)})
-
-    @classmethod
-    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
-        """Qwen2-VL 7B without its output layer, on 1024 patches and about 900 tokens."""
-        from transformers import Qwen2VLConfig, Qwen2VLModel
-
-        text = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-        text |= {"num_key_value_heads": 4, "vocab_size": 151658}
-        return size_of_judge(Qwen2VLModel(Qwen2VLConfig(text_config=text, vision_config={"hidden_size": 3584})), 1024, 900)
 
     @torch.no_grad()
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -105,31 +99,34 @@ class HPSv3PlusPlus(HPSv3):
 
     upstream, licence = "https://github.com/PlantPotatoOnMoon/HPSv3-PlusPlus", ""
     files = {**HPSv3.files, "path": ("hpsv3++.pth",)}
+    kind = "qwen3_vl"
     renamed = ("model.", "")
+    sizes: ClassVar[dict[str, Any]] = {
+        "text_config": {
+            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151670,
+        },
+        "vision_config": {"out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]},
+    }  # fmt: skip
+    work = (784, 600)
 
     def __init__(
         self,
         path: str = "Junjun2333/HPSv3-PlusPlus",
         *,
         instruction: str,
-        iterations: int | None = None,
+        iterations: Annotated[int, Field(ge=1)] | None = None,
         processor: str = "Qwen/Qwen3-VL-8B-Instruct",
         device: str = "cpu",
         dtype: str = "bfloat16",
         batch_size: int = 8,
     ) -> None:
-        self.check_options({"iterations": iterations})
         self.iterations, self.batch_size = iterations, batch_size
         self.state = None if iterations is None else {"iteration": 0}
-        self._load("qwen3_vl", path, instruction, processor, device, dtype)
+        self._load(path, instruction, processor, device, dtype)
         if "Text Alignment:**" in self.instruction:
             raise ValueError(f"instruction={instruction} is HPSv3's; that of HPSv3++ has no section on text alignment")
         self.head["cap_encoder"].to(self.qwen.dtype)  # as upstream
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        if (value := options["iterations"]) is not None and (type(value) is not int or value < 1):
-            raise UserError(f"iterations must be a whole number, at least 1, or null, got {value!r:.80}")
 
     @staticmethod
     def _head(width: int, inner: int = 256) -> nn.ModuleDict:
@@ -140,18 +137,6 @@ class HPSv3PlusPlus(HPSv3):
             "film_gen": nn.Sequential(nn.Linear(inner, width), nn.ReLU(), nn.Linear(width, 2 * width)),
         }
         return nn.ModuleDict(parts | dict(HPSv3._head(width)))
-
-    @classmethod
-    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
-        """Qwen3-VL 8B without its output layer, on 784 patches and about 600 tokens."""
-        from transformers import Qwen3VLConfig, Qwen3VLModel
-
-        text = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
-        text |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151670}
-        config = Qwen3VLConfig(
-            text_config=text, vision_config={"out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]}
-        )
-        return size_of_judge(Qwen3VLModel(config), 784, 600, cls._head(4096))
 
     @property
     def held_out(self) -> HPSv3PlusPlus:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from g2rpo.core.types import RewardModel
-from g2rpo.rewards.weights import build, check_config, parse_dtype, read_instruction
+from g2rpo.rewards.pixels import PictureReward
+from g2rpo.rewards.weights import build, check_config, fetch, parse_dtype, read_instruction, read_state_dict
 
 SYSTEM = {"qwen2_vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", "qwen3_vl": ""}
 """How the chat templates begin, by the kind of model."""
@@ -38,17 +39,17 @@ class QwenVL:
         self.device, self.dtype, self.width = torch.device(device), parse_dtype(dtype), self.config.text_config.hidden_size
         self.patch, self.merge = self.config.vision_config.patch_size, self.config.vision_config.spatial_merge_size
 
-    def load(self, state: Mapping[str, Tensor], head: Callable[[], nn.Module], what: str, file: Path) -> Any:
-        """Takes the weights visual.* and language_model.*; returns `head`, float32, with all others but those of the output
-        layer. ValueError if they do not fit."""
-        import transformers
-
-        make = {"qwen2_vl": transformers.Qwen2VLModel, "qwen3_vl": transformers.Qwen3VLModel}[self.kind]
+    def load(
+        self, published: Mapping[str, Tensor], state: Mapping[str, Tensor], head: Callable[[], nn.Module], what: str, file: Path
+    ) -> Any:
+        """Takes the weights visual.* and language_model.* of `state`; returns `head`, float32, with all others but those of the
+        output layer. ValueError if they do not fit."""
         body = {name: value for name, value in state.items() if name.startswith(("visual.", "language_model."))}
         rest = {name: value for name, value in state.items() if name not in body and name != "lm_head.weight"}
-        model = build(lambda: _with_frequencies(make(self.config)), body, what, file, published=state)
+        make = _classes(self.kind)[1]
+        model = build(lambda: _with_frequencies(make(self.config)), body, what, file, published=published)
         self.model = model.to(device=self.device, dtype=self.dtype)
-        return build(head, rest, f"{what}'s head", file, published=state).to(self.device).float()
+        return build(head, rest, f"{what}'s head", file, published=published).to(self.device).float()
 
     def __call__(self, frames: Tensor, instruction: str, prompts: Sequence[str]) -> Tensor:
         """[B, tokens, width] of normalised `frames` [B, T, 3, H, W], T even: a still picture is two equal frames."""
@@ -107,10 +108,55 @@ def target_size(height: int, width: int, factor: int, least: int, most: int) -> 
     return rounded[0], rounded[1]
 
 
-def size_of_judge(model: Any, patches: float, tokens: float, *heads: nn.Module) -> RewardModel:
-    """For `model_of`: operations are those of the weights alone, on so many patches and tokens."""
-    vision, layers = (sum(p.numel() for p in part.parameters()) for part in (model.visual, model.language_model.layers))
-    return RewardModel([model, *heads], flops=2.0 * (patches * vision + tokens * layers))
+class QwenReward(PictureReward):
+    """A reward by heads on the hidden states of a Qwen-VL at special tokens; a subclass is a row with a score."""
+
+    kind: ClassVar[str] = "qwen2_vl"
+    tokens: ClassVar[Sequence[str]]
+    instructions: ClassVar[Sequence[str]]
+    """To what upstream's file assigns the parts of the instruction."""
+    sizes: ClassVar[Mapping[str, Any]]
+    """The published model's, in transformers' terms."""
+    work: ClassVar[tuple[int, int]]
+    """Patches and tokens of a picture, of clips those in which each scored frame has a share."""
+
+    @staticmethod
+    def _head(width: int) -> nn.ModuleDict:
+        """The heads on hidden states of this width, under their published names."""
+        raise NotImplementedError
+
+    def _state(self, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The published weights under the names of transformers' model."""
+        raise NotImplementedError
+
+    def _load(self, path: str, instruction: str, processor: str, device: str, dtype: str) -> None:
+        """Loads instruction, model and heads; ValueError if a file is not what it should be."""
+        file = fetch(instruction, *self.files["instruction"])
+        self.instruction = trained_instruction(file, self.instructions, self.tokens)
+        self.qwen = QwenVL(self.kind, processor, self.tokens, device=device, dtype=dtype)
+        self.device, file = self.qwen.device, fetch(path, *self.files["path"])
+        published = read_state_dict(file)
+        self.head = self.qwen.load(published, self._state(published), lambda: self._head(self.qwen.width), self.name, file)
+
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        """The published model without its output layer; operations are those of the weights alone."""
+        config, model = _classes(cls.kind)
+        made = model(config(**cls.sizes))
+        vision, layers = (sum(p.numel() for p in part.parameters()) for part in (made.visual, made.language_model.layers))
+        patches, tokens = cls.work
+        head = cls._head(made.language_model.config.hidden_size)
+        return RewardModel([made, head], flops=2.0 * (patches * vision + tokens * layers))
+
+
+def _classes(kind: str) -> tuple[Any, Any]:
+    """transformers' configuration and model of a kind."""
+    import transformers
+
+    return {
+        "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLModel),
+        "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLModel),
+    }[kind]
 
 
 def _with_frequencies(module: nn.Module) -> nn.Module:
