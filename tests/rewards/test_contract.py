@@ -10,9 +10,8 @@ from PIL import Image
 from g2rpo.core.images import to_uint8
 from g2rpo.core.types import Reward
 from g2rpo.rewards import clip_encoder, pixels, weights
-from g2rpo.rewards.analytic import Brightness, JPEGSize, Saturation
+from g2rpo.rewards.analytic import Brightness, FunctionReward, JPEGSize, Saturation
 from g2rpo.rewards.clip import HPSv2
-from g2rpo.rewards.function import FunctionReward
 from g2rpo.rewards.open_clip import clip_config
 from tests.rewards.learned import LEARNED, TOKENIZER, TinyHPSv2, oracle, state_of
 from tests.rewards.oracle_inputs import PROMPTS

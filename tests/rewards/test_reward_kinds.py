@@ -12,7 +12,7 @@ from g2rpo.core import plugins
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.types import Frames, as_reward
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.rewards.function import FunctionReward
+from g2rpo.rewards.analytic import FunctionReward
 from g2rpo.rollout.scoring import score
 from g2rpo.training.reward_states import take_stored
 from tests.support.ranks import finish, start

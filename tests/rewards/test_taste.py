@@ -8,8 +8,7 @@ import torch
 
 from g2rpo.core.seeding import generator_for
 from g2rpo.rewards import taste
-from g2rpo.rewards.clicks import Clicks
-from g2rpo.rewards.taste import Choice, Head, features_of, fit
+from g2rpo.rewards.taste import Choice, Clicks, Head, features_of, fit
 
 THETA = torch.tensor([2.0, -1.0, 0.0, 0.0])
 

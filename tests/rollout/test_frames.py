@@ -11,7 +11,7 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.types import CallableReward, Frames, Prompt
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.rewards.function import FunctionReward
+from g2rpo.rewards.analytic import FunctionReward
 from g2rpo.rollout import scoring
 from g2rpo.rollout.scoring import score
 from tests.support.commands import refused

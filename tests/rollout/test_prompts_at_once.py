@@ -10,7 +10,7 @@ from g2rpo.core.capabilities import waits
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.types import as_reward
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.rewards.function import FunctionReward
+from g2rpo.rewards.analytic import FunctionReward
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.vlm import VLMJudge
 from g2rpo.training.collector import waited_for

@@ -18,8 +18,7 @@ from g2rpo.core.errors import RewardFailed, UserError, where
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Scorer, as_reward
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.rewards.analytic import Brightness
-from g2rpo.rewards.function import load_function
+from g2rpo.rewards.analytic import Brightness, load_function
 from g2rpo.rollout.scoring import decode, score
 from g2rpo.rollout.tails import Tails
 from g2rpo.training.trainer import Trainer

@@ -1,4 +1,4 @@
-"""A person's taste from choices within groups: features of pictures, and a Bayesian choice model on them.
+"""A person's taste from choices within groups: features of pictures, a Bayesian choice model on them, and the reward of it.
 
 A choice "i is the best of these" has the probability exp(u_i) / sum_j exp(u_j) of a Plackett-Luce model (Bradley-Terry for two)
 with the utility u = theta . z, theta ~ N(0, variance), and z the first principal components of one block of features within
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 from torch import Tensor
 
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import local
 from g2rpo.core.statistics import Interval
+from g2rpo.core.types import Reward
+from g2rpo.rewards.clip import CLIPScore
+from g2rpo.rewards.votes import FILE, answered
 
 COMPONENTS = 24
 VARIANCES = (1.0, 10.0)
@@ -273,3 +278,41 @@ def _likelihood(theta: Floats, z: Floats, allowed: Floats) -> float:
     utilities = z @ theta + allowed
     p = np.exp(utilities[:, 0] - np.logaddexp.reduce(utilities, axis=1))
     return float(np.log((1 - SLIPS) * p + SLIPS / np.isfinite(allowed).sum(1)).sum())
+
+
+class Clicks(Reward):
+    """What the person who clicked would like: the head's utility, in standard deviations within groups; 0 before there is one.
+
+    run: the directory of a session of `g2rpo teach`, to whose answers the head is fitted.
+    clip: a CLIP (folder or repository) whose features the head may use.
+
+    A session fits the head itself, and sets `encoder` to another reward that has features. UserError for a run with too few
+    answers.
+    """
+
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {"run": (FILE,)}
+
+    def __init__(self, run: str | None = None, clip: str | None = None) -> None:
+        self.encoder: Encoder | None = CLIPScore(clip) if clip is not None else None
+        self.head: Head | None = None
+        if run is not None:
+            found = answered(local(run))
+            choices = [
+                Choice(features_of(images, [vote.prompt] * len(images), self.encoder), vote.liked) for vote, images in found
+            ]
+            self.head = fit(choices)
+            if self.head is None:
+                raise UserError(f"reward clicks: {run} has fewer than two answers to fit a head to")
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        if self.head is None:
+            return torch.zeros(len(prompts))
+        return self.head(features_of(images, prompts, self.encoder))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {} if self.head is None else self.head.state
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        self.head = Head.of(state) if state else None

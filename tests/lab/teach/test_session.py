@@ -26,7 +26,7 @@ from g2rpo.lab.teach.session import OVERRIDES, Session
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rewards import votes
-from g2rpo.rewards.clicks import Clicks
+from g2rpo.rewards.taste import Clicks
 from g2rpo.runtime.distributed import ALONE
 from tests.support import ranks
 from tests.support.runs import brightness, mean, trainer

@@ -26,8 +26,7 @@ from g2rpo.lab.teach.groups import AskedGroup, Asker, of_main
 from g2rpo.monitor.clips import seconds_of
 from g2rpo.monitor.scores import save_pictures
 from g2rpo.rewards import votes
-from g2rpo.rewards.clicks import Clicks
-from g2rpo.rewards.taste import Choice, Head, features_of, fit
+from g2rpo.rewards.taste import Choice, Clicks, Head, features_of, fit
 from g2rpo.rewards.votes import Vote
 from g2rpo.training.collector import Groups
 from g2rpo.training.trainer import Trainer
