@@ -31,7 +31,7 @@ from g2rpo.evaluation.controls import DRAWS, RIGHT, Control, Controls, against_c
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.evaluation.work import work_of_run
 from g2rpo.monitor.scores import right_of, scores_of
-from g2rpo.runs.lifecycle import read_config
+from g2rpo.run.run import Run
 from g2rpo.testbed.words import language
 
 CONTROLS = [
@@ -44,7 +44,7 @@ FAULT = str.maketrans("ae", "rn")
 
 def judged(run: Path, count: int) -> Controls:
     """The controls of a run, with the words that Tesseract reads as a score."""
-    folder, config = run / "controls", read_config(run)
+    folder, config = run / "controls", Run(run).read_config()
     if not (folder / "pictures.jsonl").is_file():
         settings = {**run_settings(run), "controls": [control.model_dump() for control in CONTROLS]}
         evaluate(settings, [f"num_prompts={count}"], folder, emit=Output())
@@ -73,7 +73,7 @@ def away_from_the_fault(run: Path, count: int) -> dict[str, Any]:
     """By control the price of a picture, and the means over held-out words of the base guided away from each misspelling."""
     stored = run / "away_from_the_fault.json"
     if not stored.is_file():
-        config = read_config(run)
+        config = Run(run).read_config()
         sampler = sampler_of(config, build_policy(config.judged, tuning="frozen"))
         rewards = build_rewards({**config.rewards, **config.evaluation.rewards}, "cpu")
         found = {}

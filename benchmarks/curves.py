@@ -26,7 +26,7 @@ from g2rpo.lab.compare.outcomes import History, Point, curve
 from g2rpo.lab.compare.study import Study
 from g2rpo.lab.compare.workflow import Workspace
 from g2rpo.monitor.curves import SOFT, Line, draw_line, plain_axes
-from g2rpo.training.rates import PILOT_SEEDS, RateGain, smallest_good_rate
+from g2rpo.run.rates import PILOT_SEEDS, RateGain, smallest_good_rate
 
 TURNS = ["algorithm.branch_schedule=turns", "algorithm.tail=closed"]
 SMALL = "algorithm.group_size=12"

@@ -26,9 +26,9 @@ from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import interval
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.run.rates import FACTORS, ONE_ERROR, PILOT_SEEDS, Sweep, gain_at, gains, good_rates
+from g2rpo.run.run import Run
 from g2rpo.training.pilots import Pilots
-from g2rpo.training.rates import FACTORS, ONE_ERROR, PILOT_SEEDS, Sweep, gain_at, gains, good_rates, read_sweep
 from g2rpo.training.trainer import Trainer
 
 WORLDS = {
@@ -66,9 +66,9 @@ def work(recipe: str, whole: int, pilots: int, out: Path) -> None:
     parts = {"config": first, **parts_of(Request(config=first), prompts, heldout)}
     start = Pilots(parts)
     for seed in range(FIRST_PILOT, FIRST_PILOT + pilots):
-        run = RunDirectory(out / recipe / f"pilots_{seed + PILOT_SEEDS}")
+        run = Run(out / recipe / f"pilots_{seed + PILOT_SEEDS}")
         run.path.mkdir(parents=True, exist_ok=True)
-        sweep = read_sweep(run) or Sweep.around(first.optim.learning_rate)
+        sweep = run.read_rates() or Sweep.around(first.optim.learning_rate)
         start.reset()
         try:
             Pilots({**parts, "config": config_of(recipe, seed)}).find(sweep, run, tell=lambda line: print(line, flush=True))
@@ -99,7 +99,7 @@ def summary(recipe: str, out: Path) -> dict[str, Any]:
     good = good_rates_of(tables)
     choices = []
     for folder in sorted((out / recipe).glob("pilots_*")):
-        sweep = read_sweep(RunDirectory(folder))
+        sweep = Run(folder).read_rates()
         if sweep is None or sweep.missing():
             continue
         try:

@@ -50,16 +50,15 @@ from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.memory import RESERVE, SLACK
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.roofline import USUAL
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies import attention, catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
 from g2rpo.policies.spec import Model
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.run.checkpoint import checkpoints, load_checkpoint, newest_iteration
+from g2rpo.run.run import Run
 from g2rpo.runtime.devices import accelerator, empty_cache
-from g2rpo.training.checkpoint import checkpoints, load_checkpoint, newest_iteration
 from g2rpo.training.trainer import Trainer
 
 Case, Asked = dict[str, Any], tuple[Tensor, Tensor, Cond]
@@ -430,32 +429,32 @@ def waits(device: torch.device, call: Callable[[], object]) -> dict[str, int]:
 # --- `g2rpo train scenes` ---------------------------------------------------------------------------------------------------
 
 
-def training(case: Case, name: str, *overrides: str, device: str = "") -> tuple[RunDirectory, Forked]:
+def training(case: Case, name: str, *overrides: str, device: str = "") -> tuple[Run, Forked]:
     """A run below the working folder, and the process that makes it."""
-    run = RunDirectory(Path(case["folder"]) / name)
+    run = Run(Path(case["folder"]) / name)
     given = [*SHORT, *(SHORTER if case["tiny"] else []), f"policy.device={device or case['device']}", *overrides]
     return run, Forked(COMMAND, ["train", "scenes", "--run-dir", str(run.path), *given], run.path.with_suffix(".log"))
 
 
-def ended(run: RunDirectory, process: Forked) -> RunDirectory:
+def ended(run: Run, process: Forked) -> Run:
     """The run, once its process has ended well."""
     if code := process.wait():
         raise RuntimeError(f"g2rpo ended with {code}: {run.path.with_suffix('.log').read_text()[-400:]}")
     return run
 
 
-def whole(case: Case) -> RunDirectory:
+def whole(case: Case) -> Run:
     """The run that is not interrupted, which is made if no case has made it."""
-    run = RunDirectory(Path(case["folder"]) / "whole")
+    run = Run(Path(case["folder"]) / "whole")
     return run if run.results.is_file() else ended(*training(case, "whole"))
 
 
-def numbers(run: RunDirectory) -> dict[str, float]:
+def numbers(run: Run) -> dict[str, float]:
     """What a run logs, by iteration and name; times and memory left out."""
     left_out = ("seconds", "memory")
     return {
         f"{row['kind']} {row['iteration']}: {key}": float(value)
-        for row in read_metrics(run.path)
+        for row in run.read_log()
         for key, value in row.items()
         if isinstance(value, int | float) and not any(word in key for word in left_out)
     }
@@ -487,7 +486,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def compare(found: Found, one: RunDirectory, other: RunDirectory) -> None:
+def compare(found: Found, one: Run, other: Run) -> None:
     """Every value of the last checkpoints of two runs, and every row that they logged."""
     mine, theirs = (dict(leaves(list(load_checkpoint(checkpoints(run.checkpoints)[-1])))) for run in (one, other))
     apart = dict.fromkeys(mine.keys() ^ theirs.keys(), math.inf)

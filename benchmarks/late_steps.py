@@ -22,16 +22,15 @@ from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.sampler import sampler_of
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import read_config
-from g2rpo.training.rates import Values
+from g2rpo.run.rates import Values
+from g2rpo.run.run import Run
 
 
 def scores(run: Path, count: int) -> list[dict[str, Values]]:
     """Scores by reward, [prompts] each, with the adapter in the first 0, 1, ... steps."""
-    config = read_config(run)
+    config = Run(run).read_config()
     policy = components.build_policy(config.policy, tuning="frozen")
-    components.load_weights(policy, RunDirectory(run).weights, config.policy.path)
+    components.load_weights(policy, Run(run).weights, config.policy.path)
     sampler, options = sampler_of(config, policy), policy.options
     prompts = build_prompts(config.evaluation.prompts, "evaluation.prompts")[:count]
     rewards, found = build_rewards(config.rewards | config.evaluation.rewards), []

@@ -22,9 +22,8 @@ from g2rpo.lab.demo.opening import opening_of
 from g2rpo.lab.demo.serve import open_session
 from g2rpo.lab.demo.session import GroupTrace, trace_group
 from g2rpo.lab.demo.settings import of_run
-from g2rpo.lab.report.history import Run, read_runs
+from g2rpo.lab.report.history import RunHistory, read_runs
 from g2rpo.monitor.pictures import INK, PAPER, RIGHT, SOFT, WRONG, to_pil
-from g2rpo.runs.directory import RunDirectory
 
 SIZE, LARGE, SMALL = (1640, 690), (336, 112), (240, 80)  # of the whole, of the anchor, of a member
 ANCHOR, GROUP, COLUMNS, APART = (24, 320), (540, 118), 4, (276, 188)
@@ -59,11 +58,11 @@ def main() -> None:
     )
 
 
-def lessons(run: Run) -> tuple[GroupTrace, GroupTrace]:
+def lessons(run: RunHistory) -> tuple[GroupTrace, GroupTrace]:
     """One group of the base model and, from the same noise, of the tuned one."""
-    settings = of_run(run.directory)
+    settings = of_run(run.files.path)
     heldout = build_prompts(settings.prompts, "evaluation.prompts")[: settings.num_prompts]
-    session = open_session(settings, RunDirectory(run.directory).weights, print, heldout)
+    session = open_session(settings, run.files.weights, print, heldout)
     number = opening_of(run, {**session.rewards, **session.judges}, list(session.rewards)).number
     prompt, seed = str(heldout[number]), settings.seed
     before, after = (trace_group(session, prompt, seed=seed, plan=0, tuned=tuned) for tuned in (False, True))
@@ -72,7 +71,7 @@ def lessons(run: Run) -> tuple[GroupTrace, GroupTrace]:
     return before, after
 
 
-def story(before: GroupTrace, after: GroupTrace, run: Run) -> Iterator[Scene]:
+def story(before: GroupTrace, after: GroupTrace, run: RunHistory) -> Iterator[Scene]:
     """The scenes, in order."""
     asked = f"Asked for: {before.prompt}"
     steps = [to_pil(picture) for picture in anchor_of(before)]

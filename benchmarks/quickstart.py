@@ -29,7 +29,7 @@ from g2rpo.app.train import train
 from g2rpo.cli.output import Output
 from g2rpo.core.statistics import in_proportion, interval
 from g2rpo.evaluation.controls import RIGHT, TUNED, Control, Controls, default_controls
-from g2rpo.monitor.metrics import read_metrics
+from g2rpo.run.run import Run
 from g2rpo.testbed.words.language import parse
 
 SHOWN, COLUMNS = 24, 4  # words in the picture
@@ -60,7 +60,7 @@ def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         train(args.recipe, overrides, folder, resume=(folder / "config.yaml").is_file(), emit=Output())
         now = os.times()
         clock.write_text(json.dumps(round(now.user + now.system - before.user - before.system)))
-    rows = read_metrics(folder)
+    rows = Run(folder).read_log()
     run = {"seed": seed, "seconds": sum(row["seconds"] for row in rows), "iterations": rows[-1]["iteration"]}
     run |= {"cpu_seconds": json.loads(clock.read_text()), **json.loads((folder / "results.json").read_text())}
     first = seed == args.seeds[0]

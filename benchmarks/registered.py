@@ -27,6 +27,7 @@ from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
+from g2rpo.evaluation.sweep import EvaluationDirectory
 from g2rpo.lab.compare.jobs import Job, Workers, locked
 from g2rpo.lab.compare.outcomes import judged_scores, seconds_per_evaluation
 from g2rpo.lab.compare.study import own_budgets
@@ -36,9 +37,8 @@ from g2rpo.lab.plan.plan import Planner
 from g2rpo.monitor.curves import COLOURS
 from g2rpo.monitor.image_statistics import spread
 from g2rpo.monitor.scores import read_rows
-from g2rpo.runs.directory import EvaluationDirectory
-from g2rpo.runs.lifecycle import read_config
-from g2rpo.training.rates import Values
+from g2rpo.run.rates import Values
+from g2rpo.run.run import Run
 
 EXACT = "sampling.tails.forecast=false"
 TURNS = ["algorithm.branch_steps={steps}", "algorithm.branch_schedule=turns", "algorithm.tail=closed"]
@@ -271,7 +271,7 @@ def diversity(world: str, found: dict[str, Any], out: Path) -> dict[str, list[fl
     right, spreads = WORLDS[world]["right"], dict[str, list[float]]()
     runs = [(cell, out / world / "runs" / cell / f"seed_{seed}") for cell in found["spent"] for seed in seeds_of(world)]
     for cell, run in [("base", runs[0][1]), *runs]:
-        config = read_config(run)
+        config = Run(run).read_config()
         prompts = [it for it in build_prompts(config.evaluation.prompts, "prompts")[:DIVERSE] for _ in range(NOISES)]
         judge = build_rewards({right: (config.rewards | config.evaluation.rewards)[right]})
         made = api.sampler(run, base=cell == "base", seed=1).evaluate(prompts, judge)

@@ -29,7 +29,7 @@ QUICK = (
         "algorithms",
     ),
     *("config/test_config.py", "monitor/test_diagnostics.py", "prompts", "rollout/test_engine.py", "rollout/test_tails.py"),
-    *("training/test_checkpoint.py", "training/test_golden.py", "training/test_learner.py"),
+    *("run/test_checkpoint.py", "training/test_golden.py", "training/test_learner.py"),
     *("training/test_moving_average.py", "training/test_trainer.py"),
 )
 """`pytest -m quick`: formulas, algorithms, what a config refuses, runs of the Gaussian policy and of a tiny FLUX, commands."""

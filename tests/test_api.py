@@ -15,9 +15,8 @@ from g2rpo.algorithms.flow_grpo import MixGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.runs.lifecycle import read_config
+from g2rpo.run.run import Run
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import PROMPTS, brightness, darkness
 from tests.support.variants import few
@@ -68,7 +67,7 @@ def test_objects_take_the_place_of_everything_that_a_recipe_names(tmp_path):
     assert trainer.policy is policy and isinstance(trainer.algorithm, MixGRPO) and trainer.config.recipe == "scenes"
     rows = list(trainer.train())
     assert [row["kind"] for row in rows] == ["eval", "train", "train", "eval"]
-    assert rows == read_metrics(tmp_path / "run")
+    assert rows == Run(tmp_path / "run").read_log()
     assert notes.seen == [
         ("start", "run", 0), ("eval", 0, ["eval/samples"]), ("train", 1, []), ("train", 2, []), ("eval", 2, ["eval/samples"]),
         ("finish", True),
@@ -82,7 +81,7 @@ def test_objects_take_the_place_of_everything_that_a_recipe_names(tmp_path):
         made()
     more = made(["trainer.iterations=3"], resume=True)
     assert [row["iteration"] for row in more.train()] == [3, 3]
-    kept = read_config(tmp_path / "run")
+    kept = Run(tmp_path / "run").read_config()
     assert kept.rewards["bright"].kind == "object:tests.support.runs.brightness" and kept.prompts.train == "object"
 
 
@@ -178,7 +177,7 @@ def test_an_algorithm_of_ones_own_is_recorded_as_what_it_is_and_never_taken_for_
         done(capsys, *words)
     assert f"object:tests.test_api.{name}" in (run / "report.html").read_text()
     named = ["train", run / "config.yaml", "algorithm.name=mixgrpo", "algorithm.group_size=3", "--run-dir", tmp_path / "mix"]
-    assert g2rpo(capsys, *named)[0] == 0 and read_config(tmp_path / "mix").algorithm.name == "mixgrpo"
+    assert g2rpo(capsys, *named)[0] == 0 and Run(tmp_path / "mix").read_config().algorithm.name == "mixgrpo"
 
 
 def test_a_finished_run_paints_is_judged_and_reported(tmp_path, tiny_config):

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.trackers import build_trackers
+from g2rpo.run.run import Run
 from tests.monitor.test_trackers import cut_short
 
 BLOCK = 32768
@@ -67,7 +67,7 @@ def main() -> None:
         for name in sys.argv[1:]:
             run = Path(folder) / name
             cut_short(run, trackers=build_trackers([name]))
-            assert len(read_metrics(run)) == len(EXPECTED)
+            assert len(Run(run).read_log()) == len(EXPECTED)
             rows, pictures = in_wandb(run) if name == "wandb" else in_trackio(home)
             print(f"{name}: {len(rows)} rows, {pictures} pictures")
             assert rows == EXPECTED and pictures == 3, rows

@@ -48,7 +48,7 @@ ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = "tests/algorithms/test_dropped_members.py", "tests/training/test_moving_average.py"
 SCORES = "tests/monitor/test_scores.py"
-CHECKPOINT, ALARMS = "tests/training/test_checkpoint.py", "tests/monitor/test_alarms.py"
+CHECKPOINT, ALARMS = "tests/run/test_checkpoint.py", "tests/monitor/test_alarms.py"
 QUANTIZED, STATISTICS = "tests/policies/test_quantized.py", "tests/core/test_statistics.py tests/monitor/test_diagnostics.py"
 
 MUTATIONS = [
@@ -172,8 +172,8 @@ MUTATIONS = [
         "(1 - decay) * old + decay * parameter",
         "tests/training/test_learner.py",
     ),
-    Mutation("training/checkpoint.py", "same = _digest(file) == digest", "same = True", TRAINER),
-    Mutation("training/checkpoint.py", "kept < keep and _is_intact(path)", "kept < keep", CHECKPOINT),
+    Mutation("run/checkpoint.py", "same = _digest(file) == digest", "same = True", TRAINER),
+    Mutation("run/checkpoint.py", "kept < keep and _is_intact(path)", "kept < keep", CHECKPOINT),
     Mutation(
         "training/collector.py", "spec.first + rows[prompt]", "spec.first + prompt", "tests/rollout/test_prompts_at_once.py"
     ),

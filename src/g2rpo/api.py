@@ -31,12 +31,11 @@ from g2rpo.core.types import Algorithm, Policy, Scorer, as_rewards
 from g2rpo.evaluation.heldout import Comparison, compare
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.export.formats import export as write_export
-from g2rpo.lab.compare.study import parse_budget
+from g2rpo.lab.compare.study import StudyDirectory, parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.report.page import write_page
 from g2rpo.monitor.trackers import Tracker
-from g2rpo.runs.directory import StudyDirectory
-from g2rpo.runs.lifecycle import entered, read_config
+from g2rpo.run.run import Run, entered
 from g2rpo.training.trainer import Trainer
 
 AT_ONCE = 8
@@ -173,7 +172,7 @@ def evaluate(run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[s
     config = _config_of(run, False, seed)
     compares = any(reward.group for reward in as_rewards(rewards).values())
     loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
-    cached = policy_after_encoding(loaded, read_config(Path(run)).prompts.cache, prompts, print)
+    cached = policy_after_encoding(loaded, Run(Path(run)).read_config().prompts.cache, prompts, print)
     sampled = replace(config.sampler(cached, config.steps), decode_batch_size=AT_ONCE)
     base = sampled.evaluate(prompts, rewards)
     tune(cached.policy, config)  # base and tuned one after the other: only one model is on the device

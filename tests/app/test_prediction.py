@@ -6,14 +6,14 @@ import pytest
 
 from g2rpo.app.ahead import prompts_to_come
 from g2rpo.app.events import Line
-from g2rpo.app.prediction import Planned, read_plan
+from g2rpo.app.prediction import Planned
 from g2rpo.app.train import train_all
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Target, find_target, make_plan, predict
 from g2rpo.lab.report.page import write_page
-from g2rpo.runs.lifecycle import claim
+from g2rpo.run.run import Run
 from tests.support.runs import trainer
 
 
@@ -26,7 +26,7 @@ def test_a_run_reports_its_plan_once_and_keeps_it(tmp_path, monkeypatch):
         return Planned("a card", 2.0, 3 * 2**30)
 
     t = trainer(tmp_path, "sampling.batch_size=auto", "trainer.iterations=4")
-    claim(tmp_path, t.config)
+    Run(tmp_path).claim(t.config)
     own = type(t).iterate
     monkeypatch.setattr(
         type(t),
@@ -46,7 +46,7 @@ def test_a_run_reports_its_plan_once_and_keeps_it(tmp_path, monkeypatch):
     assert len(asked) == 1
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(UserError, match=r"plan.json: card: Field required; delete it"):
-        read_plan(t.files.run)
+        t.run.read_plan()
 
 
 def test_the_plan_of_a_run_is_that_of_the_command_and_a_cpu_has_none(tiny_config, monkeypatch):

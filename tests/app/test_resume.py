@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from g2rpo import api
 from g2rpo.core.errors import UserError
-from g2rpo.monitor.metrics import read_metrics
-from g2rpo.runs.lifecycle import read_config, read_starts
+from g2rpo.run.run import Run
 from tests.support.commands import done, g2rpo, refused
 from tests.support.processes import Forked
 from tests.support.runs import trainer
@@ -45,8 +44,8 @@ def test_a_run_goes_on_by_its_directory_alone(capsys, begun, tmp_path):
     run, command = begun
     out = done(capsys, "resume", run, "trainer.iterations=3", "sampling.batch_size=5")
     assert "resuming after iteration 2" in out
-    assert read_config(run).algorithm.group_size == 4 and read_config(run).sampling.batch_size == 5
-    assert [start.iteration for start in read_starts(run)] == [0, 2]
+    assert Run(run).read_config().algorithm.group_size == 4 and Run(run).read_config().sampling.batch_size == 5
+    assert [start.iteration for start in Run(run).read_starts()] == [0, 2]
     done(capsys, *command[:-1], tmp_path / "straight", "trainer.iterations=3")
     one, two = (load_file(folder / "adapter" / "pytorch_lora_weights.safetensors") for folder in (run, tmp_path / "straight"))
     assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
@@ -56,7 +55,7 @@ def test_a_run_goes_on_by_its_directory_alone(capsys, begun, tmp_path):
 def test_the_longer_form_needs_no_recipe_and_no_override_again(capsys, begun, words):
     run, _ = begun
     done(capsys, "train", *words, "--run-dir", run, "--resume")
-    assert len(read_metrics(run)) == (7 if words else 5)
+    assert len(Run(run).read_log()) == (7 if words else 5)
 
 
 def test_a_recipes_name_needs_no_override_again_if_it_is_the_runs(capsys, tmp_path, monkeypatch):
@@ -79,7 +78,7 @@ def test_the_same_command_again_makes_of_a_killed_run_the_one_that_was_not(tiny_
             return Forked([sys.executable, "-P", "-m", "g2rpo", *words], stdout=out, env={})
 
     def trained(run):
-        return len([row for row in read_metrics(run) if row["kind"] == "train"]) if (run / "metrics.jsonl").exists() else 0
+        return len([row for row in Run(run).read_log() if row["kind"] == "train"]) if (run / "metrics.jsonl").exists() else 0
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole).wait(200) == 0, (tmp_path / "log.txt").read_text()

@@ -20,8 +20,8 @@ from g2rpo.core.errors import Interrupted, Preempted, Stopped, UserError
 from g2rpo.lab.compare.jobs import Job, Workers, locked
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import load_function
-from g2rpo.runtime.folders import held
-from g2rpo.training.checkpoint import newest_iteration
+from g2rpo.run.checkpoint import newest_iteration
+from g2rpo.run.lock import held
 from tests.support.commands import done, forget_code, g2rpo, write_tiny
 from tests.support.runs import brightness, trainer
 from tests.support.variants import few

@@ -21,9 +21,8 @@ from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS, title_of
 from g2rpo.config.resolve import resolve
 from g2rpo.core.errors import UserError
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rewards.remote import RemoteReward
-from g2rpo.runs.lifecycle import read_config
+from g2rpo.run.run import Run
 from tests.support.commands import done, forget_code, g2rpo, refused
 from tests.support.runs import PLAIN, fits
 from tests.support.variants import few
@@ -129,9 +128,9 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
     out = done(capsys, "train", tiny_config, *named, *quick, "--run-dir", tmp_path / "run")
     note = " ".join(out.split())
     assert f"algorithm.name={name}: its published defaults; {tiny_config}'s" in note and "granularities=[1, 2]" in note
-    (row,) = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    (row,) = [row for row in Run(tmp_path / "run").read_log() if row["kind"] == "train"]
     assert row["evaluations"] > 0 and row["skipped_updates"] == 0
-    assert read_config(tmp_path / "run").algorithm == resolve(PLAIN, [*named, "algorithm.group_size=3"]).algorithm
+    assert Run(tmp_path / "run").read_config().algorithm == resolve(PLAIN, [*named, "algorithm.group_size=3"]).algorithm
     title, paper = title_of(ALGORITHMS[name]())
     card = (tmp_path / "run" / "adapter" / "README.md").read_text()
     assert f"tuned with {title}\n" in card and f"({title}, arXiv {paper})" in card

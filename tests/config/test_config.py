@@ -9,7 +9,7 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.recipes import names, text
 from g2rpo.config.resolve import differences, read_yaml, resolve
 from g2rpo.core.errors import UserError
-from g2rpo.runs.lifecycle import claim, entered
+from g2rpo.run.run import Run, entered
 from tests.support.runs import PLAIN, config
 
 
@@ -121,7 +121,7 @@ def test_unreadable_configs_are_refused(tmp_path, content, message):
 
 def open_run(config, run_dir, resume):
     with entered(config, run_dir, resume) as directory:
-        claim(directory, config)
+        Run(directory).claim(config)
     return directory
 
 

@@ -25,7 +25,7 @@ from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards.analytic import Similarity
 from g2rpo.rollout.scoring import score
-from g2rpo.runs.lifecycle import claim, record_start
+from g2rpo.run.run import Run
 from tests.support.commands import g2rpo, refused
 from tests.support.runs import PLAIN, Editing, Loaded, brightness, config, finished, picture, trainer
 
@@ -231,8 +231,8 @@ def test_similarity_is_one_for_the_input_picture_itself(tmp_path):
 def test_a_run_shows_input_pictures_beside_what_was_made_of_them(tmp_path):
     colours = {"red": (255, 0, 0), "grey": (128, 128, 128), "blue": (0, 0, 255)}
     prompts = [Prompt(name, [picture(tmp_path / f"{name}.png", colour, (30, 60))]) for name, colour in colours.items()]
-    claim(tmp_path / "run", config())
-    record_start(tmp_path / "run", 0, torch.device("cpu"))
+    Run(tmp_path / "run").claim(config())
+    Run(tmp_path / "run").record_start(0, torch.device("cpu"))
     finished(trainer(tmp_path / "run", policy=Editing(), prompts=prompts, rewards={"bright": Similarity()}))
     kept = [Image.open(tmp_path / "run" / "samples" / "iteration_000000" / f"{i:06d}_input.png") for i in range(3)]
     assert [each.size for each in kept] == [(128, 256)] * 3

@@ -18,8 +18,7 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import parse_json
-from g2rpo.monitor.metrics import read_metrics
-from g2rpo.runs.lifecycle import read_config
+from g2rpo.run.run import Run
 from tests.support.commands import done, forget_code, g2rpo, refused
 from tests.support.runs import config, mean, trainer
 
@@ -56,7 +55,7 @@ def test_state_is_in_the_checkpoint(tmp_path):
     list(second.train())
     assert second.memory.state == straight.memory.state != {}
     assert torch.equal(second.policy.mean, straight.policy.mean)
-    averages = [row["baseline/average"] for row in read_metrics(tmp_path / "parts") if row["kind"] == "train"]
+    averages = [row["baseline/average"] for row in Run(tmp_path / "parts").read_log() if row["kind"] == "train"]
     assert len(set(averages)) == 4
 
 
@@ -73,12 +72,12 @@ def test_a_config_that_mentions_code_is_refused_until_the_user_names_it(tmp_path
     forget_code()
     source = named("baseline").partition(":")[0]
     with pytest.raises(UserError, match=rf"is code that a config names.*add --plugin {source}"):
-        read_config(tmp_path, mention=False)
-    mentioned = read_config(tmp_path)
+        Run(tmp_path).read_config(mention=False)
+    mentioned = Run(tmp_path).read_config()
     assert name_of(mentioned.algorithm) == named("baseline")
     assert mentioned.to_yaml() == given.to_yaml()  # shown and kept, not run
     plugins.allow(source)
-    assert read_config(tmp_path, mention=False).algorithm == given.algorithm
+    assert Run(tmp_path).read_config(mention=False).algorithm == given.algorithm
 
 
 def test_a_file_that_was_allowed_once_may_run_in_later_processes_until_it_changes(tmp_path, monkeypatch):

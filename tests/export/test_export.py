@@ -18,9 +18,9 @@ from g2rpo.lab.check_model import load_saved
 from g2rpo.policies.adapters import read_adapter
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.spec import parameters_of
-from g2rpo.runs.lifecycle import read_config
-from g2rpo.training.checkpoint import save_checkpoint
-from g2rpo.training.header import header_of
+from g2rpo.run.checkpoint import save_checkpoint
+from g2rpo.run.run import Run
+from g2rpo.training.model_card import header_of
 from tests.support.commands import done, refused, write_tiny
 from tests.support.tiny import save_flux
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
@@ -50,7 +50,7 @@ def begun(folder, pipeline, *overrides):
     run = folder / "run"
     run.mkdir()
     (run / "config.yaml").write_text(yaml.safe_dump(data))
-    config = read_config(run, overrides)
+    config = Run(run).read_config(overrides)
     (run / "config.yaml").write_text(config.to_yaml())
     return run, config
 
@@ -239,7 +239,7 @@ def test_another_base_than_the_trained_one_is_refused(folders, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     with pytest.raises(UserError, match="is another model than the one that was trained; it has no"):
-        merge(final(run, read_config(run)), folders["sd3"] / "transformer", out)
+        merge(final(run, Run(run).read_config()), folders["sd3"] / "transformer", out)
 
 
 HEADER = "lora_adapter_metadata"

@@ -19,8 +19,7 @@ from g2rpo.lab.demo.serve import open_session
 from g2rpo.lab.demo.session import draw_pair, trace_group
 from g2rpo.lab.demo.settings import of_run
 from g2rpo.lab.plan import trace
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import claim
+from g2rpo.run.run import Run
 
 PROMPTS = ["a red circle", "two blue circle", "a blue square left of a red circle", "red square"]
 DATA = {
@@ -197,7 +196,7 @@ def use(world, folder, model):
     settings = config(folder, model)
     run, prompt = folder / "run", PROMPTS[0]
     trainer = build(world, folder, model)
-    claim(run, settings)
+    Run(run).claim(settings)
     list(trainer.train())
     trainer.finish()
     trainer.export()
@@ -214,7 +213,7 @@ def use(world, folder, model):
     pipeline = trainer.policy.policy.pipeline
     peak = (torch.fakegpu.max_memory_allocated() - standing) / (size_of(pipeline.transformer) + size_of(pipeline.vae))
 
-    session = open_session(of_run(run), RunDirectory(run).weights, print)
+    session = open_session(of_run(run), Run(run).weights, print)
     drawing = draw_pair(session, prompt, seed=0, steps=settings.sampling.num_steps, guidance=3.5)
     group = trace_group(session, prompt, seed=0, plan=0, tuned=True)
     assert group.finals.shape[:2] == (2, 3)

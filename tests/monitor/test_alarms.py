@@ -34,9 +34,9 @@ from g2rpo.monitor.alarms import (
     training_alarms,
 )
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.training.checkpoint import checkpoints
+from g2rpo.run.checkpoint import checkpoints
+from g2rpo.run.run import Run
 from tests.support import ranks
 from tests.support.commands import done, g2rpo
 from tests.support.runs import brightness, config, cut, log, mean, resumed, trainer, untimed, with_precision
@@ -444,7 +444,7 @@ def test_the_command_goes_back_writes_the_weights_and_exits_with_1(capsys, tmp_p
     adapter = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
     assert not any(value.any() for name, value in adapter.items() if "lora_B" in name)  # the base model's
     done(capsys, "train", tiny_config, *options, "alarms.action=stop", "--run-dir", run, "--resume")
-    assert [row["iteration"] for row in read_metrics(run)] == [0, 1, 1, 2, 2]
+    assert [row["iteration"] for row in Run(run).read_log()] == [0, 1, 1, 2, 2]
     results = json.loads((run / "results.json").read_text())
     assert results["iteration"] == 2 and "rolled_back_from" not in results
 

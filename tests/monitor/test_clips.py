@@ -14,9 +14,8 @@ from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
 from g2rpo.monitor.clips import FRAMES, SIDE, read_clip, read_webp, reduced, save_clip, stills
 from g2rpo.monitor.image_statistics import image_statistics
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.pictures import PictureRow, _canvas, save_grid
-from g2rpo.runs.lifecycle import claim, record_start
+from g2rpo.run.run import Run
 from tests.app.test_evaluate import judging
 from tests.support.commands import g2rpo
 from tests.support.runs import Clips, Loaded, brightness, config, finished, trainer
@@ -70,8 +69,8 @@ def test_a_moving_grid_has_every_clip_in_its_place(tmp_path):
 def run(tmp_path_factory):
     """A finished run of clips: 3 frames of 4 x 4."""
     folder = tmp_path_factory.mktemp("runs") / "clips"
-    claim(folder, config())
-    record_start(folder, 0, torch.device("cpu"))
+    Run(folder).claim(config())
+    Run(folder).record_start(0, torch.device("cpu"))
     finished(trainer(folder, policy=Clips()))
     return folder
 
@@ -87,7 +86,7 @@ def test_a_run_keeps_its_clips(run):
     assert len(frames) == 3 and durations == [500] * 3
     baseline = load_file(run / "baseline.safetensors")["images"]
     assert baseline.shape == (3, 3, 3, 4, 4) and baseline.dtype == torch.uint8
-    rows = [row for row in read_metrics(run) if row["kind"] == "eval"]
+    rows = [row for row in Run(run).read_log() if row["kind"] == "eval"]
     assert rows[0]["image/motion"] == pytest.approx(float(image_statistics(baseline)["motion"].mean())) != 0
     assert {"image/motion/low", "image/motion/below", "image/brightness"} <= rows[-1].keys()
 

@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from g2rpo.config.resolve import resolve
 from g2rpo.core.errors import UserError
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.trackers import BACKLOG, Feed, build_trackers, check_trackers, scalars
+from g2rpo.run.run import Run
 from tests.support.commands import done, g2rpo
 from tests.support.runs import PLAIN, cut, resumed, trainer
 
@@ -94,14 +94,14 @@ def test_tensorboard_shows_every_number_and_picture_once_though_the_run_was_cut_
     cut_short(run)
     board = EventAccumulator(str(run / "tensorboard")).Reload()
     shown = {(tag, e.step, e.value) for tag in board.Tags()["scalars"] for e in board.Scalars(tag)}
-    logged = {(name, row["iteration"], value) for row in read_metrics(run) for name, value in scalars(finite(row)).items()}
+    logged = {(name, row["iteration"], value) for row in Run(run).read_log() for name, value in scalars(finite(row)).items()}
     assert {(tag, step) for tag, step, _ in shown} == {(name, step) for name, step, _ in logged}
     assert [e.step for e in board.Scalars("train/loss")] == [1, 2, 3, 4]
     assert [e.step for e in board.Images("eval/samples")] == [0, 2, 4]
     last = board.Images("eval/samples")[-1]
     assert last.encoded_image_string == (path := run / "samples" / "iteration_000004.png").read_bytes()
     assert (last.width, last.height) == Image.open(path).size
-    losses = {row["iteration"]: row["loss"] for row in read_metrics(run) if row["kind"] == "train"}
+    losses = {row["iteration"]: row["loss"] for row in Run(run).read_log() if row["kind"] == "train"}
     assert {e.step: e.value for e in board.Scalars("train/loss")} == pytest.approx(losses, rel=1e-6)  # float32 there
 
 
@@ -118,7 +118,7 @@ def test_a_hosted_run_gets_every_row_once_in_one_run_of_its_own(tmp_path, librar
     assert first[known_by] == second[known_by] and first["resume"] == second["resume"] == "allow"
     assert (first["project"], first["config"]["optim"]["learning_rate"]) == ("g2rpo", 0.05)
     sent = [(values.pop("iteration") if name == "wandb" else step, values) for values, step in calls("log")]
-    kept = [(row["iteration"], scalars(finite(row))) for row in read_metrics(tmp_path / "run")]
+    kept = [(row["iteration"], scalars(finite(row))) for row in Run(tmp_path / "run").read_log()]
     assert [(step, {v.partition("/")[0] for v in values}) for step, values in sent] == [
         (step, {v.partition("/")[0] for v in values}) for step, values in kept
     ]  # eval 0, train 1, train 2, eval 2, train 3 (before the kill), train 4, eval 4

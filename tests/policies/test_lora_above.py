@@ -15,8 +15,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.lab.check_model import perturb
 from g2rpo.policies.adapters import read_adapter
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import read_config
+from g2rpo.run.run import Run
 from g2rpo.testbed import pipeline_dir
 from tests.support.commands import g2rpo, refused
 from tests.support.tiny import flux_pipeline
@@ -111,7 +110,7 @@ def drawn(run):
 
 def test_the_card_draws_the_same_in_plain_diffusers(capsys, run, drawn):
     """The code of the card is run; only the prompt, its noise and the base model's folder are put in."""
-    card = RunDirectory(run).weights / "README.md"
+    card = Run(run).weights / "README.md"
     code, pictures = re.search(r"```python\n(.*?)```", card.read_text(), re.DOTALL)[1], {}
     code = code.replace("'testbed'", f"{str(pipeline_dir())!r}, torch_dtype='float32'")
     code = code.replace("THIS FOLDER OR REPOSITORY", str(card.parent))
@@ -129,19 +128,19 @@ def test_the_card_draws_the_same_in_plain_diffusers(capsys, run, drawn):
 
 
 def test_the_file_alone_says_where_it_acts(run, drawn):
-    config = read_config(run)
+    config = Run(run).read_config()
     policy = build_policy(config.policy.model_copy(update={"lora_above": 0.0}), tuning="frozen")
-    load_weights(policy, RunDirectory(run).weights, "testbed")
+    load_weights(policy, Run(run).weights, "testbed")
     assert policy.options.lora_above == ABOVE
     assert torch.equal(sampler_of(config, policy, seed=3, decode_batch_size=8).pictures([PROMPT]), drawn[0])
 
 
 def test_a_run_that_continues_it_begins_with_its_pictures(run, drawn):
-    options = read_config(run).policy.model_copy(update={"adapter": str(RunDirectory(run).weights)})
+    options = Run(run).read_config().policy.model_copy(update={"adapter": str(Run(run).weights)})
     with pytest.raises(UserError, match="acts above sigma 0.5 alone; set policy.lora_above=0.5"):
         build_policy(options.model_copy(update={"lora_above": 0.0}))
     policy = build_policy(options)
-    sampler = sampler_of(read_config(run), policy, seed=3, decode_batch_size=8)
+    sampler = sampler_of(Run(run).read_config(), policy, seed=3, decode_batch_size=8)
     torch.testing.assert_close(sampler.pictures([PROMPT]), drawn[0], atol=1e-5, rtol=0)
     perturb(policy)
     assert (sampler.pictures([PROMPT]) - drawn[0]).abs().max() > 1e-2

@@ -20,7 +20,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.runs.lifecycle import read_config
+from g2rpo.run.run import Run
 from tests.support.commands import done, g2rpo, write_tiny
 from tests.support.pages import ROOT, blocks
 from tests.support.tiny_pipelines import save_tiny, tiny_pipeline
@@ -121,7 +121,7 @@ def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, 
     few += ["rewards.scene_accuracy=", "rewards.brightness=1", "optim.learning_rate=0.01"]
     done(capsys, "train", write_tiny(tmp_path, folder), f"policy.kind={kind}", *few, *size, "--run-dir", run)
     plugins.allow(kind)
-    policy = components.build_policy(read_config(run).policy, tuning="frozen")
+    policy = components.build_policy(Run(run).read_config().policy, tuning="frozen")
     base = own(policy)
     policy.load(run / "adapter")
     tuned = own(policy)
@@ -174,7 +174,7 @@ def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(prx, tmp_path,
     few = ["trainer.iterations=1", "evaluation.num_prompts=1", "algorithm.group_size=2", "policy.max_sequence_length="]
     few += ["rewards.scene_accuracy=", "rewards.brightness=1", "optim.learning_rate=0.01"]
     done(capsys, "train", write_tiny(tmp_path, folder), f"policy.kind={kind}", *few, *given, "--run-dir", run)
-    policy = components.build_policy(read_config(run).policy, tuning="frozen")
+    policy = components.build_policy(Run(run).read_config().policy, tuning="frozen")
     base = own(policy)
     policy.load(run / "adapter")
     tuned = own(policy)
@@ -185,7 +185,7 @@ def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(prx, tmp_path,
         'AutoModel.from_pretrained("FOLDER OF g2rpo export RUN --format merged")' in (run / "adapter" / "README.md").read_text()
     )
     transformer = PRXTransformer2DModel.from_pretrained(api.export(run, "merged"))
-    merged = components.load_pipeline(read_config(run).policy, tuning="frozen")
+    merged = components.load_pipeline(Run(run).read_config().policy, tuning="frozen")
     merged.pipeline.transformer = transformer
     torch.testing.assert_close(own(merged.policy()), tuned, atol=1e-5, rtol=0)
     out = done(capsys, "check-model", folder, "--kind", kind, *given)

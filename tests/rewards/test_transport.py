@@ -11,7 +11,7 @@ from g2rpo.core.errors import Stopped, UserError
 from g2rpo.rewards import transport
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
-from g2rpo.training.checkpoint import newest_iteration
+from g2rpo.run.checkpoint import newest_iteration
 from tests.support.ports import free_port
 from tests.support.runs import trainer
 from tests.support.servers import endpoint_that

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo.core.errors import RankLost, UserError
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.run.checkpoint import checkpoints
+from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.training import learner
-from g2rpo.training.checkpoint import checkpoints
 from g2rpo.training.listeners.listener import Ask
 from tests.support import ranks
 from tests.support.commands import done
@@ -231,11 +231,11 @@ def test_torchrun_is_all_it_takes_and_ends_when_a_rank_is_killed(capsys, tmp_pat
         ended.stderr
     )
     begun = [("eval", 0), ("train", 1), ("eval", 1), ("train", 2)]
-    rows = read_metrics(run)
+    rows = Run(run).read_log()
     assert [(row["kind"], row["iteration"]) for row in rows] == begun
     assert {row["ranks"] for row in rows if row["kind"] == "train"} == {2}
     done(capsys, "resume", run, *plugin)
-    assert [(row["kind"], row["iteration"]) for row in read_metrics(run)] == [*begun, ("eval", 2)]
+    assert [(row["kind"], row["iteration"]) for row in Run(run).read_log()] == [*begun, ("eval", 2)]
     assert (run / "adapter" / "pytorch_lora_weights.safetensors").is_file()
 
 

@@ -16,7 +16,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from g2rpo.app.dry_run import try_own_code
-from g2rpo.app.prediction import PlannedAndMeasured
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
@@ -30,11 +29,10 @@ from g2rpo.lab.report.page import write_page
 from g2rpo.policies.adapters import check_fit, read_adapter
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards import votes
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import check_contents, claim, read_config, record_start
-from g2rpo.training.checkpoint import latest_checkpoint
-from g2rpo.training.model_card import finished_at
-from g2rpo.training.rates import Pilot, Sweep
+from g2rpo.run.checkpoint import latest_checkpoint
+from g2rpo.run.rates import Pilot, Sweep
+from g2rpo.run.records import PlannedAndMeasured
+from g2rpo.run.run import Run
 from tests.support import runs
 from tests.support.adapters import random_adapter
 from tests.support.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts
@@ -250,12 +248,12 @@ def whole_run(tmp_path_factory):
     """A finished run with every file that a run may have, and answers to two groups."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     words = ["trainer.iterations=2", "evaluation.every=1", "trainer.checkpoint_every=1"]
-    claim(folder, runs.config(*words))
-    record_start(folder, 0, torch.device("cpu"), {"prompts": "0"})
+    Run(folder).claim(runs.config(*words))
+    Run(folder).record_start(0, torch.device("cpu"), {"prompts": "0"})
     runs.finished(runs.trainer(folder, *words))
     sweep = Sweep.around(0.05)
     sweep.pilots = [Pilot(rate, 0.1, 0.05, 0.2, {}, 2, 1.0) for rate in sweep.rates]
-    sweep.write(RunDirectory(folder))
+    Run(folder).write_rates(sweep)
     (folder / "plan.json").write_text(as_json(PlannedAndMeasured("a card", 1.0, 2, 3.0, None)))
     for round in range(2):
         votes.append(folder / "votes.jsonl", votes.Vote(round=round, iteration=0, liked=(1,), prompt="a", digest="0"))
@@ -266,10 +264,10 @@ def whole_run(tmp_path_factory):
 def read_all(folder):
     """Whatever is read of a run by `report`, `compare`, `resume`, `agree` and a model card."""
     write_page([folder], folder / "page.html")
-    history = read_run(read_config(folder), folder)
+    history = read_run(Run(folder).read_config(), folder)
     gain_of(0.05, [history], {"bright": 1.0})
-    finished_at(folder)
-    check_contents(folder, {"prompts": "0"}, accept=True)
+    Run(folder).finished_at()
+    Run(folder).check_contents({"prompts": "0"}, accept=True)
     votes.standing(votes.read(folder / "votes.jsonl"))
     latest_checkpoint(folder / "checkpoints")
     again = runs.trainer(folder, "trainer.iterations=2", "evaluation.every=1", "trainer.checkpoint_every=1")

@@ -26,14 +26,13 @@ from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.rewards import cost_of_reward
 from g2rpo.lab.report.history import read_runs
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, address, request_json, token_from
 from g2rpo.rewards.weights import read_state_dict
-from g2rpo.runs.lifecycle import claim, record_start
-from g2rpo.training.checkpoint import _digest, checkpoints
+from g2rpo.run.checkpoint import _digest, checkpoints
+from g2rpo.run.run import Run
 from g2rpo.training.model_card import _block
 from tests.support.commands import g2rpo as command
 from tests.support.fuzzing import mutated
@@ -537,9 +536,9 @@ def test_a_damaged_log_is_named_and_a_torn_last_line_is_not_missed(tmp_path, lin
     good = '{"kind": "eval", "iteration": 0, "seconds": 1.0, "reward/x": null}'
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n{good}\n")
     with pytest.raises(UserError, match=message, check=lambda error: "metrics.jsonl" in str(error)):
-        read_metrics(tmp_path)
+        Run(tmp_path).read_log()
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{good[:20]}")
-    assert len(read_metrics(tmp_path)) == 1
+    assert len(Run(tmp_path).read_log()) == 1
 
 
 def test_a_log_cut_within_a_letter_is_gone_on_with(tmp_path):
@@ -550,16 +549,16 @@ def test_a_log_cut_within_a_letter_is_gone_on_with(tmp_path):
     log.write_bytes(whole + '{"kind": "eval", "alarms": {"x": "é'.encode()[:-1])
     again = trainer(tmp_path, "trainer.iterations=5")
     assert again.resume() == [] and len(list(again.train())) == 2
-    assert log.read_bytes().startswith(whole) and len(read_metrics(tmp_path)) == len(whole.splitlines()) + 2
+    assert log.read_bytes().startswith(whole) and len(Run(tmp_path).read_log()) == len(whole.splitlines()) + 2
 
 
 def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(run):
-    claim(run, trainer(None).config)
-    record_start(run, 0, torch.device("cpu"))
+    Run(run).claim(trainer(None).config)
+    Run(run).record_start(0, torch.device("cpu"))
     with (run / "starts.jsonl").open("ab") as file:
         file.write(b'{"time": "2026-')
     assert len(read_runs([run])[0].starts) == 1
-    record_start(run, 3, torch.device("cpu"))
+    Run(run).record_start(3, torch.device("cpu"))
     assert [start.iteration for start in read_runs([run])[0].starts] == [0, 3]
     (run / "starts.jsonl").write_text("{}\n{\n{}\n")
     with pytest.raises(UserError, match=r"starts\.jsonl, line 2: is no JSON"):

@@ -12,8 +12,8 @@ from g2rpo.config.schema import Config
 from g2rpo.core.data import Precision
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.types import Cond
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.listeners.listener import Ask, Listener
@@ -182,4 +182,4 @@ def untimed(rows) -> list[dict]:
 
 def log(run_dir: Path) -> list[dict]:
     """A run's log, `untimed`."""
-    return untimed(read_metrics(run_dir))
+    return untimed(Run(run_dir).read_log())

@@ -10,16 +10,16 @@ from g2rpo.core.statistics import FEWEST
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.controls import PROMPTS, prompts_within
 from g2rpo.monitor.alarms import diversity_alarm
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
 from tests.support.runs import brightness, finished, trainer
 
 
 def results_of(run_dir, *overrides, **options):
     finished(trainer(run_dir, "trainer.iterations=2", *overrides, **options))
-    rows = [row for row in read_metrics(run_dir) if row["kind"] == "eval"]
+    rows = [row for row in Run(run_dir).read_log() if row["kind"] == "eval"]
     return json.loads((run_dir / "results.json").read_text()), rows
 
 
@@ -106,7 +106,7 @@ class Half(Reward):
 def test_a_run_says_how_many_pictures_are_right(tmp_path):
     run = finished(trainer(tmp_path, rewards={"bright": Half()}))
     said = json.loads((tmp_path / "results.json").read_text())["right"]
-    rows = [row for row in read_metrics(tmp_path) if row["kind"] == "eval"]
+    rows = [row for row in Run(tmp_path).read_log() if row["kind"] == "eval"]
     sides = base, tuned = run.evaluator.baseline, run.score_heldout()
     shares = [float((side.scores["bright"] >= 0.5).float().mean()) for side in sides]
     assert [said["base"], said["tuned"]] == [rows[0]["right"], rows[-1]["right"]] == shares
@@ -114,10 +114,10 @@ def test_a_run_says_how_many_pictures_are_right(tmp_path):
     assert said["least"] == {"bright": 0.5} and "in_words" not in said
     places, _ = chosen([base.right, tuned.right], 8, 3)
     for iteration, side in zip((0, 4), sides, strict=True):
-        table = read_rows(run.files.run.scores(iteration))
+        table = read_rows(run.run.scores(iteration))
         assert torch.equal(scores_of(table)["bright"], side.scores["bright"]) and torch.equal(right_of(table), side.right)
         for place in places:
-            assert torch.equal(read_picture(run.files.run.pictures(iteration) / f"{place:06d}.png"), side.images[place])
+            assert torch.equal(read_picture(run.run.pictures(iteration) / f"{place:06d}.png"), side.images[place])
 
 
 def test_pictures_before_and_after_are_in_the_proportions_of_all():

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import g2rpo.training.checkpoint
+import g2rpo.run.checkpoint
 from g2rpo.core.errors import RewardFailed, Stopped
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.training.checkpoint import checkpoints
+from g2rpo.run.checkpoint import checkpoints
 from g2rpo.training.listeners import early_stop
 from tests.support import ranks
 from tests.support.commands import small_files
@@ -94,7 +94,7 @@ def test_a_run_killed_at_random_moments_is_the_run_that_was_not(tmp_path, untouc
 
 
 MOMENTS = {
-    "weights": (g2rpo.training.checkpoint, "save_file"),
+    "weights": (g2rpo.run.checkpoint, "save_file"),
     "moments": (torch, "save"),
     "manifest": (Path, "write_text"),
     "rename": (Path, "rename"),

@@ -15,8 +15,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.monitor.metrics import read_metrics
-from g2rpo.runs.lifecycle import read_config
+from g2rpo.run.run import Run
 from tests.support.commands import done, refused
 
 LARGER = ["evaluation.height=64", "evaluation.width=48"]
@@ -34,13 +33,13 @@ def run(tiny_config, tmp_path, capsys):
 
 def test_pictures_have_the_size_and_training_does_not_see_it(run):
     small, large = run("small"), run("large", *LARGER)
-    (row,) = [r for r in read_metrics(large) if r["kind"] == "train"]
-    (expected,) = [r for r in read_metrics(small) if r["kind"] == "train"]
+    (row,) = [r for r in Run(large).read_log() if r["kind"] == "train"]
+    (expected,) = [r for r in Run(small).read_log() if r["kind"] == "train"]
     assert all(row[name] == expected[name] for name in expected if name.startswith(("reward/", "loss", "grad_norm")))
     weights = [load_file(each / "adapter" / "pytorch_lora_weights.safetensors") for each in (small, large)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
-    config = read_config(large)
+    config = Run(large).read_config()
     policy = components.build_policy(config.judged, tuning="frozen")
     assert config.judged_size == (64, 48) and (policy.options.height, policy.options.width) == (64, 48)
     expected = sampler_of(config.model_copy(update={"policy": config.judged}), policy)

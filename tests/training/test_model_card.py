@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.run.run import Run
 from g2rpo.training.model_card import _code, write_card
 from tests.support.runs import config
 
@@ -23,7 +23,7 @@ MEAN = "`</code><script>alert(1)</script>\n\n# Mine\n\n![x](http://x/y.png)<!-- 
 def card(folder, **changes):
     """(header, markdown) of a card of the plain config with `changes` to its groups."""
     (folder / "samples").mkdir(exist_ok=True)
-    run = RunDirectory(folder)
+    run = Run(folder)
     for picture in (run.before_after, run.curves):
         picture.touch()
     (folder / "adapter").mkdir(exist_ok=True)
@@ -31,7 +31,7 @@ def card(folder, **changes):
     path = changes.pop("path", c.policy.path)
     c = c.model_copy(update={**changes, "policy": c.policy.model_copy(update={"path": path})})
     table = {"bright": Comparison(0.1, 0.2, 0.05, 64)}
-    text = write_card(folder, folder / "adapter", c, table, ["0"] * 3, GaussianPolicy()).read_text()
+    text = write_card(Run(folder), folder / "adapter", c, table, ["0"] * 3, GaussianPolicy()).read_text()
     _, header, markdown = text.split("---\n", 2)
     return yaml.safe_load(header), markdown
 

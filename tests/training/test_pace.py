@@ -10,7 +10,7 @@ import pytest
 from g2rpo.app.build import planned_for
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.work import work
-from g2rpo.runs.lifecycle import claim, read_config
+from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
 from g2rpo.training.pace import EVALUATED, LOOKS, fitted, planned, seconds_in
 from g2rpo.training.ranks import divided
@@ -44,11 +44,11 @@ def test_a_time_in_which_nothing_fits_is_refused_with_the_least():
 
 def test_a_run_ends_by_itself_and_its_config_says_with_how_many_iterations(tmp_path):
     t = trainer(tmp_path / "run", "trainer.iterations=1000", "evaluation.every=1000")
-    claim(tmp_path / "run", t.config)
+    Run(tmp_path / "run").claim(t.config)
     t.clock.ends_at = time.monotonic() + 2
     list(t.train())
     assert 1 <= t.iteration == t.config.trainer.iterations < 1000
-    assert read_config(tmp_path / "run").trainer.iterations == t.iteration and t.final is not None
+    assert Run(tmp_path / "run").read_config().trainer.iterations == t.iteration and t.final is not None
     assert t.finish()["bright"].count == len(t.heldout)
 
 

@@ -9,13 +9,11 @@ import torch
 from g2rpo.app.build import Request, build
 from g2rpo.core.errors import Interrupted, UserError
 from g2rpo.lab.report.page import write_page
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import read_config
+from g2rpo.run.rates import FACTORS, Pilot, Sweep
+from g2rpo.run.run import Run
 from g2rpo.training.model_card import CARD
 from g2rpo.training.pilots import PART, Pilots, pilot_config
-from g2rpo.training.rates import FACTORS, Pilot, Sweep, read_sweep
 from tests.support.commands import done, g2rpo
 from tests.support.runs import brightness, config, mean, trainer
 
@@ -61,8 +59,8 @@ def test_a_run_with_a_found_rate_is_the_run_at_that_rate_bit_for_bit(tmp_path):
     found = opened(tmp_path / "a", sweep_of(parts()), policy=policy)
     rate = found.config.optim.learning_rate
     assert not set(policy.prompts) & set(HELDOUT)
-    assert read_config(tmp_path / "a").optim.learning_rate == rate and rate != 0.02
-    sweep = read_sweep(RunDirectory(tmp_path / "a"))
+    assert Run(tmp_path / "a").read_config().optim.learning_rate == rate and rate != 0.02
+    sweep = Run(tmp_path / "a").read_rates()
     assert sweep.rate == rate == max(sweep.pilots, key=lambda pilot: pilot.gain).rate
     plain = opened(tmp_path / "b", None, f"optim.learning_rate={rate}")
     for t in (found, plain):
@@ -72,7 +70,7 @@ def test_a_run_with_a_found_rate_is_the_run_at_that_rate_bit_for_bit(tmp_path):
     assert f"{rate:g}, chosen from 0.005, 0.01, 0.02, 0.04" in page
     for t in (found, plain):
         t.finish()
-    cards = [(t.files.run.weights / CARD).read_text() for t in (found, plain)]
+    cards = [(t.run.weights / CARD).read_text() for t in (found, plain)]
     assert [f"The learning rate, {rate:g}, was chosen from 0.005, 0.01" in card for card in cards] == [True, False]
 
 
@@ -88,13 +86,13 @@ def test_pilots_are_short_runs_from_one_beginning_and_share_the_evaluation_of_th
     calls.clear()
     (tmp_path / "run").mkdir()
     sweep, told = sweep_of(one), []
-    Pilots(one).find(sweep, RunDirectory(tmp_path / "run"), tell=told.append)
+    Pilots(one).find(sweep, Run(tmp_path / "run"), tell=told.append)
     assert len(told) == len(FACTORS) and torch.equal(one["policy"].mean.detach(), before)
     assert {pilot.iterations for pilot in sweep.pilots} == {12 // PART}
     judged = [prompts for prompts in calls if list(prompts) == TRAIN[:10]]
     assert len(judged) == 1 + len(FACTORS)
     alone = Sweep(sweep.own, sweep.rates[3:4])
-    Pilots(one).find(alone, RunDirectory(tmp_path / "run"))
+    Pilots(one).find(alone, Run(tmp_path / "run"))
     assert replace(alone.pilots[0], seconds=0) == replace(sweep.pilots[3], seconds=0)
 
 
@@ -112,7 +110,7 @@ def test_pilots_that_are_done_are_kept_when_the_others_are_interrupted(tmp_path,
     with pytest.raises(Interrupted):
         opened(tmp_path / "b", sweep_of(parts()))
     monkeypatch.setattr(Pilots, "_pilot", own)
-    rest = read_sweep(RunDirectory(tmp_path / "b"))
+    rest = Run(tmp_path / "b").read_rates()
     assert [pilot.rate for pilot in rest.pilots] == rest.rates[:2] and rest.rate is None
     assert opened(tmp_path / "b", rest, resume=True).config.optim.learning_rate == whole
     assert rest.pilots[:2] == ended and len(rest.pilots) == len(FACTORS)
@@ -121,7 +119,7 @@ def test_pilots_that_are_done_are_kept_when_the_others_are_interrupted(tmp_path,
 def test_pilots_are_as_long_as_their_share_of_the_time(tmp_path):
     one = parts("trainer.iterations=4000")
     sweep, began = sweep_of(one), time.monotonic()
-    Pilots(one).find(sweep, RunDirectory(tmp_path), ends_at=began + 6)
+    Pilots(one).find(sweep, Run(tmp_path), ends_at=began + 6)
     assert 3 <= sweep.pilots[0].iterations < 1000 == -(-4000 // PART)
     assert {pilot.iterations for pilot in sweep.pilots} == {sweep.pilots[0].iterations} and sweep.seconds < 6
 
@@ -171,7 +169,7 @@ def test_a_rate_with_an_alarm_is_not_taken_and_does_not_count_as_the_best():
 
 def test_if_none_learns_the_two_best_sound_rates_are_tried_for_twice_as_long(tmp_path, monkeypatch):
     one = parts()
-    sweep, run, ran = sweep_of(one), RunDirectory(tmp_path), []
+    sweep, run, ran = sweep_of(one), Run(tmp_path), []
     short = dict(zip(sweep.rates, [0.0, 0.05, 0.08, 0.3], strict=True))
 
     def piloted(self, rate, length, began):
@@ -184,7 +182,7 @@ def test_if_none_learns_the_two_best_sound_rates_are_tried_for_twice_as_long(tmp
     assert Pilots(one).find(sweep, run) == 0.01  # the second best of the short ones
     assert ran == [*((rate, 3 if rate != 0.005 else None) for rate in sweep.rates), (0.02, 6), (0.01, 6)]
     interrupted = Sweep(sweep.own, sweep.rates, sweep.pilots[:5])
-    assert interrupted.missing() == [0.01] and not sweep.missing() and read_sweep(run).pilots == sweep.pilots
+    assert interrupted.missing() == [0.01] and not sweep.missing() and run.read_rates().pilots == sweep.pilots
     sweep.pilots[5:] = [pilot(0.01, 0.05)]
     with pytest.raises(UserError, match="no rate learns"):
         sweep.choose()
@@ -194,7 +192,7 @@ def test_a_pilot_that_stops_is_no_choice_but_does_not_end_the_others(tmp_path, m
     one = parts()
     monkeypatch.setattr("g2rpo.training.listeners.early_stop.SKIPPED", 0)  # every update counts as too many without one
     with pytest.raises(UserError, match="no rate learns.*|stopped"):
-        Pilots(one).find(sweep := sweep_of(one), RunDirectory(tmp_path))
+        Pilots(one).find(sweep := sweep_of(one), Run(tmp_path))
     assert all("stopped" in pilot.alarms for pilot in sweep.pilots) and len(sweep.pilots) == len(FACTORS)
 
 
@@ -209,8 +207,8 @@ def test_the_command_trains_with_the_rate_that_it_found(capsys, tmp_path, tiny_c
     words = ["train", tiny_config, "--find-rate", "--run-dir", tmp_path / "run"]
     out = done(capsys, *words)
     assert "0.002 is taken" in out and out.index("+0.500 [+0.400, +0.600]") < out.index("0.002 is taken")
-    rows = read_metrics(tmp_path / "run")
-    assert rows[1]["learning_rate"] == 2e-3 == read_config(tmp_path / "run").optim.learning_rate
+    rows = Run(tmp_path / "run").read_log()
+    assert rows[1]["learning_rate"] == 2e-3 == Run(tmp_path / "run").read_config().optim.learning_rate
     assert g2rpo(capsys, *words, "--resume")[0] == 0 and len(found) == len(FACTORS)
 
 
@@ -231,5 +229,5 @@ def test_a_state_that_begins_with_its_first_scores_begins_so_in_every_pilot(tmp_
             self.state = {"seen": iteration}
 
     began, one = [], parts(rewards={"bright": Rising()})
-    Pilots(one).find(sweep_of(one), RunDirectory(tmp_path))
+    Pilots(one).find(sweep_of(one), Run(tmp_path))
     assert began.count(None) == len(FACTORS) and one["rewards"]["bright"].state is None

@@ -15,7 +15,7 @@ from g2rpo.core.errors import Preempted, UserError
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.training.checkpoint import checkpoints
+from g2rpo.run.checkpoint import checkpoints
 from g2rpo.training.collector import Groups
 from g2rpo.training.listeners.first_group import widest
 from g2rpo.training.listeners.listener import Ask
@@ -230,8 +230,8 @@ def test_the_best_weights_of_an_attempt_that_is_repeated_are_forgotten(tmp_path)
     t = trainer(tmp_path, "alarms.action=rollback")
     list(t.train())
     t.persistence.keep_best(4)
-    shutil.rmtree(checkpoints(t.files.run.checkpoints)[-1])  # as if it had been killed before the last checkpoint
-    assert resumed(tmp_path, "alarms.action=rollback").iteration == 2 and not checkpoints(t.files.run.best)
+    shutil.rmtree(checkpoints(t.run.checkpoints)[-1])  # as if it had been killed before the last checkpoint
+    assert resumed(tmp_path, "alarms.action=rollback").iteration == 2 and not checkpoints(t.run.best)
 
 
 def test_a_divided_base_is_not_sampled_after_training():
@@ -280,7 +280,7 @@ def test_a_listener_hears_every_row_and_gets_what_it_asks_for(tmp_path, ask):
     assert rows == [("eval", 0), ("train", 1), *evaluated, *rest]
     assert rows == [(row["kind"], row["iteration"]) for row in log(tmp_path)]
     saved = {Ask.EVALUATE: [3], Ask.SAVE: [1, 3], Ask.LEAVE: [1]}[ask]
-    assert [path.name for path in checkpoints(t.files.run.checkpoints)] == [f"iteration_{each:06d}" for each in saved]
+    assert [path.name for path in checkpoints(t.run.checkpoints)] == [f"iteration_{each:06d}" for each in saved]
     groups = [heard for heard in mine.heard if heard[0] == "groups"]
     assert groups == [("groups", 2, 6)] * sum(kind == "train" for kind, _ in rows)
 

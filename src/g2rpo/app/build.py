@@ -23,15 +23,14 @@ from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.trackers import build_trackers
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import check_contents, claim, record_start
+from g2rpo.run.checkpoint import newest_iteration
+from g2rpo.run.rates import Sweep
+from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Replicated, Sharded
-from g2rpo.training.checkpoint import newest_iteration
 from g2rpo.training.pace import PROBE, planned
 from g2rpo.training.pilots import Pilots, pilot_config, pilot_prompts
 from g2rpo.training.ranks import divided
-from g2rpo.training.rates import Sweep
 from g2rpo.training.trainer import Trainer
 
 FIRST_PROMPTS, SHOWN_TARGETS, SHOWN_LETTERS = 2, 3, 80
@@ -59,9 +58,9 @@ class Request:
     emit: Emit = silent
 
     @property
-    def run(self) -> RunDirectory | None:
+    def run(self) -> Run | None:
         """The run's folder."""
-        return None if self.run_dir is None else RunDirectory(self.run_dir)
+        return None if self.run_dir is None else Run(self.run_dir)
 
 
 def build(request: Request) -> Trainer:
@@ -72,7 +71,7 @@ def build(request: Request) -> Trainer:
     prompts, heldout = check(config, given, request.run_dir)
     show_prompts(config, given, prompts, heldout, request.emit)
     if request.resume and run is not None and main:
-        changes = check_contents(run.path, contents_of(config, prompts, heldout, given), request.accept_changes)
+        changes = run.check_contents(contents_of(config, prompts, heldout, given), request.accept_changes)
         for change in changes:
             request.notify(f"goes on with {change}")
     parts = parts_of(request, prompts, heldout)
@@ -80,7 +79,7 @@ def build(request: Request) -> Trainer:
     if run is None:
         return trainer
     if main:
-        claim(run.path, config)  # only now: wrong input leaves nothing behind
+        run.claim(config)  # only now: wrong input leaves nothing behind
     if request.sweep is not None and request.sweep.rate is None:
         del trainer  # its average and old weights
         config = _with_found_rate(request, request.sweep, run, parts)
@@ -90,12 +89,12 @@ def build(request: Request) -> Trainer:
         parts["heldout"] = heldout[: config.evaluation.num_prompts]
         trainer = Trainer(config=config, **parts)
         if main:
-            claim(run.path, config)
+            run.claim(config)
     for complaint in trainer.resume() if request.resume else ():
         request.notify(complaint)
     if main:
         contents = contents_of(config, prompts, trainer.heldout, given)
-        record_start(run.path, trainer.iteration, trainer.policy.device, contents)
+        run.record_start(trainer.iteration, trainer.policy.device, contents)
     return trainer
 
 
@@ -151,7 +150,7 @@ def _policy(request: Request, sharding: Sharded | None, prompts: Sequence[str], 
     return policy_after_encoding(loaded, config.prompts.cache, to_come, request.notify, sharding, request.emit)
 
 
-def _with_found_rate(request: Request, sweep: Sweep, run: RunDirectory, parts: Mapping[str, Any]) -> Config:
+def _with_found_rate(request: Request, sweep: Sweep, run: Run, parts: Mapping[str, Any]) -> Config:
     """The config with the rate that `sweep` takes; both are written."""
     emit = request.emit
     emit(Line(f"short runs at {len(sweep.rates)} learning rates on training prompts; gain in standard deviations of the base:"))
@@ -160,9 +159,9 @@ def _with_found_rate(request: Request, sweep: Sweep, run: RunDirectory, parts: M
     emit(Line(f"{rate:g} is taken: the nearest to yours of those within an error of the best gain, without an alarm"))
     config = at_rate(request.config, rate)
     if request.world.is_main:
-        claim(run.path, config)
+        run.claim(config)
         sweep.rate = rate
-        sweep.write(run)
+        run.write_rates(sweep)
     return config
 
 

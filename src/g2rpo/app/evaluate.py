@@ -23,16 +23,15 @@ from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config, PolicyConfig, RewardTable, Section
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, counted
-from g2rpo.core.files import FileDigests, local, write_whole
+from g2rpo.core.files import FileDigests, is_empty, local, write_whole
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.evaluation.controls import default_controls
-from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
-from g2rpo.monitor.clips import read_clip
+from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, EvaluationDirectory, Judging, JudgingConfig
+from g2rpo.monitor.clips import clip_of, read_clip
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, picture_of, read_picture, right_of, scores_of
-from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, check_weights, clip_of
-from g2rpo.runs.lifecycle import first_usable, read_config
-from g2rpo.runtime.folders import held, is_empty
+from g2rpo.run.lock import first_usable, held
+from g2rpo.run.run import Run, check_weights
 from g2rpo.training.reward_states import take_stored
 
 EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
@@ -42,8 +41,8 @@ EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
 def run_settings(run: Path, weights: Path | None = None, base: bool = False) -> dict[str, Any]:
     """Settings that repeat a run's own evaluation, with all its rewards; its weights are the run's own, others, or those of the
     `base`."""
-    settings = config_settings(read_config(run))
-    return settings if base else {**settings, "weights": str(weights or RunDirectory(run).weights)}
+    settings = config_settings(Run(run).read_config())
+    return settings if base else {**settings, "weights": str(weights or Run(run).weights)}
 
 
 def config_settings(config: Config) -> dict[str, Any]:

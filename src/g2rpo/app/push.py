@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.core.errors import UserError
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.run.run import Run
 from g2rpo.training.model_card import CARD
 
 
@@ -37,7 +37,7 @@ def push(run: Path, repository: str, *, private: bool, api: Any = None) -> str:
     from huggingface_hub import HfApi
 
     check_repository(repository)
-    folder = RunDirectory(run).weights
+    folder = Run(run).weights
     if not (folder / CARD).is_file():
         raise UserError(f"{folder} has no model card; has the run finished?")
     api = api or HfApi()

@@ -18,7 +18,7 @@ from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Steps
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import local, whole_file
+from g2rpo.core.files import is_empty, local, whole_file
 from g2rpo.core.input_pictures import check_inputs, images_of
 from g2rpo.evaluation.sampler import Drawing, Sampler
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
@@ -26,9 +26,8 @@ from g2rpo.monitor.pictures import PictureRow, save_grid, to_pil
 from g2rpo.monitor.scores import SHOWN
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
-from g2rpo.runs.directory import check_weights
-from g2rpo.runs.lifecycle import enter_fresh
-from g2rpo.runtime.folders import held, is_empty
+from g2rpo.run.lock import enter_fresh, held
+from g2rpo.run.run import check_weights
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,15 @@ from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.config.schema import Config
+from g2rpo.core.data import Row
 from g2rpo.core.errors import RolledBack, UserError, counted
 from g2rpo.core.files import digest_of
-from g2rpo.monitor.metrics import Row
 from g2rpo.rollout.planning import count_per_prompt
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import entered, read_config
+from g2rpo.run.checkpoint import newest_iteration
+from g2rpo.run.rates import Sweep
+from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import World, joined
-from g2rpo.training.checkpoint import newest_iteration
 from g2rpo.training.pace import MEASURED, seconds_in
-from g2rpo.training.rates import Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
 
 
@@ -87,13 +86,13 @@ def train(
 
 def _config_of(recipe: str | None, overrides: Sequence[str], resumed: Path | None, find_rate: bool, notes: list[str]) -> Config:
     """The config of a recipe or of the run that is `resumed`; what was changed in it is added to `notes`."""
-    begun = resumed is not None and RunDirectory(resumed).config.is_file()
-    if resumed is not None and (recipe is None or (begun and recipe == read_config(resumed).recipe)):
-        config = read_config(resumed, overrides, notes.append, mention=False)
+    begun = resumed is not None and Run(resumed).config.is_file()
+    if resumed is not None and (recipe is None or (begun and recipe == Run(resumed).read_config().recipe)):
+        config = Run(resumed).read_config(overrides, notes.append, mention=False)
     elif recipe is not None:
         config = completed(load_config(recipe, overrides, notes.append), notes.append)
         if find_rate and begun and resumed is not None:
-            config = at_rate(config, read_config(resumed).optim.learning_rate)
+            config = at_rate(config, Run(resumed).read_config().optim.learning_rate)
     else:
         raise UserError("name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run")
     _refuse_clicks_of_nobody(config)
@@ -131,8 +130,8 @@ def _tell_of_rank(rank: int, message: str) -> None:
 
 def _sweep_of(directory: Path, config: Config, find_rate: bool) -> Sweep | None:
     """The pilots that a run began, or those of a run that has no checkpoint yet."""
-    run = RunDirectory(directory)
-    if (begun := read_sweep(run)) is not None:
+    run = Run(directory)
+    if (begun := run.read_rates()) is not None:
         return begun
     return Sweep.around(config.optim.learning_rate) if find_rate and not newest_iteration(run.checkpoints) else None
 
@@ -154,14 +153,14 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
         trainer.clock.ends_at = request.ends_at - sum(row["seconds"] for row in trainer.alarms.rows)  # of earlier starts
     began = time.perf_counter()
     ended: RolledBack | None = None
-    stopping.message = f"stopped at once; {trainer.files.command} goes on from the last checkpoint"
+    stopping.message = f"stopped at once; {trainer.run.command} goes on from the last checkpoint"
     try:
         with stopping.after(partial(setattr, trainer, "stopping", True)):
             train_all(trainer, emit, predict)
     except RolledBack as error:  # the restored weights are evaluated and written like any result
         ended = error
     stopping.message = (
-        f"stopped while base and tuned were compared; all iterations are done, and {trainer.files.command} finishes"
+        f"stopped while base and tuned were compared; all iterations are done, and {trainer.run.command} finishes"
     )
     emit(Trained(time.perf_counter() - began, trainer.evaluator.controls_on > 0))
     table = trainer.finish()

@@ -42,8 +42,8 @@ from g2rpo.policies import attention, catalogue, quantized
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import fetch
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.training.checkpoint import checkpoints
+from g2rpo.run.checkpoint import checkpoints
+from g2rpo.run.run import Run
 from g2rpo.training.updater import check_differentiable, check_groups
 
 SECONDS = 1.5
@@ -324,7 +324,7 @@ def _disk(run: Wanted) -> Iterator[str]:
     folder = None if directory is None or "policy" in run.given else _folder_of(config.policy)
     if directory is None or folder is None or any(missing_parts(folder)):
         return
-    copies = max(1, config.trainer.keep_checkpoints + 1 - len(checkpoints(RunDirectory(directory).checkpoints)))
+    copies = max(1, config.trainer.keep_checkpoints + 1 - len(checkpoints(Run(directory).checkpoints)))
     # the weights, their two moments, their average and old weights, all float32
     tensors = 3 + bool(config.optim.ema_decay) + keeps_old(config.algorithm)
     needed = 4 * trained_parameters(config.policy, folder) * (copies * tensors + 1)  # plus the exported weights

@@ -18,7 +18,7 @@ from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import local
 from g2rpo.policies.tuning import ADAPTER
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.run.run import Run
 
 Question = Callable[[], str | None]
 """A description of a problem, or None; may be slow."""
@@ -55,7 +55,7 @@ def _obstacle(repository: str, timeout_s: float) -> str | None:
 def find_adapter(key: str, name: str) -> Path:
     """The file of the adapter `name`, the value of a config's `key`; of the hub's it is downloaded if need be."""
     place, said = local(name), f"{key}={name}"
-    run = RunDirectory(place)
+    run = Run(place)
     if os.path.isfile(run.adapter / ADAPTER):
         return run.adapter / ADAPTER
     if os.path.isfile(run.config):

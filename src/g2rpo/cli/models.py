@@ -43,11 +43,11 @@ def sample(
     from g2rpo.app.sample import sample_config
     from g2rpo.core.types import Prompt
     from g2rpo.prompts.sources import read_prompts
-    from g2rpo.runs.directory import RunDirectory
+    from g2rpo.run.run import Run
 
     words = prompts or []
     run = Path(words.pop(0)) if model is None and words else None
-    if model is not None and words and RunDirectory(Path(words[0])).config.is_file():
+    if model is not None and words and Run(Path(words[0])).config.is_file():
         raise UserError(f"{words[0]} is a run; name it or --model, or write the prompt as text of another kind")
     if image and not words:
         raise UserError("--image belongs to prompts that are given as arguments; a file of prompts names its own pictures")
@@ -91,10 +91,10 @@ def evaluate(
     """Evaluate a model, with and without tuned weights, on prompts it was not trained on."""
     from g2rpo.app import evaluate as command
     from g2rpo.cli.results import show_evaluation
-    from g2rpo.runs.directory import RunDirectory
+    from g2rpo.run.run import Run
 
     run = None
-    if overrides and ("=" not in overrides[0] or RunDirectory(Path(overrides[0])).config.is_file()):
+    if overrides and ("=" not in overrides[0] or Run(Path(overrides[0])).config.is_file()):
         run, overrides = Path(overrides[0]), overrides[1:]
     settings = options.settings_of(run, model, weights, guidance=guidance, size=size)
     named = {

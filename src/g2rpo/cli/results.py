@@ -18,19 +18,21 @@ from g2rpo.core.errors import counted
 from g2rpo.core.statistics import Interval
 from g2rpo.evaluation.controls import in_figures, told
 from g2rpo.evaluation.heldout import Comparison
-from g2rpo.evaluation.sweep import Judging
+from g2rpo.evaluation.sweep import EvaluationDirectory, Judging
 from g2rpo.lab.check_model import Check
 from g2rpo.lab.compare.results import StudyResults, knob_rows
+from g2rpo.lab.compare.study import StudyDirectory
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary
 from g2rpo.lab.report.words import figures
-from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, StudyDirectory, clip_of
-from g2rpo.runs.lifecycle import fresh_directory
+from g2rpo.monitor.clips import clip_of
+from g2rpo.run.lock import fresh_directory
+from g2rpo.run.run import Run
 
 
 def show_run(results: Results, console: Console) -> None:
     """Shows the results of a finished run, and commands to continue with."""
-    directory, run = results.directory, RunDirectory(results.directory)
+    directory, run = results.directory, Run(results.directory)
     console.print(run_table(results.table, len(results.heldout), results.trained, console.width))
     told_of = summary(*read_runs([directory]))
     say(console, " ".join(told_of.sentences))

@@ -148,10 +148,10 @@ def push(
 ) -> None:
     """Upload a run's weights and their model card."""
     from g2rpo.app.push import push as upload
-    from g2rpo.runs.directory import RunDirectory
+    from g2rpo.run.run import Run
 
     address = upload(run, repository, private=private)
-    say(console, f"pushed {RunDirectory(run).weights} to {address}")
+    say(console, f"pushed {Run(run).weights} to {address}")
 
 
 @commands.command(rich_help_panel=options.TRAINING)

@@ -105,6 +105,9 @@ class Cond:
         )
 
 
+Row = dict[str, Any]
+"""A line of a table or a log."""
+
 Solver = Literal["euler", "dpmpp2m"]
 """The ODE solver of a tail (`rollout.tails`)."""
 

@@ -1,4 +1,4 @@
-"""Durable and atomic writes of files, and digests of their contents."""
+"""Durable and atomic writes of files and folders, and digests of their contents."""
 
 from __future__ import annotations
 
@@ -15,10 +15,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from g2rpo.core.errors import UserError
+from safetensors import SafetensorError
+
+from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.plain import POINTER, read_as
 
 UNFINISHED = ".unfinished_"  # the name prefix of files and folders that are being written
+LOCK = ".lock"  # the name of the file by which one process at a time is in a folder
+
+
+class Inside:
+    """A path below that of a folder, as an attribute of a class with a `path`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: Any, kind: type) -> Path:
+        path: Path = folder.path / self.name
+        return path
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -45,6 +59,61 @@ def whole_file(path: Path) -> Iterator[Path]:
     finally:  # also after an interrupt
         shutil.rmtree(folder, ignore_errors=True)
     sync(path.parent)
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder is absent, or holds only a lock and unfinished files of a killed process."""
+    return not folder.exists() or (folder.is_dir() and not any(map(_counts, folder.iterdir())))
+
+
+def _counts(path: Path) -> bool:
+    return path.name != LOCK and not path.name.startswith(UNFINISHED)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes unfinished files of a killed process from `folder` and its folders; the caller must hold its lock."""
+    for left in sorted(folder.rglob(f"{UNFINISHED}*"), reverse=True):  # innermost first
+        remove(left)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder with its contents."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+@contextmanager
+def whole(folder: Path) -> Iterator[Path]:
+    """A new folder to write into. On leaving, it is synced to disk and replaces `folder`; after an exception it is removed."""
+    unfinished = folder.with_name(f"{UNFINISHED}{folder.name}_{os.getpid()}")
+    replaced = folder.with_name(f"{unfinished.name}_replaced")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        settle(unfinished)
+        if folder.exists():
+            folder.rename(replaced)  # not removed: a kill must not leave neither
+        unfinished.rename(folder)
+    except BaseException:  # an interrupt too must leave nothing behind
+        with suppress(OSError):  # a disk that fails here too must not hide the first error
+            if replaced.exists() and not folder.exists():
+                replaced.rename(folder)
+            shutil.rmtree(unfinished)
+        raise
+    if replaced.exists():
+        remove(replaced)
+    sync(folder.parent)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns disk errors while `path` is written into `Stopped`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise Stopped(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
 
 
 def settle(folder: Path) -> None:

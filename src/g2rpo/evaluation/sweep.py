@@ -18,8 +18,9 @@ from pydantic import Field
 from torch import Tensor
 
 from g2rpo.config.schema import CacheFolder, Count, RewardTable, Steps
+from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import digest_of, write_whole
+from g2rpo.core.files import Inside, digest_of, write_whole
 from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import interval
@@ -27,9 +28,8 @@ from g2rpo.core.types import Policy, Reward
 from g2rpo.evaluation.controls import PLAIN, RIGHT, TUNED, Control, Controls, against_controls
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import Drawing
-from g2rpo.monitor.clips import seconds_of
-from g2rpo.monitor.scores import Row, Scored, picture_of, right_of, save_pictures, save_rows, score_rows, scores_of
-from g2rpo.runs.directory import EvaluationDirectory, clip_of
+from g2rpo.monitor.clips import clip_of, seconds_of
+from g2rpo.monitor.scores import Scored, picture_of, right_of, save_pictures, save_rows, score_rows, scores_of
 
 Side = Literal["base", "control", "tuned", "tuned control"]
 
@@ -100,6 +100,23 @@ class Chunk:
     def picture(self, index: int) -> str:
         """The path of a prompt's picture (of a clip the middle frame, beside the clip)."""
         return str(picture_of(Path(self.folder), index))
+
+
+@dataclass(frozen=True)
+class EvaluationDirectory:
+    """The files of the evaluation in `path` (`g2rpo evaluate`)."""
+
+    path: Path
+
+    settings = Inside("settings.yaml")
+    chunks = Inside("chunks")  # scores of finished chunks
+    pictures = Inside("pictures.jsonl")  # the table of all pictures
+    results = Inside("results.json")
+    grids = Inside("grid_steps_*.png")
+
+    def grid(self, steps: int) -> Path:
+        """The first pictures with so many steps."""
+        return self.path / f"grid_steps_{steps:03d}.png"
 
 
 @dataclass

@@ -17,14 +17,12 @@ from g2rpo.assembly.adapters import adapter_of
 from g2rpo.assembly.pipeline_files import weight_files
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, did_you_mean, loading
-from g2rpo.core.files import add_metadata, whole_file
+from g2rpo.core.files import add_metadata, is_empty, whole, whole_file, writing
 from g2rpo.export.comfyui import names_for, tensors_for, whole_names
 from g2rpo.export.weights import Tuned, final, from_checkpoint, transformer_folder
 from g2rpo.policies.adapters import CONFIG, PREFIX, write_tensors
 from g2rpo.policies.tuning import ADAPTER
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import read_config
-from g2rpo.runtime.folders import is_empty, whole, writing
+from g2rpo.run.run import Run
 from g2rpo.training.model_card import copy_card
 
 FORMATS = ("diffusers", "comfyui", "kohya", "ai-toolkit", "merged")
@@ -69,7 +67,7 @@ def export(
         raise UserError(f"say which --format: {', '.join(FORMATS)}")
     if format not in FORMATS:
         raise UserError(f"--format {format}: is no format.{did_you_mean(format, FORMATS)}")
-    config = read_config(run)
+    config = Run(run).read_config()
     early = f"policy.lora_above={config.policy.lora_above:g}, so the adapter acts at early steps only"
     if config.policy.lora_above and format == "merged":
         raise UserError(f"--format merged: {early}, and merged weights would at all")
@@ -80,7 +78,7 @@ def export(
     _check_new(out, format)
     tuned = final(run, config) if checkpoint is None else from_checkpoint(run, config, checkpoint)
     tuned = _asked(tuned, config, learnt, assistant)
-    finished = RunDirectory(run).weights if checkpoint is None else None
+    finished = Run(run).weights if checkpoint is None else None
     base = partial(transformer_folder, config.policy)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +108,7 @@ def _asked(tuned: Tuned, config: Config, learnt: bool, assistant: bool) -> Tuned
 
 def _place(run: Path, format: str, which: str) -> Path:
     name = run.resolve().name if format == "comfyui" else f"{run.resolve().name}-{format}"
-    return RunDirectory(run).exports / (f"{name}{which}.safetensors" if format in FILES else f"{format}{which}")
+    return Run(run).exports / (f"{name}{which}.safetensors" if format in FILES else f"{format}{which}")
 
 
 def _check_new(out: Path, format: str) -> None:

@@ -18,10 +18,10 @@ from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, loading
 from g2rpo.policies.adapters import DOWN, UP, Adapter, read_adapter
 from g2rpo.policies.tuning import ADAPTER, Tuning
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.run.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
+from g2rpo.run.run import Run
 from g2rpo.runtime.sharding import Pieces
-from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
-from g2rpo.training.header import header_of
+from g2rpo.training.model_card import header_of
 
 CLASS = "g2rpo.transformer"
 """Where the header of an adapter names the class of its transformer."""
@@ -51,9 +51,9 @@ class Tuned:
 def final(run: Path, config: Config) -> Tuned:
     """The weights that a finished run has written."""
     try:
-        folder = RunDirectory(run).weights
+        folder = Run(run).weights
     except UserError:
-        if found := checkpoints(RunDirectory(run).checkpoints):
+        if found := checkpoints(Run(run).checkpoints):
             kept = ", ".join(str(int(path.name.removeprefix("iteration_"))) for path in found)
             raise UserError(
                 f"{run} has not finished; `g2rpo resume {run}` goes on, --checkpoint last exports what it has (kept: {kept})"
@@ -110,7 +110,7 @@ def _trained(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
 
 
 def _checkpoint(run: Path, which: str) -> tuple[int, Mapping[str, list[Tensor]]]:
-    root = RunDirectory(run).best if which == "best" else RunDirectory(run).checkpoints
+    root = Run(run).best if which == "best" else Run(run).checkpoints
     if which in ("best", "last"):
         found, _ = latest_checkpoint(root)
         if found is None:

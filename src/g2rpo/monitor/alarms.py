@@ -17,11 +17,11 @@ from torch import Tensor
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import drift_limit_of
 from g2rpo.core.contracts import plans_of
+from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
 from g2rpo.core.statistics import FEWEST, Z
 from g2rpo.core.types import Algorithm
 from g2rpo.monitor.image_statistics import TAIL
-from g2rpo.monitor.metrics import Row
 
 Scores = Mapping[str, Tensor]
 """The held-out scores [N] of one evaluation by reward; NaN means "no score"."""

@@ -79,3 +79,8 @@ def read_clip(path: Path, frames: int = FRAMES) -> tuple[Tensor, float]:
     times = (torch.arange(frames) + 0.5) / frames * ends[-1]
     chosen = [pictures[min(int(index), len(pictures) - 1)] for index in torch.searchsorted(ends, times, right=True)]
     return to_tensor(chosen), float(ends[-1]) / 1000
+
+
+def clip_of(picture: Path) -> Path:
+    """The clip beside its middle frame."""
+    return picture.with_suffix(".webp")

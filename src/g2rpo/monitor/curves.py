@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from g2rpo.core.data import Row
 from g2rpo.core.statistics import half_width
-from g2rpo.monitor.metrics import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

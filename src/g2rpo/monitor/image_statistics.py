@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from g2rpo.monitor.metrics import Row
+from g2rpo.core.data import Row
 
 TAIL = 0.05
 """The base's range of a statistic excludes this share of its pictures at either end."""

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.input_pictures import read_inputs
-from g2rpo.monitor.clips import frames_of, stills, webp
-from g2rpo.runs.directory import clip_of
+from g2rpo.monitor.clips import clip_of, frames_of, stills, webp
 
 INK, SOFT, PAPER = (40, 40, 46), (93, 96, 105), (255, 255, 255)
 RIGHT, WRONG = (0, 97, 158), (182, 70, 0)

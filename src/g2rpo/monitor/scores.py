@@ -17,9 +17,8 @@ from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.plain import as_json, read_lines_as
 from g2rpo.core.statistics import in_proportion
-from g2rpo.monitor.clips import read_clip, reduced, save_clip, stills
+from g2rpo.monitor.clips import clip_of, read_clip, reduced, save_clip, stills
 from g2rpo.monitor.pictures import beside, to_pil
-from g2rpo.runs.directory import clip_of
 
 Row = dict[str, Any]
 AGAIN = "put the file back, or start again in another folder"

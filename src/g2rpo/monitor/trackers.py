@@ -22,7 +22,6 @@ from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import as_json, read_as
-from g2rpo.runs.directory import RunDirectory
 
 PATIENCE = 60.0  # seconds that the end of a run waits for a tracker
 BACKLOG = 50  # rows that a tracker may be behind before `notify` is called
@@ -54,7 +53,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         later = iteration + 1 if iteration else 0  # events from this step on are hidden: they will be written again
-        self.board = SummaryWriter(str(RunDirectory(run_dir).tensorboard), purge_step=later)
+        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=later)
 
     def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
         from PIL import Image
@@ -94,7 +93,7 @@ class Hosted:
         self.project = project or os.environ.get(f"{self.name.upper()}_PROJECT") or "g2rpo"
 
     def start(self, run_dir: Path, iteration: int, config: Mapping[str, Any]) -> None:
-        self.memory = RunDirectory(run_dir).trackers / f"{self.name}.json"
+        self.memory = run_dir / "trackers" / f"{self.name}.json"
         self.memory.parent.mkdir(exist_ok=True)
         self.state = read_as(Memory, self.memory) if self.memory.exists() else Memory(secrets.token_hex(4))
         self.module: Any = importlib.import_module(self.name)

@@ -19,11 +19,11 @@ from g2rpo.config.resolve import absent_reward, allow_code, codes_in, listed_dif
 from g2rpo.config.schema import Alarm, Config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, counted
-from g2rpo.core.files import append_line, write_whole
+from g2rpo.core.files import append_line, is_empty, remove_unfinished, write_whole, writing
 from g2rpo.core.plain import as_json, read_lines_as
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.run.lock import InUse, held
+from g2rpo.run.run import Run
 from g2rpo.runtime.devices import accelerator
-from g2rpo.runtime.folders import InUse, held, is_empty, remove_unfinished, writing
 
 MAY_CHANGE = (
     "trainer.iterations",
@@ -75,22 +75,22 @@ def entered(config: Config, run_dir: Path | None, resume: bool, notify: Callable
             directory = enter_fresh(stack, Path("runs"), config.recipe or "run", notify)
         else:
             directory = run_dir
-            check_directory(config, directory, resume)  # before it is touched
+            Run(directory).check(config, resume)  # before it is touched
             stack.enter_context(held(directory, notify))
-            check_directory(config, directory, resume)  # unchanged since the last process released it
+            Run(directory).check(config, resume)  # unchanged since the last process released it
         yield directory
 
 
 def check_directory(config: Config, directory: Path, resume: bool) -> None:
     """Refuses a directory in which a run of `config` cannot begin, or with `resume` continue if there is one; nothing is
     written."""
-    if RunDirectory(directory).config.is_file():
+    if Run(directory).config.is_file():
         if not resume:
             raise UserError(
                 f"{directory} already holds a run; `g2rpo resume {directory}` continues it (from Python: resume=True), "
                 "or name another --run-dir"
             )
-        _check_same(config, read_config(directory), directory)
+        _check_same(config, Run(directory).read_config(), directory)
     elif not is_empty(directory):
         raise UserError(f"{directory} is not empty and holds no run (no config.yaml); name another --run-dir")
 
@@ -100,7 +100,7 @@ def claim(directory: Path, config: Config) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_unfinished(directory)
-        write_whole(RunDirectory(directory).config, config.to_yaml().encode())
+        write_whole(Run(directory).config, config.to_yaml().encode())
     except OSError as error:
         raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
 
@@ -119,14 +119,14 @@ def record_start(directory: Path, iteration: int, device: torch.device, contents
         device=module.get_device_name(device) if (module := accelerator(device)) is not None else cpu,
         contents=dict(contents or {}),
     )
-    path = RunDirectory(directory).starts
+    path = Run(directory).starts
     with writing(path):
         append_line(path, as_json(start.model_dump()))
 
 
 def read_starts(directory: Path) -> list[Start]:
     """The lines of `record_start`, oldest first; UserError for any other line."""
-    path = RunDirectory(directory).starts
+    path = Run(directory).starts
     return read_lines_as(Start, path) if path.exists() else []
 
 
@@ -134,7 +134,7 @@ def check_contents(directory: Path, contents: Mapping[str, str], accept: bool) -
     """Refuses to continue with other prompts, model or reward code than at the run's last start. With `accept` it returns the
     changes. Held-out prompts may never change: the base model was evaluated on the first ones.
     """
-    starts = [start for start in read_starts(directory) if start.contents]
+    starts = [start for start in Run(directory).read_starts() if start.contents]
     before = starts[-1].contents if starts else dict(contents)
     keys = [key for key in {**before, **contents} if before.get(key) != contents.get(key)]
     changed = [f"{key}: {before.get(key, 'nothing')} then, {contents.get(key, 'nothing')} now" for key in keys]
@@ -172,7 +172,7 @@ def read_config(
 
     An algorithm whose code the user has not named is a `given.Mentioned` one; without `mention` it is refused.
     """
-    path = RunDirectory(run_dir).config
+    path = Run(run_dir).config
     if not path.is_file():
         raise UserError(f"{run_dir} is no run directory (no config.yaml)")
     data = read_yaml(path)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from g2rpo.config.schema import Config
+from g2rpo.core.data import Row
 from g2rpo.core.seeding import seed_for
 from g2rpo.core.types import Policy, Reward, as_reward
 from g2rpo.evaluation.controls import (
@@ -50,15 +51,13 @@ from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.monitor.curves import save_curves
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.monitor.image_statistics import spread as spread_of
-from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, chosen, save_inputs, save_pictures, save_rows, score_rows
 from g2rpo.rollout.guidance import guidance_of, guided_by_hand
-from g2rpo.runtime.folders import writing
+from g2rpo.run.run import Run
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.learner import Learner
-from g2rpo.training.run_files import RunFiles
 
 
 def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes: bool) -> dict[str, Any]:
@@ -95,7 +94,7 @@ class Evaluator:
     heldout: Sequence[str]
     sizes: BatchSizes
     shards: Replicated
-    files: RunFiles
+    run: Run
     controls: Sequence[Control] = ()
     controls_on: int = 0
     """The number of held-out prompts for `controls`."""
@@ -140,7 +139,7 @@ class Evaluator:
             first = world.first(len(prompts)) if len(part) < len(prompts) else 0
             return sampler.evaluate(part, judged_by, first=first, control=control, kept=kept)
 
-        with self.learner.averaged(), self.files.naming(iteration), self.shards.sampling():
+        with self.learner.averaged(), self.run.naming(iteration), self.shards.sampling():
             evaluation = self.sizes.fit(evaluated)
         if len(part) < len(prompts):
             return evaluation_of_all(world, evaluation, prompts)
@@ -178,8 +177,8 @@ class Evaluator:
         for control in self.controls:
             evaluation = self.evaluate(iteration, on_rows, prompts, control, kept=_first_value)
             scores |= {f"{control}/{name}": values for name, values in with_right(evaluation).items()}
-        if self.files.writes:
-            with self.files.written(self.files.run.control_scores) as path:
+        if self.run.writes:
+            with self.run.written(self.run.control_scores) as path:
                 save_file(scores, path)
 
     def sample_tuned_control(self, iteration: int, on_rows: Callable[[int], None]) -> Evaluation | None:
@@ -190,12 +189,12 @@ class Evaluator:
 
     def has_controls(self) -> bool:
         """Whether the scores of controls are stored, by rank 0's view of the disk."""
-        stored = self.files.writes and self.files.run.control_scores.is_file()
+        stored = self.run.writes and self.run.control_scores.is_file()
         return self.shards.world.total(stored)[0] > 0
 
     def _against(self, base: Evaluation, tuned: Evaluation, tuned_control: Evaluation | None, training: int) -> Controls | None:
         """The stored controls against the tuned model, on the same prompts; None without any."""
-        path = self.files.run.control_scores
+        path = self.run.control_scores
         if not path.is_file():
             return None
         stored, before = load_tensors(path), with_right(base)
@@ -215,13 +214,14 @@ class Evaluator:
         """Stores an evaluation (at iteration 0 the base model's) and returns its row for the log, with that of `spread`."""
         if iteration == 0:
             self.baseline = evaluation
-        if self.files.writes:
+        if self.run.writes:
             if iteration == 0:
-                with self.files.written(self.files.run.baseline) as path:
+                with self.run.written(self.run.baseline) as path:
                     save_evaluation(path, evaluation)
-            with self.files.written(self.files.run.scores(iteration)) as path:
-                save_rows(path, score_rows(evaluation.prompts, evaluation.scores, evaluation.right))
-            self._save_pictures(self.files.run.grid(iteration), [(iteration, evaluation)], f"After iteration {iteration}")
+            scores = self.run.scores(iteration)
+            with self.run.writing(scores):
+                save_rows(scores, score_rows(evaluation.prompts, evaluation.scores, evaluation.right))
+            self._save_pictures(self.run.grid(iteration), [(iteration, evaluation)], f"After iteration {iteration}")
         row: Row = {"kind": "eval", "iteration": iteration}
         row |= {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self.base()
@@ -236,8 +236,8 @@ class Evaluator:
 
     def base(self) -> Evaluation | None:
         """The base model's evaluation, of this process or read from the run directory; None if there is none."""
-        if self.baseline is None and self.files.run_dir is not None:
-            stored = load_evaluation(self.files.run.baseline, self.heldout)
+        if self.baseline is None and self.run.folder is not None:
+            stored = load_evaluation(self.run.baseline, self.heldout)
             self.baseline = stored if self.shards.world.is_main else replace(stored, images=stored.images[:0].clone())
         return self.baseline
 
@@ -254,7 +254,7 @@ class Evaluator:
         if base is None:
             raise ValueError("this trainer has neither evaluated the base model nor a run_dir that holds its evaluation")
         table = compare(base, tuned)
-        if not self.files.writes:
+        if not self.run.writes:
             return table
         results: dict[str, Any] = {"iteration": iteration, "prompts": len(base.prompts)}
         results["rewards"] = {name: asdict(row) for name, row in table.items()}
@@ -265,18 +265,17 @@ class Evaluator:
         if (against := self._against(base, tuned, tuned_control, training)) is not None:
             self.against, results["controls"] = against, against.model_dump(mode="json")
         for key in DIVERSITIES.values():
-            spreads = {row["iteration"]: row[key] for row in read_metrics(self.files.run.path) if key in row}
+            spreads = {row["iteration"]: row[key] for row in self.run.read_log() if key in row}
             if spreads.keys() >= {0, iteration}:
                 means = {"base": spreads[0], "tuned": spreads[iteration]}
                 results[key] = {"prompts": self.spread_on, "noises": SPREAD_NOISES, **means}
         sides = [(0, base), (iteration, tuned)]
-        self._save_pictures(self.files.run.before_after, sides, "Both rows from the same noise", right)
+        self._save_pictures(self.run.before_after, sides, "Both rows from the same noise", right)
         if rolled_back_from is not None:
             results["rolled_back_from"] = rolled_back_from
-        with self.files.written(self.files.run.results) as path:
-            path.write_text(json.dumps(results, indent=1), encoding="utf-8")
-        with self.files.written(self.files.run.curves) as path:
-            save_curves(path, read_metrics(self.files.run.path), list(self.rewards), len(base.prompts))
+        self.run.write_results(results)
+        with self.run.written(self.run.curves) as path:
+            save_curves(path, self.run.read_log(), list(self.rewards), len(base.prompts))
         return table
 
     def _picture_statistics(self, base: Evaluation, evaluation: Evaluation) -> Row:
@@ -300,8 +299,8 @@ class Evaluator:
         for label, (iteration, one) in zip(("base", "tuned") if len(sides) > 1 else ("",), sides, strict=True):
             scores = {reward: one.scores[reward][places] for reward in self.rewards}
             picture_rows.append(PictureRow(one.images[places], label, scores, None if one.right is None else one.right[places]))
-            folder = self.files.run.pictures(iteration)
-            with self.files.holding(), writing(folder):
+            folder = self.run.pictures(iteration)
+            with self.run.writing(folder):
                 save_pictures(folder, one.images[places], places, seconds)
                 save_inputs(folder, prompts, places)
         note = f"{how}.\n{which}."
@@ -310,7 +309,7 @@ class Evaluator:
         if right is not None:
             shares = f"the base draws {100 * right.base:.0f} % right and the tuned model {100 * right.tuned:.0f} %"
             note += f" Of all {len(self.heldout)}, {shares}."
-        with self.files.holding(), writing(grid):
+        with self.run.writing(grid):
             save_grid(grid, picture_rows, prompts, note, seconds)
 
 

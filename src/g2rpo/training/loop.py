@@ -12,8 +12,8 @@ from torch import Tensor
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import KeepsOldWeights, candidates_of, differentiates_rewards
 from g2rpo.core.contracts import check_scored, choice_of
+from g2rpo.core.data import Row
 from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
-from g2rpo.monitor.metrics import Row
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.guidance import in_training
 from g2rpo.rollout.scoring import weighted_scores

@@ -1,7 +1,8 @@
-"""The model card of tuned weights: training data and settings, the result, and how to use them."""
+"""What tuned weights say of themselves: a model card for people, and the header of an adapter for programs."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -13,45 +14,35 @@ import yaml
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.schema import Config
-from g2rpo.core.errors import UserError, counted
+from g2rpo.core.errors import counted
 from g2rpo.core.files import is_hub_id, write_whole
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.types import Policy
 from g2rpo.evaluation.controls import Controls, in_figures, in_words, told
 from g2rpo.evaluation.heldout import Comparison
-from g2rpo.evaluation.results import read_results
-from g2rpo.policies.catalogue import licence_of
-from g2rpo.runs.directory import RunDirectory, clip_of
-from g2rpo.training.header import base_name
-from g2rpo.training.rates import read_sweep
+from g2rpo.monitor.clips import clip_of
+from g2rpo.policies import catalogue
+from g2rpo.policies.adapters import ABOVE
+from g2rpo.run.run import Run
 
 CARD = "README.md"
 THIS, MERGED = "THIS FOLDER OR REPOSITORY", "FOLDER OF g2rpo export RUN --format merged"
 
 
-def finished_at(run_dir: Path) -> int | None:
-    """The iteration of the weights that a run's results and model card describe; None if there are none."""
-    try:
-        found = read_results(RunDirectory(run_dir))
-    except UserError:  # damaged, and to be rewritten
-        return None
-    return None if found is None else found.iteration
-
-
 def copy_card(weights: Path, to: Path) -> None:
     """Copies the card of the folder `weights`, if it has one, with its pictures."""
-    for name in (CARD, *(picture.name for picture in _pictures(RunDirectory(weights)))):
+    for name in (CARD, *(picture.name for picture in _pictures(Run(weights)))):
         if (weights / name).is_file():
             shutil.copy(weights / name, to / name)
 
 
-def _pictures(run: RunDirectory) -> tuple[Path, ...]:
+def _pictures(run: Run) -> tuple[Path, ...]:
     """The pictures of a card; the last only for clips."""
     return run.before_after, run.curves, clip_of(run.before_after)
 
 
 def write_card(
-    run_dir: Path,
+    run: Run,
     weights: Path,
     config: Config,
     table: Mapping[str, Comparison],
@@ -68,7 +59,7 @@ def write_card(
     lora_loader = getattr(policy, "lora_loader", "load_lora_weights")
     edits = any(images_of(prompt) for prompt in heldout)
     folder = weights if weights.is_dir() else weights.parent
-    still, curves, clips = _pictures(RunDirectory(run_dir))
+    still, curves, clips = _pictures(run)
     moves = clips.is_file()
     task = f"{'image' if edits else 'text'}-to-{'video' if moves else 'image'}"
     for picture in (still, curves, *([clips] if moves else [])):
@@ -87,7 +78,7 @@ def write_card(
             [
                 f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
                 f"# {_code(config.policy.path)}, tuned with {title_of(config.algorithm)[0]}",
-                _what(config) + _how_rated(run_dir),
+                _what(config) + _how_rated(run),
                 f"![before and after]({(clips if moves else still).name})",
                 _results(config, table, len(heldout)),
                 *_controls(config, against),
@@ -142,7 +133,7 @@ def _what(config: Config) -> str:
     recipe = f" with the recipe {_code(config.recipe)}" if config.recipe else ""
     method, paper = title_of(config.algorithm)
     source = f"{method}, arXiv {paper}" if paper else f"the algorithm {method}"
-    licence = licence_of(config.policy.path, config.policy.kind)
+    licence = catalogue.licence_of(config.policy.path, config.policy.kind)
     brought = [f"It continues {_code(base_name(config.policy.adapter))}. "] if config.policy.adapter else []
     if config.policy.assistant:
         where = "and is used with it" if config.policy.assistant_in_evaluation else "and is not part of the result"
@@ -154,9 +145,9 @@ def _what(config: Config) -> str:
     )
 
 
-def _how_rated(run_dir: Path) -> str:
+def _how_rated(run: Run) -> str:
     """A sentence on the pilots of a run, if it had any."""
-    sweep = read_sweep(RunDirectory(run_dir))
+    sweep = run.read_rates()
     if sweep is None or sweep.rate is None:
         return ""
     tried = ", ".join(f"{rate:g}" for rate in sorted(sweep.rates))
@@ -226,3 +217,45 @@ def _call(config: Config, task: str, deployed: Mapping[str, Any] | None, more: s
     if "video" in task:
         return f'export_to_video({made}.frames[0], "out.mp4")'
     return f"picture = {made}.images[0]"
+
+
+def header_of(config: Config, iteration: int) -> dict[str, str]:
+    """Text for the header of an adapter that a run of `config` saved after `iteration`: the same for equal runs, so no dates.
+
+    Where the base model's architecture has a name, the fields of ModelSpec 1.0.1 (github.com/Stability-AI/ModelSpec) are there.
+    """
+    method, paper = title_of(config.algorithm)
+    own = {
+        "version": __version__,
+        "algorithm": method,
+        **({"arxiv": paper} if paper else {}),
+        "rewards": json.dumps({name: entry.weight for name, entry in config.rewards.items()}),
+        "base_model": base_name(config.policy.path),
+        **({"adapter": base_name(config.policy.adapter)} if config.policy.adapter else {}),
+        "iteration": str(iteration),
+        "size": f"{config.policy.width}x{config.policy.height}",
+    }
+    above = {ABOVE: str(config.policy.lora_above)} if config.policy.lora_above else {}
+    return {**{f"g2rpo.{name}": text for name, text in own.items()}, **above, **_modelspec(config, method)}
+
+
+def base_name(path: str) -> str:
+    """A base model's name: its hub id, or the name of its folder without its path, which is private."""
+    return path if is_hub_id(path) else Path(path).name
+
+
+def _modelspec(config: Config, method: str) -> dict[str, str]:
+    base = config.policy.path
+    _, model = catalogue.model_of(base, config.policy.kind) or (None, None)
+    if model is None or model.architecture is None:
+        return {}
+    fields = {
+        "sai_model_spec": "1.0.1",
+        "architecture": f"{model.architecture}/lora",
+        "implementation": "diffusers",
+        "title": f"{base_name(base)} tuned with {method}",
+        "description": f"Trained on {', '.join(config.rewards)} by g2rpo {__version__}",
+        "resolution": f"{config.policy.width}x{config.policy.height}",
+        "license": model.licence,
+    }
+    return {f"modelspec.{name}": text for name, text in fields.items()}

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from g2rpo.config.schema import Config
+from g2rpo.core.data import Row
 from g2rpo.core.errors import Stopped
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.monitor.metrics import Row
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.run.rates import LONGER, PILOT_SEEDS, REPEATED, STOPPED, Pilot, Sweep, gain_at, gains
+from g2rpo.run.run import Run
 from g2rpo.training.pace import MEASURED, with_length
-from g2rpo.training.rates import LONGER, PILOT_SEEDS, REPEATED, STOPPED, Pilot, Sweep, gain_at, gains
 from g2rpo.training.trainer import Trainer
 
 PART = 4
@@ -74,7 +74,7 @@ class Pilots:
         self.base: tuple[Row, Evaluation] | None = None
 
     def find(
-        self, sweep: Sweep, run: RunDirectory, ends_at: float | None = None, tell: Callable[[str], None] = lambda line: None
+        self, sweep: Sweep, run: Run, ends_at: float | None = None, tell: Callable[[str], None] = lambda line: None
     ) -> float:
         """The rate that `sweep` takes, whose missing pilots are run; each is stored in `run` and told as it ends. They are
         shorter if their `SHARE` of the time until `ends_at` (`time.monotonic`) is short."""
@@ -89,7 +89,7 @@ class Pilots:
             sweep.pilots.append(pilot)
             length = sweep.pilots[0].iterations
             if self.world.is_main:
-                sweep.write(run)
+                run.write_rates(sweep)
         self.reset()
         return sweep.choose()
 

@@ -15,10 +15,10 @@ from g2rpo.core.capabilities import ObservesScores, learner_of, owner_of
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.types import Policy, Reward
 from g2rpo.rollout.scoring import decode, naming_reward
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.run.checkpoint import latest_checkpoint
+from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes
-from g2rpo.training.checkpoint import latest_checkpoint
 from g2rpo.training.collector import Collected
 
 LOOKED_AT = 4
@@ -96,7 +96,7 @@ def take_stored(rewards: Mapping[str, Reward], run: Path, notify: Callable[[str]
     """Sets the states of rewards that have one to those of a run's newest checkpoint, if there is one."""
     if not (found := stateful(rewards)):
         return
-    newest, _ = latest_checkpoint(RunDirectory(run).checkpoints)
+    newest, _ = latest_checkpoint(Run(run).checkpoints)
     iteration, _, state = newest or (0, {}, {})
     kept = {name: value for name, value in state.get("rewards", {}).items() if name in found}
     restore({name: found[name] for name in kept}, kept)

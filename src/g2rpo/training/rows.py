@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from g2rpo.core.data import Row
 from g2rpo.core.types import Plan
 from g2rpo.monitor.diagnostics import diagnose, reward_metrics
-from g2rpo.monitor.metrics import Row
 from g2rpo.runtime.devices import accelerator
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes

@@ -15,6 +15,7 @@ from torch import Tensor
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.core.capabilities import check_complete, keeps_old, learner_of, state_of
 from g2rpo.core.contracts import advantages_of, check_advantages
+from g2rpo.core.data import Row
 from g2rpo.core.errors import Preempted
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Cond, Plan, Policy, Reward, as_rewards
@@ -22,19 +23,17 @@ from g2rpo.evaluation.heldout import Comparison, Evaluation
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.evaluation.work import plans_in, work_in_pictures
 from g2rpo.monitor.alarms import alarms_of
-from g2rpo.monitor.metrics import Row, gaps
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.engine import Noise
 from g2rpo.rollout.guidance import sized
 from g2rpo.rollout.scoring import decode_rollout
+from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
-from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.training.collector import Collector, Groups
 from g2rpo.training.evaluator import Evaluator, free_knobs
-from g2rpo.training.header import header_of
 from g2rpo.training.learner import Learner, Snapshot
 from g2rpo.training.listeners.checkpoints import Checkpoints
 from g2rpo.training.listeners.clock import Clock
@@ -44,12 +43,11 @@ from g2rpo.training.listeners.first_group import FirstGroup
 from g2rpo.training.listeners.listener import Ask, Listener, asked_by
 from g2rpo.training.listeners.log import Log
 from g2rpo.training.loop import Loop
-from g2rpo.training.model_card import write_card
+from g2rpo.training.model_card import header_of, write_card
 from g2rpo.training.pace import with_length
 from g2rpo.training.persistence import Persistence
 from g2rpo.training.ranks import divided
 from g2rpo.training.reward_states import stateful
-from g2rpo.training.run_files import RunFiles
 from g2rpo.training.stopwatch import Stopwatch
 from g2rpo.training.updater import Updater, check_differentiable, check_groups
 
@@ -84,7 +82,7 @@ class Trainer:
         self.stopping = False
         self.rolled_back_from: int | None = None
         self.final: Evaluation | None = None  # of the weights as they are
-        self.files = RunFiles(self.run_dir, self.world, self.notify)
+        self.run = Run(self.run_dir, self.world, self.notify)
         self.division = divided(c, self.world)
         self.own_prompts = c.trainer.prompts_per_iteration // self.division.prompts.size
         self.algorithm = c.algorithm
@@ -149,7 +147,7 @@ class Trainer:
             heldout=self.heldout,
             sizes=self.sizes,
             shards=self.shards,
-            files=self.files,
+            run=self.run,
             **free_knobs(c, self.policy, sampler.num_steps, len(self.heldout), self.run_dir is not None),
         )
         self.persistence = Persistence(
@@ -158,21 +156,19 @@ class Trainer:
             memory=self.memory,
             rewards={**self.rewards, **self.judges},
             shards=self.shards,
-            files=self.files,
+            run=self.run,
             keep=c.trainer.keep_checkpoints,
             header=partial(header_of, c),
         )
 
-        self.early_stop = EarlyStop(
-            loop=self.loop, alarms=self.alarms, files=self.files, save=self.save, roll_back=self.roll_back
-        )
+        self.early_stop = EarlyStop(loop=self.loop, alarms=self.alarms, run=self.run, save=self.save, roll_back=self.roll_back)
         self.clock = Clock(self.loop, self.early_stop, self.evaluator, self.set_length, self._keeps_base, self.ends_at)
         self.checkpoints = Checkpoints(self.loop, self.early_stop, self.persistence)
         self.listeners: Sequence[Listener] = [
             self.early_stop,  # first: it sets a row's alarms
             self.checkpoints,
-            Log(self.loop, self.files, self.trackers),
-            FirstGroup(self.loop, self.files),
+            Log(self.loop, self.run, self.trackers),
+            FirstGroup(self.loop, self.run),
             self.clock,
             Evaluations(self.loop, self.early_stop),
         ]
@@ -247,7 +243,7 @@ class Trainer:
         With `prompts` groups of these, each rank of its own: sampled by the plans and group size of `algorithm`, from
         `noise(place of the prompt, *purpose)`, and scored by `rewards` (none: {}); by default the iteration's.
         """
-        with self.files.naming(self.iteration):
+        with self.run.naming(self.iteration):
             if prompts is None:
                 return self.loop.sample_groups()
             algorithm = algorithm or self.loop.algorithm_now()
@@ -263,7 +259,7 @@ class Trainer:
         the iteration and returns its row, which listeners hear; unless it is not `counted`, which returns {}."""
         check_advantages(groups.rewards, advantages)
         self.final, own = None, self.world.shard(advantages)
-        with self.files.naming(self.iteration):
+        with self.run.naming(self.iteration):
             if not counted:
                 self.loop.update(groups, own)
                 return {}
@@ -298,8 +294,8 @@ class Trainer:
     def set_length(self, iterations: int, every: int) -> None:
         """Gives the run another number of iterations, and an evaluation `every` so many; config.yaml says so."""
         self.config = self.loop.config = with_length(self.config, iterations, every)
-        if self.files.writes:
-            with self.files.written(self.files.run.config) as path:
+        if self.run.writes:
+            with self.run.written(self.run.config) as path:
                 path.write_text(self.config.to_yaml(), encoding="utf-8")
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
@@ -343,10 +339,10 @@ class Trainer:
                 self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
         training = round(work_in_pictures(self.config))
         table = self.evaluator.finish(tuned, self.iteration, self.rolled_back_from, tuned_control, training)
-        if self.files.writes:
-            with self.files.holding(), writing(weights):
+        if self.run.writes:
+            with self.run.writing(weights):
                 own = self.config, table, self.heldout, self.policy, self.evaluator.against
-                write_card(self.files.run.path, weights, *own)
+                write_card(self.run, weights, *own)
         return table
 
     def export(self) -> Path:
@@ -368,7 +364,7 @@ class Trainer:
             return complaints
         self.loop.iteration = found
         self.early_stop.take_up([*self.rewards, *self.judges], len(self.heldout))
-        return [*complaints, *gaps(self.files.run.path, self.alarms.rows, found)]
+        return [*complaints, *self.run.gaps(self.alarms.rows, found)]
 
     def roll_back(self) -> int:
         """Restores the weights of the best evaluation, for `finish` and `export`, and returns its iteration; checkpoints are
@@ -385,7 +381,7 @@ class Trainer:
 
     def _preempted(self) -> Preempted:
         self.stopping = False
-        return Preempted(f"stopped after iteration {self.iteration}, as asked; {self.files.how_to_continue}")
+        return Preempted(f"stopped after iteration {self.iteration}, as asked; {self.run.how_to_continue}")
 
     def _find_sizes(self, cond: Cond) -> None:
         """Measures batch sizes that are `auto`, up to the largest that an iteration can use."""

@@ -24,8 +24,8 @@ from g2rpo.lab.compare.results import FREE
 from g2rpo.lab.compare.study import check_overrides, own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
-from g2rpo.runs.lifecycle import read_config
-from g2rpo.training.rates import RateGain, good_rates, smallest_good_rate
+from g2rpo.run.rates import RateGain, good_rates, smallest_good_rate
+from g2rpo.run.run import Run
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import fits, trainer
 
@@ -252,14 +252,14 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     results = json.loads((out / "results.json").read_text())
     assert list(results["spent"]) == ["one", "mix"]
     for cell, spent in results["spent"].items():  # the runs are what the budget and the pilots ask for
-        config = read_config(out / "runs" / cell / "seed_42")
+        config = Run(out / "runs" / cell / "seed_42").read_config()
         budget = {"one": 110, "mix": 70}[cell]
         assert config.trainer.iterations == spent["iterations"] == iterations_within(config, budget)
         assert spent["evaluations"] == sum(work(config, iteration) for iteration in range(config.trainer.iterations)) <= budget
         pilots = []
         for rate in (1e-3, 1e-2):
             folder = out / "pilots" / cell / f"rate_{rate:g}" / "seed_1042"
-            pilot = read_config(folder)
+            pilot = Run(folder).read_config()
             assert pilot.evaluation.prompts == config.prompts.train and pilot.optim.learning_rate == rate
             pilots.append(gain_of(rate, [read_run(pilot, folder)], {"scene_accuracy": 1.0}))
         assert config.optim.learning_rate == spent["learning_rate"] == smallest_good_rate(pilots)
@@ -336,8 +336,8 @@ def test_a_budget_in_seconds_is_measured_first(capsys, tmp_path, tiny_config, mo
     monkeypatch.setattr("g2rpo.lab.compare.workflow.seconds_per_evaluation", price)
     done(capsys, "compare", tiny_config, "--cell", "a:", "--seeds", "1", "--budget", "seconds=1", "--out", out)
     assert len(measured) == 1 and measured[0] > 0
-    assert read_config(out / "runs/a/seed_42").trainer.iterations == 2 and not (out / "pilots").exists()
-    assert read_config(out / "probes/a").trainer.iterations == 3
+    assert Run(out / "runs/a/seed_42").read_config().trainer.iterations == 2 and not (out / "pilots").exists()
+    assert Run(out / "probes/a").read_config().trainer.iterations == 3
 
 
 def test_a_failing_run_is_named_with_what_it_said(capsys, tmp_path, tiny_config, forked_jobs):

@@ -47,7 +47,7 @@ from g2rpo.lab.report.verdict import summary
 from g2rpo.monitor.scores import read_rows, scores_of
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guidance_of
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.run.run import Run
 from g2rpo.training.stopwatch import Stopwatch
 from tests.support.commands import TINY, g2rpo
 from tests.support.ports import free_port
@@ -125,7 +125,7 @@ def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
     for number, prompt in enumerate(heldout):
         drawing = draw_pair(session, prompt, **asked)
         for evaluation, iteration in ((drawing.base, 0), (drawing.tuned, log.changes()[0].iteration)):
-            stored = scores_of(read_rows(RunDirectory(run).scores(iteration)))
+            stored = scores_of(read_rows(Run(run).scores(iteration)))
             for name, value in evaluation.scores.items():  # other batches, so not to the last bit
                 torch.testing.assert_close(value, stored[name][number : number + 1], atol=1e-4, rtol=0, equal_nan=True)
         assert drawing.settings.startswith(

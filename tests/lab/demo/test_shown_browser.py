@@ -17,7 +17,7 @@ from g2rpo.lab.demo.session import DemoModel, draw_pair, trace_group
 from g2rpo.lab.demo.views import drawing_html, trace_html
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
-from g2rpo.runs.lifecycle import claim, record_start
+from g2rpo.run.run import Run
 from g2rpo.runtime.memory import BatchSizes
 from tests.lab.demo.test_demo_browser import CHROMIUM, MINUTE, NEEDED, browser  # noqa: F401
 from tests.support.ports import free_port
@@ -104,8 +104,8 @@ def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):  # noqa: F811
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_the_reports_clips_move_unless_the_reader_asked_for_none(tmp_path, browser, motion):  # noqa: F811
     folder = tmp_path / "run"
-    claim(folder, config())
-    record_start(folder, 0, torch.device("cpu"))
+    Run(folder).claim(config())
+    Run(folder).record_start(0, torch.device("cpu"))
     list(trainer(folder, "trainer.iterations=2", policy=Clips()).train())
     (tmp_path / "page.html").write_text(render(read_runs([folder])))
     tab = browser.new_page(reduced_motion=motion)

@@ -23,10 +23,8 @@ from g2rpo.lab.report.verdict import summary, verdict
 from g2rpo.lab.report.words import decimals, signed, span
 from g2rpo.monitor import alarms
 from g2rpo.monitor.alarms import ADVICE
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.scores import read_rows, right_of, save_pictures, save_rows, score_rows, scores_of
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import claim, record_start
+from g2rpo.run.run import Run
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import PLAIN, brightness, config, trainer
 
@@ -75,9 +73,9 @@ class Page(HTMLParser):
 
 def make_run(directory, *overrides, iterations=None, finish=True):
     """A run of the Gaussian policy in `directory`, as `g2rpo train` leaves it; stopped after `iterations`, if given."""
-    claim(directory, config(*overrides))
+    Run(directory).claim(config(*overrides))
     t = trainer(directory, *overrides)
-    record_start(directory, 0, torch.device("cpu"))
+    Run(directory).record_start(0, torch.device("cpu"))
     for row in t.train():
         if row["kind"] == "train" and row["iteration"] == iterations:
             return directory
@@ -117,7 +115,7 @@ def test_the_headline_is_results_json(run_dir, html):
 
 def test_charts_hold_the_logged_numbers(run_dir, html):
     charts = Page(html).charts
-    rows = read_metrics(run_dir)
+    rows = Run(run_dir).read_log()
     faint, marked = charts["bright, trained on"]["lines"]
     for line, kind in ((faint, "train"), (marked, "eval")):
         logged = [row for row in rows if row["kind"] == kind]
@@ -137,7 +135,7 @@ def test_with_several_ranks_evaluations_take_as_long_as_the_last_rank():
 
 
 def test_costs_are_sums(run_dir, html):
-    rows = [row for row in read_metrics(run_dir) if row["kind"] == "train"]
+    rows = [row for row in Run(run_dir).read_log() if row["kind"] == "train"]
     words = Page(html).words
     assert f"Network evaluations {sum(row['evaluations'] for row in rows):,}" in words
     assert f"Pictures scored {4 * 2 * 3 * 2 * 6}" in words  # iterations, prompts, branch steps, granularities, members
@@ -157,7 +155,7 @@ def test_the_page_needs_nothing_else(html):
 
 
 def test_a_group_of_the_first_iteration_is_shown_from_best_to_worst(run_dir, html):
-    rows, page = read_rows(RunDirectory(run_dir).group_scores), Page(html)
+    rows, page = read_rows(Run(run_dir).group_scores), Page(html)
     scores = scores_of(rows)["bright"].reshape(2, 6)  # granularities, members
     advantages = scores_of(rows)["advantage"][:6]
     standard = (scores - scores.mean(1, keepdim=True)) / scores.std(1, keepdim=True)
@@ -174,7 +172,7 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
         return brightness(images, prompts)
 
     bright.right = float(trainer(None).score_heldout().scores["bright"].mean())  # of the base's pictures some are right
-    claim(tmp_path, config())
+    Run(tmp_path).claim(config())
     t = trainer(tmp_path, rewards={"bright": bright})
     rows = [row for row in t.train() if row["kind"] == "eval"]
     t.finish()
@@ -182,7 +180,7 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
     below = page.words.partition("by the rewards that can tell")[2]
     marks = below.count("✓ right"), below.count("✗ wrong")
     judged = [t.evaluator.baseline.right, t.score_heldout().right]
-    middle = right_of(read_rows(RunDirectory(tmp_path).scores(2)))
+    middle = right_of(read_rows(Run(tmp_path).scores(2)))
     expected = [bool(v) for side in [*judged, middle] for v in side]
     assert marks == (expected.count(True), expected.count(False)) and sum(marks) == 9 > marks[0] > 0
     for value in [*t.evaluator.baseline.scores["bright"], *t.score_heldout().scores["bright"]]:
@@ -196,7 +194,7 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
 def said(directory, rewards, right=None, alarms=(), more=None):
     """Sentences and figures of a run with these results: {name: (trained, base, tuned, error, spread)}."""
     names, judged = ({name: 1.0 for name, row in rewards.items() if row[0] == trained} for trained in (True, False))
-    claim(directory, resolve({**PLAIN, "rewards": names, "evaluation": {**PLAIN["evaluation"], "rewards": judged}}))
+    Run(directory).claim(resolve({**PLAIN, "rewards": names, "evaluation": {**PLAIN["evaluation"], "rewards": judged}}))
 
     def row(*values):
         return dict(zip(("base", "tuned", "error", "spread"), values, strict=True))
@@ -233,7 +231,7 @@ def test_the_summary_says_what_happened_in_plain_words(tmp_path):
         "other did not clearly change: +0.03 standard deviations (−0.22 to +0.27)."
     )
     assert both.endswith("Fallen: one, two; 2 alarms: a, b.")
-    claim(tmp_path / "e", config())
+    Run(tmp_path / "e").claim(config())
     assert summary(*read_runs([tmp_path / "e"])).sentences == [
         "Nothing can be said yet: there is no second evaluation to compare the base model's with."
     ]
@@ -272,7 +270,7 @@ def test_lost_diversity_is_called_a_loss(tmp_path, spreads, told):
 def test_markup_from_users_is_text(tmp_path):
     bad = "<script>alert('1')</script>&\"x"
     directory = make_run(tmp_path / "<b>bold", finish=False)
-    table = RunDirectory(directory).scores(0)
+    table = Run(directory).scores(0)
     rows = read_rows(table)
     save_rows(table, [row | {"prompt": bad} for row in rows])
     text = (directory / "metrics.jsonl").read_text()
@@ -313,7 +311,7 @@ marked.right, marked.right_in_words = 0.5, "Lights {} rooms"
 
 def seeded(directory, seed, *overrides):
     """A finished run of another seed whose trained reward says what is right."""
-    claim(directory, config(f"trainer.seed={seed}", *overrides))
+    Run(directory).claim(config(f"trainer.seed={seed}", *overrides))
     t = trainer(directory, f"trainer.seed={seed}", *overrides, rewards={"bright": marked})
     list(t.train())
     t.finish()
@@ -327,7 +325,7 @@ def seeds(tmp_path_factory):
 
 
 def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prompts(seeds):
-    scores = [[scores_of(read_rows(RunDirectory(run).scores(i))) for run in seeds] for i in (0, 2, 4)]
+    scores = [[scores_of(read_rows(Run(run).scores(i))) for run in seeds] for i in (0, 2, 4)]
     bright = np.stack([[one["bright"].double().numpy() for one in after] for after in scores])  # [evaluation, seed, prompt]
     change = interval(bright[2] - bright[0])
     (line,) = seed_groups(read_runs(seeds))
@@ -348,7 +346,7 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     charts = page.charts
     faint, held_out = charts["bright, trained on"]["lines"]
     assert held_out["y"] == [compact(float(each.mean())) for each in bright] and held_out["x"] == [0, 2, 4]
-    logged = [[row["reward/bright"] for row in read_metrics(run) if row["kind"] == "train"] for run in seeds]
+    logged = [[row["reward/bright"] for row in Run(run).read_log() if row["kind"] == "train"] for run in seeds]
     assert faint["y"] == [compact(float(np.mean(each))) for each in zip(*logged, strict=True)]
     assert len(charts["Gradient norm"]["lines"]) == 1 and not page.all("ul", class_="legend")
     _, y, changes = line.curve("bright")
@@ -370,12 +368,12 @@ def test_only_runs_of_one_config_and_several_seeds_are_one_line(seeds, tmp_path)
 
 def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of_all(seeds, tmp_path):
     shorter = shutil.copytree(seeds[1], tmp_path / "shorter")
-    rows = [row for row in read_metrics(shorter) if row["iteration"] <= 2]
+    rows = [row for row in Run(shorter).read_log() if row["iteration"] <= 2]
     (shorter / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (shorter / "results.json").unlink()
     runs = read_runs([seeds[0], shorter])
     (line,) = seed_groups(runs)
-    both = [scores_of(read_rows(RunDirectory(run).scores(2)))["bright"].double().mean() for run in (seeds[0], shorter)]
+    both = [scores_of(read_rows(Run(run).scores(2)))["bright"].double().mean() for run in (seeds[0], shorter)]
     assert [one.iteration for one in [*line.changes(), line.right()]] == [2, 2, 2]
     assert line.changes()[0].tuned == pytest.approx(float(sum(both)) / 2)
     words = Page(render(runs)).words
@@ -391,7 +389,7 @@ def test_a_run_that_stopped_has_a_page(tmp_path):
     page = Page(render(read_runs([directory])))
     assert "Unfinished: 3 of 4 iterations are logged" in page.words
     (run,) = read_runs([directory])
-    evaluations = [row for row in read_metrics(directory) if row["kind"] == "eval"]
+    evaluations = [row for row in Run(directory).read_log() if row["kind"] == "eval"]
     assert [row["iteration"] for row in evaluations] == [0, 2]
     first, last = evaluations
     (change, _) = run.changes()
@@ -399,13 +397,13 @@ def test_a_run_that_stopped_has_a_page(tmp_path):
 
 
 def test_a_run_that_logged_nothing_has_a_page(tmp_path):
-    claim(tmp_path, config())
+    Run(tmp_path).claim(config())
     assert "nothing is logged yet of 4 iterations" in Page(render(read_runs([tmp_path]))).words
 
 
 def test_damaged_pictures_and_scores_are_named(run_dir, tmp_path):
     directory = shutil.copytree(run_dir, tmp_path / "run")
-    files = RunDirectory(directory)
+    files = Run(directory)
     for damage in (files.pictures(2) / "000000.png", files.scores(2)):
         damage.write_bytes(b"no")
         page = Page(render([*read_runs([directory])]))
@@ -416,7 +414,7 @@ def test_damaged_pictures_and_scores_are_named(run_dir, tmp_path):
 def test_missing_numbers_are_gaps(run_dir, tmp_path):
     """A reward without a single score in an iteration is null in the log."""
     directory = shutil.copytree(run_dir, tmp_path / "run")
-    rows = read_metrics(directory)
+    rows = Run(directory).read_log()
     for row in rows:
         if row["iteration"] == 2:
             row |= {"reward/bright": None, "stderr/bright": None}
@@ -459,7 +457,7 @@ def test_wrong_input_is_one_message(capsys, tmp_path, run_dir):
         ((run_dir, "--out", tmp_path), "cannot be written"),
     ):
         assert message in refused(capsys, "report", *arguments)
-    claim(tmp_path / "broken", config())
+    Run(tmp_path / "broken").claim(config())
     (tmp_path / "broken" / "metrics.jsonl").write_text('{"kind": "tr\n{"kind": "train"}\n')
     assert "metrics.jsonl, line 1: is no JSON" in refused(capsys, "report", tmp_path / "broken")
 
@@ -467,11 +465,11 @@ def test_wrong_input_is_one_message(capsys, tmp_path, run_dir):
 @pytest.mark.slow  # 160 pictures of noise
 def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
     """Noise is the hardest picture to compress: 8 prompts at 20 evaluations stay within the page's bound."""
-    claim(tmp_path, config("trainer.iterations=20"))
+    Run(tmp_path).claim(config("trainer.iterations=20"))
     row = {"kind": "eval", "reward/bright": 0.5, "reward/dark": 0.5, "seconds": 1.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**row, "iteration": i}) + "\n" for i in range(20)))
     noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
-    files = RunDirectory(tmp_path)
+    files = Run(tmp_path)
     for i in range(20):
         save_rows(files.scores(i), score_rows([str(n) for n in range(8)], {"bright": torch.rand(8)}))
         save_pictures(files.pictures(i), noise, range(8), 1)
@@ -506,7 +504,7 @@ def test_alarms_are_told_and_marked(tmp_path, monkeypatch):
     """A judged reward falls in every toy run (dark is minus bright); a row of training has one of its own."""
     monkeypatch.setattr(alarms, "FEWEST", 3)
     directory = make_run(tmp_path / "run", "trainer.iterations=6", finish=False)
-    rows = read_metrics(directory)
+    rows = Run(directory).read_log()
     for row in rows:
         if row["kind"] == "train" and row["iteration"] in (2, 3, 5):
             row["alarms"] = {"drift": f"seen <{row['iteration']}>"}

@@ -17,7 +17,7 @@ from g2rpo.app.stopping import stoppable
 from g2rpo.core import plugins
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import open_regular
-from g2rpo.runtime.folders import held
+from g2rpo.run.lock import held
 
 
 @dataclass(frozen=True)

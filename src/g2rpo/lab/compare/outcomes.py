@@ -10,22 +10,23 @@ from typing import Any
 import numpy as np
 
 from g2rpo.config.schema import Config
+from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.controls import Controls
+from g2rpo.evaluation.sweep import EvaluationDirectory
 from g2rpo.evaluation.sweep import Judged as JudgedRow
 from g2rpo.evaluation.work import work
-from g2rpo.monitor.metrics import gaps, read_metrics
-from g2rpo.monitor.scores import Row, read_rows, read_scores, scores_of
-from g2rpo.runs.directory import EvaluationDirectory, RunDirectory
-from g2rpo.training.rates import RateGain, Values, gain_at, gains
+from g2rpo.monitor.scores import read_rows, read_scores, scores_of
+from g2rpo.run.rates import RateGain, Values, gain_at, gains
+from g2rpo.run.run import Run
 
 AGAIN = "delete this folder, and the same command makes it again"
 
 
 def seconds_per_evaluation(config: Config, run_dir: Path) -> float:
     """Seconds per unit of `work`, from a probe: a short run of `config`, without its first iteration."""
-    rows = [row for row in read_metrics(run_dir) if row["kind"] == "train" and row["iteration"] > 1]
+    rows = [row for row in Run(run_dir).read_log() if row["kind"] == "train" and row["iteration"] > 1]
     if not rows:
         raise UserError(f"{run_dir}: its log has no second iteration; {AGAIN}")
     return sum(row["seconds"] for row in rows) / sum(work(config, row["iteration"] - 1) for row in rows)
@@ -51,8 +52,8 @@ def read_run(config: Config, run_dir: Path) -> History:
     evaluations, clock, pictures, count = 0, 0.0, 0, None
     alarms: dict[str, str] = {}
     looks: list[tuple[int, int, float, dict[str, Values]]] = []
-    rows = read_metrics(run_dir)
-    if gaps(run_dir, rows, config.trainer.iterations):
+    rows = Run(run_dir).read_log()
+    if Run(run_dir).gaps(rows, config.trainer.iterations):
         raise UserError(f"{run_dir}: its log has not all iterations of the run; {AGAIN}")
     for row in rows:
         alarms |= row.get("alarms", {})
@@ -62,7 +63,7 @@ def read_run(config: Config, run_dir: Path) -> History:
             clock += row["seconds"]
             pictures += row["images"]
         else:
-            scores = read_scores(RunDirectory(run_dir).scores(iteration), names, count)
+            scores = read_scores(Run(run_dir).scores(iteration), names, count)
             count = len(next(iter(scores.values())))
             looks.append((iteration, evaluations, clock, {name: values.double().numpy() for name, values in scores.items()}))
     iterations = [iteration for iteration, *_ in looks]

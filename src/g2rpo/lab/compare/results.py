@@ -14,6 +14,7 @@ from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import Interval
 from g2rpo.evaluation.controls import Controls
+from g2rpo.evaluation.sweep import EvaluationDirectory
 from g2rpo.lab.compare.outcomes import (
     History,
     Knob,
@@ -24,10 +25,9 @@ from g2rpo.lab.compare.outcomes import (
     lines,
     read_judged,
 )
-from g2rpo.lab.compare.study import Study
+from g2rpo.lab.compare.study import Study, StudyDirectory
 from g2rpo.monitor.curves import SOFT, Line, draw_line, plain_axes
-from g2rpo.runs.directory import EvaluationDirectory, StudyDirectory
-from g2rpo.training.rates import RateGain
+from g2rpo.run.rates import RateGain
 
 FREE = {"best": "no training: best free knob", "best_of": "no training: best of several"}
 

@@ -11,6 +11,8 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -19,6 +21,7 @@ from g2rpo.config.algorithms import algorithm_class
 from g2rpo.config.schema import Section, Steps
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean
+from g2rpo.core.files import Inside
 
 Unit = Literal["iterations", "evaluations", "seconds"]
 OWN_BUDGET = "budget="
@@ -52,6 +55,20 @@ class Study(Section):
 
     def budget_of(self, cell: str) -> float:
         return self.budgets.get(cell, self.budget)
+
+
+@dataclass(frozen=True)
+class StudyDirectory:
+    """The files of the study in `path` (`g2rpo compare`)."""
+
+    path: Path
+
+    study = Inside("study.yaml")
+    base = Inside("judged/base")
+    controls = Inside("judged/controls")
+    results = Inside("results.json")
+    page = Inside("results.md")
+    curves = Inside("curves.png")
 
 
 def parse_cells(algorithms: str, cells: Sequence[str]) -> dict[str, list[str]]:

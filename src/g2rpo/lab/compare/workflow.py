@@ -28,17 +28,17 @@ from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Alarm, Config
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import write_whole
+from g2rpo.core.files import is_empty, write_whole
+from g2rpo.evaluation.sweep import EvaluationDirectory
 from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.compare.jobs import Job, Workers, locked
 from g2rpo.lab.compare.outcomes import History, gain_of, read_run, seconds_per_evaluation
 from g2rpo.lab.compare.results import Cell, StudyResults, write_results
-from g2rpo.lab.compare.study import Study, Unit, check_overrides, own_budgets
-from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, StudyDirectory
-from g2rpo.runs.lifecycle import check_directory, first_usable
-from g2rpo.runtime.folders import is_empty
+from g2rpo.lab.compare.study import Study, StudyDirectory, Unit, check_overrides, own_budgets
+from g2rpo.run.lock import first_usable
+from g2rpo.run.rates import PILOT_SEEDS, RateGain, smallest_good_rate
+from g2rpo.run.run import Run
 from g2rpo.training.model_card import CARD
-from g2rpo.training.rates import PILOT_SEEDS, RateGain, smallest_good_rate
 
 NOISE = 0  # the seed of the evaluations: the same noise for all cells, so that differences are paired
 PROBE = 3  # iterations; the first is a warm-up
@@ -69,8 +69,8 @@ class Workspace:
 
     def training(self, run: Training) -> Job | None:
         """The job that trains, or continues training; None if the run is finished. Another run in its folder is refused."""
-        begun = RunDirectory(run.folder).config.is_file()
-        check_directory(self.config(run.overrides), run.folder, resume=begun)
+        begun = Run(run.folder).config.is_file()
+        Run(run.folder).check(self.config(run.overrides), resume=begun)
         if finished(run.folder):
             return None
         resume = ["--resume"] if begun else []
@@ -143,7 +143,7 @@ class Workspace:
 def finished(run: Path) -> bool:
     """Whether a training run has finished: the model card is written last."""
     try:
-        return (RunDirectory(run).weights / CARD).is_file()
+        return (Run(run).weights / CARD).is_file()
     except UserError:
         return False
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import verdicts
-from g2rpo.lab.report.history import Run
+from g2rpo.lab.report.history import RunHistory
 from g2rpo.monitor.scores import read_scores
 
 Scores = Mapping[str, Tensor]
@@ -24,7 +24,7 @@ class Opening:
     rule: str = "This opens on the first held-out prompt."
 
 
-def opening_of(run: Run, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:
+def opening_of(run: RunHistory, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:
     """The opening for a run whose rewards have been built; the first held-out prompt if the run kept no scores. UserError for
     damaged ones."""
     changes = run.changes()

@@ -22,12 +22,12 @@ from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.demo.opening import Opening, opening_of
 from g2rpo.lab.demo.session import DemoModel, Tuned, draw_pair, trace_group
 from g2rpo.lab.demo.settings import RECIPES, TAUGHT, DemoSettings, demo_facts
-from g2rpo.lab.report.history import Run, read_runs
+from g2rpo.lab.report.history import RunHistory, read_runs
 from g2rpo.lab.teach.background import Lesson
 from g2rpo.lab.teach.commands import opened, teach_config
 from g2rpo.lab.teach.session import Session as Taught
 from g2rpo.lab.web import needing_gradio
-from g2rpo.runs.directory import RunDirectory, check_weights
+from g2rpo.run.run import Run, check_weights
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.training.reward_states import take_stored
 
@@ -100,7 +100,7 @@ def demo(
     token = token_for(host, token_env)
     own_weights = run is not None and weights is None
     if run is not None:
-        weights = weights or RunDirectory(run).weights
+        weights = weights or Run(run).weights
     if weights is not None:
         check_weights(weights)
     settings.check()
@@ -146,7 +146,7 @@ def _lesson(path: str, emit: Emit) -> tuple[Lesson | None, Callable[[], None] | 
     lesson = Lesson(partial(opened, recipe, unguarded, emit=emit))
 
     def kept(taught: Taught, table: dict[str, Comparison]) -> str:
-        folder = taught.trainer.files.run.path
+        folder = taught.trainer.run.path
         changes = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in table.items())
         return f'<div class="g2"><p>Kept in {escape(str(folder))}: {escape(changes)}.</p></div>'
 
@@ -164,7 +164,7 @@ def _heldout(settings: DemoSettings, say: Say) -> Sequence[str]:
         return []
 
 
-def _history(run: Path | None, session: DemoModel | None, say: Say) -> tuple[Run | None, Opening]:
+def _history(run: Path | None, session: DemoModel | None, say: Say) -> tuple[RunHistory | None, Opening]:
     """The log of a run, and what a page about its own weights in `session` opens with."""
     if run is None:
         return None, Opening()

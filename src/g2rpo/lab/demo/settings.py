@@ -19,10 +19,10 @@ from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config, PolicyConfig, RewardTable, SamplingConfig
 from g2rpo.core.data import Precision
 from g2rpo.core.types import Algorithm
-from g2rpo.lab.report.history import Run
+from g2rpo.lab.report.history import RunHistory
 from g2rpo.lab.report.verdict import summary
 from g2rpo.lab.report.words import model_name
-from g2rpo.runs.lifecycle import read_config
+from g2rpo.run.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class DemoSettings:
 
 def of_run(run: Path) -> DemoSettings:
     """The settings of a run."""
-    c = read_config(run, mention=False)
+    c = Run(run).read_config(mention=False)
     weights = "an adapter" if c.policy.tuning == "lora" else "all weights"
     training = f"before and after training {weights} with {title_of(c.algorithm)[0]} on {' and '.join(c.rewards)}"
     settings = _of_config(f"Run {run.resolve().name}", c)
@@ -106,7 +106,7 @@ def of_model(model: str, size: int | None, guidance: float | None, rewards: dict
     return replace(settings, rewards=table, judges={}) if table else settings
 
 
-def demo_facts(settings: DemoSettings, log: Run | None) -> str:
+def demo_facts(settings: DemoSettings, log: RunHistory | None) -> str:
     """A description of model, training and results for the top of the page."""
     name = model_name(settings.policy)
     line = f"{'The' + name[3:] if name.startswith('the ') else name}, {settings.training}."

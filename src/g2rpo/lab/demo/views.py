@@ -12,7 +12,7 @@ from g2rpo.core.input_pictures import read_inputs
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.lab.demo.session import DrawnPair, GroupTrace, plan_labels
 from g2rpo.lab.report.embedded import data_uri, picture_uri
-from g2rpo.lab.report.history import Run
+from g2rpo.lab.report.history import RunHistory
 from g2rpo.lab.report.page import render, templates_of
 from g2rpo.lab.report.words import fixed, signed
 from g2rpo.monitor.diagnostics import group_std
@@ -135,7 +135,7 @@ def _spreads(group: GroupTrace) -> list[tuple[str, ...]]:
     ]
 
 
-def run_html(run: Run) -> str:
+def run_html(run: RunHistory) -> str:
     """The current page of `g2rpo report` of the run, in a frame."""
     title, page = escape(f"Report of {run.name}"), escape(render([run]))
     return f'<iframe class="g2-report" title="{title}" onload="{escape(FRAME)}" srcdoc="{page}"></iframe>'

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from g2rpo.core.data import Row
 from g2rpo.lab.report.embedded import data_uri
-from g2rpo.lab.report.history import Run
+from g2rpo.lab.report.history import RunHistory
 from g2rpo.lab.report.pictures import DAMAGE, given_to, open_picture, said
 from g2rpo.lab.report.words import signed
-from g2rpo.monitor.scores import Member, Row, picture_of, read_rows
+from g2rpo.monitor.scores import Member, picture_of, read_rows
 from g2rpo.training.listeners.first_group import ADVANTAGE
 
 MEMBER = 128  # pixels a side, at most, of a member's picture
 
 
-def first_group(run: Run) -> dict[str, Any] | None:
+def first_group(run: RunHistory) -> dict[str, Any] | None:
     """The group of the first iteration that the run kept, its members from best to worst. None if it kept none; `trouble` is
     the reason if it cannot be shown."""
     folder = run.files.first_group

@@ -9,12 +9,11 @@ from functools import cached_property
 from pathlib import Path
 
 from g2rpo.config.schema import Config
+from g2rpo.core.data import Row
 from g2rpo.core.statistics import half_width
 from g2rpo.evaluation.controls import Controls
-from g2rpo.evaluation.results import Compared, Results, Right, read_results
-from g2rpo.monitor.metrics import Row, read_metrics
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import Start, read_config, read_starts
+from g2rpo.run.records import Compared, Right, RunResults, Start
+from g2rpo.run.run import Run
 
 Points = tuple[list[float], list[float | None]]
 """The x and y of a curve; a missing value is None."""
@@ -69,19 +68,15 @@ class Occurrence:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunHistory:
     """A run directory, read. `results` is results.json, None until the run has finished once."""
 
     name: str
-    directory: Path
+    files: Run
     config: Config
     rows: list[Row]
     starts: list[Start]
-    results: Results | None
-
-    @property
-    def files(self) -> RunDirectory:
-        return RunDirectory(self.directory)
+    results: RunResults | None
 
     @cached_property
     def iterations(self) -> list[Row]:
@@ -135,7 +130,7 @@ class Run:
         return [row["iteration"] for row in rows], [row[key] for row in rows]
 
     @property
-    def newest_results(self) -> Results | None:
+    def newest_results(self) -> RunResults | None:
         """results.json, unless an evaluation after it is logged."""
         newest = self.evaluations[-1]["iteration"] if self.evaluations else 0
         if self.results is not None and (self.results.rolled_back_from or self.results.iteration) >= newest:
@@ -200,13 +195,14 @@ class Run:
         return row.base, row.tuned, row.error, count
 
 
-def read_runs(directories: Sequence[Path]) -> list[Run]:
+def read_runs(directories: Sequence[Path]) -> list[RunHistory]:
     """The runs in `directories`, each once, under names that tell them apart. UserError for a directory that is no run."""
     unique = [d for i, d in enumerate(directories) if d.resolve() not in [other.resolve() for other in directories[:i]]]
     names = [directory.resolve().name for directory in unique]
+    told_apart = [name if names.count(name) == 1 else str(path) for name, path in zip(names, unique, strict=True)]
     return [
-        _read(directory, name if names.count(name) == 1 else str(directory))
-        for name, directory in zip(names, unique, strict=True)
+        RunHistory(name, files, files.read_config(), files.read_log(), files.read_starts(), files.read_results())
+        for name, files in zip(told_apart, map(Run, unique), strict=True)
     ]
 
 
@@ -215,12 +211,6 @@ def rollout_seconds(row: Row) -> float:
     rank also waits while others still roll out."""
     waiting: float = row.get("seconds/waiting", 0.0) if row.get("ranks", 1) > 1 else 0.0
     return float(row["seconds/rollout"]) + waiting
-
-
-def _read(directory: Path, name: str) -> Run:
-    config = read_config(directory)
-    rows = read_metrics(directory)
-    return Run(name, directory, config, rows, read_starts(directory), read_results(RunDirectory(directory)))
 
 
 def _paired(base: Row, tuned: Row, names: Sequence[str]) -> dict[str, Compared]:

@@ -11,7 +11,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from g2rpo import __version__
-from g2rpo.app.prediction import read_plan
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import name_of
 from g2rpo.config.resolve import differences, resolve
@@ -19,15 +18,14 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.lab.report.charts import alarm_mark, compact, key_mark
 from g2rpo.lab.report.group import first_group
-from g2rpo.lab.report.history import Change, Run, read_runs, rollout_seconds
+from g2rpo.lab.report.history import Change, RunHistory, read_runs, rollout_seconds
 from g2rpo.lab.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
 from g2rpo.lab.report.pictures import frames_of, pictures
 from g2rpo.lab.report.seeds import SeedGroup, seed_groups
 from g2rpo.lab.report.verdict import effect, summary, verdict
 from g2rpo.lab.report.words import decimals, figures, fixed, model_name, signed, span
 from g2rpo.monitor.alarms import ADVICE
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.training.rates import read_sweep
+from g2rpo.run.run import Run
 
 
 def templates_of(package: str) -> Environment:
@@ -46,7 +44,7 @@ def write_page(directories: Sequence[Path], out: Path | None) -> Path:
     """Writes the page of these runs and returns where, by default RUN/report.html for one run and ./report.html for several; an
     older one is replaced."""
     runs = read_runs(directories)
-    path = out or RunDirectory(runs[0].directory if len(runs) == 1 else Path()).report
+    path = out or (runs[0].files if len(runs) == 1 else Run(Path())).report
     page = render(runs).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +54,7 @@ def write_page(directories: Sequence[Path], out: Path | None) -> Path:
     return path
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[RunHistory]) -> str:
     """The page of one or several runs."""
     environment = templates_of("g2rpo.lab.report")
     environment.filters |= {"compact": compact, "span": span}
@@ -98,7 +96,7 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def state(run: Run) -> str:
+def state(run: RunHistory) -> str:
     """One sentence: finished, or how far it got."""
     total = run.config.trainer.iterations
     if run.finished:
@@ -121,14 +119,14 @@ def states(line: SeedGroup) -> list[tuple[bool, str]]:
     return [(finished, f"{run.name}: {said}") for run, (finished, said) in zip(line.runs, told, strict=True)]
 
 
-def table_of(of: Callable[[Run], dict[str, str]], runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def table_of(of: Callable[[RunHistory], dict[str, str]], runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     """Rows (name, value by run) from `of(run)` of each run; a dash for a missing value."""
     told = [of(run) for run in runs]
     names = dict.fromkeys(name for each in told for name in each)
     return [(name, [each.get(name, "–") for each in told]) for name in names]
 
 
-def facts(run: Run) -> dict[str, str]:
+def facts(run: RunHistory) -> dict[str, str]:
     """Model, rewards, prompts, length and software of a run."""
     c = run.config
     weights = ", ".join(f"{name} × {entry.weight:g}" for name, entry in c.rewards.items())
@@ -149,7 +147,7 @@ def facts(run: Run) -> dict[str, str]:
         "Time": span(run.seconds),
         "Seed": str(c.trainer.seed),
         **pilots(run),
-        **({} if (both := read_plan(RunDirectory(run.directory))) is None else {"Plan": f"on {both.card}, {both}"}),
+        **({} if (both := run.files.read_plan()) is None else {"Plan": f"on {both.card}, {both}"}),
     }
     if run.starts:
         first, last = run.starts[0], run.starts[-1]
@@ -166,9 +164,9 @@ def facts(run: Run) -> dict[str, str]:
     return told
 
 
-def pilots(run: Run) -> dict[str, str]:
+def pilots(run: RunHistory) -> dict[str, str]:
     """The rate that pilots chose, and their gains in standard deviations of the base."""
-    sweep = read_sweep(RunDirectory(run.directory))
+    sweep = run.files.read_rates()
     if sweep is None or sweep.rate is None:
         return {}
     tried = sorted(sweep.pilots, key=lambda pilot: pilot.rate)
@@ -220,7 +218,7 @@ def _interval(change: Change, digits: int) -> str:
     return f"± {change.margin:.{digits}f}" if math.isfinite(change.margin) else ""
 
 
-def controls(run: Run) -> dict[str, Any] | None:
+def controls(run: RunHistory) -> dict[str, Any] | None:
     """The table of controls: their means and prices, between those of base and tuned on the same prompts."""
     if not (found := run.controls()):
         return None
@@ -233,7 +231,7 @@ def controls(run: Run) -> dict[str, Any] | None:
     return {"names": list(of.best), "prompts": of.prompts, "rows": rows}
 
 
-def alarms(runs: Sequence[Run], styles: Sequence[int]) -> list[dict[str, Any]]:
+def alarms(runs: Sequence[RunHistory], styles: Sequence[int]) -> list[dict[str, Any]]:
     """Every alarm of every run: iteration, observation, and advice."""
     return [
         {
@@ -249,7 +247,7 @@ def alarms(runs: Sequence[Run], styles: Sequence[int]) -> list[dict[str, Any]]:
     ]
 
 
-def costs(run: Run) -> dict[str, str]:
+def costs(run: RunHistory) -> dict[str, str]:
     """Totals and rates from the log."""
     iterations = run.iterations
     if not iterations:
@@ -266,7 +264,7 @@ def costs(run: Run) -> dict[str, str]:
     }
 
 
-def phases(run: Run) -> list[tuple[str, str, float]]:
+def phases(run: RunHistory) -> list[tuple[str, str, float]]:
     """Phases of the training and the evaluation: names, times, and shares of the whole in percent."""
     spent: dict[str, float] = {}
     for row in run.iterations:
@@ -279,7 +277,7 @@ def phases(run: Run) -> list[tuple[str, str, float]]:
     return [(name, span(value), 100 * value / whole if whole else 0.0) for name, value in spent.items()]
 
 
-def between(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def between(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     """Config keys in which the runs differ, with the value of each."""
     first = runs[0].config
     apart = [differences(first, run.config) for run in runs]
@@ -288,7 +286,7 @@ def between(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(key, [_word(each[key][1] if key in each else own[key]) for each in apart]) for key in keys]
 
 
-def from_recipe(run: Run) -> list[tuple[str, str, str]] | None:
+def from_recipe(run: RunHistory) -> list[tuple[str, str, str]] | None:
     """(key, recipe's value, run's value) where they differ; None if the run's recipe is unknown."""
     if run.config.recipe not in recipes.names():
         return None

@@ -9,12 +9,12 @@ from typing import Any
 
 from markupsafe import Markup
 
+from g2rpo.core.data import Row
 from g2rpo.lab.report.charts import compact, line_chart, mean, thin
-from g2rpo.lab.report.history import Run, rollout_seconds
+from g2rpo.lab.report.history import RunHistory, rollout_seconds
 from g2rpo.lab.report.seeds import SeedGroup, mean_of
 from g2rpo.lab.report.words import figures
 from g2rpo.monitor.curves import Line, heldout_line
-from g2rpo.monitor.metrics import Row
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def fifths(run: SeedGroup) -> tuple[list[Row], list[Row]]:
     return [row for rows, n in counts for row in rows[:n]], [row for rows, n in counts for row in rows[-n:]]
 
 
-def _numbers(run: Run) -> list[float]:
+def _numbers(run: RunHistory) -> list[float]:
     return [row["iteration"] for row in run.iterations]
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from PIL import Image
 
+from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.lab.report.embedded import clip_uri, data_uri
-from g2rpo.lab.report.history import Run
-from g2rpo.monitor.clips import read_webp
+from g2rpo.lab.report.history import RunHistory
+from g2rpo.monitor.clips import clip_of, read_webp
 from g2rpo.monitor.pictures import figure
-from g2rpo.monitor.scores import SHOWN, Row, chosen, input_of, picture_of, read_rows, right_of
-from g2rpo.runs.directory import clip_of
+from g2rpo.monitor.scores import SHOWN, chosen, input_of, picture_of, read_rows, right_of
 
 FRAMES, PICTURE_BYTES = 9, 3_000_000
 """The largest number of evaluations shown of a run, and approximate bytes of pictures on a page."""
@@ -23,7 +23,7 @@ DAMAGE = (OSError, ValueError, LookupError, TypeError, UserError)
 """What reading damaged files raises."""
 
 
-def pictures(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def pictures(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     """By run: `cards`, prompts with their input picture, the base's picture and the tuned one's from the same noise, as data
     URIs, and `how` they were chosen: in the proportions of all where the run could tell, with the first prompts during the run
     as `progress`; else the first prompts.
@@ -53,7 +53,7 @@ def open_picture(path: Path) -> Image.Image:
         raise ValueError(f"{path} {error}") from None
 
 
-def _shown(run: Run, size: int) -> dict[str, Any]:
+def _shown(run: RunHistory, size: int) -> dict[str, Any]:
     shown = {"how": "", "trouble": "", "iterations": [[], []], "cards": [], "progress": []}
     try:
         return shown | _read_shown(run, size)
@@ -61,7 +61,7 @@ def _shown(run: Run, size: int) -> dict[str, Any]:
         return shown | {"trouble": str(error)}
 
 
-def _read_shown(run: Run, size: int) -> dict[str, Any]:
+def _read_shown(run: RunHistory, size: int) -> dict[str, Any]:
     evaluated = [row["iteration"] for row in run.evaluations]
     tables = [iteration for iteration in evaluated if run.files.scores(iteration).is_file()]
     if not tables:
@@ -88,7 +88,7 @@ def _thinned(iterations: list[int]) -> list[int]:
     return [iterations[round(i * (len(iterations) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def _cards(run: Run, tables: Mapping[int, Sequence[Row]], places: Sequence[int], size: int) -> list[dict[str, Any]]:
+def _cards(run: RunHistory, tables: Mapping[int, Sequence[Row]], places: Sequence[int], size: int) -> list[dict[str, Any]]:
     """By prompt: its input picture, and its pictures after every iteration, each with its scores and whether it is right."""
     first = next(iter(tables))
     return [

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from g2rpo.config.resolve import differences
 from g2rpo.config.schema import Config
+from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import Interval, Z, group_std, interval
 from g2rpo.evaluation.controls import Controls
 from g2rpo.evaluation.heldout import least_reached
-from g2rpo.lab.report.history import Change, Occurrence, Points, Run
-from g2rpo.monitor.metrics import Row
+from g2rpo.lab.report.history import Change, Occurrence, Points, RunHistory
 from g2rpo.monitor.scores import read_scores
 
 SEED, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"}
@@ -31,7 +31,7 @@ class SeedGroup:
     """A run, or several that differ in their seed alone: numbers are means over these, and changes have an interval over seeds
     and prompts."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RunHistory, ...]
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class SeedGroup:
         return sorted(chain.from_iterable(run.alarms() for run in self.runs), key=lambda one: one.first)
 
     def series(self, key: str, kind: str = "train") -> Points:
-        """As `Run.series`, means over the runs where all logged the number."""
+        """As `RunHistory.series`, means over the runs where all logged the number."""
         return mean_of([run.series(key, kind) for run in self.runs])
 
     @property
@@ -65,7 +65,7 @@ class SeedGroup:
         return self._with_results.judged_prompts
 
     @property
-    def _with_results(self) -> Run:
+    def _with_results(self) -> RunHistory:
         """A run whose results say what is right, if there is one."""
         return next((run for run in self.runs if run.results is not None), self.runs[0])
 
@@ -84,12 +84,12 @@ class SeedGroup:
         return [found for run in self.runs for found in run.controls()]
 
     def spreads(self, key: str) -> list[tuple[float, float]]:
-        """As `Run.spreads`, of every run; an empty list unless all know it."""
+        """As `RunHistory.spreads`, of every run; an empty list unless all know it."""
         found = [spread for run in self.runs for spread in run.spreads(key)]
         return found if len(found) == len(self.runs) else []
 
     def changes(self) -> list[Change]:
-        """As `Run.changes`."""
+        """As `RunHistory.changes`."""
         if len(self.runs) == 1:
             return self.runs[0].changes()
         if not self.judged_after:
@@ -98,7 +98,7 @@ class SeedGroup:
         return [self._change(name, base[name], tuned[name]) for name in self.rewards()]
 
     def right(self) -> Change | None:
-        """As `Run.right`; None also for several runs of which none has results, which say what is right."""
+        """As `RunHistory.right`; None also for several runs of which none has results, which say what is right."""
         if len(self.runs) == 1:
             return self.runs[0].right()
         right = self._with_results.right_results
@@ -153,10 +153,10 @@ class SeedGroup:
         )
 
 
-def seed_groups(runs: Sequence[Run]) -> list[SeedGroup]:
+def seed_groups(runs: Sequence[RunHistory]) -> list[SeedGroup]:
     """The runs, those together that differ in their seed alone (configs, and digests of what these name) and have kept the
     scores of their evaluations."""
-    groups: list[list[Run]] = []
+    groups: list[list[RunHistory]] = []
     for run in runs:
         home = next((group for group in groups if all(_differ_in_seed(other, run) for other in group)), None)
         if home is None:
@@ -182,12 +182,12 @@ def _common(many: Sequence[Sequence[Any]]) -> list[Any]:
     return [item for item in first if all(item in other for other in others)]
 
 
-def _differ_in_seed(one: Run, other: Run) -> bool:
+def _differ_in_seed(one: RunHistory, other: RunHistory) -> bool:
     apart = differences(one.config, other.config).keys()
     contents = [run.starts[-1].contents if run.starts else None for run in (one, other)]
     return SEED in apart and apart <= {SEED, *PLACES} and contents[0] == contents[1] and _kept(one) and _kept(other)
 
 
-def _kept(run: Run) -> bool:
+def _kept(run: RunHistory) -> bool:
     """Whether the scores of all evaluations are there, prompt by prompt."""
     return all(run.files.scores(row["iteration"]).is_file() for row in run.evaluations)

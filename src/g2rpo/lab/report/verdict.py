@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from g2rpo.core.errors import counted
 from g2rpo.core.statistics import FEWEST
 from g2rpo.evaluation.controls import in_figures, in_words, told
-from g2rpo.lab.report.history import Change, Run
+from g2rpo.lab.report.history import Change, RunHistory
 from g2rpo.lab.report.seeds import SeedGroup
 from g2rpo.lab.report.words import decimals, fixed, signed
 from g2rpo.monitor.alarms import DIVERSITIES
@@ -36,7 +36,7 @@ class Summary:
     figures: list[str]
 
 
-def summary(run: Run | SeedGroup) -> Summary:
+def summary(run: RunHistory | SeedGroup) -> Summary:
     """What training did, what the untrained model does without it, and what was lost, in a sentence each. The first is on right
     pictures, or on the trained rewards if no reward defines right pictures."""
     changes = run.changes()
@@ -66,12 +66,12 @@ def effect(change: Change, unit: str = "s.d.") -> str:
     return f"{size} {unit}" if change.count < FEWEST else f"{size} {unit} ({low} to {high})"
 
 
-def _untried(run: Run | SeedGroup) -> list[str]:
+def _untried(run: RunHistory | SeedGroup) -> list[str]:
     """The command that samples controls, where a finished run has not."""
     runs = run.runs if isinstance(run, SeedGroup) else (run,)
     if not all(one.finished for one in runs):
         return []
-    folder = str(runs[0].directory)
+    folder = str(runs[0].files.path)
     command = shlex.join(["g2rpo", "evaluate", folder, "--controls", "--out", f"{folder}-controls"])
     return [f"No free knob of the untrained model was tried; `{command}` does."]
 
@@ -117,7 +117,7 @@ def _few(change: Change) -> str:
     return f", too few prompts to say more; take evaluation.num_prompts={FEWEST} or more" if few else ""
 
 
-def _lost(run: Run | SeedGroup, changes: Sequence[Change]) -> str:
+def _lost(run: RunHistory | SeedGroup, changes: Sequence[Change]) -> str:
     """Scores that fell, diversity, and alarms."""
     raised = run.alarms()
     names = ", ".join(dict.fromkeys(one.name for one in raised))
@@ -137,7 +137,7 @@ AS_VARIED = 0.8
 """Pictures that differ by less than this share of what the base's do are a loss of diversity."""
 
 
-def _diversity(run: Run | SeedGroup) -> list[str]:
+def _diversity(run: RunHistory | SeedGroup) -> list[str]:
     """Whether pictures of one prompt became alike: right ones if that is known of every run, since training that works leaves
     fewer wrong ones."""
     shares = [tuned / base for base, tuned in _spreads(run).values() if base]
@@ -148,14 +148,14 @@ def _diversity(run: Run | SeedGroup) -> list[str]:
     return [f"diversity was lost: {said}" if shares[-1] < AS_VARIED else said]
 
 
-def _spread(run: Run | SeedGroup) -> list[str]:
+def _spread(run: RunHistory | SeedGroup) -> list[str]:
     return [
         f"{which.capitalize()} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}."
         for which, (base, tuned) in _spreads(run).items()
     ]
 
 
-def _spreads(run: Run | SeedGroup) -> dict[str, tuple[float, float]]:
+def _spreads(run: RunHistory | SeedGroup) -> dict[str, tuple[float, float]]:
     """How much pictures of one prompt differ, base and tuned, of all and of right ones; means over runs."""
     found = {}
     for which, key in reversed(DIVERSITIES.items()):

@@ -30,8 +30,7 @@ from g2rpo.rewards import votes
 from g2rpo.rewards.taste import agreement_interval, agreement_of
 from g2rpo.rewards.votes import Vote
 from g2rpo.rollout.scoring import score
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import entered, read_config
+from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import joined
 
 GUARDED = 0.5
@@ -70,11 +69,11 @@ def opened(
     """A session that has begun, in a run directory of its own, on a recipe; or on a run that `g2rpo teach` began, whose answers
     are repeated first. `stored` is a file of answers to repeat as well. `ahead` is `AHEAD`, or that of the answers."""
     notify = cautions(emit)
-    begun = RunDirectory(Path(recipe))
+    begun = Run(Path(recipe))
     if begun.config.is_file():
         if not begun.votes.is_file():
             raise UserError(f"{recipe}: was not begun by g2rpo teach (it has no votes.jsonl); name a recipe")
-        config, run_dir, resume = read_config(begun.path, overrides, notify, mention=False), begun.path, True
+        config, run_dir, resume = begun.read_config(overrides, notify, mention=False), begun.path, True
     else:
         config, resume = completed(teach_config(recipe, overrides, notify), notify), False
     repeated: list[Vote] = votes.read(stored) if stored is not None else []
@@ -115,7 +114,7 @@ def teach(
         with opening() as session:
             follow(session, prompt or session.wrong_prompt)
             session.finish()
-        return session.trainer.files.run.path
+        return session.trainer.run.path
     token = token_for(host, token_env)
     lesson = Lesson(opening, prompt)
     if stored is None:
@@ -133,8 +132,8 @@ def teach(
             emit(Line("comparing base and taught ..."))
         _, table = lesson.finish() or (None, {})
     rewards = list(trainer.rewards)
-    emit(Results(trainer.files.run.path, table, trainer.heldout, rewards, trainer.config.policy.kind is not None))
-    return trainer.files.run.path
+    emit(Results(trainer.run.path, table, trainer.heldout, rewards, trainer.config.policy.kind is not None))
+    return trainer.run.path
 
 
 def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]:
@@ -160,9 +159,9 @@ def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]
 
 def _rewards_of(directory: Path) -> dict[str, object]:
     """The settings of a session's rewards and judges by name; none of a folder without a config."""
-    if not RunDirectory(directory).config.is_file():
+    if not Run(directory).config.is_file():
         return {}
-    config = read_config(directory)
+    config = Run(directory).read_config()
     return {name: one.model_dump(mode="json") for name, one in {**config.evaluation.rewards, **config.rewards}.items()}
 
 

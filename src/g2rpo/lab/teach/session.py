@@ -157,15 +157,15 @@ class Session(Answering):
             t.evaluate()
             self.learnt = Learnt(Brake(t, self.clicks.encoder, t.snapshot()))
             self._fill()
-            if t.files.writes:
-                t.files.run.votes.touch()  # by which a session is known, before its first answer too
+            if t.run.writes:
+                t.run.votes.touch()  # by which a session is known, before its first answer too
             stored = of_main(t.world, self._stored)
             self.repeat([Vote.model_validate(each, strict=False) for each in stored], written=True)
             yield
 
     def _stored(self) -> list[Any]:
-        files = self.trainer.files
-        return [each.model_dump() for each in votes.read(files.run.votes)] if files.writes else []
+        files = self.trainer.run
+        return [each.model_dump() for each in votes.read(files.votes)] if files.writes else []
 
     @property
     def head(self) -> Head | None:
@@ -230,15 +230,15 @@ class Session(Answering):
 
     def store(self, vote: Vote) -> None:
         """Writes an answer: before it is acted on, so that a kill in between loses nothing."""
-        files = self.trainer.files
+        files = self.trainer.run
         if not files.writes:
             return
         with files.holding():
             if vote.kind == "vote":
                 images = self.groups[vote.round].images
                 seconds = seconds_of(self.trainer.policy, len(images[0]))
-                save_pictures(files.run.group(vote.round), images, range(len(images)), seconds)
-            votes.append(files.run.votes, vote)
+                save_pictures(files.group(vote.round), images, range(len(images)), seconds)
+            votes.append(files.votes, vote)
 
     def repeat(self, stored: Sequence[Vote], written: bool = False) -> None:
         """Takes stored answers again, in their order; UserError for another run's. `written`: they are in votes.jsonl."""

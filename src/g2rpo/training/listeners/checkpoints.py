@@ -6,8 +6,8 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from g2rpo.core.data import Row
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.monitor.metrics import Row
 from g2rpo.training.listeners.early_stop import EarlyStop
 from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.loop import Loop

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from g2rpo.core.data import Row
 from g2rpo.evaluation.controls import evaluations_of
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.monitor.metrics import Row
 from g2rpo.training.evaluator import Evaluator
 from g2rpo.training.listeners.early_stop import EarlyStop
 from g2rpo.training.listeners.listener import Listener

@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from g2rpo.core.data import Row
 from g2rpo.core.errors import RolledBack, Stopped
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.monitor.alarms import ADVICE, Alarms, Scores
-from g2rpo.monitor.metrics import Row, read_metrics
-from g2rpo.monitor.scores import read_scores
+from g2rpo.run.run import Run
 from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.loop import Loop
-from g2rpo.training.run_files import RunFiles
 
 UNSCORED = 5
 """Consecutive iterations without any score of a reward after which a run stops."""
@@ -28,7 +27,7 @@ class EarlyStop(Listener):
 
     loop: Loop
     alarms: Alarms
-    files: RunFiles
+    run: Run
     save: Callable[[], object]
     roll_back: Callable[[], int]
     asked: set[str] = field(default_factory=set)  # "stop" or "rollback", from alarms that are new
@@ -36,7 +35,7 @@ class EarlyStop(Listener):
 
     def __post_init__(self) -> None:
         self.unscored = dict.fromkeys(self.loop.rewards, 0)
-        if self.may_roll_back and self.files.run_dir is None:
+        if self.may_roll_back and self.run.folder is None:
             raise ValueError("alarms: going back to the best evaluation needs a run_dir that keeps it")
 
     @property
@@ -46,18 +45,18 @@ class EarlyStop(Listener):
 
     def take_up(self, rewards: Sequence[str], prompts: int) -> None:
         """Shows the alarms the log and the scores of `prompts` by `rewards` up to the current iteration, of earlier starts."""
-        run, iteration = self.files.run, self.loop.iteration
-        self.alarms.rows = [row for row in read_metrics(run.path) if row["iteration"] <= iteration]
+        run, iteration = self.run, self.loop.iteration
+        self.alarms.rows = [row for row in run.read_log() if row["iteration"] <= iteration]
         looks = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
-        tables = {look: run.scores(look) for look in looks}
-        self.alarms.history = {look: read_scores(table, rewards, prompts) for look, table in tables.items() if table.is_file()}
+        kept = [look for look in looks if run.scores(look).is_file()]
+        self.alarms.history = {look: run.read_scores(look, rewards, prompts) for look in kept}
 
     def hear(self, row: Row, evaluation: Evaluation | None) -> None:
         for name in self.alarms.see(row, None if evaluation is None else evaluation.scores):
             self.asked |= {self.loop.config.action_of(name)} & {"stop", "rollback"}
             if self.loop.world.is_main:
                 said = f"{name}: {row['alarms'][name]}. What helps: {ADVICE[name]}"
-                self.files.notify(f"alarm after iteration {row['iteration']}: {said}")
+                self.run.notify(f"alarm after iteration {row['iteration']}: {said}")
         if evaluation is None:
             for name in self.unscored:
                 self.unscored[name] = self.unscored[name] + 1 if math.isnan(row[f"reward/{name}"]) else 0
@@ -82,9 +81,9 @@ class EarlyStop(Listener):
         stopped = f"stopped by an alarm after iteration {iteration}"
         if "rollback" in asked:
             best = f"the weights are those of iteration {self.roll_back()}, the best evaluation kept"
-            raise RolledBack(f"{stopped}; {best}; {self.files.command} continues without going back")
+            raise RolledBack(f"{stopped}; {best}; {self.run.command} continues without going back")
         if "stop" in asked and iteration < self.loop.config.trainer.iterations:
-            raise Stopped(f"{stopped}; {self.files.how_to_continue}")
+            raise Stopped(f"{stopped}; {self.run.how_to_continue}")
 
     def check_base(self, scores: Scores) -> None:
         """Raises `Stopped` if no reward that is trained on has any score [N] of the base's pictures."""

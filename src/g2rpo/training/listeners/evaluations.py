@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from g2rpo.config.schema import EvaluationConfig
-from g2rpo.monitor.metrics import Row
+from g2rpo.core.data import Row
 from g2rpo.training.listeners.early_stop import EarlyStop
 from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.loop import Loop

@@ -16,10 +16,9 @@ from g2rpo.monitor.clips import reduced, stills
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import save_inputs, save_pictures, save_rows, score_rows
 from g2rpo.rollout.scoring import decode
-from g2rpo.runtime.folders import writing
+from g2rpo.run.run import Run
 from g2rpo.training.listeners.listener import Listener
 from g2rpo.training.loop import Groups, Loop
-from g2rpo.training.run_files import RunFiles
 
 ADVANTAGE = "advantage"
 """The name of a member's advantage among its scores in the grid."""
@@ -31,11 +30,11 @@ class FirstGroup(Listener):
     frames, with their scores and advantages; and draws them, a row for each tail. Nothing where no pictures are compared."""
 
     loop: Loop
-    files: RunFiles
+    run: Run
 
     def hear_groups(self, groups: Groups, advantages: Tensor) -> None:
         latent = all(reward.latent for reward in self.loop.rewards.values())
-        if self.loop.iteration == 1 and self.files.writes and not (latent or differentiates_rewards(groups.algorithm)):
+        if self.loop.iteration == 1 and self.run.writes and not (latent or differentiates_rewards(groups.algorithm)):
             self.save(groups, advantages)
 
     def save(self, groups: Groups, advantages: Tensor) -> None:
@@ -60,12 +59,12 @@ class FirstGroup(Listener):
             for m, tail in enumerate(picture_rows)
             for row in score_rows([prompt] * shape[1], tail.scores)
         ]
-        folder = self.files.run.first_group
-        with self.files.holding(), writing(folder):
+        folder = self.run.first_group
+        with self.run.writing(folder):
             save_pictures(folder, images.flatten(0, 1), range(len(rows)), 0)
             save_inputs(folder, [prompt], [0])
-            save_rows(self.files.run.group_scores, rows)
-            save_grid(self.files.run.group_grid, picture_rows, columns, f"{prompt}\n{cells['how']}")
+            save_rows(self.run.group_scores, rows)
+            save_grid(self.run.group_grid, picture_rows, columns, f"{prompt}\n{cells['how']}")
 
 
 def widest(rewards: Tensor) -> int:

@@ -10,8 +10,8 @@ from operator import or_
 
 from torch import Tensor
 
+from g2rpo.core.data import Row
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.monitor.metrics import Row
 from g2rpo.runtime.distributed import World
 from g2rpo.training.loop import Groups
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from g2rpo.core.data import Row
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.monitor.metrics import MetricsLog, Row
 from g2rpo.monitor.trackers import Feed, Tracker
+from g2rpo.run.run import Run
 from g2rpo.training.listeners.listener import Listener
 from g2rpo.training.loop import Loop
-from g2rpo.training.run_files import RunFiles
 
 
 @dataclass
@@ -20,20 +20,20 @@ class Log(Listener):
     Rows of an earlier start after the current iteration are removed."""
 
     loop: Loop
-    files: RunFiles
+    run: Run
     trackers: Sequence[Tracker]
-    _open: tuple[MetricsLog, Feed] | None = field(default=None, init=False)
+    _open: tuple[Callable[[Row], None], Feed] | None = field(default=None, init=False)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        if not self.files.writes:
+        if not self.run.writes:
             yield
             return
-        path, iteration = self.files.run.path, self.loop.iteration
+        iteration = self.loop.iteration
         config = self.loop.config.model_dump(mode="json")
-        feed = Feed(self.trackers, path, iteration, config, self.files.notify)
-        with self.files.holding(), MetricsLog(path, iteration) as log, feed:
-            self._open = log, feed
+        feed = Feed(self.trackers, self.run.path, iteration, config, self.run.notify)
+        with self.run.holding(), self.run.logging(iteration) as write, feed:
+            self._open = write, feed
             try:
                 yield
             finally:
@@ -42,7 +42,7 @@ class Log(Listener):
     def hear(self, row: Row, evaluation: Evaluation | None) -> None:
         if self._open is None:
             return
-        log, feed = self._open
-        log.write(row)
-        pictures = {} if evaluation is None else {"eval/samples": self.files.run.grid(row["iteration"])}
+        write, feed = self._open
+        write(row)
+        pictures = {} if evaluation is None else {"eval/samples": self.run.grid(row["iteration"])}
         feed.log(row, pictures)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from g2rpo import __version__
 from g2rpo.core.errors import Stopped, UserError, out_of_memory
+from g2rpo.core.files import remove, remove_unfinished, whole, writing
 from g2rpo.core.plain import parse_as, read_text
 from g2rpo.runtime.distributed import ALONE, World
-from g2rpo.runtime.folders import remove, remove_unfinished, whole, writing
 from g2rpo.runtime.sharding import Pieces
 
 MANIFEST, STATE = "manifest.json", "state.pt"

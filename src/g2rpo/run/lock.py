@@ -1,4 +1,4 @@
-"""Output folders: locked for one process, written whole or not at all, with a message for disk errors."""
+"""Output folders: one process at a time in each, and fresh names for new ones."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import fcntl
 import json
 import os
 import platform
-import shutil
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from g2rpo.core.errors import Stopped, UserError
-from g2rpo.core.files import UNFINISHED, open_regular, settle, sync
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import LOCK, is_empty, open_regular, remove_unfinished
 from g2rpo.core.plain import read_as
 
-LOCK = ".lock"
 ATTEMPTS = 100  # attempts to enter a folder that others create and remove meanwhile
 
 
@@ -71,64 +68,9 @@ def held(folder: Path, notify: Callable[[str], None] = print) -> Iterator[int]:
         yield hold.descriptor
     finally:
         del _HOLDS[place]
-        if made and folder.is_dir() and not _contents(folder):
+        if made and folder.is_dir() and is_empty(folder):
             _remove_empty(folder, made)
         os.close(hold.descriptor)
-
-
-def is_empty(folder: Path) -> bool:
-    """Whether a folder is absent, or holds only a lock and unfinished files of a killed process."""
-    return not folder.exists() or (folder.is_dir() and not _contents(folder))
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Removes unfinished files of a killed process from `folder` and its folders; the caller must hold its lock."""
-    for left in sorted(folder.rglob(f"{UNFINISHED}*"), reverse=True):  # innermost first
-        remove(left)
-
-
-def remove(path: Path) -> None:
-    """Removes a file, a link or a folder with its contents."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-@contextmanager
-def whole(folder: Path) -> Iterator[Path]:
-    """A new folder to write into. On leaving, it is synced to disk and replaces `folder`; after an exception it is removed."""
-    unfinished = folder.with_name(f"{UNFINISHED}{folder.name}_{os.getpid()}")
-    replaced = folder.with_name(f"{unfinished.name}_replaced")
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        settle(unfinished)
-        if folder.exists():
-            folder.rename(replaced)  # not removed: a kill must not leave neither
-        unfinished.rename(folder)
-    except BaseException:  # an interrupt too must leave nothing behind
-        with suppress(OSError):  # a disk that fails here too must not hide the first error
-            if replaced.exists() and not folder.exists():
-                replaced.rename(folder)
-            shutil.rmtree(unfinished)
-        raise
-    if replaced.exists():
-        remove(replaced)
-    sync(folder.parent)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns disk errors while `path` is written into `Stopped`."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise Stopped(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
-
-
-def _contents(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(UNFINISHED)]
 
 
 def _make_and_lock(folder: Path, notify: Callable[[str], None]) -> tuple[int, list[Path]]:
@@ -191,3 +133,41 @@ def _remove_empty(folder: Path, made: list[Path]) -> None:
             path.rmdir()
         except OSError:  # another process uses it already
             return
+
+
+def enter_fresh(stack: ExitStack, root: Path, name: str, notify: Callable[[str], None] = print) -> Path:
+    """Enters the first of ROOT/NAME, ROOT/NAME-2, ... that does not exist; concurrent commands get different ones."""
+    while True:
+        directory = fresh_directory(root, name)
+        with ExitStack() as attempt:
+            try:
+                attempt.enter_context(held(directory, notify))
+            except InUse:
+                continue
+            if is_empty(directory):  # else another run has come and gone
+                stack.enter_context(attempt.pop_all())
+                return directory
+
+
+def first_usable(name: str, check: Callable[[Path], None]) -> Path:
+    """NAME, or the first of NAME-2, NAME-3 ... that `check` does not refuse."""
+    candidate, number = Path(name), 1
+    while True:
+        try:
+            check(candidate)
+            return candidate
+        except UserError:
+            number += 1
+            candidate = Path(f"{name}-{number}")
+
+
+def fresh_directory(root: Path, name: str) -> Path:
+    """`root/NAME`, or the first of `root/NAME-2`, `root/NAME-3` ... that does not exist."""
+    stem = re.sub(r"[^\w.-]+", "-", name)
+    if not stem.strip("."):
+        raise UserError(f"recipe: {name!r} cannot name a folder below {root}/; name one with --run-dir")
+    candidate, number = root / stem, 1
+    while candidate.exists():
+        number += 1
+        candidate = root / f"{stem}-{number}"
+    return candidate

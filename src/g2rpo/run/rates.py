@@ -6,10 +6,9 @@ Pilots are short runs with seeds of their own, evaluated on training prompts. `t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
@@ -17,11 +16,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import write_whole
-from g2rpo.core.plain import Count, read_as
+from g2rpo.core.plain import Count
 from g2rpo.core.statistics import interval
-from g2rpo.runs.directory import RunDirectory
-from g2rpo.runtime.folders import writing
 
 Values = NDArray[np.float64]
 PILOT_SEEDS = 1000
@@ -165,14 +161,3 @@ class Sweep:
                 f"longer pilots (trainer.iterations), other rewards or another optim.learning_rate may\n{listed}"
             )
         return min(good_rates(tried), key=lambda rate: (abs(math.log(rate / self.own)), rate))
-
-    def write(self, run: RunDirectory) -> None:
-        with writing(run.rates):
-            write_whole(run.rates, json.dumps(asdict(self), indent=1).encode())
-
-
-def read_sweep(run: RunDirectory) -> Sweep | None:
-    """The sweep of a run; None if its rate was given."""
-    if not run.rates.is_file():
-        return None
-    return read_as(Sweep, run.rates, "delete it, and the pilots begin again")

@@ -2,19 +2,24 @@
 
 import errno
 import os
+import re
 import signal
+import subprocess
 import sys
 
 import pytest
+import torch
 
+import g2rpo
 from g2rpo import api
 from g2rpo.app.push import push
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.runs.lifecycle import claim, record_start
+from g2rpo.run.run import Run
 from tests.cli.test_main import Hub
 from tests.support import ranks
-from tests.support.commands import g2rpo, small_files
+from tests.support.commands import g2rpo as command
+from tests.support.commands import small_files
 from tests.support.runs import brightness, finished, resumed, trainer
 
 
@@ -39,6 +44,23 @@ def test_the_repr_of_a_trainer_is_one_line(tmp_path):
     t = trainer(tmp_path)
     next(t.train())
     assert repr(t) == f"Trainer('gaussian', iteration 0 of 4, run_dir={tmp_path})"
+
+
+def test_a_start_names_the_commit_of_the_checkout(tmp_path, monkeypatch):
+    source = tmp_path / "checkout" / "src" / "g2rpo" / "__init__.py"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    monkeypatch.setattr(g2rpo, "__file__", str(source))
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init"], ["add", "."], [*who, "commit", "-m", "first"]):
+        subprocess.run(["git", *words], cwd=tmp_path / "checkout", check=True, capture_output=True)
+    commits = []
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        Run(tmp_path / str(number)).record_start(0, torch.device("cpu"))
+        commits.append(Run(tmp_path / str(number)).read_starts()[0].commit)
+        source.write_text("changed")
+    assert re.fullmatch("[0-9a-f]{12}", commits[0]) and commits[1] == f"{commits[0]}-dirty"
 
 
 class Killed(GaussianPolicy):
@@ -70,8 +92,8 @@ def test_a_kill_while_weights_are_written_leaves_no_half_of_them(tmp_path):
 def begin(folder):
     """A whole run as `g2rpo train` makes it, after the policy is there."""
     t = trainer(folder, "alarms.decline=rollback", "evaluation.every=1", trackers=[])
-    claim(folder, t.config)
-    record_start(folder, 0, t.policy.device)
+    Run(folder).claim(t.config)
+    Run(folder).record_start(0, t.policy.device)
     finished(t)
 
 
@@ -139,5 +161,5 @@ def test_files_that_may_not_grow_are_a_message_too(tmp_path, size):
 @pytest.mark.parametrize("size", [0, 3000])
 def test_commands_on_a_full_disk_end_with_a_message(capsys, tmp_path, tiny_config, size):
     with small_files(size):
-        code, _, err = g2rpo(capsys, "train", tiny_config, "prompts.cache=off", "trackers=[]", "--run-dir", tmp_path / "run")
+        code, _, err = command(capsys, "train", tiny_config, "prompts.cache=off", "trackers=[]", "--run-dir", tmp_path / "run")
     assert code in (1, 2) and "cannot be written" in err and "Traceback" not in err

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from g2rpo.core.errors import Stopped, UserError
-from g2rpo.core.files import open_regular, whole_file, write_whole
-from g2rpo.runs.lifecycle import claim, entered
-from g2rpo.runtime.folders import LOCK, InUse, held, is_empty, whole, writing
+from g2rpo.core.files import LOCK, is_empty, open_regular, whole, whole_file, write_whole, writing
+from g2rpo.run.lock import InUse, held
+from g2rpo.run.run import Run, entered
 from tests.support.commands import refused, small_files
 from tests.support.ranks import CONTEXT
 from tests.support.runs import config, trainer
@@ -142,12 +142,12 @@ def test_a_disk_that_fails_while_a_folder_is_replaced_leaves_the_old_one_and_say
 
 
 def test_what_was_left_unfinished_in_a_run_is_removed_when_it_is_opened(tmp_path):
-    claim(tmp_path, config())
+    Run(tmp_path).claim(config())
     for left in (tmp_path / "samples" / ".unfinished_1", tmp_path / "checkpoints" / ".unfinished_2"):
         left.mkdir(parents=True)
         (left / ".tmpAb12Cd").touch()  # as safetensors leaves it
     (tmp_path / "samples" / ".unfinished_3").touch()
-    claim(tmp_path, config())
+    Run(tmp_path).claim(config())
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoints", "config.yaml", "samples"]
 
 
@@ -203,7 +203,7 @@ def test_a_full_disk_is_a_message(tmp_path):
 
 def test_commands_leave_a_folder_alone_that_another_process_holds(capsys, tmp_path, tiny_config):
     (tmp_path / "run").mkdir()
-    claim(tmp_path / "run", config())
+    Run(tmp_path / "run").claim(config())
     judged = ["--model=testbed", "--rewards=scene_accuracy", "--prompts=testbed:heldout", "--steps=2"]
     with Holder(tmp_path / "run") as other, Holder(tmp_path / "new") as second:
         for arguments, holder in (
@@ -237,7 +237,7 @@ def enters(cwd, barrier, names):
     os.chdir(cwd)
     barrier.wait(60)
     with entered(config(), None, resume=False) as directory:
-        claim(directory, config())
+        Run(directory).claim(config())
         names.put(directory.name)
 
 
@@ -266,7 +266,7 @@ def test_the_old_folder_is_there_until_the_new_one_is(tmp_path, monkeypatch):
     (folder / "old").touch()
     rename = Path.rename
     monkeypatch.setattr(Path, "rename", lambda self, to: names.append((self.name, to.name)) or rename(self, to))
-    monkeypatch.setattr("g2rpo.runtime.folders.remove", lambda path: names.append((path.name, None)) or shutil.rmtree(path))
+    monkeypatch.setattr("g2rpo.core.files.remove", lambda path: names.append((path.name, None)) or shutil.rmtree(path))
     with whole(folder) as unfinished:
         (unfinished / "new").touch()
     assert names[0][0] == "kept" and names[-1][1] is None  # moved aside first, removed last

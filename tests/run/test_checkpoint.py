@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo import __version__
 from g2rpo.core.errors import UserError
 from g2rpo.export.weights import _checkpoint
-from g2rpo.training.checkpoint import _digest, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from g2rpo.run.checkpoint import _digest, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from tests.security.test_security import forged
 from tests.support.runs import fallen_back, resumed, trainer
 

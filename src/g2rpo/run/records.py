@@ -1,0 +1,166 @@
+"""What the JSON files of a run hold, as they are read back."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+import g2rpo
+from g2rpo.core.errors import counted
+from g2rpo.core.files import in_bytes
+from g2rpo.core.plain import Count, Iteration, Number
+from g2rpo.evaluation.controls import Controls
+from g2rpo.runtime.devices import accelerator
+
+
+class Start(BaseModel):
+    """A start of a run, or a resume after `iteration` > 0: time, software, device, and digests of what the config names
+    (`app.contents`)."""
+
+    time: str
+    iteration: int
+    g2rpo: str
+    commit: str | None
+    python: str
+    torch: str
+    device: str
+    contents: dict[str, str]
+
+
+def started(iteration: int, device: torch.device, contents: Mapping[str, str]) -> Start:
+    """The start of this process: after `iteration`, on this device."""
+    module = accelerator(device)
+    cpu = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+    return Start(
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        iteration=iteration,
+        g2rpo=g2rpo.__version__,
+        commit=source_commit(Path(g2rpo.__file__).resolve().parents[2]),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        device=cpu if module is None else module.get_device_name(device),
+        contents=dict(contents),
+    )
+
+
+def source_commit(root: Path) -> str | None:
+    """The commit of the checkout at `root`, with "-dirty" if files differ from it; None if it is no checkout (an installed
+    package) or git is missing."""
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+Amount = Annotated[int, Field(ge=0, le=10**15)]
+Seconds = Annotated[int | float, Field(gt=0, le=1e12)]
+
+
+def _indexed(name: str) -> str:
+    if name.startswith(("step/", "granularity/")) and not re.fullmatch(r"\w+/[0-9]{1,6}/.+", name):
+        raise ValueError("has no index")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_indexed)]
+"""Of a logged number; those of steps and granularities have their index."""
+
+
+class LogRow(BaseModel):
+    """What every row has, and further numbers by name."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[Name, Number | None]
+
+    iteration: Iteration
+    seconds: Seconds
+    alarms: dict[str, str] = {}
+
+
+class EvaluationRow(LogRow):
+    """The row of an evaluation."""
+
+    kind: Literal["eval"]
+
+
+class TrainingRow(LogRow):
+    """The row of an iteration."""
+
+    kind: Literal["train"]
+    iteration: Annotated[int, Field(ge=1, le=10**6)]
+    evaluations: Amount
+    images: Amount
+    rollout: Annotated[Seconds, Field(alias="seconds/rollout")]
+
+
+def _measured(value: float) -> float:
+    """A mean of no score is NaN."""
+    if abs(value) > 1e300:
+        raise ValueError("Value should be a finite number, or NaN")
+    return value
+
+
+Measured = Annotated[float, AfterValidator(_measured)]
+
+
+class Compared(BaseModel):
+    """One reward on the held-out prompts (`evaluation.heldout.Comparison`)."""
+
+    base: Measured
+    tuned: Measured
+    error: Measured
+    count: Annotated[int, Field(ge=0)] | None = None
+    spread: Measured = math.nan
+
+
+class Right(Compared):
+    """The share of right pictures, what these do, and the least scores that they have."""
+
+    least: dict[str, Number] = {}
+    in_words: str = "Right on {} prompts"
+
+
+class Spread(BaseModel):
+    """How much pictures of one prompt differ."""
+
+    base: Number
+    tuned: Number
+
+
+class RunResults(BaseModel):
+    iteration: Iteration
+    prompts: Count | None = None
+    rewards: dict[str, Compared]
+    right: Right | None = None
+    controls: Controls | None = None
+    diversity: Spread | None = None
+    diversity_right: Spread | None = None
+    rolled_back_from: Iteration | None = None
+
+
+@dataclass(frozen=True)
+class PlannedAndMeasured:
+    """`Planned`, and the median of iterations after the first, and the allocator's peak of this rank."""
+
+    card: str
+    seconds: float
+    memory: int
+    measured_seconds: float
+    measured_memory: int | None
+
+    def __str__(self) -> str:
+        peak = "" if self.measured_memory is None else f" ({in_bytes(self.measured_memory)} measured)"
+        return f"{self.seconds:.3g} s an iteration ({self.measured_seconds:.3g} s measured), {in_bytes(self.memory)}{peak}"
