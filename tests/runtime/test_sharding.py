@@ -24,10 +24,10 @@ from g2rpo.core.errors import Stopped, UserError
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.adapters import PREFIX
 from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.run import checkpoint as checkpointing
 from g2rpo.run.checkpoint import checkpoints, load_checkpoint
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Pieces, Sharded
-from g2rpo.training import checkpoint as checkpointing
 from g2rpo.training import learner
 from tests.support import ranks
 from tests.support.adapters import random_adapter
