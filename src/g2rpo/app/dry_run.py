@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from g2rpo.assembly.rewards import build_rewards, reward_kind
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.capabilities import candidates_of
-from g2rpo.core.contracts import name_of
+from g2rpo.core.contracts import check_loss, name_of
+from g2rpo.core.data import Cond, Example, Loss
 from g2rpo.core.errors import RewardFailed, UserError, where
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Scorer, as_reward
+from g2rpo.core.types import Algorithm, Scorer, as_reward
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import Brightness, load_function
 from g2rpo.rollout.scoring import decode, score
@@ -50,12 +52,20 @@ def _try_algorithm(config: Config) -> None:
     rewards = dict.fromkeys(config.rewards, Brightness())
     small = config.model_copy(update=changes)
     try:
-        Trainer(config=small, policy=GaussianPolicy(), rewards=rewards, prompts=prompts, heldout=prompts[:1]).iterate()
+        trainer = Trainer(config=small, policy=GaussianPolicy(), rewards=rewards, prompts=prompts, heldout=prompts[:1])
+        trainer.updater.loss = partial(_checked_loss, config.algorithm, trainer.updater.loss)  # type: ignore[method-assign]
+        trainer.iterate()
     except UserError:
         raise
     except Exception as error:
         tried = f"algorithm {name_of(config.algorithm)}: a trial iteration on random latents [3, 4, 4] failed"
         raise UserError(f"{tried}: {type(error).__name__}: {error}{where(error)}") from error
+
+
+def _checked_loss(algorithm: Algorithm, own: Callable[..., Loss], examples: Sequence[Example], cond: Cond, first: bool) -> Loss:
+    loss = own(examples, cond, first)
+    check_loss(algorithm, loss, sum(len(item.advantages) for item in examples), first)
+    return loss
 
 
 def _own(rewards: Mapping[str, Scorer]) -> dict[str, Scorer]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import SumsGroups, candidates_of
+from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.errors import UserError, where
-from g2rpo.core.types import Algorithm, AlgorithmState, Batch, Loss, Network, Plan, PromptChooser
+from g2rpo.core.types import Algorithm, AlgorithmState, Loss, Plan, PromptChooser
 
 
 def name_of(algorithm: Algorithm) -> str:
@@ -90,57 +88,17 @@ def choice_of(
     return chosen
 
 
-def loss_of(algorithm: Algorithm, batch: Batch, network: Network) -> Loss:
-    """`algorithm.loss(batch, network)`. UserError unless its values have shape [B], depend on the weights and, in the first
-    update of a rollout, are finite where the network's velocities are.
-
-    After the first update a ratio may overflow; such an update is skipped and counted (`training.updater.Updater`).
-    """
-    watched = _Watched(network)
-    loss = algorithm.loss(batch, watched)
+def check_loss(algorithm: Algorithm, loss: Loss, members: int, first: bool) -> None:
+    """UserError unless a loss has a value for each of so many members, depends on the weights and, in the first update of a
+    rollout, is finite; the network's velocities have to be. For a trial: a run has no time for it at every pass."""
     if not isinstance(loss, Loss):
         raise _broken(algorithm, "loss", "a types.Loss", f"a {type(loss).__name__}")
     values = loss.values
-    _check_shape(algorithm, "loss", values, batch.advantages.shape, "one for each member of the batch, before any mean")
-    if torch.is_grad_enabled() and not values.requires_grad:
+    _check_shape(algorithm, "loss", values, (members,), "one for each member of the batch, before any mean")
+    if not values.requires_grad:
         raise _broken(algorithm, "loss", "a loss that depends on network.velocity", "one without a gradient")
-    if batch.first and not bool(values.isfinite().all()) and all(bool(v.isfinite().all()) for v in watched.velocities):
+    if first and not bool(values.isfinite().all()):
         raise _broken(algorithm, "loss", "finite numbers", f"NaN or infinity for {int((~values.isfinite()).sum())} members")
-    return loss
-
-
-def group_terms_of(algorithm: Algorithm, batch: Batch, network: Network) -> Tensor:
-    """`algorithm.group_term(batch, network)`. UserError unless it has shape [B]."""
-    assert isinstance(algorithm, SumsGroups)
-    terms = algorithm.group_term(batch, network)
-    _check_shape(algorithm, "group_term", terms, batch.advantages.shape, "one for each member of the batch")
-    return terms
-
-
-@dataclass
-class _Watched:
-    """A network that stores its velocities, to distinguish a non-finite loss from a non-finite network."""
-
-    network: Network
-    velocities: list[Tensor] = field(default_factory=list)
-
-    def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
-        velocity = self.network.velocity(x, sigma, prompts)
-        self.velocities.append(velocity.detach())
-        return velocity
-
-    def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
-        velocity = self.network.base_velocity(x, sigma, prompts)
-        self.velocities.append(velocity)
-        return velocity
-
-    def reward(self, x: Tensor, prompts: Sequence[int]) -> Tensor:
-        return self.network.reward(x, prompts)
-
-    def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
-        velocity = self.network.old_velocity(x, sigma, prompts)
-        self.velocities.append(velocity)
-        return velocity
 
 
 def _check_shape(algorithm: Algorithm, method: str, value: Any, shape: tuple[int, ...], meaning: str) -> None:

@@ -155,8 +155,7 @@ class Learner:
         _check_shapes(tensors["old"] if self.old else [], self.old)
         moments, averaged = {}, int(state["averaged"])
         for index, (place, values) in enumerate(state["optimizer"]["state"].items()):
-            if "exp_avg" in tensors:  # older releases had the moments in `state`
-                values = values | {name: tensors[name][index] for name in MOMENTS[1:]}
+            values = values | {name: tensors[name][index] for name in MOMENTS[1:]}
             _check_shapes([values[name] for name in MOMENTS], [torch.zeros(()), own[place], own[place]])
             moments[place] = {name: self.shards.piece(values[name], own[place]) for name in MOMENTS}
         groups = self.optimizer.state_dict()["param_groups"]  # hyper-parameters are the config's, not the checkpoint's

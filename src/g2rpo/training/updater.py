@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.capabilities import SumsGroups, candidates_of, differentiates_rewards, drops_members
-from g2rpo.core.contracts import group_terms_of, loss_of, name_of
+from g2rpo.core.contracts import name_of
 from g2rpo.core.errors import UserError, out_of_device_memory
 from g2rpo.core.types import Algorithm, Batch, Cond, Example, Loss, Policy, Reward
 from g2rpo.runtime.distributed import World
@@ -167,10 +167,11 @@ class Updater:
     @torch.no_grad()
     def _with_group_sums(self, examples: Sequence[Example], cond: Cond) -> list[Example]:
         """`examples` with `data["group_sum"]`, the sum of `SumsGroups.group_term` over the members of each."""
+        assert isinstance(self.algorithm, SumsGroups)
         terms = []
         for part in passes(examples, self.sizes.micro):
             with bounded_by("micro"):
-                terms.append(group_terms_of(self.algorithm, Batch.of(part, self.sigmas, True), self._network(cond)))
+                terms.append(self.algorithm.group_term(Batch.of(part, self.sigmas, True), self._network(cond)))
         groups = torch.cat(terms).split([len(item.advantages) for item in examples])
         return [item.with_group_sum(own.sum()) for item, own in zip(examples, groups, strict=True)]
 
@@ -216,7 +217,7 @@ class Updater:
 
     def loss(self, examples: Sequence[Example], cond: Cond, first: bool) -> Loss:
         """The algorithm's loss of one pass."""
-        return loss_of(self.algorithm, Batch.of(examples, self.sigmas, first), self._network(cond))
+        return self.algorithm.loss(Batch.of(examples, self.sigmas, first), self._network(cond))
 
     def _network(self, cond: Cond) -> Trained:
         return Trained(self.policy, cond, self.step_dtype, self.old, self.reward)
