@@ -113,26 +113,6 @@ def test_weights_that_are_no_numbers_are_not_taken_whatever_the_digests_say(tmp_
     assert iteration == 1 and "not finite" in complaints[0]
 
 
-def test_a_checkpoint_of_an_older_release_is_continued_bit_for_bit(tmp_path):
-    """It had the optimizer's moments beside its steps."""
-    overrides = ["optim.ema_decay=0.9"]
-    straight = trainer(tmp_path / "straight", *overrides)
-    list(straight.train())
-    cut = trainer(tmp_path / "cut", *overrides)
-    next(row for row in cut.train() if row["iteration"] == 3)
-    root = tmp_path / "cut" / "checkpoints"
-    _, tensors, state = load_checkpoint(root / "iteration_000002")
-    moments = {name: tensors.pop(name) for name in ("exp_avg", "exp_avg_sq")}
-    for index, values in enumerate(state["optimizer"]["state"].values()):
-        values |= {name: of[index].clone() for name, of in moments.items()}
-    save_checkpoint(root, 2, {name: [value.clone() for value in of] for name, of in tensors.items()}, state, keep=1)
-    assert not (root / "iteration_000002" / "exp_avg.safetensors").exists()
-    again = resumed(tmp_path / "cut", *overrides)
-    assert again.iteration == 2
-    list(again.train())
-    assert torch.equal(again.policy.mean, straight.policy.mean)
-
-
 def test_pieces_that_ranks_wrote_are_whole_tensors_again(tmp_path):
     """The second rank has no row of the second tensor. Weights are exported from them, and a piece that is gone is named."""
     root, whole = tmp_path / "checkpoints", [torch.arange(12.0).reshape(4, 3), torch.ones(1, 2)]
@@ -143,7 +123,7 @@ def test_pieces_that_ranks_wrote_are_whole_tensors_again(tmp_path):
             {f"{i}": value[rows].contiguous() for i, value in enumerate(whole)}, folder / f"weights.0000{rank}.safetensors"
         )
     files = {path.name: _digest(path) for path in folder.iterdir() if path.name != "manifest.json"}
-    (folder / "manifest.json").write_text(json.dumps({"iteration": 1, "files": files}))
+    (folder / "manifest.json").write_text(json.dumps({"g2rpo": __version__, "iteration": 1, "files": files}))
     pieces = load_checkpoint(folder)[1]["weights"]
     assert [list(each.shape) for each in pieces] == [[4, 3], [1, 2]]
     for loaded in ([each.whole() for each in pieces], _checkpoint(tmp_path, "last")[1]["weights"]):

@@ -92,11 +92,14 @@ def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(run, tmp_pa
     [
         ("[" * 100_000, "is no JSON (recursion limit exceeded"),
         ("[]", "is missing or damaged"),
-        ('{"iteration": 7, "files": {}}', "another checkpoint's"),
-        ('{"iteration": Infinity, "files": {}}', "iteration: Input should be a valid integer, got inf"),
-        ('{"iteration": "4", "files": {}}', "iteration: Input should be a valid integer, got '4'"),
-        ('{"iteration": 4, "files": {"state.pt": 1}}', "files.state.pt: Input should be a valid string, got 1"),
-        ('{"iteration": 4, "files": {"../../config.yaml": "0"}}', "files.../../config.yaml.[key]: String should match pattern"),
+        ('{"g2rpo": "0", "iteration": 7, "files": {}}', "another checkpoint's"),
+        ('{"g2rpo": "0", "iteration": Infinity, "files": {}}', "iteration: Input should be a valid integer, got inf"),
+        ('{"g2rpo": "0", "iteration": "4", "files": {}}', "iteration: Input should be a valid integer, got '4'"),
+        ('{"g2rpo": "0", "iteration": 4, "files": {"state.pt": 1}}', "files.state.pt: Input should be a valid string, got 1"),
+        (
+            '{"g2rpo": "0", "iteration": 4, "files": {"../../config.yaml": "0"}}',
+            "files.../../config.yaml.[key]: String should match pattern",
+        ),
     ],
 )
 def test_a_manifest_that_is_none_is_named(run, content, message):

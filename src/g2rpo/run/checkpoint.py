@@ -36,7 +36,7 @@ Checkpoint = tuple[int, dict[str, list[Tensor] | list[Pieces]], dict[str, Any]]
 class _Manifest(BaseModel):
     """Digests by file, and the version of g2rpo that wrote them."""
 
-    g2rpo: Annotated[str, Field(max_length=40)] = "an unknown version"
+    g2rpo: Annotated[str, Field(max_length=40)]
     iteration: Annotated[int, Field(ge=0)]
     files: dict[Annotated[str, Field(pattern=r"^\w+(\.\d{5})?(\.safetensors|\.pt)$", max_length=100)], str]
 
