@@ -164,8 +164,8 @@ class Session(Answering):
             yield
 
     def _stored(self) -> list[Any]:
-        files = self.trainer.run
-        return [each.model_dump() for each in votes.read(files.votes)] if files.writes else []
+        run = self.trainer.run
+        return [each.model_dump() for each in votes.read(run.votes)] if run.writes else []
 
     @property
     def head(self) -> Head | None:
@@ -230,15 +230,15 @@ class Session(Answering):
 
     def store(self, vote: Vote) -> None:
         """Writes an answer: before it is acted on, so that a kill in between loses nothing."""
-        files = self.trainer.run
-        if not files.writes:
+        run = self.trainer.run
+        if not run.writes:
             return
-        with files.holding():
+        with run.holding():
             if vote.kind == "vote":
                 images = self.groups[vote.round].images
                 seconds = seconds_of(self.trainer.policy, len(images[0]))
-                save_pictures(files.group(vote.round), images, range(len(images)), seconds)
-            votes.append(files.votes, vote)
+                save_pictures(run.group(vote.round), images, range(len(images)), seconds)
+            votes.append(run.votes, vote)
 
     def repeat(self, stored: Sequence[Vote], written: bool = False) -> None:
         """Takes stored answers again, in their order; UserError for another run's. `written`: they are in votes.jsonl."""
