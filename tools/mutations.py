@@ -88,7 +88,7 @@ MUTATIONS = [
     Mutation("core/objectives.py", 'if mix == "gdpo"', 'if mix == "advantages"', OBJECTIVES),
     Mutation("core/objectives.py", "(per_reward * normalize(rewards))", "(normalize(per_reward * rewards))", OBJECTIVES),
     Mutation("core/objectives.py", "(all_n - unbiased).clamp(min=1)", "all_n.clamp(min=1)", NEIGHBOURS),
-    Mutation("core/plain.py", "Field(ge=2)", "Field(ge=1)", FIELDS),
+    Mutation("core/plain.py", "Field(ge=2, le=10_000)", "Field(ge=1, le=10_000)", FIELDS),
     Mutation("core/plain.py", "len(set(values)) < len(values)", "False", FIELDS),
     Mutation("algorithms/g2rpo.py", "num_steps, size, self.tail", "num_steps, 1, self.tail", f"{ENGINE} {SCHEDULE}"),
     Mutation("algorithms/g2rpo.py", "turn % len(plans)", "0", SCHEDULE),
@@ -121,7 +121,7 @@ MUTATIONS = [
     Mutation(
         "algorithms/forward_process.py", "((1 - per_row(sigma, image)) * image", "(per_row(sigma, image) * image", FORWARD
     ),
-    Mutation("algorithms/forward_process.py", "(updates - self.old_flat)", "updates", FORWARD),
+    Mutation("algorithms/forward_process.py", "(updates - flat)", "updates", FORWARD),
     Mutation("rollout/engine.py", "landing.log_prob(x_next)", "landing.log_prob(landing.mean)", f"{ENGINE} {TRAINER}"),
     Mutation("rollout/reference.py", "sigmas[step], sigmas[following])", "sigmas[step], sigmas[step + 1])", ENGINE),
     Mutation("rollout/engine.py", "max(branch_steps) + 1)", "max(branch_steps))", ENGINE),
