@@ -27,8 +27,9 @@ from g2rpo.assembly.rewards import build_rewards
 from g2rpo.cli.output import Output
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import as_json
-from g2rpo.evaluation.controls import DRAWS, RIGHT, Control, Controls, against_controls, in_figures, in_words
+from g2rpo.evaluation.controls import DRAWS, Control
 from g2rpo.evaluation.sampler import sampler_of
+from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls, in_figures, in_words
 from g2rpo.evaluation.work import work_of_run
 from g2rpo.monitor.scores import right_of, scores_of
 from g2rpo.run.run import Run

@@ -28,7 +28,8 @@ from g2rpo.app.evaluate import evaluate, run_settings
 from g2rpo.app.train import train
 from g2rpo.cli.output import Output
 from g2rpo.core.statistics import in_proportion, interval
-from g2rpo.evaluation.controls import RIGHT, TUNED, Control, Controls, default_controls
+from g2rpo.evaluation.controls import TUNED, Control, default_controls
+from g2rpo.evaluation.untrained import RIGHT, Controls
 from g2rpo.run.run import Run
 from g2rpo.testbed.words.language import parse
 

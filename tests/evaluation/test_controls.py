@@ -11,18 +11,9 @@ from g2rpo.config.resolve import resolve_as
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import ode_step
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.controls import (
-    DRAWS,
-    RIGHT,
-    TUNED,
-    Control,
-    against_controls,
-    default_controls,
-    evaluations_of,
-    in_figures,
-    in_words,
-)
+from g2rpo.evaluation.controls import DRAWS, TUNED, Control, default_controls, evaluations_of
 from g2rpo.evaluation.sampler import Sampler
+from g2rpo.evaluation.untrained import RIGHT, against_controls, in_figures, in_words
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.policies.options import PolicyConfig
 from g2rpo.rollout.guidance import guided_by_hand

@@ -16,9 +16,9 @@ from g2rpo.cli.output import say
 from g2rpo.core import plugins
 from g2rpo.core.errors import counted
 from g2rpo.core.statistics import Interval
-from g2rpo.evaluation.controls import in_figures, told
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.evaluation.sweep import EvaluationDirectory, Judging
+from g2rpo.evaluation.untrained import in_figures, told
 from g2rpo.lab.check_model import Check
 from g2rpo.lab.compare.results import StudyResults, knob_rows
 from g2rpo.lab.compare.study import StudyDirectory

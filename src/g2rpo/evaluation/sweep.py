@@ -25,9 +25,10 @@ from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import interval
 from g2rpo.core.types import Policy, Reward
-from g2rpo.evaluation.controls import PLAIN, RIGHT, TUNED, Control, Controls, against_controls
+from g2rpo.evaluation.controls import PLAIN, TUNED, Control
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import Drawing
+from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls
 from g2rpo.monitor.clips import clip_of, seconds_of
 from g2rpo.monitor.scores import Scored, picture_of, right_of, save_pictures, save_rows, score_rows, scores_of
 

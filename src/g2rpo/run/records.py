@@ -19,7 +19,7 @@ import g2rpo
 from g2rpo.core.errors import counted
 from g2rpo.core.files import in_bytes
 from g2rpo.core.plain import Count, Iteration, Number
-from g2rpo.evaluation.controls import Controls
+from g2rpo.evaluation.untrained import Controls
 from g2rpo.runtime.devices import accelerator
 
 

@@ -19,15 +19,12 @@ from g2rpo.core.seeding import seed_for
 from g2rpo.core.types import Policy, Reward, as_reward
 from g2rpo.evaluation.controls import (
     PLAIN,
-    RIGHT,
     SPREAD_NOISES,
     SPREAD_PROMPTS,
     SPREAD_RIGHT,
     SPREAD_SHARE,
     TUNED,
     Control,
-    Controls,
-    against_controls,
     evaluations_of,
     prompts_within,
     run_controls,
@@ -45,6 +42,7 @@ from g2rpo.evaluation.heldout import (
     save_evaluation,
 )
 from g2rpo.evaluation.sampler import Sampler
+from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls
 from g2rpo.evaluation.work import work_in_pictures
 from g2rpo.monitor.alarms import DIVERSITIES, judged_gain
 from g2rpo.monitor.clips import reduced, seconds_of

@@ -18,8 +18,8 @@ from g2rpo.core.errors import counted
 from g2rpo.core.files import is_hub_id, write_whole
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.types import Policy
-from g2rpo.evaluation.controls import Controls, in_figures, in_words, told
 from g2rpo.evaluation.heldout import Comparison
+from g2rpo.evaluation.untrained import Controls, in_figures, in_words, told
 from g2rpo.monitor.clips import clip_of
 from g2rpo.policies import catalogue
 from g2rpo.policies.adapters import ABOVE

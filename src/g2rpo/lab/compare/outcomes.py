@@ -13,9 +13,9 @@ from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import Interval, interval
-from g2rpo.evaluation.controls import Controls
 from g2rpo.evaluation.sweep import EvaluationDirectory
 from g2rpo.evaluation.sweep import Judged as JudgedRow
+from g2rpo.evaluation.untrained import Controls
 from g2rpo.evaluation.work import work
 from g2rpo.monitor.scores import read_rows, read_scores, scores_of
 from g2rpo.run.rates import RateGain, Values, gain_at, gains

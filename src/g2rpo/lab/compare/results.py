@@ -13,8 +13,8 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import Interval
-from g2rpo.evaluation.controls import Controls
 from g2rpo.evaluation.sweep import EvaluationDirectory
+from g2rpo.evaluation.untrained import Controls
 from g2rpo.lab.compare.outcomes import (
     History,
     Knob,

@@ -11,7 +11,7 @@ from pathlib import Path
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.statistics import half_width
-from g2rpo.evaluation.controls import Controls
+from g2rpo.evaluation.untrained import Controls
 from g2rpo.run.records import Compared, Right, RunResults, Start
 from g2rpo.run.run import Run
 

@@ -17,8 +17,8 @@ from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import Interval, Z, group_std, interval
-from g2rpo.evaluation.controls import Controls
 from g2rpo.evaluation.heldout import least_reached
+from g2rpo.evaluation.untrained import Controls
 from g2rpo.lab.report.history import Change, Occurrence, Points, RunHistory
 from g2rpo.monitor.scores import read_scores
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from g2rpo.core.errors import counted
 from g2rpo.core.statistics import FEWEST
-from g2rpo.evaluation.controls import in_figures, in_words, told
+from g2rpo.evaluation.untrained import in_figures, in_words, told
 from g2rpo.lab.report.history import Change, RunHistory
 from g2rpo.lab.report.seeds import SeedGroup
 from g2rpo.lab.report.words import decimals, fixed, signed

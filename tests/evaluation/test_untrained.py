@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from g2rpo.evaluation.best_of import best_of, expected_of_best, utility
+from g2rpo.evaluation.untrained import best_of, expected_of_best, utility
 
 BY = torch.tensor([[3.0, 1.0, 2.0, 5.0, 4.0], [1.0, 1.0, 0.0, 1.0, 0.0]]).double()
 OF = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0, 0.5]]).double()
