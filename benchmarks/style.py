@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.teach import SPELT, TASTES, WORLDS, values_of
 from g2rpo import api
 from g2rpo.assembly.prompts import build_prompts
-from g2rpo.evaluation.heldout import paired
+from g2rpo.core.statistics import paired
 from g2rpo.rewards.pixels import to_pil, to_uint8
 
 PROMPTS, NOISES, PICTURES = 96, 8, 24
@@ -74,7 +74,7 @@ def run_of(world: str, style: str, seed: int, weight: float, runs: Path, overrid
         "base": float(before.mean()),
         "folder": folder,
         "tuned": float(after.mean()),
-        "share": (change.tuned - change.base) / whole,
+        "share": change.change / whole,
         "share_error": change.error / abs(whole),
         "scores": {name: [row.base, row.tuned, row.error] for name, row in table.items()},
         "diversity": [row.get("diversity") for row in looks],

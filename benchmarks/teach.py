@@ -31,8 +31,8 @@ from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.seeding import generator_for
+from g2rpo.core.statistics import paired
 from g2rpo.core.types import Reward
-from g2rpo.evaluation.heldout import paired
 from g2rpo.lab.demo.settings import TAUGHT
 from g2rpo.lab.teach.commands import opened, teach_config
 from g2rpo.training.trainer import Trainer
@@ -216,7 +216,7 @@ def change(base: tuple[dict[str, Tensor], Tensor], trainer: Trainer) -> Row:
     moved = {name: paired(before[name].mean(1), now[name].mean(1)) for name in before}
     judged = paired(correct, right)
     return {
-        "dz": {name: round((one.tuned - one.base) / within[name], 4) for name, one in moved.items()},
+        "dz": {name: round(one.change / within[name], 4) for name, one in moved.items()},
         "dz_error": {name: round(one.error / within[name], 4) for name, one in moved.items()},
         "correct": judged.tuned,
         "correct_base": judged.base,

@@ -27,8 +27,9 @@ from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import check_inputs
 from g2rpo.core.plain import read_as
+from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Policy, Scorer, as_rewards
-from g2rpo.evaluation.heldout import Comparison, compare
+from g2rpo.evaluation.heldout import compare
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.export.formats import export as write_export
 from g2rpo.lab.compare.study import StudyDirectory, parse_budget

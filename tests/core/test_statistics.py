@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import ttest_1samp
 
-from g2rpo.core.statistics import group_std, in_proportion, interval, ranks, spearman
+from g2rpo.core.statistics import FEWEST, group_std, in_proportion, interval, paired, ranks, spearman
 
 NAN = math.nan
 
@@ -100,3 +100,23 @@ def test_group_std_leaves_missing_scores_out():
     assert std[:2].tolist() == [pytest.approx(math.sqrt(2)), 0.0] and std[2].isnan()
     values = torch.rand(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(group_std(values), values.std(-1))
+
+
+def test_a_paired_comparison_is_of_the_prompts_that_both_have_in_float64():
+    """Scores near 20 that differ by a thousandth: float32, which rounds each by 2e-6, keeps three digits of the error."""
+    random = np.random.default_rng(0)
+    before = torch.tensor(20 + random.normal(size=64), dtype=torch.float32)
+    after = before + torch.tensor(1e-3 * random.normal(size=64), dtype=torch.float32)
+    before[3], after[5] = math.nan, math.nan
+    found = paired(before, after)
+    base, tuned = (np.delete(values.double().numpy(), [3, 5]) for values in (before, after))
+    assert found.count == 62 and found.spread == pytest.approx(base.std(ddof=1), rel=1e-12)
+    assert found.error == pytest.approx((tuned - base).std(ddof=1) / math.sqrt(62), rel=1e-12)
+    assert (found.base, found.tuned) == pytest.approx((base.mean(), tuned.mean()), rel=1e-14)
+    assert found.margin == pytest.approx((interval(tuned - base).high - interval(tuned - base).low) / 2, rel=1e-9)
+
+
+def test_too_few_values_have_no_interval_and_no_fall():
+    for count in (0, 1, FEWEST - 1):
+        found = paired(torch.ones(count), torch.zeros(count))
+        assert math.isnan(found.margin) and found.within == "" and found.chance_of_fall == 1 and found.count == count

@@ -16,6 +16,7 @@ from g2rpo.config.schema import Alarm
 from g2rpo.core.data import Precision
 from g2rpo.core.errors import RolledBack, Stopped, UserError
 from g2rpo.core.flow import sigma_grid
+from g2rpo.core.statistics import paired
 from g2rpo.monitor.alarms import (
     ADVICE,
     LEVEL,
@@ -24,7 +25,6 @@ from g2rpo.monitor.alarms import (
     SILENT,
     WINDOW,
     Alarms,
-    chance_of_fall,
     crowd,
     diversity_alarm,
     fallen_rewards,
@@ -43,6 +43,10 @@ from tests.support.runs import brightness, config, cut, log, mean, resumed, trai
 from tests.support.variants import few
 
 BFLOAT16 = 2 * torch.finfo(torch.bfloat16).eps
+
+
+def chance_of_fall(before, after):
+    return paired(before, after).chance_of_fall
 
 
 def random(*shape, seed=0):

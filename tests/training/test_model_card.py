@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from g2rpo.evaluation.heldout import Comparison
+from g2rpo.core.statistics import Comparison
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.run import Run

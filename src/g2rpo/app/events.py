@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the command line imports this before anything that takes long
     from g2rpo.core.data import Row
-    from g2rpo.evaluation.heldout import Comparison
+    from g2rpo.core.statistics import Comparison
 
 
 @dataclass(frozen=True)

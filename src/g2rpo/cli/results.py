@@ -15,8 +15,7 @@ from g2rpo.app.events import Results
 from g2rpo.cli.output import say
 from g2rpo.core import plugins
 from g2rpo.core.errors import counted
-from g2rpo.core.statistics import Interval
-from g2rpo.evaluation.heldout import Comparison
+from g2rpo.core.statistics import Comparison, Interval
 from g2rpo.evaluation.sweep import EvaluationDirectory, Judging
 from g2rpo.evaluation.untrained import in_figures, told
 from g2rpo.lab.check_model import Check
@@ -74,7 +73,7 @@ def run_table(table: Mapping[str, Comparison], prompts: int, trained: Sequence[s
     out = Table(title=f"{counted(prompts, 'held-out prompt')}, same noise; ± 95 % interval")
     add_columns(out, width, "reward", list(table), ["base", "tuned", "change", ""])
     for name, row in table.items():
-        change = row.tuned - row.base
+        change = row.change
         colour = "green" if change > row.margin else "red" if change < -row.margin else "white"
         use = "trained on" if name in trained else "judged only"
         out.add_row(name, f"{row.base:.3f}", f"{row.tuned:.3f}", f"[{colour}]{change:+.3f}{row.within}[/]", use)

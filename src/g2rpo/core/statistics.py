@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 from torch import Tensor
 
 Z = 1.96
@@ -35,6 +36,55 @@ class Interval:
         """MEAN [LOW, HIGH]; MEAN alone where there are too few values. `sign` "+" is for changes."""
         mean, low, high = (f"{value:{sign}.3f}" for value in (self.mean, self.low, self.high))
         return f"{mean} [{low}, {high}]" if np.isfinite(self.low) else mean
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Base against tuned: means over the same prompts from the same noise, and what is known of their difference."""
+
+    base: float
+    tuned: float
+    error: float
+    """Standard error of the mean paired difference; NaN for fewer than two prompts."""
+    count: int
+    """Prompts that both have a value for."""
+    spread: float = math.nan
+    """Standard deviation of the base's values over these prompts."""
+
+    @property
+    def change(self) -> float:
+        return self.tuned - self.base
+
+    @property
+    def margin(self) -> float:
+        """Half of the change's 95 % interval; NaN where there are too few prompts."""
+        return half_width(self.error, self.count)
+
+    @property
+    def within(self) -> str:
+        """ " ± MARGIN"; "" where there is none."""
+        return f" ± {self.margin:.3f}" if math.isfinite(self.margin) else ""
+
+    @property
+    def chance_of_fall(self) -> float:
+        """The p-value of a fall: Student's t, one-sided, paired; 1 for fewer than `FEWEST` values, of which no interval is
+        given either. If all differences are equal, the t-test is undefined; a fall then has the sign test's 2^-N."""
+        if self.count < FEWEST:
+            return 1.0
+        if self.error == 0:
+            return 0.5**self.count if self.change < 0 else 1.0
+        return float(stdtr(self.count - 1, self.change / self.error))
+
+
+def paired(before: ArrayLike | Tensor, after: ArrayLike | Tensor) -> Comparison:
+    """Values [N] against others of the same prompts, in float64; only prompts that have both count."""
+    base, tuned = (torch.as_tensor(values, dtype=torch.float64) for values in (before, after))
+    both = ~(base.isnan() | tuned.isnan())
+    base, tuned = base[both], tuned[both]
+    several = len(base) > 1
+    error = float((tuned - base).std()) / math.sqrt(len(base)) if several else math.nan
+    spread = float(base.std()) if several else math.nan
+    return Comparison(float(base.mean()), float(tuned.mean()), error, len(base), spread)
 
 
 def interval(values: ArrayLike, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Interval:

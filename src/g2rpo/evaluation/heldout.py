@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from g2rpo.core.capabilities import words_of_right
 from g2rpo.core.errors import UserError
-from g2rpo.core.statistics import half_width
+from g2rpo.core.statistics import Comparison, paired
 from g2rpo.core.types import Reward
 from g2rpo.runtime.distributed import World
 
@@ -109,30 +108,6 @@ def load_evaluation(path: Path, prompts: Sequence[str]) -> Evaluation:
     return Evaluation(tuple(prompts), stored["images"], scores, stored.get("right"))
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One reward, base against tuned on the same prompts and noise."""
-
-    base: float
-    tuned: float
-    error: float
-    """Standard error of the mean paired difference."""
-    count: int
-    """Prompts that both have a score for."""
-    spread: float = math.nan
-    """Standard deviation of the base's scores over these prompts."""
-
-    @property
-    def margin(self) -> float:
-        """Half of the change's 95 % interval; NaN where there are too few prompts."""
-        return half_width(self.error, self.count)
-
-    @property
-    def within(self) -> str:
-        """ " ± MARGIN"; "" where there is none."""
-        return f" ± {self.margin:.3f}" if math.isfinite(self.margin) else ""
-
-
 def compare(base: Evaluation, tuned: Evaluation) -> dict[str, Comparison]:
     """Base against tuned by reward; only prompts that both have a score for count."""
     return {name: paired(before, tuned.scores[name]) for name, before in base.scores.items()}
@@ -141,13 +116,3 @@ def compare(base: Evaluation, tuned: Evaluation) -> dict[str, Comparison]:
 def compare_right(base: Evaluation, tuned: Evaluation) -> Comparison | None:
     """The share of pictures that are right, base against tuned; None if no reward defines it."""
     return None if base.right is None or tuned.right is None else paired(base.right, tuned.right)
-
-
-def paired(before: Tensor, after: Tensor) -> Comparison:
-    """Values [N] against others of the same prompts; only prompts that have both count."""
-    both = ~(before.isnan() | after.isnan())
-    difference = (after - before)[both]
-    several = len(difference) > 1
-    error = float(difference.std() / math.sqrt(len(difference))) if several else math.nan
-    spread = float(before[both].std()) if several else math.nan
-    return Comparison(float(before[both].mean()), float(after[both].mean()), error, len(difference), spread)

@@ -19,7 +19,7 @@ from g2rpo.core.capabilities import drift_limit_of
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
-from g2rpo.core.statistics import FEWEST, Z
+from g2rpo.core.statistics import Z, paired
 from g2rpo.core.types import Algorithm
 from g2rpo.monitor.image_statistics import TAIL
 
@@ -94,8 +94,8 @@ def judged_gain(base: Scores, tuned: Scores, names: Sequence[str]) -> float:
     base's std over prompts (unscaled if that is 0), averaged over rewards. NaN if a reward has no scores."""
     gains = []
     for name in names:
-        change, _, _ = paired(base[name], tuned[name])
         before = base[name].double()
+        change = float((tuned[name].double() - before).nanmean())
         scored = before[~before.isnan()]
         spread = float(scored.std(correction=0)) if len(scored) else 0.0
         gains.append(change / spread if spread > 0 else change)
@@ -148,39 +148,17 @@ def fallen_rewards(
     level = LEVEL / (len(now) * looks * looks * (looks + 1))
     said: dict[str, list[str]] = {}
     for name in (name for name in now if name not in moving):
-        chance, iteration = min((chance_of_fall(before[name], now[name]), iteration) for iteration, before in earlier)
+        chance, iteration = min((paired(before[name], now[name]).chance_of_fall, iteration) for iteration, before in earlier)
         if chance < level:
             since = history[iteration]
-            risen = [other for other in trained if chance_of_fall(now[other], since[other]) < LEVEL]
-            change, error, _ = paired(since[name], now[name])
+            risen = [other for other in trained if paired(now[other], since[other]).chance_of_fall < LEVEL]
+            fall = paired(since[name], now[name])
             rose = f" while {' and '.join(risen)} rose" if risen else ""
             said.setdefault("hacking" if risen else "decline", []).append(
-                f"{name} {change:+.3g} ± {Z * error:.2g} since iteration {iteration}{rose} (p {chance:.1g}, limit {level:.1g})"
+                f"{name} {fall.change:+.3g} ± {Z * fall.error:.2g} since iteration {iteration}{rose} "
+                f"(p {chance:.1g}, limit {level:.1g})"
             )
     return {alarm: "; ".join(parts) for alarm, parts in said.items()}
-
-
-def paired(before: Tensor, after: Tensor) -> tuple[float, float, int]:
-    """(mean, standard error, count) of the differences after - before [N] of prompts that have both scores, in float64."""
-    difference = after.double() - before.double()
-    difference = difference[~difference.isnan()]
-    count = len(difference)
-    error = float(difference.std()) / math.sqrt(count) if count > 1 else math.nan
-    return float(difference.mean()), error, count
-
-
-def chance_of_fall(before: Tensor, after: Tensor) -> float:
-    """The p-value of a fall of the mean score [N]: Student's t, one-sided, paired; 1 for fewer than `FEWEST` scores, of which
-    no interval is given either. If all differences are equal, the t-test is undefined; a fall then has the sign test's 2^-N.
-    """
-    from scipy.stats import t
-
-    change, error, count = paired(before, after)
-    if count < FEWEST:
-        return 1.0
-    if error == 0:
-        return 0.5**count if change < 0 else 1.0
-    return float(t.cdf(change / error, count - 1))
 
 
 def picture_alarms(row: Row, count: int) -> dict[str, str]:

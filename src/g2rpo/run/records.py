@@ -117,7 +117,7 @@ Measured = Annotated[float, AfterValidator(_measured)]
 
 
 class Compared(BaseModel):
-    """One reward on the held-out prompts (`evaluation.heldout.Comparison`)."""
+    """One reward on the held-out prompts (`core.statistics.Comparison`)."""
 
     base: Measured
     tuned: Measured

@@ -16,6 +16,7 @@ from torch import Tensor
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.seeding import seed_for
+from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Policy, Reward, as_reward
 from g2rpo.evaluation.controls import (
     PLAIN,
@@ -30,7 +31,6 @@ from g2rpo.evaluation.controls import (
     run_controls,
 )
 from g2rpo.evaluation.heldout import (
-    Comparison,
     Evaluation,
     compare,
     compare_right,

@@ -17,8 +17,8 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import counted
 from g2rpo.core.files import is_hub_id, write_whole
 from g2rpo.core.input_pictures import images_of
+from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Policy
-from g2rpo.evaluation.heldout import Comparison
 from g2rpo.evaluation.untrained import Controls, in_figures, in_words, told
 from g2rpo.monitor.clips import clip_of
 from g2rpo.policies import catalogue
@@ -158,7 +158,7 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
     rows = ["| reward | use | base | tuned | change |\n|---|---|---|---|---|\n"]
     for name, row in table.items():
         use = "trained on" if name in config.rewards else "judged only"
-        rows.append(f"| {name} | {use} | {row.base:.3f} | {row.tuned:.3f} | {row.tuned - row.base:+.3f}{row.within} |\n")
+        rows.append(f"| {name} | {use} | {row.base:.3f} | {row.tuned:.3f} | {row.change:+.3f}{row.within} |\n")
     caption = f"{counted(prompts, 'held-out prompt')} from the same noise; ± is the 95 % interval of the paired change."
     return "## Results\n\n" + "".join(rows) + f"\n{caption}"
 

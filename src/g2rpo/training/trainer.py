@@ -18,8 +18,9 @@ from g2rpo.core.contracts import advantages_of, check_advantages
 from g2rpo.core.data import Row
 from g2rpo.core.errors import Preempted
 from g2rpo.core.seeding import generator_for
+from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Cond, Plan, Policy, Reward, as_rewards
-from g2rpo.evaluation.heldout import Comparison, Evaluation
+from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.evaluation.work import plans_in, work_in_pictures
 from g2rpo.monitor.alarms import alarms_of

@@ -393,7 +393,15 @@ def test_a_run_that_stopped_has_a_page(tmp_path):
     assert [row["iteration"] for row in evaluations] == [0, 2]
     first, last = evaluations
     (change, _) = run.changes()
-    assert change == Change("bright", True, 2, first["reward/bright"], last["reward/bright"], last["stderr/bright"], 3)
+    assert change == Change(
+        first["reward/bright"],
+        last["reward/bright"],
+        last["stderr/bright"],
+        3,
+        reward="bright",
+        trained=True,
+        iteration=2,
+    )
 
 
 def test_a_run_that_logged_nothing_has_a_page(tmp_path):
@@ -492,7 +500,7 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
     ],
 )
 def test_verdicts(tuned, error, said):
-    assert verdict(Change("r", True, 1, 1.0, tuned, error, 64)) == said
+    assert verdict(Change(1.0, tuned, error, 64, reward="r", trained=True, iteration=1)) == said
 
 
 def test_numbers_for_people():

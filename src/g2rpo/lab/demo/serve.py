@@ -17,7 +17,7 @@ from g2rpo.assembly import components
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.errors import RewardFailed, UserError
-from g2rpo.evaluation.heldout import Comparison
+from g2rpo.core.statistics import Comparison
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.demo.opening import Opening, opening_of
 from g2rpo.lab.demo.session import DemoModel, Tuned, draw_pair, trace_group

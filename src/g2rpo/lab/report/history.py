@@ -10,7 +10,7 @@ from pathlib import Path
 
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
-from g2rpo.core.statistics import half_width
+from g2rpo.core.statistics import Comparison
 from g2rpo.evaluation.untrained import Controls
 from g2rpo.run.records import Compared, Right, RunResults, Start
 from g2rpo.run.run import Run
@@ -19,41 +19,27 @@ Points = tuple[list[float], list[float | None]]
 """The x and y of a curve; a missing value is None."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """One reward on the held-out prompts: the base model, and the tuned one after `iteration`."""
+@dataclass(frozen=True, kw_only=True)
+class Change(Comparison):
+    """A comparison of one reward on the held-out prompts: the base model, and the tuned one after `iteration`."""
 
     reward: str
     trained: bool
     iteration: int
-    base: float
-    tuned: float
-    error: float
-    """Standard error of the mean paired difference; NaN where it is not known."""
-    count: int
-    """Prompts that were compared."""
     ends: tuple[float, float] | None = None
     """Ends of the 95 % interval of the difference, where these are known better than by the standard error."""
     seeds: int = 1
-    spread: float = math.nan
-    """Standard deviation of the base's scores over prompts; NaN where it is not known."""
 
     @property
     def effect(self) -> tuple[float, float, float] | None:
         """The change and the ends of its interval in units of `spread`; None where that is not known or 0."""
-        values = [value / self.spread for value in (self.tuned - self.base, *self.interval)] if self.spread else []
+        values = [value / self.spread for value in (self.change, *self.interval)] if self.spread else []
         return (values[0], values[1], values[2]) if values and all(map(math.isfinite, values)) else None
 
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of the difference."""
-        change = self.tuned - self.base
-        return self.ends or (change - self.margin, change + self.margin)
-
-    @property
-    def margin(self) -> float:
-        """Half of that interval; NaN where it is not known, or there are too few prompts."""
-        return half_width(self.error, self.count)
+        return self.ends or (self.change - self.margin, self.change + self.margin)
 
 
 @dataclass(frozen=True)
@@ -172,7 +158,13 @@ class RunHistory:
         else:
             return []
         return [
-            Change(name, name in self.config.rewards, iteration, *self._compared(row), spread=row.spread)
+            Change(
+                *self._compared(row),
+                spread=row.spread,
+                reward=name,
+                trained=name in self.config.rewards,
+                iteration=iteration,
+            )
             for name, row in table.items()
         ]
 
@@ -187,7 +179,7 @@ class RunHistory:
             if len(rows) > 1:
                 error = rows[-1].get("right_stderr")
                 found = Compared(base=rows[0]["right"], tuned=rows[-1]["right"], error=math.nan if error is None else error)
-        return Change("right", False, iteration, *self._compared(found)) if found else None
+        return Change(*self._compared(found), reward="right", trained=False, iteration=iteration) if found else None
 
     def _compared(self, row: Compared) -> tuple[float, float, float, int]:
         """Base, tuned, standard error and number of prompts of a result; that of an evaluation lacks the number."""

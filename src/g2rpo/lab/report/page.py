@@ -180,12 +180,12 @@ def results(lines: Sequence[SeedGroup]) -> list[dict[str, Any]]:
     told = [(style, line, change) for style, line in enumerate(lines) for change in line.changes()]
     reach: dict[str, float] = {}
     for _, _, c in told:
-        ends = [abs(end) for end in (c.tuned - c.base, *c.interval) if math.isfinite(end)]
+        ends = [abs(end) for end in (c.change, *c.interval) if math.isfinite(end)]
         reach[c.reward] = max([reach.get(c.reward, 0.0), *ends])
     order = list(dict.fromkeys(c.reward for _, _, c in sorted(told, key=lambda one: not one[2].trained)))
     rows = []
     for style, line, c in sorted(told, key=lambda one: (order.index(one[2].reward), one[0])):
-        change, digits = c.tuned - c.base, decimals(c.error)
+        change, digits = c.change, decimals(c.error)
         rows.append(
             {
                 "reward": c.reward,

@@ -140,16 +140,16 @@ class SeedGroup:
         base, tuned = base.double(), tuned.double()
         change = interval(tuned - base)
         return Change(
-            reward,
-            reward in self.config.rewards,
-            max(self.judged_after),
             float(base[both].mean()),
             float(tuned[both].mean()),
             (change.high - change.low) / (2 * Z),
             int(both.any(0).sum()),
-            (change.low, change.high),
-            len(self.runs),
             float(group_std(base).nanmean()),
+            reward=reward,
+            trained=reward in self.config.rewards,
+            iteration=max(self.judged_after),
+            ends=(change.low, change.high),
+            seeds=len(self.runs),
         )
 
 

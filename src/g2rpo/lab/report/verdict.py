@@ -82,7 +82,7 @@ def _right(change: Change, words: str, heldout: str) -> str:
 
 
 def _right_in_figures(change: Change) -> str:
-    points, margin, (low, high) = 100 * (change.tuned - change.base), 100 * change.margin, change.interval
+    points, margin, (low, high) = 100 * (change.change), 100 * change.margin, change.interval
     if change.seeds > 1:
         said = f"{signed(points, 0)} points, {signed(100 * low, 0)} to {signed(100 * high, 0)} over {change.seeds} seeds"
     else:

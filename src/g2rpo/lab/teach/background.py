@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from g2rpo.evaluation.heldout import Comparison
+from g2rpo.core.statistics import Comparison
 from g2rpo.lab.teach.groups import AskedGroup
 from g2rpo.lab.teach.session import Answering, Session
 from g2rpo.rewards.votes import Vote

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from g2rpo.evaluation.heldout import Comparison, Evaluation, paired
+from g2rpo.core.statistics import Comparison, paired
+from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.rewards.taste import Encoder, Features, Head, features_of
 from g2rpo.training.learner import Snapshot
 from g2rpo.training.trainer import Trainer
@@ -69,7 +70,7 @@ class Brake:
         assert base is not None and now is not None
         self.evaluated = t.iteration
         judges = {name: paired(base.scores[name], now.scores[name]) for name in t.judges or t.rewards if name != "clicks"}
-        wrong = [f"{name} fell" for name, one in judges.items() if one.tuned - one.base < -FALL * one.error]
+        wrong = [f"{name} fell" for name, one in judges.items() if one.change < -FALL * one.error]
         wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
         fell = t.world.broadcast_text(" and ".join(wrong))
         seen = self._seen(base, now) if t.world.is_main else None  # rank 0 has all pictures

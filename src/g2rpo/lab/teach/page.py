@@ -14,7 +14,7 @@ from typing import Any
 
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import read_inputs
-from g2rpo.evaluation.heldout import Comparison
+from g2rpo.core.statistics import Comparison
 from g2rpo.lab.report.embedded import data_uri, picture_uri
 from g2rpo.lab.teach.background import InBackground, Lesson
 from g2rpo.lab.teach.groups import AskedGroup

@@ -20,7 +20,7 @@ from torch import Tensor
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import checked_as
-from g2rpo.evaluation.heldout import Comparison
+from g2rpo.core.statistics import Comparison
 from g2rpo.lab.teach.brake import LOOK, Brake
 from g2rpo.lab.teach.groups import AskedGroup, Asker, of_main
 from g2rpo.monitor.clips import seconds_of
