@@ -116,7 +116,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_sign_of_life(monkeypatch):
     """What a command prints does not depend on the machine's load."""
-    monkeypatch.setattr("g2rpo.cli.life.FIRST", 1e9)
+    monkeypatch.setattr("g2rpo.cli.life.FIRST_SILENCE", 1e9)
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ from g2rpo.monitor.trackers import Tracker
 from g2rpo.run.run import Run, entered
 from g2rpo.training.trainer import Trainer
 
-AT_ONCE = 8
+PICTURES_AT_ONCE = 8
 """Pictures that are decoded and scored at once."""
 
 
@@ -163,7 +163,7 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
     _check(prompts=prompts)
     check_inputs(prompts)
     sampled = painter(_config_of(run, base, seed), prompts)
-    return replace(sampled, decode_batch_size=AT_ONCE).pictures(prompts)
+    return replace(sampled, decode_batch_size=PICTURES_AT_ONCE).pictures(prompts)
 
 
 def evaluate(run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[str], *, seed: int = 0) -> dict[str, Comparison]:
@@ -174,7 +174,7 @@ def evaluate(run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[s
     compares = any(reward.group for reward in as_rewards(rewards).values())
     loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
     cached = policy_after_encoding(loaded, Run(Path(run)).read_config().prompts.cache, prompts, print)
-    sampled = replace(config.sampler(cached, config.steps), decode_batch_size=AT_ONCE)
+    sampled = replace(config.sampler(cached, config.steps), decode_batch_size=PICTURES_AT_ONCE)
     base = sampled.evaluate(prompts, rewards)
     tune(cached.policy, config)  # base and tuned one after the other: only one model is on the device
     return compare(base, sampled.evaluate(prompts, rewards))

@@ -18,7 +18,7 @@ from g2rpo.assembly.blueprint import trained_parameters
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.pipeline_files import missing_parts
-from g2rpo.assembly.prompts import build_prompts, caution, trained_on
+from g2rpo.assembly.prompts import build_prompts, starter_caution, trained_on
 from g2rpo.assembly.rewards import check_clips
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS
@@ -113,7 +113,7 @@ def test_what_can_be_downloaded_is_a_block_of_commands(monkeypatch):
     [("mine.txt", "starter:heldout", True), ("starter:train", "starter:heldout", False), ("mine.txt", "own.txt", False)],
 )
 def test_prompts_of_ones_own_that_are_judged_on_others_are_mentioned(train, heldout, said):
-    assert ("evaluation.prompts=FILE" in (caution(train, heldout) or "")) == said
+    assert ("evaluation.prompts=FILE" in (starter_caution(train, heldout) or "")) == said
 
 
 def test_heldout_prompts_that_are_trained_on_are_counted():

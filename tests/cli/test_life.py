@@ -15,7 +15,7 @@ from g2rpo.cli.output import Heard, Output
 @pytest.fixture
 def fast(monkeypatch):
     """A hundredth of the usual patience."""
-    for name, seconds in {"FIRST": 0.05, "EVERY": 0.1, "LATER": 1e9, "PATIENT": 0.6, "POLL": 0.01}.items():
+    for name, seconds in {"FIRST_SILENCE": 0.05, "EVERY": 0.1, "LATER": 1e9, "PATIENT": 0.6, "POLL": 0.01}.items():
         monkeypatch.setattr(life, name, seconds)
 
 
@@ -34,7 +34,7 @@ def test_a_silence_is_broken_again_and_again_but_less_often_when_it_is_long(fast
 
 
 def test_what_is_printed_is_a_sign_of_life(fast, capsys, monkeypatch):
-    monkeypatch.setattr(life, "FIRST", 0.5)
+    monkeypatch.setattr(life, "FIRST_SILENCE", 0.5)
     console = Heard(file=io.StringIO())
     with life.LIFE.of("plan"):
         for _ in range(40):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from g2rpo.app.events import Caution, Line, Progress
 from g2rpo.app.train import train_all
-from g2rpo.cli.output import Output, fitted
+from g2rpo.cli.output import Output, fit_in_line
 from g2rpo.cli.results import command, run_table
 from g2rpo.core.statistics import Comparison
 from g2rpo.lab.report.history import Change
@@ -33,16 +33,16 @@ def written(console):
 
 
 def test_items_are_fitted_by_shorter_names_then_by_fewer_items_and_numbers_stay_whole():
-    assert fitted(ITEMS, 200) == "scene_accuracy 0.633  scene_clip -0.083  a_reward_with_a_very_long_name 27.559"
-    assert fitted(ITEMS, 55) == "scene_acc… 0.633  scene_clip -0.083  a_reward_… 27.559"
-    assert fitted(ITEMS, 25) == "sc… 0.633  sc… -0.083  +1"
+    assert fit_in_line(ITEMS, 200) == "scene_accuracy 0.633  scene_clip -0.083  a_reward_with_a_very_long_name 27.559"
+    assert fit_in_line(ITEMS, 55) == "scene_acc… 0.633  scene_clip -0.083  a_reward_… 27.559"
+    assert fit_in_line(ITEMS, 25) == "sc… 0.633  sc… -0.083  +1"
     for width in range(100):
-        line = fitted(ITEMS, width)
+        line = fit_in_line(ITEMS, width)
         shown = re.findall(r"-?\d+\.\d+", line)
         assert shown == [value for _, value in ITEMS][: len(shown)] and shown
         assert len(line) <= width or len(shown) == 1
         assert ("+" in line) == (len(shown) < 3)
-    assert fitted([], 10) == ""
+    assert fit_in_line([], 10) == ""
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -15,7 +15,7 @@ from g2rpo.app.dry_run import try_own_code
 from g2rpo.app.events import Emit, Line, silent
 from g2rpo.assembly import components
 from g2rpo.assembly.checks import check, rewards_of
-from g2rpo.assembly.prompts import caution, trained_on
+from g2rpo.assembly.prompts import starter_caution, trained_on
 from g2rpo.assembly.rewards import build_rewards, configured, declared_by, reward_kind
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import ReadsTargets
@@ -102,7 +102,7 @@ def parts_of(request: Request, prompts: Sequence[str], heldout: Sequence[str]) -
     """The arguments of the trainer beside its config. Prompts are encoded before policy and rewards are on the device."""
     config, given, world = request.config, request.given, request.world
     divided(config, world)
-    for said in (caution(config.prompts.train, config.evaluation.prompts), trained_on(prompts, heldout)):
+    for said in (starter_caution(config.prompts.train, config.evaluation.prompts), trained_on(prompts, heldout)):
         if world.is_main and said is not None:
             request.notify(said)
     try_own_code(config, {**given, "prompts": prompts})

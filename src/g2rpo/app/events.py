@@ -46,7 +46,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingProgress:
     """The progress of a run in iterations and in network evaluations, with each `row` of metrics as it is logged."""
 
     iteration: int
@@ -57,7 +57,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingEnded:
     """The iterations are over after so many seconds; base and tuned are compared next."""
 
     seconds: float
@@ -78,7 +78,7 @@ class Results:
     """Whether the run's model is code of the user's."""
 
 
-Event = Line | Serving | Caution | Progress | Training | Trained | Results
+Event = Line | Serving | Caution | Progress | TrainingProgress | TrainingEnded | Results
 Emit = Callable[[Event], None]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from g2rpo.app.build import Request, at_rate, build
-from g2rpo.app.events import Emit, Line, Results, Trained, Training, cautions, silent
+from g2rpo.app.events import Emit, Line, Results, TrainingEnded, TrainingProgress, cautions, silent
 from g2rpo.app.prediction import Predict, beside_plan
 from g2rpo.app.stopping import Stopping
 from g2rpo.assembly import components
@@ -162,7 +162,7 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
     stopping.message = (
         f"stopped while base and tuned were compared; all iterations are done, and {trainer.run.command} finishes"
     )
-    emit(Trained(time.perf_counter() - began, trainer.evaluator.controls_on > 0))
+    emit(TrainingEnded(time.perf_counter() - began, trainer.evaluator.controls_on > 0))
     table = trainer.finish()
     emit(Results(directory, table, trainer.heldout, list(trainer.rewards), config.policy.kind is not None))
     if ended is not None:
@@ -184,7 +184,7 @@ def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> N
     def report(more: int = 0, row: Row | None = None) -> None:
         nonlocal done
         done += more
-        emit(Training(iteration, iterations, done, total, row))
+        emit(TrainingProgress(iteration, iterations, done, total, row))
 
     report()
     if not iteration:

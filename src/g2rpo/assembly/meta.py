@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.plain import refuse_hub_kernels
 
-LIBRARIES = ("diffusers", "transformers")
+MODEL_LIBRARIES = ("diffusers", "transformers")
 Part = tuple[str, dict[str, Any]]
 """A class, as "library:Name", and its config."""
 
@@ -58,9 +58,9 @@ def on_meta(part: Part) -> nn.Module:
     """The module of a part, on the meta device."""
     target, config = part
     library, _, name = target.partition(":")
-    if library not in LIBRARIES:  # importing a library named by a downloaded file would run its code
+    if library not in MODEL_LIBRARIES:  # importing a library named by a downloaded file would run its code
         raise UserError(
-            f"policy.path: its model_index.json names a part of '{library}'; only {' and '.join(LIBRARIES)} are loaded"
+            f"policy.path: its model_index.json names a part of '{library}'; only {' and '.join(MODEL_LIBRARIES)} are loaded"
         )
     kind: Any = getattr(importlib.import_module(library), name, None)
     if nn.Module not in getattr(kind, "__mro__", ()):

@@ -34,7 +34,7 @@ def build_prompts(source: str, key: str) -> list[str]:
     return list(prompts("train" if split == "train" else "heldout", world))
 
 
-def caution(train: str, heldout: str) -> str | None:
+def starter_caution(train: str, heldout: str) -> str | None:
     """A caution about one's own training prompts that are evaluated on the starter set."""
     if train in LISTS or not heldout.startswith("starter:"):
         return None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-FIRST = 0.5
+FIRST_SILENCE = 0.5
 """Seconds of silence before the first line, which comes within two seconds of the start on a busy machine too."""
 EVERY, LATER = 5.0, 60.0
 """Seconds between lines: in the first `PATIENT` seconds of a silence, and afterwards, as while the jobs of a study run."""
@@ -65,7 +65,7 @@ class Life:
     def _patience(self, now: float) -> float:
         """The longest silence at this moment."""
         if self._told == self._silent_since:
-            return FIRST
+            return FIRST_SILENCE
         return EVERY if now - self._silent_since < PATIENT else LATER
 
 

@@ -15,14 +15,14 @@ from g2rpo.core.errors import UserError, counted
 commands = typer.Typer()
 
 
-@commands.command(rich_help_panel=options.RESULTS)
+@commands.command(rich_help_panel=options.RESULTS_PANEL)
 def sample(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="[RUN] [PROMPT]...", help="A run directory, for its model and weights; and what to draw."),
     ] = None,
-    model: options.Model = None,
-    weights: options.Weights = None,
+    model: options.ModelOption = None,
+    weights: options.WeightsOption = None,
     prompt_file: Annotated[Path | None, typer.Option("--prompts", help="A file of prompts, one a line or .jsonl.")] = None,
     image: Annotated[
         list[Path] | None, typer.Option(help="An input picture for the prompts given here, for models that edit.")
@@ -31,8 +31,8 @@ def sample(
     strength: Annotated[float, typer.Option(help="Scale of a LoRA adapter.")] = 1.0,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default the run's.")] = None,
     shift: Annotated[float | None, typer.Option(help="Time shift of the sampler; default the run's, else the model's.")] = None,
-    guidance: options.Guidance = None,
-    size: options.Size = None,
+    guidance: options.GuidanceOption = None,
+    size: options.SizeOption = None,
     seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     video: Annotated[str, typer.Option(help="Files of clips: webp, or mp4 with imageio and ffmpeg.")] = "webp",
@@ -53,7 +53,7 @@ def sample(
         raise UserError("--image belongs to prompts that are given as arguments; a file of prompts names its own pictures")
     asked = [Prompt(text, [str(path) for path in image or []]) for text in words]
     asked += read_prompts(prompt_file) if prompt_file else []
-    settings = options.settings_of(run, model, weights, base, guidance=guidance, size=size)
+    settings = options.evaluation_settings(run, model, weights, base, guidance=guidance, size=size)
     config = sample_config(settings, strength=strength, steps=steps, shift=shift, seed=seed, batch_size=batch_size, video=video)
     sampled = draw(asked, config, out)
     beside = f"the first {sampled.in_grid} side by side" if sampled.in_grid < sampled.count else "side by side"
@@ -61,7 +61,7 @@ def sample(
     say(console, f"{counted(sampled.count, 'clip' if sampled.clips else 'picture')} in {sampled.folder}{grid}")
 
 
-@commands.command(cls=options.WithSameSettings, rich_help_panel=options.RESULTS)
+@commands.command(cls=options.WithSameSettings, rich_help_panel=options.RESULTS_PANEL)
 def evaluate(
     overrides: Annotated[
         list[str] | None,
@@ -70,19 +70,19 @@ def evaluate(
             help="A finished run, for its model, weights, held-out prompts and rewards; and settings: policy.dtype=bfloat16",
         ),
     ] = None,
-    model: options.Model = None,
-    weights: options.Weights = None,
+    model: options.ModelOption = None,
+    weights: options.WeightsOption = None,
     prompts: Annotated[
         str | None, typer.Option(help="A file, hf:OWNER/NAME:SPLIT:COLUMN, testbed:heldout or words:heldout.")
     ] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate the first N prompts.")] = None,
     rewards: Annotated[str | None, typer.Option(help="Names with commas between them, or a YAML file.")] = None,
     steps: Annotated[str | None, typer.Option(help="Step counts, like 10,20,50.")] = None,
-    guidance: options.Guidance = None,
-    size: options.Size = None,
+    guidance: options.GuidanceOption = None,
+    size: options.SizeOption = None,
     seed: Annotated[int | None, typer.Option(help="Picture i starts from noise (seed, i); default the run's, else 0.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Pictures at a time.")] = None,
-    controls: options.Controls = False,
+    controls: options.ControlsOption = False,
     out: Annotated[
         Path | None,
         typer.Option(help="A folder for the results; one already begun is finished. Default evaluation, or evaluation-2 ..."),
@@ -96,7 +96,7 @@ def evaluate(
     run = None
     if overrides and ("=" not in overrides[0] or Run(Path(overrides[0])).config.is_file()):
         run, overrides = Path(overrides[0]), overrides[1:]
-    settings = options.settings_of(run, model, weights, guidance=guidance, size=size)
+    settings = options.evaluation_settings(run, model, weights, guidance=guidance, size=size)
     named = {
         "prompts": prompts,
         "num_prompts": num_prompts,
@@ -113,7 +113,7 @@ def evaluate(
     show_evaluation(judging, console)
 
 
-@commands.command(rich_help_panel=options.WEIGHTS)
+@commands.command(rich_help_panel=options.WEIGHTS_PANEL)
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     format: Annotated[
@@ -136,7 +136,7 @@ def export(
         say(console, f"stored in {rounding.dtype}: {cost}")
 
 
-@commands.command(rich_help_panel=options.RESULTS)
+@commands.command(rich_help_panel=options.RESULTS_PANEL)
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, finished or not.")],
     out: Annotated[Path | None, typer.Option(help="The page; default RUN/report.html, for several runs report.html.")] = None,
@@ -148,7 +148,7 @@ def report(
     say(console, f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
-@commands.command(cls=options.WithSettings, rich_help_panel=options.RESULTS)
+@commands.command(cls=options.WithSettings, rich_help_panel=options.RESULTS_PANEL)
 def compare(
     recipe: options.RecipeOrFile,
     overrides: Annotated[list[str] | None, options.key_values("Of every run.")] = None,
@@ -167,7 +167,7 @@ def compare(
         str | None, typer.Option(help="Step counts of the evaluations, like 10,20,50; default the recipe's.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
-    controls: options.Controls = False,
+    controls: options.ControlsOption = False,
     out: Annotated[
         Path | None,
         typer.Option(help="A folder for all runs; a study already begun there is finished. Default study, or study-2 ..."),
@@ -196,7 +196,7 @@ def compare(
     show_study(results, console)
 
 
-@commands.command("check-model", cls=options.WithSettings, rich_help_panel=options.WEIGHTS)
+@commands.command("check-model", cls=options.WithSettings, rich_help_panel=options.WEIGHTS_PANEL)
 def check_model(
     model: Annotated[str, typer.Argument(help="A diffusers pipeline: a folder or a hub id.")],
     overrides: Annotated[list[str] | None, options.key_values("policy.dtype=bfloat16 policy.height=512")] = None,

@@ -20,7 +20,7 @@ def recipe_names(incomplete: str) -> list[str]:
     return [name for name in known.names() if name.startswith(incomplete)]
 
 
-TRAINING, RESULTS, WEIGHTS = "Train", "Look at the result", "Weights and servers"
+TRAINING_PANEL, RESULTS_PANEL, WEIGHTS_PANEL = "Train", "Look at the result", "Weights and servers"
 """Headings of the commands in `g2rpo --help`."""
 
 NAMESAKES = ("prompts", "rewards")
@@ -89,7 +89,7 @@ def run_or_model(run: Path | None, model: str | None, **of_model: object) -> Non
             raise UserError(f"--{name} is for --model; a run has its own")
 
 
-def settings_of(
+def evaluation_settings(
     run: Path | None, model: str | None, weights: Path | None, base: bool = False, **of_model: Any
 ) -> dict[str, Any]:
     """The settings of an evaluation of a run, or of a pipeline with the options `of_model`."""
@@ -111,14 +111,14 @@ _RECIPE = typer.Argument(help="A recipe's name (see `g2rpo recipes`) or a config
 RecipeOrFile = Annotated[str, _RECIPE]
 RecipeOrNone = Annotated[str | None, _RECIPE]
 
-Model = Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")]
-Weights = Annotated[
+ModelOption = Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")]
+WeightsOption = Annotated[
     Path | None, typer.Option(help="Tuned weights: an adapter/, a transformer/, or a .safetensors file of one.")
 ]
-Guidance = Annotated[float | None, typer.Option(help="Guidance scale (with --model); default: the model's own.")]
-Size = Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")]
+GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale (with --model); default: the model's own.")]
+SizeOption = Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")]
 
-Controls = Annotated[
+ControlsOption = Annotated[
     bool,
     typer.Option(
         "--controls",
@@ -126,11 +126,11 @@ Controls = Annotated[
     ),
 ]
 
-Within = Annotated[
+WithinOption = Annotated[
     str | None,
     typer.Option(metavar="TIME", help="Fit iterations and evaluations to a time for all, such as 90m or 3h."),
 ]
-PushToHub = Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")]
+PushOption = Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")]
 
-Host = Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")]
-TokenEnv = Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")]
+HostOption = Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")]
+TokenOption = Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")]

@@ -30,21 +30,21 @@ class Heard(Console):
 
 console = Heard(width=None if sys.stdout.isatty() else 10_000)  # no wrapping in files and pipes
 
-Items = Sequence[tuple[str, str]]
+NamedValues = Sequence[tuple[str, str]]
 """Names with formatted values."""
 
-QUIET = 30.0
+LONGEST_SILENCE = 30.0
 """Longest time without a line, in seconds, if there is no terminal."""
-BETWEEN = 2.0
+SECONDS_BETWEEN = 2.0
 """Shortest time between the lines of two iterations, in seconds, if there is no terminal."""
-SHORT = 3
+SHORTEST_NAME = 3
 """Names are not shortened below this many characters."""
 
 
 class Output:
     """Shows the events of a use case on a console; a bar ends with its work, or when this is left."""
 
-    def __init__(self, console: Console = console, quiet: float = QUIET) -> None:
+    def __init__(self, console: Console = console, quiet: float = LONGEST_SILENCE) -> None:
         self.console = console
         self.quiet = quiet
         self._bar: Bar | None = None
@@ -68,9 +68,9 @@ class Output:
                 warn(self.console, text)
             case events.Progress():
                 self._count(event)
-            case events.Training():
+            case events.TrainingProgress():
                 self._train(event)
-            case events.Trained(seconds, controls):
+            case events.TrainingEnded(seconds, controls):
                 self._end()
                 knobs = ", and free knobs of the base" if controls else ""
                 say(self.console, f"trained for {seconds:.0f} s; comparing base and tuned{knobs} ...")
@@ -96,9 +96,9 @@ class Output:
         if event.done >= event.total:
             self._end()
 
-    def _train(self, event: events.Training) -> None:
-        """A line for every evaluation. Without a terminal, a line is printed after an iteration if the last one is `BETWEEN`
-        seconds old, and after `quiet` seconds without one."""
+    def _train(self, event: events.TrainingProgress) -> None:
+        """A line for every evaluation. Without a terminal, a line is printed after an iteration if the last one is
+        `SECONDS_BETWEEN` old, and after `quiet` seconds without one."""
         unit = "eval" if self.console.is_terminal else "evaluations"
         # the evaluation of the base comes first, and is not part of the work
         bar = self._bar_of("training", unit, 12, event.evaluations, event.total, started=event.iteration > 0)
@@ -112,11 +112,11 @@ class Output:
             bar.start_task(bar.task)
             say_items(self.console, f"held-out pictures after iteration {row['iteration']}:", named)
         if row["kind"] == "train":
-            bar.middle = Fitted([*([("alarms", str(len(alarms)))] if alarms else []), *rewards])
+            bar.middle = FittedLine([*([("alarms", str(len(alarms)))] if alarms else []), *rewards])
             bar.items = "".join(f"  {name} {value}" for name, value in named)
         bar.line = lambda: f"{_clock(time.monotonic() - bar.began)}  {bar.head} iterations, {share}{bar.items}"
         bar.start()
-        if row["kind"] == "train" and time.monotonic() - bar.last >= BETWEEN:
+        if row["kind"] == "train" and time.monotonic() - bar.last >= SECONDS_BETWEEN:
             bar.last = time.monotonic()
             bar.tell()
 
@@ -127,7 +127,7 @@ class Output:
             LIFE.go_on()
 
 
-class Drawn(ProgressColumn):
+class DrawnColumn(ProgressColumn):
     """A column by a function of the task."""
 
     def __init__(self, draw: Callable[[Task], RenderableType], column: Column | None = None) -> None:
@@ -148,8 +148,8 @@ class Bar(Progress):
     middle: RenderableType = ""
 
     def __init__(self, console: Console, quiet: float, work: str, unit: str, width: int) -> None:
-        columns = Drawn(lambda task: Text(self.head)), BarColumn(width), Drawn(lambda task: self.middle)
-        rate = Drawn(lambda task: Text("  ".join(self.pace(task))), Column(no_wrap=True))
+        columns = DrawnColumn(lambda task: Text(self.head)), BarColumn(width), DrawnColumn(lambda task: self.middle)
+        rate = DrawnColumn(lambda task: Text("  ".join(self.pace(task))), Column(no_wrap=True))
         super().__init__(*columns, rate, console=console, disable=not console.is_terminal)
         self.quiet, self.work, self.unit = quiet, work, unit
         self.began, self.last, self._told = time.monotonic(), -math.inf, -math.inf
@@ -195,25 +195,25 @@ def _clock(seconds: float) -> timedelta:
     return timedelta(seconds=round(seconds))
 
 
-class Fitted:
-    """Items in one line of any width; see `fitted`."""
+class FittedLine:
+    """NamedValues in one line of any width; see `fit_in_line`."""
 
-    def __init__(self, items: Items) -> None:
+    def __init__(self, items: NamedValues) -> None:
         self.items = items
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(len(fitted(self.items, 0)), len(fitted(self.items, math.inf)))
+        return Measurement(len(fit_in_line(self.items, 0)), len(fit_in_line(self.items, math.inf)))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(fitted(self.items, options.max_width), no_wrap=True)
+        yield Text(fit_in_line(self.items, options.max_width), no_wrap=True)
 
 
-def fitted(items: Items, width: float) -> str:
+def fit_in_line(items: NamedValues, width: float) -> str:
     """The items in one line of `width` characters: with shorter names if needed, then without the last items and with their
     number. Values are never shortened; at least one item is shown."""
     for count in range(len(items), 0, -1):
         more = [f"+{len(items) - count}"] if count < len(items) else []
-        for longest in range(max(len(name) for name, _ in items), SHORT - 1, -1):
+        for longest in range(max(len(name) for name, _ in items), SHORTEST_NAME - 1, -1):
             short = [name if len(name) <= longest else name[: longest - 1] + "…" for name, _ in items[:count]]
             line = "  ".join([*(f"{name} {value}" for name, (_, value) in zip(short, items, strict=False)), *more])
             if len(line) <= width:
@@ -221,7 +221,7 @@ def fitted(items: Items, width: float) -> str:
     return line if items else ""
 
 
-def say_items(console: Console, head: str, items: Items) -> None:
+def say_items(console: Console, head: str, items: NamedValues) -> None:
     """Prints items in one line; on a terminal wrapped between items."""
     width = console.width if console.is_terminal else math.inf
     line = head

@@ -14,19 +14,19 @@ from g2rpo.core.errors import counted
 commands = typer.Typer()
 
 
-@commands.command(rich_help_panel=options.RESULTS)
+@commands.command(rich_help_panel=options.RESULTS_PANEL)
 def demo(
     run: Annotated[Path | None, typer.Argument(help="A finished run: its model, weights, rewards and algorithm.")] = None,
-    model: options.Model = None,
+    model: options.ModelOption = None,
     weights: Annotated[
         Path | None, typer.Option("--weights", "--adapter", help="An adapter/, a transformer/, or a .safetensors file.")
     ] = None,
     rewards: Annotated[str | None, typer.Option(help="With --model: names with commas between them, or a YAML file.")] = None,
-    guidance: options.Guidance = None,
-    size: options.Size = None,
-    host: options.Host = "127.0.0.1",
+    guidance: options.GuidanceOption = None,
+    size: options.SizeOption = None,
+    host: options.HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
-    token_env: options.TokenEnv = None,
+    token_env: options.TokenOption = None,
 ) -> None:
     """Show base and tuned pictures and a group of the algorithm in the browser."""
     from g2rpo.app.evaluate import named_rewards
@@ -39,7 +39,7 @@ def demo(
     serve(run, settings, weights, host=host, port=port, token_env=token_env, emit=Output())
 
 
-@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING)
+@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def teach(
     recipe: Annotated[str, typer.Argument(help="A recipe, a config.yaml, or a run that teach began.")],
     overrides: Annotated[list[str] | None, options.key_values("optim.learning_rate=5e-4")] = None,
@@ -47,9 +47,9 @@ def teach(
     votes: Annotated[Path | None, typer.Option(help="Repeat the answers in this file, without a page.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Drawn before and after; default: one that the base draws wrong.")] = None,
     ahead: Annotated[int | None, typer.Option(min=1, max=8, help="Groups that lie ready while it learns; default 2.")] = None,
-    host: options.Host = "127.0.0.1",
+    host: options.HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 7861,
-    token_env: options.TokenEnv = None,
+    token_env: options.TokenOption = None,
 ) -> None:
     """Teach a model by clicking on the best of its pictures, in the browser."""
     from g2rpo.lab.teach.commands import teach as serve
@@ -68,7 +68,7 @@ def teach(
     )
 
 
-@commands.command(rich_help_panel=options.RESULTS)
+@commands.command(rich_help_panel=options.RESULTS_PANEL)
 def agree(
     run: Annotated[Path, typer.Argument(help="A run that teach began.")],
     rewards: Annotated[str, typer.Option(help="Names with commas between them, or a YAML file.")],
@@ -82,13 +82,13 @@ def agree(
         say(console, f"{share} of pairs  {name}  ({counted(share.count, 'group')}; 0.5 is chance)")
 
 
-@commands.command(rich_help_panel=options.WEIGHTS)
+@commands.command(rich_help_panel=options.WEIGHTS_PANEL)
 def serve_reward(
     kind: Annotated[str, typer.Argument(help="A reward's name, e.g. hpsv2 or function.")],
     options: Annotated[list[str] | None, options.key_values("path=..., device=cuda")] = None,
-    host: options.Host = "127.0.0.1",
+    host: options.HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000,
-    token_env: options.TokenEnv = None,
+    token_env: options.TokenOption = None,
 ) -> None:
     """Serve a reward over HTTP, for a trainer elsewhere."""
     from g2rpo.app.serve import serve_reward as serve

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 commands = typer.Typer()
 
 
-@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING)
+@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def train(
     recipe: options.RecipeOrNone = None,
     overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=100")] = None,
@@ -34,11 +34,11 @@ def train(
         bool, typer.Option("--resume", help="Continue the run in --run-dir, or begin it if there is none; also --resume=auto.")
     ] = False,
     accept_changes: Annotated[bool, typer.Option("--accept-changes", help="With --resume: as for `g2rpo resume`.")] = False,
-    within: options.Within = None,
+    within: options.WithinOption = None,
     find_rate: Annotated[
         bool, typer.Option("--find-rate", help="First choose optim.learning_rate by short runs at .25 to 2 times it.")
     ] = False,
-    push_to_hub: options.PushToHub = None,
+    push_to_hub: options.PushOption = None,
 ) -> None:
     """Train a model on rewards."""
     if resume and recipe is not None and "=" in recipe and not recipe.endswith((".yaml", ".yml")):
@@ -49,15 +49,15 @@ def train(
     _train(recipe, overrides, run_dir, push_to_hub, **asked)
 
 
-@commands.command("resume", cls=options.WithSettings, rich_help_panel=options.TRAINING)
+@commands.command("resume", cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def resume_run(
     run: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted, or that is to go on for longer.")],
     overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=200 sampling.batch_size=32")] = None,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Go on although prompts, model or reward code are not those of before.")
     ] = False,
-    within: options.Within = None,
-    push_to_hub: options.PushToHub = None,
+    within: options.WithinOption = None,
+    push_to_hub: options.PushOption = None,
 ) -> None:
     """Continue a run where it was stopped, with its own config."""
     _train(None, overrides, run, push_to_hub, resume=True, accept_changes=accept_changes, within=within)
@@ -84,7 +84,7 @@ def _predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequen
     return predict(config, ranks, prompts, heldout)
 
 
-@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING)
+@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def plan(
     recipe: options.RecipeOrFile,
     overrides: Annotated[list[str] | None, options.key_values("policy.lora_rank=64")] = None,
@@ -127,7 +127,7 @@ def plan(
         show(console)
 
 
-@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING)
+@commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def encode(
     recipe: options.RecipeOrFile,
     overrides: Annotated[list[str] | None, options.key_values("prompts.cache=FOLDER")] = None,
@@ -140,7 +140,7 @@ def encode(
     say(console, f"{count} prompts are stored, {new} of them new")
 
 
-@commands.command(rich_help_panel=options.WEIGHTS)
+@commands.command(rich_help_panel=options.WEIGHTS_PANEL)
 def push(
     run: Annotated[Path, typer.Argument(help="A finished run.")],
     repository: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face Hub.")],
@@ -154,7 +154,7 @@ def push(
     say(console, f"pushed {Run(run).weights} to {address}")
 
 
-@commands.command(rich_help_panel=options.TRAINING)
+@commands.command(rich_help_panel=options.TRAINING_PANEL)
 def recipes(
     name: Annotated[
         str | None, typer.Argument(help="Show one, with the reason for every value.", autocompletion=options.recipe_names)

@@ -25,8 +25,8 @@ from g2rpo.policies.tuning import ADAPTER
 from g2rpo.run.run import Run
 from g2rpo.training.model_card import copy_card
 
-FORMATS = ("diffusers", "comfyui", "kohya", "ai-toolkit", "merged")
-FILES = ("comfyui", "kohya", "ai-toolkit")
+EXPORT_FORMATS = ("diffusers", "comfyui", "kohya", "ai-toolkit", "merged")
+FILE_FORMATS = ("comfyui", "kohya", "ai-toolkit")
 """Formats that are one file."""
 
 
@@ -59,14 +59,16 @@ def export(
     assistant: bool = False,
     notify: Callable[[str], None] = lambda message: None,
 ) -> tuple[Path, Rounding | None]:
-    """Writes a new folder or, for `FILES`, a new file; returns where, and what rounding has cost merged weights. The base model
-    is read only where its weights are needed. Of an adapter that continues another, `learnt` leaves that out; `assistant` adds
-    the run's assistant. `notify` is called with what a format cannot say of an adapter. UserError for a run without weights,
-    and for models and modules that a format has no names for."""
+    """Writes a new folder or, for `FILE_FORMATS`, a new file; returns where, and what rounding has cost merged weights.
+
+    The base model is read only where its weights are needed. Of an adapter that continues another, `learnt` leaves that out;
+    `assistant` adds the run's assistant. `notify` is called with what a format cannot say of an adapter. UserError for a run
+    without weights, and for models and modules that a format has no names for.
+    """
     if not format:
-        raise UserError(f"say which --format: {', '.join(FORMATS)}")
-    if format not in FORMATS:
-        raise UserError(f"--format {format}: is no format.{did_you_mean(format, FORMATS)}")
+        raise UserError(f"say which --format: {', '.join(EXPORT_FORMATS)}")
+    if format not in EXPORT_FORMATS:
+        raise UserError(f"--format {format}: is no format.{did_you_mean(format, EXPORT_FORMATS)}")
     config = Run(run).read_config()
     early = f"policy.lora_above={config.policy.lora_above:g}, so the adapter acts at early steps only"
     if config.policy.lora_above and format == "merged":
@@ -82,9 +84,9 @@ def export(
     base = partial(transformer_folder, config.policy)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(out) if format in FILES else whole(out) as unfinished:
+        with whole_file(out) if format in FILE_FORMATS else whole(out) as unfinished:
             rounding = _write(format, tuned, base, unfinished, finished, config.policy.kind)
-    if config.policy.lora_above and format in FILES:
+    if config.policy.lora_above and format in FILE_FORMATS:
         end = "keyframes of a LoRA hook end it" if format == "comfyui" else "the card of --format diffusers has what ends it"
         notify(f"{early}; what reads {format} files applies it at all, unless told otherwise: {end}")
     return out, rounding
@@ -108,17 +110,17 @@ def _asked(tuned: Tuned, config: Config, learnt: bool, assistant: bool) -> Tuned
 
 def _place(run: Path, format: str, which: str) -> Path:
     name = run.resolve().name if format == "comfyui" else f"{run.resolve().name}-{format}"
-    return Run(run).exports / (f"{name}{which}.safetensors" if format in FILES else f"{format}{which}")
+    return Run(run).exports / (f"{name}{which}.safetensors" if format in FILE_FORMATS else f"{format}{which}")
 
 
 def _check_new(out: Path, format: str) -> None:
-    if format in FILES and out.suffix != ".safetensors":
+    if format in FILE_FORMATS and out.suffix != ".safetensors":
         raise UserError(
             f"--out {out}: ComfyUI reads one file; name it NAME.safetensors, in models/loras or models/diffusion_models"
             if format == "comfyui"
             else f"--out {out}: is one file in this format; name it NAME.safetensors"
         )
-    if out.exists() if format in FILES else not is_empty(out):
+    if out.exists() if format in FILE_FORMATS else not is_empty(out):
         raise UserError(f"{out} exists; name another --out")
 
 
@@ -128,7 +130,7 @@ def _write(
     """Writes a format; `finished` are the final weights of a run, where they are what is exported."""
     if format == "merged":
         return merge(tuned, base(), out)
-    if format in FILES:
+    if format in FILE_FORMATS:
         names = names_for(tuned.kind, kind, format)
         if tuned.adapter is not None:
             header = {key: text for key, text in tuned.adapter.metadata.items() if key != CONFIG}  # of diffusers' names
