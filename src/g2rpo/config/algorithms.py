@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator, Discriminator, PlainSerializer, Tag, TypeAdapter, ValidationInfo, create_model
+from pydantic_core import PydanticCustomError
 
 from g2rpo.algorithms.flow_grpo import (
     DanceGRPO,
@@ -95,6 +96,8 @@ def tag(value: Any) -> str:
 def other(value: Any, info: ValidationInfo) -> Any:
     """The algorithm of a mapping that names code; objects are passed through. The context {"mention": True} takes code that
     may not be imported for a `Mentioned` algorithm."""
+    if value is None or isinstance(value, str | int | float | list):
+        raise PydanticCustomError("dict_type", "should be a group of settings")
     if not isinstance(value, Mapping):
         return value
     name, fields = str(value["name"]), {key: entry for key, entry in value.items() if key != "name"}

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, named
 from g2rpo.config.given import is_mention
-from g2rpo.config.schema import Config, RewardConfig, Section
+from g2rpo.config.schema import Config, Section
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean
 from g2rpo.core.plain import DEPTH, parse_yaml, read_text
@@ -81,11 +82,12 @@ def resolve_as(
     merged: dict[str, Any] = _copied(data)
     for override in overrides:
         _override(merged, override)
-    _check_keys(kind, merged, "", source, mention)
+    if isinstance(given := merged.get("algorithm"), Mapping):
+        _class_in(given, source, mention)
     try:
         group = kind.model_validate(merged, context={"mention": mention})
     except ValidationError as error:
-        raise UserError("\n".join(_complaints(error, merged, source))) from None
+        raise UserError("\n".join(_complaints(error, partial(_near, kind, merged), merged, source))) from None
     _check_sizes(group, source)
     return group
 
@@ -239,32 +241,6 @@ def _fields(kind: Any) -> dict[str, Any] | None:
     return None
 
 
-def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = False, place: str | None = None) -> None:
-    """Refuses unknown keys; `place` is `prefix` without a reward's name."""
-    place = prefix if place is None else place
-    fields = _fields(kind)
-    if kind is not RewardConfig and isinstance(data, str | int | float) and (fields or get_origin(kind) is dict):
-        wanted = f"name={data}" if kind is Algorithm else f"{data}=1" if place.endswith("rewards.") else "KEY=VALUE"
-        raise UserError(f"{source}: {prefix[:-1]} is a group of settings, got {data!r:.200}; write {prefix}{wanted:.200}")
-    if kind is Algorithm and isinstance(data, Mapping):
-        fields = _fields(_class_in(data, source, mention))
-    if fields is None and get_origin(kind) is dict and isinstance(data, Mapping):
-        for name, entry in data.items():
-            _check_keys(get_args(kind)[1], entry, f"{prefix}{name}.", source, mention, "rewards.*.")
-    if fields is None or not isinstance(data, dict):
-        return
-    for key, value in list(data.items()):
-        if key not in fields:
-            if place == "algorithm." and key == "name":
-                continue
-            near = did_you_mean(str(key), fields, prefix)
-            elsewhere = key_of(str(key), None if prefix else fields)
-            if elsewhere and (not prefix or (elsewhere.endswith(f".{key}") and not elsewhere.startswith(prefix))):
-                near = f" Did you mean '{elsewhere}'?"
-            raise UserError(f"{source}: unknown key '{prefix}{key}'.{near}")
-        _check_keys(fields[key], value, f"{prefix}{key}.", source, mention, f"{place}{key}.")
-
-
 def key_of(word: str, fields: Mapping[str, Any] | None = None) -> str | None:
     """The dotted key that a word, with or without a group, may mean; None if there is none."""
     fields = fields if fields is not None else _fields(Config) or {}
@@ -322,20 +298,42 @@ def _place(loc: Sequence[int | str], data: Any, missing: bool) -> tuple[str, Any
     return ".".join([*parts, *([str(loc[-1])] if missing else [])]), data
 
 
-def _complaints(error: ValidationError, data: Any, source: str, prefix: str = "") -> Iterator[str]:
+def _complaints(error: ValidationError, near: Callable[[str], str], data: Any, source: str, prefix: str = "") -> Iterator[str]:
+    """What pydantic found wrong with `data`, a line each, by dotted keys; `near` ends what is said of an unknown one."""
     for problem in error.errors():
-        key, value = _place(problem["loc"], data, problem["type"] == "missing")
+        what, wrong = problem["type"], problem["input"]
+        key, value = _place(problem["loc"], data, what == "missing")
         key = prefix + key
+        of_key = problem["loc"][-1:] == ("[key]",)
         if isinstance(inner := problem.get("ctx", {}).get("error"), ValidationError):  # an algorithm's own fields
-            yield from _complaints(inner, value, source, f"{key}.")
-        elif problem["loc"][-1:] == ("[key]",):
-            space = "; YAML needs a space after ':'" if ":" in str(problem["input"]) else ""
+            yield from _complaints(inner, near, value, source, f"{key}.")
+        elif what in ("extra_forbidden", "unexpected_keyword_argument") or (of_key and what == "literal_error"):
+            yield f"{source}: unknown key '{key}'.{near(key)}"
+        elif of_key:
+            space = "; YAML needs a space after ':'" if ":" in str(wrong) else ""
             yield f"{source}: {key} is no name: write letters, digits and . _ + -{space}"
-        elif problem["type"] == "missing":
+        elif what == "missing":
             yield f"{source}: '{key}' is missing"
+        elif what in ("model_type", "dataclass_type", "dict_type") and isinstance(wrong, str | int | float):
+            wanted = f"name={wrong}" if key == "algorithm" else f"{wrong}=1" if key.endswith("rewards") else "KEY=VALUE"
+            yield f"{source}: {key} is a group of settings, got {wrong!r:.200}; write {key}.{wanted:.200}"
         else:
-            given = f", got {repr(problem['input'])[:200]}" if not isinstance(problem["input"], Mapping) else ""
+            given = f", got {repr(wrong)[:200]}" if not isinstance(wrong, Mapping) else ""
             message = problem["msg"].removeprefix("Value error, ")
-            if problem["type"] in ("tuple_type", "list_type") and isinstance(problem["input"], str | int | float):
-                given += f"; write it in brackets: [{problem['input']}]"
+            if what in ("tuple_type", "list_type") and isinstance(wrong, str | int | float):
+                given += f"; write it in brackets: [{wrong}]"
             yield f"{source}: {key}: {message[0].lower()}{message[1:]}{given}"
+
+
+def _near(kind: Any, data: Mapping[str, Any], key: str) -> str:
+    """The settings that an unknown key may mean, as the end of a message."""
+    group, _, name = key.rpartition(".")
+    for part in group.split(".") if group else ():
+        kind = get_args(kind)[-1] if get_origin(kind) in (dict, list) else (_fields(kind) or {})[part]
+    if kind is Algorithm:
+        kind = algorithm_class(str(named(_at(data, "algorithm"))["name"]))
+    fields = _fields(kind) or {}
+    elsewhere = key_of(name, None if group else fields)
+    if elsewhere and (not group or (elsewhere.endswith(f".{name}") and not elsewhere.startswith(f"{group}."))):
+        return f" Did you mean '{elsewhere}'?"
+    return did_you_mean(name, fields, f"{group}." if group else "")
