@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
-
+from g2rpo.assembly import hub
 from g2rpo.assembly.components import locate_pipeline
+from g2rpo.assembly.pipeline_files import INDEX
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests, digest_of, local
@@ -66,7 +66,7 @@ def pipeline_identity(name: str) -> str:
 
 def _commit(hub_id: str) -> str:
     """The commit of a pipeline in the hub's local cache."""
-    index = try_to_load_from_cache(hub_id, "model_index.json")
-    if not isinstance(index, str):
+    index = hub.cached(hub_id, INDEX)
+    if index is None:
         raise UserError(f"policy.path={hub_id}: is not in the local hub cache; download it, or name a folder")
-    return Path(index).parent.name
+    return index.parent.name

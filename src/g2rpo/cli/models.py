@@ -30,7 +30,6 @@ def sample(
     base: Annotated[bool, typer.Option("--base", help="Leave the tuned weights out.")] = False,
     strength: Annotated[float, typer.Option(help="Scale of a LoRA adapter.")] = 1.0,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default the run's.")] = None,
-    shift: Annotated[float | None, typer.Option(help="Time shift of the sampler; default the run's, else the model's.")] = None,
     guidance: options.GuidanceOption = None,
     size: options.SizeOption = None,
     seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
@@ -54,7 +53,7 @@ def sample(
     asked = [Prompt(text, [str(path) for path in image or []]) for text in words]
     asked += read_prompts(prompt_file) if prompt_file else []
     settings = options.evaluation_settings(run, model, weights, base, guidance=guidance, size=size)
-    config = sample_config(settings, strength=strength, steps=steps, shift=shift, seed=seed, batch_size=batch_size, video=video)
+    config = sample_config(settings, strength=strength, steps=steps, seed=seed, batch_size=batch_size, video=video)
     sampled = draw(asked, config, out)
     beside = f"the first {sampled.in_grid} side by side" if sampled.in_grid < sampled.count else "side by side"
     grid = f", {beside} in {sampled.grid}" if sampled.count > 1 else ""

@@ -18,9 +18,7 @@ commands = typer.Typer()
 def demo(
     run: Annotated[Path | None, typer.Argument(help="A finished run: its model, weights, rewards and algorithm.")] = None,
     model: options.ModelOption = None,
-    weights: Annotated[
-        Path | None, typer.Option("--weights", "--adapter", help="An adapter/, a transformer/, or a .safetensors file.")
-    ] = None,
+    weights: options.WeightsOption = None,
     rewards: Annotated[str | None, typer.Option(help="With --model: names with commas between them, or a YAML file.")] = None,
     guidance: options.GuidanceOption = None,
     size: options.SizeOption = None,
