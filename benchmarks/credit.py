@@ -192,7 +192,7 @@ def gradients(
 
 def sketch_prompt(trainer: Trainer, variants: Mapping[str, Variant], sketch: Sketch, number: int) -> dict[str, Tensor]:
     """Sketches [R, buckets] of one prompt's gradients by variant, for each reward alone. Variants share what noise they can."""
-    (prompt,) = trainer.order.batch(number, 1)
+    (prompt,) = trainer.loop.order.batch(number, 1)
     plans = list(dict.fromkeys(plan for own in variants.values() for plan in own.plans))
     engine = Engine(policy=trainer.policy, cond=trainer.policy.encode([prompt]), sigmas=trainer.sigmas, batch_size=96)
 
@@ -235,7 +235,7 @@ def explained(values: NDArray[np.float64], resamples: int = 2000) -> Interval:
 def repeat_the_rest(trainer: Trainer, number: int, step: int, noisy: int, draws: int, repeats: int) -> Tensor:
     """Rewards [R, draws, repeats] of one prompt whose steps 0 .. noisy - 1 are stochastic, from one initial noise: the noise
     of `step` is drawn `draws` times, and that of all other steps anew in each of `repeats`."""
-    (prompt,) = trainer.order.batch(number, 1)
+    (prompt,) = trainer.loop.order.batch(number, 1)
     policy, sigmas, count = trainer.policy, trainer.sigmas, draws * repeats
     engine = Engine(policy=policy, cond=policy.encode([prompt]), sigmas=sigmas, batch_size=96)
     x = policy.noise([generator_for("explained", number)]).expand(count, -1, *[-1] * (policy_dims(trainer) - 1)).clone()

@@ -89,7 +89,7 @@ def test_a_weight_in_the_config_is_that_of_the_object():
     overrides = ["rewards.bright.weight=0.25", "trainer.iterations=1"]
     objects = {"policy": GaussianPolicy(), "prompts": PROMPTS, "heldout": PROMPTS}
     trainer = api.trainer("scenes", overrides, rewards={"bright": brightness, "dark": darkness}, judges={}, **objects)
-    assert trainer.weights.tolist() == [0.25, 1.0] and trainer.judges == {}
+    assert trainer.loop.weights.tolist() == [0.25, 1.0] and trainer.judges == {}
 
 
 @pytest.mark.parametrize(

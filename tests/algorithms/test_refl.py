@@ -71,7 +71,7 @@ def test_a_member_without_a_score_does_not_count():
     gradients = []
     for prompts in (["0", "-0.1"], ["0"]):
         t = made(f"trainer.prompts_per_iteration={len(prompts)}", prompts=prompts, heldout=["0"])
-        t.order.batch = lambda iteration, count, prompts=prompts: prompts
+        t.loop.order.batch = lambda iteration, count, prompts=prompts: prompts
         seen = watched(t)
         row = t.iterate()
         assert row["skipped_updates"] == 0 and math.isfinite(row["loss"])

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import drift_limit_of
+from g2rpo.core.capabilities import drift_limit_of, learner_of
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
+from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import Z, paired
-from g2rpo.core.types import Algorithm
+from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.image_statistics import TAIL
 
 Scores = Mapping[str, Tensor]
@@ -198,15 +199,17 @@ def crowd(count: int) -> float:
     return next((x for x in fitting if hypergeom.cdf(beyond, 2 * count, count, x + beyond) < CROWD_LEVEL), math.inf)
 
 
-def alarms_of(config: Config, algorithm: Algorithm, sigmas: Tensor, entries: int) -> Alarms:
+def alarms_of(config: Config, sigmas: Tensor, policy: Policy, rewards: Mapping[str, Reward]) -> Alarms:
     """The alarms of a run of `config`."""
-    off = frozenset(name for name in ADVICE if config.action_of(name) == "off")
+    algorithm, off = config.algorithm, frozenset(name for name in ADVICE if config.action_of(name) == "off")
     plans = (
         plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
     )
     steps = {step for plan in plans for step in plan.stochastic if plan.trains(step)}
+    entries = policy.noise([generator_for("alarms")]).numel()
     limit = drift_limit_of(algorithm, sigmas, sorted(steps), entries, rounding_of(config))
-    return Alarms(list(config.rewards), list(config.evaluation.rewards), limit, off)
+    moving = frozenset(name for name, reward in rewards.items() if learner_of(reward))
+    return Alarms(list(config.rewards), list(config.evaluation.rewards), limit, off, moving)
 
 
 def rounding_of(config: Config) -> float:

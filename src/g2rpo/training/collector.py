@@ -13,12 +13,12 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import waits
-from g2rpo.core.contracts import plans_of
+from g2rpo.core.contracts import check_advantages, plans_of
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Cond, Example, Kernel, Plan, Policy, Reward, Rollout, no_kernel
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import anchor_walk
-from g2rpo.rollout.scoring import score_rollouts
+from g2rpo.rollout.scoring import decode_rollout, score_rollouts
 from g2rpo.runtime.devices import same_device
 from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
@@ -78,6 +78,10 @@ class Groups:
             draw = partial(self.spec.noise, place, "examples", rollout.plan.branch)
             found += self.algorithm.examples(rollout, values, draw)
         return found
+
+    def check(self, advantages: Tensor) -> None:
+        """UserError unless `advantages` are finite, one for each member of all ranks' groups."""
+        check_advantages(self.rewards, advantages)
 
     @classmethod
     def join(cls, parts: Sequence[Groups]) -> Groups:
@@ -160,6 +164,10 @@ class Collector:
 
         plans, first = [anchor_walk(self.config.sampling.num_steps)], candidates * self.first
         return self.collect(RolloutSpec(plans, 1, no_kernel, noise, first, self.rewards), cond, prompts, watch)
+
+    def pictures(self, groups: Groups) -> list[Tensor]:
+        """The pictures [M, G, 3, H, W] in [0, 1], or clips, of each group, by tails and members."""
+        return [self.sizes.fit(partial(decode_rollout, self.policy, one, self.sizes)) for one in groups.collected.rollouts]
 
     def collect(self, spec: RolloutSpec, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
         """The rollouts of all prompts, one per row of `cond`.

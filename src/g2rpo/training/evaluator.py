@@ -41,7 +41,7 @@ from g2rpo.evaluation.heldout import (
     right_in_words,
     save_evaluation,
 )
-from g2rpo.evaluation.sampler import Sampler
+from g2rpo.evaluation.sampler import Sampler, sampler_of
 from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls
 from g2rpo.evaluation.work import work_in_pictures
 from g2rpo.monitor.alarms import DIVERSITIES, judged_gain
@@ -56,24 +56,7 @@ from g2rpo.run.run import Run
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.learner import Learner
-
-
-def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes: bool) -> dict[str, Any]:
-    """The controls of an evaluator, and the numbers of `heldout` prompts for them and for the spread within a prompt."""
-    setting = config.evaluation.controls
-    if setting is False:
-        return {}
-    controls = run_controls(steps, guidance_of(policy), guided_by_hand(policy))
-    evaluations = work_in_pictures(config)
-    cost = evaluations_of(controls, steps)
-    looks = 1 + math.ceil(config.trainer.iterations / config.evaluation.every)
-    spread_on = min(SPREAD_PROMPTS, heldout)
-    affordable = setting is True or spread_on * SPREAD_NOISES * steps * looks <= SPREAD_SHARE * evaluations
-    return {
-        "controls": controls,
-        "controls_on": prompts_within(setting, heldout, cost, evaluations) if writes else 0,
-        "spread_on": spread_on if affordable else 0,
-    }
+from g2rpo.training.loop import Loop
 
 
 @dataclass(kw_only=True)
@@ -323,3 +306,38 @@ def _first_value(images: Tensor) -> Tensor:
 
 def _unscored(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return torch.full((len(prompts),), torch.nan)
+
+
+def evaluator_of(loop: Loop, judges: Mapping[str, Reward], heldout: Sequence[str], shards: Replicated, run: Run) -> Evaluator:
+    """The evaluator of a run, with its controls."""
+    config, policy, sampler = loop.config, loop.policy, sampler_of(loop.config, loop.policy)
+    return Evaluator(
+        sampler=sampler,
+        learner=loop.learner,
+        rewards=loop.rewards,
+        judges=judges,
+        weights={name: entry.weight for name, entry in config.rewards.items()},
+        heldout=heldout,
+        sizes=loop.sizes,
+        shards=shards,
+        run=run,
+        **free_knobs(config, policy, sampler.num_steps, len(heldout), run.folder is not None),
+    )
+
+
+def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes: bool) -> dict[str, Any]:
+    """The controls of an evaluator, and the numbers of `heldout` prompts for them and for the spread within a prompt."""
+    setting = config.evaluation.controls
+    if setting is False:
+        return {}
+    controls = run_controls(steps, guidance_of(policy), guided_by_hand(policy))
+    evaluations = work_in_pictures(config)
+    cost = evaluations_of(controls, steps)
+    looks = 1 + math.ceil(config.trainer.iterations / config.evaluation.every)
+    spread_on = min(SPREAD_PROMPTS, heldout)
+    affordable = setting is True or spread_on * SPREAD_NOISES * steps * looks <= SPREAD_SHARE * evaluations
+    return {
+        "controls": controls,
+        "controls_on": prompts_within(setting, heldout, cost, evaluations) if writes else 0,
+        "spread_on": spread_on if affordable else 0,
+    }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import KeepsOldWeights, candidates_of, differentiates_rewards
-from g2rpo.core.contracts import check_scored, choice_of
+from g2rpo.core.contracts import advantages_of, check_scored, choice_of
 from g2rpo.core.data import Row
 from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
 from g2rpo.prompts.order import PromptOrder
@@ -75,6 +75,10 @@ class Loop:
         with self._sampling():
             collected = self.collector.collect(spec, cond, prompts, watch)
         return Groups(algorithm, prompts, cond, spec, collected, self.world.gather(collected.rewards), watch)
+
+    def advantages(self, groups: Groups) -> Tensor:
+        """Rewards -> advantages [N, G] of all ranks' groups."""
+        return advantages_of(groups.algorithm, groups.rewards, self.weights)
 
     def learn_from(self, groups: Groups, advantages: Tensor) -> Row:
         """Advantages [N, G] of all ranks' groups -> loss -> step: ends an iteration; returns its metrics."""

@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from g2rpo.config.schema import Config, grid_of
-from g2rpo.core.capabilities import check_complete, keeps_old, learner_of, state_of
-from g2rpo.core.contracts import advantages_of, check_advantages
+from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.errors import Preempted
-from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import Comparison
-from g2rpo.core.types import Algorithm, Cond, Plan, Policy, Reward, as_rewards
+from g2rpo.core.types import Algorithm, Plan, Policy, Reward, as_rewards
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.evaluation.work import plans_in, work_in_pictures
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.trackers import TensorBoard, Tracker
-from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.engine import Noise
-from g2rpo.rollout.guidance import sized
-from g2rpo.rollout.scoring import decode_rollout
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
-from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import WHOLE, Replicated
-from g2rpo.training.collector import Collector, Groups
-from g2rpo.training.evaluator import Evaluator, free_knobs
-from g2rpo.training.learner import Learner, Snapshot
+from g2rpo.training.collector import Groups
+from g2rpo.training.evaluator import evaluator_of
+from g2rpo.training.learner import Snapshot
 from g2rpo.training.listeners.checkpoints import Checkpoints
 from g2rpo.training.listeners.clock import Clock
 from g2rpo.training.listeners.early_stop import EarlyStop
@@ -43,14 +33,13 @@ from g2rpo.training.listeners.evaluations import Evaluations
 from g2rpo.training.listeners.first_group import FirstGroup
 from g2rpo.training.listeners.listener import Ask, Listener, asked_by
 from g2rpo.training.listeners.log import Log
-from g2rpo.training.loop import Loop
 from g2rpo.training.model_card import header_of, write_card
 from g2rpo.training.pace import with_length
+from g2rpo.training.parts import find_sizes, loop_of
 from g2rpo.training.persistence import Persistence
-from g2rpo.training.ranks import divided
 from g2rpo.training.reward_states import stateful
 from g2rpo.training.stopwatch import Stopwatch
-from g2rpo.training.updater import Updater, check_differentiable, check_groups
+from g2rpo.training.updater import check_groups
 
 
 @dataclass(repr=False, kw_only=True)
@@ -84,77 +73,21 @@ class Trainer:
         self.rolled_back_from: int | None = None
         self.final: Evaluation | None = None  # of the weights as they are
         self.run = Run(self.run_dir, self.world, self.notify)
-        self.division = divided(c, self.world)
-        self.own_prompts = c.trainer.prompts_per_iteration // self.division.prompts.size
-        self.algorithm = c.algorithm
-        check_complete(self.algorithm)
-        check_differentiable(self.algorithm, self.rewards)
-        check_groups(self.algorithm, {**self.rewards, **self.judges}, c.policy.tuning, c.trainer.sharding)
-        self.memory = state_of(self.algorithm)
-        self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
-        self.alarms = alarms_of(c, self.algorithm, self.sigmas, self.policy.noise([generator_for("alarms")]).numel())
-        self.alarms.moving = frozenset(name for name, reward in self.rewards.items() if learner_of(reward))
+        check_groups(c.algorithm, {**self.rewards, **self.judges}, c.policy.tuning, c.trainer.sharding)
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
-        self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
-        self.order = PromptOrder(self.prompts, c.trainer.seed)
-        self.learner = Learner(self.policy.trainable_parameters(), c.optim, self.shards, keeps_old(self.algorithm))
-        asked = c.sampling.batch_size, c.sampling.decode_batch_size, c.trainer.micro_batch_size
-        self.sizes = batch_sizes(*asked, self.policy.device, self.notify)
-        self.sizes.in_step = self.shards.in_step
-        self.collector = Collector(
-            config=c,
-            policy=self.policy,
-            rewards=self.rewards,
-            sigmas=self.sigmas,
-            sizes=self.sizes,
-            shards=self.shards,
-            division=self.division,
-            on_evaluations=lambda rows: self.on_evaluations(rows),
+        loop = self.loop = loop_of(
+            c, self.policy, self.rewards, self.prompts, self.shards, self.notify, lambda rows: self.on_evaluations(rows)
         )
-        self.updater = Updater(
-            policy=self.policy,
-            algorithm=self.algorithm,
-            optimizer=self.learner.optimizer,
-            sigmas=self.sigmas,
-            sizes=self.sizes,
-            max_grad_norm=c.optim.max_grad_norm,
-            shards=self.shards,
-            step_dtype=c.precision.step,
-            old=self.learner.as_old,
-        )
-        self.loop = Loop(
-            config=c,
-            policy=self.policy,
-            rewards=self.rewards,
-            weights=self.weights,
-            algorithm=self.algorithm,
-            memory=self.memory,
-            order=self.order,
-            division=self.division,
-            collector=self.collector,
-            updater=self.updater,
-            learner=self.learner,
-            sizes=self.sizes,
-            world=self.world,
-            find_sizes=self._find_sizes,
-        )
-        sampler = sampler_of(c, self.policy)
-        self.evaluator = Evaluator(
-            sampler=sampler,
-            learner=self.learner,
-            rewards=self.rewards,
-            judges=self.judges,
-            weights={name: entry.weight for name, entry in c.rewards.items()},
-            heldout=self.heldout,
-            sizes=self.sizes,
-            shards=self.shards,
-            run=self.run,
-            **free_knobs(c, self.policy, sampler.num_steps, len(self.heldout), self.run_dir is not None),
-        )
+        self.algorithm, self.division, self.learner, self.sizes = loop.algorithm, loop.division, loop.learner, loop.sizes
+        self.collector, self.updater, self.sigmas = loop.collector, loop.updater, loop.collector.sigmas
+        self.own_prompts = c.trainer.prompts_per_iteration // self.division.prompts.size
+        self.alarms = alarms_of(c, self.sigmas, self.policy, self.rewards)
+        self.evaluator = evaluator_of(loop, self.judges, self.heldout, self.shards, self.run)
+        loop.find_sizes = partial(find_sizes, loop, len(self.evaluator.own()))
         self.persistence = Persistence(
             policy=self.policy,
             learner=self.learner,
-            memory=self.memory,
+            memory=loop.memory,
             rewards={**self.rewards, **self.judges},
             shards=self.shards,
             run=self.run,
@@ -230,7 +163,7 @@ class Trainer:
     def iterate(self) -> Row:
         """Runs one iteration; returns its metrics."""
         groups = self.sample_groups()
-        return self.learn_from(groups, advantages_of(groups.algorithm, groups.rewards, self.weights))
+        return self.learn_from(groups, self.loop.advantages(groups))
 
     def sample_groups(
         self,
@@ -253,12 +186,12 @@ class Trainer:
 
     def pictures(self, groups: Groups) -> list[Tensor]:
         """The pictures [M, G, 3, H, W] in [0, 1], or clips, of each of this rank's groups, by tails and members."""
-        return [self.sizes.fit(partial(decode_rollout, self.policy, one, self.sizes)) for one in groups.collected.rollouts]
+        return self.collector.pictures(groups)
 
     def learn_from(self, groups: Groups, advantages: Tensor, counted: bool = True) -> Row:
         """Takes optimizer steps on groups with finite `advantages` [N, G], of all ranks' groups as `groups.rewards`. That ends
         the iteration and returns its row, which listeners hear; unless it is not `counted`, which returns {}."""
-        check_advantages(groups.rewards, advantages)
+        groups.check(advantages)
         self.final, own = None, self.world.shard(advantages)
         with self.run.naming(self.iteration):
             if not counted:
@@ -321,7 +254,7 @@ class Trainer:
         """Held-out pictures of the (averaged) weights with all scores. On a single rank, raises `Preempted` if `stopping` is
         set meanwhile."""
         if self.sizes.auto:
-            self._find_sizes(self.policy.encode(self.evaluator.own()[:1]))
+            self.loop.find_sizes(self.policy.encode(self.evaluator.own()[:1]))
         return self.evaluator.evaluate(self.iteration, self._leave_if_asked)
 
     def sample(self, prompts: Sequence[str], seed: int = 0, first: int = 0) -> Tensor:
@@ -383,13 +316,3 @@ class Trainer:
     def _preempted(self) -> Preempted:
         self.stopping = False
         return Preempted(f"stopped after iteration {self.iteration}, as asked; {self.run.how_to_continue}")
-
-    def _find_sizes(self, cond: Cond) -> None:
-        """Measures batch sizes that are `auto`, up to the largest that an iteration can use."""
-        if self.sizes.auto:
-            members = self.own_prompts * len(self.division.plans.shard(self.plans())) * self.algorithm.group_size
-            most = max(members, len(self.evaluator.own()))
-            size = self.config.judged_size  # the larger of the two is measured
-            larger = size is not None and math.prod(size) > self.config.policy.height * self.config.policy.width
-            with self.shards.sampling(), sized(self.policy, size if larger else None):
-                self.sizes.find(self.policy, cond.rows([0]), self.policy.noise([generator_for("memory")]), most)

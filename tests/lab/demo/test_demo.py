@@ -185,12 +185,12 @@ def test_a_plan_that_is_none_is_named(session):
 def test_a_group_is_the_first_iteration_of_the_run(run, session):
     """The trainer's own noise, latents, scores and advantages; in batches of other shapes, so not to the last bit."""
     trainer = built(Request(config=load_config(str(run / "config.yaml"), [])))
-    asked = trainer.order.batch(0, trainer.config.trainer.prompts_per_iteration)
+    asked = trainer.loop.order.batch(0, trainer.config.trainer.prompts_per_iteration)
     sampled = trainer.collector.collect(
         trainer.collector.own_spec(trainer.algorithm, 0), trainer.policy.encode(asked), asked, Stopwatch()
     )
     rollouts, rewards = sampled.rollouts, sampled.rewards
-    advantages = trainer.algorithm.advantages(rewards, trainer.weights)
+    advantages = trainer.algorithm.advantages(rewards, trainer.loop.weights)
     assert session.plans == [rollout.plan for rollout in rollouts] and plan_labels(session.plans) == ["step 0", "step 1"]
     for plan, rollout in enumerate(rollouts):
         heard: list[tuple[int, ...]] = []
