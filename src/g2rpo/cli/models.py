@@ -76,7 +76,7 @@ def evaluate(
     ] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate the first N prompts.")] = None,
     rewards: Annotated[str | None, typer.Option(help="Names with commas between them, or a YAML file.")] = None,
-    steps: Annotated[str | None, typer.Option(help="Step counts, like 10,20,50.")] = None,
+    steps: options.StepsOption = None,
     guidance: options.GuidanceOption = None,
     size: options.SizeOption = None,
     seed: Annotated[int | None, typer.Option(help="Picture i starts from noise (seed, i); default the run's, else 0.")] = None,
@@ -162,9 +162,7 @@ def compare(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
     pilots: Annotated[int, typer.Option(min=1, help="Runs of each cell at each rate that choose one.")] = 3,
-    steps: Annotated[
-        str | None, typer.Option(help="Step counts of the evaluations, like 10,20,50; default the recipe's.")
-    ] = None,
+    steps: options.StepsOption = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     controls: options.ControlsOption = False,
     out: Annotated[

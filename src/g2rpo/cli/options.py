@@ -134,3 +134,14 @@ PushOption = Annotated[str | None, typer.Option(help="Then upload weights and ca
 
 HostOption = Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")]
 TokenOption = Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")]
+PortOption = Annotated[int, typer.Option(min=1, max=65535)]
+
+RunDirOption = Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")]
+AcceptOption = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changes",
+        help="Go on with a run although prompts, model or reward code are not those of before.",
+    ),
+]
+StepsOption = Annotated[str | None, typer.Option(help="Step counts, like 10,20,50.")]

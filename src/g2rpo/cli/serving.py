@@ -23,7 +23,7 @@ def demo(
     guidance: options.GuidanceOption = None,
     size: options.SizeOption = None,
     host: options.HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
+    port: options.PortOption = 7860,
     token_env: options.TokenOption = None,
 ) -> None:
     """Show base and tuned pictures and a group of the algorithm in the browser."""
@@ -41,12 +41,12 @@ def demo(
 def teach(
     recipe: Annotated[str, typer.Argument(help="A recipe, a config.yaml, or a run that teach began.")],
     overrides: Annotated[list[str] | None, options.key_values("optim.learning_rate=5e-4")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
+    run_dir: options.RunDirOption = None,
     votes: Annotated[Path | None, typer.Option(help="Repeat the answers in this file, without a page.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Drawn before and after; default: one that the base draws wrong.")] = None,
     ahead: Annotated[int | None, typer.Option(min=1, max=8, help="Groups that lie ready while it learns; default 2.")] = None,
     host: options.HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 7861,
+    port: options.PortOption = 7861,
     token_env: options.TokenOption = None,
 ) -> None:
     """Teach a model by clicking on the best of its pictures, in the browser."""

@@ -29,11 +29,11 @@ commands = typer.Typer()
 def train(
     recipe: options.RecipeOrNone = None,
     overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=100")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
+    run_dir: options.RunDirOption = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --run-dir, or begin it if there is none; also --resume=auto.")
     ] = False,
-    accept_changes: Annotated[bool, typer.Option("--accept-changes", help="With --resume: as for `g2rpo resume`.")] = False,
+    accept_changes: options.AcceptOption = False,
     within: options.WithinOption = None,
     find_rate: Annotated[
         bool, typer.Option("--find-rate", help="First choose optim.learning_rate by short runs at .25 to 2 times it.")
@@ -53,9 +53,7 @@ def train(
 def resume_run(
     run: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted, or that is to go on for longer.")],
     overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=200 sampling.batch_size=32")] = None,
-    accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on although prompts, model or reward code are not those of before.")
-    ] = False,
+    accept_changes: options.AcceptOption = False,
     within: options.WithinOption = None,
     push_to_hub: options.PushOption = None,
 ) -> None:
