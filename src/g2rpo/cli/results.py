@@ -22,8 +22,7 @@ from g2rpo.lab.check_model import Check
 from g2rpo.lab.compare.results import StudyResults, knob_rows
 from g2rpo.lab.compare.study import StudyDirectory
 from g2rpo.lab.report.history import read_runs
-from g2rpo.lab.report.verdict import summary
-from g2rpo.lab.report.words import figures
+from g2rpo.lab.report.verdict import figures, summary
 from g2rpo.monitor.clips import clip_of
 from g2rpo.run.lock import fresh_directory
 from g2rpo.run.run import Run

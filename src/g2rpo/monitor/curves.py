@@ -70,7 +70,7 @@ def draw_line(axes: Axes, line: Line) -> None:
     if alone or line.look in ("marked", "pale"):
         face, edge, rim = (PAPER, colour, 1.5) if line.look == "pale" else (colour, PAPER, 1.0)
         marks = axes.scatter(line.x, y, s=46, marker=MARKERS[style], c=face, edgecolors=edge, linewidths=rim, clip_on=False)
-        marks.set_zorder(3)
+        marks.set(zorder=3, label=line.label if alone else "")
 
 
 def plain_axes(axes: Axes) -> None:

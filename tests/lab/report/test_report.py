@@ -13,15 +13,13 @@ import yaml
 
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
+from g2rpo.core import statistics
 from g2rpo.core.statistics import interval
 from g2rpo.lab.report.charts import compact
-from g2rpo.lab.report.history import Change, read_runs, rollout_seconds
+from g2rpo.lab.report.history import Change, read_runs, rollout_seconds, seed_groups
 from g2rpo.lab.report.page import render
 from g2rpo.lab.report.pictures import FRAMES
-from g2rpo.lab.report.seeds import seed_groups
-from g2rpo.lab.report.verdict import summary, verdict
-from g2rpo.lab.report.words import decimals, signed, span
-from g2rpo.monitor import alarms
+from g2rpo.lab.report.verdict import decimals, signed, span, summary, verdict
 from g2rpo.monitor.alarms import ADVICE
 from g2rpo.monitor.scores import read_rows, right_of, save_pictures, save_rows, score_rows, scores_of
 from g2rpo.run.run import Run
@@ -510,7 +508,7 @@ def test_numbers_for_people():
 
 def test_alarms_are_told_and_marked(tmp_path, monkeypatch):
     """A judged reward falls in every toy run (dark is minus bright); a row of training has one of its own."""
-    monkeypatch.setattr(alarms, "FEWEST", 3)
+    monkeypatch.setattr(statistics, "FEWEST", 3)
     directory = make_run(tmp_path / "run", "trainer.iterations=6", finish=False)
     rows = Run(directory).read_log()
     for row in rows:

@@ -20,8 +20,7 @@ from g2rpo.config.schema import Config, PolicyConfig, RewardTable, SamplingConfi
 from g2rpo.core.data import Precision
 from g2rpo.core.types import Algorithm
 from g2rpo.lab.report.history import RunHistory
-from g2rpo.lab.report.verdict import summary
-from g2rpo.lab.report.words import model_name
+from g2rpo.lab.report.verdict import model_name, summary
 from g2rpo.run.run import Run
 
 

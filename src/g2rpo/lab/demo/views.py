@@ -11,10 +11,10 @@ from torch import Tensor
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.lab.demo.session import DrawnPair, GroupTrace, plan_labels
-from g2rpo.lab.report.embedded import data_uri, picture_uri
 from g2rpo.lab.report.history import RunHistory
 from g2rpo.lab.report.page import render, templates_of
-from g2rpo.lab.report.words import fixed, signed
+from g2rpo.lab.report.pictures import data_uri, picture_uri
+from g2rpo.lab.report.verdict import fixed, signed
 from g2rpo.monitor.diagnostics import group_std
 
 LARGE, SMALL = 1024, 256  # pixels a side, at most, of the pictures within a page

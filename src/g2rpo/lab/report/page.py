@@ -17,13 +17,10 @@ from g2rpo.config.resolve import differences, resolve
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.lab.report.charts import alarm_mark, compact, key_mark
-from g2rpo.lab.report.group import first_group
-from g2rpo.lab.report.history import Change, RunHistory, read_runs, rollout_seconds
+from g2rpo.lab.report.history import Change, RunHistory, SeedGroup, read_runs, rollout_seconds, seed_groups
 from g2rpo.lab.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
-from g2rpo.lab.report.pictures import frames_of, pictures
-from g2rpo.lab.report.seeds import SeedGroup, seed_groups
-from g2rpo.lab.report.verdict import effect, summary, verdict
-from g2rpo.lab.report.words import decimals, figures, fixed, model_name, signed, span
+from g2rpo.lab.report.pictures import first_group, frames_of, pictures
+from g2rpo.lab.report.verdict import decimals, effect, figures, fixed, model_name, signed, span, summary, verdict
 from g2rpo.monitor.alarms import ADVICE
 from g2rpo.run.run import Run
 
@@ -57,41 +54,39 @@ def write_page(directories: Sequence[Path], out: Path | None) -> Path:
 def render(runs: Sequence[RunHistory]) -> str:
     """The page of one or several runs."""
     environment = templates_of("g2rpo.lab.report")
-    environment.filters |= {"compact": compact, "span": span}
-    lines = seed_groups(runs)
-    runs = [run for line in lines for run in line.runs]
-    styles = [style for style, line in enumerate(lines) for _ in line.runs]
-    charts, constants = health(lines)
+    environment.filters |= {each.__name__: each for each in (compact, figures, fixed, signed)}
+    used_by_run = (decimals, effect, first_group, from_recipe, key_mark, phases, states, summary, verdict)
+    environment.globals |= {each.__name__: each for each in used_by_run}
+    environment.tests["finite"] = math.isfinite
+    groups = seed_groups(runs)
+    keys = {run.name: key_mark(group.style) for group in groups for run in group.runs}
+    runs = [run for group in groups for run in group.runs]
+    shown = pictures(runs)
+    frames = [frame for each in shown for frame in frames_of(each)]
+    charts, constants = health(groups)
     return environment.get_template("page.html").render(
-        title=" · ".join(run.name for run in runs),
+        title=" · ".join(keys),
         runs=runs,
+        keys=keys,
         several=len(runs) > 1,
-        lines=lines,
-        seeds=any(len(line.runs) > 1 for line in lines),
-        keys=[key_mark(style) for style in styles],
-        line_keys=[key_mark(style) for style in range(len(lines))],
-        samples={look: key_mark(0, look) for look in ("marked", "faint", "pale", "range")} | {"alarm": alarm_mark()},
-        summaries=[summary(line) for line in lines],
-        states=[states(line) for line in lines],
+        groups=groups,
         facts=table_of(facts, runs),
-        results=results(lines),
-        controls=[controls(run) for run in runs],
-        alarms=alarms(runs, styles),
-        pictures=(shown := pictures(runs)),
-        marked=any(frame["right"] is not None for run in shown for frame in frames_of(run)),
-        edited=any(card["input"] for run in shown for card in run["cards"]),
-        groups=[first_group(run) for run in runs],
-        looks=look_charts(lines),
-        rewards=reward_charts(lines),
-        steps=step_charts(lines),
-        granularities=granularity_table(lines),
+        results=results(groups),
+        alarms=[(run, one) for run in runs for one in run.alarms()],
+        advice=ADVICE,
+        alarm_key=alarm_mark(),
+        pictures=dict(zip(keys, shown, strict=True)),
+        marked=any(frame["right"] is not None for frame in frames),
+        edited=any(card["input"] for each in shown for card in each["cards"]),
+        looks=look_charts(groups),
+        rewards=reward_charts(groups),
+        steps=step_charts(groups),
+        granularities=granularity_table(groups),
         health=charts,
         constants=constants,
-        cost=cost_charts(lines),
+        cost=cost_charts(groups),
         costs=table_of(costs, runs),
-        phases=[phases(run) for run in runs],
         apart=between(runs),
-        recipes=[from_recipe(run) for run in runs],
         version=__version__,
     )
 
@@ -103,11 +98,13 @@ def state(run: RunHistory) -> str:
         return f"Finished: {total} iterations."
     if not run.rows:
         return f"Unfinished: nothing is logged yet of {total} iterations."
-    if run.results and run.results.rolled_back_from and run.iteration <= run.results.rolled_back_from:
-        best = f"the weights are those after {run.results.iteration}, the best evaluation"
-        return f"Ended by an alarm after {run.iteration} of {total} iterations: {best}."
-    once = run.results if not run.rolled_back else None
-    again = f" It had finished after {once.iteration}, and was extended." if once else ""
+    again = ""
+    if run.results and (left := run.results.rolled_back_from) is not None:
+        if run.iteration <= left:
+            best = f"the weights are those after {run.results.iteration}, the best evaluation"
+            return f"Ended by an alarm after {run.iteration} of {total} iterations: {best}."
+    elif run.results:
+        again = f" It had finished after {run.results.iteration}, and was extended."
     return f"Unfinished: {run.iteration} of {total} iterations are logged; the run goes on, or it stopped early.{again}"
 
 
@@ -128,123 +125,67 @@ def table_of(of: Callable[[RunHistory], dict[str, str]], runs: Sequence[RunHisto
 
 def facts(run: RunHistory) -> dict[str, str]:
     """Model, rewards, prompts, length and software of a run."""
-    c = run.config
-    weights = ", ".join(f"{name} × {entry.weight:g}" for name, entry in c.rewards.items())
+    c, plan = run.config, run.files.read_plan()
+    judged = f"; judged at {c.judged.width} × {c.judged.height}" if c.judged_size else ""
     told = {
         "Model": model_name(c.policy),
         "Trained": f"an adapter (LoRA of rank {c.policy.lora_rank})" if c.policy.tuning == "lora" else "all weights",
-        **({"Continues": c.policy.adapter} if c.policy.adapter else {}),
-        **({"Assistant in training": c.policy.assistant} if c.policy.assistant else {}),
-        "Pictures": f"{c.policy.width} × {c.policy.height} pixels, {c.sampling.num_steps} steps"
-        + (f"; judged at {c.judged.width} × {c.judged.height}" if c.judged_size else ""),
+        "Continues": c.policy.adapter,
+        "Assistant in training": c.policy.assistant,
+        "Pictures": f"{c.policy.width} × {c.policy.height} pixels, {c.sampling.num_steps} steps{judged}",
         "Algorithm": name_of(c.algorithm),
         "Recipe": c.recipe or "–",
-        "Trained on": weights,
+        "Trained on": ", ".join(f"{name} × {entry.weight:g}" for name, entry in c.rewards.items()),
         "Judged only": ", ".join(c.evaluation.rewards) or "–",
         "Prompts": f"{c.prompts.train}, {c.trainer.prompts_per_iteration} an iteration",
         "Held-out prompts": c.evaluation.prompts,
         "Iterations": f"{run.iteration} of {c.trainer.iterations}",
         "Time": span(run.seconds),
         "Seed": str(c.trainer.seed),
-        **pilots(run),
-        **({} if (both := run.files.read_plan()) is None else {"Plan": f"on {both.card}, {both}"}),
+        "Learning rate": pilots(run),
+        "Plan": plan and f"on {plan.card}, {plan}",
     }
     if run.starts:
-        first, last = run.starts[0], run.starts[-1]
-        resumed = (
-            f", resumed {len(run.starts) - 1} times" if len(run.starts) > 2 else ", resumed once" if len(run.starts) > 1 else ""
-        )
+        first, last, again = run.starts[0], run.starts[-1], len(run.starts) - 1
+        resumed = f", resumed {'once' if again == 1 else f'{again} times'}" if again else ""
         told |= {
             "Started": first.time.replace("T", " ").replace("+00:00", " UTC") + resumed,
             "Software": f"g2rpo {last.g2rpo}, torch {last.torch}, Python {last.python}",
             "Device": last.device,
+            "Commit": last.commit,
         }
-        if last.commit:
-            told["Commit"] = last.commit
-    return told
+    return {name: text for name, text in told.items() if text}
 
 
-def pilots(run: RunHistory) -> dict[str, str]:
+def pilots(run: RunHistory) -> str | None:
     """The rate that pilots chose, and their gains in standard deviations of the base."""
     sweep = run.files.read_rates()
     if sweep is None or sweep.rate is None:
-        return {}
+        return None
     tried = sorted(sweep.pilots, key=lambda pilot: pilot.rate)
     rates = ", ".join(f"{pilot.rate:g}" for pilot in tried)
     gains = ", ".join(f"{pilot.gain:+.2f}{' (alarm)' if pilot.alarms else ''}" for pilot in tried)
-    return {"Learning rate": f"{sweep.rate:g}, chosen from {rates} by short runs on training prompts, with gains of {gains}"}
+    return f"{sweep.rate:g}, chosen from {rates} by short runs on training prompts, with gains of {gains}"
 
 
-def results(lines: Sequence[SeedGroup]) -> list[dict[str, Any]]:
-    """The headline table: base against tuned for every reward, and for every line that has both."""
-    told = [(style, line, change) for style, line in enumerate(lines) for change in line.changes()]
-    reach: dict[str, float] = {}
-    for _, _, c in told:
-        ends = [abs(end) for end in (c.change, *c.interval) if math.isfinite(end)]
-        reach[c.reward] = max([reach.get(c.reward, 0.0), *ends])
-    order = list(dict.fromkeys(c.reward for _, _, c in sorted(told, key=lambda one: not one[2].trained)))
+def results(groups: Sequence[SeedGroup]) -> list[list[dict[str, Any]]]:
+    """The headline table by reward: base against tuned for every line that has both, with the places of the change and of its
+    interval on a scale that all lines of a reward share."""
+    told: dict[str, list[tuple[SeedGroup, Change]]] = {}
+    for group in groups:
+        for change in group.changes():
+            told.setdefault(change.reward, []).append((group, change))
     rows = []
-    for style, line, c in sorted(told, key=lambda one: (order.index(one[2].reward), one[0])):
-        change, digits = c.change, decimals(c.error)
+    for own in sorted(told.values(), key=lambda own: not any(change.trained for _, change in own)):
+        ends = [[change.change, *change.interval] for _, change in own]
+        reach = max([abs(end) for each in ends for end in each if math.isfinite(end)], default=0.0) or 1.0
         rows.append(
-            {
-                "reward": c.reward,
-                "use": "trained on" if c.trained else "judged only",
-                "run": line.name,
-                "style": style,
-                "iteration": ", ".join(str(each) for each in sorted({*line.judged_after})),
-                "base": fixed(c.base, digits),
-                "tuned": fixed(c.tuned, digits),
-                "change": signed(change, digits),
-                "interval": _interval(c, digits),
-                "places": _places((change, *c.interval), reach[c.reward]),
-                "verdict": verdict(c),
-                "effect": effect(c),
-            }
+            [
+                {"group": group, "change": change, "places": [50 + 45 * end / reach for end in each]}
+                for (group, change), each in zip(own, ends, strict=True)
+            ]
         )
     return rows
-
-
-def _places(values: Sequence[float], reach: float) -> list[float | None]:
-    """Where values lie on a scale from -reach to reach, as shares of a plot that is a little wider; None for NaN."""
-    return [0.5 + 0.45 * value / (reach or 1.0) if math.isfinite(value) else None for value in values]
-
-
-def _interval(change: Change, digits: int) -> str:
-    if not math.isfinite(change.error):
-        return ""
-    if change.seeds > 1:
-        return f"({' to '.join(signed(end, digits) for end in change.interval)})"
-    return f"± {change.margin:.{digits}f}" if math.isfinite(change.margin) else ""
-
-
-def controls(run: RunHistory) -> dict[str, Any] | None:
-    """The table of controls: their means and prices, between those of base and tuned on the same prompts."""
-    if not (found := run.controls()):
-        return None
-    (of,) = found
-    rows = []
-    for way in of.ways:
-        best = {name for name, one in of.best.items() if one.way == way.name}
-        cells = [(figures(way.means.get(name)), name in best) for name in of.best]
-        rows.append((way.name, way.evaluations, way.readings or "", cells))
-    return {"names": list(of.best), "prompts": of.prompts, "rows": rows}
-
-
-def alarms(runs: Sequence[RunHistory], styles: Sequence[int]) -> list[dict[str, Any]]:
-    """Every alarm of every run: iteration, observation, and advice."""
-    return [
-        {
-            "name": one.name,
-            "key": key_mark(style),
-            "run": run.name,
-            "when": str(one.first) if one.first == one.last else f"{one.first} to {one.last}",
-            "said": one.said,
-            "advice": ADVICE.get(one.name, ""),  # logs of other versions may have other alarms
-        }
-        for style, run in zip(styles, runs, strict=True)
-        for one in run.alarms()
-    ]
 
 
 def costs(run: RunHistory) -> dict[str, str]:
@@ -279,11 +220,11 @@ def phases(run: RunHistory) -> list[tuple[str, str, float]]:
 
 def between(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     """Config keys in which the runs differ, with the value of each."""
-    first = runs[0].config
-    apart = [differences(first, run.config) for run in runs]
-    keys = list(dict.fromkeys(key for each in apart for key in each))
-    own = {key: next(pair[0] for each in apart for k, pair in each.items() if k == key) for key in keys}
-    return [(key, [_word(each[key][1] if key in each else own[key]) for each in apart]) for key in keys]
+    rows: dict[str, list[str]] = {}
+    for place, run in enumerate(runs):
+        for key, (first, own) in differences(runs[0].config, run.config).items():
+            rows.setdefault(key, [_word(first)] * len(runs))[place] = _word(own)
+    return list(rows.items())
 
 
 def from_recipe(run: RunHistory) -> list[tuple[str, str, str]] | None:

@@ -1,24 +1,31 @@
-"""The held-out pictures of runs that a report shows, small enough for one page."""
+"""The pictures of runs that a report shows, within the page and small enough for it: held-out ones, and a group of the first
+iteration."""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from torch import Tensor
 
 from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
-from g2rpo.lab.report.embedded import clip_uri, data_uri
 from g2rpo.lab.report.history import RunHistory
-from g2rpo.monitor.clips import clip_of, read_webp
-from g2rpo.monitor.pictures import figure
-from g2rpo.monitor.scores import SHOWN, chosen, input_of, picture_of, read_rows, right_of
+from g2rpo.lab.report.verdict import signed
+from g2rpo.monitor.clips import clip_of, read_webp, webp
+from g2rpo.monitor.clips import frames_of as clip_frames
+from g2rpo.monitor.pictures import figure, to_pil
+from g2rpo.monitor.scores import SHOWN, Member, chosen, input_of, picture_of, read_rows, right_of
+from g2rpo.training.listeners.first_group import ADVANTAGE
 
 FRAMES, PICTURE_BYTES = 9, 3_000_000
 """The largest number of evaluations shown of a run, and approximate bytes of pictures on a page."""
+MEMBER = 128  # pixels a side, at most, of a member's picture
 DAMAGE = (OSError, ValueError, LookupError, TypeError, UserError)
 """What reading damaged files raises."""
 
@@ -122,3 +129,65 @@ def _frame(path: Path, size: int, row: Row, names: Collection[str]) -> dict[str,
     if clip.is_file():
         uri, still = clip_uri(*read_webp(clip), size), uri
     return {"uri": uri, "still": still, "right": row.get("right"), "scores": scores, "shape": picture.size}
+
+
+def first_group(run: RunHistory) -> dict[str, Any] | None:
+    """The group of the first iteration that the run kept, its members from best to worst. None if it kept none; `trouble` is
+    the reason if it cannot be shown."""
+    folder = run.files.first_group
+    if not run.files.group_scores.is_file():
+        return None
+    try:
+        rows = read_rows(run.files.group_scores, Member)
+        uris = [data_uri(open_picture(picture_of(folder, index)), MEMBER) for index in range(len(rows))]
+        members = _members(rows, uris, len(rows) // rows[0]["tails"])
+        told = {"prompt": rows[0]["prompt"], "how": rows[0]["how"], "input": given_to(folder, 0, MEMBER)}
+        return {"trouble": "", "members": members, **told}
+    except DAMAGE as error:
+        return {"trouble": str(error)}
+
+
+def _members(rows: Sequence[Row], uris: Sequence[str], count: int) -> list[dict[str, Any]]:
+    advantages = [row["scores"].get(ADVANTAGE) or 0.0 for row in rows[:count]]
+    largest = max(map(abs, advantages)) or 1.0
+    names = [name for name in rows[0]["scores"] if name != ADVANTAGE]
+    return [
+        {
+            "name": f"member {member + 1}",
+            "pictures": uris[member::count],
+            "scores": {name: " · ".join(said(row["scores"][name]) for row in rows[member::count]) for name in names},
+            "advantage": signed(advantages[member], 2) if advantages[member] else "0",
+            "way": "up" if advantages[member] > 0 else "down" if advantages[member] < 0 else "same",
+            "width": round(50 * abs(advantages[member]) / largest, 1),
+        }
+        for member in sorted(range(count), key=lambda member: -advantages[member])
+    ]
+
+
+def data_uri(picture: Image.Image, size: int) -> str:
+    """The picture within a page, reduced to at most `size` pixels a side."""
+    out = io.BytesIO()
+    _reduced(picture, size).save(out, "WEBP", quality=88, method=4)
+    return _webp_uri(out.getvalue())
+
+
+def clip_uri(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], size: int) -> str:
+    """A clip within a page, that repeats, reduced likewise."""
+    return _webp_uri(webp([_reduced(frame, size) for frame in frames], milliseconds, quality=70))
+
+
+def picture_uri(image: Tensor, size: int, seconds: float) -> str:
+    """A picture [3, H, W], or a clip [T, 3, H, W] of so many seconds, likewise."""
+    if image.ndim == 4:
+        return clip_uri(clip_frames(image), round(1000 * seconds / len(image)), size)
+    return data_uri(to_pil(image), size)
+
+
+def _reduced(picture: Image.Image, size: int) -> Image.Image:
+    reduced = picture.convert("RGB")
+    reduced.thumbnail((size, size), Image.Resampling.LANCZOS)
+    return reduced
+
+
+def _webp_uri(content: bytes) -> str:
+    return "data:image/webp;base64," + base64.b64encode(content).decode()

@@ -1,4 +1,4 @@
-"""The results of a run on held-out prompts, in sentences."""
+"""The results of a run on held-out prompts, in sentences; numbers and times as the report writes them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import counted
 from g2rpo.core.statistics import FEWEST
 from g2rpo.evaluation.untrained import in_figures, in_words, told
-from g2rpo.lab.report.history import Change, RunHistory
-from g2rpo.lab.report.seeds import SeedGroup
-from g2rpo.lab.report.words import decimals, fixed, signed
-from g2rpo.monitor.alarms import DIVERSITIES
+from g2rpo.lab.report.history import Change, RunHistory, SeedGroup
 
 
 def verdict(change: Change) -> str:
@@ -36,26 +34,24 @@ class Summary:
     figures: list[str]
 
 
-def summary(run: RunHistory | SeedGroup) -> Summary:
+def summary(of: RunHistory | SeedGroup) -> Summary:
     """What training did, what the untrained model does without it, and what was lost, in a sentence each. The first is on right
     pictures, or on the trained rewards if no reward defines right pictures."""
-    changes = run.changes()
+    group = of if isinstance(of, SeedGroup) else SeedGroup((of,))
+    changes, right, found = group.changes(), group.right(), group.results("controls")
     if not changes:
         return Summary(["Nothing can be said yet: there is no second evaluation to compare the base model's with."], [])
-    right = run.right()
-    heldout = f"{run.judged_prompts} held-out" if run.judged_prompts else "held-out"
+    heldout = f"{group.judged_prompts} held-out" if group.judged_prompts else "held-out"
     trained = [change for change in changes if change.trained]
     if right is not None:
-        outcome = _right(right, run.right_in_words, heldout)
+        outcome, figures = _right(right, group.right_results.in_words, heldout), [_right_in_figures(right)]
     else:
-        outcome = f"On {heldout} prompts {'; '.join(map(_changed, trained))}."
-    found = run.controls()
-    names = told(found[0], list(run.config.rewards)) if found else []
-    figures = [*([_right_in_figures(right)] if right is not None else []), *map(_in_figures, trained)]
-    return Summary(
-        [outcome, *(in_words(found, names) or _untried(run)), _lost(run, changes)],
-        [*figures, *in_figures(found, names), *_spread(run)],
-    )
+        outcome, figures = f"On {heldout} prompts {'; '.join(map(_changed, trained))}.", []
+    names = told(found[0], list(group.config.rewards)) if found else []
+    figures += [*map(_in_figures, trained), *in_figures(found, names)]
+    for which, (base, tuned) in group.spreads().items():
+        figures.append(f"{which.capitalize()} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}.")
+    return Summary([outcome, *(in_words(found, names) or _untried(group)), _lost(group, changes)], figures)
 
 
 def effect(change: Change, unit: str = "s.d.") -> str:
@@ -66,12 +62,11 @@ def effect(change: Change, unit: str = "s.d.") -> str:
     return f"{size} {unit}" if change.count < FEWEST else f"{size} {unit} ({low} to {high})"
 
 
-def _untried(run: RunHistory | SeedGroup) -> list[str]:
+def _untried(group: SeedGroup) -> list[str]:
     """The command that samples controls, where a finished run has not."""
-    runs = run.runs if isinstance(run, SeedGroup) else (run,)
-    if not all(one.finished for one in runs):
+    if not all(run.finished for run in group.runs):
         return []
-    folder = str(runs[0].files.path)
+    folder = str(group.runs[0].files.path)
     command = shlex.join(["g2rpo", "evaluate", folder, "--controls", "--out", f"{folder}-controls"])
     return [f"No free knob of the untrained model was tried; `{command}` does."]
 
@@ -82,7 +77,7 @@ def _right(change: Change, words: str, heldout: str) -> str:
 
 
 def _right_in_figures(change: Change) -> str:
-    points, margin, (low, high) = 100 * (change.change), 100 * change.margin, change.interval
+    points, margin, (low, high) = 100 * change.change, 100 * change.margin, change.interval
     if change.seeds > 1:
         said = f"{signed(points, 0)} points, {signed(100 * low, 0)} to {signed(100 * high, 0)} over {change.seeds} seeds"
     else:
@@ -117,12 +112,12 @@ def _few(change: Change) -> str:
     return f", too few prompts to say more; take evaluation.num_prompts={FEWEST} or more" if few else ""
 
 
-def _lost(run: RunHistory | SeedGroup, changes: Sequence[Change]) -> str:
+def _lost(group: SeedGroup, changes: Sequence[Change]) -> str:
     """Scores that fell, diversity, and alarms."""
-    raised = run.alarms()
+    raised = group.alarms()
     names = ", ".join(dict.fromkeys(one.name for one in raised))
     alarms = f"{counted(len(raised), 'alarm')}: {names}" if raised else "no alarm"
-    said = "; ".join([_fallen(changes), *_diversity(run), alarms])
+    said = "; ".join([_fallen(changes), *_diversity(group), alarms])
     return f"{said[0].upper()}{said[1:]}."
 
 
@@ -137,10 +132,10 @@ AS_VARIED = 0.8
 """Pictures that differ by less than this share of what the base's do are a loss of diversity."""
 
 
-def _diversity(run: RunHistory | SeedGroup) -> list[str]:
+def _diversity(group: SeedGroup) -> list[str]:
     """Whether pictures of one prompt became alike: right ones if that is known of every run, since training that works leaves
     fewer wrong ones."""
-    shares = [tuned / base for base, tuned in _spreads(run).values() if base]
+    shares = [tuned / base for base, tuned in group.spreads().values() if base]
     if not shares:
         return []
     right = f", right ones {shares[1]:.2f} times" if len(shares) > 1 else ""
@@ -148,22 +143,42 @@ def _diversity(run: RunHistory | SeedGroup) -> list[str]:
     return [f"diversity was lost: {said}" if shares[-1] < AS_VARIED else said]
 
 
-def _spread(run: RunHistory | SeedGroup) -> list[str]:
-    return [
-        f"{which.capitalize()} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}."
-        for which, (base, tuned) in _spreads(run).items()
-    ]
-
-
-def _spreads(run: RunHistory | SeedGroup) -> dict[str, tuple[float, float]]:
-    """How much pictures of one prompt differ, base and tuned, of all and of right ones; means over runs."""
-    found = {}
-    for which, key in reversed(DIVERSITIES.items()):
-        if spreads := run.spreads(key):
-            base, tuned = (sum(side) / len(spreads) for side in zip(*spreads, strict=True))
-            found[which] = base, tuned
-    return found
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.0f}\N{NO-BREAK SPACE}%" if math.isfinite(share) else "–"
+
+
+def model_name(policy: PolicyConfig) -> str:
+    """A description of the model."""
+    return "the tiny FLUX that comes with g2rpo" if policy.path in ("testbed", "words") else policy.path
+
+
+def decimals(error: float) -> int:
+    """The decimals of a number with this standard error: two significant figures of the error."""
+    return 3 if not math.isfinite(error) or error <= 0 else min(6, max(0, 1 - math.floor(math.log10(error))))
+
+
+def fixed(value: float, digits: int) -> str:
+    """A number with `digits` decimals; a dash for NaN."""
+    return f"{value:,.{digits}f}".replace("-", "−") if math.isfinite(value) else "–"
+
+
+def signed(value: float, digits: int) -> str:
+    """The same with its sign."""
+    return f"{value:+,.{digits}f}".replace("-", "−") if math.isfinite(value) else "–"
+
+
+def figures(value: float | None) -> str:
+    """Three significant figures, zeros at the end included; a dash for none."""
+    return "–" if value is None else f"{value:#.3g}".rstrip(".").replace("-", "−")
+
+
+def span(seconds: float) -> str:
+    """A formatted time: 0.8 s, 42 s, 5 min 1 s, 3 h 20 min."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -15,7 +15,7 @@ from typing import Any
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.statistics import Comparison
-from g2rpo.lab.report.embedded import data_uri, picture_uri
+from g2rpo.lab.report.pictures import data_uri, picture_uri
 from g2rpo.lab.teach.background import InBackground, Lesson
 from g2rpo.lab.teach.groups import AskedGroup
 from g2rpo.lab.teach.session import AIM, DIRECT, FIRST, USUAL, Session
