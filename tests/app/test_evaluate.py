@@ -254,6 +254,7 @@ def test_a_run_is_judged_as_it_judged_itself(tiny_config, tmp_path, capsys, monk
         (["--steps", "2", "--weights", "nowhere"], "weights nowhere: is no folder"),
         (["--steps", "2", "guidance_scale=3"], "Did you mean 'policy.guidance_scale'?"),
         (["--steps", "2", "policy.height=31"], "multiples of"),
+        (["--steps", "2", "controls=[{stps: 3}]"], "unknown key 'controls.0.stps'. Did you mean 'controls.0.steps'?"),
     ],
 )
 def test_wrong_input_is_one_message_and_nothing_is_begun(model, tmp_path, capsys, arguments, message):

@@ -96,6 +96,18 @@ def test_keys_and_values_are_the_named_algorithms(overrides, message):
     assert message in str(refusal.value) and "literal" not in str(refusal.value)
 
 
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(UserError) as refusal:
+        config("algorithm.gruop_size=4", "trainer.iterations=soon", "optim=3", "lr=1")
+    said = [line.split(": ", 2)[1] for line in str(refusal.value).splitlines()]
+    assert said == [
+        "unknown key 'algorithm.gruop_size'. Did you mean 'algorithm.group_size'?",
+        "optim is a group of settings, got 3; write optim.KEY=VALUE",
+        "trainer.iterations",
+        "unknown key 'lr'. Did you mean 'optim.learning_rate'?",
+    ]
+
+
 def test_a_missing_value_is_named():
     with pytest.raises(UserError, match=r"'optim\.learning_rate' is missing"):
         resolve({**PLAIN, "optim": {}})
