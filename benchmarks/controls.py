@@ -90,7 +90,7 @@ def away_from_the_fault(run: Path, count: int) -> dict[str, Any]:
 
 
 def word_of(prompt: str) -> language.Word:
-    word = language.parse(prompt)
+    word = language.parse_word(prompt)
     assert word is not None
     return word
 

@@ -53,7 +53,7 @@ from g2rpo.core.seeding import generator_for, seed_for
 from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Kernel, Plan, Policy, Rollout
 from g2rpo.evaluation.work import TRAINED_LATENT
-from g2rpo.monitor.curves import COLOURS
+from g2rpo.monitor.curves import LINE_COLOURS
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.rollout.scoring import decode, score, score_rollouts
@@ -356,7 +356,7 @@ def draw_signal(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         ("efficiency", "efficiency_error", 1, "efficiency\n(alignment² per evaluation)"),
     )
     for axis, (key, error, scale, label) in zip(axes, panels, strict=True):
-        for place, (reward, colour) in enumerate(zip(rewards, COLOURS, strict=False)):
+        for place, (reward, colour) in enumerate(zip(rewards, LINE_COLOURS, strict=False)):
             own = [row for row in rows if row["reward"] == reward]
             x = np.arange(len(own)) + 0.15 * (place - (len(rewards) - 1) / 2)
             values, errors = (scale * np.array([row[name] for row in own]) for name in (key, error))
@@ -371,7 +371,7 @@ def draw_signal(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def draw_explained(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     pyplot = load_pyplot()
     figure, axis = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    for reward, colour in zip(dict.fromkeys(row["reward"] for row in rows), COLOURS, strict=False):
+    for reward, colour in zip(dict.fromkeys(row["reward"] for row in rows), LINE_COLOURS, strict=False):
         own = [row for row in rows if row["reward"] == reward]
         steps, mean, low, high = ([row[key] for row in own] for key in ("step", "mean", "low", "high"))
         axis.plot(steps, mean, marker="o", markersize=4, color=colour, label=reward)

@@ -25,7 +25,7 @@ from g2rpo.lab.compare.jobs import Workers, locked
 from g2rpo.lab.compare.outcomes import History, Point, curve
 from g2rpo.lab.compare.study import Study
 from g2rpo.lab.compare.workflow import Workspace
-from g2rpo.monitor.curves import SOFT, Line, draw_line, plain_axes
+from g2rpo.monitor.curves import FIGURE_SOFT, Line, draw_line, plain_axes
 from g2rpo.run.rates import PILOT_SEEDS, RateGain, smallest_good_rate
 
 TURNS = ["algorithm.branch_schedule=turns", "algorithm.tail=closed"]
@@ -124,7 +124,7 @@ def draw(path: Path, curves: Mapping[str, Mapping[str, Mapping[str, Sequence[Poi
                 x, means = [point.work / 1000 for point in points], [change.mean for change in changes]
                 draw_line(axis, Line(cell, x, means, style, ends, "marked"))
             plain_axes(axis)
-            axis.axhline(0, color=SOFT, linewidth=0.8)
+            axis.axhline(0, color=FIGURE_SOFT, linewidth=0.8)
             many = f"{seeds[world]} seeds" if seeds[world] > 1 else "one seed"
             axis.set_title(f"{world}: change of {reward}, {many}", fontsize=10, loc="left")
             axis.set_xlabel("thousand network evaluations, training included", fontsize=9)

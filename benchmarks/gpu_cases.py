@@ -47,9 +47,9 @@ from g2rpo.core.types import Cond
 from g2rpo.lab.check_model import perturb
 from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled
-from g2rpo.lab.plan.memory import RESERVE, SLACK
+from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.lab.plan.roofline import USUAL
+from g2rpo.lab.plan.roofline import USUAL_SHARES
 from g2rpo.policies import attention, catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
@@ -209,14 +209,14 @@ def planned(case: Case, card_name: str) -> dict[str, float]:
         "training pass, bytes": memory.working["training pass"],
         "decode, bytes": memory.working["decoding"],
         "iteration, bytes": peak,
-        "iteration with all of CUDA's, bytes": math.ceil(peak * (1 + SLACK)) + RESERVE,
+        "iteration with all of CUDA's, bytes": math.ceil(peak * (1 + SLACK)) + CONTEXT_BYTES,
         "evaluations": plan.counts.mean(lambda it: it.evaluations),
     }
     if (card := card_of(card_name) or (CARDS["h100"] if case["tiny"] else None)) is None:
         return found
     traced = plan.work.calls
     (one, least), (most, largest), (passed, training), (pictures, decode) = (
-        (call.rows, call.roofline.call(card, USUAL))
+        (call.rows, call.roofline.call(card, USUAL_SHARES))
         for call in (traced.single, traced.velocity, traced.training, traced.decode)
     )
     for rows in sizes(most):
@@ -258,7 +258,7 @@ def machine(found: Found, case: Case) -> None:
         timed(found, "copy", "4 bytes a number", device, some.clone)
         found.measured["copy, B/s"] = 2 * some.nbytes / found.measured.pop("copy, 4 bytes a number, s")
         if (card := card_of(notes["device"])) is not None:
-            product, copied = 1e12 * card.bfloat16 * USUAL.products, 1e9 * card.bandwidth * USUAL.bandwidth
+            product, copied = 1e12 * card.bfloat16 * USUAL_SHARES.products, 1e9 * card.bandwidth * USUAL_SHARES.bandwidth
             notes["planned"] = {"product in bfloat16, FLOP/s": product, "copy, B/s": copied}
 
 
@@ -267,7 +267,7 @@ def model(found: Found, case: Case) -> None:
     config, shape = configured(case)
     config = settled(config, cuda=True)
     check_quantized(config)
-    attention.check(config.policy.attention, pick_device(config.policy.device))
+    attention.check_attention(config.policy.attention, pick_device(config.policy.device))
     device, counts = torch.device(pick_device(config.policy.device)), count(config, 1)
     rows, passed = counts.largest(lambda it: it.calls), counts.largest(lambda it: it.passes)
     pictures = min(int(config.sampling.decode_batch_size), counts.largest(lambda it: [it.images]))

@@ -28,7 +28,7 @@ from g2rpo.core.flow import tail
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import interval, spearman
 from g2rpo.core.types import Plan
-from g2rpo.monitor.curves import COLOURS
+from g2rpo.monitor.curves import LINE_COLOURS
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.runtime.memory import BatchSizes
@@ -102,7 +102,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         1, len(rewards), figsize=(3.6 * len(rewards), 3.4), sharey=True, squeeze=False, layout="constrained"
     )
     for axis, reward in zip(axes[0], rewards, strict=True):
-        for name, colour in zip(names, COLOURS, strict=False):
+        for name, colour in zip(names, LINE_COLOURS, strict=False):
             own = [row for row in rows if (row["reward"], row["tail"]) == (reward, name)]
             steps, mean, low, high = ([row[key] for row in own] for key in ("step", "mean", "low", "high"))
             axis.plot(steps, mean, marker="o", markersize=3, color=colour, label=name)

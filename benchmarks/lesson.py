@@ -23,7 +23,7 @@ from g2rpo.lab.demo.serve import open_session
 from g2rpo.lab.demo.session import GroupTrace, trace_group
 from g2rpo.lab.demo.settings import of_run
 from g2rpo.lab.report.history import RunHistory, read_runs
-from g2rpo.monitor.pictures import INK, PAPER, RIGHT, SOFT, WRONG, to_pil
+from g2rpo.monitor.pictures import PAGE_COLOUR, RIGHT_COLOUR, SOFT_COLOUR, TEXT_COLOUR, WRONG_COLOUR, pil_of
 
 SIZE, LARGE, SMALL = (1640, 690), (336, 112), (240, 80)  # of the whole, of the anchor, of a member
 ANCHOR, GROUP, COLUMNS, APART = (24, 320), (540, 118), 4, (276, 188)
@@ -74,7 +74,7 @@ def lessons(run: RunHistory) -> tuple[GroupTrace, GroupTrace]:
 def story(before: GroupTrace, after: GroupTrace, run: RunHistory) -> Iterator[Scene]:
     """The scenes, in order."""
     asked = f"Asked for: {before.prompt}"
-    steps = [to_pil(picture) for picture in anchor_of(before)]
+    steps = [pil_of(picture) for picture in anchor_of(before)]
     for step, picture in enumerate(steps):
         last = step == len(steps) - 1
         yield Scene(1, "One noise is denoised without chance: the anchor.", 1.2 if last else 0.18, picture, below=asked)
@@ -90,7 +90,7 @@ def story(before: GroupTrace, after: GroupTrace, run: RunHistory) -> Iterator[Sc
     later = f"After {run.iteration} iterations on other words: the same word, from the same noise."
     shown, scored = pictures(after.finals[0]), after.rewards[0, 0].tolist()
     change = f"{exact(scored)} of {count} right, was {exact(scores)}"
-    yield Scene(5, later, 4.4, to_pil(anchor_of(after)[-1]), shown, scored, below=change)
+    yield Scene(5, later, 4.4, pil_of(anchor_of(after)[-1]), shown, scored, below=change)
 
 
 def anchor_of(group: GroupTrace) -> Any:
@@ -100,7 +100,7 @@ def anchor_of(group: GroupTrace) -> Any:
 
 
 def pictures(images: Any) -> list[Image.Image]:
-    return [to_pil(image) for image in images]
+    return [pil_of(image) for image in images]
 
 
 def exact(scores: Sequence[float]) -> int:
@@ -109,21 +109,21 @@ def exact(scores: Sequence[float]) -> int:
 
 def drawn(scene: Scene) -> Image.Image:
     """A scene as a picture."""
-    canvas = Image.new("RGB", SIZE, PAPER)
+    canvas = Image.new("RGB", SIZE, PAGE_COLOUR)
     draw = ImageDraw.Draw(canvas)
     for number in range(1, 6):
         here, centre = number == scene.number, (44 + 50 * (number - 1), 46)
-        draw.circle(centre, 20, fill=INK if here else RULE)
-        draw.text(centre, str(number), fill=PAPER if here else SOFT, font=font(24, bold=True), anchor="mm")
-    draw.text((296, 46), scene.words, fill=INK, font=font(29, bold=True), anchor="lm")
+        draw.circle(centre, 20, fill=TEXT_COLOUR if here else RULE)
+        draw.text(centre, str(number), fill=PAGE_COLOUR if here else SOFT_COLOUR, font=font(24, bold=True), anchor="mm")
+    draw.text((296, 46), scene.words, fill=TEXT_COLOUR, font=font(29, bold=True), anchor="lm")
     (x, y), (width, height) = ANCHOR, LARGE
     for index in range(len(scene.members)):
         left, top = place(index)
         draw.line((x + width, y + height // 2, left, top + SMALL[1] // 2), fill=RULE, width=3)
     canvas.paste(scene.anchor.resize(LARGE, Image.Resampling.BICUBIC), ANCHOR)
-    draw.rounded_rectangle((x - 3, y - 3, x + width + 2, y + height + 2), 6, outline=INK, width=3)
-    draw.text((x + width // 2, y - 32), "the anchor", fill=SOFT, font=font(27), anchor="mm")
-    draw.text((x + width // 2, y + height + 36), scene.below, fill=INK, font=font(27), anchor="mm")
+    draw.rounded_rectangle((x - 3, y - 3, x + width + 2, y + height + 2), 6, outline=TEXT_COLOUR, width=3)
+    draw.text((x + width // 2, y - 32), "the anchor", fill=SOFT_COLOUR, font=font(27), anchor="mm")
+    draw.text((x + width // 2, y + height + 36), scene.below, fill=TEXT_COLOUR, font=font(27), anchor="mm")
     for index, picture in enumerate(scene.members):
         draw_member(canvas, scene, index, picture)
     return canvas
@@ -143,12 +143,17 @@ def draw_member(canvas: Image.Image, scene: Scene, index: int, picture: Image.Im
     middle = x + width // 2
     if scene.scores:
         text = f"{'✓' if right else '✗'} {scene.scores[index]:.2f}"
-        draw.text((middle, y + height + 22), text, fill=RIGHT if right else WRONG, font=font(27, bold=True), anchor="mm")
+        draw.text(
+            (middle, y + height + 22), text, fill=RIGHT_COLOUR if right else WRONG_COLOUR, font=font(27, bold=True), anchor="mm"
+        )
     if scene.advantages:
         own, largest = scene.advantages[index], max(abs(each) for each in scene.advantages)
         end = middle + own / largest * (width // 2 - 4)
-        draw.rectangle((min(middle, end), y + height + 46, max(middle, end), y + height + 62), fill=RIGHT if own > 0 else WRONG)
-        draw.line((middle, y + height + 42, middle, y + height + 66), fill=SOFT, width=2)
+        draw.rectangle(
+            (min(middle, end), y + height + 46, max(middle, end), y + height + 62),
+            fill=RIGHT_COLOUR if own > 0 else WRONG_COLOUR,
+        )
+        draw.line((middle, y + height + 42, middle, y + height + 66), fill=SOFT_COLOUR, width=2)
 
 
 def arguments() -> argparse.Namespace:

@@ -15,7 +15,7 @@ from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.assembly.config import load_config
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count, settled
-from g2rpo.lab.plan.roofline import USUAL
+from g2rpo.lab.plan.roofline import USUAL_SHARES
 from g2rpo.lab.plan.trace import trace_calls
 
 L20 = Card("NVIDIA L20", 44.5, 119.5, 239, 59.8, 864, "L20$")
@@ -51,7 +51,7 @@ def planned(size: int, compiled: bool, card: Card) -> float:
     options = ["autocast=false", "lora_rank=1", f"height={size}", f"width={size}"]
     config = settled(load_config("flux1-dev-lora", [f"policy.{option}" for option in options]), cuda=True)
     traced = trace_calls(read_blueprint(config.policy), config, count(config, 1), like_cuda=True)
-    return (traced.compiled() if compiled else traced).single.roofline.call(card, USUAL)
+    return (traced.compiled() if compiled else traced).single.roofline.call(card, USUAL_SHARES)
 
 
 def rows() -> list[dict[str, Any]]:

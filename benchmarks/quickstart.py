@@ -31,7 +31,7 @@ from g2rpo.core.statistics import in_proportion, interval
 from g2rpo.evaluation.controls import TUNED, Control, default_controls
 from g2rpo.evaluation.untrained import RIGHT, Controls
 from g2rpo.run.run import Run
-from g2rpo.testbed.words.language import parse
+from g2rpo.testbed.words.language import parse_word
 
 SHOWN, COLUMNS = 24, 4  # words in the picture
 
@@ -105,7 +105,7 @@ def read_by_tesseract(judged: list[dict[str, Any]], folder: Path) -> dict[str, l
     right: dict[str, list[bool]] = {}
     text = read_words([folder / row["picture"] for row in judged])
     for row, letters in zip(judged, text, strict=True):
-        word = parse(row["prompt"])
+        word = parse_word(row["prompt"])
         assert word is not None
         right.setdefault(row["side"] if row["side"] != "control" else row["control"], []).append(letters == word.letters)
     return right
@@ -148,7 +148,7 @@ def save_picture(judged: list[dict[str, Any]], folder: Path, path: Path) -> None
         words = [
             Word(Image.open(folder / rows[i]["picture"]), word.letters, marks[i])
             for i in chosen
-            if (word := parse(rows[i]["prompt"]))
+            if (word := parse_word(rows[i]["prompt"]))
         ]
         panels.append((f"{heading}: {100 * statistics.mean(marks):.0f} % right", f"of {len(rows)} unseen words", words))
     before_and_after(panels, COLUMNS).quantize(192).save(path, optimize=True)

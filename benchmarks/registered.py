@@ -34,7 +34,7 @@ from g2rpo.lab.compare.study import own_budgets
 from g2rpo.lab.compare.workflow import compare
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Planner
-from g2rpo.monitor.curves import COLOURS
+from g2rpo.monitor.curves import LINE_COLOURS
 from g2rpo.monitor.image_statistics import spread
 from g2rpo.monitor.scores import read_rows
 from g2rpo.run.rates import Values
@@ -349,7 +349,7 @@ def draw(path: Path, found: dict[str, dict[str, Any]], questions: Sequence[str])
     figure = Figure(figsize=(7.6, 0.34 * sum(heights) + 0.75 * len(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
-    colours = dict(zip(found, COLOURS, strict=False))
+    colours = dict(zip(found, LINE_COLOURS, strict=False))
     for panel, (question, (first, others)) in zip(panels, answered.items(), strict=True):
         panel.axvspan(-CLOSE, CLOSE, color="#e8e8ea", linewidth=0)
         panel.axvline(0, color="#888", linewidth=0.8)

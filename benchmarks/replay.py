@@ -26,7 +26,7 @@ from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import flux
-from g2rpo.policies.pipelines import load_pipeline
+from g2rpo.policies.pipelines import read_pipeline
 from g2rpo.rollout.engine import Engine
 from g2rpo.testbed import pipeline_dir
 
@@ -47,7 +47,7 @@ WIDE = {
 def policy_of(name: str = "testbed", wide: bool = False) -> DiffusersPolicy:
     from diffusers import FluxPipeline
 
-    made = load_pipeline(FluxPipeline, pipeline_dir(name), torch.float32)
+    made = read_pipeline(FluxPipeline, pipeline_dir(name), torch.float32)
     if wide:
         made.transformer = FluxTransformer2DModel.from_config({**made.transformer.config, **WIDE})
     return DiffusersPolicy.of(flux)(made, **SIZES[name])

@@ -20,7 +20,7 @@ from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.assembly.config import load_config
 from g2rpo.lab.plan.cards import find_card
 from g2rpo.lab.plan.counting import count, settled
-from g2rpo.lab.plan.roofline import ATTENTION, PEAK, PRODUCTS, USUAL, Reached, Roofline
+from g2rpo.lab.plan.roofline import ATTENTION, PEAK, PRODUCTS, USUAL_SHARES, Reached, Roofline
 from g2rpo.lab.plan.trace import trace_calls
 
 WAYS: dict[str, list[str]] = {
@@ -56,7 +56,7 @@ def figures(roofline: Roofline, card: Any) -> dict[str, Any]:
         seconds = roofline.seconds(card, reached)
         return seconds[PRODUCTS], seconds[ATTENTION], sum(seconds.values()) - seconds[PRODUCTS] - seconds[ATTENTION]
 
-    products, attention, moving = summed(USUAL)
+    products, attention, moving = summed(USUAL_SHARES)
     seconds = products + attention + moving
     return {
         "flops": roofline.flops,
@@ -96,7 +96,7 @@ def main() -> None:
     found = [row for recipe in args.recipes for row in rows(recipe, args.card, not args.no_training, args.ways)]
     print(table(found))
     if args.out is not None:
-        args.out.write_text(json.dumps({"assumed": asdict(USUAL), "rows": found}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"assumed": asdict(USUAL_SHARES), "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

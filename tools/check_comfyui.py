@@ -27,7 +27,7 @@ from diffusers.loaders import single_file_utils as converters
 from torch import Tensor
 
 from g2rpo.export.comfyui import names_for, tensors_for, whole_names
-from g2rpo.export.weights import Tuned
+from g2rpo.export.weights import TunedWeights
 from g2rpo.policies.adapters import Adapter
 from g2rpo.policies.catalogue import SPECS
 
@@ -165,7 +165,7 @@ def check(kind: str, case: Case) -> tuple[float, int, list[str]]:
     layers = {module: (torch.randn(RANK, COLUMNS), torch.randn(len(value), RANK)) for module, value in with_key.items()}
     adapter = Adapter(layers)
     theirs = case.convert(patched(case, tensors, tensors_for(adapter, names_for(kind), "comfyui")))
-    tuned = Tuned(kind, adapter)
+    tuned = TunedWeights(kind, adapter)
     worst = max(float((theirs[name] - tuned.change(name, value)).abs().max()) for name, value in ours.items())
     if names_for(kind).whole is not None:
         worst = max(worst, whole(kind, tensors, ours))

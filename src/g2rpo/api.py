@@ -29,7 +29,7 @@ from g2rpo.core.input_pictures import check_inputs
 from g2rpo.core.plain import read_as
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Policy, Scorer, as_rewards
-from g2rpo.evaluation.heldout import compare
+from g2rpo.evaluation.heldout import compare_evaluations
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.export.formats import export as write_export
 from g2rpo.lab.compare.study import StudyDirectory, parse_budget
@@ -177,7 +177,7 @@ def evaluate(run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[s
     sampled = replace(config.sampler(cached, config.steps), decode_batch_size=PICTURES_AT_ONCE)
     base = sampled.evaluate(prompts, rewards)
     tune(cached.policy, config)  # base and tuned one after the other: only one model is on the device
-    return compare(base, sampled.evaluate(prompts, rewards))
+    return compare_evaluations(base, sampled.evaluate(prompts, rewards))
 
 
 def study(

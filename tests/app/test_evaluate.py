@@ -53,7 +53,7 @@ def files(directory):
 
 
 def test_results_are_the_means_and_intervals_of_the_scores(tmp_path, monkeypatch):
-    monkeypatch.setattr(statistics, "FEWEST", len(PROMPTS))
+    monkeypatch.setattr(statistics, "FEWEST_VALUES", len(PROMPTS))
     judged = judging(tmp_path)
     run(judged)
     report = json.loads(judged.write_results().read_text())

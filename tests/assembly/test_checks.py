@@ -143,7 +143,7 @@ def test_no_model_is_built_and_an_endpoint_that_says_nothing_is_not_waited_for(t
 
 
 def test_what_a_large_model_refuses_is_told_before_it_is_loaded(capsys, tmp_path, monkeypatch, tiny_config):
-    monkeypatch.setattr(checks, "LARGE", 0)
+    monkeypatch.setattr(checks, "LARGE_TRANSFORMER", 0)
     monkeypatch.setattr(components, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
     wrong = ["policy.width=33", "rewards.brightnes=1"]
     err = refused(capsys, "train", tiny_config, *wrong, "--run-dir", tmp_path / "run")

@@ -12,7 +12,7 @@ import torch
 
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.cli.main import main, plugins_first
-from g2rpo.config.algorithms import algorithm_class, name_of
+from g2rpo.config.algorithms import algorithm_class, config_name
 from g2rpo.config.resolve import codes_in
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
@@ -74,7 +74,7 @@ def test_a_config_that_mentions_code_is_refused_until_the_user_names_it(tmp_path
     with pytest.raises(UserError, match=rf"is code that a config names.*add --plugin {source}"):
         Run(tmp_path).read_config(mention=False)
     mentioned = Run(tmp_path).read_config()
-    assert name_of(mentioned.algorithm) == named("baseline")
+    assert config_name(mentioned.algorithm) == named("baseline")
     assert mentioned.to_yaml() == given.to_yaml()  # shown and kept, not run
     plugins.allow(source)
     assert Run(tmp_path).read_config(mention=False).algorithm == given.algorithm

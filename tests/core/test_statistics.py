@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import ttest_1samp
 
-from g2rpo.core.statistics import FEWEST, group_std, in_proportion, interval, paired, ranks, spearman
+from g2rpo.core.statistics import FEWEST_VALUES, group_std, in_proportion, interval, paired, ranks, spearman
 
 NAN = math.nan
 
@@ -117,6 +117,6 @@ def test_a_paired_comparison_is_of_the_prompts_that_both_have_in_float64():
 
 
 def test_too_few_values_have_no_interval_and_no_fall():
-    for count in (0, 1, FEWEST - 1):
+    for count in (0, 1, FEWEST_VALUES - 1):
         found = paired(torch.ones(count), torch.zeros(count))
         assert math.isnan(found.margin) and found.within == "" and found.chance_of_fall == 1 and found.count == count

@@ -18,7 +18,7 @@ from diffusers.loaders import single_file_utils as converters
 
 from g2rpo.core.errors import UserError
 from g2rpo.export.comfyui import names_for, tensors_for, whole_names
-from g2rpo.export.weights import Tuned
+from g2rpo.export.weights import TunedWeights
 from g2rpo.policies.adapters import Adapter
 
 RANK = 2
@@ -88,7 +88,7 @@ def test_keys_of_original_weights_add_up_to_our_merging(kind):
     for key, (down, up) in exported(adapter, kind).items():
         name = key.removeprefix("diffusion_model.") + ".weight"
         original[name] = original[name] + up @ down
-    theirs, tuned = BACK[kind](original), Tuned(kind.__name__, adapter)
+    theirs, tuned = BACK[kind](original), TunedWeights(kind.__name__, adapter)
     assert theirs.keys() == before.keys()
     for name, value in before.items():
         torch.testing.assert_close(theirs[name], tuned.change(name, value), msg=name)

@@ -18,7 +18,7 @@ from g2rpo.core.errors import RolledBack, Stopped, UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.statistics import paired
 from g2rpo.monitor.alarms import (
-    ADVICE,
+    ALARM_ADVICE,
     LEVEL,
     MASKED,
     SATURATED,
@@ -334,7 +334,7 @@ def test_an_alarm_is_logged_in_every_row_and_told_once(warned):
     alarms = {(row["kind"], row["iteration"]): set(row["alarms"]) for row in rows if "alarms" in row}
     assert alarms == {("eval", iteration): {"hacking"} for iteration in range(at, 11, 2)}
     (told,) = [message for message in heard if "hacking" in message]
-    assert f"alarm after iteration {at}: hacking: dark -" in told and ADVICE["hacking"] in told
+    assert f"alarm after iteration {at}: hacking: dark -" in told and ALARM_ADVICE["hacking"] in told
     assert log(folder) == json.loads(json.dumps(rows))
     assert any(b"alarms/hacking" in path.read_bytes() for path in (folder / "tensorboard").iterdir())
 
@@ -416,7 +416,7 @@ def test_all_ranks_raise_the_same_alarms_and_go_back_together(tmp_path, warned):
 
 
 def test_every_alarm_has_an_action_and_advice():
-    assert set(get_args(Alarm)) == {"action", *ADVICE}
+    assert set(get_args(Alarm)) == {"action", *ALARM_ADVICE}
     c = config("alarms.action=stop", "alarms.pictures=off", "alarms.drift=rollback")  # YAML reads off as false
     assert [c.action_of(name) for name in ("hacking", "pictures", "drift")] == ["stop", "off", "rollback"]
     with pytest.raises(UserError, match=r"alarms\.action"):

@@ -12,7 +12,7 @@ from g2rpo.assembly import components
 from g2rpo.core.images import to_uint8
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
-from g2rpo.monitor.clips import FRAMES, SIDE, read_clip, read_webp, reduced, save_clip, stills
+from g2rpo.monitor.clips import CLIP_FRAMES, CLIP_SIDE, read_clip, read_webp, reduced, save_clip, stills
 from g2rpo.monitor.image_statistics import image_statistics
 from g2rpo.monitor.pictures import PictureRow, _canvas, save_grid
 from g2rpo.run.run import Run
@@ -31,7 +31,7 @@ def flat(*values, side=16):
 def test_a_reduced_clip_has_few_small_frames():
     clip = torch.arange(81).reshape(1, 81, 1, 1, 1).expand(1, 81, 3, 480, 832) / 81
     few = reduced(clip)
-    assert few.shape == (1, 21, 3, 148, 256) and few.shape[1] <= FRAMES and max(few.shape[-2:]) == SIDE
+    assert few.shape == (1, 21, 3, 148, 256) and few.shape[1] <= CLIP_FRAMES and max(few.shape[-2:]) == CLIP_SIDE
     assert few[0, :, 0, 5, 5].tolist() == [round(255 * number / 81) for number in range(0, 81, 4)]
     chess = (torch.arange(512)[:, None] + torch.arange(512)).remainder(2).float().expand(1, 2, 3, 512, 512)
     assert reduced(chess).unique().tolist() == [128]  # means of pixels, not some of them
@@ -112,7 +112,7 @@ def test_an_evaluation_keeps_whole_clips_and_a_moving_grid(tmp_path):
     assert read_webp(first)[1][0] % 50 == 0 and read_clip(first)[1] == 1.5  # 30 frames
     _save_grid(judged, 2)
     durations = read_webp(tmp_path / "grid_steps_002.webp")[1]
-    assert 9 < len(durations) <= FRAMES and sum(durations) == pytest.approx(1500, abs=FRAMES)
+    assert 9 < len(durations) <= CLIP_FRAMES and sum(durations) == pytest.approx(1500, abs=CLIP_FRAMES)
     (tmp_path / rows[4]["clip"]).unlink()
     assert [chunk.start for chunk in judged.missing()] == [3]
     judge()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from g2rpo.monitor.pictures import RIGHT, WRONG, PictureRow, _canvas, save_grid
+from g2rpo.monitor.pictures import RIGHT_COLOUR, WRONG_COLOUR, PictureRow, _canvas, save_grid
 
 NAN = math.nan
 
@@ -30,10 +30,10 @@ def test_right_and_wrong_are_marked_below_their_pictures():
     """Ticks and crosses have their colours where they belong, and nowhere else."""
     white, scores = torch.ones(3, 3, 64, 64), torch.tensor([1.0, 0.0, NAN])
     canvas, corners, (width, height) = _canvas([PictureRow(white, "", {"score": scores}, scores)], ["a", "b", "c"], "")
-    for (x, y), colour in zip(corners[0], (RIGHT, WRONG, None), strict=True):
+    for (x, y), colour in zip(corners[0], (RIGHT_COLOUR, WRONG_COLOUR, None), strict=True):
         below = canvas.crop((x, y + height, x + width, canvas.height))
         colours = {colour for _, colour in below.getcolors(10**6)}
-        assert {RIGHT, WRONG} & colours == ({colour} if colour else set())
+        assert {RIGHT_COLOUR, WRONG_COLOUR} & colours == ({colour} if colour else set())
 
 
 def test_a_note_makes_a_grid_higher_and_is_never_cut(tmp_path):

@@ -21,12 +21,12 @@ from g2rpo.core.data import Precision, Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.check_model import REMEDIES, checks, draw, prompts_for, reported
+from g2rpo.lab.check_model import REMEDIES, checks, drawn_by, prompts_for, reported
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.pipelines import choose_attention
-from g2rpo.policies.spec import SIZES, parameters_of
+from g2rpo.policies.spec import PICTURE_SIZES, parameters_of
 from g2rpo.rollout.engine import Engine
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
@@ -125,7 +125,7 @@ def sampler(policy):
 def theirs(pipeline, kind, prompts, guided="on"):
     """The pipeline's own pictures, or clips."""
     options = PolicyConfig(path="", **size_of(kind), guidance_scale=scale_of(kind, guided))
-    return draw(pipeline, SPECS[kind], options, prompts, STEPS).pictures
+    return drawn_by(pipeline, SPECS[kind], options, prompts, STEPS).pictures
 
 
 def difference(a, b):
@@ -195,7 +195,7 @@ def test_shapes_are_those_of_what_there_is(kind, prompts):
     assert all(tuple(value.shape[1:]) == shapes.cond[name] for name, value in cond.tensors.items())
     for name, values in cond.ragged.items():
         assert all(value.shape[1:] == shapes.cond[name][1:] for value in values)
-        assert name == SIZES or max(len(value) for value in values) <= shapes.cond[name][0]
+        assert name == PICTURE_SIZES or max(len(value) for value in values) <= shapes.cond[name][0]
     blank = policy.blank(1, 24)
     assert {name: value.dtype for name, value in blank.tensors.items()} == {n: v.dtype for n, v in cond.tensors.items()}
 

@@ -6,7 +6,7 @@ import torch
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.attention import BACKENDS, available
+from g2rpo.policies.attention import BACKENDS, attention_kinds
 from g2rpo.policies.pipelines import choose_attention
 from tests.support.commands import refused
 
@@ -26,7 +26,7 @@ def test_every_kernel_of_this_machine_gives_the_same_velocity(flux_directory, mo
 
     exact, ran = velocity(flux_directory), []
     inner = attention_dispatch._AttentionBackendRegistry._backends
-    for kind in set(available("cpu")) - {"auto"}:
+    for kind in set(attention_kinds("cpu")) - {"auto"}:
         name = attention_dispatch.AttentionBackendName(BACKENDS[kind])
         monkeypatch.setitem(inner, name, lambda *a, _run=inner[name], _kind=kind, **k: ran.append(_kind) or _run(*a, **k))
         torch.testing.assert_close(velocity(flux_directory, attention=kind), exact, atol=1e-5, rtol=1e-5)

@@ -13,7 +13,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.check_model import checks, draw, load_saved, perturb, prompts_for
+from g2rpo.lab.check_model import checks, drawn_by, load_saved, perturb, prompts_for
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
@@ -39,7 +39,7 @@ def pictures(policy):
 
 
 def theirs(pipeline, **options):
-    return draw(copy.deepcopy(pipeline), SPECS[WAN], PolicyConfig(path="", **SIZE, **options), PROMPTS, STEPS).pictures
+    return drawn_by(copy.deepcopy(pipeline), SPECS[WAN], PolicyConfig(path="", **SIZE, **options), PROMPTS, STEPS).pictures
 
 
 GUIDED = [{}, {"guidance_scale": 4.0, "guidance_scale_2": 2.0}, {"guidance_scale": 1.0}]

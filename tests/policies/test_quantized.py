@@ -12,7 +12,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.quantized import KINDS, QuantizedLinear, check, weights_of
+from g2rpo.policies.quantized import QUANTIZED_LINEARS, QuantizedLinear, check_quantization, weights_of
 from tests.support.commands import done, refused
 from tests.support.variants import few
 
@@ -21,7 +21,7 @@ SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.fixture(params=sorted(KINDS))
+@pytest.fixture(params=sorted(QUANTIZED_LINEARS))
 def kind(request):
     if request.param == "nf4":
         pytest.importorskip("bitsandbytes", reason="bitsandbytes, of the extra 'quantized', is not installed")
@@ -41,7 +41,7 @@ def test_weights_are_the_nearest_that_can_be_stored(kind):
     """No weight is off by more than half a gap: of its row's largest, of itself, or of its block's of 64. The largest of NF4's
     blocks are stored too, within half the widest gap, 0.014, of bitsandbytes' 8-bit numbers times their spread."""
     linear = layer()
-    weight, stored = linear.weight.detach(), KINDS[kind](linear, torch.device("cpu")).dense()
+    weight, stored = linear.weight.detach(), QUANTIZED_LINEARS[kind](linear, torch.device("cpu")).dense()
     row, block = weight.abs().amax(1, keepdim=True), weight.reshape(-1, 64).abs().amax(1).repeat_interleave(64).view_as(weight)
     allowed = {
         "int8": row / 127.5 / 2,
@@ -58,7 +58,7 @@ def test_int8_and_float8_are_torchaos():
     linear = layer()
     with torch.no_grad():
         linear.weight[3] = 1  # of a row of zeros torchao 0.18 makes NaN in float8
-    int8, float8 = (KINDS[kind](linear, torch.device("cpu")) for kind in ("int8", "fp8"))
+    int8, float8 = (QUANTIZED_LINEARS[kind](linear, torch.device("cpu")) for kind in ("int8", "fp8"))
     theirs = torchao.Float8Tensor.from_hp(linear.weight)
     assert torch.equal(float8.codes.float(), theirs.qdata.float()) and torch.equal(float8.scale, theirs.scale)
     theirs = torchao.Int8Tensor.from_hp(linear.weight, torchao.PerRow())
@@ -69,7 +69,7 @@ def test_int8_and_float8_are_torchaos():
 
 def test_inputs_get_the_gradient_of_the_stored_weight(kind):
     """x -> x W' + b is linear, but for fp8's rounding of x: its gradient is that of the same product with a dense W'."""
-    quantized, dtype = KINDS[kind](layer(torch.bfloat16), torch.device("cpu")), torch.bfloat16
+    quantized, dtype = QUANTIZED_LINEARS[kind](layer(torch.bfloat16), torch.device("cpu")), torch.bfloat16
     x = torch.randn(2, 5, 128, generator=generator_for("x")).to(dtype).requires_grad_()
     grad = torch.randn(2, 5, 32, generator=generator_for("grad")).to(dtype)
     mine = torch.autograd.grad(y := quantized(x), x, grad)[0]
@@ -82,7 +82,7 @@ def test_inputs_get_the_gradient_of_the_stored_weight(kind):
 
 
 def test_what_waits_for_the_backward_pass_is_no_dense_weight(kind):
-    quantized, saved = KINDS[kind](layer(), torch.device("cpu")), []
+    quantized, saved = QUANTIZED_LINEARS[kind](layer(), torch.device("cpu")), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         quantized(torch.randn(4, 128, requires_grad=True)).sum().backward()
     assert sum(saved) == 0
@@ -140,7 +140,7 @@ def relative_error(exact, got):
 def test_nearly_equal_inputs_are_rounded_apart_to_float8():
     """Inputs one bfloat16 eps apart come out further apart than two eps, and no further than two independent roundings to
     numbers at most eps of themselves apart do: sqrt(2 / 12) eps."""
-    fp8 = KINDS["fp8"](layer(torch.bfloat16), torch.device("cpu"))
+    fp8 = QUANTIZED_LINEARS["fp8"](layer(torch.bfloat16), torch.device("cpu"))
     x = torch.randn(256, 128, generator=generator_for("inputs"))
     near = x + 2**-7 * x.abs() * torch.randn(256, 128, generator=generator_for("signs")).sign()
     with torch.no_grad():
@@ -201,14 +201,14 @@ def test_what_cannot_be_had_is_refused(tmp_path, capsys, tiny_config, override):
 def test_nf4_without_bitsandbytes_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match=r"pip install bitsandbytes"):
-        check("nf4", tuning="lora", dtype="bfloat16", device="cpu")
+        check_quantization("nf4", tuning="lora", dtype="bfloat16", device="cpu")
 
 
 def test_float8_takes_a_card_that_has_it(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX A6000")
     with pytest.raises(UserError, match=r"RTX A6000 has no float8"):
-        check("fp8", tuning="lora", dtype="bfloat16", device="cuda")
+        check_quantization("fp8", tuning="lora", dtype="bfloat16", device="cuda")
     assert "RTX 3090 has no float8" in refused(capsys, "plan", "flux1-dev-lora", "policy.quantize=fp8", "--device", "rtx3090")
 
 
@@ -218,7 +218,7 @@ def test_float8_is_tried_before_a_run_begins(monkeypatch):
     def lacking(*arguments, **more):
         raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")
 
-    check("fp8", tuning="lora", dtype="bfloat16", device="cpu")
+    check_quantization("fp8", tuning="lora", dtype="bfloat16", device="cpu")
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", lacking)
     with pytest.raises(UserError, match="CUDA error: no kernel image is available"):
-        check("fp8", tuning="lora", dtype="bfloat16", device="cpu")
+        check_quantization("fp8", tuning="lora", dtype="bfloat16", device="cpu")

@@ -13,7 +13,7 @@ from PIL import Image
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import digest_of_prompts
-from g2rpo.core.plain import LARGEST
+from g2rpo.core.plain import LARGEST_FILE
 from g2rpo.core.types import Prompt
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.prompts.sources import LONGEST, read_prompts
@@ -232,8 +232,8 @@ def test_a_prompt_and_a_file_have_a_largest_size(tmp_path):
     with pytest.raises(UserError, match=rf"line 2: has {LONGEST + 1} characters; a prompt may have {LONGEST}"):
         read_prompts(path)
     with path.open("wb") as file:
-        file.truncate(LARGEST + 1)  # takes no room
-    with pytest.raises(UserError, match=f"at most {LARGEST} are read"):
+        file.truncate(LARGEST_FILE + 1)  # takes no room
+    with pytest.raises(UserError, match=f"at most {LARGEST_FILE} are read"):
         read_prompts(path)
 
 

@@ -20,8 +20,8 @@ from benchmarks.rollout import published_evaluations
 from benchmarks.second_reader import available, read_words
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.rollout.engine import Engine
-from g2rpo.testbed.words.drawing import draw
-from g2rpo.testbed.words.language import parse, prompts
+from g2rpo.testbed.words.drawing import draw_word
+from g2rpo.testbed.words.language import parse_word, word_prompts
 from tests.rollout.test_engine import SIGMAS, Network, noise
 from tests.support.runs import brightness
 
@@ -57,10 +57,10 @@ def test_the_rate_of_a_matrix_product_is_counted_right():
 
 @pytest.mark.skipif(not available(), reason="tesseract is not installed")
 def test_the_second_reader_reads_clean_words_in_their_order(tmp_path):
-    words = [parse(prompt) for prompt in prompts("heldout")[:6]]
+    words = [parse_word(prompt) for prompt in word_prompts("heldout")[:6]]
     files = [tmp_path / f"{i}.png" for i in range(6)]
     for word, file in zip(words, files, strict=True):
-        Image.fromarray(draw(word)).save(file)
+        Image.fromarray(draw_word(word)).save(file)
     assert read_words(files) == [word.letters for word in words]
 
 

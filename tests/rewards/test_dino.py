@@ -11,7 +11,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.images import to_pil
-from g2rpo.rewards.dino import MEAN, STD, ClipConsistency, DinoSimilarity, Motion
+from g2rpo.rewards.dino import IMAGENET_MEAN, IMAGENET_STD, ClipConsistency, DinoSimilarity, Motion
 from g2rpo.rollout.scoring import score
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 12, "patch_size": 4}
@@ -43,7 +43,7 @@ def test_the_half_of_the_patches_that_agree_best_counts(path, tmp_path):
     reward = DinoSimilarity(path, size=18)
     scores = reward(torch.stack([after, before]), [as_input(tmp_path, before)] * 2)
     model = reward.dino.model
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     states = model(pixel_values=(torch.stack([after, before]) - mean) / std).last_hidden_state[:, -16:]
     cosines = torch.nn.functional.cosine_similarity(*states, dim=-1).sort().values
     assert cosines.max() - cosines.min() > 0.1

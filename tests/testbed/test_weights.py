@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from g2rpo import testbed
-from g2rpo.testbed.grammar import parse, prompts, render_prompt
+from g2rpo.testbed.grammar import parse, render_prompt, scene_prompts
 from g2rpo.testbed.rewards import SceneAccuracy, SceneCLIP, ScenePreference
 from tools.testbed.drawings import attribute, edits, render
 
-PROMPTS = prompts("heldout")[:64]
+PROMPTS = scene_prompts("heldout")[:64]
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 
 from g2rpo import testbed
 from g2rpo.testbed.words.judges import WordColour, WordDrawing, WordLetters, WordPaper, picture
-from g2rpo.testbed.words.language import COLOURS, LETTERS, Word, heldout_words, parse, prompts
+from g2rpo.testbed.words.language import INK_COLOURS, LETTERS, Word, heldout_words, parse_word, word_prompts
 from tools.testbed.words import Words
 
 ASSETS = testbed.assets_dir() / "words"
@@ -24,13 +24,13 @@ DIGESTS = {
 
 
 def test_prompts_are_words_and_held_out_ones_are_in_no_other_list():
-    train, heldout = ([parse(prompt) for prompt in prompts(split)] for split in ("train", "heldout"))
+    train, heldout = ([parse_word(prompt) for prompt in word_prompts(split)] for split in ("train", "heldout"))
     assert (len(train), len(heldout)) == (2000, 262)
-    assert [str(word) for word in (*train, *heldout)] == [*prompts("train"), *prompts("heldout")]
+    assert [str(word) for word in (*train, *heldout)] == [*word_prompts("train"), *word_prompts("heldout")]
     assert {word.letters for word in heldout} == heldout_words() and "tiger" in heldout_words()
     assert not {word.letters for word in train} & heldout_words()
     assert set("".join(word.letters for word in train)) == set(LETTERS)
-    assert testbed.prompts("heldout", "words") == list(prompts("heldout"))
+    assert testbed.prompts("heldout", "words") == list(word_prompts("heldout"))
     assert len(max(map(str, (*train, *heldout)), key=len)) <= 18  # bytes; the builder's MAX_TOKENS has room for the end as well
 
 
@@ -38,13 +38,13 @@ def test_prompts_are_words_and_held_out_ones_are_in_no_other_list():
     "prompt", ["'tiger'", "'Tiger' in red", "'ab' in red", "'tigress' in red", "'tiger' in pink", "tiger in red"]
 )
 def test_other_prompts_have_no_word_and_no_score(prompt):
-    assert parse(prompt) is None
+    assert parse_word(prompt) is None
     scores = [judge()(picture(TIGER)[None], [prompt]) for judge in (WordColour, WordPaper, WordDrawing, WordLetters)]
     assert all(score.isnan().all() for score in scores)
 
 
 def test_judges_of_clean_drawings():
-    words = [Word(letters, colour) for letters in ("tiger", "cat", "quilts") for colour in COLOURS]
+    words = [Word(letters, colour) for letters in ("tiger", "cat", "quilts") for colour in INK_COLOURS]
     images, texts = torch.stack([picture(word) for word in words]), [str(word) for word in words]
     assert WordColour()(images, texts).sub(1).abs().max() < 1e-6
     assert WordPaper()(images, texts).eq(1).all()
@@ -71,7 +71,7 @@ def test_judges_see_what_is_wrong():
 
 
 def test_no_other_ink_passes_for_the_asked_one():
-    pairs = [(asked, shown) for asked in COLOURS for shown in COLOURS if asked != shown]
+    pairs = [(asked, shown) for asked in INK_COLOURS for shown in INK_COLOURS if asked != shown]
     images = torch.stack([picture(Word("tiger", shown)) for _, shown in pairs])
     assert WordColour()(images, [f"'tiger' in {asked}" for asked, _ in pairs]).max() < 0.72 < WordColour.right
 
@@ -88,12 +88,12 @@ def test_the_pipeline_writes_words():
 
     pipe = FluxPipeline.from_pretrained(testbed.pipeline_dir("words"), torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    texts = prompts("heldout")[:48]
+    texts = word_prompts("heldout")[:48]
     sample = partial(Words().sample, pipe)
     images = sample(texts)
     assert images.shape == (48, 3, 32, 96) and torch.equal(sample(texts[:4]), sample(texts[:4]))
     assert not pipe.transformer.config.guidance_embeds
     letters = WordLetters()(images, texts).mean()
     assert 0.6 <= letters <= 0.95  # misspelt, but not at random
-    assert WordLetters()(images, [str(Word(parse(a).letters[::-1], parse(a).colour)) for a in texts]).mean() < 0.4
+    assert WordLetters()(images, [str(Word(parse_word(a).letters[::-1], parse_word(a).colour)) for a in texts]).mean() < 0.4
     assert WordColour()(images, texts).mean() >= 0.9 and WordPaper()(images, texts).mean() >= 0.9

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from g2rpo import testbed
-from g2rpo.testbed.checks import check
+from g2rpo.testbed.checks import check_scene
 from g2rpo.testbed.detector import detect
-from g2rpo.testbed.grammar import is_heldout, parse, prompts, render_prompt
+from g2rpo.testbed.grammar import is_heldout, parse, render_prompt, scene_prompts
 from g2rpo.testbed.rewards import SceneAccuracy
 from g2rpo.testbed.scenes import Group, Object, Scene, draw, sample_scene
 from tools.testbed.drawings import attribute, edits, render
@@ -60,11 +60,11 @@ def test_splits_are_distinct_deterministic_and_share_no_composition():
     assert train[:2] == ["two small red circles", "a small yellow triangle left of two large green squares"]
     assert heldout[:2] == ["two green triangles left of a yellow square", "three purple circles"]
     with pytest.raises(ValueError, match="unknown split"):
-        prompts("test")
+        scene_prompts("test")
 
 
 def test_the_detector_is_right_about_drawings():
-    right = [min(check(scene, detect(image)).values()) == 1 for scene, image in gallery()]
+    right = [min(check_scene(scene, detect(image)).values()) == 1 for scene, image in gallery()]
     assert np.mean(right) >= 0.995
 
 
@@ -82,7 +82,7 @@ def test_one_wrong_attribute_is_seen():
         objects = detect(image)
         for edited in edits(scene):
             seen[attribute(scene, edited)] += 1
-            assert min(check(edited, objects).values()) < 1, f"{render_prompt(edited)} accepted for {scene}"
+            assert min(check_scene(edited, objects).values()) < 1, f"{render_prompt(edited)} accepted for {scene}"
     assert min(seen.values()) > 100
 
 

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from g2rpo.core.statistics import FEWEST
+from g2rpo.core.statistics import FEWEST_VALUES
 from g2rpo.core.types import Reward
-from g2rpo.evaluation.controls import PROMPTS, prompts_within
+from g2rpo.evaluation.controls import CONTROL_PROMPTS, prompts_within
 from g2rpo.monitor.alarms import diversity_alarm
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -51,8 +51,8 @@ def test_free_knobs_are_sampled_where_they_are_cheap(tmp_path):
     results, rows = results_of(tmp_path)
     assert "controls" not in results and not any("diversity" in row for row in rows)
     assert prompts_within("auto", 192, cost=100, evaluations=15_000) == 30
-    assert prompts_within("auto", 192, cost=100, evaluations=10**7) == PROMPTS
-    assert prompts_within("auto", 192, cost=100, evaluations=500 * FEWEST - 1) == 0
+    assert prompts_within("auto", 192, cost=100, evaluations=10**7) == CONTROL_PROMPTS
+    assert prompts_within("auto", 192, cost=100, evaluations=500 * FEWEST_VALUES - 1) == 0
     assert (prompts_within(True, 20, 100, 0), prompts_within(False, 20, 100, 10**7)) == (20, 0)
 
 

@@ -12,7 +12,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.evaluation.work import work
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
-from g2rpo.training.pace import EVALUATED, LOOKS, fitted, planned, seconds_in
+from g2rpo.training.pace import EVALUATED, EVALUATIONS, fitted_length, planned, seconds_in
 from g2rpo.training.ranks import divided
 from tests.support.runs import config, cut, resumed, trainer
 
@@ -20,9 +20,13 @@ from tests.support.runs import config, cut, resumed, trainer
 @pytest.mark.parametrize("left", [1000.0, 800.0, 390.0])
 def test_as_many_iterations_as_fit_beside_the_evaluations(left):
     """Ten seconds an iteration, thirty an evaluation; a first iteration that compiles does not count."""
-    found = fitted(config("trainer.iterations=100", "evaluation.every=10"), 3, [100.0, 10.0, 10.0], 30.0, left, first=True)
+    found = fitted_length(
+        config("trainer.iterations=100", "evaluation.every=10"), 3, [100.0, 10.0, 10.0], 30.0, left, first=True
+    )
     total, every = found.trainer.iterations, found.evaluation.every
-    assert 10 * (total - 3) + 30 * LOOKS <= left < 10 * (total + 1 - 3) + 30 * LOOKS and every == -(-total // LOOKS)
+    assert 10 * (total - 3) + 30 * EVALUATIONS <= left < 10 * (total + 1 - 3) + 30 * EVALUATIONS and every == -(
+        -total // EVALUATIONS
+    )
 
 
 @pytest.mark.parametrize("left", [60.0, 100.0, 1000.0, 1e6])
@@ -61,7 +65,7 @@ def test_a_clock_that_is_set_back_and_forth_changes_nothing(monkeypatch):
     t.clock.ends_at = began + 2
     evaluated = [row["iteration"] for row in t.train() if row["kind"] == "eval"]
     assert (evaluated[0], evaluated[-1]) == (0, t.iteration) and 1 <= t.iteration < 1000
-    assert len(evaluated) <= 1 + LOOKS + 1  # of the first fit, and the last one; none by the clock's minutes
+    assert len(evaluated) <= 1 + EVALUATIONS + 1  # of the first fit, and the last one; none by the clock's minutes
     assert time.monotonic() - began < 20  # a loaded machine's iterations are slow
 
 
@@ -107,7 +111,7 @@ def test_a_run_whose_log_was_lost_goes_on_in_its_time():
     t.alarms.rows = []
     t.clock.fit()
     assert t.config.trainer.iterations == 4
-    assert fitted(t.config, 2, [1.0], 1.0, 0.5, first=True).trainer.iterations == 2
+    assert fitted_length(t.config, 2, [1.0], 1.0, 0.5, first=True).trainer.iterations == 2
 
 
 def test_a_run_that_is_resumed_without_time_left_is_evaluated(tmp_path):

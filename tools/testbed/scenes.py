@@ -26,7 +26,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import CLIPModel, PreTrainedTokenizerFast
 
-from g2rpo.testbed.grammar import COUNTS, NOUNS, prompts, render_prompt
+from g2rpo.testbed.grammar import COUNTS, NOUNS, render_prompt, scene_prompts
 from g2rpo.testbed.rewards import SceneAccuracy
 from g2rpo.testbed.scenes import COLOURS, MAX_COUNT, RELATIONS, SHAPES, SIDE, SIZES, Group, Relation, Scene
 from tools.testbed import judges
@@ -128,7 +128,7 @@ settings (LOG.md says which); the command repeats the recipe, not these bits.
         return SceneAccuracy()(self.sample(pipe, texts), texts).mean().item()
 
     def progress(self, ctx: Context, pipe: FluxPipeline) -> str:
-        train, heldout = (self.accuracy(pipe, prompts(split)[: ctx.scaled(100, 4)]) for split in ("train", "heldout"))
+        train, heldout = (self.accuracy(pipe, scene_prompts(split)[: ctx.scaled(100, 4)]) for split in ("train", "heldout"))
         return f"accuracy: train {train:.2f}, held-out {heldout:.2f}"
 
     def rewards(self, ctx: Context, vae: AutoencoderKL) -> tuple[CLIPModel, ...]:
@@ -160,7 +160,7 @@ settings (LOG.md says which); the command repeats the recipe, not these bits.
         wins = judges.pair_accuracy(preference, tokenizer(), fresh, rng, generated, ctx.scaled(16, 1))
         figures |= {f"preference pairs, {name}": share for name, share in wins.items()}
         return figures | {
-            f"base accuracy, {split} prompts": self.accuracy(pipe, prompts(split)[: ctx.scaled(400, 8)])
+            f"base accuracy, {split} prompts": self.accuracy(pipe, scene_prompts(split)[: ctx.scaled(400, 8)])
             for split in ("train", "heldout")
         }
 

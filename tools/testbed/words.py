@@ -23,7 +23,7 @@ from transformers import ByT5Tokenizer, CLIPModel
 
 from g2rpo.testbed.words import drawing, language
 from g2rpo.testbed.words.judges import WordColour, WordDrawing, WordLetters, WordPaper, letters_of
-from g2rpo.testbed.words.language import COLOURS, LENGTHS, LETTERS, Word, parse, prompts, random_word
+from g2rpo.testbed.words.language import INK_COLOURS, LENGTHS, LETTERS, Word, parse_word, random_word, word_prompts
 from tools.testbed.pipeline import IGNORED, READING_BATCH, Autoencoder, Batch, Phase, Task, decode, encode, pack, psnr
 from tools.testbed.training import Context, to_images
 
@@ -35,12 +35,12 @@ TWINS = {"a": "r", "e": "n"}
 
 class Words(Task):
     stage = "words "
-    height, width = drawing.HEIGHT, drawing.WIDTH
+    height, width = drawing.WORD_HEIGHT, drawing.WORD_WIDTH
     autoencoder = Autoencoder((8, 16, 32), 16, 1000, 3e-3, 0.99)  # so that a token of FLUX is 8x8 pixels, half a letter
     distances = (4 * MAX_TOKENS, 2 * MAX_TOKENS)  # every distance has a bucket of its own
     reading_steps = 800
-    of_token = (len(LETTERS), LENGTHS[-1], len(LENGTHS), len(COLOURS))
-    of_prompt = (len(LENGTHS), len(COLOURS))
+    of_token = (len(LETTERS), LENGTHS[-1], len(LENGTHS), len(INK_COLOURS))
+    of_prompt = (len(LENGTHS), len(INK_COLOURS))
     layers = (1, 3)
     guided = False
     first_stage = "words transformer"
@@ -71,7 +71,7 @@ the command repeats the recipe, not these bits.
     def questions(self, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
         words = [random_word(rng) for _ in range(READING_BATCH)]
         of_letters = torch.full((len(words), MAX_TOKENS, len(self.of_token)), IGNORED)
-        of_words = torch.tensor([(LENGTHS.index(len(word.letters)), COLOURS.index(word.colour)) for word in words])
+        of_words = torch.tensor([(LENGTHS.index(len(word.letters)), INK_COLOURS.index(word.colour)) for word in words])
         for row, word, about in zip(of_letters, words, of_words.tolist(), strict=True):
             for i, letter in enumerate(word.letters):
                 row[1 + i] = torch.tensor((LETTERS.index(letter), i, *about))
@@ -100,13 +100,13 @@ the command repeats the recipe, not these bits.
         }
 
     def progress(self, ctx: Context, pipe: FluxPipeline) -> str:
-        texts = prompts("heldout")[: ctx.scaled(48, 4)]
+        texts = word_prompts("heldout")[: ctx.scaled(48, 4)]
         letters = WordLetters()(self.sample(pipe, texts), texts)
         return f"letters {letters.mean():.2f}, words {(letters == 1).float().mean():.2f}"
 
     def measure(self, ctx: Context, vae: AutoencoderKL, pipe: FluxPipeline, *rewards: CLIPModel) -> dict[str, float]:
-        texts = prompts("heldout")[: ctx.scaled(192, 8)]
-        words = [word for text in texts if (word := parse(text)) is not None]
+        texts = word_prompts("heldout")[: ctx.scaled(192, 8)]
+        words = [word for text in texts if (word := parse_word(text)) is not None]
         drawn = pictures(words)
         twins = pictures([confused(word, 1.0, np.random.default_rng(0)) for word in words])
         decoded, images = decode(vae, encode(vae, drawn)), self.sample(pipe, texts)
@@ -134,7 +134,7 @@ the command repeats the recipe, not these bits.
 
 def pictures(words: Sequence[Word]) -> NDArray[np.uint8]:
     """Clean drawings [B, 32, 96, 3]."""
-    return np.stack([drawing.draw(word) for word in words])
+    return np.stack([drawing.draw_word(word) for word in words])
 
 
 def share(values: list[bool]) -> float:

@@ -18,11 +18,11 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
+from g2rpo.algorithms.policy_gradient import PolicyGradient, StepCount
 from g2rpo.core.data import Plan
 from g2rpo.core.flow import cps_kernel, dance_sde, flow_sde, sde_kernel
 from g2rpo.core.objectives import RewardMix, clipped_surrogate, mix_rewards
-from g2rpo.core.plain import STRICT, Count, GroupSize, UpdateEvery
+from g2rpo.core.plain import STRICT, Count, GroupSize, UpdateEverySetting
 from g2rpo.core.seeding import draw_below, generator_for
 from g2rpo.core.types import Kernel
 
@@ -63,7 +63,7 @@ class GRPO(PolicyGradient):
     advantage_clip: PositiveFloat = 5.0
     reward_mix: RewardMix = "rewards"
     kl_weight: NonNegativeFloat = 0.0
-    update_every: UpdateEvery = "rollout"
+    update_every: UpdateEverySetting = "rollout"
 
     shared_noise: ClassVar[bool] = False
     """Whether the members of a group start from one initial noise."""
@@ -83,7 +83,7 @@ class GRPO(PolicyGradient):
         mixed = mix_rewards(rewards, weights, self.reward_mix, self.batch_std, population_std=self.population_std)
         return mixed.clamp(-self.advantage_clip, self.advantage_clip)
 
-    def policy_loss(self, steps: Steps) -> Tensor:
+    def policy_loss(self, steps: StepCount) -> Tensor:
         return clipped_surrogate(self.log_ratio(steps), steps.advantages, self.clip_range)
 
 
@@ -100,7 +100,7 @@ class FlowGRPO(GRPO):
     title: ClassVar[str] = "Flow-GRPO"
     paper: ClassVar[str] = "2505.05470"
     kl_weight: NonNegativeFloat = 0.04
-    update_every: UpdateEvery = 12
+    update_every: UpdateEverySetting = 12
 
     batch_std: ClassVar[bool] = True
     population_std: ClassVar[bool] = True
@@ -113,7 +113,7 @@ class FlowGRPO(GRPO):
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
-    def kl_penalty(self, kl: Tensor, steps: Steps) -> Tensor:
+    def kl_penalty(self, kl: Tensor, steps: StepCount) -> Tensor:
         """The published code's |mean - mean_base|^2 / (2 g^2). The paper's Eq. 14 is the KL itself,
         with std^2 = g^2 |dsigma|, for which early code took `kl_weight` 0.004 (PickScore 0.001):
         `benchmarks.paper_flow_grpo`."""
@@ -137,7 +137,7 @@ class FlowCPS(GRPO):
     paper: ClassVar[str] = "2509.05952"
     eta: BelowOne = 0.7
     kl_weight: NonNegativeFloat = 0.04
-    update_every: UpdateEvery = 12
+    update_every: UpdateEverySetting = 12
 
     batch_std: ClassVar[bool] = True
     population_std: ClassVar[bool] = True
@@ -192,7 +192,7 @@ class GRPOGuard(GRPO):
     title: ClassVar[str] = "GRPO-Guard"
     paper: ClassVar[str] = "2510.22319"
     clip_range: PositiveFloat = 2e-6
-    update_every: UpdateEvery = 12
+    update_every: UpdateEverySetting = 12
     correction: Literal["member", "batch"] = "member"
 
     population_std: ClassVar[bool] = True
@@ -202,11 +202,11 @@ class GRPOGuard(GRPO):
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
-    def log_ratio(self, steps: Steps) -> Tensor:
+    def log_ratio(self, steps: StepCount) -> Tensor:
         bias = steps.old_kl if self.correction == "member" else mean_of_each_step(steps.old_kl, steps.step)
         return steps.std * (super().log_ratio(steps) + bias)
 
-    def policy_loss(self, steps: Steps) -> Tensor:
+    def policy_loss(self, steps: StepCount) -> Tensor:
         return super().policy_loss(steps) / steps.dsigma
 
 
@@ -235,7 +235,7 @@ class FlowDPPO(FlowGRPO):
     kl_weight: NonNegativeFloat = 0.0
     divergence_limit: PositiveFloat = 1e-5
 
-    def policy_loss(self, steps: Steps) -> Tensor:
+    def policy_loss(self, steps: StepCount) -> Tensor:
         """-A r; 0 where the limit is reached and r has moved in the direction of A."""
         ratio, advantages = self.log_ratio(steps).exp(), steps.advantages
         away = ((ratio > 1) & (advantages > 0)) | ((ratio < 1) & (advantages < 0))
@@ -261,7 +261,7 @@ class TempFlowGRPO(GRPO):
     group_size: GroupSize = 6
     kl_weight: NonNegativeFloat = 0.004
     noise_weight: PositiveFloat = 2.25
-    update_every: UpdateEvery = 3
+    update_every: UpdateEverySetting = 3
 
     shared_noise: ClassVar[bool] = True
     population_std: ClassVar[bool] = True
@@ -270,7 +270,7 @@ class TempFlowGRPO(GRPO):
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         return [window(step, step + 1, num_steps, self.shared_noise) for step in range(num_steps - 1)]
 
-    def policy_loss(self, steps: Steps) -> Tensor:
+    def policy_loss(self, steps: StepCount) -> Tensor:
         return self.noise_weight * steps.std * super().policy_loss(steps)
 
 
@@ -289,7 +289,7 @@ class DanceGRPO(GRPO):
     group_size: GroupSize = 12
     eta: PositiveFloat = 0.3
     reward_mix: RewardMix = "advantages"
-    update_every: UpdateEvery = 4
+    update_every: UpdateEverySetting = 4
     trained_fraction: Annotated[float, Field(gt=0, le=1)] = 0.6
 
     shared_noise: ClassVar[bool] = True
@@ -321,7 +321,7 @@ class MixGRPO(GRPO):
     paper: ClassVar[str] = "2507.21802"
     group_size: GroupSize = 12
     reward_mix: RewardMix = "advantages"
-    update_every: UpdateEvery = 3
+    update_every: UpdateEverySetting = 3
     window_size: Count = 4
     schedule: Literal["progressive", "random", "decay", "exp_decay", "frozen"] = "progressive"
     window_iterations: Count = 25

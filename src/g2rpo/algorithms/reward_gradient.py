@@ -15,7 +15,7 @@ from g2rpo.algorithms.forward_process import mean_square
 from g2rpo.core.data import Batch, Example, Loss, Normal, Plan, Rollout, per_row
 from g2rpo.core.flow import cps_kernel, ode_step
 from g2rpo.core.objectives import weighted
-from g2rpo.core.plain import STRICT, GroupSize, UpdateEvery
+from g2rpo.core.plain import STRICT, GroupSize, UpdateEverySetting
 from g2rpo.core.seeding import draw_below
 from g2rpo.core.types import Algorithm, Draw, Kernel, Network
 
@@ -110,7 +110,7 @@ class FDFO(Algorithm):
     churn: PositiveFloat = 0.0025
     clip_range: PositiveFloat = 0.03
     kl_weight: NonNegativeFloat = 0.0
-    update_every: UpdateEvery | Annotated[float, Field(gt=0, lt=1)] = 0.25
+    update_every: UpdateEverySetting | Annotated[float, Field(gt=0, lt=1)] = 0.25
 
     @property
     def uses_base(self) -> bool:

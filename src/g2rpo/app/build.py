@@ -28,7 +28,7 @@ from g2rpo.run.rates import Sweep
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Replicated, Sharded
-from g2rpo.training.pace import PROBE, planned
+from g2rpo.training.pace import TIMED_PROMPTS, planned
 from g2rpo.training.pilots import Pilots, pilot_config, pilot_prompts
 from g2rpo.training.ranks import divided
 from g2rpo.training.trainer import Trainer
@@ -139,7 +139,7 @@ def _given_policy(request: Request) -> Policy:
 def _policy(request: Request, sharding: Sharded | None, prompts: Sequence[str], heldout: Sequence[str]) -> Policy:
     """The policy of the config, once the prompts of the run, of its pilots and of its controls are encoded."""
     config, world = request.config, request.world
-    for said in components.cautions(config.policy):
+    for said in components.model_cautions(config.policy):
         request.notify(said)
     loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
     begun = newest_iteration(request.run.checkpoints) if request.run is not None else 0
@@ -172,7 +172,7 @@ def at_rate(config: Config, rate: float) -> Config:
 
 def planned_for(trainer: Trainer, ends_at: float) -> Config:
     """The config of a run that has not begun, planned for its time by timed evaluations of a few held-out prompts."""
-    prompts, evaluator, calls = trainer.heldout[:PROBE], trainer.evaluator, [0.0]
+    prompts, evaluator, calls = trainer.heldout[:TIMED_PROMPTS], trainer.evaluator, [0.0]
 
     def timed(prompts: Sequence[str], rewards: Mapping[str, Reward]) -> tuple[float, float]:
         """Seconds of a picture: until the network has been called for the last time, and afterwards."""

@@ -16,7 +16,7 @@ from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.files import FileDigests, digest_of, local
 from g2rpo.core.input_pictures import digest_of_prompts
 
-SMALL = 2**24  # bytes; larger files, which are weights, are compared by their size
+SMALL_FILE = 2**24  # bytes; larger files, which are weights, are compared by their size
 
 
 def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], given: Mapping[str, Any]) -> dict[str, str]:
@@ -78,7 +78,7 @@ def _of_path(path: Path) -> str:
         files = sorted(file for file in path.rglob("*") if file.is_file())
         return _short(digest_of([[file.relative_to(path).as_posix(), file.stat().st_size] for file in files]))
     size = path.stat().st_size
-    return _short(FileDigests(None).of(path)) if size <= SMALL else f"{size} bytes"
+    return _short(FileDigests(None).of(path)) if size <= SMALL_FILE else f"{size} bytes"
 
 
 def _short(digest: str) -> str:

@@ -25,7 +25,7 @@ from g2rpo.rollout.scoring import decode, score
 from g2rpo.rollout.tails import Tails
 from g2rpo.training.trainer import Trainer
 
-PROMPTS = 2
+TRIAL_PROMPTS = 2
 """Of the trial."""
 
 
@@ -44,11 +44,11 @@ def try_own_code(config: Config, given: Mapping[str, Any]) -> None:
 def _try_algorithm(config: Config) -> None:
     """An iteration of the trainer, on the policy that has a closed form."""
     changes = {
-        "trainer": config.trainer.model_copy(update={"prompts_per_iteration": PROMPTS, "sharding": "none"}),
+        "trainer": config.trainer.model_copy(update={"prompts_per_iteration": TRIAL_PROMPTS, "sharding": "none"}),
         "sampling": config.sampling.model_copy(update={"tails": Tails()}),
         "alarms": {"action": "off"},
     }
-    prompts = [str(index / 10) for index in range(PROMPTS * candidates_of(config.algorithm))]
+    prompts = [str(index / 10) for index in range(TRIAL_PROMPTS * candidates_of(config.algorithm))]
     rewards = dict.fromkeys(config.rewards, Brightness())
     small = config.model_copy(update=changes)
     try:
@@ -96,15 +96,15 @@ def _try_reward(name: str, reward: Scorer, config: Config, given: Mapping[str, A
     if as_reward(reward).latent:
         return
     if (policy := given.get("policy")) is not None:
-        images = decode(policy, policy.noise([generator_for("trial", i) for i in range(PROMPTS)]), PROMPTS)
+        images = decode(policy, policy.noise([generator_for("trial", i) for i in range(TRIAL_PROMPTS)]), TRIAL_PROMPTS)
     else:
         length = config.policy.num_frames or 1
         frames = [length] if length > 1 else []
-        images = torch.rand(PROMPTS, *frames, 3, config.policy.height, config.policy.width)
-    prompts = list(given["prompts"])[:PROMPTS]
+        images = torch.rand(TRIAL_PROMPTS, *frames, 3, config.policy.height, config.policy.width)
+    prompts = list(given["prompts"])[:TRIAL_PROMPTS]
     if as_reward(reward).group:
-        prompts = [prompts[0]] * PROMPTS
+        prompts = [prompts[0]] * TRIAL_PROMPTS
     try:
-        score({name: reward}, images[: len(prompts)], prompts, members=PROMPTS)
+        score({name: reward}, images[: len(prompts)], prompts, members=TRIAL_PROMPTS)
     except RewardFailed as error:
         raise UserError(f"{error}\nIt was tried on {len(prompts)} random pictures; nothing is loaded yet.") from error

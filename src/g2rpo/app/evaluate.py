@@ -26,7 +26,7 @@ from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import FileDigests, is_empty, local, write_whole
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.evaluation.controls import default_controls
-from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, EvaluationDirectory, Judging, JudgingConfig
+from g2rpo.evaluation.sweep import SWEEP_MAY_CHANGE, Chunk, EvaluationDirectory, Judging, JudgingConfig
 from g2rpo.monitor.clips import clip_of, read_clip
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, picture_of, read_picture, right_of, scores_of
@@ -162,7 +162,7 @@ def _check_folder(out: Path, config: JudgingConfig) -> None:
     existing = EvaluationDirectory(out).settings
     if existing.is_file():
         other = resolve_as(JudgingConfig, read_yaml(existing), source=str(existing))
-        if listed := listed_differences(config, other, MAY_CHANGE):
+        if listed := listed_differences(config, other, SWEEP_MAY_CHANGE):
             raise UserError(f"{out} holds an evaluation with other settings:{listed}\nName another --out for this one.")
     elif not is_empty(out):
         raise UserError(f"{out} is not empty and holds no evaluation (no {existing.name}); name another --out")

@@ -22,7 +22,7 @@ from g2rpo.core.files import is_empty, local, whole_file
 from g2rpo.core.input_pictures import check_inputs, images_of
 from g2rpo.evaluation.sampler import Drawing, Sampler
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
-from g2rpo.monitor.pictures import PictureRow, save_grid, to_pil
+from g2rpo.monitor.pictures import PictureRow, pil_of, save_grid
 from g2rpo.monitor.scores import SHOWN
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
@@ -128,7 +128,7 @@ def _save(path: Path, image: Tensor, seconds: float, video: str) -> Path:
     path = path.with_suffix(".png" if image.ndim == 3 else f".{video}")
     with whole_file(path) as unfinished:
         if image.ndim == 3:
-            to_pil(image).save(unfinished)
+            pil_of(image).save(unfinished)
         elif video == "mp4":
             from diffusers.utils import export_to_video
 

@@ -15,14 +15,14 @@ from g2rpo.core.files import FileDigests
 from g2rpo.policies.adapters import Adapter, check_fit, endings, read_adapter
 
 Key = Literal["adapter", "assistant"]
-KEYS: tuple[Key, ...] = ("adapter", "assistant")
+ADAPTER_KEYS: tuple[Key, ...] = ("adapter", "assistant")
 
 
 def completed(config: Config, notify: Callable[[str], None] = lambda message: None) -> Config:
     """The config with the rank, alpha and targets of the adapter that it continues, which `notify` is told. UserError for an
     adapter that does not fit the model, or that differs from what is set in the config."""
     policy = config.policy
-    start, _ = (adapter_of(policy, key) for key in KEYS)
+    start, _ = (adapter_of(policy, key) for key in ADAPTER_KEYS)
     if policy.tuning == "full" or start is None:
         return config
     names = [name for name, _ in _transformer(policy).named_modules()]
@@ -63,5 +63,5 @@ def _transformer(policy: PolicyConfig) -> nn.Module:
 
 def digests_of(policy: PolicyConfig) -> dict[str, str]:
     """Digests of a config's adapters, by their keys."""
-    named: dict[str, str] = {f"policy.{key}": name for key in KEYS if (name := getattr(policy, key)) is not None}
+    named: dict[str, str] = {f"policy.{key}": name for key in ADAPTER_KEYS if (name := getattr(policy, key)) is not None}
     return {key: f"sha256 {FileDigests(None).of(find_adapter(key, name))[:16]}" for key, name in named.items()}

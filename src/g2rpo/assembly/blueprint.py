@@ -17,12 +17,12 @@ from torch import nn
 
 from g2rpo.assembly import components, pipeline_check
 from g2rpo.assembly.meta import Part, Uninitialised, on_meta
-from g2rpo.assembly.pipeline_files import INDEX, LARGEST, MODELS, parts_in, read_file, weight_files
+from g2rpo.assembly.pipeline_files import INDEX, LARGEST_NUMBER, MODELS, parts_in, read_file, weight_files
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import loading
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.pipelines import Shapes, thin
+from g2rpo.policies.pipelines import Shapes, keep_two_blocks
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
     options = {name: value for name, value in index.items() if not name.startswith("_") and name not in parts_in(index)}
     words = read_file(path, "tokenizer/tokenizer_config.json", download=True) if "tokenizer" in index else {}
     scheduler = read_file(path, "scheduler/scheduler_config.json", download=True)
-    clip_tokens = min(words.get("model_max_length", 77), LARGEST)  # some say 10^30
+    clip_tokens = min(words.get("model_max_length", 77), LARGEST_NUMBER)  # some say 10^30
     return Blueprint(kind, parts, clip_tokens, options, scheduler=scheduler)
 
 
@@ -78,7 +78,7 @@ def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy
 def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[DiffusersPolicy, list[int]]:
     """The same without text encoders and with two blocks of every kind, and how many blocks each of these represents."""
     modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name.startswith(("transformer", "vae"))}
-    times = [thin(module) for name, module in modules.items() if name != "vae"].pop()  # two experts are alike
+    times = [keep_two_blocks(module) for name, module in modules.items() if name != "vae"].pop()  # two experts are alike
     names = [name for name, _ in modules["transformer"].named_modules()]
     if config.lora_targets is not None:  # of a block that is left out, those of any block
         there = {name for name in config.lora_targets if any(f".{each}".endswith(f".{name}") for each in names)}

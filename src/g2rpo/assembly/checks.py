@@ -18,7 +18,7 @@ from typing import Any
 from g2rpo.assembly import components, hub
 from g2rpo.assembly import rewards as of_rewards
 from g2rpo.assembly.blueprint import build_shallow, read_blueprint, trained_parameters
-from g2rpo.assembly.hub import Question, at_once
+from g2rpo.assembly.hub import HubQuestion, answers_of
 from g2rpo.assembly.pipeline_files import missing_parts
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
@@ -48,7 +48,7 @@ from g2rpo.training.updater import check_differentiable, check_groups
 
 SECONDS = 1.5
 """Seconds for servers to answer. Slower ones are not reported: they may be busy."""
-LARGE = 2**28
+LARGE_TRANSFORMER = 2**28
 """Bytes of a transformer from which on it takes longer to load than to build without weights."""
 
 
@@ -61,7 +61,7 @@ class Wanted:
     directory: Path | None = None
     lists: dict[str, list[str]] = field(default_factory=dict)
     """The prompts that have been read: "prompts" to train on, and "heldout"."""
-    questions: dict[str, Question] = field(default_factory=dict)
+    questions: dict[str, HubQuestion] = field(default_factory=dict)
     """What servers are still to be asked, by the config's key."""
 
     @property
@@ -190,7 +190,7 @@ def _quantized(run: Wanted) -> None:
 def _kernel(run: Wanted) -> None:
     policy = run.config.policy
     if "policy" not in run.given:
-        attention.check(policy.attention, components.pick_device(policy.device))
+        attention.check_attention(policy.attention, components.pick_device(policy.device))
 
 
 def _trackers(run: Wanted) -> Iterator[str]:
@@ -209,7 +209,7 @@ def _pipeline(run: Wanted) -> Iterator[str]:
     why = hub.obstacle(path, SECONDS) if missing and far else ""
     if missing and why is not None:
         yield f"policy.path={config.path}: {missing}{why and f' ({path} {why})'}"
-    elif missing or sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors")) > LARGE:
+    elif missing or sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors")) > LARGE_TRANSFORMER:
         components.check_trained_steps(run.config, build_shallow(read_blueprint(config), config)[0])
 
 
@@ -260,7 +260,7 @@ def _rewards(run: Wanted) -> Iterator[str]:
         yield from _said(_check_reward, key, entry, run.questions)
 
 
-def _check_reward(key: str, entry: RewardConfig, questions: dict[str, Question]) -> None:
+def _check_reward(key: str, entry: RewardConfig, questions: dict[str, HubQuestion]) -> None:
     """Refuses unknown options and missing files of a reward; checks that need a server are added to `questions`."""
     name = key.rpartition("rewards.")[2]
     of_rewards.check_rewards({name: entry})
@@ -284,7 +284,7 @@ def _check_reward(key: str, entry: RewardConfig, questions: dict[str, Question])
             _check_files(f"{key}.options.{option}", place, files, questions)
 
 
-def _check_files(key: str, place: str, files: tuple[str, ...], questions: dict[str, Question]) -> None:
+def _check_files(key: str, place: str, files: tuple[str, ...], questions: dict[str, HubQuestion]) -> None:
     """Refuses a local path that contains none of `files`."""
     if is_hub_id(place):
         if hub.cached(place, *files) is None:
@@ -314,7 +314,7 @@ def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
 
 def _answers(run: Wanted) -> Iterator[str]:
     """Asks all servers at once."""
-    for what, answer in at_once(run.questions, SECONDS).items():
+    for what, answer in answers_of(run.questions, SECONDS).items():
         yield f"{what}: {answer}"
 
 
@@ -393,6 +393,8 @@ def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
 def check_quantized(config: Config) -> None:
     """Refuses a `policy.quantize` that the run does not support."""
     policy = config.policy
-    quantized.check(policy.quantize, tuning=policy.tuning, dtype=policy.dtype, device=components.pick_device(policy.device))
+    quantized.check_quantization(
+        policy.quantize, tuning=policy.tuning, dtype=policy.dtype, device=components.pick_device(policy.device)
+    )
     if policy.tuning == "full" and not policy.autocast:
         raise UserError("policy.autocast=false: weights that are trained are float32, and need it; set policy.tuning=lora")

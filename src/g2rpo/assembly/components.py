@@ -110,8 +110,8 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = N
     if config.kind is None:
         pipeline_check.check_files(config.path, path, catalogue.optional_parts(name))
     device = pick_device(config.device)
-    quantized.check(config.quantize, tuning=tuning or config.tuning, dtype=config.dtype, device=device)
-    attention.check(config.attention, device)
+    quantized.check_quantization(config.quantize, tuning=tuning or config.tuning, dtype=config.dtype, device=device)
+    attention.check_attention(config.attention, device)
     kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
     if options["tuning"] == "lora" and issubclass(kind, DiffusersPolicy):
         pipeline_check.check_adapters(path, config.lora_targets or kind.spec.lora_targets)
@@ -154,7 +154,7 @@ def policy_options(
 
 def policy_class(name: str) -> type[DiffusersPolicy]:
     """The policy for a pipeline class, or for code of the user's: a `PipelineSpec`, or a class."""
-    found = catalogue.find(name)
+    found = catalogue.find_policy(name)
     return DiffusersPolicy.of(found) if isinstance(found, PipelineSpec) else found
 
 
@@ -185,7 +185,7 @@ def check_trained_steps(config: Config, policy: Any) -> None:
         )
 
 
-def cautions(config: PolicyConfig) -> list[str]:
+def model_cautions(config: PolicyConfig) -> list[str]:
     """Cautions about a model, printed before it is trained."""
     folder = str(local(config.path))
     said = pipeline_check.caution(config.path, folder if os.path.isdir(folder) else config.path)
@@ -234,7 +234,7 @@ def locate_pipeline(name: str, expected: str | None = None, chosen: str | None =
 
 def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | None = None) -> None:
     """Refuses a pipeline class that has no policy, unless one is `chosen` (policy.kind), or is not the `expected` one."""
-    if chosen is None and kind not in (known := catalogue.names()):
+    if chosen is None and kind not in (known := catalogue.pipeline_names()):
         own = "policy.kind=FILE.py:NAME takes a policy of your own"
         raise UserError(f"policy.path={name}: is a {kind}, which has no policy here: {refusals.why(kind, known)} {own}.")
     if expected is not None and kind != expected:

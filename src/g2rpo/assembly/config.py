@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.config import recipes
-from g2rpo.config.algorithms import ALGORITHMS, name_of, named
+from g2rpo.config.algorithms import ALGORITHMS, config_name, with_name
 from g2rpo.config.resolve import read_yaml, resolve
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.capabilities import FitsGrids
@@ -37,8 +37,8 @@ def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], N
     if not is_file:
         config = _with_adapter(config, asked, notify)
     own_algorithm = data.get("algorithm")
-    kept = isinstance(own_algorithm, dict) and named(own_algorithm)["name"] == name_of(config.algorithm)
-    return config if kept or name_of(config.algorithm) not in ALGORITHMS else _fitted(config, asked, notify)
+    kept = isinstance(own_algorithm, dict) and with_name(own_algorithm)["name"] == config_name(config.algorithm)
+    return config if kept or config_name(config.algorithm) not in ALGORITHMS else _fitted(config, asked, notify)
 
 
 LORA = ("lora_rank", "lora_alpha", "lora_targets")

@@ -16,11 +16,11 @@ from huggingface_hub import constants, get_token, try_to_load_from_cache
 
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import local
-from g2rpo.policies.tuning import ADAPTER
+from g2rpo.policies.tuning import ADAPTER_FILE
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
 from g2rpo.run.run import Run
 
-Question = Callable[[], str | None]
+HubQuestion = Callable[[], str | None]
 """A description of a problem, or None; may be slow."""
 
 
@@ -32,7 +32,7 @@ def cached(repository: str, *files: str) -> Path | None:
 
 def obstacle(repository: str, timeout_s: float = 1.5) -> str | None:
     """Why files of `repository` cannot be downloaded; None if they can, or if nothing is known within `timeout_s`."""
-    return at_once({repository: partial(_obstacle, repository, timeout_s)}, timeout_s).get(repository)
+    return answers_of({repository: partial(_obstacle, repository, timeout_s)}, timeout_s).get(repository)
 
 
 def _obstacle(repository: str, timeout_s: float) -> str | None:
@@ -56,8 +56,8 @@ def find_adapter(key: str, name: str) -> Path:
     """The file of the adapter `name`, the value of a config's `key`; of the hub's it is downloaded if need be."""
     place, said = local(name), f"{key}={name}"
     run = Run(place)
-    if os.path.isfile(run.adapter / ADAPTER):
-        return run.adapter / ADAPTER
+    if os.path.isfile(run.adapter / ADAPTER_FILE):
+        return run.adapter / ADAPTER_FILE
     if os.path.isfile(run.config):
         raise UserError(f"{said}: is a run without an adapter; it is not finished, or it trained all weights")
     if os.path.isdir(place):
@@ -78,7 +78,7 @@ def find_adapter(key: str, name: str) -> Path:
 def _adapter_of(said: str, repository: str, file: str | None) -> Path:
     from huggingface_hub import hf_hub_download, list_repo_files
 
-    if (found := cached(repository, file or ADAPTER)) is not None:
+    if (found := cached(repository, file or ADAPTER_FILE)) is not None:
         return found
     if file is None and (readme := cached(repository, "README.md", ".gitattributes")) is not None:
         with suppress(UserError):  # an adapter of another name that was downloaded before
@@ -92,21 +92,23 @@ def _adapter_of(said: str, repository: str, file: str | None) -> Path:
 def _only(said: str, files: Sequence[str]) -> str:
     """The adapter among a folder's files."""
     found = [file for file in files if file.endswith(".safetensors")]
-    if ADAPTER in found or len(found) == 1:
-        return ADAPTER if ADAPTER in found else found[0]
+    if ADAPTER_FILE in found or len(found) == 1:
+        return ADAPTER_FILE if ADAPTER_FILE in found else found[0]
     if not found and any(file.endswith((".bin", ".pt", ".ckpt")) for file in files):
         raise UserError(f"{said}: holds pickles only, which could run code; convert them (safetensors.torch.save_file)")
-    raise UserError(f"{said}: should hold one .safetensors file, or {ADAPTER}; it holds {', '.join(sorted(found)) or 'none'}")
+    raise UserError(
+        f"{said}: should hold one .safetensors file, or {ADAPTER_FILE}; it holds {', '.join(sorted(found)) or 'none'}"
+    )
 
 
-def at_once(questions: Mapping[str, Question], seconds: float) -> dict[str, str]:
+def answers_of(questions: Mapping[str, HubQuestion], seconds: float) -> dict[str, str]:
     """The answers to several questions within `seconds`; None for those without an answer.
 
     Late threads are abandoned: a name lookup cannot be interrupted.
     """
     answers: dict[str, str | None] = {}
 
-    def ask(what: str, question: Question) -> None:
+    def ask(what: str, question: HubQuestion) -> None:
         answers[what] = question()
 
     threads = [threading.Thread(target=ask, args=each, daemon=True) for each in questions.items()]

@@ -21,7 +21,7 @@ T = TypeVar("T")
 MODELS = ("transformer", "vae", "text_encoder")
 """Name prefixes of pipeline components with weights."""
 INDEX = "model_index.json"
-LARGEST = 2**24
+LARGEST_NUMBER = 2**24
 """The largest whole number of a config. Vocabularies and lengths of texts are smaller, and a loop over more takes minutes."""
 UNBOUNDED = ("theta", "model_max_length")
 """Endings of keys whose numbers no loop goes through; some tokenizers have 10^30."""
@@ -34,8 +34,8 @@ def bounded(value: T, place: str = "") -> T:
         bounded(inner, f"{place}.{key}" if place else str(key))
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{place}={value} should be a finite number")
-    if isinstance(value, int) and abs(value) > LARGEST and not place.endswith(UNBOUNDED):
-        raise ValueError(f"{place}={value!s:.20} is larger than any number of a model; at most {LARGEST} is read")
+    if isinstance(value, int) and abs(value) > LARGEST_NUMBER and not place.endswith(UNBOUNDED):
+        raise ValueError(f"{place}={value!s:.20} is larger than any number of a model; at most {LARGEST_NUMBER} is read")
     return value
 
 

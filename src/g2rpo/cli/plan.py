@@ -14,16 +14,16 @@ from g2rpo.cli.output import say, warn
 from g2rpo.core.capabilities import keeps_old
 from g2rpo.core.errors import counted
 from g2rpo.core.files import in_bytes
-from g2rpo.lab.plan.answer import Answer
+from g2rpo.lab.plan.answer import PlanAnswer
 from g2rpo.lab.plan.cards import CARDS
-from g2rpo.lab.plan.counting import Counts, Iteration
+from g2rpo.lab.plan.counting import CountedIteration, Counts
 from g2rpo.lab.plan.fit import OnCard, Within
-from g2rpo.lab.plan.memory import RESERVE, SLACK, STORED
+from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK, STORED
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Target, find_target
-from g2rpo.lab.plan.seconds import Seconds
+from g2rpo.lab.plan.seconds import PlannedSeconds
 
 
-def show_plan(answer: Answer, console: Console) -> None:
+def show_plan(answer: PlanAnswer, console: Console) -> None:
     """Prints an answer as tables."""
     plan, target, policy = answer.plan, answer.target, answer.plan.config.policy
     several = f"{plan.ranks} x {target.name}, each" if plan.ranks > 1 else target.name
@@ -103,7 +103,7 @@ def _work_table(plan: Estimate) -> Table:
     varying = len(counts.kinds) > 1
     table = _table("work", ("", "an iteration, on average" if varying else "an iteration", "the run"))
 
-    def row(name: str, of: Callable[[Iteration], float]) -> None:
+    def row(name: str, of: Callable[[CountedIteration], float]) -> None:
         table.add_row(name, f"{counts.mean(of):,.{1 if varying else 0}f}", f"{counts.total(of):,.0f}")
 
     evaluations = COUNTED["evaluations"]
@@ -149,7 +149,8 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
     table.add_section()
     if target.cuda:
         table.add_row(
-            f"needed: the largest, {SLACK:.0%} for gaps and {in_bytes(RESERVE)} for CUDA (assumed)", in_bytes(memory.needed)
+            f"needed: the largest, {SLACK:.0%} for gaps and {in_bytes(CONTEXT_BYTES)} for CUDA (assumed)",
+            in_bytes(memory.needed),
         )
     table.add_row(f"there is, on {target.name}", in_bytes(target.capacity))
     table.add_section()
@@ -165,7 +166,7 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
     return table
 
 
-def _time_table(seconds: Seconds, counts: Counts) -> Table:
+def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
     table = _table("time", ("", "an iteration", "the run"), caption=seconds.basis)
     for name, once in seconds.iteration.items():
         table.add_row(name, duration(once), duration(once * counts.iterations))
@@ -180,7 +181,7 @@ def _time_table(seconds: Seconds, counts: Counts) -> Table:
     return table
 
 
-def _cards_table(cards: Mapping[str, tuple[bool, Seconds]]) -> Table:
+def _cards_table(cards: Mapping[str, tuple[bool, PlannedSeconds]]) -> Table:
     columns, left = ("--device", "fits", "an iteration", "the run"), ("--device", "fits")
     table = _table("on cards", columns, left, caption="by datasheet; --device NAME for details")
     for key, (fits, seconds) in cards.items():
@@ -190,7 +191,7 @@ def _cards_table(cards: Mapping[str, tuple[bool, Seconds]]) -> Table:
     return table
 
 
-def _verdict(answer: Answer, console: Console) -> None:
+def _verdict(answer: PlanAnswer, console: Console) -> None:
     plan, target, alternative = answer.plan, answer.target, answer.alternative
     need, there = in_bytes(plan.memory.needed), in_bytes(target.capacity)
     if not target.cuda:

@@ -18,11 +18,11 @@ from g2rpo.core.errors import counted
 from g2rpo.core.statistics import Comparison, Interval
 from g2rpo.evaluation.sweep import EvaluationDirectory, Judging
 from g2rpo.evaluation.untrained import in_figures, told
-from g2rpo.lab.check_model import Check
+from g2rpo.lab.check_model import ModelCheck
 from g2rpo.lab.compare.results import StudyResults, knob_rows
 from g2rpo.lab.compare.study import StudyDirectory
 from g2rpo.lab.report.history import read_runs
-from g2rpo.lab.report.verdict import figures, summary
+from g2rpo.lab.report.verdict import figures, summary_of
 from g2rpo.monitor.clips import clip_of
 from g2rpo.run.lock import fresh_directory
 from g2rpo.run.run import Run
@@ -32,7 +32,7 @@ def show_run(results: Results, console: Console) -> None:
     """Shows the results of a finished run, and commands to continue with."""
     directory, run = results.directory, Run(results.directory)
     console.print(run_table(results.table, len(results.heldout), results.trained, console.width))
-    told_of = summary(*read_runs([directory]))
+    told_of = summary_of(*read_runs([directory]))
     say(console, " ".join(told_of.sentences))
     for line in told_of.figures:
         say(console, f"  {line}")
@@ -148,7 +148,7 @@ def show_study(results: StudyResults, console: Console) -> None:
         say(console, f"  {file}")
 
 
-def show_checks(checks: Iterable[Check], console: Console) -> bool:
+def show_checks(checks: Iterable[ModelCheck], console: Console) -> bool:
     """Shows each check as it is done, with what to do about one that failed; returns whether all passed."""
     passed = True
     for check in checks:

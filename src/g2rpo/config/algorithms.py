@@ -65,7 +65,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
     return kind  # type: ignore[return-value]
 
 
-def name_of(algorithm: Any) -> str:
+def config_name(algorithm: Any) -> str:
     """The name of an algorithm in configs."""
     if isinstance(algorithm, Mentioned):
         return algorithm.name
@@ -79,17 +79,17 @@ def name_of(algorithm: Any) -> str:
 def title_of(algorithm: Any) -> tuple[str, str]:
     """The title of an algorithm and its arXiv id (may be empty)."""
     kind = type(algorithm)
-    return vars(kind).get("title") or name_of(algorithm).rpartition(":")[2], vars(kind).get("paper", "")
+    return vars(kind).get("title") or config_name(algorithm).rpartition(":")[2], vars(kind).get("paper", "")
 
 
-def named(value: Any) -> Any:
+def with_name(value: Any) -> Any:
     """A mapping with the algorithm's name added if it has none: G2RPO's."""
     return {"name": GranularGRPO.name, **value} if isinstance(value, Mapping) else value
 
 
 def tag(value: Any) -> str:
     """The built-in algorithm that a mapping names; OTHER for code, mentions of objects, and objects themselves."""
-    name = named(value)["name"] if isinstance(value, Mapping) else OTHER
+    name = with_name(value)["name"] if isinstance(value, Mapping) else OTHER
     return name if isinstance(name, str) and name in ALGORITHMS else OTHER
 
 
@@ -122,7 +122,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 def dump(algorithm: Any) -> dict[str, Any]:
     """An algorithm as plain data, with its name."""
-    return {**recorded(algorithm), "name": name_of(algorithm)}
+    return {**recorded(algorithm), "name": config_name(algorithm)}
 
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
-from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, named
+from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, with_name
 from g2rpo.config.given import is_mention
 from g2rpo.config.schema import Config, Section
 from g2rpo.core import plugins
@@ -24,7 +24,7 @@ from g2rpo.core.errors import UserError, did_you_mean
 from g2rpo.core.plain import DEPTH, parse_yaml, read_text
 from g2rpo.core.types import Algorithm
 
-LARGEST = 2**18
+LARGEST_YAML = 2**18
 """Largest YAML file in bytes, 50 times the longest recipe."""
 
 CODE_KEYS = ("name", "kind", "target", "detector", "trackers")
@@ -110,7 +110,7 @@ def _with_other_algorithm(
     """`data` without its hyper-parameters, if an override names another algorithm."""
     given = data.get("algorithm")
     asked = [override.partition("=")[2].strip() for override in overrides if override.startswith("algorithm.name=")]
-    if not asked or not isinstance(given, Mapping) or asked[-1] == named(given)["name"]:
+    if not asked or not isinstance(given, Mapping) or asked[-1] == with_name(given)["name"]:
         return data
     defaults = _class_in({"name": asked[-1]}, source, mention=False)
     left = ", ".join(
@@ -134,7 +134,7 @@ def parse_options(assignments: Sequence[str]) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; only plain data, no tags that construct objects."""
     try:
-        data = parse_yaml(read_text(path, LARGEST))
+        data = parse_yaml(read_text(path, LARGEST_YAML))
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     if not isinstance(data, dict):
@@ -257,7 +257,7 @@ def key_of(word: str, fields: Mapping[str, Any] | None = None) -> str | None:
 def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
     """The class of an algorithm's mapping; None for an object, or for code that may not be imported if `mention` allows
     that."""
-    name = str(named(data)["name"])
+    name = str(with_name(data)["name"])
     if is_mention(name):
         return None
     try:
@@ -331,7 +331,7 @@ def _near(kind: Any, data: Mapping[str, Any], key: str) -> str:
     for part in group.split(".") if group else ():
         kind = get_args(kind)[-1] if get_origin(kind) in (dict, list) else (_fields(kind) or {})[part]
     if kind is Algorithm:
-        kind = algorithm_class(str(named(_at(data, "algorithm"))["name"]))
+        kind = algorithm_class(str(with_name(_at(data, "algorithm"))["name"]))
     fields = _fields(kind) or {}
     elsewhere = key_of(name, None if group else fields)
     if elsewhere and (not group or (elsewhere.endswith(f".{name}") and not elsewhere.startswith(f"{group}."))):

@@ -31,17 +31,17 @@ def images_of(prompt: str) -> tuple[str, ...]:
 
 def read_inputs(prompt: str) -> list[Image.Image]:
     """The prompt's input pictures as `as_rgb`; UserError names the prompt and the file."""
-    return [read_file(path, _place(prompt)) for path in images_of(prompt)]
+    return [open_picture(path, _place(prompt)) for path in images_of(prompt)]
 
 
-def read_file(path: str, place: str) -> Image.Image:
+def open_picture(path: str, place: str) -> Image.Image:
     """A picture as `as_rgb`; UserError begins with `place`."""
     return _opened(path, place, as_rgb)
 
 
 def check_inputs(prompts: Iterable[str]) -> None:
     """Refuses prompts whose pictures are absent, damaged or too large; UserError names both."""
-    check_files((path, _place(prompt)) for prompt in prompts for path in images_of(prompt))
+    check_pictures((path, _place(prompt)) for prompt in prompts for path in images_of(prompt))
 
 
 def check_counts(prompts: Iterable[str], takes: tuple[int, int]) -> None:
@@ -53,7 +53,7 @@ def check_counts(prompts: Iterable[str], takes: tuple[int, int]) -> None:
             raise UserError(f"{_place(prompt)}: has {count} input pictures, but this model takes {wanted}")
 
 
-def check_files(named: Iterable[tuple[str, str]]) -> None:
+def check_pictures(named: Iterable[tuple[str, str]]) -> None:
     """Refuses pictures, given as path and place, that are absent, damaged or too large; UserError begins with the place.
 
     All are decoded, a few at a time: a header does not tell whether a picture is whole.

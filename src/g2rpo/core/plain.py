@@ -37,7 +37,7 @@ class Mine(PolicyGradient):
 GroupSize = Annotated[int, Field(ge=2, le=10_000)]
 """A group of one has no advantage; more than these is a typing error, and would exhaust memory before any message."""
 
-UpdateEvery = Literal["rollout", "branch"] | Count
+UpdateEverySetting = Literal["rollout", "branch"] | Count
 """`types.UpdateEvery` with its limit."""
 
 
@@ -53,7 +53,7 @@ Distinct = AfterValidator(distinct)
 POINTER = b"version https://git-lfs.github.com/spec/"
 """The beginning of a file in whose place git has left a pointer."""
 
-LARGEST = 2**28
+LARGEST_FILE = 2**28
 """Bytes of the largest file that is read; logs, which grow, may be four times as large."""
 
 DEPTH = 32
@@ -165,7 +165,7 @@ def read_lines_as(kind: type[T], path: Path, hint: str = "") -> list[T]:
     """As `read_as`, of a log with a JSON value on each line; an incomplete last line is left out."""
     values, place, adapter = [], str(path), TypeAdapter(kind)
     try:
-        *lines, _ = _read(path, 4 * LARGEST).split(b"\n")
+        *lines, _ = _read(path, 4 * LARGEST_FILE).split(b"\n")
         for number, line in enumerate(lines, 1):
             place = f"{path}, line {number}"
             values.append(_parsed(adapter, _decoded(line)))
@@ -233,7 +233,7 @@ def refuse_hub_kernels(config: Any, place: str) -> None:
             raise ValueError(f"{place} has {key}={value!r:.80}, which could be code from the hub; take it out of the file")
 
 
-def read_text(path: Path, largest: int = LARGEST) -> str:
+def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Raises ValueError (not OSError) if it cannot be read."""
     return _decoded(_read(path, largest))
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 Z = 1.96
 """Standard errors to either side of a 95 % interval of a normal distribution."""
-FEWEST = 8
+FEWEST_VALUES = 8
 """The fewest values for which a mean has an interval."""
 
 
 def half_width(error: float, count: int, level: float = 0.95) -> float:
-    """Half of the t interval of a mean of `count` values with this standard error; NaN for fewer than `FEWEST`."""
-    return float(stdtrit(count - 1, (1 + level) / 2)) * error if count >= FEWEST else float("nan")
+    """Half of the t interval of a mean of `count` values with this standard error; NaN for fewer than `FEWEST_VALUES`."""
+    return float(stdtrit(count - 1, (1 + level) / 2)) * error if count >= FEWEST_VALUES else float("nan")
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,10 @@ class Comparison:
 
     @property
     def chance_of_fall(self) -> float:
-        """The p-value of a fall: Student's t, one-sided, paired; 1 for fewer than `FEWEST` values, of which no interval is
-        given either. If all differences are equal, the t-test is undefined; a fall then has the sign test's 2^-N."""
-        if self.count < FEWEST:
+        """The p-value of a fall: Student's t, one-sided, paired; 1 for fewer than `FEWEST_VALUES` values, of which no
+        interval is given either. If all differences are equal, the t-test is undefined; a fall then has the sign test's
+        2^-N."""
+        if self.count < FEWEST_VALUES:
             return 1.0
         if self.error == 0:
             return 0.5**self.count if self.change < 0 else 1.0

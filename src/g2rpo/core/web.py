@@ -26,7 +26,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def bounded(protocol: Any, known: Callable[[Any], bool], most: int, *, headers_s: float | None = None) -> Any:
+def bounded_connections(protocol: Any, known: Callable[[Any], bool], most: int, *, headers_s: float | None = None) -> Any:
     """uvicorn's connection class with at most `most` open connections for which `known(connection)` is not true (after the
     first request has begun). One more closes the one that has sent nothing for the longest time, so idle connections block no
     others. `strangers` lists them.

@@ -14,14 +14,14 @@ from torch import Tensor
 from g2rpo.config.schema import Section, Steps
 from g2rpo.core.flow import flow_sde, ode_step, sde_kernel
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.statistics import FEWEST
+from g2rpo.core.statistics import FEWEST_VALUES
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import Guidance
 from g2rpo.rollout.tails import Tails
 
 NOISES = (0.0, 0.3, 0.5, 0.7)
 """Scales of the initial noise."""
-STEPS = (2, 5)
+STEP_MULTIPLES = (2, 5)
 """Multiples of the number of steps."""
 GUIDANCE = (0.5, 1.5, 2.0, 3.0)
 """Multiples of the guidance scale of a model that is sampled with one."""
@@ -109,7 +109,7 @@ class Control(Section):
         return x
 
 
-PLAIN = Control()
+NO_CONTROL = Control()
 TUNED = Control(noise=0.5)
 """The control of the tuned model."""
 
@@ -120,7 +120,11 @@ def default_controls(num_steps: int, guidance: float | None, by_hand: bool) -> l
     early = max(1, round(EARLY * num_steps))
     return [
         *(Control(noise=scale) for scale in NOISES),
-        *(Control(steps=steps) for steps in sorted({min(times * num_steps, 250) for times in STEPS}) if steps > num_steps),
+        *(
+            Control(steps=steps)
+            for steps in sorted({min(times * num_steps, 250) for times in STEP_MULTIPLES})
+            if steps > num_steps
+        ),
         *(Control(guidance=times * guidance) for times in GUIDANCE if guidance),
         *([Control(cfg=CFG, guided_steps=early), Control(cfg=CFG)] if by_hand else []),
         *([Control(guidance=2 * guidance, guided_steps=early)] if guidance and not by_hand else []),
@@ -129,7 +133,7 @@ def default_controls(num_steps: int, guidance: float | None, by_hand: bool) -> l
     ]
 
 
-PROMPTS, SHARE = 32, 0.2
+CONTROL_PROMPTS, CONTROL_SHARE = 32, 0.2
 """The most held-out prompts of a run's controls, and the largest share of the run's network evaluations for them."""
 SPREAD_PROMPTS, SPREAD_NOISES, SPREAD_RIGHT, SPREAD_SHARE = 8, 4, 2, 0.1
 """Held-out prompts and initial noises of each for the spread within a prompt; the fewest prompts for that of right pictures;
@@ -149,8 +153,8 @@ def evaluations_of(controls: Sequence[Control], num_steps: int) -> int:
 
 def prompts_within(asked: bool | Literal["auto"], heldout: int, cost: int, evaluations: float) -> int:
     """The number of held-out prompts on which a run samples controls, at `cost` network evaluations a prompt; 0: none."""
-    most = min(PROMPTS, heldout)
+    most = min(CONTROL_PROMPTS, heldout)
     if asked == "auto":
-        most = min(most, int(SHARE * evaluations / cost))
-        return most if most >= FEWEST else 0
+        most = min(most, int(CONTROL_SHARE * evaluations / cost))
+        return most if most >= FEWEST_VALUES else 0
     return most if asked else 0

@@ -108,7 +108,7 @@ def load_evaluation(path: Path, prompts: Sequence[str]) -> Evaluation:
     return Evaluation(tuple(prompts), stored["images"], scores, stored.get("right"))
 
 
-def compare(base: Evaluation, tuned: Evaluation) -> dict[str, Comparison]:
+def compare_evaluations(base: Evaluation, tuned: Evaluation) -> dict[str, Comparison]:
     """Base against tuned by reward; only prompts that both have a score for count."""
     return {name: paired(before, tuned.scores[name]) for name, before in base.scores.items()}
 

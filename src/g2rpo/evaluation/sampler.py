@@ -17,7 +17,7 @@ from g2rpo.core.finite import finite_rows, not_finite, real_tensors
 from g2rpo.core.flow import ode_step
 from g2rpo.core.seeding import generator_for, seed_for
 from g2rpo.core.types import Policy, Scorer, as_rewards
-from g2rpo.evaluation.controls import PLAIN, Control
+from g2rpo.evaluation.controls import NO_CONTROL, Control
 from g2rpo.evaluation.heldout import Evaluation, verdicts
 from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
@@ -67,7 +67,7 @@ class Sampler:
         rewards: Mapping[str, Scorer],
         *,
         first: int = 0,
-        control: Control = PLAIN,
+        control: Control = NO_CONTROL,
         kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
         """Samples and scores `prompts`, under a `control` with its steps; rewards that compare get each picture beside the
@@ -93,7 +93,7 @@ class Sampler:
                 scores.setdefault(name, []).append(values[name])
             finite |= bool(finite_rows(images, latents).any())
             pictures.append(kept(images))
-        if control == PLAIN and not finite and (len(prompts) > 1 or not first):  # of a longer list, a single one may fail
+        if control == NO_CONTROL and not finite and (len(prompts) > 1 or not first):  # of a longer list, a single one may fail
             raise self._stopped(prompts[0], first)
         by_reward = {name: torch.cat(values) for name, values in scores.items()}
         return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(scored, by_reward))
@@ -102,11 +102,11 @@ class Sampler:
         """The error about the picture `index`, which is not finite."""
         with sized(self.policy, self.size):
             noise = self.policy.noise([generator_for(self.seed, "picture", index)])
-            fault = fault_of(self.policy, prompt, noise, self.sigmas)
+            fault = first_not_finite(self.policy, prompt, noise, self.sigmas)
         return Stopped(fault or f"the picture of {prompt!r:.80} has NaN or infinity, though it had none when drawn again")
 
     @torch.no_grad()
-    def _latents(self, prompts: Sequence[str], first: int, control: Control = PLAIN) -> Tensor:
+    def _latents(self, prompts: Sequence[str], first: int, control: Control = NO_CONTROL) -> Tensor:
         """Final latents of one batch of prompts, the first of which has the index `first`."""
         policy, count, guidance = self.policy, len(prompts), control.guiding
         seed = seed_for(self.seed, "draw", control.draw) if control.draw else self.seed
@@ -148,7 +148,7 @@ class Drawing(Section):
 
 
 @torch.no_grad()
-def fault_of(policy: Policy, prompt: str, noise: Tensor, sigmas: Tensor) -> str | None:
+def first_not_finite(policy: Policy, prompt: str, noise: Tensor, sigmas: Tensor) -> str | None:
     """A message about the first part that is not finite when `prompt` is drawn by Euler's ODE from `noise` [1, ...]; None if
     the picture is finite. All steps are always walked, so that the ranks of a sharded model make equally many calls."""
     found = [name for name, values in _walk(policy, prompt, noise, sigmas) if not values.isfinite().all()]

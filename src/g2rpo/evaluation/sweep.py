@@ -25,7 +25,7 @@ from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import interval
 from g2rpo.core.types import Policy, Reward
-from g2rpo.evaluation.controls import PLAIN, TUNED, Control
+from g2rpo.evaluation.controls import NO_CONTROL, TUNED, Control
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import Drawing
 from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls
@@ -57,7 +57,7 @@ class JudgingConfig(Drawing):
     """Digests of the prompts, weights and model named above."""
 
 
-class Judged(Scored):
+class JudgedSteps(Scored):
     """A row of an evaluation: a picture's file, and how it was made."""
 
     picture: str
@@ -68,7 +68,7 @@ class Judged(Scored):
     control: str | None = None
 
 
-MAY_CHANGE = ("policy.device", "cache")
+SWEEP_MAY_CHANGE = ("policy.device", "cache")
 """Settings that a resumed evaluation may change."""
 
 
@@ -80,7 +80,7 @@ class Chunk:
     steps: int
     start: int
     stop: int
-    control: Control = PLAIN
+    control: Control = NO_CONTROL
 
     @property
     def _whose(self) -> str:
@@ -143,7 +143,7 @@ class Judging:
         """All chunks, the base's first, because loading tuned weights may replace the base's."""
         c, count = self.config, len(self.prompts)
         plain: dict[Side, list[tuple[int, Control]]] = {
-            side: [(steps, PLAIN) for steps in sorted(set(c.steps))] for side in self.sides
+            side: [(steps, NO_CONTROL) for steps in sorted(set(c.steps))] for side in self.sides
         }
         turned = [(control.steps or min(c.steps), control) for control in c.controls]
         both: dict[Side, list[tuple[int, Control]]] = {"base": [], "control": turned, **plain}
@@ -244,7 +244,7 @@ class Judging:
         if not path.is_file():
             return None
         try:
-            rows = read_as(list[Judged], path)
+            rows = read_as(list[JudgedSteps], path)
         except UserError:  # damaged: the chunk is repeated
             return None
         pictures = [chunk.picture(index) for index in range(chunk.start, chunk.stop)]
@@ -263,7 +263,7 @@ class Judging:
                 "seed": self.config.seed,
                 "side": chunk.side,
                 "steps": chunk.steps,
-                **({"control": str(chunk.control)} if chunk.control != PLAIN else {}),
+                **({"control": str(chunk.control)} if chunk.control != NO_CONTROL else {}),
             }
             for row in score_rows(evaluation.prompts, evaluation.scores, evaluation.right, chunk.start)
         ]

@@ -60,7 +60,7 @@ def _work(config: Config, plans: Sequence[Plan], evaluations: int | None = None)
     return evaluations + prompts * (TRAINED_LATENT * trained + base)
 
 
-MOST = 1_000_000
+MOST_ITERATIONS = 1_000_000
 """The most iterations of a budget."""
 
 
@@ -79,7 +79,7 @@ def iterations_within(config: Config, evaluations: float) -> int:
         raise UserError(f"a budget of {evaluations:,.0f} evaluations is below one iteration, which takes {spent:,}")
     while spent <= evaluations:
         iterations += 1
-        if iterations > MOST:
-            raise UserError(f"a budget of {evaluations:,.0f} evaluations is more than {MOST:,} iterations")
+        if iterations > MOST_ITERATIONS:
+            raise UserError(f"a budget of {evaluations:,.0f} evaluations is more than {MOST_ITERATIONS:,} iterations")
         spent += cost(iterations)
     return iterations

@@ -12,7 +12,7 @@ from torch import Tensor
 from g2rpo.core.errors import UserError
 from g2rpo.policies import catalogue
 from g2rpo.policies.adapters import Adapter
-from g2rpo.policies.comfyui import FLUX, ComfyUI, named
+from g2rpo.policies.comfyui import FLUX, ComfyUI, replaced_name
 
 
 def names_for(transformer: str, kind: str | None = None, format: str = "comfyui") -> ComfyUI:
@@ -51,7 +51,7 @@ def tensors_for(adapter: Adapter, names: ComfyUI, format: str) -> dict[str, Tens
     if format != "comfyui":
         if (original := names.original) is None or (format == "ai-toolkit" and original is FLUX.original):
             raise UserError(f"--format {format}: no names of a {names.transformer} are known but those of --format diffusers")
-        key_of = partial(named, original)
+        key_of = partial(replaced_name, original)
     renamed = Adapter(_renamed(adapter, format, names.transformer, key_of))
     if format != "kohya":
         return renamed.tensors("diffusion_model." if format == "ai-toolkit" else "")

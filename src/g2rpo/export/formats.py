@@ -19,9 +19,9 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, did_you_mean, loading
 from g2rpo.core.files import add_metadata, is_empty, whole, whole_file, writing
 from g2rpo.export.comfyui import names_for, tensors_for, whole_names
-from g2rpo.export.weights import Tuned, final, from_checkpoint, transformer_folder
+from g2rpo.export.weights import TunedWeights, final, from_checkpoint, transformer_folder
 from g2rpo.policies.adapters import CONFIG, PREFIX, write_tensors
-from g2rpo.policies.tuning import ADAPTER
+from g2rpo.policies.tuning import ADAPTER_FILE
 from g2rpo.run.run import Run
 from g2rpo.training.model_card import copy_card
 
@@ -92,7 +92,7 @@ def export(
     return out, rounding
 
 
-def _asked(tuned: Tuned, config: Config, learnt: bool, assistant: bool) -> Tuned:
+def _asked(tuned: TunedWeights, config: Config, learnt: bool, assistant: bool) -> TunedWeights:
     """The adapter without the one that it continues, or with the assistant."""
     if not (learnt or assistant):
         return tuned
@@ -125,7 +125,7 @@ def _check_new(out: Path, format: str) -> None:
 
 
 def _write(
-    format: str, tuned: Tuned, base: Callable[[], Path], out: Path, finished: Path | None, kind: str | None
+    format: str, tuned: TunedWeights, base: Callable[[], Path], out: Path, finished: Path | None, kind: str | None
 ) -> Rounding | None:
     """Writes a format; `finished` are the final weights of a run, where they are what is exported."""
     if format == "merged":
@@ -140,7 +140,7 @@ def _write(
             raise UserError(f"--format {format}: is for adapters; this run trained all weights")
         return merge(tuned, base(), out, rename=whole_names(names))
     if tuned.adapter is not None:
-        tuned.adapter.write(out / ADAPTER, PREFIX)
+        tuned.adapter.write(out / ADAPTER_FILE, PREFIX)
     elif finished is None:
         merge(tuned, base(), out, rounded=False)
     else:
@@ -150,7 +150,9 @@ def _write(
     return None
 
 
-def merge(tuned: Tuned, base: Path, out: Path, *, rounded: bool = True, rename: Callable[[str], str] | None = None) -> Rounding:
+def merge(
+    tuned: TunedWeights, base: Path, out: Path, *, rounded: bool = True, rename: Callable[[str], str] | None = None
+) -> Rounding:
     """Writes the folder of a transformer, file by file as in `base`, with the trained weights in the dtypes that are there, or
     in the one that they were trained in if not `rounded`; or, with `rename`, one file of all tensors under other names."""
     rounding, missing, renamed = Rounding(), set(tuned.names), dict[str, Tensor]()
@@ -171,7 +173,7 @@ def merge(tuned: Tuned, base: Path, out: Path, *, rounded: bool = True, rename: 
     return rounding
 
 
-def _merged(tuned: Tuned, path: Path, rounding: Rounding, rounded: bool) -> Iterator[tuple[str, Tensor]]:
+def _merged(tuned: TunedWeights, path: Path, rounding: Rounding, rounded: bool) -> Iterator[tuple[str, Tensor]]:
     with loading(f"{path}: cannot be read"), safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118
             before = file.get_tensor(name)

@@ -17,7 +17,7 @@ from g2rpo.assembly.pipeline_files import read_file, weight_files
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, loading
 from g2rpo.policies.adapters import DOWN, UP, Adapter, read_adapter
-from g2rpo.policies.tuning import ADAPTER, Tuning
+from g2rpo.policies.tuning import ADAPTER_FILE, Tuning
 from g2rpo.run.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
 from g2rpo.run.run import Run
 from g2rpo.runtime.sharding import Pieces
@@ -28,7 +28,7 @@ CLASS = "g2rpo.transformer"
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedWeights:
     """An `adapter`, or the trained tensors of a transformer, `whole`, by name; of a transformer of the class `kind`."""
 
     kind: str
@@ -48,7 +48,7 @@ class Tuned:
         return list(self.whole) if self.adapter is None else [f"{module}.weight" for module in self.adapter.layers]
 
 
-def final(run: Path, config: Config) -> Tuned:
+def final(run: Path, config: Config) -> TunedWeights:
     """The weights that a finished run has written."""
     try:
         folder = Run(run).weights
@@ -59,17 +59,17 @@ def final(run: Path, config: Config) -> Tuned:
                 f"{run} has not finished; `g2rpo resume {run}` goes on, --checkpoint last exports what it has (kept: {kept})"
             ) from None
         raise
-    if (folder / ADAPTER).is_file():
-        adapter = read_adapter(folder / ADAPTER)
-        return Tuned(adapter.metadata.get(CLASS) or class_of(transformer_folder(config.policy)), adapter)
+    if (folder / ADAPTER_FILE).is_file():
+        adapter = read_adapter(folder / ADAPTER_FILE)
+        return TunedWeights(adapter.metadata.get(CLASS) or class_of(transformer_folder(config.policy)), adapter)
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{folder}: holds neither {ADAPTER} nor a transformer's config.json; its policy has a format of its own"
+            f"{folder}: holds neither {ADAPTER_FILE} nor a transformer's config.json; its policy has a format of its own"
         )
-    return Tuned(class_of(folder), whole=_tensors(folder))
+    return TunedWeights(class_of(folder), whole=_tensors(folder))
 
 
-def from_checkpoint(run: Path, config: Config, which: str) -> Tuned:
+def from_checkpoint(run: Path, config: Config, which: str) -> TunedWeights:
     """The weights, or their average where the run keeps one, of the checkpoint "last", "best" or of an iteration."""
     iteration, tensors = _checkpoint(run, which)
     transformer, trained = _trained(config.policy)
@@ -79,7 +79,7 @@ def from_checkpoint(run: Path, config: Config, which: str) -> Tuned:
     named = dict(zip(trained, values, strict=True))
     kind = type(transformer).__name__
     if config.policy.tuning == "full":
-        return Tuned(kind, whole=named)
+        return TunedWeights(kind, whole=named)
     c = config.policy
     modules = [name.removesuffix(".lora_A.default.weight") for name in named if name.endswith(".lora_A.default.weight")]
     ends = [f".{end.split('.')[1]}.default.weight" for end in (DOWN, UP)]
@@ -87,7 +87,7 @@ def from_checkpoint(run: Path, config: Config, which: str) -> Tuned:
     size = {f"ss_network_{what}": str(c.lora_rank) for what in ("dim", "alpha")}
     own = {**size, CLASS: kind, "g2rpo.lora_alpha": f"{c.lora_alpha:g}"}
     with loading(f"{run}: the checkpoint of iteration {iteration}"):
-        return Tuned(kind, Adapter(pairs, {**own, **header_of(config, iteration)}))
+        return TunedWeights(kind, Adapter(pairs, {**own, **header_of(config, iteration)}))
 
 
 def _trained(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:

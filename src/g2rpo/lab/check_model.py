@@ -29,13 +29,13 @@ from g2rpo.policies.adapters import read_adapter
 from g2rpo.policies.anyflow import DiffusersPolicy, opaque
 from g2rpo.policies.replay import guiding
 from g2rpo.policies.spec import PipelineSpec
-from g2rpo.policies.tuning import ADAPTER, loader_of
+from g2rpo.policies.tuning import ADAPTER_FILE, loader_of
 
 TEXTS = ("a red circle", "two blue squares left of a circle")
 """Of different lengths, so that padding and masks matter."""
 SIZE = {"height": 128, "width": 192}
 """Not square, and in whole tokens of every known model."""
-STEPS, SEED = 4, 5
+CHECKED_STEPS, CHECK_SEED = 4, 5
 SLOPE = 0.02
 """The largest relative error of a slope; differences of float32 leave about three digits."""
 LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
@@ -60,7 +60,7 @@ REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Check:
+class ModelCheck:
     """One thing that was checked: what was found, in words, and for measured differences the `error` and its `limit`."""
 
     name: str
@@ -92,7 +92,7 @@ class _Settings(Section):
     policy: PolicyConfig
 
 
-def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterator[Check]:
+def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterator[ModelCheck]:
     """Checks a pipeline, in a folder or of a hub id, as the policy `kind` (None: the catalogue's), with `policy.` overrides."""
     if kind is not None and plugins.is_code(kind):
         plugins.allow(kind)
@@ -127,14 +127,16 @@ def prompts_for(spec: PipelineSpec, folder: Path) -> list[Prompt]:
     return [Prompt(text, [str(path)] if spec.pictured else []) for text in TEXTS]
 
 
-def draw(pipeline: Any, spec: PipelineSpec, options: PolicyConfig, prompts: Sequence[Prompt], steps: int = STEPS) -> Drawn:
+def drawn_by(
+    pipeline: Any, spec: PipelineSpec, options: PolicyConfig, prompts: Sequence[Prompt], steps: int = CHECKED_STEPS
+) -> Drawn:
     """Pictures by the pipeline's own call. Prompts go one by one where there are input pictures, or where prompts that are
     encoded together change each other (CogView4 pads them without a mask)."""
     pipeline.set_progress_bar_config(disable=True)
     guided, scheduler = spec.is_guided(pipeline, options.guidance_scale), pipeline.scheduler
     euler = type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
     alone = bool(spec.ragged or spec.pictured or spec.one_row)
-    generators = [generator_for(SEED, "picture", i) for i in range(len(prompts))]
+    generators = [generator_for(CHECK_SEED, "picture", i) for i in range(len(prompts))]
     if spec.guider:
         pipeline.guider = guiding(
             pipeline.guider, spec.guidance if options.guidance_scale is None else options.guidance_scale, guided
@@ -168,7 +170,7 @@ def draw(pipeline: Any, spec: PipelineSpec, options: PolicyConfig, prompts: Sequ
     return Drawn(torch.cat(pictures), noise, velocity, scheduler.sigmas.float().cpu(), euler)
 
 
-def reported(found: Iterator[Check]) -> Iterator[Check]:
+def reported(found: Iterator[ModelCheck]) -> Iterator[ModelCheck]:
     """The results of `checks`; what raises an error is a check that failed, and ends them."""
     for name in REMEDIES:
         try:
@@ -180,7 +182,7 @@ def reported(found: Iterator[Check]) -> Iterator[Check]:
         except Exception as error:  # the pipeline's code, or a wrong description of it
             if out_of_memory(error):
                 raise
-            yield Check(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", float("nan"))
+            yield ModelCheck(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", float("nan"))
             return
 
 
@@ -190,31 +192,35 @@ def checks(
     options: Mapping[str, Any],
     prompts: Sequence[Prompt],
     folder: Path,
-) -> Iterator[Check]:
+) -> Iterator[ModelCheck]:
     """Checks a policy class with `options`, on two pipelines from `load`, of which one is in memory at a time."""
     names = PolicyConfig.model_fields
     config = PolicyConfig(
         **{"path": "", **{name: value for name, value in options.items() if name in names and name != "path"}}
     )
     device = torch.device(options.get("device", "cpu"))
-    own = draw(load().to(device), kind.spec, config, prompts)
+    own = drawn_by(load().to(device), kind.spec, config, prompts)
     limit = max(LIMITS[config.dtype], 0.0 if own.euler else OTHER_SOLVER)
     policy = kind(load(), **{**options, "tuning": config.tuning})
     cond = policy.encode(prompts)
-    yield Check("policy", f"{kind.spec.pipeline_class} is run as a policy, with {policy.shapes(77).rows} rows an evaluation")
+    yield ModelCheck(
+        "policy", f"{kind.spec.pipeline_class} is run as a policy, with {policy.shapes(77).rows} rows an evaluation"
+    )
 
-    noise = policy.noise([generator_for(SEED, "picture", i) for i in range(len(prompts))])
+    noise = policy.noise([generator_for(CHECK_SEED, "picture", i) for i in range(len(prompts))])
     yield _equal("noise", noise, own.noise.cpu(), limit, "as the pipeline's own")
     with torch.no_grad():
-        velocity = policy.velocity(noise.to(device), policy.grid(STEPS)[:1].expand(len(prompts)).to(device), cond)
+        velocity = policy.velocity(noise.to(device), policy.grid(CHECKED_STEPS)[:1].expand(len(prompts)).to(device), cond)
     yield _equal("velocity", velocity, own.velocity, limit, "of the first step as its own")
 
-    grids = {shift: Sampler(policy=policy, shift=shift, num_steps=STEPS, seed=SEED) for shift in ("model", "scheduler")}
+    grids = {
+        shift: Sampler(policy=policy, shift=shift, num_steps=CHECKED_STEPS, seed=CHECK_SEED) for shift in ("model", "scheduler")
+    }
     apart = {shift: _apart(each.sigmas, own.sigmas) for shift, each in grids.items()}
     shift = min(apart, key=lambda each: apart[each])
-    yield Check(
+    yield ModelCheck(
         "grid",
-        f"{STEPS} steps of sampling.shift={shift} differ by {apart[shift]:.0e}",
+        f"{CHECKED_STEPS} steps of sampling.shift={shift} differ by {apart[shift]:.0e}",
         apart[shift],
         1e-6 if own.euler else 1e-3,
     )
@@ -235,7 +241,7 @@ def checks(
     error = abs(along / expected - 1) if expected else float("inf")
     trained = policy.trainable_parameters()
     text = f"reaches {reached} of {len(trained)} trained tensors; relative error of a slope {error:.0e}"
-    yield Check("gradient", text, error, SLOPE if config.dtype == "float32" else 10 * SLOPE)
+    yield ModelCheck("gradient", text, error, SLOPE if config.dtype == "float32" else 10 * SLOPE)
 
     tuned = grids[shift].pictures(prompts)
     changed = _apart(tuned, base)
@@ -244,11 +250,13 @@ def checks(
     del policy, grids, trained
     pipeline = load()
     load_saved(pipeline, folder, config.tuning, low=config.expert == "low")
-    again = draw(pipeline.to(device), kind.spec, config, prompts)
+    again = drawn_by(pipeline.to(device), kind.spec, config, prompts)
     said = f"saved, and loaded by {loader}, draw as the tuned policy (the base: {changed:.0e} apart)"
     checked = _equal("weights", tuned, again.pictures, limit, said)
     if not changed > 2 * checked.error:
-        checked = Check("weights", f"perturbed weights change pictures by {changed:.0e} only: {checked.found}", float("nan"))
+        checked = ModelCheck(
+            "weights", f"perturbed weights change pictures by {changed:.0e} only: {checked.found}", float("nan")
+        )
     yield checked
 
 
@@ -267,9 +275,9 @@ def load_saved(pipeline: Any, folder: Path, tuning: str, low: bool = False) -> N
         pipeline.transformer = type(pipeline.transformer).from_pretrained(folder).to(pipeline.transformer.dtype)
         return
     if (loader := loader_of(pipeline)) is not None:
-        attrgetter(loader)(pipeline)(folder, weight_name=ADAPTER, **({"load_into_transformer_2": True} if low else {}))
+        attrgetter(loader)(pipeline)(folder, weight_name=ADAPTER_FILE, **({"load_into_transformer_2": True} if low else {}))
         return
-    adapter = read_adapter(folder / ADAPTER)
+    adapter = read_adapter(folder / ADAPTER_FILE)
     for module in adapter.layers:  # as `g2rpo export --format merged`
         weight = pipeline.transformer.get_submodule(module).weight
         weight.data += adapter.delta(module).view_as(weight).to(weight)
@@ -309,14 +317,14 @@ def _apart(a: Tensor, b: Tensor) -> float:
     return float((a.cpu() - b.cpu()).abs().max()) if a.shape == b.shape else float("nan")
 
 
-def _equal(name: str, ours: Tensor, own: Tensor, limit: float, said: str) -> Check:
+def _equal(name: str, ours: Tensor, own: Tensor, limit: float, said: str) -> ModelCheck:
     """Whether two tensors differ by at most `limit`, relative to the largest value where that is above 1."""
     error = _apart(ours, own)
     shapes = "" if ours.shape == own.shape else f"; {tuple(ours.shape)} and {tuple(own.shape)}"
-    return Check(name, f"{said}: largest difference {error:.0e}{shapes}", error, limit * max(1.0, float(own.abs().max())))
+    return ModelCheck(name, f"{said}: largest difference {error:.0e}{shapes}", error, limit * max(1.0, float(own.abs().max())))
 
 
-def _planned(config: PolicyConfig, frames: int | None) -> Check:
+def _planned(config: PolicyConfig, frames: int | None) -> ModelCheck:
     """The memory that a run would need, as `g2rpo plan scenes` counts it with this model."""
     values = {**config.model_dump(exclude_defaults=True), "pipeline": "", "num_frames": frames}
     given = [f"policy.{name}={'' if value is None else value}" for name, value in values.items() if value is not None]
@@ -327,7 +335,7 @@ def _planned(config: PolicyConfig, frames: int | None) -> Check:
             load_config("scenes", [*(f"policy.{each}" for each in NEUTRAL), *given]), cuda=cuda, heldout=1, distinct_prompts=1
         )
     except UserError as error:
-        return Check("plan", str(error), float("nan"))
+        return ModelCheck("plan", str(error), float("nan"))
     what = "all weights" if config.tuning == "full" else f"a LoRA of rank {config.lora_rank}"
     size = f"{config.height}x{config.width}, {config.dtype}"
-    return Check("plan", f"training {what} at {size} needs {in_bytes(plan.memory.needed)} (`g2rpo plan` counts a run)")
+    return ModelCheck("plan", f"training {what} at {size} needs {in_bytes(plan.memory.needed)} (`g2rpo plan` counts a run)")

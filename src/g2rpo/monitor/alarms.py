@@ -39,7 +39,7 @@ ALIKE = 0.5
 DIVERSITIES = {"right pictures": "diversity_right", "pictures": "diversity"}
 CROWD, CROWD_LEVEL = 0.25, 1e-4
 
-ADVICE = {
+ALARM_ADVICE = {
     "drift": "rollout and training disagree about the model: find what differs, or use float32 or a larger clip range",
     "silent": "zero-variance groups have no gradient: a finer reward, harder or easier prompts, more noise (eta)",
     "masked": "a reward gives no scores: look at its code, or at the log of its server",
@@ -201,7 +201,7 @@ def crowd(count: int) -> float:
 
 def alarms_of(config: Config, sigmas: Tensor, policy: Policy, rewards: Mapping[str, Reward]) -> Alarms:
     """The alarms of a run of `config`."""
-    algorithm, off = config.algorithm, frozenset(name for name in ADVICE if config.action_of(name) == "off")
+    algorithm, off = config.algorithm, frozenset(name for name in ALARM_ADVICE if config.action_of(name) == "off")
     plans = (
         plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
     )

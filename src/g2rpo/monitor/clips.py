@@ -14,7 +14,7 @@ from torch import Tensor
 from g2rpo.core.images import to_pil, to_tensor, to_uint8
 from g2rpo.core.types import Policy
 
-FRAMES, SIDE = 24, 256
+CLIP_FRAMES, CLIP_SIDE = 24, 256
 """The largest number of frames, and of pixels a side, of a reduced clip."""
 FPS = 16
 """Frames a second of clips whose policy has no `seconds`."""
@@ -24,8 +24,8 @@ def reduced(images: Tensor) -> Tensor:
     """Pictures [B, 3, H, W] in 8 bit; of clips [B, T, 3, H, W] evenly spaced frames, reduced, [B, t, 3, h, w]."""
     if images.ndim == 4:
         return to_uint8(images)
-    few = images[:, :: math.ceil(images.shape[1] / FRAMES)]
-    share = SIDE / max(few.shape[-2:])
+    few = images[:, :: math.ceil(images.shape[1] / CLIP_FRAMES)]
+    share = CLIP_SIDE / max(few.shape[-2:])
     if share < 1:
         size = [max(1, round(side * share)) for side in few.shape[-2:]]
         few = torch.nn.functional.interpolate(few.flatten(0, 1), size, mode="area").unflatten(0, few.shape[:2])
@@ -72,7 +72,7 @@ def read_webp(path: Path) -> tuple[list[Image.Image], list[int]]:
     return [frame for frame, _ in frames], [duration for _, duration in frames]
 
 
-def read_clip(path: Path, frames: int = FRAMES) -> tuple[Tensor, float]:
+def read_clip(path: Path, frames: int = CLIP_FRAMES) -> tuple[Tensor, float]:
     """So many frames [frames, 3, H, W], 8 bit, evenly spaced in time, of what `save_clip` wrote, and its seconds."""
     pictures, durations = read_webp(path)
     ends = torch.tensor(durations).cumsum(0)

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0067a8", "#c24e00", "#00805e", "#a8447f", "#8a6400", "#4c4f57")
+LINE_COLOURS = ("#0067a8", "#c24e00", "#00805e", "#a8447f", "#8a6400", "#4c4f57")
 MARKERS = ("o", "s", "^", "D", "X", "P")
 DASHES = ((), (3.5, 2), (1, 2), (4.5, 1.75, 1, 1.75), (6, 2), (2, 1.5))
 """Of line styles 0 to 5, which further ones repeat; dashes in line widths, as stroke, gap, ..."""
-PAPER, SOFT, GRID = "#ffffff", "#5d6069", "#ecece8"
+FIGURE_PAPER, FIGURE_SOFT, GRID = "#ffffff", "#5d6069", "#ecece8"
 ACROSS = 3  # panels beside each other, at most
-LEFT, RIGHT, BELOW, ABOVE, BESIDE, BETWEEN = 0.6, 0.12, 0.6, 0.3, 0.65, 0.75
+LEFT, RIGHT_INCHES, BELOW, ABOVE_INCHES, BESIDE, BETWEEN = 0.6, 0.12, 0.6, 0.3, 0.65, 0.75
 """Inches beside, below, above and between panels; matplotlib's own layouts draw everything twice."""
 KEY = "Points: held-out prompts. Band: 95 % interval of their change from the base. Faint: batches that were trained on."
 
@@ -52,8 +52,8 @@ class Line:
 
 def draw_line(axes: Axes, line: Line) -> None:
     """Draws the interval, the stroke and the markers of a line."""
-    style = line.style % len(COLOURS)
-    colour, y = COLOURS[style], np.array(line.y, dtype=float)
+    style = line.style % len(LINE_COLOURS)
+    colour, y = LINE_COLOURS[style], np.array(line.y, dtype=float)
     if line.ends:
         shade = 0.16 if line.look == "range" else 0.13
         low, high = zip(*line.ends, strict=True)
@@ -68,7 +68,7 @@ def draw_line(axes: Axes, line: Line) -> None:
         if DASHES[style]:
             stroke.set_dashes(DASHES[style])
     if alone or line.look in ("marked", "pale"):
-        face, edge, rim = (PAPER, colour, 1.5) if line.look == "pale" else (colour, PAPER, 1.0)
+        face, edge, rim = (FIGURE_PAPER, colour, 1.5) if line.look == "pale" else (colour, FIGURE_PAPER, 1.0)
         marks = axes.scatter(line.x, y, s=46, marker=MARKERS[style], c=face, edgecolors=edge, linewidths=rim, clip_on=False)
         marks.set(zorder=3, label=line.label if alone else "")
 
@@ -78,8 +78,8 @@ def plain_axes(axes: Axes) -> None:
     axes.set_frame_on(False)
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=GRID, linewidth=1, clip_on=False)
-    axes.tick_params(length=0, labelcolor=SOFT)
-    axes.xaxis.label.set_color(SOFT)
+    axes.tick_params(length=0, labelcolor=FIGURE_SOFT)
+    axes.xaxis.label.set_color(FIGURE_SOFT)
 
 
 def heldout_line(label: str, evaluations: Sequence[Row], reward: str, prompts: int, style: int = 0) -> Line:
@@ -113,14 +113,14 @@ def curves(rows: Sequence[Row], trained: Sequence[str], prompts: int) -> Figure:
     figure = Figure(figsize=(width, height))
     key = textwrap.wrap(KEY, round(18 * width))
     below = BELOW + 0.15 * len(key)
-    inside = width - LEFT - RIGHT, height - below - ABOVE
+    inside = width - LEFT - RIGHT_INCHES, height - below - ABOVE_INCHES
     grid = figure.add_gridspec(
         lines,
         columns,
         left=LEFT / width,
-        right=1 - RIGHT / width,
+        right=1 - RIGHT_INCHES / width,
         bottom=below / height,
-        top=1 - ABOVE / height,
+        top=1 - ABOVE_INCHES / height,
         wspace=_relative(BESIDE, columns, inside[0]),
         hspace=_relative(BETWEEN, lines, inside[1]),
     )
@@ -139,7 +139,7 @@ def curves(rows: Sequence[Row], trained: Sequence[str], prompts: int) -> Figure:
         axes.tick_params(labelsize=9)
         axes.locator_params("x", nbins=6, integer=True)
         axes.locator_params("y", nbins=6)
-    figure.text(0.5, 0.06 / height, "\n".join(key), fontsize=8, color=SOFT, ha="center")
+    figure.text(0.5, 0.06 / height, "\n".join(key), fontsize=8, color=FIGURE_SOFT, ha="center")
     return figure
 
 

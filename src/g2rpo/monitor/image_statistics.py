@@ -11,9 +11,9 @@ from g2rpo.core.data import Row
 
 TAIL = 0.05
 """The base's range of a statistic excludes this share of its pictures at either end."""
-SIDE = 32
+COMPARED_SIDE = 32
 """Pictures are reduced to at most this height and width before they are compared with each other."""
-MARGIN = 0.01
+OUTSIDE_MARGIN = 0.01
 """The margin of the range beyond which a picture counts as outside: two or three of 255 grey levels."""
 
 
@@ -63,7 +63,7 @@ def spread(images: Tensor, counted: Tensor | None = None) -> float:
     """How much pictures of one prompt differ, from pictures [P, J, 3, H, W], or clips [P, J, T, 3, H, W], 8 bit or in [0, 1]:
     the root mean square difference of pixels in [0, 1] of pictures reduced to at most 32 x 32 by averaging, mean
     over the pairs of a prompt's J pictures, mean over prompts; only of pictures in `counted` [P, J], NaN without a pair."""
-    side = min(SIDE, images.shape[-2]), min(SIDE, images.shape[-1])
+    side = min(COMPARED_SIDE, images.shape[-2]), min(COMPARED_SIDE, images.shape[-1])
     scale = 255.0 if images.dtype == torch.uint8 else 1.0
     small = torch.nn.functional.adaptive_avg_pool2d(images.cpu().double().flatten(0, -4) / scale, side)
     rows = small.reshape(*images.shape[:2], -1)
@@ -82,6 +82,6 @@ def statistics_row(base: dict[str, Tensor], own: dict[str, Tensor]) -> Row:
         low, high = (float(edge) for edge in torch.quantile(base[name], base[name].new_tensor([TAIL, 1 - TAIL])))
         row[f"image/{name}"] = float(values.mean())
         row |= {f"image/{name}/low": low, f"image/{name}/high": high}
-        row[f"image/{name}/below"] = float((values < low - MARGIN).double().mean())
-        row[f"image/{name}/above"] = float((values > high + MARGIN).double().mean())
+        row[f"image/{name}/below"] = float((values < low - OUTSIDE_MARGIN).double().mean())
+        row[f"image/{name}/above"] = float((values > high + OUTSIDE_MARGIN).double().mean())
     return row

@@ -15,14 +15,14 @@ from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.monitor.clips import clip_of, frames_of, stills, webp
 
-INK, SOFT, PAPER = (40, 40, 46), (93, 96, 105), (255, 255, 255)
-RIGHT, WRONG = (0, 97, 158), (182, 70, 0)
+TEXT_COLOUR, SOFT_COLOUR, PAGE_COLOUR = (40, 40, 46), (93, 96, 105), (255, 255, 255)
+RIGHT_COLOUR, WRONG_COLOUR = (0, 97, 158), (182, 70, 0)
 LINE = 15  # pixels from one line of text to the next
 HEAD = 46  # pixels above the first row, for the prompts
 CELL = 128  # pixels of a small picture in a grid; larger ones keep up to twice as many
 
 
-def to_pil(image: Tensor) -> Image.Image:
+def pil_of(image: Tensor) -> Image.Image:
     """A PIL picture of [3, H, W], 8 bit or in [0, 1]."""
     return frames_of(image[None])[0]
 
@@ -78,11 +78,11 @@ def _canvas(
     columns = [left + c * (width + gap) for c in range(len(prompts))]
     corners = [[(x, top + r * step) for x in columns] for r in range(len(rows))]
 
-    canvas = Image.new("RGB", (right, bottom + LINE * len(words)), PAPER)
+    canvas = Image.new("RGB", (right, bottom + LINE * len(words)), PAGE_COLOUR)
     draw = ImageDraw.Draw(canvas)
     draw.font = ImageFont.load_default(size=12)
     for prompt, x in zip(prompts, columns, strict=True):
-        draw.multiline_text((x, 3), _three_lines(prompt, width // 6), fill=INK, spacing=1)
+        draw.multiline_text((x, 3), _three_lines(prompt, width // 6), fill=TEXT_COLOUR, spacing=1)
     if any(inputs):
         _label(draw, "input", HEAD, height)
     for picture, x in zip(inputs, columns, strict=True):
@@ -94,7 +94,7 @@ def _canvas(
             canvas.paste(_small(stills(row.images)[index], (width, height)), (x, y))
             _draw_scores(draw, row, index, x, y + height + 1)
     for number, line in enumerate(words):
-        draw.text((8, bottom + LINE * number - 2), line, fill=INK)
+        draw.text((8, bottom + LINE * number - 2), line, fill=TEXT_COLOUR)
     return canvas, corners, (width, height)
 
 
@@ -106,7 +106,7 @@ def _three_lines(prompt: str, width: int) -> str:
 
 def _label(draw: ImageDraw.ImageDraw, label: str, top: int, height: int) -> None:
     """The label of a row of pictures, left of its middle."""
-    draw.text((8, top + height // 2 - 8), label, fill=INK)
+    draw.text((8, top + height // 2 - 8), label, fill=TEXT_COLOUR)
 
 
 def _draw_scores(draw: ImageDraw.ImageDraw, row: PictureRow, index: int, x: int, y: int) -> None:
@@ -114,16 +114,16 @@ def _draw_scores(draw: ImageDraw.ImageDraw, row: PictureRow, index: int, x: int,
     each."""
     if row.right is not None:
         if row.right[index].isnan():
-            draw.text((x, y), "no verdict", fill=SOFT)
+            draw.text((x, y), "no verdict", fill=SOFT_COLOUR)
         else:
-            colour, word = (RIGHT, "right") if row.right[index] else (WRONG, "wrong")
+            colour, word = (RIGHT_COLOUR, "right") if row.right[index] else (WRONG_COLOUR, "wrong")
             tick, cross = [((1, 7), (4, 10), (10, 3))], [((1, 3), (9, 11)), ((1, 11), (9, 3))]
             for stroke in tick if row.right[index] else cross:
                 draw.line([(x + across, y + down) for across, down in stroke], fill=colour, width=2)
             draw.text((x + 15, y), word, fill=colour)
         y += LINE
     for name, values in row.scores.items():
-        draw.text((x, y), f"{name} {figure(float(values[index]))}", fill=SOFT)
+        draw.text((x, y), f"{name} {figure(float(values[index]))}", fill=SOFT_COLOUR)
         y += LINE
 
 
@@ -134,7 +134,7 @@ def _cell(images: Tensor) -> tuple[int, int]:
 
 
 def _small(image: Tensor, size: tuple[int, int]) -> Image.Image:
-    return to_pil(image).resize(size, Image.Resampling.LANCZOS)
+    return pil_of(image).resize(size, Image.Resampling.LANCZOS)
 
 
 def beside(prompt: str, width: int, height: int) -> Image.Image | None:
@@ -143,7 +143,7 @@ def beside(prompt: str, width: int, height: int) -> Image.Image | None:
     if not pictures:
         return None
     fitted = [ImageOps.contain(picture, (width // len(pictures), height)) for picture in pictures]
-    row = Image.new("RGB", (sum(each.width for each in fitted), max(each.height for each in fitted)), PAPER)
+    row = Image.new("RGB", (sum(each.width for each in fitted), max(each.height for each in fitted)), PAGE_COLOUR)
     for number, each in enumerate(fitted):
         row.paste(each, (sum(before.width for before in fitted[:number]), 0))
     return row

@@ -18,10 +18,10 @@ from g2rpo.core.input_pictures import images_of
 from g2rpo.core.plain import as_json, read_lines_as
 from g2rpo.core.statistics import in_proportion
 from g2rpo.monitor.clips import clip_of, read_clip, reduced, save_clip, stills
-from g2rpo.monitor.pictures import beside, to_pil
+from g2rpo.monitor.pictures import beside, pil_of
 
-Row = dict[str, Any]
-AGAIN = "put the file back, or start again in another folder"
+ScoreRow = dict[str, Any]
+PUT_BACK = "put the file back, or start again in another folder"
 SHOWN = 8
 """Pictures that are kept of an evaluation, or shown of one that keeps all."""
 OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
@@ -49,7 +49,9 @@ class Member(Scored):
     how: str
 
 
-def score_rows(prompts: Sequence[str], scores: Mapping[str, Tensor], right: Tensor | None = None, first: int = 0) -> list[Row]:
+def score_rows(
+    prompts: Sequence[str], scores: Mapping[str, Tensor], right: Tensor | None = None, first: int = 0
+) -> list[ScoreRow]:
     """A row per prompt, the first of index `first`, of scores [N] by reward and verdicts [N]."""
     return [
         {
@@ -63,13 +65,13 @@ def score_rows(prompts: Sequence[str], scores: Mapping[str, Tensor], right: Tens
     ]
 
 
-def save_rows(path: Path, rows: Iterable[Row]) -> None:
+def save_rows(path: Path, rows: Iterable[ScoreRow]) -> None:
     """Writes a table, replacing an older one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(as_json(row) + "\n" for row in rows).encode())
 
 
-def read_rows(path: Path, kind: type[Scored] = Scored, again: str = AGAIN) -> list[Row]:
+def read_rows(path: Path, kind: type[Scored] = Scored, again: str = PUT_BACK) -> list[ScoreRow]:
     """A table whose rows are of this kind; UserError, which ends with `again`, if it is absent or damaged."""
     rows = read_lines_as(kind, path, again)
     if not rows:
@@ -86,18 +88,18 @@ def read_scores(path: Path, names: Collection[str], count: int | None = None) ->
     """The scores [N] of a table by reward; UserError also if it lacks those of `names`, or has not `count` rows."""
     rows = read_rows(path)
     if lacking := sorted(set(names) - rows[0]["scores"].keys()):
-        raise UserError(f"{path}: lacks scores of {', '.join(lacking)}; {AGAIN}")
+        raise UserError(f"{path}: lacks scores of {', '.join(lacking)}; {PUT_BACK}")
     if count is not None and len(rows) != count:
-        raise UserError(f"{path}: has {counted(len(rows), 'row')} for {counted(count, 'held-out prompt')}; {AGAIN}")
+        raise UserError(f"{path}: has {counted(len(rows), 'row')} for {counted(count, 'held-out prompt')}; {PUT_BACK}")
     return scores_of(rows)
 
 
-def scores_of(rows: Sequence[Row]) -> dict[str, Tensor]:
+def scores_of(rows: Sequence[ScoreRow]) -> dict[str, Tensor]:
     """Scores [N] by reward; NaN for none."""
     return {name: torch.tensor([_or_nan(row["scores"][name]) for row in rows]) for name in (rows[0]["scores"] if rows else ())}
 
 
-def right_of(rows: Sequence[Row]) -> Tensor | None:
+def right_of(rows: Sequence[ScoreRow]) -> Tensor | None:
     """Verdicts [N]: 1, 0, or NaN for none; None where no reward defines right pictures."""
     return torch.tensor([_or_nan(row["right"]) for row in rows]) if rows and "right" in rows[0] else None
 
@@ -108,7 +110,7 @@ def save_pictures(folder: Path, images: Tensor, indices: Iterable[int], seconds:
     for index, image, still in zip(indices, images, stills(images), strict=True):
         path = picture_of(folder, index)
         with whole_file(path) as unfinished:
-            to_pil(still).save(unfinished)
+            pil_of(still).save(unfinished)
         if images.ndim == 5:
             with whole_file(clip_of(path)) as unfinished:
                 save_clip(unfinished, image, seconds)

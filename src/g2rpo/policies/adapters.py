@@ -41,8 +41,8 @@ from g2rpo.policies.peft_config import PeftConfig
 PREFIX, DOWN, UP = "transformer.", ".lora_A.weight", ".lora_B.weight"
 CONFIG = "lora_adapter_metadata"
 """Where diffusers keeps peft's config, as JSON, in the header."""
-RANK, ALPHA, OWN_ALPHA = f"{PREFIX}r", f"{PREFIX}lora_alpha", "g2rpo.lora_alpha"
-ABOVE = "g2rpo.lora_above"
+RANK, ALPHA_KEY, OWN_ALPHA = f"{PREFIX}r", f"{PREFIX}lora_alpha", "g2rpo.lora_alpha"
+ABOVE_KEY = "g2rpo.lora_above"
 """Of an adapter that was trained to act at early steps alone, the sigma above which it acts (`policy.lora_above`)."""
 PEFT_CONFIG = "adapter_config.json"
 """What lies beside the files that peft writes."""
@@ -85,7 +85,7 @@ class Adapter:
     @property
     def above(self) -> float:
         """The sigma above which it acts; 0: everywhere."""
-        return float(self.metadata.get(ABOVE, 0))
+        return float(self.metadata.get(ABOVE_KEY, 0))
 
     def delta(self, module: str) -> Tensor:
         """What is added to a module's weight, as a matrix [out, in]."""
@@ -153,7 +153,7 @@ def read_adapter(path: Path, pipeline: Any = None, transformer: nn.Module | None
         scale = scales[pairs[0].down] if len(set(scales.values())) == 1 else 1.0
         folded = {key: value for key, value in metadata.items() if key != CONFIG}
         if RANK in header.config:
-            folded[CONFIG] = json.dumps({**header.config, ALPHA: header.config[RANK]}, indent=2, sort_keys=True)
+            folded[CONFIG] = json.dumps({**header.config, ALPHA_KEY: header.config[RANK]}, indent=2, sort_keys=True)
         return Adapter(_named(path, pairs, scaled, pipeline, transformer), folded, header.own_scale or scale)
 
 
@@ -165,7 +165,7 @@ class _Header(BaseModel):
     config: Annotated[Json[dict[str, Any]], Field(alias=CONFIG)] = {}
     own_alpha: Annotated[float | None, Field(alias=OWN_ALPHA, gt=0), BeforeValidator(float)] = None
     own_rank: Annotated[str, Field(alias="ss_network_dim")] = ""
-    above: Annotated[float, Field(alias=ABOVE, ge=0, lt=1), BeforeValidator(float)] = 0.0
+    above: Annotated[float, Field(alias=ABOVE_KEY, ge=0, lt=1), BeforeValidator(float)] = 0.0
 
     @property
     def own_scale(self) -> float | None:

@@ -27,15 +27,15 @@ from g2rpo.policies.pipelines import (
     boundary_of,
     choose_attention,
     deployed_shift,
-    load_pipeline,
     place,
+    read_pipeline,
 )
 from g2rpo.policies.quantized import quantize
 from g2rpo.policies.replay import (
     Caught,
-    Network,
     OneStep,
     Pictures,
+    ReplayedNetwork,
     Script,
     Unseen,
     UnseenProcessor,
@@ -44,7 +44,7 @@ from g2rpo.policies.replay import (
     replay,
     rows_alike,
 )
-from g2rpo.policies.spec import SIZES, PipelineSpec, has_shape_alone, parameters_of, sizes_in
+from g2rpo.policies.spec import PICTURE_SIZES, PipelineSpec, has_shape_alone, parameters_of, sizes_in
 from g2rpo.policies.text import TextEncoders
 from g2rpo.policies.tuning import Tuning, TuningMode, loader_of
 from g2rpo.runtime.sharding import Sharded
@@ -214,7 +214,7 @@ class DiffusersPolicy(Policy):
         import diffusers
 
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        return load_pipeline(getattr(diffusers, cls.spec.pipeline_class), path, dtype, tuning)
+        return read_pipeline(getattr(diffusers, cls.spec.pipeline_class), path, dtype, tuning)
 
     @classmethod
     def encoders(
@@ -488,14 +488,14 @@ class DiffusersPolicy(Policy):
             self.pipeline, self.options, rows=rows, guided=guided, scale=self.guidance_scale, steps=steps
         )
         detached = guided and self.options.detach_negative
-        network = Network(self.tuning.active, self.dtype, self.autocast, detach_negative=detached)
+        network = ReplayedNetwork(self.tuning.active, self.dtype, self.autocast, detach_negative=detached)
         vae = Pictures(self.pipeline.vae, self.options.published_pictures)
-        frozen = {name: Network(expert, self.dtype, self.autocast) for name, expert in self.frozen.items()}
+        frozen = {name: ReplayedNetwork(expert, self.dtype, self.autocast) for name, expert in self.frozen.items()}
         parts = {**dict.fromkeys(self._encoders), self.options.trained: network, **frozen, "vae": vae, **parts}
         if self.spec.guider:
             parts["guider"] = guiding(self.pipeline.guider, self.guidance_scale, guided)
         if self.spec.seen:
-            pictures = [Unseen((width, height)) for width, height in sizes_in(cond.ragged[SIZES][0])]
+            pictures = [Unseen((width, height)) for width, height in sizes_in(cond.ragged[PICTURE_SIZES][0])]
             changes["image"] = pictures if self.spec.most_pictures > 1 else pictures[0]
             parts["image_processor"] = UnseenProcessor(self.pipeline.image_processor)
         return replay(self.pipeline, script, {**arguments, **changes}, device=device or self._device, parts=parts)

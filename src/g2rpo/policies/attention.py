@@ -26,15 +26,15 @@ MASKLESS = ("flash", "flash2", "flash3")
 CUDA_ONLY = ("cudnn", "efficient", *PACKAGES)
 
 
-def available(device: str) -> list[str]:
+def attention_kinds(device: str) -> list[str]:
     """The kinds of attention that this installation has for `device`."""
     cuda = torch.device(device).type == "cuda"
     return ["auto", *(kind for kind in BACKENDS if _installed(kind) and (cuda or kind not in CUDA_ONLY))]
 
 
-def check(kind: Attention, device: str) -> None:
+def check_attention(kind: Attention, device: str) -> None:
     """UserError if this installation has no such attention for `device`."""
-    if kind not in (have := available(device)):
+    if kind not in (have := attention_kinds(device)):
         package = f" (it needs the package {PACKAGES[kind]})" if kind in PACKAGES else ""
         raise UserError(f"policy.attention={kind} is not available for {device}{package}; available: {', '.join(have)}")
 

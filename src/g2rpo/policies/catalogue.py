@@ -10,11 +10,11 @@ import torch
 
 from g2rpo.core import plugins
 from g2rpo.policies import comfyui, published
-from g2rpo.policies.spec import ATTENTION, Model, PipelineSpec
+from g2rpo.policies.spec import ATTENTION_TARGETS, Model, PipelineSpec
 
 APACHE = "Apache-2.0"
 FLUX1 = "FLUX.1 [dev] Non-Commercial License"
-FLUX2 = "FLUX Non-Commercial License"
+FLUX2_LICENCE = "FLUX Non-Commercial License"
 STABILITY = "Stability AI Community License: commercial use is free up to 1 M$ of revenue a year"
 NVIDIA = "NVIDIA License (NSCL v2-custom); Gemma's terms for the text encoder"
 LIGHTRICKS = "LTX-Video Open Weights License: commercial use is free up to 10 M$ of revenue a year"
@@ -39,8 +39,8 @@ flux = PipelineSpec(  # arXiv 2506.15742
     unsupported=("num_frames", "detach_negative", "negative_prompt"),
     comfyui=comfyui.FLUX,
     models={
-        "black-forest-labs/FLUX.1-dev": Model(FLUX1, "flux-1-dev", published.flux()),
-        "black-forest-labs/FLUX.1-schnell": Model(APACHE, "flux-1-schnell", published.flux(guidance_embeds=False)),
+        "black-forest-labs/FLUX.1-dev": Model(FLUX1, "flux-1-dev", published.flux_parts()),
+        "black-forest-labs/FLUX.1-schnell": Model(APACHE, "flux-1-schnell", published.flux_parts(guidance_embeds=False)),
     },
 )
 
@@ -52,7 +52,7 @@ kontext = replace(
     fixed={"max_area": lambda o: o.height * o.width},  # else the pipeline would change the size
     own_grid=True,
     unsupported=(*PICTURES, "negative_prompt"),
-    models={"black-forest-labs/FLUX.1-Kontext-dev": Model(FLUX1, parts=published.flux())},
+    models={"black-forest-labs/FLUX.1-Kontext-dev": Model(FLUX1, parts=published.flux_parts())},
 )
 
 sd3 = PipelineSpec(  # arXiv 2403.03206
@@ -66,7 +66,7 @@ sd3 = PipelineSpec(  # arXiv 2403.03206
     patched=True,
     own_grid=False,
     optional=("text_encoder_3",),
-    lora_targets=tuple(f"attn.{name}" for name in ATTENTION),  # of diffusers' own script: not SD3.5's image-only attn2
+    lora_targets=tuple(f"attn.{name}" for name in ATTENTION_TARGETS),  # of diffusers' own script: not SD3.5's image-only attn2
     unsupported=("num_frames",),
     comfyui=comfyui.SD3,
     models={
@@ -85,10 +85,10 @@ flux2 = PipelineSpec(
     tokens=512,
     guidance=4.0,
     unguided=None,
-    lora_targets=(*ATTENTION, "to_qkv_mlp_proj"),
+    lora_targets=(*ATTENTION_TARGETS, "to_qkv_mlp_proj"),
     unsupported=(*PICTURES, "negative_prompt"),
-    comfyui=comfyui.FLUX2,
-    models={"black-forest-labs/FLUX.2-dev": Model(FLUX2)},
+    comfyui=comfyui.FLUX2_NAMES,
+    models={"black-forest-labs/FLUX.2-dev": Model(FLUX2_LICENCE)},
 )
 
 klein = replace(
@@ -97,8 +97,8 @@ klein = replace(
     unguided=1.0,
     distilled=lambda pipeline: pipeline.config.is_distilled,
     models={
-        "black-forest-labs/FLUX.2-klein-base-9B": Model(FLUX2),
-        "black-forest-labs/FLUX.2-klein-9B": Model(FLUX2),
+        "black-forest-labs/FLUX.2-klein-base-9B": Model(FLUX2_LICENCE),
+        "black-forest-labs/FLUX.2-klein-9B": Model(FLUX2_LICENCE),
         "black-forest-labs/FLUX.2-klein-base-4B": Model(APACHE, None, published.klein_4b(), {"is_distilled": False}),
         "black-forest-labs/FLUX.2-klein-4B": Model(APACHE),
     },
@@ -115,7 +115,7 @@ qwen_image = PipelineSpec(  # guided velocities have the norm of the prompt's, t
     unsupported=PICTURES,
     comfyui=comfyui.QWEN_IMAGE,
     models={
-        "Qwen/Qwen-Image": Model(APACHE, "qwen-image", published.qwen_image()),
+        "Qwen/Qwen-Image": Model(APACHE, "qwen-image", published.qwen_image_parts()),
         "Qwen/Qwen-Image-2512": Model(APACHE),
     },
 )
@@ -126,7 +126,7 @@ qwen_edit = replace(
     pictured={"image_latents": ("in_channels",)},
     seen=True,
     picture_tokens=1369,
-    models={"Qwen/Qwen-Image-Edit": Model(APACHE, parts=published.qwen_image())},
+    models={"Qwen/Qwen-Image-Edit": Model(APACHE, parts=published.qwen_image_parts())},
 )
 
 qwen_edit_plus = replace(
@@ -150,7 +150,7 @@ z_image = PipelineSpec(  # v + scale (v - v_negative), so that 0 is without guid
     unsupported=PICTURES,
     comfyui=comfyui.Z_IMAGE,
     models={
-        "Tongyi-MAI/Z-Image": Model(APACHE, "z-image", published.z_image()),
+        "Tongyi-MAI/Z-Image": Model(APACHE, "z-image", published.z_image_parts()),
         "Tongyi-MAI/Z-Image-Turbo": Model(APACHE),
     },
 )
@@ -328,13 +328,13 @@ SPECS: Mapping[str, PipelineSpec] = {
 """By the class of the pipeline."""
 
 
-def find(name: str) -> Any:
+def find_policy(name: str) -> Any:
     """The spec, or the policy's class, called `name`: a pipeline class of this table or of an installed package, or code of the
     user's (FILE.py:NAME)."""
     return SPECS[name] if name in SPECS else plugins.find("policies", name, dict.fromkeys(SPECS, ""))
 
 
-def names() -> list[str]:
+def pipeline_names() -> list[str]:
     """The pipeline classes that can be trained here."""
     return list(plugins.available("policies", dict.fromkeys(SPECS, "")))
 
@@ -359,6 +359,6 @@ def optional_parts(name: str) -> Sequence[str]:
 
 def spec_of(name: str) -> PipelineSpec | None:
     """The spec for the name; None for a policy class without one."""
-    found = find(name)
+    found = find_policy(name)
     found = getattr(found, "spec", found)
     return found if isinstance(found, PipelineSpec) else None

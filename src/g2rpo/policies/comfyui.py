@@ -33,11 +33,11 @@ class ComfyUI:
 
     def key(self, module: str) -> str | None:
         """The key of a module; None if there is none."""
-        name = named(self.names, module)
+        name = replaced_name(self.names, module)
         return name and self.prefix + name
 
 
-def named(names: Mapping[str, str], module: str) -> str | None:
+def replaced_name(names: Mapping[str, str], module: str) -> str | None:
     """The replacement by the first pattern that matches a module's whole name."""
     found = ((re.fullmatch(pattern, module), name) for pattern, name in names.items())
     return next((match.expand(name) for match, name in found if match), None)
@@ -98,7 +98,7 @@ CHROMA = _same(
     *_FLUX_BLOCKS,
     original=_FLUX1,
 )
-FLUX2 = _same(
+FLUX2_NAMES = _same(
     "Flux2Transformer2DModel",
     rf"transformer_blocks\.\d+\.({_JOINT}|ff(_context)?\.linear_(in|out))",
     r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",

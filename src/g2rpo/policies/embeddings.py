@@ -29,7 +29,7 @@ RAGGED = "ragged/"
 ROUNDINGS = 0.1
 """The largest distance between embeddings of the same encoders, in units of their size. Roundings of bfloat16 are a hundredth;
 embeddings of other encoders are about 1 apart."""
-RESERVE = 2**30
+DISK_RESERVE = 2**30
 """Bytes of the disk that the cache leaves free, so that checkpoints still fit."""
 
 
@@ -52,7 +52,7 @@ class EmbeddingStore:
     folder cannot be written.
     """
 
-    def __init__(self, root: Path, identity: Mapping[str, Any], reserve: int = RESERVE) -> None:
+    def __init__(self, root: Path, identity: Mapping[str, Any], reserve: int = DISK_RESERVE) -> None:
         self.reserve = reserve
         self.digests = FileDigests(None)
         self.folder = root / digest_of({"format": FORMAT, **identity})[:20]

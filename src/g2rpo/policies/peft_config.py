@@ -15,7 +15,7 @@ HARMLESS = frozenset(
     }
 )
 """Settings with which the change of the weights is (alpha / rank) up @ down, whatever their value."""
-PLAIN: dict[str, tuple[Any, ...]] = {
+PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian"),
@@ -35,7 +35,7 @@ class PeftConfig(BaseModel):
     @model_validator(mode="after")
     def _is_plain(self) -> PeftConfig:
         for key, value in (self.model_extra or {}).items():
-            if value and key not in HARMLESS and value not in PLAIN.get(key, ()):
+            if value and key not in HARMLESS and value not in PLAIN_SETTINGS.get(key, ()):
                 raise ValueError(f"has {key}, which is not supported ({value!r:.60}); a LoRA of one rank and alpha is")
         return self
 

@@ -44,7 +44,7 @@ def blocks_of(transformer: Any) -> list[nn.Module]:
     return [block for blocks in _lists(transformer) for block in blocks]
 
 
-def thin(transformer: nn.Module) -> list[int]:
+def keep_two_blocks(transformer: nn.Module) -> list[int]:
     """Keeps the first and the last of every run of equal blocks; returns how many blocks each one represents."""
     times = []
     for blocks in _lists(transformer):
@@ -78,7 +78,7 @@ def choose_attention(transformer: Any, kind: Attention) -> None:
         raise UserError(f"policy.attention={kind}: a {type(transformer).__name__} has no choice of attention; take it out")
 
 
-def load_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tuning: TuningMode = "lora") -> Any:
+def read_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tuning: TuningMode = "lora") -> Any:
     """A pipeline in `dtype` from a directory or a hub id; parts that its index leaves empty (SD3 without T5) stay empty.
 
     A fully trained transformer is loaded as it is stored: rounding to `dtype` first would change the initial master weights.

@@ -69,7 +69,7 @@ def _parts(transformer: str, config: dict[str, Any], encoders: Parts, vae: str =
     return {"transformer": (f"diffusers:{transformer}", config), **texts, "vae": (f"diffusers:{vae}", own)}
 
 
-def flux(**changes: Any) -> Parts:
+def flux_parts(**changes: Any) -> Parts:
     encoders = {"text_encoder": ("CLIPTextModel", _CLIP_L), "text_encoder_2": ("T5EncoderModel", _T5_XXL)}
     return _parts("FluxTransformer2DModel", {**_FLUX, **changes}, encoders)
 
@@ -97,7 +97,7 @@ def klein_4b() -> Parts:
     return _parts("Flux2Transformer2DModel", _KLEIN_4B, encoder, "AutoencoderKLFlux2")
 
 
-def qwen_image() -> Parts:
+def qwen_image_parts() -> Parts:
     encoder = {"text_encoder": ("Qwen2_5_VLForConditionalGeneration", _QWEN25_VL_7B)}
     return _parts("QwenImageTransformer2DModel", {}, encoder, "AutoencoderKLQwenImage")
 
@@ -106,5 +106,5 @@ def wan_1_3b() -> Parts:
     return _parts("WanTransformer3DModel", _WAN_1_3B, {"text_encoder": ("UMT5EncoderModel", _UMT5_XXL)}, "AutoencoderKLWan")
 
 
-def z_image() -> Parts:
+def z_image_parts() -> Parts:
     return _parts("ZImageTransformer2DModel", {}, {"text_encoder": ("Qwen3Model", _QWEN3_4B)})  # its VAE is FLUX.1's

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from g2rpo.core.errors import UserError, out_of_memory
 
 Quantize = Literal["none", "int8", "fp8", "nf4"]
-FLOAT8 = torch.float8_e4m3fn
+FLOAT8_DTYPE = torch.float8_e4m3fn
 
 
 class QuantizedLinear(nn.Linear):
@@ -135,7 +135,7 @@ class NF4Linear(QuantizedLinear):
         return dequantize_4bit(self.codes, state)
 
 
-KINDS: Mapping[str, type[QuantizedLinear]] = {"int8": Int8Linear, "fp8": Float8Linear, "nf4": NF4Linear}
+QUANTIZED_LINEARS: Mapping[str, type[QuantizedLinear]] = {"int8": Int8Linear, "fp8": Float8Linear, "nf4": NF4Linear}
 
 
 def quantize(transformer: nn.Module, how: Quantize, device: torch.device) -> None:
@@ -144,7 +144,7 @@ def quantize(transformer: nn.Module, how: Quantize, device: torch.device) -> Non
     Layers go to `device` one at a time and are quantised there, so the device never holds all weights in their old dtype.
     """
     for path, linear in list(_of_blocks(transformer)):
-        transformer.set_submodule(path, KINDS[how](linear, device))
+        transformer.set_submodule(path, QUANTIZED_LINEARS[how](linear, device))
 
 
 def _of_blocks(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -166,7 +166,7 @@ def weights_of(model: nn.Module) -> int:
     return stored + sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
 
 
-def check(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
+def check_quantization(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
     """UserError for a quantisation that the run, torch, its libraries or the device do not support."""
     asked = f"policy.quantize={how}"
     if how == "none":
@@ -218,5 +218,5 @@ def _largest(rows: Tensor) -> Tensor:
 
 def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in float8, and the float32 scale [rows, 1] that multiplies them."""
-    scale = _largest(rows).float() / torch.finfo(FLOAT8).max
-    return (rows / scale).clamp(-448, 448).to(FLOAT8), scale
+    scale = _largest(rows).float() / torch.finfo(FLOAT8_DTYPE).max
+    return (rows / scale).clamp(-448, 448).to(FLOAT8_DTYPE), scale

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Call = Callable[..., Any]
+NetworkCall = Callable[..., Any]
 
 
 class Caught(Exception):
@@ -115,7 +115,7 @@ def probe(scheduler: Any) -> Any:
     return copied
 
 
-class Network:
+class ReplayedNetwork:
     """`transformer` as a pipeline calls it: it computes in `dtype` and returns float32, so that guidance is float32.
 
     `detach_negative`: no gradient for the first half of a call's rows, which are the negative prompts' if a pipeline stacks
@@ -205,8 +205,8 @@ class UnseenProcessor:
 class Script:
     """Replacements of `encode_prompt` and `prepare_latents`; each is called with the pipeline's own method, arguments bound."""
 
-    encode: Callable[[Call], Any]
-    latents: Callable[[Call], Any]
+    encode: Callable[[NetworkCall], Any]
+    latents: Callable[[NetworkCall], Any]
 
 
 def guiding(guider: Any, scale: float, guided: bool) -> Any:

@@ -17,13 +17,13 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import images_of
 from g2rpo.policies.comfyui import ComfyUI
 from g2rpo.policies.options import PolicyConfig
-from g2rpo.policies.replay import Call
+from g2rpo.policies.replay import NetworkCall
 
 NEGATIVE = "negative_"
 """Prefix of names that belong to the negative prompt."""
-SIZES = "picture_sizes"
+PICTURE_SIZES = "picture_sizes"
 """Widths and heights of a prompt's input pictures, [pictures, 2]."""
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+ATTENTION_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """Attention projections as diffusers names them, of the picture and, where there are any, of the text."""
 MEGAPIXEL = 1024
 """The side of an input picture assumed by plans."""
@@ -117,7 +117,7 @@ class PipelineSpec:
     optional: Sequence[str] = ()
     """Text encoders that a pipeline may lack."""
 
-    lora_targets: Sequence[str] = ATTENTION
+    lora_targets: Sequence[str] = ATTENTION_TARGETS
     """The default of policy.lora_targets."""
     unsupported: Sequence[str] = ("published_pictures", "detach_negative")
     """Policy options that this class lacks, besides those that its call has no argument for."""
@@ -206,7 +206,7 @@ class PipelineSpec:
             else:
                 tensors[name] = row[None]
         if sizes:
-            ragged[SIZES] = (torch.tensor(sizes, device=next(iter(ragged.values()))[0].device),)
+            ragged[PICTURE_SIZES] = (torch.tensor(sizes, device=next(iter(ragged.values()))[0].device),)
         return Cond(tensors, ragged)
 
     def is_ragged(self, name: str) -> bool:
@@ -222,7 +222,7 @@ class PipelineSpec:
         plain = of(self.widths, tokens) | of(self.pooled)
         both = {whose + name: size for whose in ("", NEGATIVE)[: 1 + guided] for name, size in plain.items()}
         beside = {name: size for name, size in of(self.pictured, (MEGAPIXEL // multiple) ** 2).items() if name}
-        return {**both, **beside, **({SIZES: (1, 2)} if self.pictured else {})}
+        return {**both, **beside, **({PICTURE_SIZES: (1, 2)} if self.pictured else {})}
 
     def blank(self, shapes: Mapping[str, tuple[int, ...]], rows: int, dtype: torch.dtype) -> Cond:
         """Zero-filled conditioning; embeddings in `dtype`."""
@@ -231,7 +231,7 @@ class PipelineSpec:
         for name, size in shapes.items():
             plain = name.removeprefix(NEGATIVE)
             value = torch.zeros(rows, *size, dtype=self.dtypes.get(plain, dtype))
-            if name == SIZES:
+            if name == PICTURE_SIZES:
                 ragged[name] = (torch.tensor([[MEGAPIXEL] * 2]),) * rows
             elif self.is_ragged(plain):
                 ragged[name] = tuple(value)
@@ -258,11 +258,11 @@ class PipelineSpec:
                 batch[name] = torch.stack(values)
         return batch
 
-    def reader(self, batch: Mapping[str, Any]) -> Callable[[Call], tuple[Any, ...]]:
+    def reader(self, batch: Mapping[str, Any]) -> Callable[[NetworkCall], tuple[Any, ...]]:
         """A replacement of `encode_prompt` for one call of a pipeline that returns stored results; absent ones are None."""
         whose = iter(("", NEGATIVE))
 
-        def read(own: Call) -> tuple[Any, ...]:
+        def read(own: NetworkCall) -> tuple[Any, ...]:
             before = next(whose)
             return tuple(batch.get(before + name) for name in self.encoded)
 
@@ -276,7 +276,7 @@ class PipelineSpec:
         if not differing:
             return None
         lengths = list(zip(*([len(value) for value in cond.ragged[name]] for name in differing), strict=True))
-        tables = cond.ragged.get(SIZES, (torch.empty(0),) * len(lengths))
+        tables = cond.ragged.get(PICTURE_SIZES, (torch.empty(0),) * len(lengths))
         known = {id(table): str(sizes_in(table)) for table in tables}
         return [(own, known[id(table)]) for own, table in zip(lengths, tables, strict=True)]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from g2rpo.core.data import Cond
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.policies.options import PolicyConfig
-from g2rpo.policies.replay import Call, Caught, OneStep, Pictures, Script, replay
+from g2rpo.policies.replay import Caught, NetworkCall, OneStep, Pictures, Script, replay
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.runtime.devices import empty_cache
 
@@ -66,11 +66,11 @@ class TextEncoders:
         read: list[tuple[Any, ...]] = []
         spec, pictures = self.spec, self._pictures(prompt)
 
-        def encode(own: Call) -> Any:
+        def encode(own: NetworkCall) -> Any:
             read.append(own())
             return read[-1]
 
-        def latents(own: Call) -> Any:
+        def latents(own: NetworkCall) -> Any:
             raise Caught(own()[1:] if pictures else ())
 
         # any scale with guidance: the options' may be without, and the demo changes it

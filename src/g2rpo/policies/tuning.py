@@ -18,14 +18,14 @@ from torch.nn import functional as F
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import add_metadata, refuse_pointer
-from g2rpo.policies.adapters import ABOVE, DOWN, OWN_ALPHA, PREFIX, UP, Adapter, check_fit, read_adapter
+from g2rpo.policies.adapters import ABOVE_KEY, DOWN, OWN_ALPHA, PREFIX, UP, Adapter, check_fit, read_adapter
 from g2rpo.policies.options import LoraInit
 from g2rpo.policies.quantized import Quantize, is_quantized, quantize
 from g2rpo.runtime.sharding import Sharded
 
 TuningMode = Literal["lora", "full", "frozen"]
 
-ADAPTER = "pytorch_lora_weights.safetensors"
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The file of a saved adapter."""
 
 
@@ -204,7 +204,7 @@ class Tuning:
     def load(self, path: Path, pipeline: Any, strength: float) -> float:
         """Loads saved weights, an adapter at `strength` or a whole transformer: the folder that `save` wrote, or a single
         .safetensors file with diffusers' names. Returns the sigma above which they act."""
-        file = path / ADAPTER if path.is_dir() else path
+        file = path / ADAPTER_FILE if path.is_dir() else path
         if file.is_file():
             refuse_pointer(file)
         if file.is_file() and (path.is_dir() or _is_adapter(file)):
@@ -254,11 +254,11 @@ class Tuning:
         rank, scale = adapter["r"], adapter["lora_alpha"] / adapter["r"]
         metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in adapter.items()}
         config = {f"transformer.{key}": value for key, value in {**metadata, "lora_alpha": rank}.items()}
-        saved = directory / ADAPTER
+        saved = directory / ADAPTER_FILE
         directory.mkdir(parents=True, exist_ok=True)
         save_file({f"transformer.{name}": _folded(name, value, scale) for name, value in layers.items()}, saved)
         trained = {"g2rpo.transformer": self._kind.__name__, OWN_ALPHA: f"{adapter['lora_alpha']:g}"}
-        trained |= {ABOVE: str(above)} if above else {}
+        trained |= {ABOVE_KEY: str(above)} if above else {}
         size = {"ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
         peft = {"lora_adapter_metadata": json.dumps(config, indent=2, sort_keys=True)}  # equal runs must write equal bytes
         add_metadata(saved, {"format": "pt", **peft, **size, **trained})

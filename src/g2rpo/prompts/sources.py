@@ -13,22 +13,22 @@ from pydantic import BaseModel
 
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import local
-from g2rpo.core.input_pictures import check_files
+from g2rpo.core.input_pictures import check_pictures
 from g2rpo.core.plain import is_text, parse_json, read_as, read_text
 from g2rpo.core.types import Prompt
 from g2rpo.prompts.lines import COLUMNS, read_lines, refuse_other_files, visible_part
 from g2rpo.prompts.tables import column_of, read_table
 
-SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
+LIST_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 READ = ".txt (a prompt on each line), .csv, .tsv, .json, .jsonl and .parquet (a column or key prompt, prompts, caption or text)"
 EXTRA = "pip install datasets"
 STARTER = {f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt" for name in ("train", "heldout")}
 """Prompts in the package: 200 of many kinds for training, and 64 others for evaluation."""
 
-LONGEST, MOST_PROMPTS = 2**15, 5_000_000
+LONGEST, MOST_ROWS = 2**15, 5_000_000
 """The largest number of characters of a prompt (encoders read at most a few thousand), and of rows of a table."""
 
-PUBLISHED = "videos2caption.json"
+PUBLISHED_LIST = "videos2caption.json"
 """The list of prompts in a folder of G2RPO's published preprocessing (`data_preprocess/preprocess_flux_embedding.py`)."""
 EXAMPLE = '{"prompt": "a red circle"}'
 
@@ -48,7 +48,7 @@ def read_prompts(source: str | Path) -> list[Prompt]:
     - `FILE.jsonl`: a string or an object on each line;
     - `FILE.parquet`: a table (needs the extra `data`);
     - `FILE.SUFFIX:COLUMN`: the same with this column;
-    - `FOLDER` with a `PUBLISHED`: FLUX's prompts with their embeddings, a .pt file for each tensor;
+    - `FOLDER` with a `PUBLISHED_LIST`: FLUX's prompts with their embeddings, a .pt file for each tensor;
     - `starter:train` or `starter:heldout`: `STARTER`;
     - `hf:OWNER/NAME[/SUBSET][:SPLIT[:COLUMN]]`: a dataset of the Hugging Face hub, or a folder of one, by default its split
       "train" (needs the extra `data`).
@@ -68,11 +68,11 @@ def read_prompts(source: str | Path) -> list[Prompt]:
 def _from_file(path: Path, column: str) -> list[Prompt]:
     """The prompts of a file, read as its suffix says. ValueError for what a file cannot hold, UserError for a wrong record."""
     suffix = path.suffix.lower() or ".txt"
-    if path.name == PUBLISHED or (path / PUBLISHED).is_file():
+    if path.name == PUBLISHED_LIST or (path / PUBLISHED_LIST).is_file():
         return _from_published(path if path.is_dir() else path.parent)
     if path.is_dir():
-        raise ValueError(f"is a folder without {PUBLISHED}; hf:FOLDER reads a dataset's")
-    if suffix not in SUFFIXES:
+        raise ValueError(f"is a folder without {PUBLISHED_LIST}; hf:FOLDER reads a dataset's")
+    if suffix not in LIST_SUFFIXES:
         raise ValueError(f"{path.suffix} is not read; prompts are read from {READ}")
     refuse_other_files(_begin(path))
     if suffix == ".parquet":
@@ -91,7 +91,7 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
 
 
 class _Encoded(BaseModel):
-    """A prompt in `PUBLISHED`, with the names of its tensors' files."""
+    """A prompt in `PUBLISHED_LIST`, with the names of its tensors' files."""
 
     caption: str
     prompt_embed_path: str
@@ -102,7 +102,7 @@ class _Encoded(BaseModel):
 def _from_published(folder: Path) -> list[Prompt]:
     """The prompts of a folder of G2RPO's published preprocessing, with their embeddings."""
     prompts = []
-    for number, entry in enumerate(read_as(list[_Encoded], folder / PUBLISHED), 1):
+    for number, entry in enumerate(read_as(list[_Encoded], folder / PUBLISHED_LIST), 1):
         encoded = {
             "prompt_embeds": folder / "prompt_embed" / entry.prompt_embed_path,
             "pooled_prompt_embeds": folder / "pooled_prompt_embeds" / entry.pooled_prompt_embeds_path,
@@ -114,9 +114,9 @@ def _from_published(folder: Path) -> list[Prompt]:
                     raise ValueError(f"{path} is no file of this folder")
             prompts.append(Prompt(_text(entry.caption), encoded={name: str(path) for name, path in encoded.items()}))
         except ValueError as error:
-            raise ValueError(f"{PUBLISHED}, entry {number}: {error}") from None
+            raise ValueError(f"{PUBLISHED_LIST}, entry {number}: {error}") from None
     if not prompts:
-        raise ValueError(f"{PUBLISHED} is empty")
+        raise ValueError(f"{PUBLISHED_LIST} is empty")
     return prompts
 
 
@@ -172,8 +172,8 @@ def _from_parquet(path: Path, column: str) -> list[Prompt]:
         with ParquetFile(path) as file:
             column = column_of(file.schema_arrow.names, column)
             kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
-            if file.metadata.num_rows > MOST_PROMPTS:
-                raise ValueError(f"has {file.metadata.num_rows} rows; at most {MOST_PROMPTS} are read")
+            if file.metadata.num_rows > MOST_ROWS:
+                raise ValueError(f"has {file.metadata.num_rows} rows; at most {MOST_ROWS} are read")
             records = file.read(columns=kept).to_pylist()
     except (OSError, ArrowException) as error:
         raise ValueError(f"cannot be read as parquet ({error})") from None
@@ -226,7 +226,7 @@ def _usable(
         except ValueError as error:
             raise UserError(f"{place}: {error}") from None
         pictures += [(path, place) for path in prompts[-1].images]
-    check_files(pictures)
+    check_pictures(pictures)
     return prompts
 
 

@@ -30,7 +30,7 @@ Answer = str | float | None
 """A text, or a probability; None if there was no answer."""
 
 
-class Question(NamedTuple):
+class JudgeQuestion(NamedTuple):
     """Pictures, and the text after them."""
 
     pictures: Sequence[Image.Image]
@@ -54,7 +54,7 @@ class Message(BaseModel):
     content: str | None = None
 
 
-class Choice(BaseModel):
+class AnswerLetter(BaseModel):
     message: Message = Message()
     finish_reason: str | None = None
     logprobs: LogProbs | None = None
@@ -63,7 +63,7 @@ class Choice(BaseModel):
 class Completion(BaseModel):
     """What is read of a chat completion; the rest is ignored."""
 
-    choices: Annotated[list[Choice], Field(min_length=1)]
+    choices: Annotated[list[AnswerLetter], Field(min_length=1)]
 
     @property
     def text(self) -> str:
@@ -107,10 +107,10 @@ class ServedModel:
             self.settings |= {"max_tokens": max_tokens or 1, "logprobs": True, "top_logprobs": MOST_LIKELY}
         self.settings |= request or {}
 
-    def __call__(self, questions: Sequence[Question]) -> list[Answer]:
+    def __call__(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
         return self.client.ask("/chat/completions", Completion, questions, self._body, self._read)
 
-    def check(self, trial: Question | None) -> None:
+    def check(self, trial: JudgeQuestion | None) -> None:
         """NoAnswer unless the server has the model, and answers a `trial`."""
         answer, model = self.client.once("/models", object), self.settings["model"]
         if (fault := _unlisted(answer, model)) is not None:
@@ -119,12 +119,12 @@ class ServedModel:
             body = {**self._body(trial), "max_tokens": 1}
             self._read(trial, self.client.once("/chat/completions", Completion, body))
 
-    def _body(self, question: Question) -> dict[str, Any]:
+    def _body(self, question: JudgeQuestion) -> dict[str, Any]:
         urls = [f"data:image/png;base64,{encode_png(picture)}" for picture in question.pictures]
         content = [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": question.text}]
         return {**self.settings, "messages": [{"role": "user", "content": content}]}
 
-    def _read(self, question: Question, answer: Completion) -> str | float:
+    def _read(self, question: JudgeQuestion, answer: Completion) -> str | float:
         try:
             return answer.text if self.words is None else answer.probability_of(self.words)
         except NoAnswer as error:
@@ -172,7 +172,7 @@ class LoadedModel:
             raise ValueError(f"{path}: its vocabulary has no token for {' or for '.join(words)}; take form=final")
 
     @torch.no_grad()
-    def __call__(self, questions: Sequence[Question]) -> list[Answer]:
+    def __call__(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
         if not questions:
             return []
         chats = [_chat(question) for question in questions]
@@ -192,6 +192,6 @@ class LoadedModel:
         return torch.sigmoid(first - second)
 
 
-def _chat(question: Question) -> list[dict[str, Any]]:
+def _chat(question: JudgeQuestion) -> list[dict[str, Any]]:
     pictures = [{"type": "image", "image": picture} for picture in question.pictures]
     return [{"role": "user", "content": [*pictures, {"type": "text", "text": question.text}]}]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.core.types import RewardModel
-from g2rpo.rewards.clip_encoder import ClipEncoder, clip_model, clip_of, load_clip, load_clip_tokenizer, of_open_clip
+from g2rpo.rewards.clip_encoder import ClipEncoder, clip_model, cost_of_clip, load_clip, load_clip_tokenizer, of_open_clip
 from g2rpo.rewards.open_clip import VIT_H_14, clean_prompt, clip_config
 from g2rpo.rewards.pixels import PictureReward, Preprocess, normalise
-from g2rpo.rewards.weights import CLIP_FILES, TOKENIZER_FILES, build, fetch, read_state_dict
+from g2rpo.rewards.weights import CLIP_FILES, TOKENIZER_FILES, build_module, fetch, read_state_dict
 
 LAION = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
@@ -42,7 +42,7 @@ class CLIPScore(PictureReward):
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
-        return clip_of(clip_config(cls.architecture)) if cls.architecture else clip_model(options["path"])
+        return cost_of_clip(clip_config(cls.architecture)) if cls.architecture else clip_model(options["path"])
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         return self.scale * self.encoder.similarity(images, prompts)
@@ -174,7 +174,9 @@ class Aesthetic(PictureReward):
         self.encoder, self.batch_size = load_clip(clip, device=device, dtype=dtype, text=False), batch_size
         self.encoder.crop_as_torchvision()  # the head was trained on features of OpenAI's own preprocessing
         self.device, width = self.encoder.device, self.encoder.model.config.projection_dim
-        self.head = build(lambda: LinearHead(width), read_state_dict(file), f"an aesthetic head for {clip}", file).to(device)
+        self.head = build_module(lambda: LinearHead(width), read_state_dict(file), f"an aesthetic head for {clip}", file).to(
+            device
+        )
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:

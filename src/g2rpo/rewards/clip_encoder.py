@@ -16,9 +16,9 @@ from torch import Tensor
 
 from g2rpo.core.files import local
 from g2rpo.core.types import RewardModel
-from g2rpo.rewards.open_clip import PUBLISHED, clean_prompt, clip_config, clip_state, preprocess_from
+from g2rpo.rewards.open_clip import PUBLISHED_CLIPS, clean_prompt, clip_config, clip_state, preprocess_from
 from g2rpo.rewards.pixels import Preprocess
-from g2rpo.rewards.weights import MissingFile, build, check_config, fetch, parse_dtype, read_state_dict
+from g2rpo.rewards.weights import MissingFile, build_module, check_config, fetch, parse_dtype, read_state_dict
 
 TEXT_CACHE_SIZE = 1024
 _TRANSFORMERS_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -148,14 +148,14 @@ def clip_model(path: str | Path) -> RewardModel | None:
 
     folder = local(path)
     if (file := folder / "open_clip_config.json").is_file():
-        return clip_of(clip_config(json.loads(file.read_text(encoding="utf-8"))["model_cfg"]))
+        return cost_of_clip(clip_config(json.loads(file.read_text(encoding="utf-8"))["model_cfg"]))
     if (folder / "config.json").is_file():
         check_config(folder)
-        return clip_of(CLIPConfig.from_pretrained(folder))
-    return clip_of(clip_config(PUBLISHED[str(path)])) if str(path) in PUBLISHED else None
+        return cost_of_clip(CLIPConfig.from_pretrained(folder))
+    return cost_of_clip(clip_config(PUBLISHED_CLIPS[str(path)])) if str(path) in PUBLISHED_CLIPS else None
 
 
-def clip_of(config: Any) -> RewardModel:
+def cost_of_clip(config: Any) -> RewardModel:
     """The cost of a CLIP reward: the vision tower per picture; text features are computed once per prompt."""
     from transformers import CLIPModel
 
@@ -167,7 +167,7 @@ def of_open_clip(config: Any, state: dict[str, Tensor], what: str, path: object)
     """CLIPModel with an open_clip state dict; ValueError if it does not fit."""
     from transformers import CLIPModel
 
-    return build(lambda: CLIPModel(config), clip_state(state), what, path, published=state)
+    return build_module(lambda: CLIPModel(config), clip_state(state), what, path, published=state)
 
 
 def load_clip_tokenizer(source: str | Path) -> Any:

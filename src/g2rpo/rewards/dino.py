@@ -19,8 +19,8 @@ from g2rpo.rewards.weights import check_config, parse_dtype
 
 BASE = "facebook/dinov2-base"
 FILES = ("config.json",)
-KINDS = ("dinov2", "dinov2_with_registers", "dinov3_vit")
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+DINO_KINDS = ("dinov2", "dinov2_with_registers", "dinov3_vit")
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Dino:
@@ -31,11 +31,11 @@ class Dino:
 
         check_config(path)
         model, report = AutoModel.from_pretrained(str(path), output_loading_info=True)
-        if model.config.model_type not in KINDS or report["missing_keys"]:
+        if model.config.model_type not in DINO_KINDS or report["missing_keys"]:
             raise ValueError(f"{path} is no complete DINOv2 (model_type {model.config.model_type!r})")
         self.model = model.to(device=device, dtype=parse_dtype(dtype)).requires_grad_(False).eval()
-        self.device, self.size = torch.device(device), size_of(model.config, size)
-        self.preprocess = Preprocess(resize=self.size, crop=self.size, mode="squash", mean=MEAN, std=STD)
+        self.device, self.size = torch.device(device), size_of_dino(model.config, size)
+        self.preprocess = Preprocess(resize=self.size, crop=self.size, mode="squash", mean=IMAGENET_MEAN, std=IMAGENET_STD)
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ class Dino:
         return picture[:, 0], patches
 
 
-def size_of(config: Any, size: int) -> int:
+def size_of_dino(config: Any, size: int) -> int:
     """The largest multiple of the patch size that is at most `size`; ValueError if there is none."""
     if size < config.patch_size:
         raise ValueError(f"size must be at least a patch, {config.patch_size}, got {size}")
@@ -66,7 +66,7 @@ def dino_model(options: Mapping[str, Any]) -> RewardModel | None:
         config = AutoConfig.from_pretrained(str(path))
     if config is None:
         return None
-    model, size = AutoModel.from_config(config), size_of(config, options["size"])
+    model, size = AutoModel.from_config(config), size_of_dino(config, options["size"])
     return RewardModel([model], lambda: model(pixel_values=torch.empty(1, 3, size, size)))
 
 

@@ -16,7 +16,7 @@ from g2rpo.core.images import to_pil, to_tensor
 from g2rpo.core.plugins import find, is_code
 from g2rpo.core.types import Prompt, RewardModel
 from g2rpo.rewards.clip_encoder import ClipEncoder, clip_model, load_clip
-from g2rpo.rewards.geneval_scoring import COLOURS, Detection, Found, Task, by_class, is_correct, partial_score
+from g2rpo.rewards.geneval_scoring import COLOUR_WORDS, Detection, FoundObject, Task, by_class, is_correct, partial_score
 from g2rpo.rewards.pixels import TargetReward
 from g2rpo.rewards.weights import CLIP_FILES, check_config, parse_dtype
 
@@ -100,7 +100,9 @@ class GenEval(TargetReward):
 
     def _judge(self, picture: Image.Image, detections: Sequence[Detection], task: Task) -> float:
         threshold = self.counting_threshold if task.counting else self.threshold
-        found: Found = by_class([replace(each, label=OWN_NAMES.get(each.label, each.label)) for each in detections], threshold)
+        found: FoundObject = by_class(
+            [replace(each, label=OWN_NAMES.get(each.label, each.label)) for each in detections], threshold
+        )
         return float(SCORES[self.mode](task, found, partial(self.colours, picture)))
 
 
@@ -115,12 +117,12 @@ class Colours:
     def __call__(self, picture: Image.Image, label: str, objects: Sequence[Detection]) -> list[str]:
         """The likeliest of `COLOURS` for each object of a class."""
         features = torch.cat([self.encoder.image_features(to_tensor([cut_out(picture, each)])) for each in objects])
-        return [COLOURS[index] for index in (features @ self._words(label).T).argmax(1).tolist()]
+        return [COLOUR_WORDS[index] for index in (features @ self._words(label).T).argmax(1).tolist()]
 
     def _words(self, label: str) -> Tensor:
         """A feature for each colour: the mean over `TEMPLATES`, of unit length."""
-        texts = [template.format(colour=colour, label=label) for colour in COLOURS for template in TEMPLATES]
-        means = self.encoder.text_features(texts).unflatten(0, (len(COLOURS), len(TEMPLATES))).mean(1)
+        texts = [template.format(colour=colour, label=label) for colour in COLOUR_WORDS for template in TEMPLATES]
+        means = self.encoder.text_features(texts).unflatten(0, (len(COLOUR_WORDS), len(TEMPLATES))).mean(1)
         return torch.nn.functional.normalize(means, dim=-1)
 
 

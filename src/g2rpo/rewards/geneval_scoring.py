@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
-RELATIONS = ("left of", "right of", "above", "below")
+COLOUR_WORDS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+RELATION_WORDS = ("left of", "right of", "above", "below")
 MOST_OBJECTS = 16
 """The most confident objects of a class that are considered."""
 FREE_SHARE = 0.1
@@ -28,7 +28,7 @@ class Detection:
     mask: Tensor | None = None
 
 
-Found = Mapping[str, Sequence[Detection]]
+FoundObject = Mapping[str, Sequence[Detection]]
 """Detections by class, the most confident first."""
 NameColours = Callable[[str, Sequence[Detection]], list[str]]
 """The colours of objects of one class."""
@@ -78,18 +78,21 @@ def _clause(entry: Mapping[str, Any], index: int) -> Clause:
     label, count, colour, position = (entry.get(name) for name in ("class", "count", "color", "position"))
     if not isinstance(label, str) or not isinstance(count, int) or count < 1:
         raise ValueError(f"a clause needs a class and a count of at least 1, is {dict(entry)!r:.80}")
-    if colour is not None and colour not in COLOURS:
-        raise ValueError(f"color should be one of {', '.join(COLOURS)}, is {colour!r}")
+    if colour is not None and colour not in COLOUR_WORDS:
+        raise ValueError(f"color should be one of {', '.join(COLOUR_WORDS)}, is {colour!r}")
     if position is None:
         return Clause(label, count, colour)
     if not (
-        isinstance(position, list | tuple) and len(position) == 2 and position[0] in RELATIONS and position[1] in range(index)
+        isinstance(position, list | tuple)
+        and len(position) == 2
+        and position[0] in RELATION_WORDS
+        and position[1] in range(index)
     ):
         raise ValueError(f"position should be [relation, number of an earlier clause], is {position!r:.80}")
     return Clause(label, count, colour, (position[0], position[1]))
 
 
-def by_class(detections: Sequence[Detection], threshold: float) -> Found:
+def by_class(detections: Sequence[Detection], threshold: float) -> FoundObject:
     """Detections above `threshold` by class, the most confident first, at most `MOST_OBJECTS` of each."""
     found: dict[str, list[Detection]] = {}
     for detection in sorted(detections, key=lambda each: -each.score):
@@ -98,7 +101,7 @@ def by_class(detections: Sequence[Detection], threshold: float) -> Found:
     return {label: objects[:MOST_OBJECTS] for label, objects in found.items()}
 
 
-def is_correct(task: Task, found: Found, name_colours: NameColours) -> bool:
+def is_correct(task: Task, found: FoundObject, name_colours: NameColours) -> bool:
     """GenEval's score: whether all of `include` is there and nothing of `exclude`.
 
     At least `count` objects are needed, and the `count` most confident ones must have the colour and the position.
@@ -115,7 +118,7 @@ def is_correct(task: Task, found: Found, name_colours: NameColours) -> bool:
     return None not in matched and not any(len(found.get(c.label, ())) >= c.count for c in task.exclude)
 
 
-def partial_score(task: Task, found: Found, name_colours: NameColours) -> float:
+def partial_score(task: Task, found: FoundObject, name_colours: NameColours) -> float:
     """Flow-GRPO's reward, at most 1, and 1 if all is right: the mean over its clauses.
 
     A clause gives 1 - |count - objects| / count, negative for many more, and the same for objects of the right colour. Where
@@ -154,7 +157,7 @@ def _stands(objects: Sequence[Detection], position: tuple[str, int], matched: Se
 
 
 def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
-    """The position of box `a` relative to box `b`: none, one or two of `RELATIONS`.
+    """The position of box `a` relative to box `b`: none, one or two of `RELATION_WORDS`.
 
     The offset of the centres is shortened by a tenth of the sizes; a direction counts if it is more than half of the offset.
     """

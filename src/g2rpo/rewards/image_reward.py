@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.clip import LinearHead
 from g2rpo.rewards.pixels import PictureReward, Preprocess
-from g2rpo.rewards.weights import TOKENIZER_FILES, build, fetch, parse_dtype, read_state_dict
+from g2rpo.rewards.weights import TOKENIZER_FILES, build_module, fetch, parse_dtype, read_state_dict
 
-MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the training set, as published
+SCORE_MEAN, SCORE_STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the training set, as published
 MAX_TOKENS = 35
 _UNUSED = ("blip.vision_proj.", "blip.text_proj.", "blip.text_encoder.embeddings.position_ids")
 
@@ -83,7 +83,7 @@ class ImageReward(PictureReward):
         self.device, self.dtype = torch.device(device), parse_dtype(dtype)
 
         def made(factory: Callable[[], nn.Module], own: Mapping[str, Tensor], what: str, kind: torch.dtype) -> Any:
-            return build(factory, own, f"ImageReward's {what}", file, published=state).to(device=self.device, dtype=kind)
+            return build_module(factory, own, f"ImageReward's {what}", file, published=state).to(device=self.device, dtype=kind)
 
         self.vision = made(self.vision_tower, vision_state(state), "ViT", self.dtype)
         self.text = made(self.text_tower, part(state, "blip.text_encoder."), "text encoder", self.dtype)
@@ -132,4 +132,4 @@ class ImageReward(PictureReward):
             encoder_hidden_states=patches,
             encoder_attention_mask=torch.ones(patches.shape[:2], dtype=torch.long, device=self.device),
         ).last_hidden_state[:, 0]
-        return (self.head(joint.float()) - MEAN) / STD
+        return (self.head(joint.float()) - SCORE_MEAN) / SCORE_STD

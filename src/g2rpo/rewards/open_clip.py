@@ -27,7 +27,7 @@ VIT_L_14: dict[str, Any] = {
     "vision_cfg": {"image_size": 224, "layers": 24, "width": 1024, "patch_size": 14},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 768, "heads": 12, "layers": 12},
 }
-PUBLISHED = {
+PUBLISHED_CLIPS = {
     "apple/DFN5B-CLIP-ViT-H-14": VIT_H_14,
     "apple/DFN5B-CLIP-ViT-H-14-384": {**VIT_H_14, "vision_cfg": {**VIT_H_14["vision_cfg"], "image_size": 378}},
     "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": VIT_H_14,

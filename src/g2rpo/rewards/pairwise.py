@@ -16,13 +16,13 @@ from torch import Tensor
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.core.seeding import generator_for
-from g2rpo.rewards.asking import Question
+from g2rpo.rewards.asking import JudgeQuestion
 from g2rpo.rewards.transport import Endpoint
 from g2rpo.rewards.vlm import Form, VLMJudge
 
 MADE = "Two pictures were generated from this description:\n{prompt}\n\n"
 BETTER = "Which one shows completely and exactly what it says? If they are equal in that, which one is the better picture? "
-EDITED = "The last two pictures were made, each for itself, from what is before them, by this instruction:\n{prompt}\n\n"
+EDITED_PAIR = "The last two pictures were made, each for itself, from what is before them, by this instruction:\n{prompt}\n\n"
 BETTER_EDIT = "Which one does what it says, keeps what it does not speak of, and is the better picture, in this order? "
 ENDS = {
     "choice": "Answer with one digit: 1 for the first, 2 for the second.",
@@ -65,7 +65,7 @@ class PairwiseVLM(VLMJudge):
         request: Mapping[str, Any] | None = None,
         endpoint: Endpoint | None = None,
     ) -> None:
-        self.pairs, self.edit_template = pairs, template or EDITED + BETTER_EDIT + ENDS.get(form, "")
+        self.pairs, self.edit_template = pairs, template or EDITED_PAIR + BETTER_EDIT + ENDS.get(form, "")
         more = {"image_size": image_size, "max_tokens": max_tokens, "request": request, "endpoint": endpoint}
         super().__init__(url, model, form=form, template=template, **more)  # type: ignore[arg-type]
 
@@ -86,9 +86,9 @@ class PairwiseVLM(VLMJudge):
                 met[i], met[j] = met[i] + 1, met[j] + 1
         return won / met
 
-    def _question(self, pictures: Sequence[Image.Image], prompt: str) -> Question:
+    def _question(self, pictures: Sequence[Image.Image], prompt: str) -> JudgeQuestion:
         template = self.edit_template if images_of(prompt) else self.template
-        return Question(pictures, template.replace("{prompt}", prompt))
+        return JudgeQuestion(pictures, template.replace("{prompt}", prompt))
 
 
 def pairs_of(members: int, most: int | None, seed: int) -> list[tuple[int, int]]:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.pixels import PictureReward
-from g2rpo.rewards.weights import build, check_config, fetch, parse_dtype, read_instruction, read_state_dict
+from g2rpo.rewards.weights import build_module, check_config, fetch, parse_dtype, read_instruction, read_state_dict
 
-SYSTEM = {"qwen2_vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", "qwen3_vl": ""}
+SYSTEM_PROMPTS = {"qwen2_vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", "qwen3_vl": ""}
 """How the chat templates begin, by the kind of model."""
 
 
@@ -47,9 +47,9 @@ class QwenVL:
         body = {name: value for name, value in state.items() if name.startswith(("visual.", "language_model."))}
         rest = {name: value for name, value in state.items() if name not in body and name != "lm_head.weight"}
         make = _classes(self.kind)[1]
-        model = build(lambda: _with_frequencies(make(self.config)), body, what, file, published=published)
+        model = build_module(lambda: _with_frequencies(make(self.config)), body, what, file, published=published)
         self.model = model.to(device=self.device, dtype=self.dtype)
-        return build(head, rest, f"{what}'s head", file, published=published).to(self.device).float()
+        return build_module(head, rest, f"{what}'s head", file, published=published).to(self.device).float()
 
     def __call__(self, frames: Tensor, instruction: str, prompts: Sequence[str]) -> Tensor:
         """[B, tokens, width] of normalised `frames` [B, T, 3, H, W], T even: a still picture is two equal frames."""
@@ -71,7 +71,7 @@ class QwenVL:
 
     def chats(self, instruction: str, prompts: Sequence[str], picture: int) -> tuple[Tensor, Tensor]:
         """Token ids [B, longest], padded on the right, and their mask, of chats about one picture of `picture` tokens."""
-        begin = f"{SYSTEM[self.kind]}<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * picture}<|vision_end|>"
+        begin = f"{SYSTEM_PROMPTS[self.kind]}<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * picture}<|vision_end|>"
         texts = [instruction.replace("{text_prompt}", prompt.replace("<|", "< |")) for prompt in prompts]
         rows = self.tokenizer([f"{begin}{text}<|im_end|>\n<|im_start|>assistant\n" for text in texts])["input_ids"]
         ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)

@@ -46,7 +46,7 @@ class Health(BaseModel):
     right: FiniteFloat | None = None
 
 
-class Scores(BaseModel):
+class RemoteScores(BaseModel):
     """What a server answers to pictures."""
 
     scores: list[float | None]
@@ -76,11 +76,11 @@ class RemoteReward(PictureReward):
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         size = self.per_request
         parts = [(images[i : i + size], prompts[i : i + size]) for i in range(0, len(images), size)]
-        answers = self.client.ask("/score", Scores, parts, _body, self._read)
+        answers = self.client.ask("/score", RemoteScores, parts, _body, self._read)
         unscored = [torch.full((len(asked),), torch.nan) for _, asked in parts]
         return torch.cat([none if scores is None else scores for scores, none in zip(answers, unscored, strict=True)])
 
-    def _read(self, part: tuple[Tensor, list[str]], answer: Scores) -> Tensor:
+    def _read(self, part: tuple[Tensor, list[str]], answer: RemoteScores) -> Tensor:
         """A score for each picture; what is null or beyond float32 is NaN or infinite."""
         if len(answer.scores) != (count := len(part[1])):
             raise NoAnswer(f"{self.client.url} answered {len(answer.scores)} scores for {count} pictures")

@@ -38,7 +38,7 @@ from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import as_rgb
 from g2rpo.core.plain import is_text, parse_as
 from g2rpo.core.types import Prompt, Reward, Scorer, as_reward
-from g2rpo.core.web import bounded, host_of, is_loopback
+from g2rpo.core.web import bounded_connections, host_of, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class RewardServer:
         check_served(self.reward)
         self.held_bytes, self.scoring = 0, threading.Lock()
         self.turns, self.threads = asyncio.Semaphore(limits.decoding), ThreadPoolExecutor(limits.decoding)
-        self.connection = bounded(H11Protocol, self._has_asked, limits.incomplete, headers_s=limits.headers_s)
+        self.connection = bounded_connections(H11Protocol, self._has_asked, limits.incomplete, headers_s=limits.headers_s)
         app = Starlette(
             routes=[Route("/health", self._health), Route("/score", self._score, methods=["POST"])],
             exception_handlers={HTTPException: _refuse, ClientDisconnect: _say_nothing},

@@ -16,16 +16,16 @@ from torch import Tensor
 from g2rpo.core.errors import UserError, at_least_one
 from g2rpo.core.files import local
 from g2rpo.core.images import to_tensor, to_uint8
-from g2rpo.core.input_pictures import check_files, read_file
+from g2rpo.core.input_pictures import check_pictures, open_picture
 from g2rpo.core.plain import read_as
 from g2rpo.core.types import Reward, RewardModel
 from g2rpo.rewards.clip_encoder import clip_model, load_clip
-from g2rpo.rewards.dino import KINDS, Dino, dino_model
-from g2rpo.rewards.taste import Choice, Encoder, Head, features_of, fit
+from g2rpo.rewards.dino import DINO_KINDS, Dino, dino_model
+from g2rpo.rewards.taste import Choice, Head, PictureEncoder, features_of, fit
 from g2rpo.rewards.weights import CLIP_FILES, fetch
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-LEAST, MOST = 10, 200
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+FEWEST_PICTURES, MOST_PICTURES = 10, 200
 RIVALS = 16
 """The most pictures of the run beside one of the folder."""
 
@@ -82,7 +82,7 @@ class Style(Reward):
         folder, as a multiple of that among the folder's own; far below 1 they are copies."""
         if not self._folder:
             height, width = self._size
-            fitted = [ImageOps.fit(read_file(path, "style"), (width, height)) for path in self.pictures]
+            fitted = [ImageOps.fit(open_picture(path, "style"), (width, height)) for path in self.pictures]
             self._folder = self._features(torch.cat([to_tensor([one]) for one in fitted]).float() / 255)
         widths = [values.shape[1] for values in self._folder.values()]
         seen = seen[seen.isfinite().all(1)]
@@ -126,19 +126,22 @@ def pictures_of(folder: str) -> list[str]:
     if not place.is_dir():
         raise UserError(f"folder={folder}: there is no such folder")
     shown = [path for path in place.iterdir() if not path.name.startswith(".")]  # a Mac adds ._NAME beside each file
-    paths = sorted(str(path) for path in shown if path.suffix.lower() in SUFFIXES)
-    if not LEAST <= len(paths) <= MOST:
-        raise UserError(f"folder={folder}: has {len(paths)} pictures ({', '.join(SUFFIXES)}); give it {LEAST} to {MOST}")
-    check_files((path, f"folder={folder}") for path in paths)
+    paths = sorted(str(path) for path in shown if path.suffix.lower() in PICTURE_SUFFIXES)
+    if not FEWEST_PICTURES <= len(paths) <= MOST_PICTURES:
+        raise UserError(
+            f"folder={folder}: has {len(paths)} pictures ({', '.join(PICTURE_SUFFIXES)}); give it {FEWEST_PICTURES} to "
+            f"{MOST_PICTURES}"
+        )
+    check_pictures((path, f"folder={folder}") for path in paths)
     return paths
 
 
 def _is_dino(path: str) -> bool:
     config = fetch(path, *CLIP_FILES)
-    return config.name == "config.json" and read_as(dict[str, Any], config).get("model_type") in KINDS
+    return config.name == "config.json" and read_as(dict[str, Any], config).get("model_type") in DINO_KINDS
 
 
-class _Pictures(Encoder):
+class _Pictures(PictureEncoder):
     """An encoder of pictures alone."""
 
     def __init__(self, encode: Any) -> None:
@@ -148,7 +151,7 @@ class _Pictures(Encoder):
         return self.encode(images), None
 
 
-def _encoder(path: str | Path, device: str, dtype: str) -> Encoder:
+def _encoder(path: str | Path, device: str, dtype: str) -> PictureEncoder:
     if _is_dino(str(path)):
         dino = Dino(path, device=device, dtype=dtype)
         return _Pictures(lambda images: dino(to_uint8(images))[0])

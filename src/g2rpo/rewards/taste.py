@@ -38,7 +38,7 @@ Features = Mapping[str, Tensor]
 """Features [G, D] of the pictures of a group, by block."""
 
 
-class Encoder(Protocol):
+class PictureEncoder(Protocol):
     """What a reward with a picture encoder has."""
 
     def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
@@ -47,7 +47,7 @@ class Encoder(Protocol):
 
 
 @torch.no_grad()
-def features_of(images: Tensor, prompts: Sequence[str], encoder: Encoder | None = None) -> dict[str, Tensor]:
+def features_of(images: Tensor, prompts: Sequence[str], encoder: PictureEncoder | None = None) -> dict[str, Tensor]:
     """Features of pictures [B, 3, H, W] in [0, 1], or means over frames of clips [B, T, 3, H, W], by block: statistics of
     colour and layout, 8 x 8 pixels and, with an `encoder`, its features of the picture, and their products with any of the
     prompt's.
@@ -293,7 +293,7 @@ class Clicks(Reward):
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {"run": (FILE,)}
 
     def __init__(self, run: str | None = None, clip: str | None = None) -> None:
-        self.encoder: Encoder | None = CLIPScore(clip) if clip is not None else None
+        self.encoder: PictureEncoder | None = CLIPScore(clip) if clip is not None else None
         self.head: Head | None = None
         if run is not None:
             found = answered(local(run))

@@ -17,7 +17,7 @@ from g2rpo.rewards.pixels import normalise
 from g2rpo.rewards.qwen_vl import QwenReward, target_size
 from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
 
-SETTINGS = "model_config.json"
+SETTINGS_FILE = "model_config.json"
 QUALITIES = ("VQ", "MQ", "TA")
 LEAST_PIXELS = 128 * 28 * 28
 
@@ -104,7 +104,7 @@ def settings_of(path: str) -> tuple[float, int, float, Tensor]:
     """Of model_config.json: frames a second, and largest pixels of a frame, that are looked at; the LoRA's alpha / rank; means
     and standard deviations [2, 3] of the scores. UserError unless it is VideoReward's."""
     try:
-        content = parse_json(read_text(fetch(path, SETTINGS)))
+        content = parse_json(read_text(fetch(path, SETTINGS_FILE)))
         data, lora, scores = (content[name] for name in ("data_config", "peft_lora_config", "inference_config"))
         form = (data["sample_type"], data["prompt_template_type"], data["num_frames"], lora["use_rslora"])
         if form != ("uniform", "detailed_special", None, False):
@@ -112,7 +112,7 @@ def settings_of(path: str) -> tuple[float, int, float, Tensor]:
         norm = torch.tensor([[float(scores[f"{name}_{what}"]) for name in QUALITIES] for what in ("mean", "std")])
         return float(data["fps"]), int(data["max_frame_pixels"]), lora["lora_alpha"] / lora["lora_r"], norm
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
-        raise UserError(f"path: {path} lacks VideoReward's {SETTINGS}: {error}") from None
+        raise UserError(f"path: {path} lacks VideoReward's {SETTINGS_FILE}: {error}") from None
 
 
 def frames_seen(length: int, fps: float, wanted: float) -> list[int]:

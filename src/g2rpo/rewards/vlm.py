@@ -25,7 +25,7 @@ from g2rpo.core.files import is_hub_id
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.core.types import RewardModel
-from g2rpo.rewards.asking import Answer, LoadedModel, Question, ServedModel
+from g2rpo.rewards.asking import Answer, JudgeQuestion, LoadedModel, ServedModel
 from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.transport import Endpoint
 from g2rpo.rewards.weights import check_config, read_instruction
@@ -119,7 +119,7 @@ class Judge(PictureReward):
     forms: ClassVar[Mapping[str, Form]] = FORMS
     words = "yes", "no"
     missing = "the judge's answer has no score"
-    ask: Callable[[Sequence[Question]], list[Answer]]
+    ask: Callable[[Sequence[JudgeQuestion]], list[Answer]]
 
     def _prepare(self, form: str, template: str | None, aspects: Sequence[str] | None, image_size: int) -> None:
         """Sets what is asked; ValueError for a wrong form or template, FileNotFoundError for a missing one."""
@@ -160,10 +160,10 @@ class Judge(PictureReward):
             picture.thumbnail((self.image_size, self.image_size), Image.Resampling.BICUBIC)
         return list(pictures)
 
-    def _question(self, pictures: Sequence[Image.Image], prompt: str) -> Question:
-        return Question(pictures, self.template.replace("{prompt}", prompt))
+    def _question(self, pictures: Sequence[Image.Image], prompt: str) -> JudgeQuestion:
+        return JudgeQuestion(pictures, self.template.replace("{prompt}", prompt))
 
-    def _scores(self, questions: Sequence[Question]) -> list[float]:
+    def _scores(self, questions: Sequence[JudgeQuestion]) -> list[float]:
         """What is read of each answer; NaN without a readable score."""
         return [self._score(answer) for answer in self.ask(questions)]
 

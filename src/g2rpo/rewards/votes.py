@@ -19,7 +19,7 @@ from g2rpo.core.plain import read_lines_as
 
 FILE, FOLDER = "votes.jsonl", "votes"
 """Names in a run directory: the answers, and a folder of pictures for each round."""
-AHEAD = 8
+MOST_AHEAD = 8
 """The most groups that lie ready."""
 Place = Annotated[int, Field(ge=0, lt=10**6)]
 
@@ -28,7 +28,8 @@ class Vote(BaseModel):
     """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the undoing of the last answer; another
     `strength` of learning from here on; or learning without a head (`direct`).
 
-    `iteration` is the number of updates when it was given, `digest` that of the group (`digest_of`), `ahead` the session's.
+    `iteration` is the number of updates when it was given, `digest` that of the group (`digest_of_answer`), `ahead` the
+    session's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -42,12 +43,12 @@ class Vote(BaseModel):
     skipped: bool = False
     strength: Annotated[float, Field(ge=0, le=4)] = 1.0
     iteration: Place
-    ahead: Annotated[int, Field(ge=1, le=AHEAD)] = 1
+    ahead: Annotated[int, Field(ge=1, le=MOST_AHEAD)] = 1
     seconds: Annotated[float, Field(ge=0)] = 0.0
     time: str = ""
 
 
-def digest_of(prompt: str, pictures: Tensor) -> str:
+def digest_of_answer(prompt: str, pictures: Tensor) -> str:
     """The digest of a group: its prompt, and its pictures [G, 3, H, W] in 8 bit, of clips their middle frames."""
     return hashlib.sha256(prompt.encode() + b"\0" + pictures.contiguous().numpy().tobytes()).hexdigest()[:16]
 
@@ -98,7 +99,7 @@ def answered(run: Path) -> Iterator[tuple[Vote, Tensor]]:
             group = to_tensor(pictures)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UserError(f"{folder}: the pictures of round {vote.round + 1} cannot be read ({error})") from None
-        if digest_of(vote.prompt, group) != vote.digest:
+        if digest_of_answer(vote.prompt, group) != vote.digest:
             raise UserError(
                 f"{run / FILE}: round {vote.round + 1} was answered for another prompt or other pictures than {folder} has"
             )

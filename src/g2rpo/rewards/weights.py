@@ -152,7 +152,7 @@ def check_state(
         raise ValueError(f"{path} does not fit {what}: {'; '.join(problems)}. It seems to be {guess}.")
 
 
-def build(
+def build_module(
     factory: Callable[[], nn.Module],
     state: Mapping[str, Tensor],
     what: str,

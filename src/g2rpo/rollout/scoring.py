@@ -67,7 +67,7 @@ def score(
     return torch.stack(rows).where(finite, torch.nan) if rows else torch.zeros(0, len(prompts))
 
 
-def at_once(rewards: Mapping[str, Scorer], batch_size: int, members: int) -> int:
+def pictures_at_once(rewards: Mapping[str, Scorer], batch_size: int, members: int) -> int:
     """The number of pictures to decode and score at a time: whole groups if a reward compares their `members`."""
     together = any(reward.group for reward in as_rewards(rewards).values())
     return max(1, batch_size // members) * members if together else batch_size
@@ -135,7 +135,7 @@ def score_rollouts(
     latents = torch.cat([rollout.finals.flatten(0, 1) for rollout in rollouts])
     texts = [prompts[rollout.prompt] for rollout in rollouts for _ in range(rollout.finals.shape[:2].numel())]
     members, parts = rollouts[0].finals.shape[1], []
-    size = at_once(scored, sizes.decode, members)
+    size = pictures_at_once(scored, sizes.decode, members)
     for start in range(0, len(latents), size):
         batch = latents[start : start + size]
         images = decode(policy, batch, sizes.decode) if seen else None

@@ -19,12 +19,12 @@ from g2rpo.runtime.devices import accelerator, empty_cache
 Kind = Literal["rollout", "decode", "micro"]
 T = TypeVar("T")
 
-SETTINGS: dict[Kind, str] = {
+SIZE_SETTINGS: dict[Kind, str] = {
     "rollout": "sampling.batch_size",
     "decode": "sampling.decode_batch_size",
     "micro": "trainer.micro_batch_size",
 }
-ADVICE: dict[Kind, str] = {
+MEMORY_ADVICE: dict[Kind, str] = {
     "rollout": "take smaller pictures, policy.dtype=bfloat16, or a device with more memory",
     "decode": "set policy.vae_tiling=true, or take smaller pictures",
     "micro": "set policy.gradient_checkpointing=true, policy.tuning=lora, or take smaller pictures",
@@ -40,7 +40,7 @@ class OutOfMemory(UserError):
     call."""
 
     def __init__(self, kind: Kind) -> None:
-        super().__init__(f"out of memory: lower {SETTINGS[kind]} (--batch-size of g2rpo sample and g2rpo evaluate)")
+        super().__init__(f"out of memory: lower {SIZE_SETTINGS[kind]} (--batch-size of g2rpo sample and g2rpo evaluate)")
         self.kind = kind
 
 
@@ -87,14 +87,14 @@ class BatchSizes:
         empty_cache()
         size = getattr(self, kind)
         if size == 1:
-            raise UserError(f"out of memory with {SETTINGS[kind]}=1, the smallest there is: {ADVICE[kind]}")
+            raise UserError(f"out of memory with {SIZE_SETTINGS[kind]}=1, the smallest there is: {MEMORY_ADVICE[kind]}")
         if kind in self.in_step:
             why = "ranks that gather weights together cannot halve it alone"
-            smaller = f"`g2rpo resume RUN {SETTINGS[kind]}={size // 2}` goes on with a smaller one"
-            raise UserError(f"out of memory with {SETTINGS[kind]}={size}: {why}; {smaller}")
+            smaller = f"`g2rpo resume RUN {SIZE_SETTINGS[kind]}={size // 2}` goes on with a smaller one"
+            raise UserError(f"out of memory with {SIZE_SETTINGS[kind]}={size}: {why}; {smaller}")
         setattr(self, kind, size // 2)
         self.halved += 1
-        self.notify(f"out of memory with {SETTINGS[kind]}={size}: going on with {size // 2}; nothing is lost")
+        self.notify(f"out of memory with {SIZE_SETTINGS[kind]}={size}: going on with {size // 2}; nothing is lost")
 
     @torch.no_grad()
     def find(self, policy: Policy, cond: Cond, noise: Tensor, most: int, gauge: Gauge | None = None) -> None:
@@ -112,7 +112,7 @@ class BatchSizes:
             limit = int((1 - SAFETY_MARGIN) * gauge.available())
             rows = largest_batch(partial(_peak, gauge, calls[kind]), limit, most)
             setattr(self, kind, rows)
-            self.notify(f"{SETTINGS[kind]}: {rows} rows fit this device with {SAFETY_MARGIN:.0%} of its memory to spare")
+            self.notify(f"{SIZE_SETTINGS[kind]}: {rows} rows fit this device with {SAFETY_MARGIN:.0%} of its memory to spare")
         self.auto.clear()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from g2rpo.testbed.grammar import Split
+    from g2rpo.testbed.grammar import SceneSplit
 
 __all__ = ["assets_dir", "pipeline_dir", "prompts"]
 
@@ -25,13 +25,13 @@ def pipeline_dir(task: str = "testbed") -> Path:
     return assets_dir() / "words" / "pipeline" if task == "words" else assets_dir() / "pipeline"
 
 
-def prompts(split: Split, task: str = "testbed") -> list[str]:
+def prompts(split: SceneSplit, task: str = "testbed") -> list[str]:
     """The prompts of "train" (2000) or "heldout" in a fixed shuffled order: 400 of scenes, whose compositions training has not
     seen, or 262 of words."""
     if task == "words":
         from g2rpo.testbed.words import language
 
-        return list(language.prompts(split))
+        return list(language.word_prompts(split))
     from g2rpo.testbed import grammar
 
-    return list(grammar.prompts(split))
+    return list(grammar.scene_prompts(split))

@@ -15,7 +15,7 @@ _HOLDS: dict[Relation, Callable[[Found, Found], bool]] = {
 }
 
 
-def check(scene: Scene, objects: list[Found]) -> dict[str, float]:
+def check_scene(scene: Scene, objects: list[Found]) -> dict[str, float]:
     """Answers by question; all are 1 exactly when the picture shows the scene and nothing else.
 
     For each group: is there such an object (.5 for the right colour or shape alone), the ratio of actual and asked count and,

@@ -22,8 +22,8 @@ SHAPE_TOLERANCE = 0.11  # largest mean difference to a template
 PATCH = 16  # shapes are compared as 16x16 patches
 LARGE_FROM = (RADII["small"][1] + RADII["large"][0]) / 2
 
-Floats = NDArray[np.float32]
-_PALETTE: Floats = (np.array([RGB[c] for c in COLOURS]) / 255).astype(np.float32)
+FloatArray = NDArray[np.float32]
+_PALETTE: FloatArray = (np.array([RGB[c] for c in COLOURS]) / 255).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Found:
         return "large" if self.radius >= LARGE_FROM else "small"
 
 
-def detect(image: Floats) -> list[Found]:
+def detect(image: FloatArray) -> list[Found]:
     """All objects of an image [3, H, W] with values in [0, 1], in reading order of their topmost pixels."""
     pixels = np.moveaxis(image, 0, -1)
     ground = np.median(pixels.reshape(-1, 3)[::3], axis=0)
@@ -51,7 +51,7 @@ def detect(image: Floats) -> list[Found]:
     return [found for k, box in enumerate(boxes, 1) if (found := _describe(difference, labels, k, box, ground)) is not None]
 
 
-def _describe(difference: Floats, labels: NDArray[np.int32], k: int, box: tuple, ground: Floats) -> Found | None:
+def _describe(difference: FloatArray, labels: NDArray[np.int32], k: int, box: tuple, ground: FloatArray) -> Found | None:
     """The object of component `k`, which lies in `box`, or None if it is too small."""
     rows, cols = (slice(max(s.start - 1, 0), s.stop + 1) for s in box)
     inside = labels[rows, cols] == k
@@ -76,7 +76,7 @@ def _describe(difference: Floats, labels: NDArray[np.int32], k: int, box: tuple,
     return Found(cols.start + u + 0.5, rows.start + v + 0.5, radius, colour, shape)
 
 
-def _patch(cover: Floats, u: float, v: float, area: float) -> Floats:
+def _patch(cover: FloatArray, u: float, v: float, area: float) -> FloatArray:
     """`cover` around its centroid (u, v), resampled so that every shape has the same area."""
     reach = np.sqrt(area) * np.linspace(-1, 1, PATCH)
     grid = np.meshgrid(v + reach, u + reach, indexing="ij")
@@ -84,7 +84,7 @@ def _patch(cover: Floats, u: float, v: float, area: float) -> Floats:
 
 
 @cache
-def _templates() -> tuple[list[Shape], Floats, Floats]:
+def _templates() -> tuple[list[Shape], FloatArray, FloatArray]:
     """Names [T], patches [T, 16, 16] and areas (at unit radius) [T] of every shape, small and large."""
     names: list[Shape] = []
     patches, areas = [], []

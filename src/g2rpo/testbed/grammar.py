@@ -25,8 +25,8 @@ from g2rpo.testbed.scenes import (
     sample_scene,
 )
 
-Split = Literal["train", "heldout"]
-SPLIT_SIZES: dict[Split, int] = {"train": 2000, "heldout": 400}
+SceneSplit = Literal["train", "heldout"]
+SPLIT_SIZES: dict[SceneSplit, int] = {"train": 2000, "heldout": 400}
 
 NUMBERS = ("a", "two", "three")
 COUNTS = {"a": 1, "one": 1, "two": 2, "three": 3}
@@ -95,10 +95,10 @@ def is_heldout(scene: Scene) -> bool:
 
 
 @cache
-def prompts(split: Split) -> tuple[str, ...]:
+def scene_prompts(split: SceneSplit) -> tuple[str, ...]:
     """The prompts of a split, distinct, in a fixed shuffled order; any prefix is a fair sample."""
-    if split not in get_args(Split):
-        raise ValueError(f"unknown split {split!r}, expected one of {', '.join(get_args(Split))}")
+    if split not in get_args(SceneSplit):
+        raise ValueError(f"unknown split {split!r}, expected one of {', '.join(get_args(SceneSplit))}")
     rng = np.random.default_rng(zlib.crc32(split.encode()))
     found: dict[str, None] = {}
     while len(found) < SPLIT_SIZES[split]:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from g2rpo.core.types import Reward, RewardModel
 from g2rpo.testbed import assets_dir
-from g2rpo.testbed.checks import check
+from g2rpo.testbed.checks import check_scene
 from g2rpo.testbed.detector import detect
 from g2rpo.testbed.grammar import parse
 from g2rpo.testbed.scenes import SIDE, Scene
@@ -56,7 +56,7 @@ class SceneAccuracy(Reward):
         scene = parse_or_none(prompt)
         if scene is None:
             return float("nan")
-        answers = check(scene, detect(image.numpy())).values()
+        answers = check_scene(scene, detect(image.numpy())).values()
         return self.partial * sum(answers) / len(answers) + (1 - self.partial) * (min(answers) == 1)
 
 
@@ -73,7 +73,7 @@ class SceneCLIP(Reward):
     differentiable = True
 
     def __init__(self, path: Path | str | None = None) -> None:
-        self.model, self.tokenizer = load_clip(Path(path) if path else assets_dir() / self.folder)
+        self.model, self.tokenizer = load_testbed_clip(Path(path) if path else assets_dir() / self.folder)
         self._text = lru_cache(maxsize=1024)(self._encode)  # a group's pictures come in several batches, of one prompt
 
     @classmethod
@@ -105,7 +105,7 @@ class ScenePreference(SceneCLIP):
 
 
 @cache
-def load_clip(folder: Path) -> tuple[CLIPModel, PreTrainedTokenizerFast]:
+def load_testbed_clip(folder: Path) -> tuple[CLIPModel, PreTrainedTokenizerFast]:
     """A CLIPModel in float32 and its tokenizer; loaded once per process."""
     from transformers import CLIPModel, PreTrainedTokenizerFast
 

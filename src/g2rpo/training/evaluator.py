@@ -19,7 +19,7 @@ from g2rpo.core.seeding import seed_for
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Policy, Reward, as_reward
 from g2rpo.evaluation.controls import (
-    PLAIN,
+    NO_CONTROL,
     SPREAD_NOISES,
     SPREAD_PROMPTS,
     SPREAD_RIGHT,
@@ -32,7 +32,7 @@ from g2rpo.evaluation.controls import (
 )
 from g2rpo.evaluation.heldout import (
     Evaluation,
-    compare,
+    compare_evaluations,
     compare_right,
     evaluation_of_all,
     least_scores,
@@ -104,7 +104,7 @@ class Evaluator:
         iteration: int,
         on_rows: Callable[[int], None],
         prompts: Sequence[str] | None = None,
-        control: Control = PLAIN,
+        control: Control = NO_CONTROL,
         seed: int | None = None,
         rewards: Mapping[str, Reward] | None = None,
         kept: Callable[[Tensor], Tensor] = reduced,
@@ -208,7 +208,7 @@ class Evaluator:
         base = self.base()
         if base is None:
             return row
-        row |= {f"stderr/{name}": change.error for name, change in compare(base, evaluation).items()}
+        row |= {f"stderr/{name}": change.error for name, change in compare_evaluations(base, evaluation).items()}
         if (right := compare_right(base, evaluation)) is not None:
             row |= {"right": right.tuned, "right_stderr": right.error}
         row |= spread or {}
@@ -234,7 +234,7 @@ class Evaluator:
         base = self.base()
         if base is None:
             raise ValueError("this trainer has neither evaluated the base model nor a run_dir that holds its evaluation")
-        table = compare(base, tuned)
+        table = compare_evaluations(base, tuned)
         if not self.run.writes:
             return table
         results: dict[str, Any] = {"iteration": iteration, "prompts": len(base.prompts)}

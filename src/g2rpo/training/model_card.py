@@ -22,7 +22,7 @@ from g2rpo.core.types import Policy
 from g2rpo.evaluation.untrained import Controls, in_figures, in_words, told
 from g2rpo.monitor.clips import clip_of
 from g2rpo.policies import catalogue
-from g2rpo.policies.adapters import ABOVE
+from g2rpo.policies.adapters import ABOVE_KEY
 from g2rpo.run.run import Run
 
 CARD = "README.md"
@@ -235,7 +235,7 @@ def header_of(config: Config, iteration: int) -> dict[str, str]:
         "iteration": str(iteration),
         "size": f"{config.policy.width}x{config.policy.height}",
     }
-    above = {ABOVE: str(config.policy.lora_above)} if config.policy.lora_above else {}
+    above = {ABOVE_KEY: str(config.policy.lora_above)} if config.policy.lora_above else {}
     return {**{f"g2rpo.{name}": text for name, text in own.items()}, **above, **_modelspec(config, method)}
 
 

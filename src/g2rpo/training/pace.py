@@ -13,11 +13,11 @@ from g2rpo.evaluation.work import plans_in, work
 
 MEASURED = 3
 """Iterations after which a run is fitted for the first time."""
-LOOKS = 3
+EVALUATIONS = 3
 """Evaluations of a fitted run, beside the base model's."""
-PROBE = 8
+TIMED_PROMPTS = 8
 """Held-out prompts on which an evaluation is timed before a run begins."""
-FEWEST = 16
+FEWEST_PROMPTS = 16
 """The fewest held-out prompts that a fitted run is evaluated on, unless it has fewer."""
 EVALUATED = 0.3
 """The share of a given time for all evaluations, as planned before the run begins."""
@@ -40,7 +40,7 @@ def planned(config: Config, row: float, picture: float, look: float, heldout: in
     tails = sum(len(plan.tails) for plan in plans_in(config, 0))
     pictures = config.trainer.prompts_per_iteration * config.algorithm.group_size * tails
     iteration = work(config, 0) * row + pictures * picture
-    fewest = min(FEWEST, heldout)
+    fewest = min(FEWEST_PROMPTS, heldout)
     least = iteration + 2 * fewest * look
     if least > left:
         raise UserError(
@@ -48,9 +48,9 @@ def planned(config: Config, row: float, picture: float, look: float, heldout: in
             f"{iteration:.1f} s, and {fewest} prompts by base and tuned model; give more time, or lower "
             "trainer.prompts_per_iteration, algorithm.group_size or sampling.num_steps"
         )
-    for looks in range(1 + LOOKS, 1, -1):
+    for looks in range(1 + EVALUATIONS, 1, -1):
         prompts = min(heldout, int(EVALUATED * left / (looks * look)))
-        if prompts >= min(heldout, 4 * FEWEST):
+        if prompts >= min(heldout, 4 * FEWEST_PROMPTS):
             break
     prompts = max(fewest, prompts)
     iterations = max(MEASURED + 1, int((left - looks * prompts * look) / iteration))  # fitted before it ends
@@ -58,11 +58,11 @@ def planned(config: Config, row: float, picture: float, look: float, heldout: in
     return with_length(config.model_copy(update={"evaluation": evaluation}), iterations, math.ceil(iterations / (looks - 1)))
 
 
-def fitted(config: Config, done: int, train: Sequence[float], look: float, left: float, first: bool) -> Config:
+def fitted_length(config: Config, done: int, train: Sequence[float], look: float, left: float, first: bool) -> Config:
     """`config` with as many iterations as fit into the `left` seconds, given that an iteration took `train` and an
     evaluation `look` seconds; at least those that are `done`. The `first` fit also spreads evaluations over them."""
     per = statistics.median(train[1:][-10:] or train)
-    spread = min(LOOKS, math.ceil(config.trainer.iterations / config.evaluation.every))
+    spread = min(EVALUATIONS, math.ceil(config.trainer.iterations / config.evaluation.every))
 
     def every(iterations: int) -> int:
         return math.ceil(iterations / spread) if first else config.evaluation.every

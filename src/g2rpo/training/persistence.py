@@ -19,7 +19,7 @@ from g2rpo.runtime.distributed import ALONE
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import copy_card
-from g2rpo.training.reward_states import restore, states
+from g2rpo.training.reward_states import restore, states_of
 
 
 @dataclass(kw_only=True)
@@ -46,7 +46,7 @@ class Persistence:
         """
         if diverged := self.shards.diverged(list(self.learner.parameters)):
             raise Stopped(f"iteration {iteration}: the weights of ranks {diverged} are not rank 0's; nothing was saved")
-        rewards = states(self.rewards, self.shards.world)
+        rewards = states_of(self.rewards, self.shards.world)
         if self.run.folder is None:
             return None
         tensors, state = self.learner.stored()

@@ -24,9 +24,9 @@ from g2rpo.training.trainer import Trainer
 
 PART = 4
 """The run has so many times the iterations of a pilot."""
-SHARE = 1 / 3
+PILOT_SHARE = 1 / 3
 """The share of a given time that all pilots may take."""
-MOST_PROMPTS = 64
+PILOT_PROMPTS = 64
 """The most training prompts on which a pilot is evaluated."""
 
 
@@ -56,7 +56,7 @@ def pilot_config(config: Config, rate: float, iterations: int | None = None) -> 
 
 def pilot_prompts(config: Config, prompts: Sequence[str]) -> Sequence[str]:
     """The training prompts on which pilots are evaluated."""
-    return prompts[: min(MOST_PROMPTS, config.evaluation.num_prompts)]
+    return prompts[: min(PILOT_PROMPTS, config.evaluation.num_prompts)]
 
 
 class Pilots:
@@ -77,12 +77,12 @@ class Pilots:
         self, sweep: Sweep, run: Run, ends_at: float | None = None, tell: Callable[[str], None] = lambda line: None
     ) -> float:
         """The rate that `sweep` takes, whose missing pilots are run; each is stored in `run` and told as it ends. They are
-        shorter if their `SHARE` of the time until `ends_at` (`time.monotonic`) is short."""
+        shorter if their `PILOT_SHARE` of the time until `ends_at` (`time.monotonic`) is short."""
         length = sweep.pilots[0].iterations if sweep.pilots else None
         while rates := sweep.missing():
             began = time.monotonic()
             if length is None and ends_at is not None:
-                length = self._length(rates[0], (ends_at - began) * SHARE / (len(sweep.rates) + REPEATED * LONGER))
+                length = self._length(rates[0], (ends_at - began) * PILOT_SHARE / (len(sweep.rates) + REPEATED * LONGER))
             longer = len(sweep.pilots) >= len(sweep.rates)
             pilot = self._pilot(rates[0], length and length * (LONGER if longer else 1), began)
             tell(str(pilot))

@@ -76,7 +76,7 @@ def looked_at(policy: Policy, sizes: BatchSizes, collected: Collected, prompts: 
     return sizes.fit(lambda: decode(policy, latents, sizes.decode)), texts
 
 
-def states(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:
+def states_of(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:
     """The states of all rewards that have one. Raises `Stopped` if those of the ranks differ."""
     found = {name: reward.state for name, reward in stateful(rewards).items()}
     for name, state in found.items():
@@ -87,7 +87,7 @@ def states(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:
 
 
 def restore(rewards: Mapping[str, Reward], stored: Mapping[str, Any]) -> None:
-    """Sets the states that `states` returned; KeyError if one is missing."""
+    """Sets the states that `states_of` returned; KeyError if one is missing."""
     for name in stateful(rewards).keys() | (stored.keys() & rewards.keys()):
         rewards[name].state = copy.deepcopy(stored[name])  # a checkpoint's tensors are mapped from its file
 

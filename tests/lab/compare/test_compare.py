@@ -18,7 +18,7 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import as_json
 from g2rpo.evaluation.work import iterations_within, work
-from g2rpo.lab.compare.jobs import environment
+from g2rpo.lab.compare.jobs import environment_of
 from g2rpo.lab.compare.outcomes import History, gain_of, lines, read_run, seconds_per_evaluation
 from g2rpo.lab.compare.results import FREE
 from g2rpo.lab.compare.study import check_overrides, own_budgets, parse_budget, parse_cells, parse_rates
@@ -132,7 +132,7 @@ def test_what_a_study_chooses_is_not_set_beside_it():
 
 
 def test_a_budget_of_more_iterations_than_anyone_runs_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr("g2rpo.evaluation.work.MOST", 1000)
+    monkeypatch.setattr("g2rpo.evaluation.work.MOST_ITERATIONS", 1000)
     with pytest.raises(UserError, match="more than 1,000 iterations"):
         iterations_within(load_config("scenes", []), 1e9)
 
@@ -167,12 +167,12 @@ def test_workers_share_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert environment(0, 3) == {"OMP_NUM_THREADS": "2"} and environment(0, 20) == {"OMP_NUM_THREADS": "1"}
+    assert environment_of(0, 3) == {"OMP_NUM_THREADS": "2"} and environment_of(0, 20) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert [environment(slot, 3)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0", "1", "0"]
+    assert [environment_of(slot, 3)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0", "1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3")
-    assert environment(1, 2) == {"OMP_NUM_THREADS": "5", "CUDA_VISIBLE_DEVICES": "3"}
+    assert environment_of(1, 2) == {"OMP_NUM_THREADS": "5", "CUDA_VISIBLE_DEVICES": "3"}
 
 
 @pytest.mark.parametrize(

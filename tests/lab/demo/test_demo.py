@@ -43,7 +43,7 @@ from g2rpo.lab.demo.session import MAX_PROMPT, MAX_SEED, draw_pair, plan_labels,
 from g2rpo.lab.demo.settings import demo_facts, of_model, of_run
 from g2rpo.lab.demo.views import digits, drawing_html, run_html, trace_html
 from g2rpo.lab.report.history import read_runs
-from g2rpo.lab.report.verdict import summary
+from g2rpo.lab.report.verdict import summary_of
 from g2rpo.monitor.scores import read_rows, scores_of
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guidance_of
@@ -694,7 +694,7 @@ def test_what_the_page_is_about_is_said_for_outsiders(run):
     said = demo_facts(of_run(run), log)
     weights = {"lora": "an adapter", "full": "all weights"}[run.name]
     assert f", before and after training {weights} with G²RPO on brightness. " in said
-    assert said.endswith(" ".join(summary(log).sentences))
+    assert said.endswith(" ".join(summary_of(log).sentences))
     assert demo_facts(of_model("testbed", None, 3.5, None), None) == "The tiny FLUX that comes with g2rpo, as it is."
 
 

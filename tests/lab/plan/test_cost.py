@@ -17,18 +17,18 @@ from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.controls import PLAIN
+from g2rpo.evaluation.controls import NO_CONTROL
 from g2rpo.lab.plan import autocast, trace
 from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.fit import other_method, what_fits
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.rewards import cost_of_reward
-from g2rpo.lab.plan.roofline import USUAL, Meter
+from g2rpo.lab.plan.roofline import USUAL_SHARES, Meter
 from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES
 from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.pipelines import blocks_of, load_pipeline
+from g2rpo.policies.pipelines import blocks_of, read_pipeline
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
@@ -73,7 +73,7 @@ def test_what_loading_takes_of_the_host_is_one_copy_of_the_files(tmp_path, flux_
     pipeline = FluxPipeline.from_pretrained(flux_directory, dtype=torch.bfloat16)
     pipeline.save_pretrained(tmp_path / "model", safe_serialization=True)
     c = config(tmp_path / "model", f"policy.tuning={tuning}", "policy.dtype=bfloat16")
-    pipeline = load_pipeline(FluxPipeline, tmp_path / "model", torch.bfloat16, tuning)
+    pipeline = read_pipeline(FluxPipeline, tmp_path / "model", torch.bfloat16, tuning)
     parts = [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
     files = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     mapped = [range(int(first, 16), int(last, 16)) for first, last in files]
@@ -334,7 +334,7 @@ def test_the_lists_of_cudas_autocast_are_torchs():
         (block,) = re.findall(rf"#define {macro}\(_\)(.*?)\n\n", header, re.DOTALL)
         return {name for name in re.findall(r"_\((\w+)", block) if not name.startswith("_")}
 
-    assert names("AT_FORALL_FP32") == autocast.FLOAT32
+    assert names("AT_FORALL_FP32") == autocast.FLOAT32_OPERATIONS
     assert names("AT_FORALL_FP32_SET_OPT_DTYPE") == autocast.SUMS
 
 
@@ -449,14 +449,14 @@ def test_time_on_a_card_is_that_of_its_calls(flux_directory):
     card = CARDS["h200"]
     seconds, traced = plan.seconds(card), plan.traced
     call, single, passed, decoded = (
-        it.roofline.call(card, USUAL) for it in (traced.velocity, traced.single, traced.training, traced.decode)
+        it.roofline.call(card, USUAL_SHARES) for it in (traced.velocity, traced.single, traced.training, traced.decode)
     )
     (iteration, _), *more = plan.counts.kinds
     assert not more and traced.single.rows == 1 and traced.velocity.rows == max(iteration.calls) == 5 and single < call
     rollout = sum(single + (rows - 1) / 4 * (call - single) for rows in iteration.calls)
     assert seconds.iteration["rollout"] == pytest.approx(rollout)
     assert seconds.iteration["decode"] == pytest.approx(iteration.images * decoded / traced.decode.rows)
-    step = OPTIMIZER_PASSES * plan.work.trained / (card.bandwidth * 1e9 * USUAL.bandwidth)
+    step = OPTIMIZER_PASSES * plan.work.trained / (card.bandwidth * 1e9 * USUAL_SHARES.bandwidth)
     assert seconds.iteration["update"] == pytest.approx(4 * passed / 3 + step)
     total = 3 * sum(seconds.iteration.values()) + plan.counts.times_evaluated * seconds.evaluation + seconds.encoding
     assert seconds.run == pytest.approx(total)
@@ -493,7 +493,7 @@ def test_free_knobs_and_diversity_are_counted_as_the_run_evaluates_them(flux_dir
     t, evaluations = train(c, tmp_path), []
     evaluate, steps = t.evaluator.evaluate, t.evaluator.sampler.num_steps
 
-    def counted(iteration, on_rows, prompts, control=PLAIN, **more):
+    def counted(iteration, on_rows, prompts, control=NO_CONTROL, **more):
         evaluations.append(len(prompts) * control.evaluations(steps))
         return evaluate(iteration, on_rows, prompts, control, **more)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from g2rpo.core.errors import UserError
-from g2rpo.lab.plan.fit import LEAST, cuts, plan_within
+from g2rpo.lab.plan.fit import FEWEST_ITERATIONS, cuts, plan_within
 from g2rpo.lab.plan.plan import Planner, find_target
 from tests.support.commands import done
 from tests.support.variants import few
@@ -44,7 +44,7 @@ def test_the_command_prints_what_to_run(capsys, tiny_config):
 @pytest.mark.parametrize(
     ("device", "time", "message"),
     few(
-        [("h100", "0.001s", f"the least on .* for {LEAST} iterations"), ("cpu", "1h", "name a card")],
+        [("h100", "0.001s", f"the least on .* for {FEWEST_ITERATIONS} iterations"), ("cpu", "1h", "name a card")],
         lambda each: each[0] == "cpu",
     ),
 )

@@ -16,11 +16,11 @@ from g2rpo.config.resolve import resolve
 from g2rpo.core import statistics
 from g2rpo.core.statistics import interval
 from g2rpo.lab.report.charts import compact
-from g2rpo.lab.report.history import Change, read_runs, rollout_seconds, seed_groups
+from g2rpo.lab.report.history import RewardChange, read_runs, rollout_seconds, seed_groups
 from g2rpo.lab.report.page import render
-from g2rpo.lab.report.pictures import FRAMES
-from g2rpo.lab.report.verdict import decimals, signed, span, summary, verdict
-from g2rpo.monitor.alarms import ADVICE
+from g2rpo.lab.report.pictures import MOST_EVALUATIONS
+from g2rpo.lab.report.verdict import decimals, in_time, signed, summary_of, verdict
+from g2rpo.monitor.alarms import ALARM_ADVICE
 from g2rpo.monitor.scores import read_rows, right_of, save_pictures, save_rows, score_rows, scores_of
 from g2rpo.run.run import Run
 from tests.support.commands import done, g2rpo, refused
@@ -201,7 +201,7 @@ def said(directory, rewards, right=None, alarms=(), more=None):
     (directory / "results.json").write_text(json.dumps(results | ({"right": row(*right)} if right else {}) | (more or {})))
     logged = {"kind": "eval", "iteration": 4, "seconds": 1.0, "alarms": dict.fromkeys(alarms, "seen")}
     (directory / "metrics.jsonl").write_text(json.dumps(logged) + "\n")
-    told = summary(*read_runs([directory]))
+    told = summary_of(*read_runs([directory]))
     plain = [" ".join(lines).replace("\N{NO-BREAK SPACE}", " ") for lines in (told.sentences, told.figures)]
     assert "No free knob of the untrained model was tried" in plain[0]
     return plain
@@ -230,7 +230,7 @@ def test_the_summary_says_what_happened_in_plain_words(tmp_path):
     )
     assert both.endswith("Fallen: one, two; 2 alarms: a, b.")
     Run(tmp_path / "e").claim(config())
-    assert summary(*read_runs([tmp_path / "e"])).sentences == [
+    assert summary_of(*read_runs([tmp_path / "e"])).sentences == [
         "Nothing can be said yet: there is no second evaluation to compare the base model's with."
     ]
 
@@ -391,7 +391,7 @@ def test_a_run_that_stopped_has_a_page(tmp_path):
     assert [row["iteration"] for row in evaluations] == [0, 2]
     first, last = evaluations
     (change, _) = run.changes()
-    assert change == Change(
+    assert change == RewardChange(
         first["reward/bright"],
         last["reward/bright"],
         last["stderr/bright"],
@@ -483,7 +483,7 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
     assert len(html) < 5e6
     (slider,) = [a for a in Page(html).all("input") if "data-iterations" in a]
     shown = [int(i) for i in slider["data-iterations"].split(",")]
-    assert len(shown) == FRAMES and shown[0] == 0 and shown[-1] == 19
+    assert len(shown) == MOST_EVALUATIONS and shown[0] == 0 and shown[-1] == 19
 
 
 @pytest.mark.parametrize(
@@ -498,17 +498,17 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
     ],
 )
 def test_verdicts(tuned, error, said):
-    assert verdict(Change(1.0, tuned, error, 64, reward="r", trained=True, iteration=1)) == said
+    assert verdict(RewardChange(1.0, tuned, error, 64, reward="r", trained=True, iteration=1)) == said
 
 
 def test_numbers_for_people():
     assert [decimals(e) for e in (0.0159, 0.22, 3.1, 41.0, 0.0, math.nan, 1e-9)] == [3, 2, 1, 0, 3, 3, 6]
-    assert [span(s) for s in (0.78, 42, 301, 12000)] == ["0.78 s", "42 s", "5 min 1 s", "3 h 20 min"]
+    assert [in_time(s) for s in (0.78, 42, 301, 12000)] == ["0.78 s", "42 s", "5 min 1 s", "3 h 20 min"]
 
 
 def test_alarms_are_told_and_marked(tmp_path, monkeypatch):
     """A judged reward falls in every toy run (dark is minus bright); a row of training has one of its own."""
-    monkeypatch.setattr(statistics, "FEWEST", 3)
+    monkeypatch.setattr(statistics, "FEWEST_VALUES", 3)
     directory = make_run(tmp_path / "run", "trainer.iterations=6", finish=False)
     rows = Run(directory).read_log()
     for row in rows:
@@ -523,7 +523,7 @@ def test_alarms_are_told_and_marked(tmp_path, monkeypatch):
     (hacking,) = [one for one in run.alarms() if one.name == "hacking"]
     assert (hacking.first, hacking.last) == (2, 6)
     page = Page(render([run]))
-    assert f"hacking 2 to 6 {hacking.said} {ADVICE['hacking']}" in page.words
+    assert f"hacking 2 to 6 {hacking.said} {ALARM_ADVICE['hacking']}" in page.words
     assert "drift 2 to 3 seen <2>" in page.words and "drift 5 seen <5>" in page.words
     charts = {a["aria-label"].split(".")[0]: a["aria-label"] for a in page.all("svg", class_="chart")}
     assert "Alarm at iteration 2." in charts["dark, judged only"] and "Alarm" not in charts["Gradient norm"]

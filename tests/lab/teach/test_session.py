@@ -216,7 +216,7 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
     with contented.begun():
         while not contented.brake.looks:
             teach(contented, 1)
-        assert contented.brake.looks[0].wrong == "" and contented.brake.step == min(brake.MOST, brake.GROW)
+        assert contented.brake.looks[0].wrong == "" and contented.brake.step == min(brake.LARGEST_STEP, brake.GROW)
 
 
 def test_learning_pauses_where_it_was_to_go(tmp_path):

@@ -72,7 +72,7 @@ class Workers:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment(slot, self.count)},
+                    env={**os.environ, **environment_of(slot, self.count)},
                     pass_fds=(self.lock,),
                 )
             self.running.add(process)
@@ -86,7 +86,7 @@ class Workers:
             raise UserError(message) if code == 2 else Stopped(message)
 
 
-def environment(slot: int, count: int) -> dict[str, str]:
+def environment_of(slot: int, count: int) -> dict[str, str]:
     """The environment of worker `slot` of `count`: an equal share of the cores, unless OMP_NUM_THREADS is larger, and one
     GPU."""
     import torch

@@ -14,21 +14,21 @@ from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.sweep import EvaluationDirectory
-from g2rpo.evaluation.sweep import Judged as JudgedRow
+from g2rpo.evaluation.sweep import JudgedSteps as JudgedRow
 from g2rpo.evaluation.untrained import Controls
 from g2rpo.evaluation.work import work
 from g2rpo.monitor.scores import read_rows, read_scores, scores_of
 from g2rpo.run.rates import RateGain, Values, gain_at, gains
 from g2rpo.run.run import Run
 
-AGAIN = "delete this folder, and the same command makes it again"
+MADE_AGAIN = "delete this folder, and the same command makes it again"
 
 
 def seconds_per_evaluation(config: Config, run_dir: Path) -> float:
     """Seconds per unit of `work`, from a probe: a short run of `config`, without its first iteration."""
     rows = [row for row in Run(run_dir).read_log() if row["kind"] == "train" and row["iteration"] > 1]
     if not rows:
-        raise UserError(f"{run_dir}: its log has no second iteration; {AGAIN}")
+        raise UserError(f"{run_dir}: its log has no second iteration; {MADE_AGAIN}")
     return sum(row["seconds"] for row in rows) / sum(work(config, row["iteration"] - 1) for row in rows)
 
 
@@ -54,7 +54,7 @@ def read_run(config: Config, run_dir: Path) -> History:
     looks: list[tuple[int, int, float, dict[str, Values]]] = []
     rows = Run(run_dir).read_log()
     if Run(run_dir).gaps(rows, config.trainer.iterations):
-        raise UserError(f"{run_dir}: its log has not all iterations of the run; {AGAIN}")
+        raise UserError(f"{run_dir}: its log has not all iterations of the run; {MADE_AGAIN}")
     for row in rows:
         alarms |= row.get("alarms", {})
         iteration = row["iteration"]
@@ -69,7 +69,7 @@ def read_run(config: Config, run_dir: Path) -> History:
     iterations = [iteration for iteration, *_ in looks]
     whole = iterations[:1] == [0] and iterations[-1:] == [config.trainer.iterations]
     if not whole or iterations != sorted({*iterations}):
-        raise UserError(f"{run_dir}: its log has not the evaluations of one whole run; {AGAIN}")
+        raise UserError(f"{run_dir}: its log has not the evaluations of one whole run; {MADE_AGAIN}")
     _, spent, seconds, scored = map(list, zip(*looks, strict=True))
     return History(iterations, spent, seconds, scored, alarms, pictures)
 
@@ -108,12 +108,12 @@ Judged = Mapping[tuple[int, str], Values]
 def read_judged(folder: Path) -> Judged:
     """The scores of an evaluation of one side, with each of its pictures once."""
     path = EvaluationDirectory(folder).pictures
-    rows = read_rows(path, JudgedRow, AGAIN)
+    rows = read_rows(path, JudgedRow, MADE_AGAIN)
     indices: dict[tuple[Any, ...], list[int]] = {}
     for row in rows:
         indices.setdefault((row["steps"], row["side"], row.get("control")), []).append(row["index"])
     if any(sorted(own) != list(range(len(own))) for own in indices.values()):
-        raise UserError(f"{path}: lacks pictures, or has one twice; {AGAIN}")
+        raise UserError(f"{path}: lacks pictures, or has one twice; {MADE_AGAIN}")
     return judged_scores(rows)
 
 

@@ -26,7 +26,7 @@ from g2rpo.lab.compare.outcomes import (
     read_judged,
 )
 from g2rpo.lab.compare.study import Study, StudyDirectory
-from g2rpo.monitor.curves import SOFT, Line, draw_line, plain_axes
+from g2rpo.monitor.curves import FIGURE_SOFT, Line, draw_line, plain_axes
 from g2rpo.run.rates import RateGain
 
 FREE = {"best": "no training: best free knob", "best_of": "no training: best of several"}
@@ -119,7 +119,7 @@ def write_results(
     files = StudyDirectory(out)
     write_whole(files.results, as_json(stored, 1).encode())
     write_whole(files.page, markdown(results, spent, gains).encode())
-    save_curves(files.curves, curves, trained)
+    save_study_curves(files.curves, curves, trained)
     return results
 
 
@@ -202,7 +202,7 @@ def _check_alike(found: Mapping[Path, Any]) -> None:
             )
 
 
-def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]], trained: Sequence[str]) -> None:
+def save_study_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]], trained: Sequence[str]) -> None:
     """Draws curves[reward][cell]: a row of panels per reward, against iterations, network evaluations and seconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -222,7 +222,7 @@ def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]],
                 x, ends = [spent(point) for point in points], [(change.low, change.high) for change in changes]
                 draw_line(axis, Line(cell, x, [change.mean for change in changes], number, ends, "marked"))
             plain_axes(axis)
-            axis.axhline(0, color=SOFT, linewidth=0.8)
+            axis.axhline(0, color=FIGURE_SOFT, linewidth=0.8)
             axis.set_xlabel(label, fontsize=9)
         row[0].set_ylabel("change", fontsize=9)
         row[0].set_title(f"{reward} ({'trained on' if reward in trained else 'judged only'})", fontsize=10, loc="left")

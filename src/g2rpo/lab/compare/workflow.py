@@ -41,7 +41,7 @@ from g2rpo.run.run import Run
 from g2rpo.training.model_card import CARD
 
 NOISE = 0  # the seed of the evaluations: the same noise for all cells, so that differences are paired
-PROBE = 3  # iterations; the first is a warm-up
+PROBED_ITERATIONS = 3  # iterations; the first is a warm-up
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Workspace:
         return Job(run.title, arguments, run.folder.parent / f"{run.folder.name}.log")
 
     def probe(self, cell: str) -> Training:
-        short = [f"trainer.iterations={PROBE}", "evaluation.num_prompts=1"]
+        short = [f"trainer.iterations={PROBED_ITERATIONS}", "evaluation.num_prompts=1"]
         return Training(f"probe of {cell}", self.out / "probes" / cell, [*self.study.overrides_of(cell), *short])
 
     def run(self, cell: str, rate: float, seed: int, iterations: int) -> list[str]:

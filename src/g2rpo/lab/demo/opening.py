@@ -13,7 +13,7 @@ from g2rpo.evaluation.heldout import verdicts
 from g2rpo.lab.report.history import RunHistory
 from g2rpo.monitor.scores import read_scores
 
-Scores = Mapping[str, Tensor]
+DemoScores = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def opening_of(run: RunHistory, rewards: Mapping[str, Reward], trained: Sequence
     return opening(base, tuned, scored, [name for name in trained if name in scored])
 
 
-def opening(base: Scores, tuned: Scores, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:
+def opening(base: DemoScores, tuned: DemoScores, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:
     """The first prompt on which training helped, from scores [N] by reward before and after it: one that was wrong and is right
     or, if no reward defines right pictures, one on which every trained score rose."""
     before, after = verdicts(rewards, base), verdicts(rewards, tuned)

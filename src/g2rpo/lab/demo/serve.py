@@ -76,10 +76,10 @@ def _grammar(prompt: str) -> str:
 
 def _spelling(prompt: str) -> str:
     """The same for its words."""
-    from g2rpo.testbed.words.language import COLOURS, parse
+    from g2rpo.testbed.words.language import INK_COLOURS, parse_word
 
     wanted = "a word of three to six letters in quotes and a colour, such as 'tiger' in red"
-    return "" if parse(prompt) else f"it takes {wanted} ({', '.join(COLOURS)})"
+    return "" if parse_word(prompt) else f"it takes {wanted} ({', '.join(INK_COLOURS)})"
 
 
 EXPLAIN = {"testbed": _grammar, "words": _spelling}

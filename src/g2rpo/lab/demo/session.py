@@ -28,7 +28,7 @@ from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.guidance import guided_by, in_training
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.rollout.scoring import at_once, decode, score
+from g2rpo.rollout.scoring import decode, pictures_at_once, score
 from g2rpo.runtime.memory import BatchSizes
 
 MAX_PROMPT = 500
@@ -313,7 +313,7 @@ def _decoded(
 ) -> tuple[Tensor, Tensor]:
     """Pictures or reduced clips of latents [N, ...], and their scores [R, N], a batch at a time: clips are large."""
     shown, scores = [], []
-    for part in latents.split(at_once(rewards or {}, session.sizes.decode, members)):
+    for part in latents.split(pictures_at_once(rewards or {}, session.sizes.decode, members)):
         images = decode(session.policy, part, session.sizes.decode)
         shown.append(reduced(images) if images.ndim == 5 else images)
         scores.append(score(rewards or {}, images, [prompt] * len(images), part, members=members))

@@ -20,7 +20,7 @@ from g2rpo.config.schema import Config, PolicyConfig, RewardTable, SamplingConfi
 from g2rpo.core.data import Precision
 from g2rpo.core.types import Algorithm
 from g2rpo.lab.report.history import RunHistory
-from g2rpo.lab.report.verdict import model_name, summary
+from g2rpo.lab.report.verdict import model_name, summary_of
 from g2rpo.run.run import Run
 
 
@@ -109,4 +109,4 @@ def demo_facts(settings: DemoSettings, log: RunHistory | None) -> str:
     """A description of model, training and results for the top of the page."""
     name = model_name(settings.policy)
     line = f"{'The' + name[3:] if name.startswith('the ') else name}, {settings.training}."
-    return " ".join([line, *summary(log).sentences]) if log is not None else line
+    return " ".join([line, *summary_of(log).sentences]) if log is not None else line

@@ -17,7 +17,7 @@ from g2rpo.lab.report.pictures import data_uri, picture_uri
 from g2rpo.lab.report.verdict import fixed, signed
 from g2rpo.monitor.diagnostics import group_std
 
-LARGE, SMALL = 1024, 256  # pixels a side, at most, of the pictures within a page
+LARGE_SIDE, SMALL_SIDE = 1024, 256  # pixels a side, at most, of the pictures within a page
 
 FRAME = """
 const page = this.contentDocument;
@@ -37,9 +37,9 @@ def drawing_html(drawing: DrawnPair, note: str = "") -> str:
     sides = [("base", drawing.base), *([("tuned", drawing.tuned)] if drawing.tuned is not None else [])]
     return environment.get_template("drawing.html").render(
         prompt=drawing.prompt,
-        inputs=[data_uri(picture, SMALL) for picture in read_inputs(drawing.prompt)],
+        inputs=[data_uri(picture, SMALL_SIDE) for picture in read_inputs(drawing.prompt)],
         pictures=[
-            (name, picture_uri(evaluation.images[0], LARGE, drawing.seconds), _scores(drawing, name), _right(evaluation))
+            (name, picture_uri(evaluation.images[0], LARGE_SIDE, drawing.seconds), _scores(drawing, name), _right(evaluation))
             for name, evaluation in sides
         ],
         shape=tuple(reversed(drawing.base.images.shape[-2:])),
@@ -85,9 +85,9 @@ def trace_html(group: GroupTrace) -> str:
         {
             "number": member + 1,
             "mark": "" if silent else {best: "best", worst: "worst"}.get(float(group.advantages[member]), ""),
-            "noised": picture_uri(group.noised[member], SMALL, group.seconds),
+            "noised": picture_uri(group.noised[member], SMALL_SIDE, group.seconds),
             "finals": [
-                (g, picture_uri(finals[member], SMALL, group.seconds))
+                (g, picture_uri(finals[member], SMALL_SIDE, group.seconds))
                 for g, finals in zip(group.granularities, group.finals, strict=True)
             ],
             "scores": [(name, [_score(value) for value in group.rewards[r, :, member]]) for r, name in enumerate(group.names)],
@@ -99,14 +99,14 @@ def trace_html(group: GroupTrace) -> str:
     ]
     return environment.get_template("group.html").render(
         prompt=group.prompt,
-        inputs=[data_uri(picture, SMALL) for picture in read_inputs(group.prompt)],
+        inputs=[data_uri(picture, SMALL_SIDE) for picture in read_inputs(group.prompt)],
         where=plan_labels([group.plan])[0],
         noised_at=group.noised_at,
         walk=[
             {
                 "step": step,
                 "sigma": f"{sigmas[step]:.2f}",
-                "uri": picture_uri(picture, SMALL, group.seconds),
+                "uri": picture_uri(picture, SMALL_SIDE, group.seconds),
                 "noise": step in group.plan.stochastic,
             }
             for step, picture in enumerate(group.predictions)

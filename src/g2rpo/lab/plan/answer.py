@@ -13,7 +13,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.fit import fitting
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target
-from g2rpo.lab.plan.seconds import Seconds
+from g2rpo.lab.plan.seconds import PlannedSeconds
 from g2rpo.policies.catalogue import licence_of
 from g2rpo.policies.quantized import NO_FLOAT8
 
@@ -24,18 +24,18 @@ class Alternative:
 
     overrides: list[str]
     needed: int
-    seconds: Seconds | None
+    seconds: PlannedSeconds | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PlanAnswer:
     """The answer of `g2rpo plan`. `cards` has all known cards if `seconds` is unknown for the target."""
 
     recipe: str
     plan: Estimate
     target: Target
-    seconds: Seconds | None
-    cards: Mapping[str, tuple[bool, Seconds]]
+    seconds: PlannedSeconds | None
+    cards: Mapping[str, tuple[bool, PlannedSeconds]]
     alternative: Alternative | None
     notes: Sequence[str]
 
@@ -85,7 +85,7 @@ def plan(
     device: str | None,
     ranks: int,
     ranks_per_node: int | None,
-) -> Answer:
+) -> PlanAnswer:
     """The plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine, and overrides that fit if it does not."""
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
     config, notes = planner.config, planner.notes
@@ -102,18 +102,18 @@ def plan(
     if not target.holds(result) and (extra := fitting(planner, target)) is not None:
         other = planner.plan(*extra, cuda=target.cuda)
         alternative = Alternative(extra, other.memory.needed, other.seconds(target.card) if target.card else None)
-    return Answer(
+    return PlanAnswer(
         recipe=recipe,
         plan=result,
         target=target,
         seconds=seconds,
         cards=cards,
         alternative=alternative,
-        notes=[*notes, *components.cautions(config.policy), *_cautions(result, config)],
+        notes=[*notes, *components.model_cautions(config.policy), *_cautions(result, config)],
     )
 
 
-def _cards(result: Estimate) -> dict[str, tuple[bool, Seconds]]:
+def _cards(result: Estimate) -> dict[str, tuple[bool, PlannedSeconds]]:
     """Whether a CUDA plan fits on each known card, and its time there."""
     return {
         key: (result.memory.needed <= find_target(key).capacity, result.seconds(card))

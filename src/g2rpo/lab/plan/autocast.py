@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-FLOAT32 = {
+FLOAT32_OPERATIONS = {
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
     "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm",
     "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d",
@@ -58,7 +58,7 @@ class CudaAutocast(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if torch.is_autocast_enabled("cpu"):
-            if name in FLOAT32:
+            if name in FLOAT32_OPERATIONS:
                 args, kwargs = tree_map(_widened, (args, kwargs))
             elif name in SUMS and _widened(args[0]) is not args[0]:
                 kwargs = {"dtype": torch.float32, **kwargs}

@@ -37,7 +37,7 @@ def settled(config: Config, cuda: bool) -> Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Iteration:
+class CountedIteration:
     """Counts of one iteration. Rows are evaluations of a velocity; with true guidance each takes two rows of the network."""
 
     plans: tuple[Plan, ...]
@@ -63,7 +63,7 @@ class Iteration:
 class Counts:
     """The iterations of a run, grouped by equal counts, and its held-out evaluations and checkpoints."""
 
-    kinds: tuple[tuple[Iteration, int], ...]
+    kinds: tuple[tuple[CountedIteration, int], ...]
     """Distinct iterations with their number: iterations differ if an algorithm's window moves."""
     prompts: int
     prompts_drawn: int
@@ -89,15 +89,15 @@ class Counts:
         """Evaluations of the run, with what takes as long as such."""
         return self.times_evaluated + self.knobs / self.heldout_evaluations
 
-    def total(self, of: Callable[[Iteration], float]) -> float:
+    def total(self, of: Callable[[CountedIteration], float]) -> float:
         """A quantity of iterations, summed over the run."""
         return sum(times * of(iteration) for iteration, times in self.kinds)
 
-    def mean(self, of: Callable[[Iteration], float]) -> float:
+    def mean(self, of: Callable[[CountedIteration], float]) -> float:
         """A quantity of iterations, on average over the run."""
         return self.total(of) / self.iterations
 
-    def largest(self, of: Callable[[Iteration], Sequence[int]]) -> int:
+    def largest(self, of: Callable[[CountedIteration], Sequence[int]]) -> int:
         """The largest call of a kind; 0 if there is none."""
         return max((max(of(iteration), default=0) for iteration, _ in self.kinds), default=0)
 
@@ -147,7 +147,7 @@ class _Recorder(GaussianPolicy):
         return super().velocity(x, sigma, cond)
 
 
-def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
+def _dry(config: Config, plans: Sequence[Plan]) -> CountedIteration:
     """One iteration of the real engine and updater on a minimal policy."""
     algorithm, sampling, policy = config.algorithm, config.sampling, _Recorder()
     sigmas = sigma_grid(sampling.num_steps)
@@ -175,7 +175,7 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
         old=policy.base,
         reward=lambda x, rows: x.flatten(1).sum(1),
     ).update(examples, cond)
-    return Iteration(
+    return CountedIteration(
         plans=tuple(plans),
         calls=calls,
         passes=tuple(policy.calls["training"]),

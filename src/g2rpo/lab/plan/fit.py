@@ -16,7 +16,7 @@ from g2rpo.lab.plan.plan import Estimate, Planner, Target, find_target
 from g2rpo.policies.quantized import installed
 from g2rpo.training.pace import seconds_in
 
-Change = tuple[str, ...]
+PlanChange = tuple[str, ...]
 """Overrides that belong together."""
 
 WHOLE_SAMPLES = ("trainer.sharding=training",)
@@ -26,7 +26,7 @@ PIECES = ("trainer.sharding=full",)
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
-def same_result(config: Config, ranks: int) -> Iterator[Change]:
+def same_result(config: Config, ranks: int) -> Iterator[PlanChange]:
     """Changes that cost time or disk but keep the run's mathematics, from the most to the least expensive."""
     numbered = config.sampling.batch_size != "auto"
     if ranks > 1 and config.policy.tuning == "full" and config.trainer.sharding != "full" and numbered:
@@ -61,7 +61,7 @@ def _options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def other_method(config: Config) -> Iterator[Change]:
+def other_method(config: Config) -> Iterator[PlanChange]:
     """Changes of precision or of the trained weights, the mildest first; the first changes nothing."""
     rewards = tuple(
         f"{table}.{name}.options.dtype=bfloat16"
@@ -101,7 +101,7 @@ def what_fits(config: Config, ranks: int, fits: Callable[[Sequence[str]], bool])
     return None
 
 
-def _flat(changes: Sequence[Change]) -> list[str]:
+def _flat(changes: Sequence[PlanChange]) -> list[str]:
     return [override for change in changes for override in change]
 
 
@@ -144,7 +144,7 @@ def on_cards(recipe: str, overrides: Sequence[str], ranks: int, ranks_per_node: 
 
 # --- time --------------------------------------------------------------------------------------------------------------
 
-LEAST = 40
+FEWEST_ITERATIONS = 40
 """Fewest iterations of a run: an assumption, a third below the shortest `-evening` recipe."""
 RELEVANT = 0.98
 """A change that leaves more than this share of the time is not made."""
@@ -154,7 +154,7 @@ RELEVANT = 0.98
 class Cut:
     """Overrides, what is known of their cost in worth and its source, and the seconds of the run with all cuts so far."""
 
-    overrides: Change
+    overrides: PlanChange
     worth: str
     seconds: float
 
@@ -169,7 +169,7 @@ class Within:
     before: float
     """Seconds of the run before any cut."""
     steps: tuple[Cut, ...]
-    overrides: Change
+    overrides: PlanChange
     needed: int
     capacity: int
     seconds: float
@@ -178,7 +178,7 @@ class Within:
         return asdict(self)
 
 
-def cuts(plan: Estimate, target: Target) -> Iterator[tuple[Change, str]]:
+def cuts(plan: Estimate, target: Target) -> Iterator[tuple[PlanChange, str]]:
     """Possible cuts of a run and what they cost in worth, the least first. Those of an algorithm are made where it has such a
     field."""
     config = plan.config
@@ -211,7 +211,8 @@ def cuts(plan: Estimate, target: Target) -> Iterator[tuple[Change, str]]:
 
 
 def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | None) -> Within:
-    """Makes cuts until the run takes at most `time`, such as 3h; the last one is the number of iterations, at least `LEAST`."""
+    """Makes cuts until the run takes at most `time`, such as 3h; the last one is the number of iterations,
+    at least `FEWEST_ITERATIONS`."""
     limit, planner = seconds_in(time), Planner(recipe, overrides)
     target = find_target(device or planner.config.policy.device)
     card = target.card
@@ -239,13 +240,13 @@ def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | 
         iteration = sum(each.iteration.values())
         fits = [
             iterations
-            for iterations in range(LEAST, plan.counts.iterations + 1)
+            for iterations in range(FEWEST_ITERATIONS, plan.counts.iterations + 1)
             if each.encoding + iterations * iteration + (1 + -(-iterations // every)) * each.evaluation <= limit
         ]
         if not fits:
-            hours = (each.run - (plan.counts.iterations - LEAST) * iteration) / 3600
+            hours = (each.run - (plan.counts.iterations - FEWEST_ITERATIONS) * iteration) / 3600
             raise UserError(
-                f"--within: nothing fits; the least on {target.name} is {hours:.1f} h for {LEAST} iterations, "
+                f"--within: nothing fits; the least on {target.name} is {hours:.1f} h for {FEWEST_ITERATIONS} iterations, "
                 f"with {' '.join(taken)}"
             )
         length = (f"trainer.iterations={max(fits)}",)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-MOST = 2**22
+MOST_ELEMENTS = 2**22
 """Elements of the largest tensor whose values are kept; masks of pairs of tokens are larger, and no code reads them."""
 
 
@@ -61,7 +61,7 @@ class KnownValues(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for tensor in _tensors(value):
                         self._real.pop(tensor.untyped_storage()._cdata, None)
-        elif known and all(tensor.numel() <= MOST for tensor in _tensors(out)):
+        elif known and all(tensor.numel() <= MOST_ELEMENTS for tensor in _tensors(out)):
             for tensor, real in zip(_tensors(out), _tensors(self._compute(func, args, kwargs)), strict=True):
                 self._keep(tensor, real)
         return out

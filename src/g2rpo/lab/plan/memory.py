@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from g2rpo.assembly.blueprint import Blueprint, size_of
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import keeps_old
-from g2rpo.lab.plan.counting import Counts, Iteration
+from g2rpo.lab.plan.counting import CountedIteration, Counts
 from g2rpo.lab.plan.rewards import RewardCost
 from g2rpo.lab.plan.trace import Calls
 from g2rpo.policies.anyflow import DiffusersPolicy
@@ -16,14 +16,14 @@ from g2rpo.policies.pipelines import Shapes
 from g2rpo.policies.quantized import weights_of
 from g2rpo.rewards.weights import parse_dtype
 
-RESERVE, SLACK = 2**30, 0.05
+CONTEXT_BYTES, SLACK = 2**30, 0.05
 """Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share of the peak."""
 STORED = 2
 """Bytes of a parameter in published files, mostly bfloat16; those in float32 have twice as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class PlannedMemory:
     """Bytes. `parts` is permanent from the first update on, `working` temporary, `moments` the peak of every phase, including
     the encoding of prompts before the optimizer exists. `needed` is the largest peak with the reserve; `host` is the host
     memory for loading. `files` are the weights of the model and of the rewards, with `STORED` bytes a parameter; `written` are
@@ -56,7 +56,7 @@ def plan_memory(
     distinct_prompts: int,
     ranks: int = 1,
     group: int = 1,
-) -> Memory:
+) -> PlannedMemory:
     """The memory of a rank in a run of `config`, whose policy on the meta device is `policy`; weights are divided over `group`.
 
     Of the three numbers beside the device's, `host` is of the `ranks` of a node, which share one copy of what is mapped from
@@ -103,11 +103,11 @@ def plan_memory(
     scored_by = sum(it.bytes // parse_dtype(it.dtype).itemsize for it in reward_costs.values() if it is not None)
     final = whole["weights"]["trained weights"]
     checkpoint = copies * final + whole["optimizer"]["moments"]
-    return Memory(
+    return PlannedMemory(
         parts={**always, **after},
         working=working,
         moments=moments,
-        needed=math.ceil(peak * (1 + SLACK)) + RESERVE if cuda else peak,
+        needed=math.ceil(peak * (1 + SLACK)) + CONTEXT_BYTES if cuda else peak,
         host=_loaded(config, policy) + size_of(policy.pipeline.vae) + encoders + ranks * _converted(config, policy),
         files={
             "the model": STORED * (networks + sum(p.numel() for part in frozen for p in part.parameters())),
@@ -204,10 +204,10 @@ def _latents(config: Config, counts: Counts, shapes: Shapes) -> tuple[int, int]:
     latents for every member and stochastic step, and the finals."""
     group = config.algorithm.group_size
 
-    def finals(iteration: Iteration) -> list[int]:
+    def finals(iteration: CountedIteration) -> list[int]:
         return [sum(group * len(plan.tails) for plan in iteration.plans)]
 
-    def rows(iteration: Iteration) -> list[int]:
+    def rows(iteration: CountedIteration) -> list[int]:
         return [sum(2 + group * (2 * len(plan.stochastic) + len(plan.tails)) for plan in iteration.plans)]
 
     candidates = 2 * counts.prompts_drawn if counts.prompts_drawn > counts.prompts else 0

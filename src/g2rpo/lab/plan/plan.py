@@ -25,10 +25,10 @@ from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
-from g2rpo.lab.plan.counting import Counts, Iteration, count, knob_evaluations, settled
-from g2rpo.lab.plan.memory import RESERVE, Memory, plan_memory
+from g2rpo.lab.plan.counting import CountedIteration, Counts, count, knob_evaluations, settled
+from g2rpo.lab.plan.memory import CONTEXT_BYTES, PlannedMemory, plan_memory
 from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
-from g2rpo.lab.plan.seconds import Seconds, Work, on_card, work_of
+from g2rpo.lab.plan.seconds import PlannedSeconds, Work, on_card, work_of
 from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.lab.plan.trace import Calls, trace_calls
 from g2rpo.policies.anyflow import DiffusersPolicy
@@ -38,7 +38,7 @@ from g2rpo.rollout.guidance import in_training
 from g2rpo.runtime.distributed import World
 from g2rpo.training.ranks import divided
 
-COUNTED: dict[str, Callable[[Iteration], float]] = {
+COUNTED: dict[str, Callable[[CountedIteration], float]] = {
     "evaluations": lambda it: it.evaluations,
     "images": lambda it: it.images,
     "training_rows": lambda it: it.training_rows,
@@ -78,7 +78,9 @@ def find_target(device: str) -> Target:
         device = components.pick_device(device, "--device")
         name = torch.cuda.get_device_name(torch.device(device))
         free, total = torch.cuda.mem_get_info(torch.device(device))
-        used = f", of whose {in_bytes(total)} other programs use {in_bytes(total - free)}" if total - free > RESERVE else ""
+        used = (
+            f", of whose {in_bytes(total)} other programs use {in_bytes(total - free)}" if total - free > CONTEXT_BYTES else ""
+        )
         return Target(f"this machine's {name}{used}", True, True, free, card_of(name))
     card = find_card(device)
     return Target(card.name, True, False, int(card.memory_gib * 2**30), card)
@@ -92,7 +94,7 @@ class Estimate:
     """The config of one rank, with its share of the prompts."""
     cuda: bool
     counts: Counts
-    memory: Memory
+    memory: PlannedMemory
     traced: Calls
     blueprint: Blueprint
     policy: DiffusersPolicy
@@ -123,7 +125,7 @@ class Estimate:
     def trained_parameters(self) -> int:
         return sum(p.numel() for p in self.policy.trainable_parameters())
 
-    def seconds(self, card: Card) -> Seconds:
+    def seconds(self, card: Card) -> PlannedSeconds:
         """The time on a card, by its datasheet, without what ranks send each other."""
         return on_card(card, self.counts, self.work)
 

@@ -23,13 +23,13 @@ from g2rpo.lab.plan.cards import Card
 
 PRODUCTS, ATTENTION, NORMS, CASTS, REST = "products", "attention", "norms", "casts", "elementwise"
 """Kinds of kernels: matrix products; attention in one kernel; layer and RMS norms; changes of dtype; all others."""
-FLOAT8 = getattr(torch.ops.aten, "_scaled_mm_v2", None)
+FLOAT8_PRODUCT = getattr(torch.ops.aten, "_scaled_mm_v2", None)
 """The product of `policies.quantized.Float8Linear`, for which torch's counter has no formula."""
 MADE_WITHOUT_READING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelCost:
     """One kernel: its kind, floating-point operations and their dtype, the bytes it reads and writes, by storage, and how many
     kernels of the model it stands for."""
 
@@ -46,8 +46,8 @@ class Kernel:
 
 
 class Meter(TorchDispatchMode):
-    """While entered, records a `Kernel` for every operation that computes or copies (views are none), and counts the bytes of
-    live storages that are allocated in it: `now`, and their maximum, `peak`.
+    """While entered, records a `KernelCost` for every operation that computes or copies (views are none), and counts the
+    bytes of live storages that are allocated in it: `now`, and their maximum, `peak`.
 
     Storages of `existing` tensors are not counted. `times` returns how many kernels of the model the present one stands for.
     Works on real and on fake tensors.
@@ -55,7 +55,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, existing: Iterable[Tensor] = (), times: Callable[[], int] = lambda: 1) -> None:
         super().__init__()
-        self.kernels: list[Kernel] = []
+        self.kernels: list[KernelCost] = []
         self.times = times
         self.now = self.peak = 0
         self._numbers = itertools.count()
@@ -76,7 +76,7 @@ class Meter(TorchDispatchMode):
         view = not func._schema.is_mutable and made.keys() <= given.keys()
         if not view and name not in MADE_WITHOUT_READING:
             kind, flops, dtype = _work(func, name, args, kwargs, out)
-            self.kernels.append(Kernel(kind, flops, dtype, given, made, self.times()))
+            self.kernels.append(KernelCost(kind, flops, dtype, given, made, self.times()))
         return out
 
     def sizes(self, values: Any) -> dict[int, int]:
@@ -113,7 +113,7 @@ def _work(func: Any, name: str, args: tuple, kwargs: dict, out: Any) -> tuple[st
     dtype = str(getattr(first, "dtype", "")).removeprefix("torch.").split("_")[0]  # float8 of every layout is one
     if "scaled_dot_product" in name:
         return ATTENTION, _attention(args, backward="backward" in name), dtype
-    if func.overloadpacket is FLOAT8:
+    if func.overloadpacket is FLOAT8_PRODUCT:
         return PRODUCTS, 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1], dtype
     if (count := flop_registry.get(func.overloadpacket)) is not None:
         return PRODUCTS, float(count(*args, **kwargs, out_val=out)), dtype
@@ -142,7 +142,7 @@ class Reached:
 
 
 PEAK = Reached(1.0, 1.0, 1.0)
-USUAL = Reached(0.7, 0.4, 0.85, 0.4, 6e-6)
+USUAL_SHARES = Reached(0.7, 0.4, 0.85, 0.4, 6e-6)
 """Assumed: what large kernels of cuBLAS, FlashAttention 2 and elementwise loops are reported to reach on an H100, and the
 host's time for a call of an operator. docs/performance.md compares the result with published times."""
 
@@ -151,7 +151,7 @@ host's time for a call of an operator. docs/performance.md compares the result w
 class Roofline:
     """The kernels of one call."""
 
-    kernels: tuple[Kernel, ...] = field(repr=False)
+    kernels: tuple[KernelCost, ...] = field(repr=False)
 
     @property
     def flops(self) -> float:
@@ -182,7 +182,7 @@ class Roofline:
         """What a compiler could leave at best: between two products, one kernel reads what comes from outside it once, and
         writes once what is used outside it."""
         products = [kernel for kernel in self.kernels if kernel.kind in (PRODUCTS, ATTENTION)]
-        stages: dict[int, list[Kernel]] = defaultdict(list)
+        stages: dict[int, list[KernelCost]] = defaultdict(list)
         for stage, kernel in zip(_stages(self.kernels), self.kernels, strict=True):
             if kernel.kind not in (PRODUCTS, ATTENTION):
                 stages[stage].append(kernel)
@@ -190,7 +190,7 @@ class Roofline:
         return Roofline((*products, *(_one(stage, kernels, read_by) for stage, kernels in stages.items())))
 
 
-def _stages(kernels: Iterable[Kernel]) -> list[int]:
+def _stages(kernels: Iterable[KernelCost]) -> list[int]:
     """How many products come before each kernel on the longest way to it."""
     of_storage: dict[int, int] = {}
     found = []
@@ -201,7 +201,7 @@ def _stages(kernels: Iterable[Kernel]) -> list[int]:
     return found
 
 
-def _readers(products: Iterable[Kernel], stages: Mapping[int, Iterable[Kernel]]) -> dict[int, set[int]]:
+def _readers(products: Iterable[KernelCost], stages: Mapping[int, Iterable[KernelCost]]) -> dict[int, set[int]]:
     """By storage, the stages that read it; -1 stands for products."""
     found: dict[int, set[int]] = defaultdict(set)
     for stage, kernels in {-1: products, **stages}.items():
@@ -211,11 +211,11 @@ def _readers(products: Iterable[Kernel], stages: Mapping[int, Iterable[Kernel]])
     return found
 
 
-def _one(stage: int, kernels: Sequence[Kernel], read_by: Mapping[int, set[int]]) -> Kernel:
+def _one(stage: int, kernels: Sequence[KernelCost], read_by: Mapping[int, set[int]]) -> KernelCost:
     reads: dict[int, int] = {}
     writes: dict[int, int] = {}
     for kernel in kernels:
         reads |= {storage: size for storage, size in kernel.reads.items() if storage not in writes}
         writes |= kernel.writes
     kept = {storage: size for storage, size in writes.items() if read_by.get(storage, set()) != {stage}}
-    return Kernel(REST, 0.0, "", reads, kept, max(kernel.times for kernel in kernels))
+    return KernelCost(REST, 0.0, "", reads, kept, max(kernel.times for kernel in kernels))

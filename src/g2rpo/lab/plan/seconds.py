@@ -10,9 +10,9 @@ import numpy as np
 
 from g2rpo.config.schema import Config
 from g2rpo.lab.plan.cards import Card
-from g2rpo.lab.plan.counting import Counts, Iteration
+from g2rpo.lab.plan.counting import CountedIteration, Counts
 from g2rpo.lab.plan.rewards import RewardCost
-from g2rpo.lab.plan.roofline import USUAL, Reached
+from g2rpo.lab.plan.roofline import USUAL_SHARES, Reached
 from g2rpo.lab.plan.trace import Calls
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
@@ -22,7 +22,7 @@ OPTIMIZER_PASSES = 10
 
 
 @dataclass(frozen=True)
-class Seconds:
+class PlannedSeconds:
     """Seconds by phase of one iteration (on average); of encoding all prompts ahead; of one evaluation; of the run."""
 
     iteration: dict[str, float]
@@ -33,10 +33,10 @@ class Seconds:
     """The source of the numbers."""
 
 
-def summed(iteration: dict[str, float], encoding: float, evaluation: float, counts: Counts, basis: str) -> Seconds:
+def summed(iteration: dict[str, float], encoding: float, evaluation: float, counts: Counts, basis: str) -> PlannedSeconds:
     """The run's time from the times of its phases."""
     run = counts.iterations * sum(iteration.values()) + encoding + counts.looks * evaluation
-    return Seconds(iteration, encoding, evaluation, run, basis)
+    return PlannedSeconds(iteration, encoding, evaluation, run, basis)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def _encoder_flops(policy: DiffusersPolicy, shapes: Shapes) -> float:
     return total * shapes.rows
 
 
-def on_card(card: Card, counts: Counts, work: Work, reached: Reached = USUAL) -> Seconds:
+def on_card(card: Card, counts: Counts, work: Work, reached: Reached = USUAL_SHARES) -> PlannedSeconds:
     """The rooflines of all calls; a call between the smallest and the largest that were traced is interpolated.
 
     Not counted: work of the host (preprocessing of rewards, pictures, checkpoints, starting), compiling, rewards elsewhere.
@@ -110,7 +110,7 @@ def on_card(card: Card, counts: Counts, work: Work, reached: Reached = USUAL) ->
     prompt = 0.0 if work.ahead else compute(work.prompt)
     step = OPTIMIZER_PASSES * work.trained / (card.bandwidth * 1e9 * reached.bandwidth)
 
-    def update(iteration: Iteration) -> float:
+    def update(iteration: CountedIteration) -> float:
         reference = iteration.reference_rows * largest[1] / largest[0]
         return iteration.training_rows * training_row + reference + iteration.optimizer_steps * step
 

@@ -19,7 +19,7 @@ from g2rpo.core.files import is_hub_id, local
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.text import TextEncoders
 
-COUNTED = 32
+LONGEST_PROMPTS = 32
 """Prompts whose tokens are counted: those with the most characters."""
 
 
@@ -39,7 +39,7 @@ def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
     if spec.pictured or not (spec.masks or spec.lists or spec.ragged) or not (index.parent / "tokenizer").is_dir():
         return None
     try:
-        return _counted(config, spec, index.parent, sorted(set(prompts), key=len)[-COUNTED:])
+        return _counted(config, spec, index.parent, sorted(set(prompts), key=len)[-LONGEST_PROMPTS:])
     except Exception as error:  # of tokenizers and pipelines, which are the library's or the user's
         raise UserError(f"{config.path}: the tokens of the prompts cannot be counted ({error})") from error
 

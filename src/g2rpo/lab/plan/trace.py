@@ -38,7 +38,7 @@ from g2rpo.training.updater import Trained, passes
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """One traced call: its rows (latents, or pictures decoded), its peak of temporary bytes, and its kernels."""
 
     rows: int
@@ -50,13 +50,13 @@ class Call:
 class Calls:
     """The largest rollout call, training pass and decoded batch of a run; and a rollout call of one evaluation."""
 
-    velocity: Call
-    training: Call
-    decode: Call
-    single: Call
-    heldout: Call
+    velocity: TracedCall
+    training: TracedCall
+    decode: TracedCall
+    single: TracedCall
+    heldout: TracedCall
     """The largest call of an evaluation, which has policy.guidance_scale; the others have that of training."""
-    judged: Call
+    judged: TracedCall
     """The largest decoded batch of an evaluation."""
 
     def compiled(self) -> Calls:
@@ -87,12 +87,12 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
             for network in (policy.transformer, policy.pipeline.vae):
                 CudaAutocast().apply_to(network)
 
-        def traced(rows: int, call: Callable[[], object], grad: bool = False) -> Call:
+        def traced(rows: int, call: Callable[[], object], grad: bool = False) -> TracedCall:
             with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as meter:
                 call()
-            return Call(rows, meter.peak, Roofline(tuple(meter.kernels)))
+            return TracedCall(rows, meter.peak, Roofline(tuple(meter.kernels)))
 
-        def velocity(rows: int) -> Call:
+        def velocity(rows: int) -> TracedCall:
             return traced(rows, lambda: policy.velocity(*inputs(policy, shapes, rows)))
 
         with in_training(policy, config.sampling.guidance_scale):

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from markupsafe import Markup
 
-from g2rpo.monitor.curves import COLOURS, GRID, PAPER, SOFT, Line, Look, draw_line
+from g2rpo.monitor.curves import FIGURE_PAPER, FIGURE_SOFT, GRID, LINE_COLOURS, Line, Look, draw_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 360, 208
-TOP, RIGHT, BOTTOM = 10, 12, 36
+TOP, RIGHT_MARGIN, BOTTOM = 10, 12, 36
 ALARM = "#b03a00"
-VARIABLES = {colour: f"c{style}" for style, colour in enumerate(COLOURS)} | {
-    PAPER: "paper",
-    SOFT: "soft",
+VARIABLES = {colour: f"c{style}" for style, colour in enumerate(LINE_COLOURS)} | {
+    FIGURE_PAPER: "paper",
+    FIGURE_SOFT: "soft",
     GRID: "grid",
     ALARM: "down",
 }
@@ -70,11 +70,11 @@ def line_chart(
     ticks = _within(y_low, y_high, MaxNLocator(nbins=5, steps=[1, 2, 5, 10], min_n_ticks=3).tick_values(y_low, y_high))
     labels = tick_labels(ticks)
     left = 12 + 6.3 * max(len(label) for label in labels)
-    width, height = WIDTH - RIGHT - left, HEIGHT - BOTTOM - TOP
+    width, height = WIDTH - RIGHT_MARGIN - left, HEIGHT - BOTTOM - TOP
     axes.set_position((left / WIDTH, BOTTOM / HEIGHT, width / WIDTH, height / HEIGHT))
     axes.hlines(ticks, x_low, x_high, color=GRID, linewidth=1, zorder=0, clip_on=False)
     across, up = axes.get_xaxis_transform(), axes.get_yaxis_transform()  # the other coordinate is a share of the axes
-    text: dict[str, Any] = {"color": SOFT, "size": 11}
+    text: dict[str, Any] = {"color": FIGURE_SOFT, "size": 11}
     for tick, label in zip(ticks, labels, strict=True):
         axes.text(-7 / width, tick, label, **text, ha="right", va="center", transform=up)
     for tick in _within(x_low, x_high, x_ticks or MaxNLocator(nbins=6, integer=True).tick_values(x_low, x_high)):
@@ -85,7 +85,7 @@ def line_chart(
             axes.axvline(x, color=ALARM, linewidth=1.5, gid=f"alarm: {word}", clip_on=False)
     hover = {
         "label": x_label,
-        "box": [round(left, 1), WIDTH - RIGHT],
+        "box": [round(left, 1), WIDTH - RIGHT_MARGIN],
         "x": [x_low, x_high],
         "lines": [{"name": line.label, "x": list(line.x), "y": _said(line)} for line in lines],
     }

@@ -25,12 +25,12 @@ from g2rpo.run.run import Run
 
 Points = tuple[list[float], list[float | None]]
 """The x and y of a curve; a missing value is None."""
-SEED, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"}
+SEED_KEY, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"}
 """Runs of one line have different seeds, and may differ in where they ran and what they logged to."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change(Comparison):
+class RewardChange(Comparison):
     """A comparison of one reward on the held-out prompts: the base model, and the tuned one after `iteration`."""
 
     reward: str
@@ -133,7 +133,7 @@ class RunHistory:
         """The number of held-out prompts of `changes`, if known."""
         return None if self.newest_results is None else self.newest_results.prompts
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[RewardChange]:
         """Base against tuned by reward: the run's result or, before there is one, its newest evaluation."""
         if (results := self.newest_results) is not None:
             return [self._change(name, results.iteration, row) for name, row in results.rewards.items()]
@@ -143,7 +143,7 @@ class RunHistory:
         table = {name: _logged(first, last, f"reward/{name}", f"stderr/{name}") for name in self.rewards()}
         return [self._change(name, last["iteration"], row) for name, row in table.items()]
 
-    def right(self) -> Change | None:
+    def right(self) -> RewardChange | None:
         """The share of right held-out pictures, base against tuned; None if no reward defines it."""
         if (results := self.newest_results) is not None:
             return self._change("right", results.iteration, results.right) if results.right else None
@@ -152,11 +152,13 @@ class RunHistory:
             return None
         return self._change("right", rows[-1]["iteration"], _logged(rows[0], rows[-1], "right", "right_stderr"))
 
-    def _change(self, name: str, iteration: int, row: Compared) -> Change:
+    def _change(self, name: str, iteration: int, row: Compared) -> RewardChange:
         """The change of a result; that of an evaluation lacks the number of prompts."""
         count = row.count or self.judged_prompts or self.config.evaluation.num_prompts
         trained = name in self.config.rewards
-        return Change(row.base, row.tuned, row.error, count, row.spread, reward=name, trained=trained, iteration=iteration)
+        return RewardChange(
+            row.base, row.tuned, row.error, count, row.spread, reward=name, trained=trained, iteration=iteration
+        )
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class SeedGroup:
                 found[which] = base, tuned
         return found
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[RewardChange]:
         """As `RunHistory.changes`."""
         if len(self.runs) == 1:
             return self.runs[0].changes()
@@ -246,7 +248,7 @@ class SeedGroup:
         base, tuned = self._sides()
         return [self._change(name, base[name], tuned[name]) for name in self.rewards()]
 
-    def right(self) -> Change | None:
+    def right(self) -> RewardChange | None:
         """As `RunHistory.right`; None also for several runs of which none has results, which say what is right."""
         if len(self.runs) == 1:
             return self.runs[0].right()
@@ -283,12 +285,12 @@ class SeedGroup:
         """Scores that have been read: every reward's curve asks for all of them."""
         return {}
 
-    def _change(self, reward: str, base: Tensor, tuned: Tensor) -> Change:
+    def _change(self, reward: str, base: Tensor, tuned: Tensor) -> RewardChange:
         """From the base's values [S, N] to the tuned ones; prompts that have both count."""
         both = ~(base.isnan() | tuned.isnan())
         base, tuned = base.double(), tuned.double()
         change = interval(tuned - base)
-        return Change(
+        return RewardChange(
             float(base[both].mean()),
             float(tuned[both].mean()),
             (change.high - change.low) / (2 * Z),
@@ -366,7 +368,7 @@ def _logged(before: Row, after: Row, key: str, error: str) -> Compared:
 def _differ_in_seed(one: RunHistory, other: RunHistory) -> bool:
     apart = differences(one.config, other.config).keys()
     contents = [run.starts[-1].contents if run.starts else None for run in (one, other)]
-    return SEED in apart and apart <= {SEED, *PLACES} and contents[0] == contents[1] and _kept(one) and _kept(other)
+    return SEED_KEY in apart and apart <= {SEED_KEY, *PLACES} and contents[0] == contents[1] and _kept(one) and _kept(other)
 
 
 def _kept(run: RunHistory) -> bool:

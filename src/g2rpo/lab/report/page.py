@@ -12,16 +12,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from g2rpo import __version__
 from g2rpo.config import recipes
-from g2rpo.config.algorithms import name_of
+from g2rpo.config.algorithms import config_name
 from g2rpo.config.resolve import differences, resolve
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.lab.report.charts import alarm_mark, compact, key_mark
-from g2rpo.lab.report.history import Change, RunHistory, SeedGroup, read_runs, rollout_seconds, seed_groups
+from g2rpo.lab.report.history import RewardChange, RunHistory, SeedGroup, read_runs, rollout_seconds, seed_groups
 from g2rpo.lab.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
-from g2rpo.lab.report.pictures import first_group, frames_of, pictures
-from g2rpo.lab.report.verdict import decimals, effect, figures, fixed, model_name, signed, span, summary, verdict
-from g2rpo.monitor.alarms import ADVICE
+from g2rpo.lab.report.pictures import first_group, pictures, shown_pictures
+from g2rpo.lab.report.verdict import decimals, effect, figures, fixed, in_time, model_name, signed, summary_of, verdict
+from g2rpo.monitor.alarms import ALARM_ADVICE
 from g2rpo.run.run import Run
 
 
@@ -55,14 +55,14 @@ def render(runs: Sequence[RunHistory]) -> str:
     """The page of one or several runs."""
     environment = templates_of("g2rpo.lab.report")
     environment.filters |= {each.__name__: each for each in (compact, figures, fixed, signed)}
-    used_by_run = (decimals, effect, first_group, from_recipe, key_mark, phases, states, summary, verdict)
+    used_by_run = (decimals, effect, first_group, from_recipe, key_mark, phases, sentences_of_runs, summary_of, verdict)
     environment.globals |= {each.__name__: each for each in used_by_run}
     environment.tests["finite"] = math.isfinite
     groups = seed_groups(runs)
     keys = {run.name: key_mark(group.style) for group in groups for run in group.runs}
     runs = [run for group in groups for run in group.runs]
     shown = pictures(runs)
-    frames = [frame for each in shown for frame in frames_of(each)]
+    frames = [frame for each in shown for frame in shown_pictures(each)]
     charts, constants = health(groups)
     return environment.get_template("page.html").render(
         title=" · ".join(keys),
@@ -73,7 +73,7 @@ def render(runs: Sequence[RunHistory]) -> str:
         facts=table_of(facts, runs),
         results=results(groups),
         alarms=[(run, one) for run in runs for one in run.alarms()],
-        advice=ADVICE,
+        advice=ALARM_ADVICE,
         alarm_key=alarm_mark(),
         pictures=dict(zip(keys, shown, strict=True)),
         marked=any(frame["right"] is not None for frame in frames),
@@ -108,7 +108,7 @@ def state(run: RunHistory) -> str:
     return f"Unfinished: {run.iteration} of {total} iterations are logged; the run goes on, or it stopped early.{again}"
 
 
-def states(line: SeedGroup) -> list[tuple[bool, str]]:
+def sentences_of_runs(line: SeedGroup) -> list[tuple[bool, str]]:
     """By run whether it has finished, and a sentence; one for runs of which the same can be said."""
     told = [(run.finished, state(run)) for run in line.runs]
     if len(set(told)) == 1:
@@ -133,14 +133,14 @@ def facts(run: RunHistory) -> dict[str, str]:
         "Continues": c.policy.adapter,
         "Assistant in training": c.policy.assistant,
         "Pictures": f"{c.policy.width} × {c.policy.height} pixels, {c.sampling.num_steps} steps{judged}",
-        "Algorithm": name_of(c.algorithm),
+        "Algorithm": config_name(c.algorithm),
         "Recipe": c.recipe or "–",
         "Trained on": ", ".join(f"{name} × {entry.weight:g}" for name, entry in c.rewards.items()),
         "Judged only": ", ".join(c.evaluation.rewards) or "–",
         "Prompts": f"{c.prompts.train}, {c.trainer.prompts_per_iteration} an iteration",
         "Held-out prompts": c.evaluation.prompts,
         "Iterations": f"{run.iteration} of {c.trainer.iterations}",
-        "Time": span(run.seconds),
+        "Time": in_time(run.seconds),
         "Seed": str(c.trainer.seed),
         "Learning rate": pilots(run),
         "Plan": plan and f"on {plan.card}, {plan}",
@@ -171,7 +171,7 @@ def pilots(run: RunHistory) -> str | None:
 def results(groups: Sequence[SeedGroup]) -> list[list[dict[str, Any]]]:
     """The headline table by reward: base against tuned for every line that has both, with the places of the change and of its
     interval on a scale that all lines of a reward share."""
-    told: dict[str, list[tuple[SeedGroup, Change]]] = {}
+    told: dict[str, list[tuple[SeedGroup, RewardChange]]] = {}
     for group in groups:
         for change in group.changes():
             told.setdefault(change.reward, []).append((group, change))
@@ -199,9 +199,9 @@ def costs(run: RunHistory) -> dict[str, str]:
         "… a second of rollout": compact(total["evaluations"] / sum(map(rollout_seconds, iterations)), 3),
         "Pictures scored": f"{total['images']:,}",
         "… a second": compact(total["images"] / total["seconds"], 3),
-        "Training": span(total["seconds"]),
-        "… an iteration": span(total["seconds"] / len(iterations)),
-        "Evaluation": span(sum(row["seconds"] for row in run.evaluations)),
+        "Training": in_time(total["seconds"]),
+        "… an iteration": in_time(total["seconds"] / len(iterations)),
+        "Evaluation": in_time(sum(row["seconds"] for row in run.evaluations)),
     }
 
 
@@ -215,7 +215,7 @@ def phases(run: RunHistory) -> list[tuple[str, str, float]]:
     if run.evaluations:
         spent["evaluation"] = sum(row["seconds"] for row in run.evaluations)
     whole = sum(spent.values())
-    return [(name, span(value), 100 * value / whole if whole else 0.0) for name, value in spent.items()]
+    return [(name, in_time(value), 100 * value / whole if whole else 0.0) for name, value in spent.items()]
 
 
 def between(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:

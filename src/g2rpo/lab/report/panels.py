@@ -45,7 +45,7 @@ ALARMED = {"log_prob_drift": "drift", "silent_groups": "silent", "masked_groups"
 """The alarm of a logged number of the update."""
 
 
-LOOKS = {
+LOOK_PANELS = {
     "brightness": "mean luma",
     "contrast": "standard deviation of luma within a picture; blank: 0",
     "saturation": "largest minus smallest channel of a pixel",
@@ -55,7 +55,7 @@ LOOKS = {
 }
 
 
-STEPS = {
+STEP_PANELS = {
     "spread": ("Spread of {}", "standard deviation within a group"),
     "advantage": ("Advantage size", "mean |advantage|"),
     "agreement": ("Agreement of tails", "rank correlation of a group's rewards between granularities; 1: the same order"),
@@ -92,7 +92,7 @@ def _heldout(group: SeedGroup, reward: str) -> Line:
 def look_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
     """A chart for each statistic of the held-out pictures, with the base's range (5 to 95 % of its pictures) behind it."""
     charts = []
-    for name, note in LOOKS.items():
+    for name, note in LOOK_PANELS.items():
         lines = []
         for group in groups:
             x, low = group.series(f"image/{name}/low", "eval")
@@ -115,7 +115,7 @@ def step_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
             lines.append(Line(group.label("first fifth"), steps, early, group.style, look="pale"))
             lines.append(Line(group.label("last fifth"), steps, late, group.style, look="marked"))
         kind, _, name = what.partition("/")
-        title, note = STEPS.get(kind, (what, ""))
+        title, note = STEP_PANELS.get(kind, (what, ""))
         charts += _chart(title.format(name), note, lines, "branch step", ticks=steps)
     keys = [f"step/{step}/agreement" for step in logged.get("agreement", ())]
     agreement = _over_time(groups, lambda row: mean(row.get(key) for key in keys))

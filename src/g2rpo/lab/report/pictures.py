@@ -19,11 +19,11 @@ from g2rpo.lab.report.history import RunHistory
 from g2rpo.lab.report.verdict import signed
 from g2rpo.monitor.clips import clip_of, read_webp, webp
 from g2rpo.monitor.clips import frames_of as clip_frames
-from g2rpo.monitor.pictures import figure, to_pil
+from g2rpo.monitor.pictures import figure, pil_of
 from g2rpo.monitor.scores import SHOWN, Member, chosen, input_of, picture_of, read_rows, right_of
 from g2rpo.training.listeners.first_group import ADVANTAGE
 
-FRAMES, PICTURE_BYTES = 9, 3_000_000
+MOST_EVALUATIONS, PICTURE_BYTES = 9, 3_000_000
 """The largest number of evaluations shown of a run, and approximate bytes of pictures on a page."""
 MEMBER = 128  # pixels a side, at most, of a member's picture
 DAMAGE = (OSError, ValueError, LookupError, TypeError, UserError)
@@ -41,12 +41,12 @@ def pictures(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     shown: list[dict[str, Any]] = []
     for size in (256, 192, 128, 96, 64, 48):
         shown = [_shown(run, size) for run in runs]
-        if sum(len(frame["uri"]) + len(frame["still"]) for run in shown for frame in frames_of(run)) <= PICTURE_BYTES:
+        if sum(len(frame["uri"]) + len(frame["still"]) for run in shown for frame in shown_pictures(run)) <= PICTURE_BYTES:
             break
     return shown
 
 
-def frames_of(shown: dict[str, Any]) -> list[dict[str, Any]]:
+def shown_pictures(shown: dict[str, Any]) -> list[dict[str, Any]]:
     """All pictures shown of a run."""
     return [frame for card in [*shown["cards"], *shown["progress"]] for frame in card["frames"]]
 
@@ -91,7 +91,7 @@ def _read_shown(run: RunHistory, size: int) -> dict[str, Any]:
 
 def _thinned(iterations: list[int]) -> list[int]:
     """The first and the last of them, and evenly spaced ones between."""
-    count = min(FRAMES, len(iterations))
+    count = min(MOST_EVALUATIONS, len(iterations))
     return [iterations[round(i * (len(iterations) - 1) / max(1, count - 1))] for i in range(count)]
 
 
@@ -180,7 +180,7 @@ def picture_uri(image: Tensor, size: int, seconds: float) -> str:
     """A picture [3, H, W], or a clip [T, 3, H, W] of so many seconds, likewise."""
     if image.ndim == 4:
         return clip_uri(clip_frames(image), round(1000 * seconds / len(image)), size)
-    return data_uri(to_pil(image), size)
+    return data_uri(pil_of(image), size)
 
 
 def _reduced(picture: Image.Image, size: int) -> Image.Image:

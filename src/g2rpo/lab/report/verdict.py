@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import counted
-from g2rpo.core.statistics import FEWEST
+from g2rpo.core.statistics import FEWEST_VALUES
 from g2rpo.evaluation.untrained import in_figures, in_words, told
-from g2rpo.lab.report.history import Change, RunHistory, SeedGroup
+from g2rpo.lab.report.history import RewardChange, RunHistory, SeedGroup
 
 
-def verdict(change: Change) -> str:
+def verdict(change: RewardChange) -> str:
     """ "higher", "lower" or no clear change, by the interval."""
-    if change.count < FEWEST:
+    if change.count < FEWEST_VALUES:
         return "too few prompts"
     low, high = change.interval
     if not math.isfinite(low) or not math.isfinite(high):
@@ -34,7 +34,7 @@ class Summary:
     figures: list[str]
 
 
-def summary(of: RunHistory | SeedGroup) -> Summary:
+def summary_of(of: RunHistory | SeedGroup) -> Summary:
     """What training did, what the untrained model does without it, and what was lost, in a sentence each. The first is on right
     pictures, or on the trained rewards if no reward defines right pictures."""
     group = of if isinstance(of, SeedGroup) else SeedGroup((of,))
@@ -54,12 +54,12 @@ def summary(of: RunHistory | SeedGroup) -> Summary:
     return Summary([outcome, *(in_words(found, names) or _untried(group)), _lost(group, changes)], figures)
 
 
-def effect(change: Change, unit: str = "s.d.") -> str:
+def effect(change: RewardChange, unit: str = "s.d.") -> str:
     """The change in standard deviations of the base's scores over prompts, with its interval; "" where it is not known."""
     if change.effect is None:
         return ""
     size, low, high = (signed(value, 2) for value in change.effect)
-    return f"{size} {unit}" if change.count < FEWEST else f"{size} {unit} ({low} to {high})"
+    return f"{size} {unit}" if change.count < FEWEST_VALUES else f"{size} {unit} ({low} to {high})"
 
 
 def _untried(group: SeedGroup) -> list[str]:
@@ -71,12 +71,12 @@ def _untried(group: SeedGroup) -> list[str]:
     return [f"No free knob of the untrained model was tried; `{command}` does."]
 
 
-def _right(change: Change, words: str, heldout: str) -> str:
+def _right(change: RewardChange, words: str, heldout: str) -> str:
     said = words.replace("{}", f"{_percent(change.tuned)} of {heldout}")
     return f"{said}; before training {_percent(change.base)}{_doubt(change)}."
 
 
-def _right_in_figures(change: Change) -> str:
+def _right_in_figures(change: RewardChange) -> str:
     points, margin, (low, high) = 100 * change.change, 100 * change.margin, change.interval
     if change.seeds > 1:
         said = f"{signed(points, 0)} points, {signed(100 * low, 0)} to {signed(100 * high, 0)} over {change.seeds} seeds"
@@ -85,7 +85,7 @@ def _right_in_figures(change: Change) -> str:
     return f"Right pictures: {_percent(change.base)} to {_percent(change.tuned)} ({said})."
 
 
-def _changed(change: Change) -> str:
+def _changed(change: RewardChange) -> str:
     """Whether a reward changed, and how much in standard deviations, which say more than its own units."""
     moved = {"higher": "rose", "lower": "fell"}.get(verdict(change), "did not clearly change")
     size = effect(change, "standard deviations")
@@ -93,7 +93,7 @@ def _changed(change: Change) -> str:
     return f"{change.reward} {moved}: {size or values}{_few(change)}"
 
 
-def _in_figures(change: Change) -> str:
+def _in_figures(change: RewardChange) -> str:
     digits = decimals(change.error)
     values = f"{change.reward}: {fixed(change.base, digits)} to {fixed(change.tuned, digits)}"
     low, high = (signed(end, digits) for end in change.interval)
@@ -102,17 +102,17 @@ def _in_figures(change: Change) -> str:
     return f"{values}{inside}{f'; {size}' if size else ''}."
 
 
-def _doubt(change: Change) -> str:
+def _doubt(change: RewardChange) -> str:
     return _few(change) or (", no clear change" if verdict(change) == "no clear change" else "")
 
 
-def _few(change: Change) -> str:
+def _few(change: RewardChange) -> str:
     """A caution on too few prompts."""
     few = verdict(change) == "too few prompts"
-    return f", too few prompts to say more; take evaluation.num_prompts={FEWEST} or more" if few else ""
+    return f", too few prompts to say more; take evaluation.num_prompts={FEWEST_VALUES} or more" if few else ""
 
 
-def _lost(group: SeedGroup, changes: Sequence[Change]) -> str:
+def _lost(group: SeedGroup, changes: Sequence[RewardChange]) -> str:
     """Scores that fell, diversity, and alarms."""
     raised = group.alarms()
     names = ", ".join(dict.fromkeys(one.name for one in raised))
@@ -121,7 +121,7 @@ def _lost(group: SeedGroup, changes: Sequence[Change]) -> str:
     return f"{said[0].upper()}{said[1:]}."
 
 
-def _fallen(changes: Sequence[Change]) -> str:
+def _fallen(changes: Sequence[RewardChange]) -> str:
     fallen = [change.reward for change in changes if verdict(change) == "lower"]
     if fallen:
         return f"fallen: {', '.join(fallen)}"
@@ -172,7 +172,7 @@ def figures(value: float | None) -> str:
     return "–" if value is None else f"{value:#.3g}".rstrip(".").replace("-", "−")
 
 
-def span(seconds: float) -> str:
+def in_time(seconds: float) -> str:
     """A formatted time: 0.8 s, 42 s, 5 min 1 s, 3 h 20 min."""
     if seconds < 10:
         return f"{seconds:.2g} s"

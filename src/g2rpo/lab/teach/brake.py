@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from g2rpo.core.statistics import Comparison, paired
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.rewards.taste import Encoder, Features, Head, features_of
+from g2rpo.rewards.taste import Features, Head, PictureEncoder, features_of
 from g2rpo.training.learner import Snapshot
 from g2rpo.training.trainer import Trainer
 
@@ -16,12 +16,12 @@ FALL = 1.5
 """Standard errors by which the mean of a judge may fall."""
 USELESS = 2
 """Looks in a row that may be no nearer to the taste, by the head, than the last good weights."""
-SHRINK, GROW, MOST = 0.5, 1.25, 1.0
+SHRINK, GROW, LARGEST_STEP = 0.5, 1.25, 1.0
 """Factors of the step after a look that was bad and one that was good, and the largest step, as a multiple of the rate."""
 
 
 @dataclass(frozen=True)
-class Look:
+class BrakeLook:
     """Held-out pictures after some rounds: judges against the base, and what was wrong, if anything."""
 
     round: int
@@ -36,7 +36,7 @@ class Brake:
     """Looks at held-out pictures, and takes back what made them worse. `encoder` has features of pictures for the head."""
 
     trainer: Trainer
-    encoder: Encoder | None
+    encoder: PictureEncoder | None
     good: Snapshot
     """The last good weights."""
     step: float = 1.0
@@ -45,7 +45,7 @@ class Brake:
     """Changes of the weights since the last look."""
     useless: int = 0
     """Looks in a row that were no nearer to the taste, by the head."""
-    looks: list[Look] = field(default_factory=list)
+    looks: list[BrakeLook] = field(default_factory=list)
     evaluated: int = 0
     """The iteration of the last evaluation."""
     heldout: tuple[Features, Features] | None = None
@@ -58,7 +58,7 @@ class Brake:
         base, now = (float(head(features).mean()) for features in self.heldout)
         return now - base
 
-    def look(self, round: int, head: Head | None) -> Look:
+    def look(self, round: int, head: Head | None) -> BrakeLook:
         """Compares held-out pictures with the base's by the judges, which are not trained on.
 
         If one fell, or pictures left the base's range, the last good weights come back and steps become smaller. They come back
@@ -82,8 +82,8 @@ class Brake:
             self.useless = 0
         elif nearer:
             self.good, self.heldout = t.snapshot(), seen
-        self.step = self.step * SHRINK if fell else min(MOST, self.step * GROW)
-        self.looks.append(look := Look(round, judges, told, nearer and not told))
+        self.step = self.step * SHRINK if fell else min(LARGEST_STEP, self.step * GROW)
+        self.looks.append(look := BrakeLook(round, judges, told, nearer and not told))
         return look
 
     def _seen(self, *sides: Evaluation) -> tuple[Features, Features]:

@@ -35,16 +35,16 @@ from g2rpo.runtime.distributed import joined
 
 GUARDED = 0.5
 """The weight of the clicks, as a share of that of the guards: with equal weights pictures break before a taste is met."""
-AHEAD = 2
+GROUPS_AHEAD = 2
 """Groups that lie ready: one is shown while the answer to the one before is learnt from."""
-ADAPTER = 3
+ADAPTER_RATE = 3
 """The learning rate of an adapter, as a multiple of that of all weights, with which both learn alike (scenes)."""
 
 
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
     """The config of a session: a recipe with `OVERRIDES` and the reward `clicks`, which weighs half as much as all other
-    rewards together, the guards. Where the recipe trains all weights, an adapter takes `ADAPTER` times its rate. A config with
-    the reward `clicks` is a session's, and stays as it is."""
+    rewards together, the guards. Where the recipe trains all weights, an adapter takes `ADAPTER_RATE` times its rate. A config
+    with the reward `clicks` is a session's, and stays as it is."""
     plain = load_config(recipe, [])
     if "clicks" in plain.rewards:
         return load_config(recipe, overrides, notify)
@@ -52,7 +52,7 @@ def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], 
     weight = GUARDED * sum(reward.weight for name, reward in guards.items() if name != "clicks") or 1  # 1: without a guard
     own = [*OVERRIDES, f"rewards.clicks={weight:g}"]
     if plain.policy.tuning == "full":
-        own.append(f"optim.learning_rate={ADAPTER * plain.optim.learning_rate:g}")
+        own.append(f"optim.learning_rate={ADAPTER_RATE * plain.optim.learning_rate:g}")
     return load_config(recipe, [*own, *overrides], notify)
 
 
@@ -67,7 +67,7 @@ def opened(
     emit: Emit = silent,
 ) -> Iterator[Session]:
     """A session that has begun, in a run directory of its own, on a recipe; or on a run that `g2rpo teach` began, whose answers
-    are repeated first. `stored` is a file of answers to repeat as well. `ahead` is `AHEAD`, or that of the answers."""
+    are repeated first. `stored` is a file of answers to repeat as well. `ahead` is `GROUPS_AHEAD`, or that of the answers."""
     notify = cautions(emit)
     begun = Run(Path(recipe))
     if begun.config.is_file():
@@ -82,7 +82,7 @@ def opened(
         raise UserError(
             f"--ahead {ahead or ''}: these answers were given with {sorted(given)}, on which pictures depend; leave it out"
         )
-    ahead = ahead or next(iter(given), AHEAD)
+    ahead = ahead or next(iter(given), GROUPS_AHEAD)
     with joined(pick_device(config.policy.device)) as world, ExitStack() as stack:
         chosen = stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
         folder = Path(world.broadcast_text(str(chosen)))

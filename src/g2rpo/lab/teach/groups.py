@@ -24,7 +24,7 @@ SHOWN_STEPS = (0, 1)
 CANDIDATES, PREVIEWED = 6, 3
 """Prompts that a round considers, and pictures that are drawn of each to find the one to ask about: where twelve pictures are
 alike there is nothing to choose, and three tell it nearly as well as twelve (LOG.md)."""
-PROMPTS = 64
+MOST_PROMPTS_ASKED = 64
 """Training prompts, at most, that groups are drawn from."""
 
 
@@ -57,7 +57,9 @@ class Asker:
 
     def __post_init__(self) -> None:
         t, seed = self.trainer, self.trainer.config.trainer.seed
-        known = dict.fromkeys(PromptOrder(t.prompts, seed).batch(0, PROMPTS))  # training begins with them: they are encoded
+        known = dict.fromkeys(
+            PromptOrder(t.prompts, seed).batch(0, MOST_PROMPTS_ASKED)
+        )  # training begins with them: they are encoded
         self.order = PromptOrder(list(known), seed + 1)
 
     def group(self, round: int, changes: int) -> AskedGroup:
@@ -71,7 +73,7 @@ class Asker:
         sampled = self._sampled(round, step, candidates[chosen : chosen + 1], size, first=chosen)
         ((images,),) = t.pictures(sampled)
         images = t.world.gather(images if t.world.is_main else images[:0])  # rank 0's, which are shown
-        digest = votes.digest_of(candidates[chosen], to_uint8(stills(images)))
+        digest = votes.digest_of_answer(candidates[chosen], to_uint8(stills(images)))
         return AskedGroup(round, candidates[chosen], step, images, sampled, digest, changes)
 
     def _sampled(self, round: int, step: int, prompts: Sequence[str], size: int, first: int = 0) -> Groups:

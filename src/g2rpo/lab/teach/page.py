@@ -18,14 +18,14 @@ from g2rpo.core.statistics import Comparison
 from g2rpo.lab.report.pictures import data_uri, picture_uri
 from g2rpo.lab.teach.background import InBackground, Lesson
 from g2rpo.lab.teach.groups import AskedGroup
-from g2rpo.lab.teach.session import AIM, DIRECT, FIRST, USUAL, Session
+from g2rpo.lab.teach.session import AIM, DIRECT, FIRST, USUAL_ANSWERS, Session
 from g2rpo.lab.web.page import ONE_AT_A_TIME, gr, with_messages
 from g2rpo.monitor.clips import seconds_of
 
-SIDE = 320
+SHOWN_SIDE = 320
 """Pixels a side, at most, of the pictures within the page."""
 
-KEYS = """() => {
+KEYBOARD = """() => {
   if (window.taught) return;
   window.taught = true;
   const press = member => document.getElementById("member-" + member)?.click();
@@ -57,7 +57,7 @@ DIRECTLY = (
     "The model then learns from each click itself and no longer from a guess of your taste. That takes more clicks, "
     f"{DIRECT} groups for an update, and it learns from clicks at random too. Undo takes it back with the last answer."
 )
-BEGIN = f'"Begin" shows pictures of a prompt, of which you choose the best, some {USUAL} times.'
+BEGIN = f'"Begin" shows pictures of a prompt, of which you choose the best, some {USUAL_ANSWERS} times.'
 EMPTY = f'<div class="g2"><p class="g2-empty">{BEGIN}</p></div>'
 
 
@@ -70,7 +70,7 @@ def teach_page(lesson: Lesson, title: str, stop: Callable[[], None]) -> gr.Block
         everything, outputs, finish, _ = panel(lesson, size)
         finish.click(None, js=FINISHED, api_visibility="private")  # at once: the server ends before it could answer
         finish.click(stop, **ONE_AT_A_TIME)
-        page.load(everything, None, outputs, js=KEYS, **ONE_AT_A_TIME)
+        page.load(everything, None, outputs, js=KEYBOARD, **ONE_AT_A_TIME)
     page.queue(max_size=16, api_open=False)
     return page
 
@@ -92,7 +92,7 @@ def teach_tab(lesson: Lesson, size: int, kept: Callable[[Session, dict[str, Comp
         group, round, pair, _, version = everything()
         return group, round, pair, "" if ended is None else kept(*ended), version, gr.Timer(active=False)
 
-    begin.click(with_messages(begun), None, [*outputs, timer], js=KEYS, **ONE_AT_A_TIME)
+    begin.click(with_messages(begun), None, [*outputs, timer], js=KEYBOARD, **ONE_AT_A_TIME)
     finish.click(with_messages(finished), None, [*outputs, timer], **ONE_AT_A_TIME)
 
 
@@ -201,7 +201,9 @@ def choice_html(session: Session, group: AskedGroup) -> str:
         for member, image in enumerate(group.images)
     )
     asked = f'<p class="g2-lead">{escape(guide(session))}</p><p class="g2-prompt"><b>{escape(str(group.prompt))}</b></p>'
-    inputs = "".join(f'<img src="{data_uri(picture, SIDE)}" alt="input picture">' for picture in read_inputs(group.prompt))
+    inputs = "".join(
+        f'<img src="{data_uri(picture, SHOWN_SIDE)}" alt="input picture">' for picture in read_inputs(group.prompt)
+    )
     given = f'<div class="teach-inputs">{inputs}</div>' if inputs else ""
     return f'<div class="g2">{asked}{given}<div class="teach">{pictures}</div></div>'
 
@@ -219,11 +221,11 @@ def pair_html(taught: InBackground) -> str:
 
 def guide(session: Session) -> str:
     """What to do, how long it takes and what comes next, as one line."""
-    if session.next >= USUAL:
-        return f'After {USUAL} groups "Finish" compares before and after; or click the best picture, and go on.'
+    if session.next >= USUAL_ANSWERS:
+        return f'After {USUAL_ANSWERS} groups "Finish" compares before and after; or click the best picture, and go on.'
     return (
-        f"Click the best picture. Group {session.next + 1} of about {USUAL}, five minutes in all with a model of the package; "
-        f'it learns from answer {FIRST} on. Then "Finish" compares before and after.'
+        f"Click the best picture. Group {session.next + 1} of about {USUAL_ANSWERS}, five minutes in all with a model of the "
+        f'package; it learns from answer {FIRST} on. Then "Finish" compares before and after.'
     )
 
 
@@ -261,4 +263,4 @@ def status(session: Session, learning: bool) -> str:
 
 def _shown(session: Session, image: Any) -> str:
     """A picture or a clip within the page."""
-    return picture_uri(image, SIDE, seconds_of(session.trainer.policy, len(image)))
+    return picture_uri(image, SHOWN_SIDE, seconds_of(session.trainer.policy, len(image)))

@@ -35,7 +35,7 @@ FIRST = 3
 """Answered groups before the weights change."""
 UPDATES = 4
 """Iterations after an answer, once there is a head that counts."""
-USUAL = 20
+USUAL_ANSWERS = 20
 """Answers of a session of usual length, which is the one that was measured (docs/teach.md)."""
 ENOUGH, HOPELESS = 12, 0.6
 """After so many groups a head that agrees less with the person is said not to know the taste."""

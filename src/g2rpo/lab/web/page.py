@@ -32,13 +32,13 @@ from g2rpo.app.events import Emit, Serving
 from g2rpo.app.serving import refused
 from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.core.errors import RewardFailed, UserError
-from g2rpo.core.web import bounded, host_of, is_loopback
+from g2rpo.core.web import bounded_connections, host_of, is_loopback
 from g2rpo.lab.report.page import compare_style
 from g2rpo.lab.web import without_proxies
 
 log = logging.getLogger(__name__)
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
-SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
+SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 MAX_BODY, MAX_UPLOAD = 2**16, 2**24
 """Bytes of a question, a prompt and some numbers; and of any request where the model takes an input picture."""
 CLAIMED = (b"x-forwarded-host", b"x-gradio-server")
@@ -162,12 +162,14 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
             app_kwargs={"middleware": [Middleware(Gate, local=token is None, most=most)]},
             max_file_size=most,
             theme=gr.themes.Default(
-                primary_hue="blue", font=SYSTEM, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]
+                primary_hue="blue", font=SYSTEM_FONTS, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]
             ),
             css=style(),
         )
     config = page.server.config
-    config.http_protocol_class = bounded(config.http_protocol_class, lambda connection: logged_in(connection.scope), STRANGERS)
+    config.http_protocol_class = bounded_connections(
+        config.http_protocol_class, lambda connection: logged_in(connection.scope), STRANGERS
+    )
     return address
 
 

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from g2rpo.testbed.words.language import Colour, Word
+from g2rpo.testbed.words.language import InkColour, Word
 
-WIDTH, HEIGHT = 96, 32
+WORD_WIDTH, WORD_HEIGHT = 96, 32
 FONT_SIZE = 24
 ADVANCE = 14.45  # from one letter to the next
-PAPER = (246, 243, 235)
-INKS: dict[Colour, tuple[int, int, int]] = {
+PAPER_COLOUR = (246, 243, 235)
+INKS: dict[InkColour, tuple[int, int, int]] = {
     "red": (204, 36, 40),
     "green": (24, 130, 60),
     "blue": (36, 70, 200),
@@ -30,17 +30,17 @@ def font() -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSansMono-Bold.ttf", FONT_SIZE)
 
 
-def span(length: int) -> tuple[int, int]:
+def columns_of(length: int) -> tuple[int, int]:
     """The first column of a word of so many letters, and the first after it."""
     half = ADVANCE * length / 2
-    return round(WIDTH / 2 - half), round(WIDTH / 2 + half)
+    return round(WORD_WIDTH / 2 - half), round(WORD_WIDTH / 2 + half)
 
 
-def draw(word: Word) -> NDArray[np.uint8]:
+def draw_word(word: Word) -> NDArray[np.uint8]:
     """The picture [32, 96, 3] of a word."""
-    image = Image.new("RGB", (WIDTH, HEIGHT), PAPER)
-    left = WIDTH / 2 - ADVANCE * len(word.letters) / 2
+    image = Image.new("RGB", (WORD_WIDTH, WORD_HEIGHT), PAPER_COLOUR)
+    left = WORD_WIDTH / 2 - ADVANCE * len(word.letters) / 2
     for i, letter in enumerate(word.letters):
-        place = (round(left + ADVANCE * (i + 0.5)), HEIGHT // 2 + 7)
+        place = (round(left + ADVANCE * (i + 0.5)), WORD_HEIGHT // 2 + 7)
         ImageDraw.Draw(image).text(place, letter, fill=INKS[word.colour], font=font(), anchor="ms")
     return np.asarray(image)

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.types import Reward
-from g2rpo.testbed.words.drawing import HEIGHT, INKS, PAPER, WIDTH, draw, span
-from g2rpo.testbed.words.language import LETTERS, Colour, Word, parse
+from g2rpo.testbed.words.drawing import INKS, PAPER_COLOUR, WORD_HEIGHT, WORD_WIDTH, columns_of, draw_word
+from g2rpo.testbed.words.language import LETTERS, InkColour, Word, parse_word
 
 TOLERANCE = 0.06  # of clean paper: 15 levels of 255, in any channel
-INK = 0.35  # least distance of ink from the paper, in any channel
+INK_DISTANCE = 0.35  # least distance of ink from the paper, in any channel
 LEAST_INK = 20  # pixels; a thin letter has more
-MARGIN = 3  # pixels around the word that are not judged as paper
+WORD_MARGIN = 3  # pixels around the word that are not judged as paper
 
 
 class _Judge(Reward):
     """Scores each picture for the word that its prompt asks for."""
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        words = map(parse, prompts)
+        words = map(parse_word, prompts)
         pairs = zip(images.float().cpu(), words, strict=True)
         return torch.tensor([float("nan") if word is None else self.score(image, word) for image, word in pairs])
 
@@ -46,16 +46,16 @@ class WordColour(_Judge):
 
     def score(self, image: Tensor, word: Word) -> float:
         asked, ink = colour(INKS[word.colour]).flatten(), ink_of(image)
-        return 0.0 if ink is None else 1 - float((ink - asked).norm() / (colour(PAPER).flatten() - asked).norm())
+        return 0.0 if ink is None else 1 - float((ink - asked).norm() / (colour(PAPER_COLOUR).flatten() - asked).norm())
 
 
 class WordPaper(_Judge):
     """The share of the sheet, outside the place of the word, that has the colour of paper: no speckles, no letters too many."""
 
     def score(self, image: Tensor, word: Word) -> float:
-        left, right = span(len(word.letters))
-        beside = torch.cat([image[..., : max(left - MARGIN, 0)], image[..., right + MARGIN :]], dim=-1)
-        return float(((beside - colour(PAPER)).abs().amax(0) <= TOLERANCE).float().mean())
+        left, right = columns_of(len(word.letters))
+        beside = torch.cat([image[..., : max(left - WORD_MARGIN, 0)], image[..., right + WORD_MARGIN :]], dim=-1)
+        return float(((beside - colour(PAPER_COLOUR)).abs().amax(0) <= TOLERANCE).float().mean())
 
 
 class WordDrawing(_Judge):
@@ -80,30 +80,30 @@ def colour(rgb: tuple[int, int, int]) -> Tensor:
 
 def picture(word: Word) -> Tensor:
     """The clean drawing [3, 32, 96] in [0, 1]."""
-    return torch.from_numpy(np.array(draw(word))).permute(2, 0, 1).float() / 255
+    return torch.from_numpy(np.array(draw_word(word))).permute(2, 0, 1).float() / 255
 
 
 def ink_of(image: Tensor) -> Tensor | None:
     """The mean colour [3] of the half of the ink that differs most from the paper, which leaves out letters' edges; None on an
     empty sheet."""
-    far = (image - colour(PAPER)).abs().amax(0)
-    ink = far[far > INK]
+    far = (image - colour(PAPER_COLOUR)).abs().amax(0)
+    ink = far[far > INK_DISTANCE]
     return None if len(ink) < LEAST_INK else image[:, far >= ink.median()].mean(1)
 
 
 def letters_of(image: Tensor, word: Word) -> str:
     """The letter nearest to each place of `word` in the picture, by mean absolute difference."""
     cells = _alphabet(len(word.letters), word.colour)
-    left, right = span(len(word.letters))
+    left, right = columns_of(len(word.letters))
     error = (cells - image[..., left:right]).abs().mean((1, 2))
     edges = np.linspace(0, right - left, len(word.letters) + 1).round().astype(int)
     return "".join(LETTERS[int(error[:, a:b].mean(1).argmin())] for a, b in pairwise(edges))
 
 
 @cache
-def _alphabet(length: int, ink: Colour) -> Tensor:
+def _alphabet(length: int, ink: InkColour) -> Tensor:
     """Words of `length` times one letter, for all letters: [26, 3, 32, width of the word]."""
-    left, right = span(length)
+    left, right = columns_of(length)
     pictures = torch.stack([picture(Word(letter * length, ink)) for letter in LETTERS])
-    assert pictures.shape[-2:] == (HEIGHT, WIDTH)
+    assert pictures.shape[-2:] == (WORD_HEIGHT, WORD_WIDTH)
     return pictures[..., left:right]

@@ -13,9 +13,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-Split = Literal["train", "heldout"]
-Colour = Literal["red", "green", "blue", "orange", "purple", "black"]
-COLOURS: tuple[Colour, ...] = get_args(Colour)
+WordSplit = Literal["train", "heldout"]
+InkColour = Literal["red", "green", "blue", "orange", "purple", "black"]
+INK_COLOURS: tuple[InkColour, ...] = get_args(InkColour)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LENGTHS = (3, 4, 5, 6)
 TRAIN_PROMPTS = 2000
@@ -38,7 +38,7 @@ HELDOUT_WORDS = (
     "summer sun swan table tea temple tiger toast tomato tower train tree tulip tunnel turtle valley velvet violin walnut "
     "water whale wheel window winter wizard wolf wood yacht yellow zebra zero"
 )
-_PROMPT = re.compile(rf"'([a-z]{{{LENGTHS[0]},{LENGTHS[-1]}}})' in ({'|'.join(COLOURS)})")
+_PROMPT = re.compile(rf"'([a-z]{{{LENGTHS[0]},{LENGTHS[-1]}}})' in ({'|'.join(INK_COLOURS)})")
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class Word:
     """A word and the colour of its ink: what a prompt means, and what a picture shows."""
 
     letters: str
-    colour: Colour
+    colour: InkColour
 
     def __str__(self) -> str:
         """The prompt."""
         return f"'{self.letters}' in {self.colour}"
 
 
-def parse(prompt: str) -> Word | None:
+def parse_word(prompt: str) -> Word | None:
     """The word that a prompt asks for, None for a prompt of another form."""
     match = _PROMPT.fullmatch(prompt)
-    return Word(match[1], COLOURS[COLOURS.index(match[2])]) if match else None
+    return Word(match[1], INK_COLOURS[INK_COLOURS.index(match[2])]) if match else None
 
 
 @cache
@@ -68,21 +68,22 @@ def random_word(rng: np.random.Generator, spoken: bool = False) -> Word:
     """A word that is not held out: of any letters, all equally likely, or `spoken`: consonants and vowels in turn."""
     length, turn = rng.choice(LENGTHS), int(rng.integers(2))
     kinds = [VOWELS if (i + turn) % 2 else CONSONANTS for i in range(length)] if spoken else [LETTERS] * length
-    word = Word("".join(kind[rng.integers(len(kind))] for kind in kinds), COLOURS[rng.integers(len(COLOURS))])
+    word = Word("".join(kind[rng.integers(len(kind))] for kind in kinds), INK_COLOURS[rng.integers(len(INK_COLOURS))])
     return word if word.letters not in heldout_words() else random_word(rng, spoken)
 
 
 @cache
-def prompts(split: Split) -> tuple[str, ...]:
+def word_prompts(split: WordSplit) -> tuple[str, ...]:
     """The prompts of a split, each of another word, in a fixed shuffled order."""
     rng = np.random.default_rng(list(split.encode()))
     if split == "heldout":
         words = rng.permutation(sorted(heldout_words()))
         return tuple(
-            str(Word(str(word), COLOURS[i])) for word, i in zip(words, rng.integers(len(COLOURS), size=len(words)), strict=True)
+            str(Word(str(word), INK_COLOURS[i]))
+            for word, i in zip(words, rng.integers(len(INK_COLOURS), size=len(words)), strict=True)
         )
     if split != "train":
-        raise ValueError(f"unknown split {split!r}, expected one of {', '.join(get_args(Split))}")
+        raise ValueError(f"unknown split {split!r}, expected one of {', '.join(get_args(WordSplit))}")
     found: dict[str, Word] = {}
     while len(found) < TRAIN_PROMPTS:
         word = random_word(rng, spoken=True)

@@ -15,7 +15,7 @@ from g2rpo.training.evaluator import Evaluator
 from g2rpo.training.listeners.early_stop import EarlyStop
 from g2rpo.training.listeners.listener import Listener
 from g2rpo.training.loop import Loop
-from g2rpo.training.pace import MEASURED, fitted
+from g2rpo.training.pace import MEASURED, fitted_length
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Clock(Listener):
             return
         config, iteration = self.loop.config, self.loop.iteration
         left, look = self._left(looks[-1])
-        found = fitted(config, iteration, train, look, left, first=not self.has_fitted)
+        found = fitted_length(config, iteration, train, look, left, first=not self.has_fitted)
         if iteration < MEASURED and left > look:  # the first ones are slow: too early for more than to end
             found = config
         asked = (found.trainer.iterations, found.evaluation.every)
