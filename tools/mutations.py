@@ -86,7 +86,12 @@ MUTATIONS = [
     Mutation("core/objectives.py", "1 + clip_range)", "1 + 2 * clip_range)", OBJECTIVES),
     Mutation("core/objectives.py", "0.5 * difference", "difference", OBJECTIVES),
     Mutation("core/objectives.py", 'if mix == "gdpo"', 'if mix == "advantages"', OBJECTIVES),
-    Mutation("core/objectives.py", "(per_reward * normalize(rewards))", "(normalize(per_reward * rewards))", OBJECTIVES),
+    Mutation(
+        "core/objectives.py",
+        "weighted(normalize(rewards), weights).sum(-3)",
+        "normalize(weighted(rewards, weights).sum(-3))",
+        OBJECTIVES,
+    ),
     Mutation("core/objectives.py", "(all_n - unbiased).clamp(min=1)", "all_n.clamp(min=1)", NEIGHBOURS),
     Mutation("core/plain.py", "Field(ge=2, le=10_000)", "Field(ge=1, le=10_000)", FIELDS),
     Mutation("core/plain.py", "len(set(values)) < len(values)", "False", FIELDS),
@@ -205,8 +210,8 @@ MUTATIONS = [
     Mutation("rewards/taste.py", "if group not in part]", "if True]", "tests/rewards/test_taste.py -k random_clicks"),
     Mutation(
         "lab/teach/brake.py",
-        "one.tuned - one.base < -FALL",
-        "one.tuned - one.base > FALL",
+        "one.change < -FALL",
+        "one.change > FALL",
         "tests/lab/teach/test_session.py -k judge",
     ),
     Mutation(
