@@ -1,12 +1,12 @@
 """curves.png: a panel for each reward, a band for what is known, and no hole."""
 
+import itertools
 import math
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from g2rpo.monitor.curves import curves, save_curves
+from g2rpo.monitor.curves import BESIDE, LEFT, RIGHT_INCHES, curves, save_curves
 
 
 def rows(count, errors=True):
@@ -24,13 +24,17 @@ def rows(count, errors=True):
 def test_panels_fill_the_picture(count):
     figure = curves(rows(count), ["reward0"], 40)
     assert len(figure.axes) == count
-    specs = [axis.get_subplotspec() for axis in figure.axes]
-    grid = np.zeros(specs[0].get_gridspec().get_geometry(), dtype=int)
-    for spec in specs:
-        grid[spec.rowspan.start : spec.rowspan.stop, spec.colspan.start : spec.colspan.stop] += 1
-    assert (grid == 1).all()  # every cell once: none empty, none drawn over
-    per_line = [sum(spec.rowspan.start == line for spec in specs) for line in range(len(grid))]
-    assert max(per_line) <= 3 and max(per_line) - min(per_line) <= 1
+    boxes = [axis.get_position() for axis in figure.axes]
+    lines = {}
+    for box in boxes:
+        lines.setdefault(round(box.y0, 6), []).append(box)
+    wide, (high, *_) = figure.get_figwidth(), [box.height for box in boxes]
+    assert max(map(len, lines.values())) <= 3 and len({len(own) for own in lines.values()}) <= 2
+    for own in lines.values():  # from edge to edge, none drawn over another
+        assert (own[0].x0 * wide, (1 - own[-1].x1) * wide) == pytest.approx((LEFT, RIGHT_INCHES))
+        assert [(b.x0 - a.x1) * wide for a, b in itertools.pairwise(own)] == pytest.approx([BESIDE] * (len(own) - 1))
+    heights = sorted(lines)
+    assert all(upper - lower > high for lower, upper in itertools.pairwise(heights))
 
 
 def test_bands_are_95_percent_intervals_of_the_change():

@@ -109,30 +109,21 @@ def curves(rows: Sequence[Row], trained: Sequence[str], prompts: int) -> Figure:
     names = [key.removeprefix("reward/") for key in (evaluations[0] if evaluations else {}) if key.startswith("reward/")]
     lines = math.ceil(len(names) / ACROSS) or 1
     across = [len(names) // lines + (line < len(names) % lines) for line in range(lines)]
-    width, height, columns = 4.2 * max(1, *across), 3 * lines + 0.3, math.lcm(*(count or 1 for count in across))
+    width, height = 4.2 * max(1, *across), 3 * lines + 0.3
     figure = Figure(figsize=(width, height))
     key = textwrap.wrap(KEY, round(18 * width))
     below = BELOW + 0.15 * len(key)
-    inside = width - LEFT - RIGHT_INCHES, height - below - ABOVE_INCHES
-    grid = figure.add_gridspec(
-        lines,
-        columns,
-        left=LEFT / width,
-        right=1 - RIGHT_INCHES / width,
-        bottom=below / height,
-        top=1 - ABOVE_INCHES / height,
-        wspace=_relative(BESIDE, columns, inside[0]),
-        hspace=_relative(BETWEEN, lines, inside[1]),
-    )
+    tall = (height - below - ABOVE_INCHES - BETWEEN * (lines - 1)) / lines
     places = [(line, place) for line, count in enumerate(across) for place in range(count)]
-    for style, (name, (line, place)) in enumerate(zip(names, places, strict=True)):
-        span = grid.ncols // across[line]
-        axes = figure.add_subplot(grid[line, place * span : (place + 1) * span])
+    for name, (line, place) in zip(names, places, strict=True):
+        wide = (width - LEFT - RIGHT_INCHES - BESIDE * (across[line] - 1)) / across[line]
+        left, bottom = LEFT + place * (wide + BESIDE), height - ABOVE_INCHES - tall - line * (tall + BETWEEN)
+        axes = figure.add_axes((left / width, bottom / height, wide / width, tall / height))
         plain_axes(axes)
         if name in trained:
             x, y = [row["iteration"] for row in iterations], [row[f"reward/{name}"] for row in iterations]
-            draw_line(axes, Line("training batches", x, y, style, look="faint"))
-        draw_line(axes, heldout_line("held-out", evaluations, name, prompts, style))
+            draw_line(axes, Line("training batches", x, y, look="faint"))
+        draw_line(axes, heldout_line("held-out", evaluations, name, prompts))
         title = f"{name} ({'trained on' if name in trained else 'judged only'})"
         axes.set_title(title, fontsize=10, y=1)  # where matplotlib would put it after a search
         axes.set_xlabel("iteration", fontsize=9)
@@ -141,11 +132,6 @@ def curves(rows: Sequence[Row], trained: Sequence[str], prompts: int) -> Figure:
         axes.locator_params("y", nbins=6)
     figure.text(0.5, 0.06 / height, "\n".join(key), fontsize=8, color=FIGURE_SOFT, ha="center")
     return figure
-
-
-def _relative(gap: float, count: int, length: float) -> float:
-    """A gap between `count` panels that fill `length`, in units of a panel, as a GridSpec takes it."""
-    return gap * count / (length - gap * (count - 1))
 
 
 def _number(value: float | None) -> float:
