@@ -54,9 +54,18 @@ def write_page(directories: Sequence[Path], out: Path | None) -> Path:
 def render(runs: Sequence[RunHistory]) -> str:
     """The page of one or several runs."""
     environment = templates_of("g2rpo.lab.report")
-    environment.filters |= {each.__name__: each for each in (compact, figures, fixed, signed)}
-    used_by_run = (decimals, effect, first_group, from_recipe, key_mark, phases, sentences_of_runs, summary_of, verdict)
-    environment.globals |= {each.__name__: each for each in used_by_run}
+    environment.filters |= {"compact": compact, "figures": figures, "fixed": fixed, "signed": signed}
+    environment.globals |= {
+        "decimals": decimals,
+        "effect": effect,
+        "first_group": first_group,
+        "from_recipe": from_recipe,
+        "key_mark": key_mark,
+        "phases": phases,
+        "states": sentences_of_runs,
+        "summary": summary_of,
+        "verdict": verdict,
+    }
     environment.tests["finite"] = math.isfinite
     groups = seed_groups(runs)
     keys = {run.name: key_mark(group.style) for group in groups for run in group.runs}
