@@ -1,11 +1,21 @@
-"""What commands that serve check before they load anything: the token and the address."""
+"""Commands that serve: the token and the address, which are checked before anything is loaded; and `g2rpo serve-reward`, one
+reward behind HTTP, for a trainer in another environment or on another GPU."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import shlex
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from g2rpo.app.events import Emit, Line, Serving, silent
+from g2rpo.app.stopping import until_ctrl_c
+from g2rpo.assembly.rewards import build_rewards
+from g2rpo.config.resolve import parse_options
+from g2rpo.config.schema import RewardConfig
+from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.web import is_loopback
 from g2rpo.rewards.transport import token_from
@@ -43,3 +53,29 @@ def refused(host: str, port: int) -> Iterator[None]:
         yield
     except (ValueError, OSError, OverflowError) as error:
         raise UserError(f"cannot serve on {host}:{port}: {error}") from error
+
+
+def serve_reward(
+    kind: str, options: Sequence[str], *, host: str, port: int, token_env: str | None, emit: Emit = silent
+) -> None:
+    """Loads reward `kind` with key=value `options` and serves it until interrupted."""
+    if any(importlib.util.find_spec(library) is None for library in ("uvicorn", "starlette")):
+        raise UserError("serve-reward needs uvicorn and starlette: pip install uvicorn starlette")
+    from g2rpo.rewards.server import RewardServer
+
+    token = token_for(host, token_env)
+    check_address(host, port)
+    if plugins.is_code(kind):
+        plugins.allow(kind)
+    name = kind.rpartition(":")[2]  # a config's names have no dots, as the path of a file has
+    reward = build_rewards({name: RewardConfig(kind=kind, options=parse_options(options))})[name]
+    with refused(host, port):
+        server = RewardServer(reward, host, port, token=token)
+    with server:
+        emit(Line(f"{kind} at {server.address}; use it as"))
+        given = {"url": server.address, **({"endpoint": {"token_env": token_env}} if token_env else {})}
+        overrides = shlex.join([f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"])
+        emit(Serving(f"  {overrides}"))
+        with until_ctrl_c():
+            server.serve_forever()
+        emit(Line("stopped"))

@@ -89,6 +89,6 @@ def serve_reward(
     token_env: options.TokenOption = None,
 ) -> None:
     """Serve a reward over HTTP, for a trainer elsewhere."""
-    from g2rpo.app.serve import serve_reward as serve
+    from g2rpo.app.serving import serve_reward as serve
 
     serve(kind, options or [], host=host, port=port, token_env=token_env, emit=Output())
