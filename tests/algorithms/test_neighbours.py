@@ -125,7 +125,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, name, options):
     for one, other in zip(straight.learner.old, resumed.learner.old, strict=True):
         assert torch.equal(one, other) and not torch.equal(one, weights(straight))
     if name == "adagrpo":
-        assert straight.memory.state == resumed.memory.state != {}
+        assert straight.loop.memory.state == resumed.loop.memory.state != {}
 
 
 # --- reductions: what one algorithm becomes when another's choice is made

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from g2rpo.app import serve
+from g2rpo.app import serving
 from g2rpo.app.serving import check_address, token_for
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
@@ -43,7 +43,7 @@ def test_the_overrides_that_it_prints_are_taken(capsys, monkeypatch, tmp_path, k
     (tmp_path / "own.py").write_text("def redness(images, prompts): return images.mean((1, 2, 3))\n")
     kind = kind.format(tmp_path)
     if name == "hpsv2":
-        monkeypatch.setattr(serve, "build_rewards", lambda table: dict.fromkeys(table, lambda images, prompts: None))
+        monkeypatch.setattr(serving, "build_rewards", lambda table: dict.fromkeys(table, lambda images, prompts: None))
     monkeypatch.setattr(RewardServer, "serve_forever", lambda server: (_ for _ in ()).throw(KeyboardInterrupt))
     monkeypatch.setenv("SCORES", "secret" * 3)
     code, out, _ = g2rpo(capsys, "serve-reward", kind, "--port", free_port(), "--token-env", "SCORES")
@@ -53,7 +53,7 @@ def test_the_overrides_that_it_prints_are_taken(capsys, monkeypatch, tmp_path, k
 
 
 def test_a_reward_is_not_loaded_for_a_port_that_is_taken(capsys, monkeypatch):
-    monkeypatch.setattr(serve, "build_rewards", lambda table: pytest.fail("loaded"))
+    monkeypatch.setattr(serving, "build_rewards", lambda table: pytest.fail("loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, _, err = g2rpo(capsys, "serve-reward", "brightness", "--port", taken.getsockname()[1])
     assert code == 2 and "cannot serve on 127.0.0.1:" in err

@@ -13,7 +13,7 @@ from g2rpo.run.checkpoint import checkpoints
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.training import learner
-from g2rpo.training.listeners.listener import Ask
+from g2rpo.training.listeners.listener import Ask, asked_by
 from tests.support import ranks
 from tests.support.commands import done
 from tests.support.runs import asking, brightness, trainer, untimed
@@ -126,7 +126,7 @@ def judge(world, folder, count):
     t = trainer(folder / "run", "trainer.checkpoint_minutes=60", world=world, heldout=heldout)
     t.loop.iteration, t.checkpoints.unsaved = 1, True
     t.checkpoints.saved_at = -1e9 * world.is_main  # hours ago by the clock of one rank: a checkpoint is due on all
-    assert Ask.SAVE in t._asked()
+    assert Ask.SAVE in asked_by(t.listeners, t.stopping, t.world)
     t.loop.iteration = 0
     row = untimed([t.evaluate()])
     return row, str(t.evaluator.baseline.images.dtype), t.evaluator.baseline.images.tolist()
@@ -179,7 +179,10 @@ def test_prompts_that_cannot_be_dealt_evenly_are_refused():
             "algorithm.branch_steps=[0,1] algorithm.update_every=branch",
             "algorithm.update_every=branch takes an update from some groups",
         ),
-        ("algorithm.name=tempflow_grpo sampling.num_steps=5", "leaves out members without any advantage in all groups"),
+        (
+            "algorithm.name=tempflow_grpo sampling.num_steps=5",
+            "the algorithm leaves out members without any advantage in all groups",
+        ),
         ("algorithm.name=flow_grpo", "each has one group in an iteration; set it"),
     ):
         with pytest.raises(UserError, match=f"prompts_per_iteration=2 cannot be divided over 4 ranks: {why}"):

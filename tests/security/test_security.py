@@ -563,7 +563,8 @@ def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(run):
     assert len(read_runs([run])[0].starts) == 1
     Run(run).record_start(3, torch.device("cpu"))
     assert [start.iteration for start in read_runs([run])[0].starts] == [0, 3]
-    (run / "starts.jsonl").write_text("{}\n{\n{}\n")
+    whole = (run / "starts.jsonl").read_text().splitlines()[0]
+    (run / "starts.jsonl").write_text(f"{whole}\n{{\n{whole}\n")
     with pytest.raises(UserError, match=r"starts\.jsonl, line 2: is no JSON"):
         read_runs([run])
 
