@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from g2rpo.algorithms.flow_grpo import MixGRPOFlash
+from g2rpo.algorithms.flow_grpo import GRPOGuard, MixGRPOFlash
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Plan
@@ -39,7 +39,8 @@ def guard(directory):
             policy = DiffusersPolicy.from_pretrained(directory, height=32, width=32, max_sequence_length=12, lora_rank=4)
             options = ("algorithm.name=grpo_guard", "algorithm.group_size=8", "algorithm.update_every=4")
             more = ("sampling.num_steps=5", "sampling.shift=scheduler", f"optim.learning_rate={rate}", "rewards={tilt: 1.0}")
-            own = ("trainer.prompts_per_iteration=4", "evaluation.rewards={}", f"algorithm.correction={correction}")
+            own = ("trainer.prompts_per_iteration=4", "evaluation.rewards={}")
+            GRPOGuard.correction = correction
             rewards = {"tilt": windows.tilt}
             t = trainer(None, *options, *more, *own, policy=policy, rewards=rewards, prompts=windows.PROMPTS)
             before = [p.detach().clone() for p in t.learner.parameters]

@@ -21,7 +21,7 @@ WRONG = {
     "candidates": [1],
     "ceiling": ["high"],  # any number may be one
     "old_schedule": ["[-1,0,0]", "[0,-1,0]", "[0,0,1]", "[0,0,-0.1]"],
-    **{key: [-1] for key in ("kl_weight", "old_weight", "strength")},
+    **{key: [-1] for key in ("kl_weight", "strength")},
     "forget": [-0.1, 1],
     **{key: [0, 1.5] for key in ("trained_fraction", "compression", "share", "power")},
     **{

@@ -14,11 +14,11 @@ from g2rpo.core import plugins
 OPTIONS = """
 alarms
 algorithm.advantage_clip algorithm.branch_schedule algorithm.branch_steps algorithm.candidates
-algorithm.ceiling algorithm.churn algorithm.clip_range algorithm.compression algorithm.correction algorithm.divergence_limit
+algorithm.ceiling algorithm.churn algorithm.clip_range algorithm.compression algorithm.divergence_limit
 algorithm.eta algorithm.forget algorithm.granularities
 algorithm.group_size algorithm.kl_weight
 algorithm.merged_steps algorithm.mixing algorithm.name algorithm.noise_weight
-algorithm.old_schedule algorithm.old_weight
+algorithm.old_schedule
 algorithm.power algorithm.reward_mix algorithm.schedule
 algorithm.segments algorithm.share algorithm.strength algorithm.tail
 algorithm.times algorithm.trained_fraction algorithm.update_every algorithm.window_iterations

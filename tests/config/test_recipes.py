@@ -155,7 +155,7 @@ FROM_THE_CODE = {
     "AWM": {  # be51372, pickscore_sd3_no_cfg: 6 pictures on each of 8 GPUs 12 times, in groups of 24
         **SD35, **LORA, **PICKSCORE, "sampling.num_steps": 14, "trainer.prompts_per_iteration": 6 * 8 * 12 // 24,
         "algorithm.group_size": 24, "algorithm.times": 6, "algorithm.kl_weight": 1e-4, "algorithm.power": 0.25,
-        "algorithm.old_weight": 1.0, "optim.ema_decay": 0.99, "optim.ema_every": 1, "policy.lora_rank": 32,
+        "optim.ema_decay": 0.99, "optim.ema_every": 1, "policy.lora_rank": 32,
         "policy.truncate_timesteps": False,
     },
     "DGPO": {  # 01ceb4b, pickscore_sd3_4gpu

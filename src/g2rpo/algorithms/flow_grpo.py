@@ -193,8 +193,8 @@ class GRPOGuard(GRPO):
     paper: ClassVar[str] = "2510.22319"
     clip_range: PositiveFloat = 2e-6
     update_every: UpdateEverySetting = 12
-    correction: Literal["member", "batch"] = "member"
 
+    correction: ClassVar[Literal["member", "batch"]] = "member"
     population_std: ClassVar[bool] = True
     drop_zero_advantages: ClassVar[bool] = True
     noisy_last_step: ClassVar[bool] = True  # as Flow-GRPO's

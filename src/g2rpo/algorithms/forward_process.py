@@ -224,11 +224,12 @@ class AWM(ForwardProcess):
     title: ClassVar[str] = "AWM"
     paper: ClassVar[str] = "2509.25050"
     kl_weight: NonNegativeFloat = 0.003
-    old_weight: NonNegativeFloat = 1.0
     old_schedule: tuple[NonNegativeInt, NonNegativeFloat, OldShare] = (0, 0.001, 0.3)
     power: Annotated[float, Field(gt=0, le=1)] = 0.25
     times: Count = 6
     update_every: Literal["rollout"] = "rollout"
+
+    old_weight: ClassVar[float] = 1.0
 
     @property
     def uses_old(self) -> bool:
