@@ -37,7 +37,8 @@ from benchmarks.published_loop import PublishedLoop
 from benchmarks.random_models import RandomText, random_pipeline, shape_of
 from g2rpo.assembly.blueprint import Blueprint, size_of
 from g2rpo.assembly.checks import check_quantized
-from g2rpo.assembly.components import pick_device, policy_options
+from g2rpo.assembly.components import pick_device, policy_class
+from g2rpo.assembly.hub import located
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
@@ -125,9 +126,8 @@ def configured(case: Case, *overrides: str) -> tuple[Config, Blueprint]:
 def policy_of(config: Config, shape: Blueprint, pipeline: Any = None) -> DiffusersPolicy:
     """A policy with random weights, or those of a `pipeline`, whose adapters act."""
     device = torch.device(pick_device(config.policy.device))
-    kind, options = policy_options(config.policy, shape.kind, device=str(device))
     drawn = random_pipeline(shape, device, getattr(torch, config.policy.dtype)) if pipeline is None else copy.deepcopy(pipeline)
-    policy = kind(drawn, **options)
+    policy = policy_class(config.policy, shape.kind)(drawn, located(config.policy), device=device)
     perturb(policy)
     return policy
 

@@ -37,14 +37,14 @@ def make(folder: Path) -> int:
 def load(folder: str, tuning: str, barrier: Any, results: Any) -> None:
     """Loads the pipeline and reports bytes of PSS, and of private pages, that were added."""
     import torch
+    from diffusers import FluxPipeline
 
-    from g2rpo.policies.anyflow import DiffusersPolicy
-    from g2rpo.policies.catalogue import flux
+    from g2rpo.policies.pipelines import read_pipeline
 
     torch.set_num_threads(1)
     barrier.wait()
     before = held()
-    pipeline = DiffusersPolicy.of(flux).load_pipeline(folder, dtype=torch.bfloat16, tuning=tuning)
+    pipeline = read_pipeline(FluxPipeline, folder, torch.bfloat16, tuning)
     for weight in pipeline.transformer.parameters():
         float(weight.sum(dtype=torch.float32))
     barrier.wait()

@@ -26,6 +26,7 @@ from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import flux
+from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.pipelines import read_pipeline
 from g2rpo.rollout.engine import Engine
 from g2rpo.testbed import pipeline_dir
@@ -50,7 +51,7 @@ def policy_of(name: str = "testbed", wide: bool = False) -> DiffusersPolicy:
     made = read_pipeline(FluxPipeline, pipeline_dir(name), torch.float32)
     if wide:
         made.transformer = FluxTransformer2DModel.from_config({**made.transformer.config, **WIDE})
-    return DiffusersPolicy.of(flux)(made, **SIZES[name])
+    return DiffusersPolicy.of(flux)(made, PolicyConfig(path="", **SIZES[name]))
 
 
 def alone(policy: DiffusersPolicy) -> Callable[[Tensor, Tensor, Cond], Tensor]:

@@ -36,6 +36,7 @@ from g2rpo.core.types import Cond
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import flux
+from g2rpo.policies.options import PolicyConfig
 
 WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
@@ -56,13 +57,14 @@ def blocks(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     shape = shape_of("black-forest-labs/FLUX.1-dev", args.tiny, blocks=1)
     pipeline = random_pipeline(shape, device, torch.bfloat16)
 
-    def policy(dtype: torch.dtype = torch.bfloat16, **options: Any) -> DiffusersPolicy:
-        made = DiffusersPolicy.of(flux)(copy.deepcopy(pipeline), dtype=dtype, device=device, keep_base=False, **size, **options)
+    def policy(dtype: str = "bfloat16", **options: Any) -> DiffusersPolicy:
+        config = PolicyConfig(path="", dtype=dtype, **size, **options)
+        made = DiffusersPolicy.of(flux)(copy.deepcopy(pipeline), config, device=device)
         for number, parameter in enumerate(made.trainable_parameters()):
             parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator_for(number)).to(device)
         return made
 
-    wide, exact = answers(policy(torch.float32), 1), answers(policy(autocast=False), 1)
+    wide, exact = answers(policy("float32"), 1), answers(policy(autocast=False), 1)
     found = {"float32": {"error": relative(exact[0], wide[0]), "gradient": 1 - cosine(exact[1], wide[1])}}
     for name in args.ways:
         made = policy(**WAYS[name])

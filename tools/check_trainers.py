@@ -38,9 +38,10 @@ from torch import Tensor, nn
 
 from g2rpo.export.comfyui import names_for, tensors_for
 from g2rpo.export.weights import TunedWeights
-from g2rpo.policies.adapters import PREFIX, Adapter, read_adapter, write_tensors
+from g2rpo.policies.adapter_files import read_adapter
+from g2rpo.policies.adapters import PREFIX, Adapter, write_tensors
 from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.comfyui import FLUX, renamed
+from g2rpo.policies.comfyui import FLUX, replaced_name
 
 COLUMNS, RANK = 2, 3
 ABSENT = {
@@ -186,7 +187,7 @@ def check(case: Case, file: Path) -> tuple[float, float]:
     model = model_of(case)
     before = weights_of(case, model)
     matrices = {n.removesuffix(".weight"): v for n, v in before.items() if n.endswith(".weight") and v.ndim == 2}
-    with_name = {m: v for m, v in matrices.items() if diffusers_own or renamed(names.original or {}, m)}
+    with_name = {m: v for m, v in matrices.items() if diffusers_own or replaced_name(names.original or {}, m)}
     adapter = Adapter({m: (torch.randn(RANK, COLUMNS), torch.randn(len(v), RANK)) for m, v in with_name.items()})
     write_tensors(file, adapter.tensors(PREFIX) if diffusers_own else tensors_for(adapter, names, format), {})
     network = put(case, model, file)  # in ai-toolkit its modules have a weak reference to it

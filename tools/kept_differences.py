@@ -16,9 +16,9 @@ from g2rpo.algorithms.flow_grpo import GRPOGuard, MixGRPOFlash
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Plan
-from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine
 from tests.published import neighbours, side_by_side, test_dancegrpo, test_flow_grpo, windows
+from tests.support import policies
 from tests.support.runs import trainer
 from tests.support.tiny import save_flux, save_sd3
 
@@ -36,7 +36,7 @@ def guard(directory):
     for rate in (1e-4, 1e-3):
         ways = []
         for correction in ("member", "batch"):
-            policy = DiffusersPolicy.from_pretrained(directory, height=32, width=32, max_sequence_length=12, lora_rank=4)
+            policy = policies.load(directory, height=32, width=32, max_sequence_length=12, lora_rank=4)
             options = ("algorithm.name=grpo_guard", "algorithm.group_size=8", "algorithm.update_every=4")
             more = ("sampling.num_steps=5", "sampling.shift=scheduler", f"optim.learning_rate={rate}", "rewards={tilt: 1.0}")
             own = ("trainer.prompts_per_iteration=4", "evaluation.rewards={}")
@@ -129,7 +129,7 @@ def flash_tail(network, prompt, x, points, before):
 
 def flash(directory):
     """Final latents of six members at all windows of 300 iterations: ours, published, and with Euler at every step."""
-    policy = DiffusersPolicy.from_pretrained(directory, height=32, width=32, max_sequence_length=12, tuning="frozen")
+    policy = policies.load(directory, height=32, width=32, max_sequence_length=12, tuning="frozen")
     sigmas, cond = sigma_grid(25, 3.0), policy.encode(["a red circle"])
     for compression in (0.4, 0.2):
         algorithm = MixGRPOFlash(compression=compression)

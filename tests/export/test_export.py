@@ -15,7 +15,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.export.formats import merge
 from g2rpo.export.weights import final
 from g2rpo.lab.check_model import load_saved
-from g2rpo.policies.adapters import read_adapter
+from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.spec import parameters_of
 from g2rpo.run.checkpoint import save_checkpoint

@@ -17,10 +17,10 @@ from g2rpo.assembly.config import load_config
 from g2rpo.assembly.hub import find_adapter
 from g2rpo.core.errors import UserError
 from g2rpo.export.comfyui import tensors_for
-from g2rpo.policies.adapters import DOWN, FLOATS, PREFIX, UP, Adapter, read_adapter, write_tensors
+from g2rpo.policies.adapter_files import FLOATS, HARMLESS, read_adapter
+from g2rpo.policies.adapters import DOWN, PREFIX, UP, Adapter, write_tensors
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
-from g2rpo.policies.peft_config import HARMLESS
 from g2rpo.testbed import pipeline_dir
 from tests.support.adapters import READ, differences, fused, policy_of, random_adapter, velocity
 from tests.support.commands import done, g2rpo, refused

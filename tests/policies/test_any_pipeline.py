@@ -22,12 +22,12 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.check_model import REMEDIES, checks, drawn_by, prompts_for, reported
-from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
-from g2rpo.policies.pipelines import choose_attention
+from g2rpo.policies.pipelines import check_options, choose_attention
 from g2rpo.policies.spec import PICTURE_SIZES, parameters_of
 from g2rpo.rollout.engine import Engine
+from tests.support.policies import make
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
 
@@ -109,7 +109,7 @@ def size_of(kind):
 
 def load(kind, guided="on", **options):
     options = {**size_of(kind), "tuning": "frozen", "guidance_scale": scale_of(kind, guided), **options}
-    return CLASSES[kind](pipeline_of(kind), **options)
+    return make(CLASSES[kind], pipeline_of(kind), **options)
 
 
 def pictures(policy, prompts):
@@ -205,7 +205,7 @@ def checked(kind, folder):
         checks(
             lambda: pipeline_of(kind),
             CLASSES[kind],
-            {**size_of(kind), "lora_rank": 4},
+            PolicyConfig(path="", **size_of(kind), lora_rank=4),
             prompts_for(SPECS[kind], folder),
             folder,
         )
@@ -242,7 +242,7 @@ def test_check_model_finds_each_fault(name, tmp_path):
     method, fault = FAULTS[name]
     own = CLASSES["QwenImagePipeline"]
     broken = type("Broken", (own,), {method: lambda self, *args: fault(getattr(own, method)(self, *args))})
-    options = {**size_of("QwenImagePipeline"), "lora_rank": 4}
+    options = PolicyConfig(path="", **size_of("QwenImagePipeline"), lora_rank=4)
     made = checks(lambda: pipeline_of("QwenImagePipeline"), broken, options, prompts_for(own.spec, tmp_path), tmp_path)
     first = next(check for check in reported(made) if not check.passed)
     assert (first.name, first.remedy) == (name, REMEDIES[name])
@@ -340,7 +340,7 @@ def test_wan_that_times_every_token_takes_rows_of_one_sigma_at_a_time():
     """Wan2.2-TI2V-5B: the network has a time for every token, here the same for all."""
     pipeline = pipeline_of("WanPipeline")
     pipeline.register_to_config(expand_timesteps=True)
-    policy = CLASSES["WanPipeline"](pipeline, **size_of("WanPipeline"), tuning="frozen")
+    policy = make(CLASSES["WanPipeline"], pipeline, **size_of("WanPipeline"), tuning="frozen")
     x, sigma, cond = inputs(policy, PROMPTS)
     tokens = x[0, 0, :, ::2, ::2].numel()
 
@@ -355,7 +355,7 @@ def test_wan_that_times_every_token_takes_rows_of_one_sigma_at_a_time():
 def test_distilled_klein_ignores_the_scale_as_its_pipeline_does():
     pipeline = pipeline_of("Flux2KleinPipeline")
     pipeline.register_to_config(is_distilled=True)
-    policy = CLASSES["Flux2KleinPipeline"](pipeline, **SIZE, tuning="frozen", guidance_scale=4.0)
+    policy = make(CLASSES["Flux2KleinPipeline"], pipeline, **SIZE, tuning="frozen", guidance_scale=4.0)
     assert not policy.guided and policy.shapes(12).rows == 1
     assert set(policy.encode(PROMPTS).tensors) == {"prompt_embeds", "text_ids"}
 
@@ -374,7 +374,7 @@ def test_what_a_model_card_calls_is_what_was_sampled():
 def test_flash_attention_is_refused_exactly_where_a_mask_is_passed(kind, prompts):
     """Before anything is loaded; what it would do is asked of a policy without the check."""
     size = {name: 64 if name == "max_sequence_length" else value for name, value in size_of(kind).items()}
-    policy = CLASSES[kind](pipeline_of(kind), **size, tuning="frozen")
+    policy = make(CLASSES[kind], pipeline_of(kind), **size, tuning="frozen")
     try:
         choose_attention(policy.pipeline.transformer, "flash")
     except UserError as error:
@@ -385,17 +385,16 @@ def test_flash_attention_is_refused_exactly_where_a_mask_is_passed(kind, prompts
     with pytest.raises(ValueError, match="attn_mask") if SPECS[kind].is_masked else nullcontext():
         policy.velocity(x, sigma, cond)
     with pytest.raises(UserError, match="takes no mask") if SPECS[kind].is_masked else nullcontext():
-        CLASSES[kind].check_options(PolicyConfig(path="", **size_of(kind), attention="flash"))
+        check_options(SPECS[kind], PolicyConfig(path="", **size_of(kind), attention="flash"))
 
 
 def test_an_option_that_a_model_cannot_follow_is_refused_from_python_too():
     pipeline = pipeline_of("ChromaPipeline")
     with pytest.raises(UserError, match=r"policy\.gradient_checkpointing"):
-        CLASSES["ChromaPipeline"](pipeline, **SIZE, gradient_checkpointing=True)
+        make(CLASSES["ChromaPipeline"], pipeline, **SIZE, gradient_checkpointing=True)
     own = replace(SPECS["SanaPipeline"], scale="real_guidance_scale")  # which its call does not have
-    uncalled = DiffusersPolicy.of(own)
-    uncalled.check_options(PolicyConfig(path="", **SIZE))
+    check_options(own, PolicyConfig(path="", **SIZE))
     with pytest.raises(UserError, match=r"policy\.guidance_scale: the call of a SanaPipeline has no such argument"):
-        uncalled.check_options(PolicyConfig(path="", **SIZE, guidance_scale=1.0))
+        check_options(own, PolicyConfig(path="", **SIZE, guidance_scale=1.0))
     with pytest.raises(UserError, match=r"policy\.num_frames"):
-        CLASSES["FluxPipeline"].check_options(PolicyConfig(path="", **SIZE, num_frames=5))
+        check_options(SPECS["FluxPipeline"], PolicyConfig(path="", **SIZE, num_frames=5))

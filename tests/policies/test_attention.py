@@ -5,16 +5,16 @@ import torch
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.attention import BACKENDS, attention_kinds
 from g2rpo.policies.pipelines import choose_attention
+from tests.support import policies
 from tests.support.commands import refused
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "tuning": "frozen"}
 
 
 def velocity(directory, **options):
-    policy = DiffusersPolicy.from_pretrained(directory, **SIZE, **options)
+    policy = policies.load(directory, **SIZE, **options)
     x, cond = policy.noise([generator_for(i) for i in range(2)]), policy.encode(["a red circle", "a square"])
     with torch.no_grad():
         return policy.velocity(x, torch.tensor([0.9, 0.5]), cond)

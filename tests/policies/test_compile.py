@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies.anyflow import DiffusersPolicy
+from tests.support import policies
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
 
@@ -22,7 +22,7 @@ def graphs():
 def test_blocks_of_a_kind_share_a_graph_for_sampling_and_one_for_training(flux_directory, graphs):
     """Whatever the rows; a call of one row has its own."""
     size = {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2, "gradient_checkpointing": True}
-    policy = DiffusersPolicy.from_pretrained(flux_directory, tuning="lora", dtype=torch.float32, **size)
+    policy = policies.load(flux_directory, tuning="lora", dtype=torch.float32, **size)
     policy.pipeline.transformer.transformer_blocks = torch.nn.ModuleList()  # one kind of block is enough, and half the time
     policy.pipeline.transformer.train()  # gradient checkpointing works in this mode only; there is no dropout
     for number, parameter in enumerate(policy.trainable_parameters()):

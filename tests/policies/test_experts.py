@@ -17,6 +17,7 @@ from g2rpo.lab.check_model import checks, drawn_by, load_saved, perturb, prompts
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
+from tests.support.policies import make
 from tests.support.tiny_pipelines import CLASSES, two_experts
 
 WAN, BOUNDARY = "WanPipeline", 0.875
@@ -31,7 +32,7 @@ def original():
 
 
 def load(original, tuning="frozen", **options):
-    return CLASSES[WAN](copy.deepcopy(original), **SIZE, tuning=tuning, lora_rank=4, **options)
+    return make(CLASSES[WAN], copy.deepcopy(original), **SIZE, tuning=tuning, lora_rank=4, **options)
 
 
 def pictures(policy):
@@ -71,7 +72,7 @@ def test_rows_of_both_experts_share_no_call(original):
 
 @pytest.mark.parametrize("expert", ["high", "low"])
 def test_check_model_passes_for_either_expert(original, expert, tmp_path):
-    options = {**SIZE, "lora_rank": 4, "expert": expert}
+    options = PolicyConfig(path="", **SIZE, lora_rank=4, expert=expert)
     made = checks(lambda: copy.deepcopy(original), CLASSES[WAN], options, prompts_for(SPECS[WAN], tmp_path), tmp_path)
     found = list(made)
     assert all(check.passed for check in found) and len(found) == 8, found
@@ -102,7 +103,7 @@ def test_the_grid_of_unipc_is_switched_where_the_pipeline_does(original):
     """Its times are whole numbers."""
     pipeline = copy.deepcopy(original)
     pipeline.scheduler = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
-    policy = CLASSES[WAN](pipeline, **SIZE, tuning="frozen")
+    policy = make(CLASSES[WAN], pipeline, **SIZE, tuning="frozen")
     sigmas = policy.grid(40)
     pipeline.scheduler.set_timesteps(40)
     high = [bool(time >= 1000 * BOUNDARY) for time in pipeline.scheduler.timesteps]

@@ -8,14 +8,14 @@ from diffusers.image_processor import VaeImageProcessor
 
 from g2rpo.core.images import to_uint8
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import deployed_shift
+from tests.support import policies
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12}
 
 
 def load(directory, **options):
-    return DiffusersPolicy.from_pretrained(directory, **{**SIZE, "tuning": "frozen", **options})
+    return policies.load(directory, **{**SIZE, "tuning": "frozen", **options})
 
 
 SCHEDULERS = {  # the published scheduler_config.json of both models

@@ -14,10 +14,13 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.lab.check_model import perturb
-from g2rpo.policies.adapters import read_adapter
+from g2rpo.policies.adapter_files import read_adapter
+from g2rpo.policies.catalogue import SPECS
+from g2rpo.policies.pipelines import check_options
 from g2rpo.run.run import Run
 from g2rpo.testbed import pipeline_dir
 from tests.support.commands import g2rpo, refused
+from tests.support.policies import make
 from tests.support.tiny import flux_pipeline
 from tests.support.tiny_pipelines import CLASSES
 
@@ -44,7 +47,7 @@ def original():
 
 
 def load(original, **options):
-    policy = CLASSES["FluxPipeline"](copy.deepcopy(original), height=32, width=32, lora_rank=4, **options)
+    policy = make(CLASSES["FluxPipeline"], copy.deepcopy(original), height=32, width=32, lora_rank=4, **options)
     perturb(policy)
     return policy
 
@@ -170,4 +173,4 @@ def test_it_is_for_adapters(original):
     with pytest.raises(UserError, match="policy.lora_above: is for adapters"):
         load(original, tuning="full", lora_above=ABOVE)
     with pytest.raises(UserError, match="policy.lora_above: is for adapters"):
-        CLASSES["FluxPipeline"].check_options(load_config("scenes", ["policy.lora_above=0.5", "policy.tuning=full"]).policy)
+        check_options(SPECS["FluxPipeline"], load_config("scenes", ["policy.lora_above=0.5", "policy.tuning=full"]).policy)

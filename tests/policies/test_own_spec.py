@@ -23,6 +23,7 @@ from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.run.run import Run
 from tests.support.commands import done, g2rpo, write_tiny
 from tests.support.pages import ROOT, blocks
+from tests.support.policies import make
 from tests.support.tiny_pipelines import save_tiny, tiny_pipeline
 
 PROMPTS = ["a red circle", "two blue square"]
@@ -163,7 +164,7 @@ def test_layers_that_a_transformer_lacks_are_named_before_it_is_loaded(prx):
     ):
         components.load_pipeline(PolicyConfig(path=str(folder), kind=kind, **size, **missing))
     with pytest.raises(UserError, match=r"img_qkv_proj"):  # from Python too
-        DiffusersPolicy.of(plugins.load(kind))(tiny_pipeline("PRXPipeline"), **size, **missing)
+        make(DiffusersPolicy.of(plugins.load(kind)), tiny_pipeline("PRXPipeline"), **size, **missing)
 
 
 @pytest.mark.slow  # half a minute, and one more class that a file describes
@@ -195,9 +196,7 @@ def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(prx, tmp_path,
 def test_one_value_of_the_catalogue_is_enough(bria, monkeypatch):
     folder, kind = bria
     with pytest.raises(UserError, match="is not declared yet"):
-        components.policy_options(
-            PolicyConfig(path=str(folder), **SIZE), components.locate_pipeline(str(folder))[1], device="cpu"
-        )
+        components.load_pipeline(PolicyConfig(path=str(folder), **SIZE))
     monkeypatch.setitem(catalogue.SPECS, "BriaPipeline", plugins.load(kind))
     policy = components.build_policy(PolicyConfig(path=str(folder), **SIZE), tuning="frozen")
     assert policy.spec is plugins.load(kind)

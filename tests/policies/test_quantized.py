@@ -11,8 +11,8 @@ from torch import nn
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.quantized import QUANTIZED_LINEARS, QuantizedLinear, check_quantization, weights_of
+from tests.support import policies
 from tests.support.commands import done, refused
 from tests.support.variants import few
 
@@ -92,7 +92,7 @@ def test_what_waits_for_the_backward_pass_is_no_dense_weight(kind):
 
 
 def load(directory, **options):
-    policy = DiffusersPolicy.from_pretrained(directory, **{**SIZE, "dtype": torch.bfloat16, "tuning": "lora", **options})
+    policy = policies.load(directory, **{**SIZE, "dtype": torch.bfloat16, "tuning": "lora", **options})
     for number, parameter in enumerate(policy.trainable_parameters()):
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator_for(number))
     return policy

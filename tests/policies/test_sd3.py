@@ -8,9 +8,9 @@ from diffusers import StableDiffusion3Pipeline
 from g2rpo.config.schema import grid_of
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.training.updater import Trained
+from tests.support import policies
 from tests.support.tiny import save_sd3
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
@@ -19,7 +19,7 @@ STEPS = 6
 
 
 def load(directory, **options):
-    return DiffusersPolicy.from_pretrained(directory, **{**SIZE, "tuning": "frozen", **options})
+    return policies.load(directory, **{**SIZE, "tuning": "frozen", **options})
 
 
 def pictures(policy, shift=3.0):

@@ -5,14 +5,14 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies.anyflow import DiffusersPolicy
+from tests.support import policies
 from tests.support.commands import refused
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2, "dtype": torch.bfloat16}
 
 
 def load(directory, **options):
-    policy = DiffusersPolicy.from_pretrained(directory, **SIZE, **options)
+    policy = policies.load(directory, **SIZE, **options)
     for number, parameter in enumerate(policy.trainable_parameters()):
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator_for(number))
     return policy

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.types import Cond, Example, Rollout
-from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.training.trainer import Trainer
 from tests.published.neighbours import Flux, Learner
 from tests.published.windows import tilt
+from tests.support import policies
 from tests.support.runs import trainer
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square", "blue", "a blue circle", "red square"]
@@ -63,7 +63,7 @@ Objective = Callable[[Models, Seen], list[Callable[[], Tensor]]]
 def tiny(folder, *overrides, rewards=(tilt,), options=(), **more):
     """A trainer of all weights of a tiny model; `options` are the policy's."""
     size = {"height": 32, "width": 32, "max_sequence_length": 12}
-    policy = DiffusersPolicy.from_pretrained(folder, **size, tuning="full", keep_base=True, **dict(options))
+    policy = policies.load(folder, **size, tuning="full", keep_base=True, **dict(options))
     named = {reward.__name__: reward for reward in rewards}
     return trainer(None, *TINY, *overrides, policy=policy, rewards=named, prompts=PROMPTS, **more)
 

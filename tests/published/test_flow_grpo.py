@@ -4,11 +4,11 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from g2rpo.policies.anyflow import DiffusersPolicy
 from tests.published import side_by_side
 from tests.published.neighbours import Learner, StableDiffusion3, batch_normalised, flow_grpo_updates, flow_sde
 from tests.published.side_by_side import Restated, agree
 from tests.published.windows import tilt
+from tests.support import policies
 from tests.support.runs import trainer
 from tests.support.variants import few
 
@@ -41,7 +41,7 @@ class Walks(side_by_side.Pair):
     def __init__(self, directory, overrides, beta, per_time):
         self.beta, self.per_time = beta, per_time
         size = {"height": 32, "width": 32, "max_sequence_length": 12}
-        policy = DiffusersPolicy.from_pretrained(directory, **size, lora_rank=4, guidance_scale=4.5)
+        policy = policies.load(directory, **size, lora_rank=4, guidance_scale=4.5)
         with torch.no_grad():  # an adapter that has moved, or the first KL is 0 whatever its formula
             for p in policy.trainable_parameters():
                 p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))

@@ -5,10 +5,10 @@ from functools import cached_property
 import torch
 
 from g2rpo.core.data import Precision
-from g2rpo.policies.anyflow import DiffusersPolicy
 from tests.published import side_by_side
 from tests.published.neighbours import Flux, Learner, normalised, window_updates
 from tests.published.side_by_side import Restated, agree
+from tests.support import policies
 from tests.support.runs import trainer, with_precision
 
 __all__ = ["Windows", "agree", "normalised"]
@@ -49,7 +49,7 @@ class Windows(side_by_side.Pair):
         self.share = 0.5 if autocast else 4.0
         size = {"height": 32, "width": 32, "max_sequence_length": 12}
         more = {"tuning": "full", "keep_base": False, "truncate_timesteps": True, "dtype": autocast or torch.float32}
-        policy = DiffusersPolicy.from_pretrained(directory, **size, **more)
+        policy = policies.load(directory, **size, **more)
         options = (*COMMON, *overrides, *(IN_BFLOAT16 if autocast else ()))
         ours = trainer(None, *options, policy=policy, rewards=REWARDS, prompts=PROMPTS)
         if autocast:  # the latents at which noise enters stay float32 there

@@ -8,13 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo.core.errors import RankLost, UserError
-from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.run.checkpoint import checkpoints
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.training import learner
 from g2rpo.training.listeners.listener import Ask, asked_by
-from tests.support import ranks
+from tests.support import policies, ranks
 from tests.support.commands import done
 from tests.support.runs import asking, brightness, trainer, untimed
 
@@ -76,7 +75,7 @@ def train_flux(world, folder, model):
     options += ("algorithm.group_size=3", "algorithm.branch_steps=[0,1]", "sampling.num_steps=4")
     options += ("optim.learning_rate=0.5",)
     learner.EPSILON = 1.0  # in this rank's process
-    policy = DiffusersPolicy.from_pretrained(model, height=32, width=32, max_sequence_length=12, lora_rank=2)
+    policy = policies.load(model, height=32, width=32, max_sequence_length=12, lora_rank=2)
     prompts = ["a red circle", "two blue squares", "a blue circle", "a green star"]
     t = trainer(None, *COMMON, *options, policy=policy, prompts=prompts, world=world)
     for _ in range(2):
@@ -98,7 +97,7 @@ def test_ranks_train_a_flux_lora_as_one_process_does(tmp_path, flux_directory):
             first = first or own
             for name, value in own.items():
                 torch.testing.assert_close(value, first[name], atol=3e-7, rtol=0)
-    policy = DiffusersPolicy.from_pretrained(flux_directory, height=32, width=32, max_sequence_length=12, lora_rank=2)
+    policy = policies.load(flux_directory, height=32, width=32, max_sequence_length=12, lora_rank=2)
     moved = [float((p.detach() - first[f"{i:03d}"]).abs().max()) for i, p in enumerate(policy.trainable_parameters())]
     assert max(moved) > 1e-3
 

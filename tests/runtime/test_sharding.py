@@ -23,13 +23,12 @@ from g2rpo.config.resolve import resolve
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.adapters import PREFIX
-from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.run import checkpoint as checkpointing
 from g2rpo.run.checkpoint import checkpoints, load_checkpoint
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Pieces, Sharded
 from g2rpo.training import learner
-from tests.support import ranks
+from tests.support import policies, ranks
 from tests.support.adapters import random_adapter
 from tests.support.runs import PLAIN, config, log, trainer
 from tests.support.tiny import sd3_pipeline
@@ -66,7 +65,7 @@ def build(world, folder, model, mode, *overrides, **options):
     """A trainer of a tiny model, all weights."""
     learner.EPSILON = 1.0  # in this rank's process: Adam's step is then nearly linear in the gradient
     sharding = sharded(world, mode)
-    policy = DiffusersPolicy.from_pretrained(model, sharding=sharding, **(OPTIONS | options))
+    policy = policies.load(model, sharding=sharding, **(OPTIONS | options))
     return trainer(folder, *SMALL, *overrides, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
 
 
@@ -106,7 +105,7 @@ def learn_nft(world, folder, model, mode):
 
     def made():
         sharding = sharded(world, mode)
-        policy = DiffusersPolicy.from_pretrained(model, sharding=sharding, **{**OPTIONS, "keep_base": True})
+        policy = policies.load(model, sharding=sharding, **{**OPTIONS, "keep_base": True})
         return trainer(folder, *options, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
 
     t = made()
@@ -271,8 +270,8 @@ def saves(world, folder, model, mode):
 @pytest.mark.parametrize(("size", "mode"), few([(2, "full"), (4, "full:2")], (2, "full").__eq__))
 def test_each_rank_writes_its_pieces_and_all_or_none_are_kept(tmp_path, flux_directory, size, mode):
     found = ranks.run(size, saves, tmp_path, str(flux_directory), mode)
-    bytes_of, (whole, *_) = [row[0] for row in found], [row[1] for row in found]
-    assert sum(bytes_of) == whole and max(bytes_of) < 0.53 * whole and bytes_of[2:] == [0] * (size - 2)
+    size_of, (whole, *_) = [row[0] for row in found], [row[1] for row in found]
+    assert sum(size_of) == whole and max(size_of) < 0.53 * whole and size_of[2:] == [0] * (size - 2)
     assert all(row[2] == [0, 0] for row in found)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iteration_000001"]
 

@@ -26,7 +26,8 @@ from g2rpo.core.files import digest_of
 from g2rpo.core.plain import as_json, is_text
 from g2rpo.lab.compare.outcomes import gain_of, read_run
 from g2rpo.lab.report.page import write_page
-from g2rpo.policies.adapters import check_fit, read_adapter
+from g2rpo.policies.adapter_files import read_adapter
+from g2rpo.policies.adapters import check_fit
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards import votes
 from g2rpo.run.checkpoint import latest_checkpoint

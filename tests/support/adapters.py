@@ -17,6 +17,7 @@ from g2rpo.policies.adapters import CONFIG, PREFIX, Adapter, endings, write_tens
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.spec import parameters_of
 from g2rpo.policies.tuning import loader_of
+from tests.support.policies import make
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 
 FORMATS = ("diffusers", "comfyui", "kohya", "ai-toolkit")
@@ -64,7 +65,7 @@ def policy_of(kind, pipeline, tuning="frozen", **options):
     if "max_sequence_length" not in parameters_of(type(pipeline)):
         del size["max_sequence_length"]
     frames = {"num_frames": 1 + int(getattr(pipeline, spec.frames))} if spec.video else {}
-    return CLASSES[kind](pipeline, tuning=tuning, **{**size, **frames, **options})
+    return make(CLASSES[kind], pipeline, tuning=tuning, **{**size, **frames, **options})
 
 
 @torch.no_grad()

@@ -107,11 +107,10 @@ def with_controls(config: JudgingConfig) -> JudgingConfig:
     """The evaluation with the default controls of its model."""
     c = config.policy
     _, name = components.locate_pipeline(c.path, c.pipeline, c.kind)
-    kind, _ = components.policy_options(c, name, device="cpu")
-    spec = getattr(kind, "spec", None)
-    scale = getattr(spec, "guidance", None) if c.guidance_scale is None else c.guidance_scale
-    guided = scale is not None and (spec.guides(scale) if spec is not None else scale > 1)
-    by_hand = not guided or (spec is not None and spec.unguided is None)
+    spec = components.policy_class(c, name).spec
+    scale = spec.guidance if c.guidance_scale is None else c.guidance_scale
+    guided = spec.guides(scale)
+    by_hand = not guided or spec.unguided is None
     controls = default_controls(min(config.steps), scale if guided else None, by_hand)
     return config.model_copy(update={"controls": controls})
 

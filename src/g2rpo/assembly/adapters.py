@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Literal
 
 from torch import nn
 
 from g2rpo.assembly.blueprint import on_meta, read_blueprint
-from g2rpo.assembly.hub import find_adapter
+from g2rpo.assembly.hub import ADAPTER_KEYS, find_adapter
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import FileDigests
-from g2rpo.policies.adapters import Adapter, check_fit, endings, read_adapter
-
-Key = Literal["adapter", "assistant"]
-ADAPTER_KEYS: tuple[Key, ...] = ("adapter", "assistant")
+from g2rpo.policies.adapter_files import read_adapter
+from g2rpo.policies.adapters import Adapter, check_fit, endings
 
 
 def completed(config: Config, notify: Callable[[str], None] = lambda message: None) -> Config:
@@ -44,7 +41,7 @@ def _agrees(mine: object, value: object, names: Collection[str]) -> bool:
     return fits[0] == fits[1]
 
 
-def adapter_of(policy: PolicyConfig, key: Key) -> Adapter | None:
+def adapter_of(policy: PolicyConfig, key: str) -> Adapter | None:
     """An adapter of a config, which fits its model; None if it has none."""
     if (name := getattr(policy, key)) is None:
         return None

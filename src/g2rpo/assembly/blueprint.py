@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from g2rpo.assembly import components, pipeline_check
+from g2rpo.assembly import components, hub, pipeline_check
 from g2rpo.assembly.meta import Part, Uninitialised, on_meta
 from g2rpo.assembly.pipeline_files import INDEX, LARGEST_NUMBER, MODELS, parts_in, read_file, weight_files
 from g2rpo.config.schema import PolicyConfig
@@ -116,9 +116,9 @@ def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.
         scheduler = getattr(diffusers, blueprint.scheduler["_class_name"]).from_config(blueprint.scheduler)
         pipeline = pipeline_class(**{**absent, **blueprint.options, **modules, "scheduler": scheduler})
     config = config.model_copy(update={"attention": "auto", "compile": False})  # no kernel runs here
-    policy, options = components.policy_options(config, blueprint.kind, device="meta")
+    policy = components.policy_class(config, blueprint.kind)
     with loading(f"policy.path={config.path}"), Uninitialised():
-        return policy(pipeline, **options)
+        return policy(pipeline, hub.located(config), device="meta")
 
 
 def shapes_of(policy: DiffusersPolicy, blueprint: Blueprint) -> Shapes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,9 @@ from g2rpo.core.files import is_hub_id, local
 from g2rpo.evaluation.work import trained_sigmas_of
 from g2rpo.policies import attention, catalogue, quantized
 from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.experts import check_experts
+from g2rpo.policies.options import TuningMode
+from g2rpo.policies.pipelines import check_options, read_pipeline
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.text import TextEncoders
 from g2rpo.runtime.distributed import World
@@ -85,41 +88,47 @@ def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A pipeline in host memory, for a policy of class `kind` with `options`. Its text encoders can be used before the policy
-    is built, that is before the transformer occupies the device.
+    """A pipeline in host memory, for a policy of class `kind`. Its text encoders can be used before the policy is built, that
+    is before the transformer occupies the device.
     """
 
     config: PolicyConfig
     kind: type[DiffusersPolicy]
-    options: dict[str, Any]
     pipeline: Any
     text: TextEncoders
+    setting: Mapping[str, Any]
+    """What the policy's constructor takes besides."""
 
     def policy(self, sharding: Sharded | None = None) -> DiffusersPolicy:
         """The policy, on its device; `sharding` shards the trained weights."""
         with _loading(self.config.path):
-            return self.kind(self.pipeline, **self.options, sharding=sharding, text=self.text)
+            return self.kind(self.pipeline, self.config, **self.setting, sharding=sharding, text=self.text)
 
 
-def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = None, keep_base: bool = False) -> Loaded:
+def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: TuningMode | None = None, keep_base: bool = False) -> Loaded:
     """The pipeline at `config.path`, for the policy of its class name.
 
     `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
     """
+    import diffusers
+
     path, name = locate_pipeline(config.path, config.pipeline, config.kind)
     if config.kind is None:
         pipeline_check.check_files(config.path, path, catalogue.optional_parts(name))
-    device = pick_device(config.device)
-    quantized.check_quantization(config.quantize, tuning=tuning or config.tuning, dtype=config.dtype, device=device)
+    device, tuning = pick_device(config.device), tuning or config.tuning
+    quantized.check_quantization(config.quantize, tuning=tuning, dtype=config.dtype, device=device)
     attention.check_attention(config.attention, device)
-    kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
-    if options["tuning"] == "lora" and issubclass(kind, DiffusersPolicy):
-        pipeline_check.check_adapters(path, config.lora_targets or kind.spec.lora_targets)
+    kind, config = policy_class(config, name), hub.located(config)
+    spec = kind.spec
+    if tuning == "lora":
+        pipeline_check.check_adapters(path, config.lora_targets or spec.lora_targets)
     if config.kind is None and os.path.isdir(path) and (missing := "; ".join(missing_parts(Path(path)))):
         raise UserError(f"policy.path={config.path}: {missing}")
+    setting = {"tuning": tuning, "device": device, "seed": seed, "keep_base": keep_base}
     with _loading(config.path):
-        pipeline = kind.load_pipeline(path, **options)
-        return Loaded(config, kind, options, pipeline, kind.encoders(pipeline, **options))
+        pipeline = read_pipeline(getattr(diffusers, spec.pipeline_class), path, getattr(torch, config.dtype), tuning)
+        check_experts(pipeline, config)
+        return Loaded(config, kind, pipeline, TextEncoders(pipeline, spec, config, device), setting)
 
 
 @contextmanager
@@ -128,9 +137,9 @@ def _loading(path: str) -> Iterator[None]:
         yield
 
 
-def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **options: Any) -> DiffusersPolicy:
-    """The policy of `load_pipeline(config, **options)`, at once."""
-    return load_pipeline(config, **options).policy(sharding)
+def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **setting: Any) -> DiffusersPolicy:
+    """The policy of `load_pipeline(config, **setting)`, at once."""
+    return load_pipeline(config, **setting).policy(sharding)
 
 
 def load_weights(policy: DiffusersPolicy, weights: Path, path: str, strength: float = 1.0) -> None:
@@ -139,23 +148,15 @@ def load_weights(policy: DiffusersPolicy, weights: Path, path: str, strength: fl
         policy.load(weights, strength)
 
 
-def policy_options(
-    config: PolicyConfig, kind: str, *, device: str, seed: int = 0, tuning: str | None = None, keep_base: bool = False
-) -> tuple[type[DiffusersPolicy], dict[str, Any]]:
-    """The policy class for pipelines of class `kind`, and its constructor's options from `config`."""
-    policy = policy_class(config.kind or kind)
-    policy.check_options(config)
-    given = {name: value for name, value in config if name not in ("path", "kind", "pipeline")}
-    for key in ("adapter", "assistant"):
-        if given[key] is not None:
-            given[key] = str(hub.find_adapter(f"policy.{key}", given[key]))
-    return policy, {**given, "device": device, "tuning": tuning or config.tuning, "seed": seed, "keep_base": keep_base}
-
-
-def policy_class(name: str) -> type[DiffusersPolicy]:
-    """The policy for a pipeline class, or for code of the user's: a `PipelineSpec`, or a class."""
-    found = catalogue.find_policy(name)
-    return DiffusersPolicy.of(found) if isinstance(found, PipelineSpec) else found
+def policy_class(config: PolicyConfig, name: str) -> type[DiffusersPolicy]:
+    """The policy for a pipeline of class `name`, or the one that `config.kind` names: that of a `PipelineSpec`, or a class.
+    UserError for options that it lacks."""
+    found = catalogue.find_policy(config.kind or name)
+    kind = DiffusersPolicy.of(found) if isinstance(found, PipelineSpec) else found
+    if not (isinstance(kind, type) and issubclass(kind, DiffusersPolicy)):
+        raise UserError(f"policy.kind={config.kind}: is neither a PipelineSpec nor a class of DiffusersPolicy")
+    check_options(kind.spec, config)
+    return kind
 
 
 def check_judged_size(config: Config, policy: Any) -> None:

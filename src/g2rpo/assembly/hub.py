@@ -16,10 +16,13 @@ from huggingface_hub import constants, get_token, try_to_load_from_cache
 
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import local
+from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.tuning import ADAPTER_FILE
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
 from g2rpo.run.run import Run
 
+ADAPTER_KEYS = ("adapter", "assistant")
+"""Options that name an adapter."""
 HubQuestion = Callable[[], str | None]
 """A description of a problem, or None; may be slow."""
 
@@ -73,6 +76,12 @@ def find_adapter(key: str, name: str) -> Path:
             f"{said}: is no .safetensors file; a pickle could run code, so convert it (safetensors.torch.save_file)"
         )
     return path
+
+
+def located(config: PolicyConfig) -> PolicyConfig:
+    """The config with the files of its adapters in place of their names."""
+    named = {key: name for key in ADAPTER_KEYS if (name := getattr(config, key)) is not None}
+    return config.model_copy(update={key: str(find_adapter(f"policy.{key}", name)) for key, name in named.items()})
 
 
 def _adapter_of(said: str, repository: str, file: str | None) -> Path:

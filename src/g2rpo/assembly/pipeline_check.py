@@ -10,7 +10,7 @@ from typing import Any
 from g2rpo.assembly.meta import on_meta
 from g2rpo.assembly.pipeline_files import INDEX, parts_in, read_file
 from g2rpo.core.errors import UserError
-from g2rpo.policies.tuning import check_targets
+from g2rpo.policies.lora_layers import check_targets
 
 FEW_STEPS = re.compile(r"schnell|turbo|lightning|hyper|distill|klein(?!-base)", re.IGNORECASE)
 """In the names of models that are distilled to few steps."""

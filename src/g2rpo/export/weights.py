@@ -16,8 +16,9 @@ from g2rpo.assembly.blueprint import on_meta, read_blueprint
 from g2rpo.assembly.pipeline_files import read_file, weight_files
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, loading
-from g2rpo.policies.adapters import DOWN, UP, Adapter, read_adapter
-from g2rpo.policies.tuning import ADAPTER_FILE, Tuning
+from g2rpo.policies.adapter_files import read_adapter
+from g2rpo.policies.adapters import DOWN, UP, Adapter
+from g2rpo.policies.tuning import ADAPTER_FILE, tuned
 from g2rpo.run.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
 from g2rpo.run.run import Run
 from g2rpo.runtime.sharding import Pieces
@@ -93,20 +94,10 @@ def from_checkpoint(run: Path, config: Config, which: str) -> TunedWeights:
 def _trained(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     """The transformer of a run of `config` on the meta device, and its trained parameters by name, in order."""
     blueprint = read_blueprint(config)
-    kind, _ = components.policy_options(config, blueprint.kind, device="meta")
+    targets = components.policy_class(config, blueprint.kind).spec.lora_targets
     transformer = on_meta(blueprint.parts[config.trained])
-    tuning = Tuning(
-        transformer,
-        config.tuning,
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        targets=config.lora_targets or kind.spec.lora_targets,
-        seed=0,
-        dtype=getattr(torch, config.dtype),
-        device=torch.device("meta"),
-        keep_base=False,
-    )
-    return transformer, tuning.named()
+    plain = config.model_copy(update={"adapter": None, "assistant": None, "quantize": "none"})
+    return transformer, tuned(transformer, plain, config.tuning, targets=targets, device=torch.device("meta")).named()
 
 
 def _checkpoint(run: Path, which: str) -> tuple[int, Mapping[str, list[Tensor]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -25,9 +25,9 @@ from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.policies.adapters import read_adapter
-from g2rpo.policies.anyflow import DiffusersPolicy, opaque
-from g2rpo.policies.replay import guiding
+from g2rpo.policies.adapter_files import read_adapter
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.replay import guiding, opaque
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.tuning import ADAPTER_FILE, loader_of
 
@@ -99,11 +99,10 @@ def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterat
     given = {"path": path, "kind": kind, **SIZE}
     config = resolve_as(_Settings, {"policy": given}, overrides, "check-model").policy
     loaded = components.load_pipeline(config)
-    if not issubclass(loaded.kind, DiffusersPolicy):
-        raise UserError(f"{config.kind}: is no policy of a diffusers pipeline, with which it could be compared")
-    kind_of, spec, options = loaded.kind, loaded.kind.spec, loaded.options
+    kind_of, spec, device = loaded.kind, loaded.kind.spec, loaded.setting["device"]
+    options = loaded.config
     if spec.frames is not None and config.num_frames is None:
-        options = {**options, "num_frames": 1 + int(getattr(loaded.pipeline, spec.frames))}
+        options = options.model_copy(update={"num_frames": 1 + int(getattr(loaded.pipeline, spec.frames))})
     pipelines = iter([loaded.pipeline])
     del loaded
     with tempfile.TemporaryDirectory() as folder:
@@ -112,11 +111,11 @@ def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterat
         def load() -> Any:
             return next(pipelines, None) or components.load_pipeline(config).pipeline
 
-        found = reported(checks(load, kind_of, options, prompts_for(spec, place), place))
+        found = reported(checks(load, kind_of, options, prompts_for(spec, place), place, device))
         yield (first := next(found))
         yield from found
     if first.passed:
-        yield _planned(config, options.get("num_frames"))
+        yield _planned(config, options.num_frames)
 
 
 def prompts_for(spec: PipelineSpec, folder: Path) -> list[Prompt]:
@@ -189,19 +188,16 @@ def reported(found: Iterator[ModelCheck]) -> Iterator[ModelCheck]:
 def checks(
     load: Callable[[], Any],
     kind: type[DiffusersPolicy],
-    options: Mapping[str, Any],
+    config: PolicyConfig,
     prompts: Sequence[Prompt],
     folder: Path,
+    on: str = "cpu",
 ) -> Iterator[ModelCheck]:
-    """Checks a policy class with `options`, on two pipelines from `load`, of which one is in memory at a time."""
-    names = PolicyConfig.model_fields
-    config = PolicyConfig(
-        **{"path": "", **{name: value for name, value in options.items() if name in names and name != "path"}}
-    )
-    device = torch.device(options.get("device", "cpu"))
+    """Checks a policy class with `config` on a device, on two pipelines from `load`, of which one is in memory at a time."""
+    device = torch.device(on)
     own = drawn_by(load().to(device), kind.spec, config, prompts)
     limit = max(LIMITS[config.dtype], 0.0 if own.euler else OTHER_SOLVER)
-    policy = kind(load(), **{**options, "tuning": config.tuning})
+    policy = kind(load(), config, device=device)
     cond = policy.encode(prompts)
     yield ModelCheck(
         "policy", f"{kind.spec.pipeline_class} is run as a policy, with {policy.shapes(77).rows} rows an evaluation"

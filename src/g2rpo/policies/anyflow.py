@@ -17,20 +17,16 @@ from g2rpo.core.data import Cond
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.types import Policy
-from g2rpo.policies import catalogue
-from g2rpo.policies.adapters import read_adapter
-from g2rpo.policies.attention import MASKLESS
-from g2rpo.policies.options import PolicyConfig
+from g2rpo.policies.experts import Experts
+from g2rpo.policies.options import PolicyConfig, TuningMode
 from g2rpo.policies.pipelines import (
     Shapes,
     blocks_of,
-    boundary_of,
+    check_options,
     choose_attention,
     deployed_shift,
     place,
-    read_pipeline,
 )
-from g2rpo.policies.quantized import quantize
 from g2rpo.policies.replay import (
     Caught,
     OneStep,
@@ -40,29 +36,24 @@ from g2rpo.policies.replay import (
     Unseen,
     UnseenProcessor,
     guiding,
+    opaque,
     probe,
     replay,
     rows_alike,
 )
-from g2rpo.policies.spec import PICTURE_SIZES, PipelineSpec, has_shape_alone, parameters_of, sizes_in
+from g2rpo.policies.spec import PICTURE_SIZES, PipelineSpec, has_shape_alone, sizes_in
 from g2rpo.policies.text import TextEncoders
-from g2rpo.policies.tuning import Tuning, TuningMode, loader_of
+from g2rpo.policies.tuning import loader_of, tuned
 from g2rpo.runtime.sharding import Sharded
-
-CALLED = (
-    *("height", "width", "num_frames", "negative_prompt"),
-    *("guidance_scale", "guidance_scale_2", "max_sequence_length"),
-)
-"""Options that are arguments of a pipeline's call."""
 
 
 class DiffusersPolicy(Policy):
     """A flow pipeline of diffusers as a `Policy`, by its own `__call__`.
 
     Latents are float32, in the layout of the pipeline's denoising loop. Velocities are the pipeline's input to its scheduler:
-    after guidance, which is computed in float32. `options` are those of `PolicyConfig`; `tuning` may also be "frozen", for
-    sampling, `seed` draws the adapters' first values, `keep_base` keeps a copy of weights that training or `load` changes.
-    ValueError for a size that the model cannot have.
+    after guidance, which is computed in float32. `tuning` replaces that of the options, "frozen" for sampling; `seed` draws
+    the adapters' first values, `keep_base` keeps a copy of weights that training or `load` changes. ValueError for a size that
+    the model cannot have.
     """
 
     spec: ClassVar[PipelineSpec]
@@ -71,72 +62,40 @@ class DiffusersPolicy(Policy):
     def __init__(
         self,
         pipeline: Any,
+        options: PolicyConfig,
         *,
-        tuning: TuningMode = "lora",
+        tuning: TuningMode | None = None,
         device: torch.device | str = "cpu",
         seed: int = 0,
-        keep_base: bool = True,
+        keep_base: bool = False,
         sharding: Sharded | None = None,
         text: TextEncoders | None = None,
-        **options: Any,
     ) -> None:
-        o = self.options = PolicyConfig(path="", tuning="full" if tuning == "full" else "lora", **options)
-        spec = self.spec
-        self.check_options(o)
+        o, spec = options, self.spec
+        check_options(spec, o)
+        self.options, self.pipeline = o, pipeline
         self.sharded = sharding is not None
-        self.pipeline, self.boundary = pipeline, boundary_of(pipeline)
         self.transformer: Any = getattr(pipeline, o.trained, None)
         self.guidance_scale = spec.guidance if o.guidance_scale is None else o.guidance_scale
         self.max_sequence_length = o.max_sequence_length or spec.tokens
         self.dtype, self._device = getattr(torch, o.dtype), torch.device(device)
         self.one_time = bool(spec.one_time(pipeline))
-        self.text = text or self.encoders(pipeline, device=device, tuning=tuning, **options)
-        start, assistant = (
-            read_adapter(Path(it), type(pipeline), self.transformer) if it else None for it in (o.adapter, o.assistant)
-        )
-        if start is not None and start.above not in (0, o.lora_above):
-            raise UserError(f"policy.adapter: acts above sigma {start.above:g} alone; set policy.lora_above={start.above:g}")
-        if start is not None and tuning == "lora" and start.above != o.lora_above:
-            raise UserError(
-                f"policy.lora_above={o.lora_above:g}: policy.adapter acts at all steps, and the saved adapter would hold both; "
-                "take lora_above out, or merge your adapter into policy.path (diffusers' fuse_lora)"
-            )
-        if assistant is not None and assistant.above:
-            raise UserError(f"policy.assistant: acts above sigma {assistant.above:g} alone, and would act at all steps")
+        self.text = text or TextEncoders(pipeline, spec, o, device)
         self.check_size(o.height, o.width)
-        self.tuning = Tuning(
+        self.tuning = tuned(
             self.transformer,
-            tuning,
-            rank=o.lora_rank,
-            alpha=o.lora_alpha,
-            targets=o.lora_targets or spec.lora_targets,
-            init=o.lora_init,
-            seed=seed,
-            dtype=self.dtype,
+            o,
+            tuning or o.tuning,
+            pipeline_class=type(pipeline),
+            targets=spec.lora_targets,
             device=self._device,
+            seed=seed,
             keep_base=keep_base,
             sharding=sharding,
-            quantized=o.quantize,
-            autocast=o.autocast,
-            start=start,
-            assistant=assistant,
-            deployed=o.assistant_in_evaluation,
         )
-        self.frozen: dict[str, Any] = {}
-        if self.boundary is not None:
-            other = "transformer" if o.expert == "low" else "transformer_2"
-            expert = self.frozen[other] = getattr(pipeline, other).requires_grad_(False).eval().to(self.dtype)
-            if o.quantize != "none":
-                quantize(expert, o.quantize, self._device)
-            expert.to(self._device)
-        place(
-            pipeline,
-            self.transformer,
-            dtype=self.dtype,
-            device=self._device,
-            vae_tiling=o.vae_tiling,
-            gradient_checkpointing=o.gradient_checkpointing,
-        )
+        self.experts = Experts(pipeline, o, self._device)
+        self.frozen, self.boundary = self.experts.frozen, self.experts.boundary
+        place(pipeline, self.transformer, o, self._device)
         for transformer in (self.transformer, *self.frozen.values()):
             choose_attention(transformer, o.attention)
         if o.compile:
@@ -168,74 +127,6 @@ class DiffusersPolicy(Policy):
     def of(cls, spec: PipelineSpec) -> type[Self]:
         """The policy class for pipelines of this spec."""
         return type(spec.pipeline_class, (cls,), {"spec": spec})
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
-        """Loads the pipeline in a directory or of a hub id; without a `spec`, as the catalogue's for its class."""
-        from diffusers import DiffusionPipeline
-
-        own = hasattr(cls, "spec")
-        kind = cls if own else cls.of(catalogue.SPECS[DiffusionPipeline.load_config(str(path))["_class_name"]])
-        return kind(kind.load_pipeline(path, **options), **options)
-
-    @classmethod
-    def check_options(cls, options: PolicyConfig) -> None:
-        """UserError for an option that this model lacks; needs nothing loaded."""
-        import diffusers
-
-        spec = cls.spec
-        for name in spec.unsupported:
-            if getattr(options, name) not in (None, False):
-                raise UserError(f"policy.{name}: a {spec.pipeline_class} has no such option; take it out")
-        known = {*parameters_of(getattr(diffusers, spec.pipeline_class)), *spec.fixed, *([spec.scale] if spec.guider else [])}
-        for name in CALLED:
-            argument = spec.scale if name == "guidance_scale" else name
-            if getattr(options, name) is not None and argument not in known:
-                raise UserError(f"policy.{name}: the call of a {spec.pipeline_class} has no such argument; take it out")
-        if options.lora_above and options.tuning == "full":
-            raise UserError("policy.lora_above: is for adapters; take it out, or set policy.tuning=lora")
-        if options.assistant is None and options.assistant_in_evaluation:
-            raise UserError("policy.assistant_in_evaluation=true: there is none; name it in policy.assistant")
-        if options.assistant is not None and options.tuning == "full":
-            raise UserError("policy.assistant: acts beside frozen weights; set policy.tuning=lora, or take it out")
-        if options.expert == "low" and "guidance_scale_2" not in known:
-            raise UserError(f"policy.expert: a {spec.pipeline_class} has one transformer; take it out")
-        if options.attention in MASKLESS and spec.is_masked:
-            raise UserError(
-                f"policy.attention={options.attention}: takes no mask, which a {spec.pipeline_class} needs for its prompts; "
-                "take auto, cudnn, efficient or math"
-            )
-
-    @classmethod
-    def load_pipeline(
-        cls, path: str | Path, *, dtype: torch.dtype | str = torch.float32, tuning: TuningMode = "lora", **options: Any
-    ) -> Any:
-        """The pipeline in a directory or of a hub id, on the CPU, for a policy with these options."""
-        import diffusers
-
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        return read_pipeline(getattr(diffusers, cls.spec.pipeline_class), path, dtype, tuning)
-
-    @classmethod
-    def encoders(
-        cls,
-        pipeline: Any,
-        *,
-        device: torch.device | str = "cpu",
-        tuning: TuningMode = "lora",
-        seed: int = 0,
-        keep_base: bool = True,
-        **options: Any,
-    ) -> TextEncoders:
-        """The text encoders of a policy with these options, usable before the policy is built. UserError for options that a
-        pipeline with so many transformers has not."""
-        o = PolicyConfig(path="", **options)
-        if boundary_of(pipeline) is None:
-            if o.expert == "low" or o.guidance_scale_2 is not None:
-                raise UserError("policy.expert, policy.guidance_scale_2: this model has one transformer; take them out")
-        elif tuning == "full":
-            raise UserError("policy.tuning=full: of a model with two experts a LoRA of one is trained; set policy.tuning=lora")
-        return TextEncoders(pipeline, cls.spec, o, device)
 
     @contextmanager
     def in_loss(self) -> Iterator[None]:
@@ -307,24 +198,12 @@ class DiffusersPolicy(Policy):
 
     def check_size(self, height: int, width: int) -> None:
         """Raises ValueError for a picture size that the model cannot generate."""
-        multiple, frames = self.multiple, self.options.num_frames or 1
-        if height % multiple or width % multiple:
-            raise ValueError(
-                f"policy.height and policy.width must be multiples of {multiple} for this model, got {height}x{width}"
-            )
-        most = multiple * getattr(self.config, "pos_embed_max_size", 10**6)
-        if max(height, width) > most:
-            raise ValueError(f"this model has position embeddings up to {most} pixels, got {height}x{width}")
-        if self.spec.frames is not None and (frames - 1) % (every := int(getattr(self.pipeline, self.spec.frames))):
-            raise ValueError(f"policy.num_frames must be one more than a multiple of {every} for this model, got {frames}")
+        self.spec.check_size(self.pipeline, self.config, height, width, self.options.num_frames or 1)
 
     @property
     def multiple(self) -> int:
         """Height and width must be multiples of this many pixels."""
-        processor = getattr(self.pipeline, "image_processor", None) or self.pipeline.video_processor
-        patch = self.config.patch_size if self.spec.patched else 1
-        patch = patch[-1] if isinstance(patch, Sequence) else patch
-        return int(patch) * self.spec.grouped * int(processor.config.vae_scale_factor)
+        return self.spec.multiple(self.pipeline, self.config)
 
     @property
     def seconds(self) -> float:
@@ -420,22 +299,12 @@ class DiffusersPolicy(Policy):
         return rows_alike([(keys and keys[row], times and times[row], acting[row]) for row in range(len(sigma))])
 
     def _acting(self, sigma: Tensor) -> list[tuple[bool, bool]]:
-        """By row, whether the expert for high noise acts, and whether the trained weights do. On tensors without values they
-        do. Where they do at all sigmas, these are not read: the host would wait for a GPU."""
-        o = self.options
-        own = o.expert == "high"
-        if has_shape_alone(sigma) or self.trains_everywhere:
-            return [(own, True)] * len(sigma)
-        high = [own] * len(sigma)
-        if self.boundary is not None:
-            most = self.pipeline.scheduler.config.num_train_timesteps
-            high = (sigma * most >= self.boundary * most).tolist()
-        return [(one, one == own and above) for one, above in zip(high, (sigma > o.lora_above).tolist(), strict=True)]
+        return self.experts.acting(sigma, self.options.lora_above)
 
     @property
     def trains_everywhere(self) -> bool:
         """Whether the trained weights act at all sigmas."""
-        return self.boundary is None and not self.options.lora_above
+        return self.experts.train_everywhere(self.options.lora_above)
 
     def trains_at(self, sigma: float) -> bool:
         """Whether the trained weights act there, and not a frozen expert, or the base model below `lora_above`."""
@@ -524,14 +393,6 @@ def _patch(config: Any) -> int:
     """Latent pixels of a token."""
     sides = getattr(config, "patch_size", None) or config.all_patch_size[0]
     return math.prod(sides) if isinstance(sides, Sequence) else sides**2
-
-
-def opaque(pictures: Tensor) -> Tensor:
-    """Pictures [..., 3, H, W] on white, of those with transparency."""
-    if pictures.shape[-3] == 3:
-        return pictures
-    colours, alpha = pictures.split([3, 1], -3)
-    return alpha * colours + (1 - alpha)
 
 
 def _expanded(value: Any, rows: int) -> Any:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from g2rpo.core import plugins
-from g2rpo.policies import comfyui, published
-from g2rpo.policies.spec import ATTENTION_TARGETS, Model, PipelineSpec
+from g2rpo.policies import comfyui
+from g2rpo.policies.published import parts_of
+from g2rpo.policies.spec import ATTENTION_TARGETS, RARE, Model, PipelineSpec
 
 APACHE = "Apache-2.0"
 FLUX1 = "FLUX.1 [dev] Non-Commercial License"
@@ -22,9 +23,6 @@ QWEN = "Qwen Research License: non-commercial"
 TENCENT = "Tencent Hunyuan Community License: not in the EU, the UK and South Korea"
 KREA = "Krea 2 Community License: commercial use is free up to 50 people"
 
-VIDEOS = ("published_pictures", "detach_negative")
-PICTURES = ("num_frames", *VIDEOS)
-"""Options that models of videos, and of pictures, do not have."""
 NEGATIVE_TOO = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
 
 flux = PipelineSpec(  # arXiv 2506.15742
@@ -36,11 +34,11 @@ flux = PipelineSpec(  # arXiv 2506.15742
     guidance=3.5,
     unguided=None,
     own_grid=False,
-    unsupported=("num_frames", "detach_negative", "negative_prompt"),
+    unsupported=("detach_negative", "negative_prompt"),
     comfyui=comfyui.FLUX,
     models={
-        "black-forest-labs/FLUX.1-dev": Model(FLUX1, "flux-1-dev", published.flux_parts()),
-        "black-forest-labs/FLUX.1-schnell": Model(APACHE, "flux-1-schnell", published.flux_parts(guidance_embeds=False)),
+        "black-forest-labs/FLUX.1-dev": Model(FLUX1, "flux-1-dev", parts_of("flux1_dev")),
+        "black-forest-labs/FLUX.1-schnell": Model(APACHE, "flux-1-schnell", parts_of("flux1_schnell")),
     },
 )
 
@@ -51,8 +49,8 @@ kontext = replace(
     pictured={"image_latents": ("in_channels",), "": (), "image_ids": (3,)},
     fixed={"max_area": lambda o: o.height * o.width},  # else the pipeline would change the size
     own_grid=True,
-    unsupported=(*PICTURES, "negative_prompt"),
-    models={"black-forest-labs/FLUX.1-Kontext-dev": Model(FLUX1, parts=published.flux_parts())},
+    unsupported=(*RARE, "negative_prompt"),
+    models={"black-forest-labs/FLUX.1-Kontext-dev": Model(FLUX1, parts=parts_of("flux1_dev"))},
 )
 
 sd3 = PipelineSpec(  # arXiv 2403.03206
@@ -67,12 +65,12 @@ sd3 = PipelineSpec(  # arXiv 2403.03206
     own_grid=False,
     optional=("text_encoder_3",),
     lora_targets=tuple(f"attn.{name}" for name in ATTENTION_TARGETS),  # of diffusers' own script: not SD3.5's image-only attn2
-    unsupported=("num_frames",),
+    unsupported=(),
     comfyui=comfyui.SD3,
     models={
         "stabilityai/stable-diffusion-3-medium-diffusers": Model(STABILITY, "stable-diffusion-v3-medium"),
-        "stabilityai/stable-diffusion-3.5-medium": Model(STABILITY, "stable-diffusion-v3.5-medium", published.sd35_medium()),
-        "stabilityai/stable-diffusion-3.5-large": Model(STABILITY, "stable-diffusion-v3.5-large", published.sd35_large()),
+        "stabilityai/stable-diffusion-3.5-medium": Model(STABILITY, "stable-diffusion-v3.5-medium", parts_of("sd35_medium")),
+        "stabilityai/stable-diffusion-3.5-large": Model(STABILITY, "stable-diffusion-v3.5-large", parts_of("sd35_large")),
     },
 )
 
@@ -86,7 +84,7 @@ flux2 = PipelineSpec(
     guidance=4.0,
     unguided=None,
     lora_targets=(*ATTENTION_TARGETS, "to_qkv_mlp_proj"),
-    unsupported=(*PICTURES, "negative_prompt"),
+    unsupported=(*RARE, "negative_prompt"),
     comfyui=comfyui.FLUX2_NAMES,
     models={"black-forest-labs/FLUX.2-dev": Model(FLUX2_LICENCE)},
 )
@@ -99,7 +97,7 @@ klein = replace(
     models={
         "black-forest-labs/FLUX.2-klein-base-9B": Model(FLUX2_LICENCE),
         "black-forest-labs/FLUX.2-klein-9B": Model(FLUX2_LICENCE),
-        "black-forest-labs/FLUX.2-klein-base-4B": Model(APACHE, None, published.klein_4b(), {"is_distilled": False}),
+        "black-forest-labs/FLUX.2-klein-base-4B": Model(APACHE, None, parts_of("flux2_klein_4b"), {"is_distilled": False}),
         "black-forest-labs/FLUX.2-klein-4B": Model(APACHE),
     },
 )
@@ -112,10 +110,9 @@ qwen_image = PipelineSpec(  # guided velocities have the norm of the prompt's, t
     tokens=512,
     guidance=4.0,
     scale="true_cfg_scale",
-    unsupported=PICTURES,
     comfyui=comfyui.QWEN_IMAGE,
     models={
-        "Qwen/Qwen-Image": Model(APACHE, "qwen-image", published.qwen_image_parts()),
+        "Qwen/Qwen-Image": Model(APACHE, "qwen-image", parts_of("qwen_image")),
         "Qwen/Qwen-Image-2512": Model(APACHE),
     },
 )
@@ -126,7 +123,7 @@ qwen_edit = replace(
     pictured={"image_latents": ("in_channels",)},
     seen=True,
     picture_tokens=1369,
-    models={"Qwen/Qwen-Image-Edit": Model(APACHE, parts=published.qwen_image_parts())},
+    models={"Qwen/Qwen-Image-Edit": Model(APACHE, parts=parts_of("qwen_image"))},
 )
 
 qwen_edit_plus = replace(
@@ -147,10 +144,9 @@ z_image = PipelineSpec(  # v + scale (v - v_negative), so that 0 is without guid
     guidance=5.0,
     unguided=0.0,
     fixed={"cfg_truncation": None},  # the pipeline would compare a time for all rows with it
-    unsupported=PICTURES,
     comfyui=comfyui.Z_IMAGE,
     models={
-        "Tongyi-MAI/Z-Image": Model(APACHE, "z-image", published.z_image_parts()),
+        "Tongyi-MAI/Z-Image": Model(APACHE, "z-image", parts_of("z_image")),
         "Tongyi-MAI/Z-Image-Turbo": Model(APACHE),
     },
 )
@@ -165,10 +161,9 @@ wan = PipelineSpec(  # Wan 2.1, 2.2-A14B with two experts, and 2.2-TI2V-5B, whic
     fps=lambda pipeline: 24 if pipeline.config.expand_timesteps else 16,
     patched=True,
     one_time=lambda pipeline: bool(pipeline.config.expand_timesteps),
-    unsupported=VIDEOS,
     comfyui=comfyui.WAN,
     models={
-        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Model(APACHE, parts=published.wan_1_3b()),
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Model(APACHE, parts=parts_of("wan21_1.3b")),
         "Wan-AI/Wan2.1-T2V-14B-Diffusers": Model(APACHE),
         "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Model(APACHE),
     },
@@ -183,7 +178,6 @@ ltx = PipelineSpec(
     guidance=3.0,
     frames="vae_temporal_compression_ratio",
     fps=lambda pipeline: 25,  # its default frame_rate
-    unsupported=VIDEOS,
     comfyui=comfyui.LTX,
     models={"Lightricks/LTX-Video": Model(LIGHTRICKS)},
 )
@@ -195,7 +189,6 @@ lumina2 = PipelineSpec(  # guided velocities have the norm of the prompt's, alon
     dtypes={"prompt_attention_mask": torch.int64},
     tokens=256,
     guidance=4.0,
-    unsupported=PICTURES,
     comfyui=comfyui.LUMINA2,
     models={"Alpha-VLLM/Lumina-Image-2.0": Model(APACHE)},
 )
@@ -209,7 +202,7 @@ chroma = PipelineSpec(  # FLUX.1's architecture with classifier-free guidance an
     widths={"prompt_embeds": ("joint_attention_dim",), "text_ids": (3,), "prompt_attention_mask": ()},
     tokens=512,
     guidance=5.0,
-    unsupported=(*PICTURES, "gradient_checkpointing"),  # with which diffusers' single blocks lose the mask
+    unsupported=(*RARE, "gradient_checkpointing"),  # with which diffusers' single blocks lose the mask
     comfyui=comfyui.CHROMA,
     models={"lodestones/Chroma1-HD": Model(APACHE)},
 )  # fmt: skip
@@ -222,7 +215,6 @@ cogview4 = PipelineSpec(  # embeddings are multiples of 16 tokens, and the netwo
     tokens=1024,
     guidance=5.0,
     patched=True,
-    unsupported=PICTURES,
 )
 
 sana = PipelineSpec(  # 32 pixels a latent, linear attention
@@ -233,7 +225,6 @@ sana = PipelineSpec(  # 32 pixels a latent, linear attention
     tokens=300,
     guidance=4.5,
     fixed={"use_resolution_binning": False},
-    unsupported=PICTURES,
     models={"Efficient-Large-Model/Sana_1600M_1024px_diffusers": Model(NVIDIA)},
 )
 
@@ -245,7 +236,6 @@ krea2 = PipelineSpec(  # several layers of the text encoder; v + scale (v - v_ne
     tokens=512,
     guidance=4.5,
     unguided=0.0,
-    unsupported=PICTURES,
     comfyui=comfyui.KREA2,
     models={"krea/Krea-2-Raw": Model(KREA)},
 )
@@ -256,7 +246,6 @@ ovis = PipelineSpec(
     widths={"prompt_embeds": ("joint_attention_dim",), "text_ids": (3,)},
     tokens=256,
     guidance=5.0,
-    unsupported=PICTURES,
     models={"AIDC-AI/Ovis-Image-7B": Model(APACHE)},
 )
 
@@ -267,7 +256,6 @@ longcat = PipelineSpec(  # guided velocities have at most the norm of the prompt
     tokens=512,
     guidance=4.5,
     fixed={"enable_prompt_rewrite": False},  # by the text encoder, which would sample other prompts than were given
-    unsupported=PICTURES,
     models={"meituan-longcat/LongCat-Image": Model(APACHE)},
 )
 
@@ -282,7 +270,6 @@ qwen_image_21 = PipelineSpec(  # pictures with transparency; 16 pixels a latent,
     scale="true_cfg_scale",
     fixed={"use_kv_cache": False},  # it would be filled in every call, and never read
     grouped=2,
-    unsupported=PICTURES,
     models={"Qwen/Qwen-Image-2.1": Model(QWEN)},
 )
 
@@ -298,7 +285,7 @@ hunyuan_video = PipelineSpec(
     frames="vae_scale_factor_temporal",
     fps=lambda pipeline: 24,
     patched=True,
-    unsupported=(*VIDEOS, "negative_prompt"),
+    unsupported=(*RARE, "negative_prompt"),
     models={"hunyuanvideo-community/HunyuanVideo": Model(TENCENT)},
 )
 
@@ -314,7 +301,6 @@ hunyuan_video_15 = PipelineSpec(
     frames="vae_scale_factor_temporal",
     fps=lambda pipeline: 24,
     patched=True,
-    unsupported=VIDEOS,
     models={"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Model(TENCENT)},
 )
 

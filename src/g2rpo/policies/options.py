@@ -11,7 +11,8 @@ from g2rpo.core.plain import Count, Section
 from g2rpo.policies.attention import Attention
 from g2rpo.policies.quantized import Quantize
 
-LoraInit = Literal["kaiming", "gaussian"]
+TuningMode = Literal["lora", "full", "frozen"]
+"""What of a policy is trained; "frozen", for sampling, is no option of a config."""
 
 
 def _name(value: Any) -> Any:
@@ -53,7 +54,7 @@ class PolicyConfig(Section):
     lora_above: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The adapter acts at sigmas above this, and below the base model finishes the picture, in training and samples alike. Late
     steps, which early branch steps never train, change with the others and lose detail (docs/algorithm.md). 0: everywhere."""
-    lora_init: LoraInit = "kaiming"
+    lora_init: Literal["kaiming", "gaussian"] = "kaiming"
     """How peft draws the first factor of an adapter; the second is 0. "gaussian": with std 1 / rank."""
     adapter: str | None = None
     """A LoRA to continue: a .safetensors file, a folder with one, a run, or OWNER/NAME[/FILE] of the hub. Rank, alpha and

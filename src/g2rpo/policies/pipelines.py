@@ -15,8 +15,15 @@ from torch import nn
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import refuse_hub_kernels
-from g2rpo.policies.attention import BACKENDS, Attention
-from g2rpo.policies.tuning import TuningMode
+from g2rpo.policies.attention import BACKENDS, MASKLESS, Attention
+from g2rpo.policies.options import PolicyConfig, TuningMode
+from g2rpo.policies.spec import PipelineSpec, parameters_of
+
+CALLED = (
+    *("height", "width", "num_frames", "negative_prompt"),
+    *("guidance_scale", "guidance_scale_2", "max_sequence_length"),
+)
+"""Options that are arguments of a pipeline's call."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,34 @@ def two_of(blocks: int) -> list[int]:
     """How many of `blocks` equal blocks the first and the last represent: at the peak one block is computing and the others
     have only saved activations, so the first represents all but the last."""
     return [blocks - 1, 1] if blocks > 1 else [1] * blocks
+
+
+def check_options(spec: PipelineSpec, options: PolicyConfig) -> None:
+    """UserError for an option that a model lacks, or that contradicts another one; needs nothing loaded."""
+    import diffusers
+
+    kind = spec.pipeline_class
+    for name in (*spec.unsupported, *([] if spec.video else ["num_frames"])):
+        if getattr(options, name) not in (None, False):
+            raise UserError(f"policy.{name}: a {kind} has no such option; take it out")
+    known = {*parameters_of(getattr(diffusers, kind)), *spec.fixed, *([spec.scale] if spec.guider else [])}
+    for name in CALLED:
+        argument = spec.scale if name == "guidance_scale" else name
+        if getattr(options, name) is not None and argument not in known:
+            raise UserError(f"policy.{name}: the call of a {kind} has no such argument; take it out")
+    if options.expert == "low" and "guidance_scale_2" not in known:
+        raise UserError(f"policy.expert: a {kind} has one transformer; take it out")
+    if options.attention in MASKLESS and spec.is_masked:
+        raise UserError(
+            f"policy.attention={options.attention}: takes no mask, which a {kind} needs for its prompts; "
+            "take auto, cudnn, efficient or math"
+        )
+    if options.lora_above and options.tuning == "full":
+        raise UserError("policy.lora_above: is for adapters; take it out, or set policy.tuning=lora")
+    if options.assistant is None and options.assistant_in_evaluation:
+        raise UserError("policy.assistant_in_evaluation=true: there is none; name it in policy.assistant")
+    if options.assistant is not None and options.tuning == "full":
+        raise UserError("policy.assistant: acts beside frozen weights; set policy.tuning=lora, or take it out")
 
 
 def choose_attention(transformer: Any, kind: Attention) -> None:
@@ -115,24 +150,17 @@ def stored_dtype(path: str | Path) -> torch.dtype:
     return known.get(frozenset(kinds), torch.float32)
 
 
-def boundary_of(pipeline: Any) -> float | None:
-    """The sigma below which a pipeline calls its second transformer, the expert for low noise; None: it has one."""
-    return pipeline.config.get("boundary_ratio") if getattr(pipeline, "transformer_2", None) is not None else None
-
-
-def place(
-    pipeline: Any, transformer: Any, *, dtype: torch.dtype, device: torch.device, vae_tiling: bool, gradient_checkpointing: bool
-) -> None:
-    """Moves the trained transformer (whose dtypes `Tuning` sets) and the VAE, frozen in `dtype`, to `device`."""
-    pipeline.vae.requires_grad_(False).eval().to(dtype)
+def place(pipeline: Any, transformer: Any, options: PolicyConfig, device: torch.device) -> None:
+    """Moves the trained transformer (whose dtypes `Tuning` sets) and the VAE, frozen in the policy's dtype, to `device`."""
+    pipeline.vae.requires_grad_(False).eval().to(getattr(torch, options.dtype))
     transformer.to(device)
     pipeline.vae.to(device)
     if all(weight.ndim <= 4 for weight in pipeline.vae.parameters()):
         pipeline.vae.to(memory_format=torch.channels_last)  # convolutions on interleaved channels are faster, on CPU and GPU
     transformer.eval()  # the models have no dropout; eval keeps adapters without it too
-    if vae_tiling:
+    if options.vae_tiling:
         pipeline.vae.enable_tiling()
-    if gradient_checkpointing:
+    if options.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
 
 

@@ -176,6 +176,14 @@ class Pictures:
         return getattr(self._vae, name)
 
 
+def opaque(pictures: Tensor) -> Tensor:
+    """Pictures [..., 3, H, W] on white, of those with transparency."""
+    if pictures.shape[-3] == 3:
+        return pictures
+    colours, alpha = pictures.split([3, 1], -3)
+    return alpha * colours + (1 - alpha)
+
+
 @dataclass(frozen=True)
 class Unseen:
     """A stand-in for an input picture that is already encoded: pipelines read its width and height."""

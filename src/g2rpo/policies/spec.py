@@ -25,6 +25,8 @@ PICTURE_SIZES = "picture_sizes"
 """Widths and heights of a prompt's input pictures, [pictures, 2]."""
 ATTENTION_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """Attention projections as diffusers names them, of the picture and, where there are any, of the text."""
+RARE = ("published_pictures", "detach_negative")
+"""Options that few models have."""
 MEGAPIXEL = 1024
 """The side of an input picture assumed by plans."""
 
@@ -119,7 +121,7 @@ class PipelineSpec:
 
     lora_targets: Sequence[str] = ATTENTION_TARGETS
     """The default of policy.lora_targets."""
-    unsupported: Sequence[str] = ("published_pictures", "detach_negative")
+    unsupported: Sequence[str] = RARE
     """Policy options that this class lacks, besides those that its call has no argument for."""
     comfyui: ComfyUI | None = None
     """ComfyUI's names of the transformer's modules; None: no such model is known."""
@@ -149,6 +151,27 @@ class PipelineSpec:
     def guides(self, scale: float) -> bool:
         """Whether this scale is one of guidance; one that is an input of the network is, above 0."""
         return scale > (self.unguided or 0.0)
+
+    def multiple(self, pipeline: Any, config: Any) -> int:
+        """Height and width must be multiples of this many pixels; of the transformer's `config`."""
+        processor = getattr(pipeline, "image_processor", None) or pipeline.video_processor
+        patch = config.patch_size if self.patched else 1
+        patch = patch[-1] if isinstance(patch, Sequence) else patch
+        return int(patch) * self.grouped * int(processor.config.vae_scale_factor)
+
+    def check_size(self, pipeline: Any, config: Any, height: int, width: int, frames: int) -> None:
+        """ValueError for a picture size that the model cannot generate."""
+        multiple = self.multiple(pipeline, config)
+        if height % multiple or width % multiple:
+            raise ValueError(
+                f"policy.height and policy.width must be multiples of {multiple} for this model, got {height}x{width}"
+            )
+        most = multiple * getattr(config, "pos_embed_max_size", 10**6)
+        if max(height, width) > most:
+            raise ValueError(f"this model has position embeddings up to {most} pixels, got {height}x{width}")
+        every = int(getattr(pipeline, self.frames)) if self.frames is not None else 1
+        if (frames - 1) % every:
+            raise ValueError(f"policy.num_frames must be one more than a multiple of {every} for this model, got {frames}")
 
     def check_pictures(self, prompt: str) -> None:
         """UserError for a prompt with more or fewer input pictures than the model takes."""

@@ -4,148 +4,79 @@ from __future__ import annotations
 
 import copy
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import add_metadata, refuse_pointer
-from g2rpo.policies.adapters import ABOVE_KEY, DOWN, OWN_ALPHA, PREFIX, UP, Adapter, check_fit, read_adapter
-from g2rpo.policies.options import LoraInit
-from g2rpo.policies.quantized import Quantize, is_quantized, quantize
+from g2rpo.policies.adapter_files import read_adapter
+from g2rpo.policies.adapters import ABOVE_KEY, OWN_ALPHA, Adapter, check_fit
+from g2rpo.policies.lora_layers import add_frozen, check_targets, compute_as_called, factors_of, fill, inject
+from g2rpo.policies.options import PolicyConfig, TuningMode
+from g2rpo.policies.quantized import is_quantized, quantize
 from g2rpo.runtime.sharding import Sharded
-
-TuningMode = Literal["lora", "full", "frozen"]
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The file of a saved adapter."""
-
-
-def check_targets(transformer: nn.Module, targets: Sequence[str]) -> None:
-    """UserError for a transformer without linear layers or convolutions of these names, which adapters change."""
-    names = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    if not any(name == end or name.endswith(f".{end}") for name in names for end in targets):
-        ends = dict.fromkeys(re.sub(r".*\.(?=[a-z])", "", name) for name in names if re.search(r"\.\d+\.", name))
-        raise UserError(
-            f"policy.lora_targets: no layer of a {type(transformer).__name__} is named {', '.join(targets)[:200]}; "
-            f"those of its blocks are {', '.join(ends)[:300]}. Or set policy.tuning=full"
-        )
+TRAINED = "default"
+"""The name of the trained adapter in a transformer."""
 
 
 class Tuning:
-    """The trained part of `transformer`, a diffusers model.
+    """The transformer of a policy, and what of it is trained: adapters (`LoRA`), all weights (`Full`) or nothing (`Frozen`).
 
-    "lora" freezes the weights in `dtype` and adds float32 adapters of `rank` to the modules named in `targets`; "full" trains
-    all weights as float32 masters, computed in `dtype` under autocast; "frozen" trains nothing and is for sampling. Adapters
-    start at zero, so the model is unchanged. `keep_base` keeps a copy of weights that "full" or `load` will change. `active` is
-    the transformer to call: the trained one, or the untrained one inside `base`. `sharding` shards the weights that "full"
-    trains; all ranks must then call `save`. `quantized` is how frozen weights are stored. Without
-    `autocast` adapters compute in the dtype of their inputs.
-
-    With `start` "lora" continues that adapter, "full" begins with it merged in, and "frozen" has it beside its weights; the
-    untrained transformer has it too. The `assistant` is frozen and acts while `assisted`, or with `deployed` always. While
-    `late`, what was learnt does not act, nor a `start` that acts at early steps alone.
+    `active` is the transformer to call: the trained one, or the untrained one inside `base`. The untrained one has the adapter
+    `start`, with which training begins. The `assistant` is frozen and acts while `assisted`, or always if the options say so.
+    While `late`, what was learnt does not act, nor a `start` that acts at early steps alone. `keep_base` keeps a copy of
+    weights that `Full` or `load` will change.
     """
+
+    own: str | None = None
+    """The adapter that has what was learnt."""
 
     def __init__(
         self,
         transformer: Any,
-        mode: TuningMode,
-        *,
-        rank: int,
-        alpha: float,
-        targets: Sequence[str],
-        init: LoraInit = "kaiming",
-        seed: int,
-        dtype: torch.dtype,
+        options: PolicyConfig,
         device: torch.device,
+        start: Adapter | None,
+        assistant: Adapter | None,
         keep_base: bool,
-        sharding: Sharded | None = None,
-        quantized: Quantize = "none",
-        autocast: bool = True,
-        start: Adapter | None = None,
-        assistant: Adapter | None = None,
-        deployed: bool = False,
     ) -> None:
         self.transformer = self.active = transformer
-        self.mode = mode
-        self.own: str | None = "default" if mode == "lora" else None
+        self.options, self.dtype, self.device = options, getattr(torch, options.dtype), device
+        self._kind = type(transformer)  # FSDP replaces it
+        self._keep_base, self._base, self._changed = keep_base, None, False
         self._strength = 1.0
-        self._untrained, self._assisted, self._deployed, self._autocast = False, False, deployed, autocast
-        self._late, self._early_start = False, start is not None and start.above > 0
+        self._untrained, self._assisted, self._late = False, False, False
+        self._early_start = start is not None and start.above > 0
         if device.type == "meta":  # a plan's, which may have fewer blocks
             start, assistant = (adapter and adapter.of(transformer) for adapter in (start, assistant))
         for key, adapter in (("adapter", start), ("assistant", assistant)):
             if adapter is not None:
                 check_fit(f"policy.{key}", adapter, transformer)
-        self._kind = type(transformer)
-        self._sharding = sharding
-        self._divided: dict[str, nn.Parameter] = {}
-        self._keep_base = keep_base
-        self._frozen: Any = None
-        self._changed = mode == "full"
-        if mode == "lora":
-            from peft import LoraConfig
-
-            check_targets(transformer, targets)
-            transformer.requires_grad_(False).to(dtype)
-            if assistant is not None:
-                _add(transformer, "assistant", assistant, dtype)
-            with torch.random.fork_rng(devices=[]):  # the weights are on the CPU; do not initialise other GPUs
-                torch.manual_seed(seed)  # peft draws the adapters' first factor from the global generator
-                how: Any = "gaussian" if init == "gaussian" else True
-                lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights=how)
-                for name in ("default", *(["start"] if start is not None else [])):
-                    _inject(transformer, name, lora)
-            trained = _factors(transformer, "default")
-            for factor in (*trained.values(), *_factors(transformer, "start").values()):
-                factor.to(transformer.device, torch.float32)
-            if start is not None:
-                _fill(trained, start, alpha / rank)
-                for name, factor in _factors(transformer, "start").items():
-                    factor.weight.data = trained[name].weight.data.clone()
-        elif mode == "frozen":
-            transformer.requires_grad_(False).to(dtype)
-            for name, adapter in (("start", start), ("assistant", assistant)):
-                if adapter is not None:
-                    _add(transformer, name, adapter, torch.float32 if name == "start" else dtype)
-        else:
-            if start is not None:
-                for module in start.layers:  # in float32, for less would round the change away
-                    weight = transformer.get_submodule(module).weight
-                    weight.data = weight.data.float() + start.delta(module).view_as(weight).to(weight.device)
-            if keep_base:
-                self._frozen = _twin(transformer)
-            transformer.requires_grad_(True)
-            if sharding is None:
-                if keep_base:
-                    self._frozen.to(device, dtype)
-                transformer.to(device, torch.float32)
-                if keep_base:
-                    _part(transformer, self._frozen)
-            else:
-                sharding.shard(transformer, dtype)
-                self._divided = self.named()  # FSDP replaces the parameters during a call
-                if keep_base:
-                    sharding.shard(self._frozen, dtype, trained=False)
-        if quantized != "none":
-            quantize(transformer, quantized, device)
+        self._prepare(start, assistant)
+        if options.quantize != "none":
+            quantize(transformer, options.quantize, device)
         self._choose()
+
+    def _prepare(self, start: Adapter | None, assistant: Adapter | None) -> None:
+        """Sets dtypes and gradients of the weights, and adds adapters."""
+        raise NotImplementedError
 
     def _choose(self) -> None:
         """Activates the adapters of the next calls, each with its strength. That of the trained one is of what was learnt:
         between 0 and 1 it leads from the start to the result."""
         learnt = 0.0 if self._untrained or self._late or self.own is None else self._strength
         start = 0.0 if self._late and self._early_start else 1 - learnt
-        strengths = {"start": start, "assistant": float(self._assisted or self._deployed)}
+        strengths = {"start": start, "assistant": float(self._assisted or self.options.assistant_in_evaluation)}
         strengths |= {self.own: learnt} if self.own is not None else {}
         if not strengths.keys() & getattr(self.transformer, "peft_config", {}).keys():
             return
@@ -154,32 +85,22 @@ class Tuning:
                 for name, strength in strengths.items():
                     layer.set_scale(name, strength or 1.0)
                 layer.set_adapter([name for name, strength in strengths.items() if strength], inference_mode=True)
-        if self.mode == "lora":
-            for factor in _factors(self.transformer, "default").values():
-                factor.requires_grad_(True)
-        if not self._autocast:
-            _compute_as_called(self.transformer)
+        for factor in factors_of(self.transformer, TRAINED).values():
+            factor.requires_grad_(True)
+        if not self.options.autocast:
+            compute_as_called(self.transformer)
 
     def named(self) -> dict[str, nn.Parameter]:
         """The trained parameters by name."""
-        return self._divided or {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
+        return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
-    @contextmanager
-    def base(self) -> Iterator[None]:
+    def base(self) -> AbstractContextManager[None]:
         """While entered, `active` is the untrained transformer."""
-        if self._changed:
-            if self._frozen is None:
-                raise UserError(
-                    "the base model is not there: after full fine-tuning a policy has it only if built with keep_base=True"
-                )
-            self.active = self._frozen
-            try:
-                yield
-            finally:
-                self.active = self.transformer
-        else:
-            with self._with("_untrained"):
-                yield
+        if self._changed and self._base is None:
+            raise UserError(
+                "the base model is not there: after full fine-tuning a policy has it only if built with keep_base=True"
+            )
+        return self._with("_untrained")
 
     def late(self) -> AbstractContextManager[None]:
         """While entered, adapters that act at early steps alone do not."""
@@ -192,13 +113,16 @@ class Tuning:
     @contextmanager
     def _with(self, state: str) -> Iterator[None]:
         """While entered, `state` is true."""
-        before = getattr(self, state)
+        before = getattr(self, state), self.active
         setattr(self, state, True)
+        if self._untrained and self._base is not None:
+            self.active = self._base
         self._choose()
         try:
             yield
         finally:
-            setattr(self, state, before)
+            setattr(self, state, before[0])
+            self.active = before[1]
             self._choose()
 
     def load(self, path: Path, pipeline: Any, strength: float) -> float:
@@ -210,25 +134,24 @@ class Tuning:
         if file.is_file() and (path.is_dir() or _is_adapter(file)):
             adapter = read_adapter(file, type(pipeline), self.transformer)
             check_fit(str(file), adapter, self.transformer)
-            _add(self.transformer, "tuned", adapter, torch.float32)
+            add_frozen(self.transformer, "tuned", adapter, torch.float32)
             self.own = "tuned"
             self.scale(strength)
             return adapter.above
-        elif file.is_file() or (path / "config.json").is_file():
-            if is_quantized(self.transformer):
-                raise UserError(f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none")
-            if self._keep_base and self._frozen is None:
-                self._frozen = copy.deepcopy(self.transformer)
-            if getattr(self.transformer, "peft_config", None):  # the adapter that training began with is in the weights
-                self.transformer.unload_lora()
-            if file.is_file():
-                weights = _fitting(self.transformer, file)
-            else:
-                weights = type(self.transformer).from_pretrained(path, use_safetensors=True).state_dict()
-            self._changed = True
-            self.transformer.load_state_dict(weights)
+        if not file.is_file() and not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path}: holds neither {ADAPTER_FILE} nor a transformer's config.json")
+        if is_quantized(self.transformer):
+            raise UserError(f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none")
+        if self._keep_base and self._base is None:
+            self._base = copy.deepcopy(self.transformer)
+        if getattr(self.transformer, "peft_config", None):  # the adapter that training began with is in the weights
+            self.transformer.unload_lora()
+        if file.is_file():
+            weights = _fitting(self.transformer, file)
         else:
-            raise FileNotFoundError(f"{path}: holds neither pytorch_lora_weights.safetensors nor a transformer's config.json")
+            weights = self._kind.from_pretrained(path, use_safetensors=True).state_dict()
+        self._changed = True
+        self.transformer.load_state_dict(weights)
         return 0.0
 
     def scale(self, strength: float) -> None:
@@ -237,20 +160,60 @@ class Tuning:
         self._choose()
 
     def save(self, directory: Path, above: float = 0.0) -> Path:
-        """Writes what diffusers reads: `pytorch_lora_weights.safetensors`, or a transformer folder; returns where. The header
-        says above which sigma the adapter acts, `above`.
+        """Writes what diffusers reads; returns where. The header of an adapter says above which sigma it acts, `above`."""
+        raise NotImplementedError
 
-        The factor alpha / rank of an adapter is multiplied into its weights, because loaders that do not read diffusers'
-        metadata, such as ComfyUI's, assume 1.
-        """
-        if self.mode == "full":
-            if (whole := self._whole()) is not None:
-                whole.save_pretrained(directory, safe_serialization=True)
-            return directory
+
+class Frozen(Tuning):
+    """Nothing is trained, for sampling: the start and the assistant act beside the weights."""
+
+    def _prepare(self, start: Adapter | None, assistant: Adapter | None) -> None:
+        self.transformer.requires_grad_(False).to(self.dtype)
+        if start is not None:
+            add_frozen(self.transformer, "start", start, torch.float32)
+        if assistant is not None:
+            add_frozen(self.transformer, "assistant", assistant, self.dtype)
+
+
+class LoRA(Tuning):
+    """Float32 adapters of the modules in `targets` are trained, which begin as `start` or at zero, so that the model is
+    unchanged; the weights are frozen. Without policy.autocast adapters compute in the dtype of their inputs."""
+
+    own = TRAINED
+
+    def __init__(self, *parts: Any, targets: Sequence[str], seed: int) -> None:
+        self._targets, self._seed = targets, seed
+        super().__init__(*parts)
+
+    def _prepare(self, start: Adapter | None, assistant: Adapter | None) -> None:
+        from peft import LoraConfig
+
+        transformer, o = self.transformer, self.options
+        check_targets(transformer, self._targets)
+        transformer.requires_grad_(False).to(self.dtype)
+        if assistant is not None:
+            add_frozen(transformer, "assistant", assistant, self.dtype)
+        with torch.random.fork_rng(devices=[]):  # the weights are on the CPU; do not initialise other GPUs
+            torch.manual_seed(self._seed)  # peft draws the adapters' first factor from the global generator
+            how: Any = "gaussian" if o.lora_init == "gaussian" else True
+            lora = LoraConfig(r=o.lora_rank, lora_alpha=o.lora_alpha, target_modules=list(self._targets), init_lora_weights=how)
+            for name in (TRAINED, *(["start"] if start is not None else [])):
+                inject(transformer, name, lora)
+        trained, kept = factors_of(transformer, TRAINED), factors_of(transformer, "start")
+        for factor in (*trained.values(), *kept.values()):
+            factor.to(transformer.device, torch.float32)
+        if start is not None:
+            fill(trained, start, o.lora_alpha / o.lora_rank)
+            for name, factor in kept.items():
+                factor.weight.data = trained[name].weight.data.clone()
+
+    def save(self, directory: Path, above: float = 0.0) -> Path:
+        """Writes `pytorch_lora_weights.safetensors`. The factor alpha / rank is multiplied into the weights, because loaders
+        that do not read diffusers' metadata, such as ComfyUI's, assume 1."""
         from peft.utils import get_peft_model_state_dict
 
         layers: dict[str, Tensor] = get_peft_model_state_dict(self.transformer)
-        adapter = self.transformer.peft_config["default"].to_dict()
+        adapter = self.transformer.peft_config[TRAINED].to_dict()
         rank, scale = adapter["r"], adapter["lora_alpha"] / adapter["r"]
         metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in adapter.items()}
         config = {f"transformer.{key}": value for key, value in {**metadata, "lora_alpha": rank}.items()}
@@ -263,6 +226,46 @@ class Tuning:
         peft = {"lora_adapter_metadata": json.dumps(config, indent=2, sort_keys=True)}  # equal runs must write equal bytes
         add_metadata(saved, {"format": "pt", **peft, **size, **trained})
         return saved
+
+
+class Full(Tuning):
+    """All weights are trained, as float32 masters that compute in the policy's dtype under autocast. A start is merged in.
+    `sharding` divides the weights over ranks, which must then all call `save`."""
+
+    def __init__(self, *parts: Any, sharding: Sharded | None) -> None:
+        self._sharding = sharding
+        self._divided: dict[str, nn.Parameter] = {}
+        super().__init__(*parts)
+
+    def _prepare(self, start: Adapter | None, assistant: Adapter | None) -> None:
+        transformer = self.transformer
+        if start is not None:
+            for module in start.layers:  # in float32, for less would round the change away
+                weight = transformer.get_submodule(module).weight
+                weight.data = weight.data.float() + start.delta(module).view_as(weight).to(weight.device)
+        base = _twin(transformer) if self._keep_base else None
+        self._base, self._changed = base, True
+        transformer.requires_grad_(True)
+        if self._sharding is not None:
+            self._sharding.shard(transformer, self.dtype)
+            self._divided = self.named()  # FSDP replaces the parameters during a call
+            if base is not None:
+                self._sharding.shard(base, self.dtype, trained=False)
+        else:
+            if base is not None:
+                base.to(self.device, self.dtype)
+            transformer.to(self.device, torch.float32)
+            if base is not None:
+                _part(transformer, base)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        return self._divided or super().named()
+
+    def save(self, directory: Path, above: float = 0.0) -> Path:
+        """Writes a transformer's folder."""
+        if (whole := self._whole()) is not None:
+            whole.save_pretrained(directory, safe_serialization=True)
+        return directory
 
     def _whole(self) -> Any:
         """The transformer with whole weights; None on ranks that do not write."""
@@ -277,24 +280,39 @@ class Tuning:
         return whole
 
 
-def _factors(transformer: nn.Module, adapter: str) -> dict[str, nn.Linear]:
-    """The factors of an adapter by module and which of the two."""
-    return {
-        f"{name}{end}": getattr(layer, end[1:7])[adapter]
-        for name, layer in transformer.named_modules()
-        for end in (DOWN, UP)
-        if adapter in getattr(layer, end[1:7], ())
-    }
-
-
-def _inject(transformer: Any, name: str, config: Any) -> None:
-    """Adds an adapter as peft initialises it."""
-    if hasattr(transformer, "add_adapter"):
-        transformer.add_adapter(config, name)
-    else:  # diffusers has no adapters for it (PRX)
-        from peft import inject_adapter_in_model
-
-        inject_adapter_in_model(config, transformer, name)
+def tuned(
+    transformer: Any,
+    options: PolicyConfig,
+    mode: TuningMode,
+    *,
+    targets: Sequence[str],
+    device: torch.device,
+    pipeline_class: Any = None,
+    seed: int = 0,
+    keep_base: bool = False,
+    sharding: Sharded | None = None,
+) -> Tuning:
+    """`transformer` as these options tune it, with the adapters in their files; `targets` are those of its model."""
+    start, assistant = (
+        read_adapter(Path(name), pipeline_class, transformer) if name is not None else None
+        for name in (options.adapter, options.assistant)
+    )
+    above = options.lora_above
+    if start is not None and start.above not in (0, above):
+        raise UserError(f"policy.adapter: acts above sigma {start.above:g} alone; set policy.lora_above={start.above:g}")
+    if start is not None and mode == "lora" and start.above != above:
+        raise UserError(
+            f"policy.lora_above={above:g}: policy.adapter acts at all steps, and the saved adapter would hold both; "
+            "take lora_above out, or merge your adapter into policy.path (diffusers' fuse_lora)"
+        )
+    if assistant is not None and assistant.above:
+        raise UserError(f"policy.assistant: acts above sigma {assistant.above:g} alone, and would act at all steps")
+    parts = (transformer, options, device, start, assistant, keep_base)
+    if mode == "full":
+        return Full(*parts, sharding=sharding)
+    if mode == "frozen":
+        return Frozen(*parts)
+    return LoRA(*parts, targets=options.lora_targets or targets, seed=seed)
 
 
 def loader_of(pipeline: Any) -> str | None:
@@ -303,33 +321,6 @@ def loader_of(pipeline: Any) -> str | None:
     if "transformer" in getattr(pipeline, "_lora_loadable_modules", ()):
         return "load_lora_weights"
     return "transformer.load_lora_adapter" if hasattr(pipeline.transformer, "load_lora_adapter") else None
-
-
-def _add(transformer: Any, name: str, adapter: Adapter, dtype: torch.dtype) -> None:
-    """Adds a frozen adapter."""
-    device = transformer.device
-    if hasattr(transformer, "load_lora_adapter"):
-        transformer.load_lora_adapter(
-            adapter.tensors(PREFIX), adapter_name=name, low_cpu_mem_usage=True
-        )  # draws no values first
-    else:
-        from peft import LoraConfig, set_peft_model_state_dict
-
-        ranks = {module: len(down) for module, (down, _) in adapter.layers.items()}
-        _inject(transformer, name, LoraConfig(target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=ranks))
-        set_peft_model_state_dict(transformer, adapter.tensors(""), name)
-    for factor in _factors(transformer, name).values():
-        factor.to(device, dtype)
-
-
-def _fill(factors: Mapping[str, nn.Linear], start: Adapter, scale: float) -> None:
-    """Puts an adapter's values into an untrained one. Ranks and modules that it lacks stay at no change."""
-    for module, (down, up) in start.layers.items():
-        if module + DOWN not in factors or len(down) > len(factors[module + DOWN].weight):
-            raise UserError(f"policy.adapter: its {module} of rank {len(down)} is not in policy.lora_rank and lora_targets")
-        into, out = factors[module + DOWN].weight.data, factors[module + UP].weight.data
-        into[: len(down)] = down.to(into.device)
-        out[:, : len(down)] = (up / scale).to(out.device)
 
 
 def _is_adapter(file: Path) -> bool:
@@ -370,19 +361,3 @@ def _part(trained: nn.Module, frozen: nn.Module) -> None:
 
 def _folded(name: str, weight: Tensor, scale: float) -> Tensor:
     return (weight * scale if "lora_B" in name else weight).contiguous()
-
-
-class _Factor(nn.Linear):
-    """A float32 factor of an adapter, rounded in each call to the dtype of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
-
-
-def _compute_as_called(transformer: Any) -> None:
-    """Adapters compute in the dtype of their input, as under autocast; peft alone would use float32."""
-    for module in transformer.modules():
-        if hasattr(module, "lora_A"):
-            module.cast_input_dtype_enabled = False
-            for factor in (*module.lora_A.values(), *module.lora_B.values()):
-                factor.__class__ = _Factor

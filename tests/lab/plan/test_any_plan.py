@@ -15,6 +15,7 @@ from g2rpo.lab.plan.known import KnownValues
 from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import SPECS
+from tests.support.policies import make
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
 
@@ -60,7 +61,7 @@ def test_a_plan_counts_the_operations_that_there_are(kind, tmp_path):
     shapes = shapes_of(build_on_meta(blueprint, c.policy), blueprint)
     options = {"height": SIZE.get(kind, 64), "width": SIZE.get(kind, 64), "tuning": "full", "guidance_scale": 4.0}
     options |= {} if kind in FIXED else {"max_sequence_length": 24}
-    policy = CLASSES[kind](tiny_pipeline(kind), **options, **({"num_frames": 5} if SPECS[kind].video else {}))
+    policy = make(CLASSES[kind], tiny_pipeline(kind), **options, **({"num_frames": 5} if SPECS[kind].video else {}))
     assert shapes == policy.shapes(12) and shapes.rows == (2 if policy.guided else 1)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         policy.velocity(*trace.inputs(policy, shapes, 1))
@@ -82,7 +83,7 @@ def test_the_grid_of_a_model_without_weights_is_its_own(kind, tmp_path):
     c = planned(kind, tmp_path)
     policy = build_on_meta(read_blueprint(c.policy), c.policy)
     options = c.policy.model_dump(include={"height", "width", "max_sequence_length", "guidance_scale", "num_frames"})
-    whole = CLASSES[kind](tiny_pipeline(kind), **{name: value for name, value in options.items() if value is not None})
+    whole = make(CLASSES[kind], tiny_pipeline(kind), **{name: value for name, value in options.items() if value is not None})
     assert torch.equal(policy.grid(5), whole.grid(5))
 
 

@@ -258,7 +258,7 @@ def test_what_stays_after_an_update_is_what_was_planned_to_the_byte(flux_directo
     assert parts["text encoders"] == sum(size_of(part) for part in encoders)
     average = [] if trainer.learner.average is None else list(trainer.learner.average.module.parameters())
     assert parts.get("moving average", 0) == sum(p.nbytes for p in average)
-    base = trainer.policy.tuning._frozen
+    base = trainer.policy.tuning._base
     assert parts.get("base copy for the KL term", 0) == (sum(p.nbytes for p in base.parameters()) if base else 0)
 
 

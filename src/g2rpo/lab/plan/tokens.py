@@ -35,7 +35,7 @@ def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
     if index is None or not prompts:
         return None
     _, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
-    spec = components.policy_class(config.kind or kind).spec
+    spec = components.policy_class(config, kind).spec
     if spec.pictured or not (spec.masks or spec.lists or spec.ragged) or not (index.parent / "tokenizer").is_dir():
         return None
     try:

@@ -1,0 +1,22 @@
+"""Policies of pipelines in memory or in folders, with options by name."""
+
+import diffusers
+import torch
+
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.catalogue import SPECS
+from g2rpo.policies.options import PolicyConfig
+from g2rpo.policies.pipelines import read_pipeline
+
+
+def make(kind, pipeline, *, tuning="lora", device="cpu", keep_base=True, sharding=None, **options):
+    """A policy of class `kind`; `options` are those of a config."""
+    config = PolicyConfig(path="", tuning="full" if tuning == "full" else "lora", **options)
+    return kind(pipeline, config, tuning=tuning, device=device, keep_base=keep_base, sharding=sharding)
+
+
+def load(folder, *, dtype=torch.float32, tuning="lora", **options):
+    """The policy of the pipeline in a folder."""
+    name = diffusers.DiffusionPipeline.load_config(str(folder))["_class_name"]
+    pipeline = read_pipeline(getattr(diffusers, name), folder, dtype, tuning)
+    return make(DiffusersPolicy.of(SPECS[name]), pipeline, dtype=dtype, tuning=tuning, **options)
