@@ -25,7 +25,7 @@ from g2rpo.lab.compare.jobs import Workers, locked
 from g2rpo.lab.compare.outcomes import History, Point, curve
 from g2rpo.lab.compare.study import Study
 from g2rpo.lab.compare.workflow import Workspace
-from g2rpo.monitor.curves import FIGURE_SOFT, Line, draw_line, plain_axes
+from g2rpo.monitor.curves import FIGURE_SOFT, CurveLine, draw_line, plain_axes
 from g2rpo.run.rates import PILOT_SEEDS, RateGain, smallest_good_rate
 
 TURNS = ["algorithm.branch_schedule=turns", "algorithm.tail=closed"]
@@ -122,7 +122,7 @@ def draw(path: Path, curves: Mapping[str, Mapping[str, Mapping[str, Sequence[Poi
                 changes = [point.change for point in points]
                 ends = [(change.low, change.high) for change in changes] if seeds[world] >= 3 else ()
                 x, means = [point.work / 1000 for point in points], [change.mean for change in changes]
-                draw_line(axis, Line(cell, x, means, style, ends, "marked"))
+                draw_line(axis, CurveLine(cell, x, means, style, ends, "marked"))
             plain_axes(axis)
             axis.axhline(0, color=FIGURE_SOFT, linewidth=0.8)
             many = f"{seeds[world]} seeds" if seeds[world] > 1 else "one seed"

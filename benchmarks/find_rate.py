@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from g2rpo.app.build import Request, parts_of
+from g2rpo.app.build import Request, trainer_parts
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
@@ -63,7 +63,7 @@ def work(recipe: str, whole: int, pilots: int, out: Path) -> None:
     """Runs what is missing, seed by seed."""
     first = config_of(recipe, FIRST)
     prompts, heldout = check(first)
-    parts = {"config": first, **parts_of(Request(config=first), prompts, heldout)}
+    parts = {"config": first, **trainer_parts(Request(config=first), prompts, heldout)}
     start = Pilots(parts)
     for seed in range(FIRST_PILOT, FIRST_PILOT + pilots):
         run = Run(out / recipe / f"pilots_{seed + PILOT_SEEDS}")

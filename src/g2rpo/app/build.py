@@ -74,7 +74,7 @@ def build(request: Request) -> Trainer:
         changes = run.check_contents(contents_of(config, prompts, heldout, given), request.accept_changes)
         for change in changes:
             request.notify(f"goes on with {change}")
-    parts = parts_of(request, prompts, heldout)
+    parts = trainer_parts(request, prompts, heldout)
     trainer = Trainer(config=config, **parts)
     if run is None:
         return trainer
@@ -98,7 +98,7 @@ def build(request: Request) -> Trainer:
     return trainer
 
 
-def parts_of(request: Request, prompts: Sequence[str], heldout: Sequence[str]) -> dict[str, Any]:
+def trainer_parts(request: Request, prompts: Sequence[str], heldout: Sequence[str]) -> dict[str, Any]:
     """The arguments of the trainer beside its config. Prompts are encoded before policy and rewards are on the device."""
     config, given, world = request.config, request.given, request.world
     divided(config, world)

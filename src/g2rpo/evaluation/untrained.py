@@ -18,7 +18,7 @@ from g2rpo.evaluation.controls import TUNED, Control
 CHOSEN_FROM = (2, 4, 8, 16)
 RIGHT = "right pictures"
 """A name beside those of rewards: the share of right pictures."""
-Scores = Mapping[str, Tensor]
+ControlScores = Mapping[str, Tensor]
 """Values [N] of N prompts, by reward or `RIGHT`."""
 
 
@@ -74,12 +74,12 @@ class Controls(Section):
 
 
 def against_controls(
-    controls: Mapping[Control, Scores],
-    base: Scores,
+    controls: Mapping[Control, ControlScores],
+    base: ControlScores,
     num_steps: int,
     weights: Mapping[str, float],
-    tuned: Scores | None = None,
-    tuned_control: Scores | None = None,
+    tuned: ControlScores | None = None,
+    tuned_control: ControlScores | None = None,
     training: int | None = None,
 ) -> Controls:
     """Compares scores of the base by control, and of the tuned model (`tuned_control`: as `TUNED`), all of the same prompts.
@@ -90,7 +90,7 @@ def against_controls(
     counts = [n for n in CHOSEN_FROM if n <= len(draws)]
     several = {f"best of {n}": best_of(drawn, weights, n) for n in counts}
 
-    def way(name: str, evaluations: int, scores: Scores, readings: int = 0) -> Way:
+    def way(name: str, evaluations: int, scores: ControlScores, readings: int = 0) -> Way:
         means = {of: _mean(values) for of, values in scores.items()}
         changes = {of: _ends(values - base[of]) for of, values in scores.items()}
         return Way(name=name, evaluations=evaluations, readings=readings, means=means, changes=changes)
@@ -141,7 +141,7 @@ def expected_of_best(by: Tensor, of: Tensor, n: int) -> Tensor:
     return (chance * of.double()).where(known, 0).sum(-1) / chance.where(known, 0).sum(-1)
 
 
-def _best(ways: Mapping[str, Scores], base: Scores, tuned: Scores | None) -> dict[str, Best]:
+def _best(ways: Mapping[str, ControlScores], base: ControlScores, tuned: ControlScores | None) -> dict[str, Best]:
     """By name the way with the highest mean; names without scores are left out."""
     best = {}
     for name, before in base.items():

@@ -35,7 +35,7 @@ Look = Literal["line", "marked", "faint", "pale", "range"]
 
 
 @dataclass(frozen=True)
-class Line:
+class CurveLine:
     """One line of a chart. None or NaN in `y` is a gap; `ends` are those of an interval around each y, NaN for none.
 
     `look`: "line", "marked" (a marker at every point), "faint" (behind the others), "pale" (faded, hollow markers),
@@ -50,7 +50,7 @@ class Line:
     look: Look = "line"
 
 
-def draw_line(axes: Axes, line: Line) -> None:
+def draw_line(axes: Axes, line: CurveLine) -> None:
     """Draws the interval, the stroke and the markers of a line."""
     style = line.style % len(LINE_COLOURS)
     colour, y = LINE_COLOURS[style], np.array(line.y, dtype=float)
@@ -82,13 +82,13 @@ def plain_axes(axes: Axes) -> None:
     axes.xaxis.label.set_color(FIGURE_SOFT)
 
 
-def heldout_line(label: str, evaluations: Sequence[Row], reward: str, prompts: int, style: int = 0) -> Line:
+def heldout_line(label: str, evaluations: Sequence[Row], reward: str, prompts: int, style: int = 0) -> CurveLine:
     """The means of a reward on `prompts` held-out prompts, with the 95 % interval of their change from the base."""
     rows = [row for row in evaluations if f"reward/{reward}" in row]
     y = [_number(row[f"reward/{reward}"]) for row in rows]
     half = [half_width(_number(row.get(f"stderr/{reward}")), prompts) for row in rows]
     ends = [(value - width, value + width) for value, width in zip(y, half, strict=True)]
-    return Line(label, [row["iteration"] for row in rows], y, style, ends, "marked")
+    return CurveLine(label, [row["iteration"] for row in rows], y, style, ends, "marked")
 
 
 def save_curves(path: Path, rows: Sequence[Row], trained: Sequence[str], prompts: int) -> None:
@@ -122,7 +122,7 @@ def curves(rows: Sequence[Row], trained: Sequence[str], prompts: int) -> Figure:
         plain_axes(axes)
         if name in trained:
             x, y = [row["iteration"] for row in iterations], [row[f"reward/{name}"] for row in iterations]
-            draw_line(axes, Line("training batches", x, y, look="faint"))
+            draw_line(axes, CurveLine("training batches", x, y, look="faint"))
         draw_line(axes, heldout_line("held-out", evaluations, name, prompts))
         title = f"{name} ({'trained on' if name in trained else 'judged only'})"
         axes.set_title(title, fontsize=10, y=1)  # where matplotlib would put it after a search

@@ -16,7 +16,7 @@ from g2rpo.lab.report.charts import (
     thin,
     tick_labels,
 )
-from g2rpo.monitor.curves import Line
+from g2rpo.monitor.curves import CurveLine
 
 CSS = (files("g2rpo.lab.report") / "templates" / "style.css").read_text("utf-8")
 
@@ -54,7 +54,7 @@ def drawn(svg, width):
 
 def test_a_line_goes_where_its_numbers_say():
     """Four points of a straight line are equally spaced and end at the right edge; the cut at None starts a new stroke."""
-    svg = parsed(line_chart([Line("a", [0, 1, 2, 3, 4], [0.0, 1.0, None, 3.0, 4.0])], x_label="iteration", alt="rising"))
+    svg = parsed(line_chart([CurveLine("a", [0, 1, 2, 3, 4], [0.0, 1.0, None, 3.0, 4.0])], x_label="iteration", alt="rising"))
     pens, points = drawn(svg, 1.6)
     xs, ys = zip(*points, strict=True)
     assert pens == ["M", "L", "M", "L"]
@@ -65,7 +65,7 @@ def test_a_line_goes_where_its_numbers_say():
 
 @pytest.mark.parametrize("values", [[], [None, None], [2.0], [5.0, 5.0, 5.0], [0.0, 0.0], [1e-12, 1e-12], [1e9, 1e9 + 1]])
 def test_degenerate_lines_still_draw(values):
-    line = Line("flat", list(range(len(values))), values, look="marked")
+    line = CurveLine("flat", list(range(len(values))), values, look="marked")
     text = str(line_chart([line], x_label="x", alt="a"))
     parsed(text)
     assert "nan" not in text and "inf" not in text
@@ -74,7 +74,7 @@ def test_degenerate_lines_still_draw(values):
 def test_a_page_can_hold_several_charts():
     """What matplotlib would leave to a file of its own is gone: fonts, styles for the whole page, and names that two charts
     share. Words keep their spaces, quotes and decimals."""
-    lines = [Line("a", [0, 1, 2], [0.1, 0.2, 0.3], style, [(0.0, 0.4)] * 3, "marked") for style in range(7)]
+    lines = [CurveLine("a", [0, 1, 2], [0.1, 0.2, 0.3], style, [(0.0, 0.4)] * 3, "marked") for style in range(7)]
     word = 'drift, 1 < 2 & "so" 0.123456'
     charts = [str(line_chart(lines, x_label="iteration", alt=alt, marks=[(1, word), (9, word)])) for alt in "ab"]
     ids = [each for chart in charts for each in re.findall(r' id="([^"]*)"', chart)]

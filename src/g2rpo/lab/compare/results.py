@@ -26,7 +26,7 @@ from g2rpo.lab.compare.outcomes import (
     read_judged,
 )
 from g2rpo.lab.compare.study import Study, StudyDirectory
-from g2rpo.monitor.curves import FIGURE_SOFT, Line, draw_line, plain_axes
+from g2rpo.monitor.curves import FIGURE_SOFT, CurveLine, draw_line, plain_axes
 from g2rpo.run.rates import RateGain
 
 FREE = {"best": "no training: best free knob", "best_of": "no training: best of several"}
@@ -220,7 +220,7 @@ def save_study_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Poi
             for number, (cell, points) in enumerate(cells.items()):
                 changes = [point.change for point in points]
                 x, ends = [spent(point) for point in points], [(change.low, change.high) for change in changes]
-                draw_line(axis, Line(cell, x, [change.mean for change in changes], number, ends, "marked"))
+                draw_line(axis, CurveLine(cell, x, [change.mean for change in changes], number, ends, "marked"))
             plain_axes(axis)
             axis.axhline(0, color=FIGURE_SOFT, linewidth=0.8)
             axis.set_xlabel(label, fontsize=9)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from markupsafe import Markup
 
-from g2rpo.monitor.curves import FIGURE_PAPER, FIGURE_SOFT, GRID, LINE_COLOURS, Line, Look, draw_line
+from g2rpo.lab.report.history import mean
+from g2rpo.monitor.curves import FIGURE_PAPER, FIGURE_SOFT, GRID, LINE_COLOURS, CurveLine, Look, draw_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +48,7 @@ groups, and the definition of a mark that is drawn once."""
 
 
 def line_chart(
-    lines: Sequence[Line],
+    lines: Sequence[CurveLine],
     *,
     x_label: str,
     alt: str,
@@ -99,9 +100,9 @@ def key_mark(style: int = 0, look: Look = "marked") -> Markup:
     """The legend symbol of a line."""
     axes = _axes(36, 14)
     strokes: dict[Look, Look] = {"marked": "line", "pale": "faint"}
-    draw_line(axes, Line("", (2, 34), (7, 7), style, ((1, 13),) * 2 if look == "range" else (), strokes.get(look, look)))
+    draw_line(axes, CurveLine("", (2, 34), (7, 7), style, ((1, 13),) * 2 if look == "range" else (), strokes.get(look, look)))
     if look in strokes:
-        draw_line(axes, Line("", (18,), (7,), style, look=look))
+        draw_line(axes, CurveLine("", (18,), (7,), style, look=look))
     return _svg(axes, 'class="key" aria-hidden="true"')
 
 
@@ -140,13 +141,7 @@ def thin(x: Sequence[float], y: Sequence[float | None], limit: int = 300) -> tup
     return [mean(x[i : i + size]) or 0.0 for i in bins], [mean(y[i : i + size]) for i in bins]
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of those that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _said(line: Line) -> list[str]:
+def _said(line: CurveLine) -> list[str]:
     """What a line says at each of its x: its value or, of a range, its ends."""
     if line.look == "range":
         return [f"{compact(low)} to {compact(high)}" for low, high in line.ends]

@@ -13,7 +13,7 @@ from g2rpo.core.data import Row
 from g2rpo.lab.report.charts import compact, line_chart, thin
 from g2rpo.lab.report.history import SeedGroup, mean, mean_of, rollout_seconds
 from g2rpo.lab.report.verdict import figures
-from g2rpo.monitor.curves import Line, heldout_line
+from g2rpo.monitor.curves import CurveLine, heldout_line
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ def reward_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
         lines = []
         for group in groups:
             x, y = thin(*group.series(f"reward/{name}"))
-            lines += [Line(group.label("training batches"), x, y, group.style, look="faint"), _heldout(group, name)]
+            lines += [CurveLine(group.label("training batches"), x, y, group.style, look="faint"), _heldout(group, name)]
         tag = "trained on" if name in trained else "judged only"
         charts += _chart(name, "", lines, tag=tag, marks=_marks(groups, "hacking", "decline"))
     return charts
 
 
-def _heldout(group: SeedGroup, reward: str) -> Line:
+def _heldout(group: SeedGroup, reward: str) -> CurveLine:
     """Held-out means of a reward, with the interval of their change from the base: of one run by its standard error, of several
     over seeds and prompts."""
     label, run = group.label("held-out"), group.runs[0]
@@ -86,7 +86,7 @@ def _heldout(group: SeedGroup, reward: str) -> Line:
         return heldout_line(label, run.evaluations, reward, prompts, group.style)
     x, means, changes = group.curve(reward)
     ends = [(mean - one.mean + one.low, mean - one.mean + one.high) for mean, one in zip(means, changes, strict=True)]
-    return Line(label, x, means, group.style, ends, "marked")
+    return CurveLine(label, x, means, group.style, ends, "marked")
 
 
 def look_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
@@ -98,8 +98,8 @@ def look_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
             x, low = group.series(f"image/{name}/low", "eval")
             _, high = group.series(f"image/{name}/high", "eval")
             ends = [(math.nan if a is None else a, math.nan if b is None else b) for a, b in zip(low, high, strict=True)]
-            lines.append(Line(group.label("base"), x, [(a + b) / 2 for a, b in ends], group.style, ends, "range"))
-            lines.append(Line(group.label("mean"), *group.series(f"image/{name}", "eval"), group.style, look="marked"))
+            lines.append(CurveLine(group.label("base"), x, [(a + b) / 2 for a, b in ends], group.style, ends, "range"))
+            lines.append(CurveLine(group.label("mean"), *group.series(f"image/{name}", "eval"), group.style, look="marked"))
         charts += _chart(name.capitalize(), note, lines, marks=_marks(groups, "pictures"))
     return charts
 
@@ -112,8 +112,8 @@ def step_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
         lines = []
         for group in groups:
             early, late = ([mean(row.get(f"step/{step}/{what}") for row in rows) for step in steps] for rows in fifths(group))
-            lines.append(Line(group.label("first fifth"), steps, early, group.style, look="pale"))
-            lines.append(Line(group.label("last fifth"), steps, late, group.style, look="marked"))
+            lines.append(CurveLine(group.label("first fifth"), steps, early, group.style, look="pale"))
+            lines.append(CurveLine(group.label("last fifth"), steps, late, group.style, look="marked"))
         kind, _, name = what.partition("/")
         title, note = STEP_PANELS.get(kind, (what, ""))
         charts += _chart(title.format(name), note, lines, "branch step", ticks=steps)
@@ -131,7 +131,7 @@ def health(groups: Sequence[SeedGroup]) -> tuple[list[Chart], list[str]]:
         if len(seen) == 1:
             constants.append(f"{title} {compact(seen[0])}")
         else:
-            lines = [Line(group.label(), *thin(*each), group.style) for group, each in zip(groups, series, strict=True)]
+            lines = [CurveLine(group.label(), *thin(*each), group.style) for group, each in zip(groups, series, strict=True)]
             charts += _chart(title, note, lines, marks=_marks(groups, ALARMED.get(key, "")))
     return charts, constants
 
@@ -166,12 +166,12 @@ def fifths(group: SeedGroup) -> tuple[list[Row], list[Row]]:
     return [row for rows, n in counts for row in rows[:n]], [row for rows, n in counts for row in rows[-n:]]
 
 
-def _over_time(groups: Sequence[SeedGroup], value: Callable[[Row], float | None]) -> list[Line]:
+def _over_time(groups: Sequence[SeedGroup], value: Callable[[Row], float | None]) -> list[CurveLine]:
     """A value of the iterations, the mean over the runs of a line."""
 
-    def line(group: SeedGroup) -> Line:
+    def line(group: SeedGroup) -> CurveLine:
         series = [([row["iteration"] for row in run.iterations], [value(row) for row in run.iterations]) for run in group.runs]
-        return Line(group.label(), *thin(*mean_of(series)), group.style)
+        return CurveLine(group.label(), *thin(*mean_of(series)), group.style)
 
     return [line(group) for group in groups]
 
@@ -195,7 +195,7 @@ def _marks(groups: Sequence[SeedGroup], *names: str) -> list[tuple[float, str]]:
 def _chart(
     title: str,
     note: str,
-    lines: Sequence[Line],
+    lines: Sequence[CurveLine],
     x_label: str = "iteration",
     *,
     ticks: Sequence[float] = (),

@@ -51,7 +51,7 @@ def shown_pictures(shown: dict[str, Any]) -> list[dict[str, Any]]:
     return [frame for card in [*shown["cards"], *shown["progress"]] for frame in card["frames"]]
 
 
-def open_picture(path: Path) -> Image.Image:
+def picture_of_file(path: Path) -> Image.Image:
     """A PNG; ValueError or OSError for anything else."""
     try:
         with Image.open(path, formats=["PNG"]) as picture:
@@ -114,7 +114,7 @@ def _cards(run: RunHistory, tables: Mapping[int, Sequence[Row]], places: Sequenc
 def given_to(folder: Path, index: int, size: int) -> str:
     """The input picture that was kept beside a picture; "" for none."""
     path = input_of(folder, index)
-    return data_uri(open_picture(path), size) if path.is_file() else ""
+    return data_uri(picture_of_file(path), size) if path.is_file() else ""
 
 
 def said(value: float | None) -> str:
@@ -123,7 +123,7 @@ def said(value: float | None) -> str:
 
 
 def _frame(path: Path, size: int, row: Row, names: Collection[str]) -> dict[str, Any]:
-    picture = open_picture(path)
+    picture = picture_of_file(path)
     scores = {name: said(row["scores"][name]) for name in names if name in row["scores"]}
     uri, still, clip = data_uri(picture, size), "", clip_of(path)
     if clip.is_file():
@@ -139,7 +139,7 @@ def first_group(run: RunHistory) -> dict[str, Any] | None:
         return None
     try:
         rows = read_rows(run.files.group_scores, Member)
-        uris = [data_uri(open_picture(picture_of(folder, index)), MEMBER) for index in range(len(rows))]
+        uris = [data_uri(picture_of_file(picture_of(folder, index)), MEMBER) for index in range(len(rows))]
         members = _members(rows, uris, len(rows) // rows[0]["tails"])
         told = {"prompt": rows[0]["prompt"], "how": rows[0]["how"], "input": given_to(folder, 0, MEMBER)}
         return {"trouble": "", "members": members, **told}
