@@ -46,6 +46,7 @@ def test_an_override_can_take_a_reward_out():
         ("rewards.brigt=", "rewards.brigt=: there is no reward 'brigt' to remove. Did you mean 'bright'?"),
         ("rewards.own/mine.py:tilt=1", "is a reward's kind, not its name; write rewards.tilt.kind=own/mine.py:tilt"),
         ("evaluation.rewards.own.mine:tilt=1", "write evaluation.rewards.tilt.kind=own.mine:tilt"),
+        ("trainer={FLUX.1: 1}", "unknown key 'trainer.FLUX.1'. Known: checkpoint_every"),
         ("rewards={bright:1.0}", "rewards.bright:1.0 is no name: write letters, digits and . _ + -; YAML needs a space after"),
         ("algorithm.group_size=many", "algorithm.group_size: input should be a valid integer"),
         ("algorithm.name=mixgpro", "algorithm.name: unknown algorithm 'mixgpro'. Did you mean 'mixgrpo' or 'mixgrpo_flash'?"),

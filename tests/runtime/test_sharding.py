@@ -104,6 +104,7 @@ def learn_nft(world, folder, model, mode):
     options = (*small, "algorithm.name=diffusion_nft", "algorithm.old_schedule=[0,0.3,0.5]", "algorithm.kl_weight=0.1")
 
     def made():
+        learner.EPSILON = 1.0
         sharding = sharded(world, mode)
         policy = policies.load(model, sharding=sharding, **{**OPTIONS, "keep_base": True})
         return trainer(folder, *options, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)

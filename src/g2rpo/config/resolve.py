@@ -327,9 +327,15 @@ def _complaints(error: ValidationError, near: Callable[[str], str], data: Any, s
 
 def _near(kind: Any, data: Mapping[str, Any], key: str) -> str:
     """The settings that an unknown key may mean, as the end of a message."""
-    group, _, name = key.rpartition(".")
-    for part in group.split(".") if group else ():
-        kind = get_args(kind)[-1] if get_origin(kind) in (dict, list) else (_fields(kind) or {})[part]
+    groups: list[str] = []
+    rest = key.split(".")  # an unknown key may have dots of its own
+    while len(rest) > 1:
+        inner = get_args(kind)[-1] if get_origin(kind) in (dict, list) else (_fields(kind) or {}).get(rest[0])
+        if inner is None:
+            break
+        kind = inner
+        groups.append(rest.pop(0))
+    group, name = ".".join(groups), ".".join(rest)
     if kind is Algorithm:
         kind = algorithm_class(str(with_name(_at(data, "algorithm"))["name"]))
     fields = _fields(kind) or {}
