@@ -313,7 +313,7 @@ def goes_on(stopping):
 COMMANDS = {
     "plan": ("g2rpo.lab.plan.answer.plan", ["words"]),
     "sample": ("g2rpo.app.sample.sample", ["a red circle", "--model", "testbed"]),
-    "serve-reward": ("g2rpo.app.serve.serve_reward", ["brightness"]),
+    "serve-reward": ("g2rpo.app.serving.serve_reward", ["brightness"]),
 }
 
 
