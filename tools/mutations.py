@@ -271,7 +271,9 @@ def _tested(copy: Path, tests: str) -> int:
         *(place for place in sys.path if Path(place or ".").resolve() not in (ROOT, ROOT / "src")),
     ]
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-    return int(pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests.split()]))
+    quick = int(pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests.split()]))
+    none_is_quick = quick == pytest.ExitCode.NO_TESTS_COLLECTED
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests.split()])) if none_is_quick else quick
 
 
 def main(words: list[str]) -> int:

@@ -97,9 +97,9 @@ class Beside:
         t, kept = self.trainer, {}
         sample, update, walk = t.collector.collect, t.updater.update, t.collector.anchors
 
-        def sampling(algorithm, iteration, cond, prompts, *more):
+        def sampling(spec, cond, prompts, watch):
             kept["prompts"] = prompts
-            kept["sampled"] = sample(algorithm, iteration, cond, prompts, *more)
+            kept["sampled"] = sample(spec, cond, prompts, watch)
             return kept["sampled"]
 
         def walking(candidates, iteration, cond, prompts, watch):
