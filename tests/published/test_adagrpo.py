@@ -58,7 +58,7 @@ def test_choices_losses_gradients_and_weights_are_the_published_ones(flux_direct
     published = Published(ours.sigmas)
     apart = Beside(ours, published.objective).differences()
     assert all(theirs == own for theirs, own in published.chosen)
-    assert torch.tensor(ours.memory.state["mean"] + ours.memory.state["variance"]).allclose(
+    assert torch.tensor(ours.loop.memory.state["mean"] + ours.loop.memory.state["variance"]).allclose(
         torch.tensor([published.mean, published.variance]), rtol=1e-5, atol=0
     )
     assert apart["loss"] < 5e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3
