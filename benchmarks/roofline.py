@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.roofline --out benchmarks/results/roofline.json    # two minutes of one core
 
 A derivation, not a measurement: a call is traced on tensors without data (`g2rpo.lab.plan.roofline`).
-Assumed are the shares of a card's rates that kernels reach (`roofline.USUAL`), and that a compiler makes one kernel of all that
-lies between two products. "at peak" has every kernel at the datasheet's rates.
+Assumed are the shares of a card's rates that kernels reach (`roofline.USUAL_SHARES`), and that a compiler makes one kernel of
+all that lies between two products. "at peak" has every kernel at the datasheet's rates.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class CLIPScore(PictureReward):
         return self.scale * self.encoder.similarity(images, prompts)
 
     def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """As `taste.Encoder`."""
+        """As `taste.PictureEncoder`."""
         return self.encoder.image_features(255 * images), self.encoder.text_features(prompts)
 
 
