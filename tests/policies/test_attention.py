@@ -1,10 +1,14 @@
 """`policy.attention`: the same numbers from another kernel, and an answer where it cannot be had."""
 
+import contextlib
+from typing import ClassVar
+
 import pytest
 import torch
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
+from g2rpo.policies import attention
 from g2rpo.policies.attention import BACKENDS, attention_kinds
 from g2rpo.policies.pipelines import choose_attention
 from tests.support import policies
@@ -50,3 +54,46 @@ def test_a_model_without_the_choice_says_so(sd3_directory):
 
     with pytest.raises(UserError, match=r"SD3Transformer2DModel has no choice of attention"):
         choose_attention(SD3Transformer2DModel.from_pretrained(sd3_directory / "transformer"), "math")
+
+
+class StaleLayout(torch.autograd.Function):
+    """Attention whose backward pass reads every output gradient with the strides of the first one, as torch 2.11 with cuDNN."""
+
+    strides: ClassVar[list[tuple[int, ...]]] = []
+
+    @staticmethod
+    def forward(ctx, *given):
+        ctx.save_for_backward(*given)
+        return attend(*given)
+
+    @staticmethod
+    def backward(ctx, out):
+        StaleLayout.strides.append(out.stride())
+        with torch.enable_grad():
+            given = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+            return torch.autograd.grad(attend(*given), given, out.as_strided(out.shape, StaleLayout.strides[0]))
+
+
+attend = torch.nn.functional.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize(("kernel", "wrong"), [(attend, False), (StaleLayout.apply, True)])
+def test_cudnn_is_refused_where_it_takes_one_gradient_layout_for_another(monkeypatch, kernel, wrong):
+    """Measured with torch 2.11.0: benchmarks/results/gpu_nvidia-h200_2026-11-26.json."""
+    StaleLayout.strides.clear()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda _backend: contextlib.nullcontext())
+    assert attention.mixes_layouts(torch.device("cpu")) is wrong
+    monkeypatch.setattr(attention, "attention_kinds", lambda _device: ["auto", "cudnn"])
+    if wrong:
+        with pytest.raises(UserError, match="gradients are wrong; take auto or flash"):
+            attention.check_attention("cudnn", "cpu")
+    else:
+        attention.check_attention("cudnn", "cpu")
+
+
+def test_no_policy_lets_torch_choose_cudnn(flux_directory):
+    """torch 2.11 chooses it on Hopper, before flash attention."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    velocity(flux_directory)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

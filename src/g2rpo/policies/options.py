@@ -74,7 +74,7 @@ class PolicyConfig(Section):
     compile: bool = False
     """Blocks run through torch.compile, in rollouts and in training alike; seconds to minutes before the first calls."""
     attention: Attention = "auto"
-    """Of attention: torch's choice, one of torch's (cudnn, flash, efficient, math) or a package's (flash2, flash3)."""
+    """Of attention: torch's choice without cuDNN; cudnn, flash, efficient or math of torch; flash2, flash3 of packages."""
     device: str = "auto"
     gradient_checkpointing: bool = False
     truncate_timesteps: bool | Literal["rollout"] = False

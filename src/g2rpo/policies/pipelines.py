@@ -102,7 +102,11 @@ def check_options(spec: PipelineSpec, options: PolicyConfig) -> None:
 
 
 def choose_attention(transformer: Any, kind: Attention) -> None:
-    """Sets the attention kernel of a diffusers transformer; UserError if it cannot be set."""
+    """Sets the attention kernel of a diffusers transformer; UserError if it cannot be set.
+
+    "auto" is torch's choice without cuDNN, which torch prefers on Hopper and later since 2.11: see `mixes_layouts`.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)  # of this process; "cudnn" names it at each call
     if kind == "auto":
         return
     from diffusers.models.attention_dispatch import attention_backend
