@@ -53,7 +53,7 @@ from g2rpo.core.seeding import generator_for, seed_for
 from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Kernel, Plan, Policy, Rollout
 from g2rpo.evaluation.work import TRAINED_LATENT
-from g2rpo.monitor.curves import LINE_COLOURS
+from g2rpo.monitor.curves import LINE_COLOURS, CurveLine, Panel, save_figure, small_multiples
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.rollout.scoring import decode, score, score_rollouts
@@ -347,9 +347,11 @@ def measure_explained(trainer: Trainer, args: argparse.Namespace) -> list[dict[s
 
 def draw_signal(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Share, alignment and efficiency by variant, a colour per reward."""
-    pyplot = load_pyplot()
+    from matplotlib.figure import Figure
+
     variants, rewards = (list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "reward"))
-    figure, axes = pyplot.subplots(3, 1, figsize=(1.5 + 0.5 * len(variants), 8), sharex=True, layout="constrained")
+    figure = Figure((1.5 + 0.5 * len(variants), 8), layout="constrained")
+    axes = figure.subplots(3, 1, sharex=True)
     panels = (
         ("share", "error", 100, "signal share of\none gradient, %"),
         ("alignment", "alignment_error", 100, "alignment with the\ncommon direction, %"),
@@ -363,41 +365,29 @@ def draw_signal(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             axis.errorbar(x, values, Z * errors, fmt="o", color=colour, markersize=4, label=reward)
         axis.axhline(0, color="#888", linewidth=0.8)
         axis.set_ylabel(label)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(fontsize=8, ncols=len(rewards))
     axes[-1].set_xticks(range(len(variants)), variants, rotation=45, ha="right", fontsize=8)
-    save_figure(figure, axes, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_figure(path, figure)
 
 
 def draw_explained(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    pyplot = load_pyplot()
-    figure, axis = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    for reward, colour in zip(dict.fromkeys(row["reward"] for row in rows), LINE_COLOURS, strict=False):
-        own = [row for row in rows if row["reward"] == reward]
-        steps, mean, low, high = ([row[key] for row in own] for key in ("step", "mean", "low", "high"))
-        axis.plot(steps, mean, marker="o", markersize=4, color=colour, label=reward)
-        axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    axis.axhline(0, color="#888", linewidth=0.8)
-    axis.set_xlabel("step whose noise is kept while all other steps' is drawn anew")
-    axis.set_ylabel("explained share of\nthe reward's variance")
-    axis.legend(fontsize=8)
-    save_figure(figure, (axis,), path)
-
-
-def load_pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def save_figure(figure: Any, axes: Sequence[Any], path: Path) -> None:
-    for axis in axes:
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+    lines = lines_by("reward", rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    panel = Panel("explained share of the reward's variance", lines, "step whose noise is kept")
+    save_figure(path, small_multiples([[panel]], legend=True, zero=True))
+
+
+def lines_by(key: str, rows: Sequence[Mapping[str, Any]]) -> list[CurveLine]:
+    """A line of means with intervals by step for each value of `key`."""
+    lines = []
+    for style, name in enumerate(dict.fromkeys(row[key] for row in rows)):
+        own = [row for row in rows if row[key] == name]
+        ends = [(row["low"], row["high"]) for row in own]
+        lines.append(CurveLine(name, [row["step"] for row in own], [row["mean"] for row in own], style, ends, "marked"))
+    return lines
 
 
 def save(name: str, args: argparse.Namespace, began: float, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from g2rpo.core.files import write_whole
 from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.compare.jobs import Workers, locked
 from g2rpo.lab.compare.outcomes import History, Point, curve
+from g2rpo.lab.compare.results import change_lines
 from g2rpo.lab.compare.study import Study
 from g2rpo.lab.compare.workflow import Workspace
-from g2rpo.monitor.curves import FIGURE_SOFT, CurveLine, draw_line, plain_axes
+from g2rpo.monitor.curves import Panel, save_figure, small_multiples
 from g2rpo.run.rates import PILOT_SEEDS, RateGain, smallest_good_rate
 
 TURNS = ["algorithm.branch_schedule=turns", "algorithm.tail=closed"]
@@ -110,26 +111,18 @@ def histories(
 
 def draw(path: Path, curves: Mapping[str, Mapping[str, Mapping[str, Sequence[Point]]]], seeds: Mapping[str, int]) -> None:
     """curves[world][reward][cell] against evaluations; bands where there are three seeds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 3.4 * len(curves)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(curves), 2, squeeze=False)
-    for row, (world, rewards) in zip(axes, curves.items(), strict=True):
-        for axis, (reward, own) in zip(row, rewards.items(), strict=True):
-            for style, (cell, points) in enumerate(own.items()):
-                changes = [point.change for point in points]
-                ends = [(change.low, change.high) for change in changes] if seeds[world] >= 3 else ()
-                x, means = [point.work / 1000 for point in points], [change.mean for change in changes]
-                draw_line(axis, CurveLine(cell, x, means, style, ends, "marked"))
-            plain_axes(axis)
-            axis.axhline(0, color=FIGURE_SOFT, linewidth=0.8)
-            many = f"{seeds[world]} seeds" if seeds[world] > 1 else "one seed"
-            axis.set_title(f"{world}: change of {reward}, {many}", fontsize=10, loc="left")
-            axis.set_xlabel("thousand network evaluations, training included", fontsize=9)
-    axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    rows = []
+    for world, rewards in curves.items():
+        many = f"{seeds[world]} seeds" if seeds[world] > 1 else "one seed"
+        row = []
+        for reward, own in rewards.items():
+            lines = change_lines(own, lambda point: point.work / 1000)
+            if seeds[world] < 3:
+                lines = [replace(line, ends=()) for line in lines]
+            title = f"{world}: change of {reward}, {many}"
+            row.append(Panel(title, lines, "thousand network evaluations, training included"))
+        rows.append(row)
+    save_figure(path, small_multiples(rows, legend=True, zero=True))
 
 
 def main() -> None:

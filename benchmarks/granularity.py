@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.credit import REWARDS, instrument_parser, load_pyplot, save, save_figure
+from benchmarks.credit import REWARDS, instrument_parser, lines_by, save
 from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.core.flow import tail
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import interval, spearman
 from g2rpo.core.types import Plan
-from g2rpo.monitor.curves import LINE_COLOURS
+from g2rpo.monitor.curves import Panel, save_figure, small_multiples
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.runtime.memory import BatchSizes
@@ -96,22 +96,12 @@ def main() -> None:
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """A panel per reward, a line per tail."""
-    pyplot = load_pyplot()
-    rewards, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("reward", "tail"))
-    figure, axes = pyplot.subplots(
-        1, len(rewards), figsize=(3.6 * len(rewards), 3.4), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axis, reward in zip(axes[0], rewards, strict=True):
-        for name, colour in zip(names, LINE_COLOURS, strict=False):
-            own = [row for row in rows if (row["reward"], row["tail"]) == (reward, name)]
-            steps, mean, low, high = ([row[key] for row in own] for key in ("step", "mean", "low", "high"))
-            axis.plot(steps, mean, marker="o", markersize=3, color=colour, label=name)
-            axis.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
-        axis.set_title(reward, fontsize=10)
-        axis.set_xlabel("branch step")
-    axes[0][0].set_ylabel("rank agreement with granularity 1")
-    axes[0][0].legend(fontsize=8)
-    save_figure(figure, axes[0], path)
+    panels = []
+    for reward in dict.fromkeys(row["reward"] for row in rows):
+        lines = lines_by("tail", [row for row in rows if row["reward"] == reward])
+        panels.append(Panel(f"{reward}: rank agreement with granularity 1", lines, "branch step"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_figure(path, small_multiples([panels], legend=True))
 
 
 def arguments() -> argparse.Namespace:

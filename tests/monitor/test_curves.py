@@ -6,7 +6,7 @@ import math
 import pytest
 from PIL import Image
 
-from g2rpo.monitor.curves import BESIDE, LEFT, RIGHT_INCHES, curves, save_curves
+from g2rpo.monitor.curves import BESIDE, LEFT, RIGHT, curves, save_figure
 
 
 def rows(count, errors=True):
@@ -20,21 +20,17 @@ def rows(count, errors=True):
     return out
 
 
-@pytest.mark.parametrize("count", [1, 7])
-def test_panels_fill_the_picture(count):
+@pytest.mark.parametrize(("count", "rows_of"), [(1, [1]), (4, [2, 2]), (5, [3, 2]), (7, [3, 2, 2])])
+def test_panels_fill_the_picture(count, rows_of):
     figure = curves(rows(count), ["reward0"], 40)
-    assert len(figure.axes) == count
     boxes = [axis.get_position() for axis in figure.axes]
-    lines = {}
-    for box in boxes:
-        lines.setdefault(round(box.y0, 6), []).append(box)
-    wide, (high, *_) = figure.get_figwidth(), [box.height for box in boxes]
-    assert max(map(len, lines.values())) <= 3 and len({len(own) for own in lines.values()}) <= 2
-    for own in lines.values():  # from edge to edge, none drawn over another
-        assert (own[0].x0 * wide, (1 - own[-1].x1) * wide) == pytest.approx((LEFT, RIGHT_INCHES))
+    wide = figure.get_figwidth()
+    lines = [list(own) for _, own in itertools.groupby(boxes, lambda box: round(box.y1, 6))]
+    assert [len(own) for own in lines] == rows_of
+    for own in lines:  # from edge to edge, none drawn over another
+        assert (own[0].x0 * wide, (1 - own[-1].x1) * wide) == pytest.approx((LEFT, RIGHT))
         assert [(b.x0 - a.x1) * wide for a, b in itertools.pairwise(own)] == pytest.approx([BESIDE] * (len(own) - 1))
-    heights = sorted(lines)
-    assert all(upper - lower > high for lower, upper in itertools.pairwise(heights))
+    assert all(above[0].y0 > below[0].y1 for above, below in itertools.pairwise(lines))
 
 
 def test_bands_are_95_percent_intervals_of_the_change():
@@ -45,12 +41,12 @@ def test_bands_are_95_percent_intervals_of_the_change():
     assert {(10.0, round(11 + side * 2.1314495 * 1.0, 6)) for side in (-1, 1)} <= corners
     assert (0.0, 1.0) in corners  # the base has not changed
     assert [list(point) for point in points.get_offsets()] == [[0, 1], [5, 6], [10, 11]]
-    assert axis.get_title() == "reward1 (judged only)" and len(axis.lines) == 1
+    assert axis.get_title(loc="left") == "reward1 (judged only)" and len(axis.lines) == 1
     assert len(curves(rows(2), ["reward0"], 16).axes[0].lines) == 2  # training batches behind
 
 
 def test_runs_without_errors_or_scores_are_drawn(tmp_path):
     for logged in (rows(1, errors=False), [], [{"kind": "eval", "iteration": 0, "reward/a": None, "stderr/a": math.nan}]):
-        save_curves(tmp_path / "curves.png", logged, [], 4)
+        save_figure(tmp_path / "curves.png", curves(logged, [], 4))
         with Image.open(tmp_path / "curves.png") as picture:
             assert picture.width > 100

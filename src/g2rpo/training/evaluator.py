@@ -46,7 +46,7 @@ from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls
 from g2rpo.evaluation.work import work_in_pictures
 from g2rpo.monitor.alarms import DIVERSITIES, judged_gain
 from g2rpo.monitor.clips import reduced, seconds_of
-from g2rpo.monitor.curves import save_curves
+from g2rpo.monitor.curves import curves, save_figure
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.monitor.image_statistics import spread as spread_of
 from g2rpo.monitor.pictures import PictureRow, save_grid
@@ -256,7 +256,7 @@ class Evaluator:
             results["rolled_back_from"] = rolled_back_from
         self.run.write_results(results)
         with self.run.written(self.run.curves) as path:
-            save_curves(path, self.run.read_log(), list(self.rewards), len(base.prompts))
+            save_figure(path, curves(self.run.read_log(), list(self.rewards), len(base.prompts)))
         return table
 
     def _picture_statistics(self, base: Evaluation, evaluation: Evaluation) -> Row:

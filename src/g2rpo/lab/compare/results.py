@@ -26,7 +26,7 @@ from g2rpo.lab.compare.outcomes import (
     read_judged,
 )
 from g2rpo.lab.compare.study import Study, StudyDirectory
-from g2rpo.monitor.curves import FIGURE_SOFT, CurveLine, draw_line, plain_axes
+from g2rpo.monitor.curves import CurveLine, Panel, save_figure, small_multiples
 from g2rpo.run.rates import RateGain
 
 FREE = {"best": "no training: best free knob", "best_of": "no training: best of several"}
@@ -204,28 +204,30 @@ def _check_alike(found: Mapping[Path, Any]) -> None:
 
 def save_study_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]], trained: Sequence[str]) -> None:
     """Draws curves[reward][cell]: a row of panels per reward, against iterations, network evaluations and seconds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    axes_of: dict[str, Callable[[Point], float]] = {
+    spent_in: dict[str, Callable[[Point], float]] = {
         "iterations": lambda point: point.iteration,
         "network evaluations, training included": lambda point: point.work,
         "seconds of training": lambda point: point.seconds,
     }
-    figure = Figure(figsize=(12.6, 2.8 * len(curves)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(curves), 3, squeeze=False, sharey="row")
-    for row, (reward, cells) in zip(axes, curves.items(), strict=True):
-        for axis, (label, spent) in zip(row, axes_of.items(), strict=True):
-            for number, (cell, points) in enumerate(cells.items()):
-                changes = [point.change for point in points]
-                x, ends = [spent(point) for point in points], [(change.low, change.high) for change in changes]
-                draw_line(axis, CurveLine(cell, x, [change.mean for change in changes], number, ends, "marked"))
-            plain_axes(axis)
-            axis.axhline(0, color=FIGURE_SOFT, linewidth=0.8)
-            axis.set_xlabel(label, fontsize=9)
-        row[0].set_ylabel("change", fontsize=9)
-        row[0].set_title(f"{reward} ({'trained on' if reward in trained else 'judged only'})", fontsize=10, loc="left")
-    axes[0][0].legend(fontsize=8)
+    rows = []
+    for reward, cells in curves.items():
+        title = f"{reward} ({'trained on' if reward in trained else 'judged only'}): change"
+        rows.append(
+            [
+                Panel(title if not number else "", change_lines(cells, spent), label)
+                for number, (label, spent) in enumerate(spent_in.items())
+            ]
+        )
     with whole_file(path) as unfinished:
-        figure.savefig(unfinished, dpi=120)
+        save_figure(unfinished, small_multiples(rows, legend=True, zero=True))
+
+
+def change_lines(cells: Mapping[str, Sequence[Point]], spent: Callable[[Point], float]) -> list[CurveLine]:
+    """By cell the changes from the base with their intervals, against what was spent."""
+    lines = []
+    for style, (cell, points) in enumerate(cells.items()):
+        changes = [point.change for point in points]
+        ends = [(change.low, change.high) for change in changes]
+        means, x = [change.mean for change in changes], [spent(point) for point in points]
+        lines.append(CurveLine(cell, x, means, style, ends, "marked"))
+    return lines

@@ -99,7 +99,7 @@ def line_chart(
 def key_mark(style: int = 0, look: Look = "marked") -> Markup:
     """The legend symbol of a line."""
     axes = _axes(36, 14)
-    strokes: dict[Look, Look] = {"marked": "line", "pale": "faint"}
+    strokes: dict[Look, Look] = {"marked": "line"}
     draw_line(axes, CurveLine("", (2, 34), (7, 7), style, ((1, 13),) * 2 if look == "range" else (), strokes.get(look, look)))
     if look in strokes:
         draw_line(axes, CurveLine("", (18,), (7,), style, look=look))

@@ -112,7 +112,7 @@ def step_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
         lines = []
         for group in groups:
             early, late = ([mean(row.get(f"step/{step}/{what}") for row in rows) for step in steps] for rows in fifths(group))
-            lines.append(CurveLine(group.label("first fifth"), steps, early, group.style, look="pale"))
+            lines.append(CurveLine(group.label("first fifth"), steps, early, group.style, look="faint"))
             lines.append(CurveLine(group.label("last fifth"), steps, late, group.style, look="marked"))
         kind, _, name = what.partition("/")
         title, note = STEP_PANELS.get(kind, (what, ""))
