@@ -30,6 +30,7 @@ from g2rpo.prompts.sources import read_prompts
 from tests.support.commands import done, refused
 from tests.support.pages import ROOT
 from tests.support.servers import endpoint_that
+from tests.support.variants import few
 
 LACKING = [
     "policy.device=cuda:7",
@@ -322,7 +323,10 @@ def test_which_algorithms_a_recipe_can_be_given_by_name_alone(recipe):
     assert refused_ones == {word for word in re.findall(r"`(\w+)`", sentence) if word in ALGORITHMS}
 
 
-@pytest.mark.parametrize("recipe", recipes.names())
+OF_EACH_KIND = ("scenes", "words", "reference", "flux1-dev-lora", "sd35-medium-nft", "wan-lora")
+
+
+@pytest.mark.parametrize("recipe", few(recipes.names(), OF_EACH_KIND.__contains__))
 def test_what_a_name_brings_is_told_and_all_else_is_published_or_the_recipes(recipe):
     own = load_config(recipe, [])
     for name in ALGORITHMS.keys() - {own.algorithm.name}:

@@ -35,7 +35,7 @@ QUICK = ("ZImagePipeline", "Flux2KleinPipeline")
 CASES = [(kind, format) for format, kinds in READ.items() for kind in kinds]
 
 
-@pytest.mark.parametrize(("kind", "format"), few(CASES, lambda each: each[0] in QUICK))
+@pytest.mark.parametrize(("kind", "format"), few(CASES, lambda each: each[0] == QUICK[1]))
 def test_velocities_with_a_file_are_diffusers_own_whether_it_is_read_or_written(kind, format, tmp_path):
     """Products of float32 in another order; the files are exact."""
     assert max(differences(kind, format, tmp_path)) < 1e-4

@@ -195,7 +195,7 @@ def _float_keys(config):
             yield key, leaf
 
 
-OF_EACH_KIND = ("g2rpo", "mixgrpo_flash", "tempflow_grpo", "flow_dppo", "diffusion_nft", "dgpo")
+OF_EACH_KIND = ("g2rpo", "tempflow_grpo", "diffusion_nft")
 
 
 @pytest.mark.parametrize("algorithm", few(ALGORITHMS, OF_EACH_KIND.__contains__))
@@ -328,7 +328,7 @@ def test_a_wrong_value_in_a_file_of_a_run_is_one_message(whole_run, tmp_path, fi
 
 
 @given(st.data())
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_a_damaged_file_of_a_run_is_read_or_one_message(whole_run, data):
     files = sorted(path for path in whole_run.rglob("*.json*") if path.is_file())
     path = data.draw(st.sampled_from(files))
