@@ -18,58 +18,46 @@ import numpy as np
 
 from g2rpo.cli.output import Output
 from g2rpo.core.files import write_whole
-from g2rpo.core.plain import parse_json
-from g2rpo.lab.compare.jobs import Workers, locked
-from g2rpo.lab.compare.outcomes import Judged, judged_scores, lines
-from g2rpo.lab.compare.study import Study
-from g2rpo.lab.compare.workflow import Workspace
+from g2rpo.evaluation.sweep import EvaluationDirectory
+from g2rpo.lab.compare.jobs import Workers
+from g2rpo.lab.compare.results import lines, read_judged
+from g2rpo.lab.compare.workflow import compare, judging_job
+from g2rpo.run.run import Run
 
 CELLS = {"guided": [], "unguided": ["sampling.guidance_scale=1"]}
 SCALES = (3.5, 1.0)
 
 
-def scores(folder: Path) -> Judged:
-    return judged_scores([parse_json(row) for row in (folder / "pictures.jsonl").read_text().splitlines()])
-
-
 def main() -> None:
     args = arguments()
-    study = Study(
-        recipe=args.recipe,
-        overrides=["evaluation.num_prompts=96", f"evaluation.every={args.iterations}", *args.overrides],
-        cells=CELLS,
-        budget=args.iterations,
-        unit="iterations",
-        rates=[args.rate],
-        seeds=args.seeds,
-        pilots=1,
-        steps=[10],
-    )
-    with locked(args.out) as lock:
-        workers, work = Workers(1, lock, Output()), Workspace(study, args.out)
-        runs = {cell: work.runs(cell, args.rate, args.iterations) for cell in CELLS}
-        workers.run(work.training(runs[cell][seed]) for seed in next(iter(runs.values())) for cell in CELLS)  # seed by seed
-        judged: dict[str, object] = {}
-        for scale in SCALES:
-            guided, at = f"policy.guidance_scale={scale:g}", args.out / "judged" / f"guidance_{scale:g}"
-            some = next(iter(runs["guided"].values())).folder
-            todo = [work.judging(f"the base at {scale:g}", some, at / "base", "weights=", guided)]
-            todo += [
-                work.judging(f"{cell}, seed {seed}, at {scale:g}", run.folder, at / f"{cell}_{seed}", "base=false", guided)
-                for cell, own in runs.items()
-                for seed, run in own.items()
-            ]
-            workers.run(todo)
-            base, tables = scores(at / "base"), {}
-            for cell, own in runs.items():
-                of_runs = [scores(at / f"{cell}_{seed}") for seed in own]
-                tables[cell] = {key: np.stack([table[key] for table in of_runs]) for key in base}
-            judged[f"{scale:g}"] = {
-                "base": {name: float(values.mean()) for (_, name), values in base.items()},
-                "cells": [asdict(line) for line in lines(base, tables)],
-            }
-        found = {"study": study.model_dump(mode="json"), "leads": "over guided, at the same scale", "judged_at": judged}
-        write_whole(args.out / "guidance.json", json.dumps(found, indent=1).encode())
+    overrides = ["evaluation.num_prompts=96", f"evaluation.every={args.iterations}", f"optim.learning_rate={args.rate}"]
+    overrides += args.overrides
+    asked = {"seeds": args.seeds, "out": args.out, "emit": Output()}
+    folder = compare(args.recipe, overrides, CELLS, ("iterations", args.iterations), **asked)
+    study = json.loads(folder.results.read_text())["study"]
+    runs = {cell: sorted((args.out / "runs" / cell).glob("seed_*/")) for cell in CELLS}
+    judged: dict[str, object] = {}
+    for scale in SCALES:
+        guided, at = f"policy.guidance_scale={scale:g}", args.out / "judged" / f"guidance_{scale:g}"
+        places = {cell: [EvaluationDirectory(at / f"{cell}_{run.name}") for run in own] for cell, own in runs.items()}
+        base = EvaluationDirectory(at / "base")
+        todo = [judging_job(f"the base at {scale:g}", folder.run("guided", 42), base, [10], "weights=", guided)]
+        todo += [
+            judging_job(f"{cell}, {run.name}, at {scale:g}", Run(run), place, [10], "base=false", guided)
+            for cell, own in runs.items()
+            for run, place in zip(own, places[cell], strict=True)
+        ]
+        if Workers(1, Output()).run(todo):
+            raise SystemExit("a job failed; the same command does what is missing")
+        untrained = read_judged(base)
+        tables = {cell: [read_judged(place) for place in own] for cell, own in places.items()}
+        stacked = {cell: {key: np.stack([one[key] for one in own]) for key in untrained} for cell, own in tables.items()}
+        judged[f"{scale:g}"] = {
+            "base": {name: float(values.mean()) for (_, name), values in untrained.items()},
+            "cells": [asdict(line) for line in lines(untrained, stacked)],
+        }
+    found = {"study": study, "leads": "over guided, at the same scale", "judged_at": judged}
+    write_whole(args.out / "guidance.json", json.dumps(found, indent=1).encode())
 
 
 def arguments() -> argparse.Namespace:

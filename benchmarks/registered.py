@@ -1,9 +1,10 @@
 """The registered study: singular sampling, granularities and the evening settings at one budget, in both embedded worlds.
 
 Its questions, tests and what counts as an answer were written down before it ran (docs/reproduction.md). Every cell is the
-recipe of its world but for one change, and is trained at its own best rate of three for the world's number of network
-evaluations, training passes included, at a constant rate, so that a curve can be read at any smaller budget. What an iteration
-costs with FLUX.1-dev at 512 pixels on an H100 is by the plan: rollouts, decodes, rewards and training passes.
+recipe of its world but for one change, and is trained at its own rate (`g2rpo compare --find-rate`; the tables of 2026-11-24
+and 25 have the best of three) for the world's number of network evaluations, training passes included, at a constant rate, so
+that a curve can be read at any smaller budget. What an iteration costs with FLUX.1-dev at 512 pixels on an H100 is by the plan:
+rollouts, decodes, rewards and training passes.
 
     OMP_NUM_THREADS=1 python -m benchmarks.registered scenes --questions 1 2    # hours; goes on where it was
     python -m benchmarks.registered --table                                    # its tables and figure again
@@ -27,16 +28,15 @@ from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
-from g2rpo.evaluation.sweep import EvaluationDirectory
-from g2rpo.lab.compare.jobs import Job, Workers, locked
-from g2rpo.lab.compare.outcomes import judged_scores, seconds_per_evaluation
-from g2rpo.lab.compare.study import own_budgets
-from g2rpo.lab.compare.workflow import compare
+from g2rpo.evaluation.work import work
+from g2rpo.lab.compare.jobs import Workers
+from g2rpo.lab.compare.results import read_judged
+from g2rpo.lab.compare.study import OWN_BUDGET, StudyDirectory
+from g2rpo.lab.compare.workflow import compare, training_job
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Planner
 from g2rpo.monitor.curves import LINE_COLOURS
 from g2rpo.monitor.image_statistics import spread
-from g2rpo.monitor.scores import read_rows
 from g2rpo.run.rates import Values
 from g2rpo.run.run import Run
 
@@ -128,7 +128,7 @@ WORLDS: dict[str, dict[str, Any]] = {
         "first_seed": 42,
         "seeds": 5,
         "budget": 10000,
-        "rates": [5e-4, 1.2e-3, 3e-3],
+        "rate": 1.2e-3,
         "stay": 6,
         "steps": list(range(8)),
         "steps_16": list(range(12)),
@@ -142,7 +142,7 @@ WORLDS: dict[str, dict[str, Any]] = {
         "first_seed": 42,
         "seeds": 5,
         "budget": 12000,
-        "rates": [2e-4, 4e-4, 8e-4],
+        "rate": 4e-4,
         "stay": 16,
         "steps": [0, 1, 2],
         "steps_16": list(range(5)),
@@ -150,7 +150,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     },
 }
 """`stay`: iterations of MixGRPO's window at a step, so that it passes once over the steps at which `g2rpo` branches; `merged`:
-E-GRPO's lengths of these steps (`e_grpo.merges`)."""
+E-GRPO's lengths of these steps (`e_grpo.merges`); `rate`: the one around which pilots choose."""
 WORLDS["scenes-again"] = WORLDS["scenes"] | {"questions": (6,), "first_seed": 52, "seeds": 8}
 WORLDS["words-alone"] = WORLDS["words"] | {
     "overrides": [*WORLDS["words"]["overrides"], "rewards.word_drawing="],
@@ -214,37 +214,35 @@ def study(world: str, numbers: Sequence[int], jobs: int, out: Path) -> dict[str,
     setting = WORLDS[world]
     found = compare(
         setting["recipe"],
-        [*setting["overrides"], *COMMON, f"trainer.seed={setting['first_seed']}"],
+        [*setting["overrides"], *COMMON, f"trainer.seed={setting['first_seed']}", f"optim.learning_rate={setting['rate']}"],
         cells(world, numbers),
         ("evaluations", setting["budget"]),
-        setting["rates"],
-        setting["seeds"],
-        pilots=3,  # one, and the highest gain, for the tables of 2026-11-24 and 25
+        find_rate=True,
+        seeds=setting["seeds"],
         steps=[10, 20],
         jobs=jobs,
         out=out / world,
         controls=True,
         emit=lambda event: print(event.text, flush=True) if isinstance(event, Line) else None,
     )
-    return json.loads((found.out / "results.json").read_text())
+    return json.loads(found.results.read_text())
 
 
 def quiet_seconds(world: str, numbers: Sequence[int], spent: dict[str, Any], out: Path) -> dict[str, float]:
     """Seconds of training of a run of each cell, alone on the machine: nine iterations of each, one cell after another."""
     setting, folder = WORLDS[world], out / world / "alone"
     wanted = {cell: changes for cell, changes in cells(world, numbers).items() if cell in spent}
-    changes, _ = own_budgets(wanted, "evaluations")
     overrides, found = [*setting["overrides"], *COMMON], dict[str, float]()
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder) as lock:
-        workers = Workers(1, lock, lambda event: print(event.text, flush=True) if isinstance(event, Line) else None)
-        for cell, own in changes.items():
-            short = ["trainer.iterations=9", "evaluation.num_prompts=1", "--run-dir", str(folder / cell)]
-            arguments = ["train", setting["recipe"], *overrides, *own, *short]
-            if not (folder / cell).exists():
-                workers.run([Job(f"{cell} alone", arguments, folder / f"{cell}.log")])
-            config = load_config(setting["recipe"], [*overrides, *own])
-            found[cell] = seconds_per_evaluation(config, folder / cell) * spent[cell]["evaluations"]
+    workers = Workers(1, lambda event: print(event.text, flush=True) if isinstance(event, Line) else None)
+    for cell, changes in wanted.items():
+        own = [*overrides, *(change for change in changes if not change.startswith(OWN_BUDGET))]
+        run, short = Run(folder / cell), ["trainer.iterations=9", "evaluation.num_prompts=1"]
+        if workers.run([training_job(f"{cell} alone", setting["recipe"], [*own, *short], run)]):
+            raise SystemExit("the same command does what is missing")
+        config = load_config(setting["recipe"], own)
+        rows = [row for row in run.read_log() if row["kind"] == "train" and row["iteration"] > 1]  # the first is a warm-up
+        price = sum(row["seconds"] for row in rows) / sum(work(config, row["iteration"] - 1) for row in rows)
+        found[cell] = price * spent[cell]["evaluations"]
     return found
 
 
@@ -255,9 +253,9 @@ def seeds_of(world: str) -> range:
 
 def scores_of(world: str, cell: str, out: Path) -> Values:
     """By seed and held-out prompt, the share of right ones at 10 steps; of the base one row."""
-    judged, right = out / world / "judged", WORLDS[world]["right"]
-    folders = [judged / "base"] if cell == "base" else [judged / cell / f"seed_{seed}" for seed in seeds_of(world)]
-    return np.stack([judged_scores(read_rows(EvaluationDirectory(it).pictures))[10, right] for it in folders])
+    study, right = StudyDirectory(out / world), WORLDS[world]["right"]
+    folders = [study.judged("base")] if cell == "base" else [study.judged(cell, seed) for seed in seeds_of(world)]
+    return np.stack([read_judged(folder)[10, right] for folder in folders])
 
 
 def leads(world: str, first: str, others: Sequence[str], out: Path) -> dict[str, Interval]:

@@ -11,21 +11,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.registered import CELLS, COMMON, WORLDS, leads, scores_of, verdict
 from g2rpo.app.events import Line
+from g2rpo.assembly.config import load_config
 from g2rpo.config.schema import Config
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.work import iterations_within
-from g2rpo.lab.compare.jobs import Workers, locked
-from g2rpo.lab.compare.outcomes import gain_of
-from g2rpo.lab.compare.study import Study
-from g2rpo.lab.compare.workflow import Workspace
+from g2rpo.lab.compare.jobs import Job, working
+from g2rpo.lab.compare.results import History, read_run
+from g2rpo.lab.compare.study import StudyDirectory
+from g2rpo.lab.compare.workflow import judging_job, run_overrides, training_job
+from g2rpo.run.rates import PILOT_SEEDS, gains
+from g2rpo.run.run import Run
 
 RATES = {"scenes": [2e-4, 5e-4, 1.2e-3, 3e-3], "words-alone": [1e-4, 2e-4, 4e-4, 8e-4]}
 GROUPS = (6, 12, 24)
@@ -57,64 +63,54 @@ def study(world: str, jobs: int, out: Path) -> dict[str, Any]:
     """Trains what is missing; by algorithm all pilots' gains, the setting taken, and the results of its runs."""
     setting, folder = WORLDS[world], out / world
     settings = {name: candidates(world, name) for name in THIRD}
-    workspace = Workspace(
-        Study(
-            recipe=setting["recipe"],
-            overrides=[*setting["overrides"], *COMMON, f"trainer.seed={setting['first_seed']}"],
-            cells={title: changes for tried in settings.values() for title, (_, changes) in tried.items()},
-            budget=setting["budget"],
-            unit="evaluations",
-            rates=RATES[world],
-            seeds=setting["seeds"],
-            pilots=1,
-            steps=[10],
-        ),
-        folder,
-    )
-    configs = {title: workspace.config(workspace.study.overrides_of(title)) for title in workspace.study.cells}
+    first = setting["first_seed"]
+    overrides = {
+        title: [*setting["overrides"], *COMMON, *changes, f"optim.learning_rate={rate}"]
+        for tried in settings.values()
+        for title, (rate, changes) in tried.items()
+    }
+    configs = {title: load_config(setting["recipe"], own) for title, own in overrides.items()}
     iterations = {title: iterations_within(config, setting["budget"]) for title, config in configs.items()}
-    rates = {title: rate for tried in settings.values() for title, (rate, _) in tried.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder) as lock:
-        workers = Workers(jobs, lock, lambda event: print(event.text, flush=True) if isinstance(event, Line) else None)
-        pilots = {
-            title: replace(workspace.pilots(title, iterations[title])[rate][0], title=f"pilot of {title}")
-            for title, rate in rates.items()
-        }
-        workers.run(map(workspace.training, pilots.values()))
-        gains = {
-            title: gain_of(rates[title], [workspace.history(pilot)], weights_of(configs[title])).gain
-            for title, pilot in pilots.items()
-        }
-        best = {name: max(tried, key=gains.__getitem__) for name, tried in settings.items()}
-        runs = {
-            (name, seed): replace(run, title=f"{name}, seed {seed}", folder=folder / "runs" / name / f"seed_{seed}")
-            for name, title in best.items()
-            for seed, run in workspace.runs(title, rates[title], iterations[title]).items()
-        }
-        workers.run(map(workspace.training, runs.values()))
-        judged = folder / "judged"
-        some_run = next(iter(runs.values())).folder
-        workers.run(
-            [
-                workspace.judging("judging the base", some_run, judged / "base", "weights="),
-                *(
-                    workspace.judging(f"judging {name}, seed {seed}", run.folder, judged / name / f"seed_{seed}", "base=false")
-                    for (name, seed), run in runs.items()
-                ),
-            ]
+
+    def training(title: str, name: str, seed: int, run: Path, *changes: str) -> Job | None:
+        own = [*overrides[title], *run_overrides(configs[title], seed, iterations[title]), *changes]
+        return training_job(name, setting["recipe"], own, Run(run))
+
+    def do(jobs: Iterable[Job | None]) -> None:
+        if workers.run(jobs):
+            raise SystemExit("the same command does what is missing")
+
+    with working(folder, jobs, lambda event: print(event.text, flush=True) if isinstance(event, Line) else None) as workers:
+        pilots = {title: folder / "pilots" / title for title in overrides}
+        do(
+            training(title, f"pilot of {title}", first + PILOT_SEEDS, run, f"evaluation.prompts={configs[title].prompts.train}")
+            for title, run in pilots.items()
         )
-    base, first = scores_of(world, "base", out), next(iter(THIRD))
+        gain = {title: gain_of(read_run(Run(run)), weights_of(configs[title])) for title, run in pilots.items()}
+        best = {name: max(tried, key=gain.__getitem__) for name, tried in settings.items()}
+        study, seeds = StudyDirectory(folder), range(first, first + setting["seeds"])
+        pairs = list(product(best.items(), seeds))
+        do(training(title, f"{name}, seed {seed}", seed, study.run(name, seed).path) for (name, title), seed in pairs)
+        do([judging_job("judging the base", study.run(next(iter(best)), first), study.judged("base"), [10], "weights=")])
+        do(
+            judging_job(f"judging {name}, seed {seed}", study.run(name, seed), study.judged(name, seed), [10], "base=false")
+            for (name, _), seed in pairs
+        )
+    base, ours = scores_of(world, "base", out), next(iter(THIRD))
     scores = {name: scores_of(world, name, out) for name in THIRD}
     return {
-        "pilots": {name: {title: gains[title] for title in tried} for name, tried in settings.items()},
+        "pilots": {name: {title: gain[title] for title in tried} for name, tried in settings.items()},
         "best": best,
         "iterations": {name: iterations[title] for name, title in best.items()},
         "base": base.mean(),
         "by_seed": {name: own.mean(1).tolist() for name, own in scores.items()},
         "change": {name: asdict(interval(own - base)) for name, own in scores.items()},
-        "lead": {name: asdict(lead) for name, lead in leads(world, first, list(THIRD)[1:], out).items()},
+        "lead": {name: asdict(lead) for name, lead in leads(world, ours, list(THIRD)[1:], out).items()},
     }
+
+
+def gain_of(run: History, weights: Mapping[str, float]) -> float:
+    return float(np.nanmean(gains(run.scores[0], run.scores[-1], weights)))
 
 
 def weights_of(config: Config) -> dict[str, float]:

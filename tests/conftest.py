@@ -64,7 +64,7 @@ def pytest_xdist_make_scheduler(config, log):
 def forks(file):
     """What a file of tests starts processes of: "ranks", "processes" (`tests.support`), or None."""
     text = (HERE.parent / file).read_text("utf-8")
-    found = re.search(r"^from tests\.support.*\b(ranks|processes)\b|\bforked_jobs\b", text, re.MULTILINE)
+    found = re.search(r"^from tests\.support.*\b(ranks|processes)\b|^from g2rpo\.lab\.compare\.jobs\b", text, re.MULTILINE)
     return found and (found[1] or "processes")
 
 
@@ -157,15 +157,6 @@ def deep(tmp_path_factory):
         folders[name] = tmp_path_factory.mktemp("deep") / name
         pipeline.save_pretrained(folders[name], safe_serialization=True)
     return folders
-
-
-@pytest.fixture
-def forked_jobs(monkeypatch):
-    """The jobs of a study are forked from a process with torch loaded; a real one is the subject of a test in test_stopping."""
-    from g2rpo.lab.compare import jobs
-    from tests.support.processes import FORKING
-
-    monkeypatch.setattr(jobs, "subprocess", FORKING)
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ def test_a_finished_run_paints_is_judged_and_reported(tmp_path, tiny_config):
     assert api.report(run) == run / "report.html" and "a red circle" in (run / "report.html").read_text()
 
 
-def test_a_study_from_python_is_the_commands(tmp_path, tiny_config, forked_jobs):
+def test_a_study_from_python_is_the_commands(tmp_path, tiny_config):
     cells = {"one": ["algorithm.granularities=[1]"], "more": ["budget=2"]}
     results = api.study(str(tiny_config), cells, tmp_path / "study", budget="iterations=1", seeds=1, jobs=2)
     assert {name: spent["iterations"] for name, spent in results["spent"].items()} == {"one": 1, "more": 2}

@@ -32,7 +32,7 @@ from g2rpo.core.types import Algorithm, Policy, Scorer, as_rewards
 from g2rpo.evaluation.heldout import compare_evaluations
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.export.formats import export as write_export
-from g2rpo.lab.compare.study import StudyDirectory, parse_budget
+from g2rpo.lab.compare.study import parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.report.page import write_page
 from g2rpo.monitor.trackers import Tracker
@@ -187,21 +187,20 @@ def study(
     *,
     overrides: Sequence[str] = (),
     budget: str = "iterations=60",
-    rates: Sequence[float] | None = None,
+    find_rate: bool = False,
     seeds: int = 3,
-    pilots: int = 3,
-    steps: Sequence[int] | None = None,
+    steps: Sequence[int] = (),
     jobs: int = 1,
+    controls: bool = False,
 ) -> dict[str, Any]:
     """Runs `g2rpo compare` in processes of their own; returns the content of results.json.
 
     `cells` has overrides by name, "budget=20000" among them for a budget of a cell's own. Called again, it finishes what is
-    missing in `out`. Raises UserError as the command does.
+    missing in `out`. Raises UserError and Stopped as the command does.
     """
-    folder = Path(out)
-    asked = (parse_budget(budget), rates, seeds, pilots, steps, jobs)
-    compare_cells(recipe, overrides, cells, *asked, out=folder)
-    return read_as(dict[str, Any], StudyDirectory(folder).results)
+    options: dict[str, Any] = {"find_rate": find_rate, "seeds": seeds, "steps": steps, "jobs": jobs, "controls": controls}
+    folder = compare_cells(recipe, overrides, cells, parse_budget(budget), out=Path(out), **options)
+    return read_as(dict[str, Any], folder.results)
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:

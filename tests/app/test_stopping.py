@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM at any moment: a message, an exit code, and a run that goes on to what it would have become."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,11 +18,10 @@ from g2rpo.app.process import EXIT_CODES, NOTHING_KEPT, stopped_by
 from g2rpo.app.stopping import Stopping, stoppable
 from g2rpo.cli.main import main
 from g2rpo.core.errors import Interrupted, Preempted, Stopped, UserError
-from g2rpo.lab.compare.jobs import Job, Workers, locked
+from g2rpo.lab.compare.jobs import Job, working
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import load_function
 from g2rpo.run.checkpoint import newest_iteration
-from g2rpo.run.lock import held
 from tests.support.commands import done, forget_code, g2rpo, write_tiny
 from tests.support.runs import brightness, trainer
 from tests.support.variants import few
@@ -240,12 +240,13 @@ def test_the_jobs_of_a_study_end_with_it_and_import_nothing_of_the_current_folde
         os.kill(os.getpid(), SIGTERM)
 
     threading.Thread(target=stop, daemon=True).start()
-    with pytest.raises(Interrupted, match="the same command does what is missing") as end, locked(tmp_path / "study") as lock:
-        Workers(1, lock).run([Job("serving", ["serve-reward", "brightness", "--port", "0"], log)])
+    with (
+        pytest.raises(Interrupted, match="the same command does what is missing") as end,
+        working(tmp_path / "study", 1) as workers,
+    ):
+        workers.run([Job("serving", ("serve-reward", "brightness", "--port", "0"), log)])
     assert end.value.exit_code == 75
-    with held(tmp_path / "study"):  # which the job would keep from being entered
-        pass
-    assert not (tmp_path / "imported").exists()
+    assert not (tmp_path / "imported").exists() and not multiprocessing.active_children()
 
 
 # --- code that is not ours

@@ -162,10 +162,9 @@ def check_g2rpo(arguments: list[str]) -> None:
             find_target(given["device"])
     elif name == "compare":
         cells = compare_arguments.parse_cells(given["algorithms"], given["cell"] or [])
-        cells, _ = compare_arguments.own_budgets(cells, compare_arguments.parse_budget(given["budget"])[0])
+        compare_arguments.parse_budget(given["budget"])
         for own in cells.values():
-            check_config(given["recipe"], [*overrides, *own])
-        compare_arguments.parse_rates(given["rates"] or "1e-4")
+            check_config(given["recipe"], [*overrides, *(word for word in own if not word.startswith("budget="))])
         evaluate.step_counts(given["steps"] or "10")
     elif name == "evaluate":
         settings = evaluate.model_settings(given["model"], given["size"], given["guidance"]) if given["model"] else {}

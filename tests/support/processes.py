@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 from g2rpo.cli.main import main
 from tests.support.ranks import CONTEXT
 
 
 class Forked:
-    """In the place of `subprocess.Popen([python, "-P", "-m", "g2rpo", ...], stdout=log)`, as `commands.jobs` uses it."""
+    """In the place of `subprocess.Popen([python, "-P", "-m", "g2rpo", ...], stdout=log)`."""
 
     def __init__(self, command, *, stdout, env, stderr=subprocess.STDOUT, **_):
         assert command[:4] == [sys.executable, "-P", "-m", "g2rpo"]
@@ -35,10 +34,6 @@ class Forked:
     @property
     def alive(self):
         return self._process.is_alive()
-
-
-FORKING = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-"""What `commands.jobs` needs of the module subprocess."""
 
 
 def _command(arguments, logs, environment):

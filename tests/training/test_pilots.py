@@ -1,8 +1,10 @@
 """Pilots that choose a learning rate: on training prompts, all from one beginning, continued after an interruption."""
 
+import math
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from g2rpo.app.build import Request, build
 from g2rpo.core.errors import Interrupted, UserError
 from g2rpo.lab.report.page import write_page
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.rates import FACTORS, Pilot, Sweep
+from g2rpo.run.rates import FACTORS, Pilot, RateGain, Sweep, gains, good_rates
 from g2rpo.run.run import Run
 from g2rpo.training.model_card import CARD
 from g2rpo.training.pilots import PART, Pilots, pilot_config
@@ -231,3 +233,36 @@ def test_a_state_that_begins_with_its_first_scores_begins_so_in_every_pilot(tmp_
     began, one = [], parts(rewards={"bright": Rising()})
     Pilots(one).find(sweep_of(one), Run(tmp_path))
     assert began.count(None) == len(FACTORS) and one["rewards"]["bright"].state is None
+
+
+def test_a_gain_is_in_units_of_the_base():
+    def gained(first, last, weight=1.0):
+        return float(np.nanmean(gains({"a": np.array(first, float)}, {"a": np.array(last, float)}, {"a": weight})))
+
+    assert gained([0, 2], [1, 3], 2.0) == 2.0  # +1 in a spread of 1, twice
+    assert gained([1, 1], [2, 4]) == 2.0  # nothing varies: as it is
+    assert gained([0, 2, math.nan], [1, 3, 9]) == 1.0
+
+
+def tried(rate, gain, error=0.1, *alarms):
+    return RateGain(rate, gain, gain - error, gain + error, dict.fromkeys(alarms, "..."))
+
+
+@pytest.mark.parametrize(
+    ("gains", "good"),
+    [
+        ([tried(1, 0.2), tried(2, 0.5), tried(4, 0.2)], [2]),
+        ([tried(1, 0.41), tried(2, 0.45), tried(4, 0.5)], [1, 2, 4]),
+        ([tried(1, 0.39), tried(2, 0.45), tried(4, 0.5)], [2, 4]),
+        ([tried(1, 0.39), tried(2, 0.45), tried(4, 0.9, 0.1, "hacking")], [1, 2]),  # an alarm is not the best
+        ([tried(1, 0.39), tried(2, 0.45), tried(4, 0.9, 0.1, "decline"), tried(8, 0.9, 0.1, "stopped")], [1, 2]),
+        ([tried(1, 0.39), tried(2, 0.45, 0.1, "silent")], [1, 2]),  # says nothing of the model
+        ([tried(1, 0.2), tried(2, 0.9, 1.0)], [1, 2]),  # the best is one that learns
+        ([tried(1, -0.5), tried(2, -0.2), tried(4, -0.15)], [2, 4]),  # none learns
+        ([tried(1, math.nan, 0.1), tried(2, 0.3, math.nan), tried(4, 0.2, math.nan)], [2]),  # no score; no error
+        ([tried(1, 0.5, 0.1, "pictures")], []),
+        ([], []),
+    ],
+)
+def test_good_rates_are_those_within_an_error_of_the_best_without_an_alarm(gains, good):
+    assert good_rates(gains) == good == good_rates(gains[::-1])

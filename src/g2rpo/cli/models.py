@@ -156,12 +156,9 @@ def compare(
         list[str] | None,
         typer.Option(help="'NAME: KEY=VALUE ...', a variant of the recipe; budget=N gives it its own. May be given often."),
     ] = None,
-    budget: Annotated[str, typer.Option(help="Of a run: iterations=60, evaluations=100000 or seconds=300.")] = "iterations=60",
-    rates: Annotated[
-        str | None, typer.Option(help="Learning rates to choose from, like 1e-4,2e-4; default the recipe's.")
-    ] = None,
+    budget: Annotated[str, typer.Option(help="Of a run: iterations=60 or evaluations=100000.")] = "iterations=60",
+    find_rate: options.FindRateOption = False,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
-    pilots: Annotated[int, typer.Option(min=1, help="Runs of each cell at each rate that choose one.")] = 3,
     steps: options.StepsOption = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     controls: options.ControlsOption = False,
@@ -181,14 +178,13 @@ def compare(
         overrides or [],
         words.parse_cells(algorithms, cell or []),
         words.parse_budget(budget),
-        words.parse_rates(rates) if rates else None,
-        seeds,
-        pilots,
-        step_counts(steps) if steps else None,
-        jobs,
-        out,
-        controls,
-        Output(),
+        find_rate=find_rate,
+        seeds=seeds,
+        steps=step_counts(steps) if steps else (),
+        jobs=jobs,
+        out=out,
+        controls=controls,
+        emit=Output(),
     )
     show_study(results, console)
 

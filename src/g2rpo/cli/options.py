@@ -126,6 +126,9 @@ ControlsOption = Annotated[
     ),
 ]
 
+FindRateOption = Annotated[
+    bool, typer.Option("--find-rate", help="First choose optim.learning_rate by short runs at .25 to 2 times it.")
+]
 WithinOption = Annotated[
     str | None,
     typer.Option(metavar="TIME", help="Fit iterations and evaluations to a time for all, such as 90m or 3h."),

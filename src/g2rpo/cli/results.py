@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +20,6 @@ from g2rpo.core.statistics import Comparison, Interval
 from g2rpo.evaluation.sweep import EvaluationDirectory, Judging
 from g2rpo.evaluation.untrained import in_figures, told
 from g2rpo.lab.check_model import ModelCheck
-from g2rpo.lab.compare.results import StudyResults, knob_rows
 from g2rpo.lab.compare.study import StudyDirectory
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import figures, summary_of
@@ -127,24 +127,14 @@ def _coloured(change: Interval) -> str:
     return f"[{colour}]{escape(f'{change:+}')}[/]"
 
 
-def show_study(results: StudyResults, console: Console) -> None:
-    """Shows the tables of a study, one for each number of steps, and where its files are."""
-    study, rewards = results.study, list(dict.fromkeys(line.reward for line in results.table))
-    for steps in study.steps:
-        out = Table(
-            title=f"{steps} steps: change against the base, {study.seeds} seeds x {results.prompts} prompts, 95 % intervals"
-        )
-        columns = [name if name in results.trained else f"{name} (judged)" for name in rewards]
-        add_columns(out, console.width, "cell", [line.cell for line in results.table], columns)
-        for cell in dict.fromkeys(line.cell for line in results.table):
-            changes = {line.reward: line.change for line in results.table if (line.cell, line.steps) == (cell, steps)}
-            out.add_row(cell, *(escape(f"{changes[name]:+}") for name in rewards))
-        if results.knobs and steps == study.steps[0]:
-            for label, cells in knob_rows(results.knobs, rewards):
-                out.add_row(label, *map(escape, cells))
-        console.print(out)
-    files = StudyDirectory(results.out)
-    for file in (files.results, files.page, files.curves):
+def show_study(study: StudyDirectory, console: Console) -> None:
+    """Shows the tables of a study, and where its files are."""
+    page = study.page.read_text(encoding="utf-8")
+    if console.is_terminal:
+        console.print(Markdown(page))
+    else:
+        say(console, page)
+    for file in (study.results, study.page, study.curves):
         say(console, f"  {file}")
 
 

@@ -35,9 +35,7 @@ def train(
     ] = False,
     accept_changes: options.AcceptOption = False,
     within: options.WithinOption = None,
-    find_rate: Annotated[
-        bool, typer.Option("--find-rate", help="First choose optim.learning_rate by short runs at .25 to 2 times it.")
-    ] = False,
+    find_rate: options.FindRateOption = False,
     push_to_hub: options.PushOption = None,
 ) -> None:
     """Train a model on rewards."""

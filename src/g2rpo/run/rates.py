@@ -1,14 +1,14 @@
 """The rule by which a learning rate is chosen, and the pilots that chose a run's, as its rates.json holds them.
 
-Pilots are short runs with seeds of their own, evaluated on training prompts. `training.pilots` runs those of
-`g2rpo train --find-rate`, `lab.compare` those of a study.
+Pilots are short runs with seeds of their own, evaluated on training prompts. `training.pilots` runs them
+(`g2rpo train --find-rate`; in a study the first run of every cell).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -81,16 +81,6 @@ def good_rates(tried: Sequence[RateGain]) -> list[float]:
     best = max(learning or sound, key=lambda one: one.gain)
     least = best.gain if math.isnan(best.low) else best.low
     return sorted(one.rate for one in sound if one.gain >= least)
-
-
-def smallest_good_rate(tried: Sequence[RateGain]) -> float:
-    """The smallest of the `good_rates`: no algorithm's own rate is preferred. If every rate has an alarm, the smallest whose
-    gain is within a standard error of the best; UserError if no pilot has scores."""
-    unsound = [replace(one, alarms={}) for one in tried]
-    rates = good_rates(tried) or good_rates(unsound)
-    if not rates:
-        raise UserError("no pilot has scores of all rewards, so no learning rate can be chosen; their logs say why")
-    return rates[0]
 
 
 FACTORS = (0.25, 0.5, 1, 2)

@@ -1,94 +1,126 @@
-"""Runs `g2rpo` commands as processes, several at a time, in a locked folder."""
+"""Runs `g2rpo` commands, several at a time, in forks of one process that has imported torch and the model libraries."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
-import subprocess
+import runpy
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.stopping import stoppable
 from g2rpo.core import plugins
-from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import open_regular
 from g2rpo.run.lock import held
+
+LAST_LINES = 8
+"""Of a failed job's output, that its message has."""
+STOPPED = "stopped; what is done is kept, and the same command does what is missing"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A `g2rpo` command as a process; its output goes to `log`."""
+    """A `g2rpo` command; its output is added to `log`."""
 
     title: str
-    arguments: list[str]
+    arguments: tuple[str, ...]
     log: Path
 
+    def failed(self, code: int) -> str:
+        """What is to be said when it ends with this exit code."""
+        last = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        return "\n".join([f"{self.title} failed (exit code {code}); its output is in {self.log}:", *last])
 
-@dataclass
+
+@dataclass(frozen=True)
 class Workers:
     """Runs jobs, `count` at a time, each with its share of the CPU's cores and the GPUs in turn, and with the code that this
     process may import."""
 
     count: int
-    lock: int
-    """The lock's file descriptor, inherited by jobs: the folder stays locked until the last of them has ended."""
     emit: Emit = silent
-    running: set[subprocess.Popen[bytes]] = field(default_factory=set)
 
-    def run(self, asked: Iterable[Job | None]) -> None:
-        """Runs all jobs but those that are finished (None). After a failure no further job is started; running ones finish, and
-        their results are kept."""
+    def run(self, asked: Iterable[Job | None]) -> dict[Job, int]:
+        """Runs all jobs but those that are finished (None); the exit codes of those that fail, which ends no other: not even
+        one that crashes or is killed, as each is a process."""
         jobs = [job for job in asked if job is not None]
         slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(self.count):
             slots.put(slot)
+        running: set[Any] = set()
+        failed: dict[Job, int] = {}
         with ThreadPoolExecutor(self.count) as pool:
-            futures = {pool.submit(self._do, job, slots): job for job in jobs}
+            begun = {pool.submit(self._run, job, slots, running): job for job in jobs}
             try:
-                for done, future in enumerate(as_completed(futures), 1):
-                    future.result()
-                    self.emit(Line(f"{done:>4} of {len(jobs)}  {futures[future].title}"))
-            except Exception:
+                for done, future in enumerate(as_completed(begun), 1):
+                    job, code = begun[future], future.result()
+                    if code:
+                        failed[job] = code
+                    self.emit(Line(f"{done:>4} of {len(jobs)}  {job.failed(code) if code else job.title}"))
+            except BaseException:  # interrupted: what runs saves, and nothing more begins
                 pool.shutdown(wait=False, cancel_futures=True)
-                raise
-            except BaseException:  # interrupted: do not wait for running jobs
-                pool.shutdown(wait=False, cancel_futures=True)
-                for process in list(self.running):
+                for process in list(running):
                     process.terminate()
                 raise
+        return failed
 
-    def _do(self, job: Job, slots: queue.SimpleQueue[int]) -> None:
+    def _run(self, job: Job, slots: queue.SimpleQueue[int], running: set[Any]) -> int:
         slot = slots.get()
-        job.log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(job.log, "ab", opener=open_regular) as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "g2rpo", *plugins.repeated(), *job.arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment_of(slot, self.count)},
-                    pass_fds=(self.lock,),
-                )
-            self.running.add(process)
-            code = process.wait()
-            self.running.discard(process)
+            job.log.parent.mkdir(parents=True, exist_ok=True)
+            words = [*plugins.repeated(), *job.arguments]
+            process = forked(command, words, str(job.log), environment_of(slot, self.count))
+            running.add(process)
+            process.join()
+            running.discard(process)
+            return int(process.exitcode)
         finally:
             slots.put(slot)
-        if code:
-            tail = "\n".join(job.log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:])
-            message = f"{job.title} failed (exit code {code}); its output is in {job.log}:\n{tail}"
-            raise UserError(message) if code == 2 else Stopped(message)
+
+
+_START = threading.Lock()
+
+
+def forked(target: Any, *arguments: Any) -> Any:
+    """A process that calls `target`, forked from one that has imported `lab.compare.imported`. It runs nothing of the caller's
+    own script, which so needs no `if __name__ == "__main__"`, and imports nothing of the current folder."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["g2rpo.lab.compare.imported"])
+    process = context.Process(target=target, args=arguments)
+    with _START:
+        script, safe = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH", "")
+        sys.modules["__main__"], os.environ["PYTHONSAFEPATH"] = ModuleType("__main__"), "1"
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"], os.environ["PYTHONSAFEPATH"] = script, safe
+    return process
+
+
+def command(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
+    """`g2rpo` with these arguments in this process; its output is added to `log`."""
+    with open(log, "ab", opener=open_regular) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ |= environment
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the variable was read when torch was imported
+    sys.argv = ["g2rpo", *arguments]
+    runpy.run_module("g2rpo", run_name="__main__")
 
 
 def environment_of(slot: int, count: int) -> dict[str, str]:
-    """The environment of worker `slot` of `count`: an equal share of the cores, unless OMP_NUM_THREADS is larger, and one
-    GPU."""
+    """The environment of job `slot` of `count`: an equal share of the cores, unless OMP_NUM_THREADS is set, and one GPU."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -101,7 +133,8 @@ def environment_of(slot: int, count: int) -> dict[str, str]:
 
 
 @contextmanager
-def locked(out: Path) -> Iterator[int]:
-    """One study at a time in a folder; Ctrl-C and SIGTERM end the jobs too, which save first."""
-    with held(out) as descriptor, stoppable("stopped; what is done is kept, and the same command does what is missing"):
-        yield descriptor
+def working(out: Path, count: int, emit: Emit = silent) -> Iterator[Workers]:
+    """`count` workers for the study in `out`, of which there is one at a time. Ctrl-C and SIGTERM end the jobs too, which save
+    first."""
+    with held(out), stoppable(STOPPED):
+        yield Workers(count, emit)

@@ -1,35 +1,197 @@
-"""The results of a study: results.json, a page of tables, and curves."""
+"""The results of a study: what its runs' folders hold, side by side, as results.json, a page of tables, and curves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.plain import as_json, read_as
-from g2rpo.core.statistics import Interval
-from g2rpo.evaluation.sweep import EvaluationDirectory
+from g2rpo.core.statistics import Interval, interval
+from g2rpo.evaluation.sweep import EvaluationDirectory, JudgedSteps
 from g2rpo.evaluation.untrained import Controls
-from g2rpo.lab.compare.outcomes import (
-    History,
-    Knob,
-    Outcome,
-    Point,
-    best_knobs,
-    curve,
-    lines,
-    read_judged,
-)
+from g2rpo.evaluation.work import work
 from g2rpo.lab.compare.study import Study, StudyDirectory
 from g2rpo.monitor.curves import CurveLine, Panel, save_figure, small_multiples
-from g2rpo.run.rates import RateGain
+from g2rpo.monitor.scores import read_rows, scores_of
+from g2rpo.run.rates import Pilot, Sweep, Values
+from g2rpo.run.run import Run
 
+MADE_AGAIN = "delete this folder, and the same command makes it again"
 FREE = {"best": "no training: best free knob", "best_of": "no training: best of several"}
+"""What no training gives, by its name in `Controls`."""
+
+Judged = Mapping[tuple[int, str], Values]
+"""Scores by (steps, reward): [N] prompts, or [S, N] training seeds by prompts."""
+
+
+@dataclass(frozen=True)
+class History:
+    """A finished run: after every evaluation its scores [N] by reward, and what it had cost until then."""
+
+    iterations: list[int]
+    work: list[int]
+    """In network evaluations (`evaluation.work`)."""
+    seconds: list[float]
+    """Of training, without evaluations."""
+    scores: list[dict[str, Values]]
+    pictures: int
+    """Drawn in training."""
+    steps: int
+    """Sampling steps of the evaluations."""
+    learning_rate: float
+    sweep: Sweep | None
+    """The pilots that chose the rate, if this run has them."""
+
+
+def read_run(run: Run) -> History:
+    """UserError if its log lacks something."""
+    config, rows = run.read_config(), run.read_log()
+    names = [*config.rewards, *config.evaluation.rewards]
+    spent, clock, pictures, count = 0, 0.0, 0, None
+    looks: list[tuple[int, int, float, dict[str, Values]]] = []
+    for row in rows:
+        iteration = row["iteration"]
+        if row["kind"] == "train":
+            spent += work(config, iteration - 1, row["evaluations"])
+            clock += row["seconds"]
+            pictures += row["images"]
+        else:
+            scores = run.read_scores(iteration, names, count)
+            count = len(next(iter(scores.values())))
+            looks.append((iteration, spent, clock, {name: values.double().numpy() for name, values in scores.items()}))
+    iterations = [iteration for iteration, *_ in looks]
+    last = config.trainer.iterations
+    if run.gaps(rows, last) or [iterations[:1], iterations[-1:]] != [[0], [last]] or iterations != sorted({*iterations}):
+        raise UserError(f"{run.path}: its log lacks iterations or evaluations of the run; {MADE_AGAIN}")
+    _, works, seconds, scored = map(list, zip(*looks, strict=True))
+    steps = config.evaluation.num_steps or config.sampling.num_steps
+    return History(iterations, works, seconds, scored, pictures, steps, config.optim.learning_rate, run.read_rates())
+
+
+def spent(runs: Sequence[History]) -> dict[str, Any]:
+    """The mean cost of a cell's run."""
+    rate, sweep = runs[0].learning_rate, runs[0].sweep
+    return {
+        "learning_rate": rate,
+        "at_edge": sweep is not None and rate in (min(sweep.rates), max(sweep.rates)),
+        "iterations": runs[0].iterations[-1],
+        "evaluations": float(np.mean([run.work[-1] for run in runs])),
+        "pictures": float(np.mean([run.pictures for run in runs])),
+        "seconds": float(np.mean([run.seconds[-1] for run in runs])),
+    }
+
+
+@dataclass(frozen=True)
+class Point:
+    """A cell after an evaluation: its cost, averaged over seeds, and the change of a reward against the base."""
+
+    iteration: int
+    work: float
+    seconds: float
+    change: Interval
+
+
+def curve(runs: Sequence[History], reward: str) -> list[Point]:
+    """The change of a reward during training, over the runs of all seeds and their common held-out prompts."""
+    points = []
+    for place, iteration in enumerate(runs[0].iterations):
+        change = np.stack([run.scores[place][reward] - run.scores[0][reward] for run in runs])
+        evaluations, seconds = (float(np.mean([getattr(run, of)[place] for run in runs])) for of in ("work", "seconds"))
+        points.append(Point(iteration, evaluations, seconds, interval(change)))
+    return points
+
+
+def read_judged(folder: EvaluationDirectory) -> Judged:
+    """The scores of an evaluation of one side, with each of its pictures once."""
+    rows = read_rows(folder.pictures, JudgedSteps, MADE_AGAIN)
+    indices: dict[tuple[Any, ...], list[int]] = {}
+    for row in rows:
+        indices.setdefault((row["steps"], row["side"], row.get("control")), []).append(row["index"])
+    if any(sorted(own) != list(range(len(own))) for own in indices.values()):
+        raise UserError(f"{folder.pictures}: lacks pictures, or has one twice; {MADE_AGAIN}")
+    return judged_scores(rows)
+
+
+def judged_scores(rows: Sequence[Row]) -> Judged:
+    """Scores [N] by (steps, reward) from the rows of an evaluation of one side (`evaluation.sweep.Judging.rows`)."""
+    by_index = sorted(rows, key=lambda row: row["index"])
+    return {
+        (steps, name): values.double().numpy()
+        for steps in sorted({row["steps"] for row in rows})
+        for name, values in scores_of([row for row in by_index if row["steps"] == steps]).items()
+    }
+
+
+def of_runs(runs: Sequence[History], place: int) -> Judged:
+    """The scores [S, N] of the evaluation at a `place` in the logs of a cell's runs."""
+    return {(runs[0].steps, name): np.stack([run.scores[place][name] for run in runs]) for name in runs[0].scores[0]}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a cell for one reward at one step count, over all seeds and prompts."""
+
+    cell: str
+    steps: int
+    reward: str
+    tuned: Interval
+    change: Interval
+    """Change against the base, on the same prompts and noise."""
+    lead: Interval
+    """Lead over the first cell, paired by seed and prompt."""
+
+
+def lines(base: Judged, cells: Mapping[str, Judged]) -> list[Outcome]:
+    """The table of a study, by step count, reward and cell; leads are over the first cell."""
+    first = next(iter(cells.values()))
+    return [
+        Outcome(
+            name,
+            *key,
+            tuned=interval(judged[key]),
+            change=interval(judged[key] - base[key]),
+            lead=interval(judged[key] - first[key]),
+        )
+        for key in base
+        for name, judged in cells.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """For one reward the best free knob of the untrained model ("best"), or the best of several pictures by the trained rewards
+    ("best_of"): its change against the base, on the same noise, and what a picture costs."""
+
+    kind: str
+    reward: str
+    control: str
+    mean: float
+    change: Interval
+    evaluations: int
+    readings: int
+
+    def __str__(self) -> str:
+        readings = f" and {self.readings} readings" if self.readings else ""
+        return f"{self.change:+}, {self.control}; {self.evaluations} evaluations{readings} a picture"
+
+
+def best_knobs(found: Controls, rewards: Collection[str]) -> list[Knob]:
+    """Those of an evaluation, of `rewards`."""
+    ways, knobs = {way.name: way for way in found.ways}, []
+    for kind in FREE:
+        for reward, best in getattr(found, kind).items():
+            if reward in rewards:
+                way = ways[best.way]
+                change = way.changes[reward].interval
+                knobs.append(Knob(kind, reward, way.name, best.mean, change, way.evaluations, way.readings))
+    return knobs
 
 
 @dataclass(frozen=True)
@@ -39,167 +201,105 @@ class _WithControls:
     controls: Controls
 
 
-@dataclass(frozen=True)
-class Cell:
-    """The results of a cell: its learning rate, what its pilots gained, and its runs and their evaluations, one per seed."""
-
-    learning_rate: float
-    gains: Sequence[RateGain]
-    runs: Mapping[Path, History]
-    judged: Sequence[Path]
-
-    def spent(self, rates: Sequence[float]) -> dict[str, Any]:
-        """The mean cost of a run."""
-        runs = list(self.runs.values())
-        return {
-            "learning_rate": self.learning_rate,
-            "at_edge": len(rates) > 1 and self.learning_rate in (min(rates), max(rates)),
-            "iterations": runs[0].iterations[-1],
-            "evaluations": float(np.mean([run.work[-1] for run in runs])),
-            "pictures": float(np.mean([run.pictures for run in runs])),
-            "seconds": float(np.mean([run.seconds[-1] for run in runs])),
-        }
-
-
-@dataclass(frozen=True)
-class StudyResults:
-    """The table of a study whose results are in `out`, and the best free knobs of the base at its first number of steps."""
-
-    study: Study
-    out: Path
-    table: Sequence[Outcome]
-    knobs: Sequence[Knob]
-    trained: Sequence[str]
-    """The rewards that are trained on."""
-    prompts: int
-
-
 def write_results(
-    study: Study,
-    out: Path,
-    cells: Mapping[str, Cell],
-    base: Path,
-    trained: Sequence[str],
-    prices: Mapping[str, float],
-    controls: Path | None = None,
-) -> StudyResults:
-    """Writes results.json, results.md and curves.png; `base` and `controls` are evaluations of the
-    base and of its free knobs."""
-    for cell in cells.values():
-        _check_alike({folder: run.iterations for folder, run in cell.runs.items()})
-    runs = {folder: run for cell in cells.values() for folder, run in cell.runs.items()}
-    _check_alike({folder: {name: len(of) for name, of in run.scores[0].items()} for folder, run in runs.items()})
-    judged = {folder: read_judged(folder) for folder in (base, *(one for cell in cells.values() for one in cell.judged))}
-    _check_alike({folder: {key: len(of) for key, of in scores.items()} for folder, scores in judged.items()})
-    untrained = judged[base]
-    scores = {
-        name: {key: np.stack([judged[one][key] for one in cell.judged]) for key in untrained} for name, cell in cells.items()
-    }
-    knobs = []
-    if controls is not None:
-        found = read_as(_WithControls, EvaluationDirectory(controls).results).controls
-        knobs = best_knobs(found, {reward for _, reward in untrained})
-    rewards = next(iter(runs.values())).scores[0]
-    curves = {reward: {name: curve([*cell.runs.values()], reward) for name, cell in cells.items()} for reward in rewards}
-    spent = {name: cell.spent(study.rates) for name, cell in cells.items()}
-    gains = {name: cell.gains for name, cell in cells.items() if cell.gains}
-    results = StudyResults(study, out, lines(untrained, scores), knobs, trained, len(next(iter(untrained.values()))))
-    stored = {
+    study: Study, folder: StudyDirectory, cells: Sequence[str], seeds: Sequence[int], trained: Sequence[str]
+) -> None:
+    """Writes results.json, results.md and curves.png of these `cells`, whose runs and evaluations are finished. `trained` are
+    the rewards that are trained on."""
+    runs = {cell: [read_run(folder.run(cell, seed)) for seed in seeds] for cell in cells}
+    _check_alike({folder.run(cell, seed).path: run for cell in cells for seed, run in zip(seeds, runs[cell], strict=True)})
+    first = cells[0]
+    scores: dict[str, Judged]
+    if study.steps:
+        base = read_judged(folder.judged("base"))
+        judged = {cell: [read_judged(folder.judged(cell, seed)) for seed in seeds] for cell in cells}
+        scores = {cell: {key: np.stack([one[key] for one in own]) for key in base} for cell, own in judged.items()}
+    else:
+        base = of_runs(runs[first], 0)
+        scores = {cell: of_runs(own, -1) for cell, own in runs.items()}
+    rewards = runs[first][0].scores[0]
+    controls = folder.judged("controls").results
+    knobs = best_knobs(read_as(_WithControls, controls).controls, rewards) if controls.is_file() else []
+    curves = {reward: {cell: curve(own, reward) for cell, own in runs.items()} for reward in rewards}
+    found = {
         "study": study.model_dump(mode="json"),
-        "prompts": results.prompts,
+        "trained": trained,
+        "prompts": len(next(iter(rewards.values()))),
         "intervals": "95% over training seeds and held-out prompts: crossed bootstrap, 2000 resamples; of one seed Student's t",
         "evaluations_count": "rollout evaluations, and 3 for each latent of a training pass (4 with a KL term)",
-        "seconds_per_evaluation": dict(prices),
-        "pilots": gains,
-        "spent": spent,
-        "judged": results.table,
-        **({"controls": knobs} if knobs else {}),
+        "pilots": {cell: own[0].sweep.pilots for cell, own in runs.items() if own[0].sweep is not None},
+        "spent": {cell: spent(own) for cell, own in runs.items()},
+        "judged": lines(base, scores),
+        "controls": knobs,
         "curves": curves,
     }
-    files = StudyDirectory(out)
-    write_whole(files.results, as_json(stored, 1).encode())
-    write_whole(files.page, markdown(results, spent, gains).encode())
-    save_study_curves(files.curves, curves, trained)
-    return results
+    write_whole(folder.results, as_json(found, 1).encode())
+    write_whole(folder.page, page(study, found).encode())
+    save_study_curves(folder.curves, curves, trained)
 
 
-def markdown(results: StudyResults, spent: Mapping[str, Mapping[str, Any]], gains: Mapping[str, Sequence[RateGain]]) -> str:
-    """The results as a page."""
-    study = results.study
-    own = [f"{amount:g} for {cell}" for cell, amount in study.budgets.items()]
-    budget = ", ".join([f"{study.budget:g} {study.unit}", *own])
+def _check_alike(runs: Mapping[Path, History]) -> None:
+    """UserError for a folder whose evaluations are not those of the first."""
+    shape = {path: [len(values) for values in run.scores[0].values()] for path, run in runs.items()}
+    first = next(iter(runs))
+    for path in runs:
+        if shape[path] != shape[first]:
+            raise UserError(
+                f"{path}: has other evaluations than {first}; delete the wrong one, and the same command makes it again"
+            )
+
+
+def page(study: Study, found: Mapping[str, Any]) -> str:
+    """The results as tables in Markdown."""
+    cells, table, knobs = list(found["spent"]), found["judged"], found["controls"]
+    rewards = list(dict.fromkeys(line.reward for line in table))
+    head = ["cell", *(f"{name} ({'trained' if name in found['trained'] else 'judged'})" for name in rewards)]
+    own = {cell: study.budget_of(cell) for cell in cells}
+    budget = [f"{study.budget:g} {study.unit}", *(f"{own[cell]:g} for {cell}" for cell in cells if own[cell] != study.budget)]
+    parts = [
+        f"# {', '.join(cells)} on {study.recipe}",
+        f"Budget of a run: {', '.join(budget)}. {study.seeds} seeds, {found['prompts']} held-out prompts. "
+        "Brackets: 95 % intervals over seeds and prompts.",
+    ]
+    for steps in dict.fromkeys(line.steps for line in table):
+        at = {(line.cell, line.reward): line for line in table if line.steps == steps}
+        changes = [[cell, *(f"{at[cell, name].change:+}" for name in rewards)] for cell in cells]
+        for kind, label in FREE.items() if steps == table[0].steps else ():
+            if of := {knob.reward: str(knob) for knob in knobs if knob.kind == kind}:
+                changes.append([label, *(of.get(name, "–") for name in rewards)])
+        parts += [f"## {steps} steps: change against the base", _table(head, changes)]
+        if len(cells) > 1:
+            leads = [[cell, *(f"{at[cell, name].lead:+}" for name in rewards)] for cell in cells[1:]]
+            parts += [f"## {steps} steps: lead over {cells[0]}", _table(head, leads)]
     costs = []
-    for cell, cost in spent.items():
+    for cell, cost in found["spent"].items():
         edge = " (edge of the sweep)" if cost["at_edge"] else ""
         numbers = [f"{cost[key]:,.0f}" for key in ("evaluations", "pictures", "seconds")]
         costs.append([cell, f"{cost['learning_rate']:g}{edge}", str(cost["iterations"]), *numbers])
-    parts = [
-        f"# {', '.join(study.cells)} on {study.recipe}",
-        f"Budget of a run: {budget}. {study.seeds} seeds, {results.prompts} held-out prompts, one noise for all. "
-        "Brackets: 95 % intervals over seeds and prompts.",
+    parts += [
         "## Spent, per run",
-        _rows(["cell", "learning rate", "iterations", "network evaluations*", "pictures", "seconds of training"], costs),
+        _table(["cell", "learning rate", "iterations", "network evaluations*", "pictures", "seconds of training"], costs),
         "\\* of rollouts, and three for each latent of a training pass, four with a KL term.",
     ]
-    rewards = list(dict.fromkeys(line.reward for line in results.table))
-    head = ["cell", *(f"{name} ({'trained' if name in results.trained else 'judged'})" for name in rewards)]
-    first, *others = study.cells
-    for steps in study.steps:
-        at = {(line.cell, line.reward): line for line in results.table if line.steps == steps}
-        changes = [[cell, *(f"{at[cell, name].change:+}" for name in rewards)] for cell in study.cells]
-        if steps == study.steps[0]:
-            changes += [[label, *knobs] for label, knobs in knob_rows(results.knobs, rewards)]
-        parts += [f"## {steps} steps: change against the base", _rows(head, changes)]
-        if others:
-            leads = [[cell, *(f"{at[cell, name].lead:+}" for name in rewards)] for cell in others]
-            parts += [f"## {steps} steps: lead over {first}", _rows(head, leads)]
-    if gains:
-        parts.append(
-            "## Pilots: gain in the trained rewards, in standard deviations of the base, on training prompts\n\n"
-            "In brackets a standard error below and above. Taken is the smallest rate that is within a standard error of the "
-            "best and has no alarm that the model gets worse."
-        )
+    if found["pilots"]:
         tried = [
-            [cell, *(_pilot(one, one.rate == spent[cell]["learning_rate"]) for one in pilots)] for cell, pilots in gains.items()
+            [cell, f"{one.rate:g}", str(one.iterations), _gain(one)] for cell, own in found["pilots"].items() for one in own
         ]
-        parts.append(_rows(["cell", *(f"{rate:g}" for rate in study.rates)], tried))
+        parts += [
+            "## Pilots: gain in the trained rewards, in standard deviations of the base, on training prompts",
+            "In brackets a standard error below and above.",
+            _table(["cell", "learning rate", "iterations", "gain"], tried),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
-def _pilot(tried: RateGain, chosen: bool) -> str:
-    gain = f"{Interval(tried.gain, tried.low, tried.high, count=0):+}"
-    alarms = "" if tried.sound else f" {', '.join(tried.alarms)}"
-    return (f"**{gain}**" if chosen else gain) + alarms
+def _gain(pilot: Pilot) -> str:
+    alarms = f"; alarms: {', '.join(pilot.alarms)}" if pilot.alarms else ""
+    return f"{Interval(pilot.gain, pilot.low, pilot.high, count=0):+}{alarms}"
 
 
-def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
-
-
-def knob_rows(knobs: Sequence[Knob], rewards: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """What no training gives, for a table: a label, and a cell for every reward."""
-    rows = []
-    for kind, label in FREE.items():
-        if of := {knob.reward: knob for knob in knobs if knob.kind == kind}:
-            rows.append((label, [_knob(of.get(name)) for name in rewards]))
-    return rows
-
-
-def _knob(knob: Knob | None) -> str:
-    if knob is None:
-        return "–"
-    readings = f" and {knob.readings} readings" if knob.readings else ""
-    return f"{knob.change:+}, {knob.control}; {knob.evaluations} evaluations{readings} a picture"
-
-
-def _check_alike(found: Mapping[Path, Any]) -> None:
-    """UserError for a folder that has something else than the first, so that its scores cannot be set beside the first's."""
-    first, *others = found
-    for folder in others:
-        if found[folder] != found[first]:
-            raise UserError(
-                f"{folder}: has other evaluations than {first}; delete the wrong one, and the same command makes it again"
-            )
 
 
 def save_study_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]], trained: Sequence[str]) -> None:
@@ -212,12 +312,8 @@ def save_study_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Poi
     rows = []
     for reward, cells in curves.items():
         title = f"{reward} ({'trained on' if reward in trained else 'judged only'}): change"
-        rows.append(
-            [
-                Panel(title if not number else "", change_lines(cells, spent), label)
-                for number, (label, spent) in enumerate(spent_in.items())
-            ]
-        )
+        panels = [Panel("", change_lines(cells, spent), label) for label, spent in spent_in.items()]
+        rows.append([replace(panels[0], title=title), *panels[1:]])
     with whole_file(path) as unfinished:
         save_figure(unfinished, small_multiples(rows, legend=True, zero=True))
 

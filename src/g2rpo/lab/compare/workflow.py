@@ -1,13 +1,10 @@
-"""`g2rpo compare`: trains a grid of algorithms, learning rates and seeds, as ordinary runs in processes of their own.
+"""Runs a study: what is missing of its runs and evaluations, each in a folder of its own, and then its results.
 
-Everything is kept in one folder, and finished parts are not repeated:
-    study.yaml                            what is compared
-    probes/CELL/                          for a budget in seconds: what a cell's iteration costs
-    pilots/CELL/rate_R/seed_S/            runs that choose a cell's learning rate
-    runs/CELL/seed_S/                     the runs that are compared
-    judged/base/, judged/CELL/seed_S/     evaluations of their weights
-    judged/controls/                      with --controls: of free knobs of the untrained model
-    results.json, results.md, curves.png
+OUT/study.yaml                      what is compared
+OUT/runs/CELL/seed_S/               the runs; with `--find-rate` the first of each cell has the pilots
+OUT/judged/base/, .../CELL/seed_S/  with `--steps`: evaluations of the base and of the runs' weights
+OUT/judged/controls/                with `--controls`: of free knobs of the base
+OUT/results.json, results.md, curves.png
 """
 
 from __future__ import annotations
@@ -27,125 +24,20 @@ from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Alarm, Config
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import is_empty, write_whole
 from g2rpo.evaluation.sweep import EvaluationDirectory
 from g2rpo.evaluation.work import iterations_within
-from g2rpo.lab.compare.jobs import Job, Workers, locked
-from g2rpo.lab.compare.outcomes import History, gain_of, read_run, seconds_per_evaluation
-from g2rpo.lab.compare.results import Cell, StudyResults, write_results
-from g2rpo.lab.compare.study import Study, StudyDirectory, Unit, check_overrides, own_budgets
+from g2rpo.lab.compare.jobs import Job, Workers, working
+from g2rpo.lab.compare.results import write_results
+from g2rpo.lab.compare.study import Study, StudyDirectory, Unit
 from g2rpo.run.lock import first_usable
-from g2rpo.run.rates import PILOT_SEEDS, RateGain, smallest_good_rate
+from g2rpo.run.rates import PILOT_SEEDS
 from g2rpo.run.run import Run
 from g2rpo.training.model_card import CARD
 
-NOISE = 0  # the seed of the evaluations: the same noise for all cells, so that differences are paired
-PROBED_ITERATIONS = 3  # iterations; the first is a warm-up
-
-
-@dataclass(frozen=True)
-class Training:
-    """A run of a study: its folder, and the overrides of the recipe."""
-
-    title: str
-    folder: Path
-    overrides: list[str]
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """The runs of a study in its folder, and the jobs that make them."""
-
-    study: Study
-    out: Path
-
-    def config(self, overrides: Sequence[str]) -> Config:
-        return completed(load_config(self.study.recipe, overrides))
-
-    def history(self, run: Training) -> History:
-        """Of a finished run."""
-        return read_run(self.config(run.overrides), run.folder)
-
-    def training(self, run: Training) -> Job | None:
-        """The job that trains, or continues training; None if the run is finished. Another run in its folder is refused."""
-        begun = Run(run.folder).config.is_file()
-        Run(run.folder).check(self.config(run.overrides), resume=begun)
-        if finished(run.folder):
-            return None
-        resume = ["--resume"] if begun else []
-        arguments = ["train", self.study.recipe, *run.overrides, "--run-dir", str(run.folder), *resume]
-        return Job(run.title, arguments, run.folder.parent / f"{run.folder.name}.log")
-
-    def probe(self, cell: str) -> Training:
-        short = [f"trainer.iterations={PROBED_ITERATIONS}", "evaluation.num_prompts=1"]
-        return Training(f"probe of {cell}", self.out / "probes" / cell, [*self.study.overrides_of(cell), *short])
-
-    def run(self, cell: str, rate: float, seed: int, iterations: int) -> list[str]:
-        """The overrides of one run; every run of a study has as many evaluations as the recipe's own."""
-        overrides = self.study.overrides_of(cell)
-        config = self.config(overrides)
-        looks = max(1, config.trainer.iterations // config.evaluation.every)
-        every = math.ceil(iterations / looks)
-        return [
-            *overrides,
-            f"optim.learning_rate={rate}",
-            f"trainer.seed={seed}",
-            f"trainer.iterations={iterations}",
-            f"evaluation.every={every}",
-            *(["evaluation.every_minutes=null"] if config.evaluation.every_minutes else []),
-            f"trainer.checkpoint_every={min(every, config.trainer.checkpoint_every)}",
-            "evaluation.controls=false",
-        ]
-
-    def pilots(self, cell: str, iterations: int) -> dict[float, list[Training]]:
-        """By rate one of each seed."""
-        config = self.config(self.study.overrides_of(cell))
-        first = config.trainer.seed + PILOT_SEEDS
-        return {
-            rate: [
-                Training(
-                    f"pilot of {cell}, rate {rate:g}, seed {seed}",
-                    self.out / "pilots" / cell / f"rate_{rate:g}" / f"seed_{seed}",
-                    [*self.run(cell, rate, seed, iterations), f"evaluation.prompts={config.prompts.train}"],
-                )
-                for seed in range(first, first + self.study.pilots)
-            ]
-            for rate in self.study.rates
-        }
-
-    def runs(self, cell: str, rate: float, iterations: int) -> dict[int, Training]:
-        """By seed."""
-        first = self.config(self.study.overrides_of(cell)).trainer.seed
-        return {
-            seed: Training(
-                f"{cell}, rate {rate:g}, seed {seed}",
-                self.out / "runs" / cell / f"seed_{seed}",
-                self.run(cell, rate, seed, iterations),
-            )
-            for seed in range(first, first + self.study.seeds)
-        }
-
-    def gains(self, config: Config, pilots: Mapping[float, Sequence[Training]]) -> list[RateGain]:
-        """What finished pilots of a cell with this `config` gained, by rate."""
-        weights = {name: entry.weight for name, entry in config.rewards.items()}
-        return [gain_of(rate, [self.history(pilot) for pilot in own], weights) for rate, own in pilots.items()]
-
-    def judging(self, title: str, run: Path, folder: Path, *settings: str) -> Job | None:
-        """The job that evaluates a run's weights; None if it is finished."""
-        if EvaluationDirectory(folder).results.is_file():
-            return None
-        steps = ",".join(map(str, self.study.steps))
-        arguments = ["evaluate", str(run), "--steps", steps, "--out", str(folder), f"seed={NOISE}", *settings]
-        return Job(title, arguments, folder.parent / f"{folder.name}.log")
-
-
-def finished(run: Path) -> bool:
-    """Whether a training run has finished: the model card is written last."""
-    try:
-        return (Run(run).weights / CARD).is_file()
-    except UserError:
-        return False
+NOISE = 0
+"""The seed of the evaluations at `Study.steps`: the same noise for all cells, so that differences are paired."""
 
 
 def compare(
@@ -153,102 +45,169 @@ def compare(
     overrides: Sequence[str],
     cells: Mapping[str, Sequence[str]],
     budget: tuple[Unit, float],
-    rates: Sequence[float] | None,
-    seeds: int,
-    pilots: int,
-    steps: Sequence[int] | None,
-    jobs: int,
-    out: Path | None,
+    *,
+    find_rate: bool = False,
+    seeds: int = 3,
+    steps: Sequence[int] = (),
+    jobs: int = 1,
+    out: Path | None = None,
     controls: bool = False,
     emit: Emit = silent,
-) -> StudyResults:
-    """Runs the missing parts of a study in the folder `out`, and writes and returns its results; without `out`, in the first
-    of study, study-2 ... that holds no other. `controls` samples free knobs of the untrained model too."""
+) -> StudyDirectory:
+    """Runs the missing parts of a study in the folder `out`, and writes its results; without `out`, in the first of study,
+    study-2 ... that holds no other. `controls` samples free knobs of the base too. A part that fails ends no other: there are
+    results of the cells that are whole, and then an error that names what failed."""
     if seeds > PILOT_SEEDS:
         raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
-    check_overrides(overrides, cells, rates)
-    cells, budgets = own_budgets(cells, budget[0])
-    configs = _configs(recipe, overrides, cells, emit)
-    _check_alike(configs)
-    config = next(iter(configs.values()))
-    study = resolve_as(
-        Study,
-        {
-            "recipe": recipe,
-            "overrides": list(overrides),
-            "cells": cells,
-            "budgets": budgets,
-            "unit": budget[0],
-            "budget": budget[1],
-            "rates": list(rates or [config.optim.learning_rate]),
-            "seeds": seeds,
-            "pilots": pilots,
-            "steps": sorted(set(steps or [config.evaluation.num_steps or config.sampling.num_steps])),
-        },
-        source="study",
-    )
+    asked = {
+        "recipe": recipe,
+        "overrides": list(overrides),
+        "cells": {name: list(own) for name, own in cells.items()},
+        "unit": budget[0],
+        "budget": budget[1],
+        "find_rate": find_rate,
+        "seeds": seeds,
+        "steps": sorted({*steps}),
+    }
+    study = resolve_as(Study, asked, source="study")
+    configs = _configs(study, emit)
+    _check_judged_alike(configs)
+    iterations = {cell: _iterations(study, cell, config) for cell, config in configs.items()}
     out = out or first_usable("study", partial(_check_same, study))
     emit(Line(f"in {out}"))
     _check_same(study, out)
-    if study.unit != "seconds":
-        _spend(study, configs, {})  # refuses a budget that is too small
-    with locked(out) as lock:
-        write_whole(StudyDirectory(out).study, study.to_yaml().encode())
-        return _work(Workspace(study, out), configs, Workers(jobs, lock, emit), controls)
+    with working(out, jobs, emit) as workers:
+        work = _Work(study, StudyDirectory(out), configs, iterations, workers)
+        write_whole(work.folder.study, study.to_yaml().encode())
+        failed = work.train() | work.judge(controls)
+        if whole := work.whole():
+            trained = sorted({name for config in configs.values() for name in config.rewards})
+            write_results(study, work.folder, whole, work.seeds, trained)
+    if failed:
+        said = [job.failed(code) for job, code in failed.items()]
+        rest = "results are of the cells that are whole" if whole else "no cell is whole"
+        kind = UserError if {*failed.values()} == {2} else Stopped
+        raise kind("\n".join([*said, f"{rest}; the same command does what is missing"]))
+    return work.folder
 
 
-def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers, controls: bool) -> StudyResults:
-    """Probes, pilots, runs, judging, results."""
-    study, files = workspace.study, StudyDirectory(workspace.out)
-    prices: dict[str, float] = {}
-    if study.unit == "seconds":
-        probes = {cell: workspace.probe(cell) for cell in study.cells}
-        workers.run(map(workspace.training, probes.values()))
-        prices = {
-            cell: seconds_per_evaluation(workspace.config(probe.overrides), probe.folder) for cell, probe in probes.items()
-        }
-    iterations = _spend(study, configs, prices)
+@dataclass(frozen=True)
+class _Work:
+    """The jobs of a study in its folder."""
 
-    tried: dict[str, list[RateGain]] = {cell: [] for cell in study.cells}
-    if len(study.rates) > 1:
-        pilots = {cell: workspace.pilots(cell, iterations[cell]) for cell in study.cells}
-        workers.run(
-            workspace.training(pilot) for by_rate in pilots.values() for of_seeds in by_rate.values() for pilot in of_seeds
+    study: Study
+    folder: StudyDirectory
+    configs: Mapping[str, Config]
+    iterations: Mapping[str, int]
+    workers: Workers
+
+    @property
+    def seeds(self) -> range:
+        first = next(iter(self.configs.values())).trainer.seed
+        return range(first, first + self.study.seeds)
+
+    def train(self) -> dict[Job, int]:
+        """Trains what is missing; the exit codes of what failed."""
+        if not self.study.find_rate:
+            return self.workers.run(self._training(cell, seed) for seed in self.seeds for cell in self.configs)
+        first, *others = self.seeds
+        failed = self.workers.run(self._training(cell, first, "--find-rate") for cell in self.configs)
+        found = [cell for cell in self.configs if finished(self.folder.run(cell, first))]
+        rates = {cell: self.folder.run(cell, first).read_config().optim.learning_rate for cell in found}
+        return failed | self.workers.run(
+            self._training(cell, seed, f"optim.learning_rate={rates[cell]}") for seed in others for cell in found
         )
-        tried = {cell: workspace.gains(configs[cell], by_rate) for cell, by_rate in pilots.items()}
-    chosen = {cell: smallest_good_rate(gains) if gains else study.rates[0] for cell, gains in tried.items()}
 
-    runs = {cell: workspace.runs(cell, chosen[cell], iterations[cell]) for cell in study.cells}
-    workers.run(workspace.training(run) for by_seed in runs.values() for run in by_seed.values())
-    some_run = next(iter(next(iter(runs.values())).values())).folder
-    judging = [workspace.judging("judging the base", some_run, files.base, "weights=")]
-    if controls:
-        free = workspace.judging("judging free knobs of the base", some_run, files.controls, "weights=", "--controls")
-        judging.append(free)
-    judged: dict[str, list[Path]] = {cell: [] for cell in study.cells}
-    for cell, by_seed in runs.items():
-        for seed, run in by_seed.items():
-            judged[cell].append(files.base.parent / cell / f"seed_{seed}")
-            judging.append(workspace.judging(f"judging {cell}, seed {seed}", run.folder, judged[cell][-1], "base=false"))
-    workers.run(judging)
+    def judge(self, controls: bool) -> dict[Job, int]:
+        """Evaluates what is missing, of the cells whose runs are finished; the exit codes of what failed."""
+        cells, folder = self.trained(), self.folder
+        if not cells:
+            return {}
+        run, own = folder.run(cells[0], self.seeds[0]), self.configs[cells[0]]
+        steps = self.study.steps or [own.evaluation.num_steps or own.sampling.num_steps]
+        jobs = []
+        if controls:
+            asked = ["weights=", "--controls"]
+            jobs.append(judging_job("judging free knobs of the base", run, folder.judged("controls"), steps[:1], *asked))
+        if self.study.steps:
+            jobs.append(judging_job("judging the base", run, folder.judged("base"), steps, "weights="))
+            jobs += [
+                judging_job(
+                    f"judging {cell}, seed {seed}", folder.run(cell, seed), folder.judged(cell, seed), steps, "base=false"
+                )
+                for cell in cells
+                for seed in self.seeds
+            ]
+        return self.workers.run(jobs)
 
-    cells = {
-        cell: Cell(chosen[cell], tried[cell], {run.folder: workspace.history(run) for run in by_seed.values()}, judged[cell])
-        for cell, by_seed in runs.items()
-    }
-    trained = sorted({name for config in configs.values() for name in config.rewards})
-    knobs = files.controls if EvaluationDirectory(files.controls).results.is_file() else None
-    return write_results(study, workspace.out, cells, files.base, trained, prices, knobs)
+    def trained(self) -> list[str]:
+        """The cells all of whose runs are finished."""
+        return [cell for cell in self.configs if all(finished(self.folder.run(cell, seed)) for seed in self.seeds)]
+
+    def whole(self) -> list[str]:
+        """The cells all of whose runs and evaluations are finished."""
+        if not self.study.steps:
+            return self.trained()
+        parts = {cell: [self.folder.judged(cell, seed) for seed in self.seeds] for cell in self.trained()}
+        base = self.folder.judged("base")
+        return [cell for cell, own in parts.items() if all(part.results.is_file() for part in (base, *own))]
+
+    def _training(self, cell: str, seed: int, *options: str) -> Job | None:
+        own = run_overrides(self.configs[cell], seed, self.iterations[cell])
+        overrides = [*self.study.overrides_of(cell), *own, *options]
+        return training_job(f"{cell}, seed {seed}", self.study.recipe, overrides, self.folder.run(cell, seed))
 
 
-def _configs(recipe: str, overrides: Sequence[str], cells: Mapping[str, Sequence[str]], emit: Emit) -> dict[str, Config]:
+def training_job(title: str, recipe: str, overrides: Sequence[str], run: Run) -> Job | None:
+    """The job that trains, or continues training; None if the run is finished."""
+    if finished(run):
+        return None
+    arguments = ["train", recipe, *overrides, "--run-dir", str(run.path), "--resume"]
+    return Job(title, tuple(arguments), run.path.with_suffix(".log"))
+
+
+def judging_job(title: str, run: Run, folder: EvaluationDirectory, steps: Sequence[int], *settings: str) -> Job | None:
+    """The job that evaluates a run's weights; None if it is finished."""
+    if folder.results.is_file():
+        return None
+    counts = ",".join(map(str, steps))
+    arguments = ["evaluate", str(run.path), "--steps", counts, "--out", str(folder.path), f"seed={NOISE}", *settings]
+    return Job(title, tuple(arguments), folder.path.with_suffix(".log"))
+
+
+def run_overrides(config: Config, seed: int, iterations: int) -> list[str]:
+    """What a study sets in a run's config; every run has as many evaluations as the recipe's own."""
+    every = math.ceil(iterations / max(1, config.trainer.iterations // config.evaluation.every))
+    return [
+        f"trainer.seed={seed}",
+        f"trainer.iterations={iterations}",
+        f"evaluation.every={every}",
+        *(["evaluation.every_minutes=null"] if config.evaluation.every_minutes else []),
+        f"trainer.checkpoint_every={min(every, config.trainer.checkpoint_every)}",
+        "evaluation.controls=false",
+    ]
+
+
+def finished(run: Run) -> bool:
+    """Whether a training run has finished: the model card is written last."""
+    try:
+        return (run.weights / CARD).is_file()
+    except UserError:
+        return False
+
+
+def _configs(study: Study, emit: Emit) -> dict[str, Config]:
     """The configs of the cells; one message refuses all that cannot be trained."""
     configs: dict[str, Config] = {}
     wrong: dict[str, list[str]] = {}  # cells by message
-    for cell, variant in cells.items():
+
+    def note(cell: str, message: str) -> None:
+        emit(Line(f"{cell}: {message}"))
+
+    for cell in study.cells:
         try:
-            note = partial(_note, emit, cell)
-            configs[cell] = config = completed(load_config(recipe, [*overrides, *variant], note), note)
+            overrides, told = study.overrides_of(cell), partial(note, cell)
+            configs[cell] = config = completed(load_config(study.recipe, overrides, told), told)
             for alarm in get_args(Alarm):
                 if (action := config.action_of(alarm)) in ("stop", "rollback"):
                     raise UserError(f"alarms.{alarm}={action} may end a run of the study early; set it to warn or off")
@@ -262,25 +221,28 @@ def _configs(recipe: str, overrides: Sequence[str], cells: Mapping[str, Sequence
     return configs
 
 
-def _check_alike(configs: Mapping[str, Config]) -> None:
+def _check_judged_alike(configs: Mapping[str, Config]) -> None:
     """Refuses cells whose evaluations would differ."""
-    same: dict[str, Any] = {}
-    first = next(iter(configs))
-    for cell, config in configs.items():
-        judged = config_settings(config)
-        rewards = {name: {**entry, "weight": 1} for name, entry in judged.pop("rewards").items()}
-        shown = ("path", "height", "width", "guidance_scale", "negative_prompt", "max_sequence_length", "dtype")
-        policy = judged.pop("policy")
-        alike = {
-            **{f"policy.{key}": policy[key] for key in shown},
-            **{f"evaluation.{key}": judged[key] for key in ("prompts", "num_prompts")},
-            "sampling.shift": judged["shift"],
-            "rewards and evaluation.rewards": dict(sorted(rewards.items())),
-        }
-        same = same or alike
-        for key, value in alike.items():
-            if value != same[key]:
-                raise UserError(f"cells {first} and {cell} would not be judged alike: {key} is {same[key]!r} and {value!r}")
+    found = {cell: _judged_by(config) for cell, config in configs.items()}
+    first = next(iter(found))
+    for cell, own in found.items():
+        for key, value in own.items():
+            if value != (other := found[first][key]):
+                raise UserError(f"cells {first} and {cell} would not be judged alike: {key} is {other!r} and {value!r}")
+
+
+def _judged_by(config: Config) -> dict[str, Any]:
+    """What an evaluation's scores depend on, beside the weights."""
+    judged = config_settings(config)
+    rewards = {name: {**entry, "weight": 1} for name, entry in judged["rewards"].items()}
+    keys = ("path", "height", "width", "guidance_scale", "negative_prompt", "max_sequence_length", "dtype")
+    return {
+        **{f"policy.{key}": judged["policy"][key] for key in keys},
+        **{f"evaluation.{key}": judged[key] for key in ("prompts", "num_prompts", "steps")},
+        "sampling.shift": judged["shift"],
+        "trainer.seed": judged["seed"],
+        "rewards and evaluation.rewards": dict(sorted(rewards.items())),
+    }
 
 
 def _check_same(study: Study, out: Path) -> None:
@@ -290,32 +252,19 @@ def _check_same(study: Study, out: Path) -> None:
         if not is_empty(out):
             raise UserError(f"{out} is not empty and holds no study (no {path.name}); name another --out")
         return
-    other = resolve_as(Study, read_yaml(path), source=str(path))
-    shared = {name: variant for name, variant in study.cells.items() if name in other.cells}
-    budgets = {name: amount for name, amount in study.budgets.items() if name in other.cells}
-    ours = study.model_copy(update={"cells": shared or study.cells, "budgets": budgets, "seeds": other.seeds})
-    gone = sorted(set(other.cells) - set(study.cells))
-    if gone:
-        raise UserError(f"{out} holds a study with the cells {', '.join(gone)} too; name them, or another --out")
-    if study.seeds < other.seeds:
-        raise UserError(f"{out} holds a study with {other.seeds} seeds; name at least as many, or another --out")
-    if listed := listed_differences(ours, other):
-        raise UserError(f"{out} holds another study:{listed}\nName another --out for this one.")
+    held = resolve_as(Study, read_yaml(path), source=str(path))
+    cells = {name: own for name, own in study.cells.items() if name in held.cells}
+    asked = study.model_copy(update={"cells": cells, "seeds": min(study.seeds, held.seeds)})
+    if listed := listed_differences(asked, held):
+        raise UserError(f"{out} holds another study:{listed}\nName another --out; cells and seeds can be added to a study.")
 
 
-def _spend(study: Study, configs: Mapping[str, Config], prices: Mapping[str, float]) -> dict[str, int]:
-    """The iterations that each cell's budget buys; `prices` are seconds per evaluation."""
+def _iterations(study: Study, cell: str, config: Config) -> int:
+    """The iterations that a cell's budget buys."""
+    budget = study.budget_of(cell)
     if study.unit == "iterations":
-        return {cell: int(study.budget_of(cell)) for cell in configs}
-    iterations = {}
-    for cell, config in configs.items():
-        evaluations = study.budget_of(cell) / (prices[cell] if study.unit == "seconds" else 1)
-        try:
-            iterations[cell] = iterations_within(config, evaluations)
-        except UserError as error:
-            raise UserError(f"--budget {study.unit}={study.budget_of(cell):g}: cell {cell}: {error}") from None
-    return iterations
-
-
-def _note(emit: Emit, cell: str, message: str) -> None:
-    emit(Line(f"{cell}: {message}"))
+        return int(budget)
+    try:
+        return iterations_within(config, budget)
+    except UserError as error:
+        raise UserError(f"--budget {study.unit}={budget:g}: cell {cell}: {error}") from None

@@ -1,0 +1,12 @@
+"""Imports, quietly, what takes long: in the process that a study's jobs are forked from (`lab.compare.jobs`)."""
+
+from g2rpo.app.process import quiet_libraries
+
+quiet_libraries()
+
+import matplotlib.figure  # noqa: E402, F401
+import peft  # noqa: E402, F401
+import torch.utils.tensorboard  # noqa: E402, F401
+
+import g2rpo.app.evaluate  # noqa: E402
+import g2rpo.app.train  # noqa: E402, F401
