@@ -2,7 +2,7 @@
 
     python -m benchmarks.lesson runs/quickstart        # writes docs/images/lesson.gif
 
-The pictures, scores and advantages are those of the demo's "How it learns" (`g2rpo.lab.demo.session.trace_group`) with the
+The pictures, scores and advantages are those of the demo's "How it learns" (`g2rpo.lab.demo.group.trace_group`) with the
 run's seed, on the held-out word with which the demo opens: the first one that the base draws wrong and the tuned model right.
 """
 
@@ -18,10 +18,9 @@ from PIL import Image, ImageDraw
 
 from benchmarks.drawing import TINT, font
 from g2rpo.assembly.prompts import build_prompts
+from g2rpo.lab.demo.group import GroupTrace, trace_group
+from g2rpo.lab.demo.model import open_model
 from g2rpo.lab.demo.opening import opening_of
-from g2rpo.lab.demo.serve import open_session
-from g2rpo.lab.demo.session import GroupTrace, trace_group
-from g2rpo.lab.demo.settings import of_run
 from g2rpo.lab.report.history import RunHistory, read_runs
 from g2rpo.monitor.pictures import PAGE_COLOUR, RIGHT_COLOUR, SOFT_COLOUR, TEXT_COLOUR, WRONG_COLOUR, pil_of
 
@@ -60,12 +59,11 @@ def main() -> None:
 
 def lessons(run: RunHistory) -> tuple[GroupTrace, GroupTrace]:
     """One group of the base model and, from the same noise, of the tuned one."""
-    settings = of_run(run.files.path)
-    heldout = build_prompts(settings.prompts, "evaluation.prompts")[: settings.num_prompts]
-    session = open_session(settings, run.files.weights, print, heldout)
-    number = opening_of(run, {**session.rewards, **session.judges}, list(session.rewards)).number
-    prompt, seed = str(heldout[number]), settings.seed
-    before, after = (trace_group(session, prompt, seed=seed, plan=0, tuned=tuned) for tuned in (False, True))
+    evaluation = run.config.evaluation
+    heldout = build_prompts(evaluation.prompts, "evaluation.prompts")[: evaluation.num_prompts]
+    model = open_model(run.config, run.files.weights, print, heldout)
+    number, _ = opening_of(run, {**model.rewards, **model.judges}, list(model.rewards))
+    before, after = (trace_group(model, str(heldout[number]), tuned=tuned) for tuned in (False, True))
     if before.advantages.max() == before.advantages.min():
         raise SystemExit(f"{before.prompt}: all members score alike, so this group teaches nothing")
     return before, after

@@ -33,11 +33,10 @@ from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import paired
 from g2rpo.core.types import Reward
-from g2rpo.lab.demo.settings import TAUGHT
-from g2rpo.lab.teach.commands import opened, teach_config
+from g2rpo.lab.teach.commands import UNGUARDED, opened, teach_config
 from g2rpo.training.trainer import Trainer
 
-WORLDS = {"scenes": (TAUGHT["testbed"], "scene_correct"), "words": (TAUGHT["words"], "ocr_exact")}
+WORLDS = {"scenes": (UNGUARDED["scenes"], "scene_correct"), "words": (UNGUARDED["words"], "ocr_exact")}
 """By recipe: overrides, which leave a guard that does not say what is right, and the independent judge, which does."""
 NOISE, WRONG = 0.3, 0.1
 HELDOUT, NOISES = 96, 2
@@ -162,7 +161,7 @@ def guard_alone(world: str, seed: int, wanted: set[int], overrides: list[str]) -
     with tempfile.TemporaryDirectory() as folder, opened(world, chosen, Path(folder) / "run") as session:
         base = measured(session.trainer)
         while session.trainer.iteration < max(wanted):
-            session.iterate()
+            session.pupil.iterate()
             if session.trainer.iteration in wanted:
                 rows.append(change(base, session.trainer))
                 print("guard", seed, json.dumps(rows[-1]), flush=True)
@@ -191,12 +190,13 @@ def session_of(
                 best = click(group.images, group.prompt, group.round, taste, person, seed)
                 session.answer(best, round=group.round, skipped=not best)
                 if number == groups:
-                    session.settle()  # as "Finish" does
+                    session.pupil.settle()  # as "Finish" does
                 if number % every == 0 and person != "offline":
-                    head = session.head
+                    pupil = session.pupil
+                    head = pupil.learnt.head
                     of_head = {"agreement": head.agreement.mean, "block": head.block} if head else {}
-                    undone = sum(bool(look.wrong) for look in session.brake.looks)
-                    about = {"groups": number, "skipped": number - session.answered, "moved": session.moved, "undone": undone}
+                    undone = sum(bool(look.wrong) for look in pupil.learnt.looks)
+                    about = {"groups": number, "skipped": number - pupil.answered, "moved": pupil.moved, "undone": undone}
                     rows.append({**about, **of_head, **change(base, session.trainer)})
                     print(taste, person, seed, json.dumps(rows[-1]), flush=True)
         if person == "offline":

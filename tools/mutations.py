@@ -209,14 +209,14 @@ MUTATIONS = [
     ),
     Mutation("rewards/taste.py", "if group not in part]", "if True]", "tests/rewards/test_taste.py -k random_clicks"),
     Mutation(
-        "lab/teach/brake.py",
+        "lab/teach/pupil.py",
         "one.change < -FALL",
         "one.change > FALL",
         "tests/lab/teach/test_session.py -k judge",
     ),
     Mutation(
-        "lab/teach/session.py",
-        "            self.trainer.restore(weights)\n",
+        "lab/teach/pupil.py",
+        "        self.trainer.restore(weights)\n",
         "",
         "tests/lab/teach/test_session.py -k undo",
     ),

@@ -54,14 +54,14 @@ def recorded(page: Page, taste: str, person: str, seed: int, groups: int, streng
         if len(liked) == 1:
             page.locator(f"[data-member='{liked[0]}']").hover()
         for member in liked if len(liked) > 1 else ():
-            page.locator("#several").get_by_label(str(member + 1), exact=True).check()
+            page.locator(f"#asked input[value='{member}']").check()
         frames.append(shot(page))
         if not liked:
             page.locator("#skip").click()
         elif len(liked) == 1:
             page.locator(f"[data-member='{liked[0]}']").click()
         else:
-            page.get_by_role("button", name="I like these").click()
+            page.locator("#several").click()
         page.wait_for_function(f"before => ({ASKED})().join() !== before.join()", arg=before)
     page.wait_for_timeout(3000)
     page.wait_for_function(SETTLED)
@@ -90,7 +90,6 @@ def main() -> None:
         frames = recorded(page, given.taste, given.person, given.seed, given.groups, given.strength)
         page.locator("#finish").click()
         page.get_by_text("Finished.").wait_for()
-        page.wait_for_timeout(20_000)  # it writes the run
         browser.close()
     small = [frame.quantize(64, kmeans=1) for frame in frames]
     times = [SLOW] * (len(small) - 1) + [LAST]

@@ -15,9 +15,9 @@ from g2rpo.app.sample import sample, sample_config
 from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.config.resolve import resolve
-from g2rpo.lab.demo.serve import open_session
-from g2rpo.lab.demo.session import draw_pair, trace_group
-from g2rpo.lab.demo.settings import of_run
+from g2rpo.lab.demo.drawing import draw
+from g2rpo.lab.demo.group import trace_group
+from g2rpo.lab.demo.model import open_model
 from g2rpo.lab.plan import trace
 from g2rpo.run.run import Run
 
@@ -213,8 +213,8 @@ def use(world, folder, model):
     pipeline = trainer.policy.policy.pipeline
     peak = (torch.fakegpu.max_memory_allocated() - standing) / (size_of(pipeline.transformer) + size_of(pipeline.vae))
 
-    session = open_session(of_run(run), Run(run).weights, print)
-    drawing = draw_pair(session, prompt, seed=0, steps=settings.sampling.num_steps, guidance=3.5)
+    session = open_model(Run(run).read_config(mention=False), Run(run).weights, print)
+    drawing = draw(session, prompt, seed=0, steps=settings.sampling.num_steps, guidance=3.5)
     group = trace_group(session, prompt, seed=0, plan=0, tuned=True)
     assert group.finals.shape[:2] == (2, 3)
     return {
@@ -222,7 +222,7 @@ def use(world, folder, model):
         "api": table["brightness"].tuned,
         "models": peak,
         "encoders": [*places, str(session.policy.text.modules[0].device)],
-        "demo": float(drawing.tuned.scores["brightness"][0]),
+        "demo": drawing.tuned.scores["brightness"],
         "sample": float(api.sample(run, [prompt]).mean()),
     }
 

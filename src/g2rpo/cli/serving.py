@@ -28,13 +28,14 @@ def demo(
 ) -> None:
     """Show base and tuned pictures and a group of the algorithm in the browser."""
     from g2rpo.app.evaluate import named_rewards
-    from g2rpo.lab.demo.serve import demo as serve
-    from g2rpo.lab.demo.settings import of_model, of_run
+    from g2rpo.lab.demo.command import demo as serve
+    from g2rpo.lab.demo.model import config_of_model
+    from g2rpo.run.run import Run
 
     options.run_or_model(run, model, rewards=rewards, guidance=guidance, size=size)
     table = named_rewards(rewards) if rewards is not None else None
-    settings = of_run(run) if run else of_model(str(model), size, guidance, table)
-    serve(run, settings, weights, host=host, port=port, token_env=token_env, emit=Output())
+    config = Run(run).read_config(mention=False) if run else config_of_model(str(model), size, guidance, table)
+    serve(run, config, weights, host=host, port=port, token_env=token_env, emit=Output())
 
 
 @commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)

@@ -171,7 +171,7 @@ def agreement_interval(agreed: Sequence[float], level: float) -> Interval:
     """The t interval of the agreement in these groups and one more at chance: three perfect ones are not certain."""
     values = np.array([*agreed, CHANCE])
     mean, half = values.mean(), stdtrit(len(agreed), (1 + level) / 2) * values.std(ddof=1) / math.sqrt(len(values))
-    return Interval(float(mean), float(mean - half), float(mean + half), len(agreed))
+    return Interval(float(mean), max(0.0, float(mean - half)), min(1.0, float(mean + half)), len(agreed))
 
 
 def _folds(count: int) -> list[tuple[list[int], list[int]]]:

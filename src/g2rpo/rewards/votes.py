@@ -44,7 +44,6 @@ class Vote(BaseModel):
     strength: Annotated[float, Field(ge=0, le=4)] = 1.0
     iteration: Place
     ahead: Annotated[int, Field(ge=1, le=MOST_AHEAD)] = 1
-    seconds: Annotated[float, Field(ge=0)] = 0.0
     time: str = ""
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.config.schema import SamplingConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Prompt
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.demo.session import DemoModel, draw_pair, trace_group
+from g2rpo.lab.demo.drawing import draw
+from g2rpo.lab.demo.group import trace_group
+from g2rpo.lab.demo.model import DemoModel
 from g2rpo.lab.demo.views import drawing_html, trace_html
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
@@ -28,15 +29,16 @@ needs_chromium = pytest.mark.skipif(
 )
 
 
+ALGORITHM = GranularGRPO(group_size=3, branch_steps=(1,), granularities=(1, 2))
+
+
 def session(policy, heldout):
     policy.guidance_scale, policy.guidable = 1.0, False
     return DemoModel(
         sampler=Sampler(policy=policy, shift=1.0, num_steps=4, seed=42),
-        algorithm=GranularGRPO(group_size=3, branch_steps=(1,), granularities=(1, 2)),
-        sampling=SamplingConfig(num_steps=4, shift=1.0),
+        config=config("sampling.num_steps=4", "sampling.shift=1.0").model_copy(update={"algorithm": ALGORITHM}),
         sizes=BatchSizes(rollout=8, decode=2, micro=8),
         rewards={"bright": brightness},
-        weights=torch.ones(1),
         judges={},
         heldout=heldout,
     )
@@ -49,7 +51,7 @@ def test_the_demo_draws_edits_with_the_pictures_that_it_is_given(tmp_path):
     """Held-out prompts have their own picture, others need one."""
     white, black = picture(tmp_path / "white.png", "white"), picture(tmp_path / "black.png", "black")
     demo = session(Editing(), [Prompt("brighter", [white])])
-    own, given = draw_pair(demo, "brighter", **SETTINGS), draw_pair(demo, "brighter", images=[black], **SETTINGS)
+    own, given = draw(demo, "brighter", **SETTINGS), draw(demo, "brighter", images=[black], **SETTINGS)
     assert own.settings.startswith("held-out prompt 1") and "held-out" not in given.settings
     assert own.base.scores["bright"] > 0.7 and given.base.scores["bright"] < 0.3
     assert drawing_html(own).count('alt="Input picture"') == 1
@@ -57,13 +59,13 @@ def test_the_demo_draws_edits_with_the_pictures_that_it_is_given(tmp_path):
     assert trace_html(group).count('alt="Input picture"') == 1 and group.rewards.mean() < 0.3
     for images in ([], [white, black]):
         with pytest.raises(UserError, match=rf"prompt 'darker': has {len(images)} input pictures, but this model takes 1$"):
-            draw_pair(demo, "darker", images=images, **SETTINGS)
+            draw(demo, "darker", images=images, **SETTINGS)
 
 
 def test_the_demo_shows_clips(tmp_path):
     demo = session(Clips(frames=4), ["0"])
-    drawing = draw_pair(demo, "0", **SETTINGS)
-    assert drawing.base.images.shape == (1, 4, 3, 4, 4) and drawing.seconds == 1.5
+    drawing = draw(demo, "0", **SETTINGS)
+    assert drawing.base.picture.shape == (4, 3, 4, 4) and drawing.seconds == 1.5
     group = trace_group(demo, "0", seed=1, plan=0, tuned=False)
     assert group.finals.shape == (2, 3, 4, 3, 4, 4) and group.rewards.shape == (1, 2, 3)
     for page, pictures in ((drawing_html(drawing), 1), (trace_html(group), 4 + 3 * 3)):
@@ -73,10 +75,10 @@ def test_the_demo_shows_clips(tmp_path):
 @needs_chromium
 def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):  # noqa: F811
     from g2rpo.lab.demo import app
-    from g2rpo.lab.web.page import serve
+    from g2rpo.lab.web.page import page_of, serve
 
     black = picture(tmp_path / "black.png", "black", size=(32, 32))
-    page = app.demo_page(app.Content(session(Editing(), []), "Edits", "Of a picture."))
+    page = page_of("Edits", "demo", "Of a picture.", {"Draw": app.draw_view(session(Editing(), []))})
     address = serve(page, "127.0.0.1", free_port(), None, uploads=True)
     try:
         with pytest.raises(urllib.error.HTTPError, match="403"):  # only what it has taken in
@@ -90,8 +92,8 @@ def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):  # noqa: F811
         tab.goto(address)
         tab.wait_for_selector("#draw", timeout=MINUTE)
         tab.get_by_label("Prompt").first.fill("darker")
-        tab.locator("#view-draw input[type=file]").set_input_files(black)
-        tab.wait_for_selector("#view-draw img[src*='file=']", timeout=MINUTE)
+        tab.locator("input[type=file]").set_input_files(black)
+        tab.wait_for_selector("img[src*='file=']", timeout=MINUTE)
         tab.click("#draw")
         tab.wait_for_selector(".g2-inputs img", timeout=MINUTE)
         assert "darker" in tab.inner_text("#drawing")

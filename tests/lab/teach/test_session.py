@@ -2,26 +2,22 @@
 
 import dataclasses
 import json
-from contextlib import nullcontext
 
 import pytest
 import torch
 from PIL import Image
 from rich.console import Console
 
-from g2rpo.app.events import Results, silent
+from g2rpo.app.events import Results
 from g2rpo.app.train import train
 from g2rpo.cli.results import show_run
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_uint8
 from g2rpo.core.types import Reward
-from g2rpo.lab.demo import serve as demo
-from g2rpo.lab.demo.settings import RECIPES
-from g2rpo.lab.teach import background, brake
-from g2rpo.lab.teach import session as teaching
-from g2rpo.lab.teach.background import InBackground
-from g2rpo.lab.teach.commands import agree, opened, teach_config
+from g2rpo.lab.teach import pupil
+from g2rpo.lab.teach.commands import UNGUARDED, agree, opened, teach_config
+from g2rpo.lab.teach.pupil import Pupil
 from g2rpo.lab.teach.session import OVERRIDES, Session
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.prompts.order import PromptOrder
@@ -36,7 +32,7 @@ def redness(images, prompts):
     return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
 
 
-def session(run_dir, *overrides, judges=None, ahead=1, strength=1e9, world=ALONE):
+def session(run_dir, *overrides, judges=None, ahead=1, strength=1e9, world=ALONE, **more):
     made = trainer(
         run_dir,
         *OVERRIDES,
@@ -52,7 +48,9 @@ def session(run_dir, *overrides, judges=None, ahead=1, strength=1e9, world=ALONE
         rewards={"clicks": Clicks(), "bright": brightness},
         judges={"dark": lambda images, prompts: torch.zeros(len(prompts))} if judges is None else judges,
     )
-    return Session(trainer=made, ahead=ahead, strength=strength, notify=lambda words: None)
+    s = Session(trainer=made, ahead=ahead, notify=lambda words: None, **more)
+    s.pupil.strength = strength
+    return s
 
 
 def reddest(group):
@@ -61,7 +59,7 @@ def reddest(group):
 
 def teach(s, rounds, person=reddest):
     for _ in range(rounds):
-        s.answer(person(s.group), round=s.next)
+        s.answer(person(s.group), round=s.asked)
     return s
 
 
@@ -70,14 +68,15 @@ def randomly(group):
 
 
 def test_a_person_who_likes_red_makes_pictures_red(tmp_path):
-    s = session(tmp_path)
+    s = session(tmp_path, prompt="0")
     with s.begun():
         before = redness(s.trainer.sample(["0", "0.1"]), []).mean()
         teach(s, 10)
-        assert s.head.trust > 0.3 and s.changes >= 4 and s.trainer.iteration == teaching.UPDATES * s.changes
+        changes = s.pupil.changes
+        assert s.pupil.learnt.head.trust > 0.3 and changes >= 4 and s.trainer.iteration == pupil.UPDATES * changes
         assert redness(s.trainer.sample(["0", "0.1"]), []).mean() > before + 0.01
-        base, now = s.pictures("0")
-        assert now[0].mean() > base[0].mean() and torch.equal(base, s.pictures("0")[0])
+        base, now = s.pair
+        assert now[0].mean() > base[0].mean()
         table, group = s.finish(), s.group.digest
     assert set(table) >= {"clicks", "bright"} and (tmp_path / "results.json").is_file()
     assert table["clicks"].tuned > table["clicks"].base != 0
@@ -92,8 +91,8 @@ def test_who_says_nothing_changes_nothing(tmp_path, person):
     with s.begun():
         before = mean(s.trainer)
         for _ in range(14):
-            s.answer(randomly(s.group) if person == "clicks at random" else (), round=s.next, skipped=person == "skips")
-        assert torch.equal(mean(s.trainer), before) and s.changes == 0 and s.next == 14
+            s.answer(randomly(s.group) if person == "clicks at random" else (), round=s.asked, skipped=person == "skips")
+        assert torch.equal(mean(s.trainer), before) and s.pupil.changes == 0 and s.asked == 14
 
 
 def test_answers_repeat_a_session_bit_for_bit(tmp_path):
@@ -108,7 +107,7 @@ def test_answers_repeat_a_session_bit_for_bit(tmp_path):
     assert [vote.kind for vote in stored] == ["vote"] * 8 + ["undo", "strength"] + ["vote"] * 2
     with again.begun():
         again.repeat(stored)
-    assert torch.equal(mean(s.trainer), mean(again.trainer)) and s.changes == again.changes > 0
+    assert torch.equal(mean(s.trainer), mean(again.trainer)) and s.pupil.changes == again.pupil.changes > 0
     reopened = session(tmp_path / "a", ahead=2)
     with reopened.begun():
         assert torch.equal(mean(reopened.trainer), mean(s.trainer)) and reopened.group.digest == again.group.digest
@@ -117,46 +116,42 @@ def test_answers_repeat_a_session_bit_for_bit(tmp_path):
 
 def test_learning_in_the_background_learns_the_same(tmp_path):
     """Answers as fast as groups are ready, an undo and a strength; after an error the next answer raises it."""
-    s, again = session(tmp_path / "a", ahead=2), session(tmp_path / "b", ahead=2)
+    s, again = session(tmp_path / "a", ahead=2, background=True, prompt="0"), session(tmp_path / "b", ahead=2, prompt="0")
     with s.begun():
-        taught = InBackground(s, "0")
-        for round in range(9):
-            taught.answer(reddest(taught.group), round=round)
-        taught.undo()
-        taught.set_strength(2.0)
-        taught.answer(reddest(taught.group), round=8)
-        taught.close()
-        assert s.changes > 4 and torch.equal(taught.pair[1], s.pictures("0")[1])
+        teach(s, 9)
+        assert s.learning
+        s.undo()
+        s.set_strength(2.0)
+        teach(s, 1)
+        s.finish()
+        assert not s.learning and s.pupil.changes > 4
     with again.begun():
         again.repeat(votes.read(tmp_path / "a" / "votes.jsonl"))
-    assert torch.equal(mean(s.trainer), mean(again.trainer)) and s.next == again.next == 9
-    broken = session(tmp_path / "c", ahead=2)
+    assert torch.equal(mean(s.trainer), mean(again.trainer)) and s.asked == again.asked == 9
+    assert torch.equal(s.pair[1], again.pair[1])
+    broken = session(tmp_path / "c", ahead=2, background=True)
     with broken.begun():
-        broken.act = lambda vote: 1 / 0
-        taught = InBackground(broken, "0")
-        taught.answer((0,), round=0)
-        with pytest.raises(ZeroDivisionError):
-            taught.close()
+        broken.pupil.learn = lambda group, vote: 1 / 0
+        broken.answer((0,), round=0)
+        for act in (lambda: broken.answer((0,), round=1) and broken.group, broken.undo, broken.finish):
+            with pytest.raises(ZeroDivisionError):
+                act()
 
 
 def taught_on_ranks(world, folder):
     """Rank 0 is asked nine times, and takes one answer back; the others follow."""
-    s, background.BEAT = session(folder / "run", world=world, ahead=2), 0.05  # in a process of its own
+    s = session(folder / "run", world=world, ahead=2, background=world.is_main)
     with s.begun():
         if world.is_main:
-            taught = InBackground(s, "0")
-            for round in range(9):
-                taught.answer(reddest(taught.group), round=round)
-            taught.undo()
-            taught.close()
+            teach(s, 9).undo()
         else:
-            background.follow(s, "0")
+            s.follow()
         s.finish()
-    return s.changes, s.next, len(s.brake.looks), mean(s.trainer).flatten().tolist()
+    return s.pupil.changes, s.asked, len(s.pupil.learnt.looks), mean(s.trainer).flatten().tolist()
 
 
 def test_ranks_learn_from_the_answers_of_one(tmp_path):
-    """What one process learns, but for the order of sums; with a sign of life between the answers."""
+    """What one process learns, but for the order of sums."""
     first, second = ranks.run(2, taught_on_ranks, tmp_path / "two")
     (alone,) = ranks.run(1, taught_on_ranks, tmp_path / "one")
     assert first == second and first[:3] == alone[:3] and first[0] > 4
@@ -175,19 +170,19 @@ def test_a_kill_between_an_answer_and_its_update_loses_nothing(tmp_path, monkeyp
             teach(s, 1)
     after = session(tmp_path / "a")
     with after.begun():
-        assert after.next == 9 and torch.equal(mean(after.trainer), mean(whole.trainer))
+        assert after.asked == 9 and torch.equal(mean(after.trainer), mean(whole.trainer))
 
 
 def test_undo_takes_back_weights_and_answer(tmp_path):
     s = session(tmp_path)
     with s.begun():
         teach(s, 8)
-        weights, group, head = mean(s.trainer), s.group, s.head.direction
+        weights, group, head = mean(s.trainer), s.group, s.pupil.learnt.head.direction
         teach(s, 1)
         assert not torch.equal(mean(s.trainer), weights)
         s.undo()
-        assert torch.equal(mean(s.trainer), weights) and s.group.digest == group.digest and s.answered == 8
-        assert torch.equal(s.head.direction, head)
+        assert torch.equal(mean(s.trainer), weights) and s.group.digest == group.digest and s.pupil.answered == 8
+        assert torch.equal(s.pupil.learnt.head.direction, head)
         while s._before:
             s.undo()
         with pytest.raises(UserError, match="no answer"):
@@ -199,53 +194,53 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
     s = session(tmp_path, judges={"grey": lambda images, prompts: -redness(images, prompts)})
     with s.begun():
         before = mean(s.trainer)
-        while not s.brake.looks:
+        while not s.pupil.learnt.looks:
             teach(s, 1)
-        assert s.brake.looks[0].wrong.startswith("grey") and s.brake.step == brake.SHRINK
+        assert s.pupil.learnt.looks[0].wrong.startswith("grey") and s.pupil.learnt.step == pupil.SHRINK
         assert torch.equal(mean(s.trainer), before)
     useless = session(tmp_path / "c", "alarms.pictures=off")
     with useless.begun():
-        useless.rate = 0
-        while len(useless.brake.looks) < 2:
+        useless.pupil.rate = 0
+        while len(useless.pupil.learnt.looks) < 2:
             teach(useless, 1)
-        assert [look.wrong for look in useless.brake.looks] == [
-            "",
-            "no nearer to the guess of your taste",
-        ] and useless.moved == 0
+        said = [look.wrong for look in useless.pupil.learnt.looks]
+        assert said == ["", "no nearer to the guess of your taste"] and useless.pupil.moved == 0
     contented = session(tmp_path / "b", "alarms.pictures=off")
     with contented.begun():
-        while not contented.brake.looks:
+        while not contented.pupil.learnt.looks:
             teach(contented, 1)
-        assert contented.brake.looks[0].wrong == "" and contented.brake.step == min(brake.LARGEST_STEP, brake.GROW)
+        learnt = contented.pupil.learnt
+        assert learnt.looks[0].wrong == "" and learnt.step == min(pupil.LARGEST_STEP, pupil.GROW)
 
 
 def test_learning_pauses_where_it_was_to_go(tmp_path):
     """At the first look pictures are further than a hundredth of `AIM`; with more strength it learns on."""
     s = session(tmp_path, strength=0.01)
     with s.begun():
-        while not s.brake.looks:
+        p = s.pupil
+        while not p.learnt.looks:
             teach(s, 1)
-        base, now = (s.head(one).mean() for one in s.brake.heldout)
-        changes, moved = s.changes, s.moved
-        assert s.reached and moved == pytest.approx(float(now - base)) and moved > 0.01
+        base, now = (p.learnt.head(one).mean() for one in p.learnt.heldout)
+        changes, moved = p.changes, p.moved
+        assert p.reached and moved == pytest.approx(float(now - base)) and moved > 0.01
         teach(s, 2)
-        assert s.changes == changes and s.reached
-        s.strength = 1e9
+        assert p.changes == changes and p.reached
+        p.strength = 1e9
         teach(s, 1)
-        assert s.changes == changes + 1
+        assert p.changes == changes + 1
 
 
 def test_without_a_head_the_model_learns_from_the_clicks_alone(tmp_path, monkeypatch):
     """Four groups make an update, whose advantages are the clicks. Red rises."""
-    monkeypatch.setattr(teaching, "LOOK", 1000)
+    monkeypatch.setattr(pupil, "LOOK", 1000)
     s, again = session(tmp_path / "a"), session(tmp_path / "b")
     with s.begun():
         before = redness(s.trainer.sample(["0", "0.1"]), []).mean()
         s.learn_directly()
         teach(s, 6)
-        assert s.learnt.direct and s.changes == 1 and s.trainer.iteration == 0
+        assert s.pupil.learnt.direct and s.pupil.changes == 1 and s.trainer.iteration == 0
         teach(s, 16)
-        assert s.changes == 5 and redness(s.trainer.sample(["0", "0.1"]), []).mean() > before
+        assert s.pupil.changes == 5 and redness(s.trainer.sample(["0", "0.1"]), []).mean() > before
     with again.begun():
         again.repeat(votes.read(tmp_path / "a" / "votes.jsonl"))
     assert torch.equal(mean(s.trainer), mean(again.trainer))
@@ -263,7 +258,6 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
             (lambda: s.answer((-1,), round=0), "an answer's liked.0: Input should be greater than or equal to 0"),
             (lambda: s.answer((0,), round=None), "an answer's round: Input should be a valid integer"),
             (lambda: s.answer((0,), round=1e300), "an answer's round: Input should be a valid integer"),
-            (lambda: s.answer((0,), round=0, seconds=float("inf")), "an answer's seconds"),
             (lambda: s.set_strength(5.0), "an answer's strength: Input should be less than or equal to 4"),
             (lambda: s.set_strength(float("nan")), "an answer's strength: Input should be a finite number"),
             (lambda: s.set_strength("much"), "an answer's strength: Input should be a valid number"),
@@ -298,7 +292,6 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
         {"liked": {"0": 1}},
         {"strength": float("inf")},
         {"strength": -0.1},
-        {"seconds": None},
         {"skipped": 1},
         {"prompt": ["a"]},
         {"digest": 0},
@@ -331,9 +324,10 @@ def test_the_page_shows_the_input_pictures_of_an_edit(tmp_path):
     Image.new("RGB", (8, 8), "red").save(tmp_path / "in.png")
     s = session(tmp_path / "run")
     with s.begun():
-        plain = page.choice_html(s, s.group)
-        edit = dataclasses.replace(s.group, prompt=Prompt("make it <blue>", images=(str(tmp_path / "in.png"),)))
-        shown = page.choice_html(s, edit)
+        plain = page.choice_html(s)
+        edit = Prompt("make it <blue>", images=(str(tmp_path / "in.png"),))
+        s.groups[0] = dataclasses.replace(s.group, prompt=edit)
+        shown = page.choice_html(s)
     assert plain.count("<img") == 12 and shown.count("<img") == 13 and "make it &lt;blue&gt;" in shown
 
 
@@ -345,22 +339,17 @@ def test_the_page_says_no_more_than_is_known(tmp_path, monkeypatch):
         teach(s, 1)
         assert "1 answer, 0 changes" in page.status(s, False)
         teach(s, 3)
-        monkeypatch.setattr(Session, "moved", 0.84)
+        monkeypatch.setattr(Pupil, "moved", 0.84)
         said = page.status(s, False)
     assert "rose by 0.8 of 0.75" in said and "a person has not confirmed it" in said
     assert "Trained on beside your clicks: bright" in said and "Enough" not in said
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("path", RECIPES)
-def test_the_tab_of_the_demo_has_no_guard_that_says_what_is_right(path, monkeypatch):
+@pytest.mark.parametrize("recipe", UNGUARDED)
+def test_the_tab_of_the_demo_has_no_guard_that_says_what_is_right(recipe):
     """Else it would teach that, whatever is clicked. The judges of these recipes are the same checks."""
-    asked = []
-    monkeypatch.setattr(demo, "opened", lambda *given, **more: asked.append(given) or nullcontext())
-    lesson, _ = demo._lesson(path, silent)
-    with pytest.raises(AttributeError):  # there is no session
-        lesson.begin()
-    config = teach_config(*asked[0], print)
+    config = teach_config(recipe, UNGUARDED[recipe], print)
     trained, judged = ({entry.kind for entry in table.values()} for table in (config.rewards, config.evaluation.rewards))
     assert trained > {"clicks"} and not trained & judged and judged & {"ocr", "scene_accuracy"}
 
@@ -429,9 +418,9 @@ def test_the_prompt_that_is_drawn_before_and_after_is_one_that_the_base_draws_wr
 
     s = session(tmp_path, judges={"third": Third()})
     with s.begun():
-        assert s.trainer.heldout.index("0.2") > 0 and s.wrong_prompt == "0.2"
+        assert s.trainer.heldout.index("0.2") > 0 and s.prompt == "0.2"
         base = s.trainer.evaluator.base().images[s.trainer.heldout.index("0.2")]
-        assert torch.equal(to_uint8(s.pictures("0.2")[0]), base)
+        assert torch.equal(to_uint8(s.pair[0]), base)
 
 
 def test_what_cannot_be_taught_is_refused(tmp_path):
@@ -494,8 +483,8 @@ def test_a_head_can_be_fitted_to_a_stored_session(tmp_path):
     with s.begun():
         teach(s, 8)
     stored, images = Clicks(run=str(tmp_path)), s.group.images
-    ours, theirs = s.clicks(images, ["0"] * 12), stored(images, ["0"] * 12)
-    assert stored.head.block == s.head.block and torch.allclose(
+    ours, theirs = s.pupil.clicks(images, ["0"] * 12), stored(images, ["0"] * 12)
+    assert stored.head.block == s.pupil.clicks.head.block and torch.allclose(
         theirs - theirs.mean(), ours - ours.mean(), atol=0.05 * float(ours.std())
     )
     with pytest.raises(UserError, match="no such file"):

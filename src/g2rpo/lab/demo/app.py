@@ -1,190 +1,182 @@
-"""The demo's page: Gradio's controls around the pictures of `views`. Nothing is computed here.
+"""The demo's views: Gradio's controls around the pictures of `views`. Nothing is computed here.
 
 Importing this module imports Gradio. One question at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from g2rpo.core.errors import UserError
+from g2rpo.evaluation.controls import CFG, DRAWS, EARLY, Control
 from g2rpo.lab.demo import views
-from g2rpo.lab.demo.session import MAX_PROMPT, MAX_STRENGTH, DemoModel, draw_pair, plan_labels, trace_group
-from g2rpo.lab.web.page import ONE_AT_A_TIME, gr, with_messages
+from g2rpo.lab.demo.drawing import MAX_STRENGTH, draw
+from g2rpo.lab.demo.group import offered_granularities, own_granularities, plan_label, trace_group
+from g2rpo.lab.demo.model import MAX_PROMPT, DemoModel
+from g2rpo.lab.report.history import read_runs
+from g2rpo.lab.web.page import ONE_AT_A_TIME, View, disclosed, empty, gr, with_messages
+from g2rpo.rollout.guidance import guided_by_hand
 
 QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
 """A click during an answer is queued with the settings at that time; Gradio's default drops it silently."""
-TO_VIEW = "() => { document.getElementById('views').dataset.view = '%s' }"
-TO_SETTINGS = """() => {
-  const open = document.getElementById("settings").toggleAttribute("data-open");
-  document.getElementById("to-settings").setAttribute("aria-expanded", open);
-}"""
 TO_OUTPUT = """() => {
   const behavior = matchMedia("(prefers-reduced-motion: reduce)").matches ? "instant" : "smooth";
   if (innerWidth < 640) document.getElementById("%s").scrollIntoView({behavior});
 }"""
 CLEAR = "() => document.querySelectorAll('.toast-close').forEach(button => button.click())"
 """Removes messages about earlier questions."""
-WAITING = 16  # questions in the queue; more are refused
+MAX_STEPS, MAX_GUIDANCE = 100, 20.0
+"""Allowed settings, besides a model's own."""
+MAX_SEED = 2**53 - 1
+"""The largest exact integer in JavaScript."""
+SIDES = ["base model", "after training"]
 
 
-@dataclass(frozen=True)
-class Content:
-    """The content of the page: a session and its texts."""
+def draw_view(model: DemoModel, examples: Sequence[str] = (), opening: str = "") -> View:
+    """A prompt drawn with base and tuned weights; `opening` is HTML of a drawing."""
+    sampler, scale = model.sampler, model.policy.guidance_scale
+    steps_ = sampler.num_steps
+    by_hand = guided_by_hand(model.policy)
 
-    session: DemoModel
-    title: str
-    facts: str
-    examples: Sequence[str] = ()
-    """Prompts to try; the first is in the prompt's field."""
-    opening: str = ""
-    """HTML of the drawing shown when the page opens."""
-    group: str = ""
-    """HTML of the group shown below "How it learns" when the page opens."""
-    lesson: Callable[[], None] | None = None
-    """Adds the content of the tab "Teach", if the model can be taught here."""
-    report: Callable[[], str] | None = None
-    """Renders the run's report, if there is a run."""
+    def answer(prompt: str, picture: str | None, seed: Any, steps: int, guidance: float, strength: float, *knobs: Any) -> str:
+        cfg, against, early, noise, best_of = knobs
+        guided = {"cfg": cfg, "negative_prompt": against, "guided_steps": min(early, steps)} if cfg else {}
+        drawing = draw(
+            model,
+            prompt,
+            seed=whole(seed),
+            steps=steps,
+            guidance=guidance,
+            strength=strength,
+            control=Control(noise=noise, **guided),
+            best_of=best_of,
+            images=[picture] if picture else [],
+        )
+        return views.drawing_html(drawing)
 
+    def view(place: Any) -> None:
+        with gr.Row():
+            with gr.Column(scale=4, min_width=300):
+                box, picture = _asked(model, examples)
+                go = gr.Button("Draw", variant="primary", elem_id="draw")
+                _examples(box, examples)
+                toggle = gr.Button("Settings", size="sm", elem_id="to-settings")
+                with gr.Column(elem_id="settings", elem_classes="g2-closed") as settings:
+                    seed = _seed(model)
+                    steps = gr.Slider(1, max(MAX_STEPS, steps_), steps_, step=1, label="Steps")
+                    most = max(MAX_GUIDANCE, scale)
+                    guidance = gr.Slider(0, most, scale, step=0.1, label="Guidance", visible=model.policy.guidable)
+                    adapter = model.tuned == "adapter"
+                    strength = gr.Slider(0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=adapter)
+                more = gr.Button("Without training", size="sm", elem_id="to-knobs")
+                with gr.Column(elem_id="knobs", elem_classes="g2-closed") as knobs:
+                    gr.HTML('<p class="g2-soft">What the base model draws with these, with its price.</p>')
+                    cfg = gr.Slider(0, 10, 0, step=0.5, label=f"Guidance by hand (0: none; {CFG:g} is usual)", visible=by_hand)
+                    against = gr.Textbox("", label="Guided away from this prompt", max_length=MAX_PROMPT, visible=by_hand)
+                    early = gr.Slider(
+                        1, steps_, max(1, round(EARLY * steps_)), step=1, label="Guided steps, from the first", visible=by_hand
+                    )
+                    noise = gr.Slider(0, 1.5, 1, step=0.05, label="Initial noise, times")
+                    best_of = gr.Slider(1, DRAWS, 1, step=1, label="Best of several pictures", visible=bool(model.rewards))
+            with gr.Column(scale=7, min_width=300):
+                words = "Base and tuned, from the same noise, appear here."
+                out = gr.HTML(opening or empty(words), elem_id="drawing")
+        disclosed(toggle, settings)
+        disclosed(more, knobs)
+        _asks(
+            [go.click, box.submit],
+            answer,
+            [box, picture, seed, steps, guidance, strength, cfg, against, early, noise, best_of],
+            out,
+        )
 
-def demo_page(content: Content) -> gr.Blocks:
-    """The page, not yet served."""
-    session = content.session
-    prompt = content.examples[0] if content.examples else ""
-    with gr.Blocks(title=f"{content.title} · g2rpo demo", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
-        gr.HTML(f'<div class="g2"><h1>{escape(content.title)}</h1><p class="g2-facts">{escape(content.facts)}</p></div>')
-        names = {"draw": "Draw", "learn": "How it learns"}
-        names |= ({"run": "The run"} if content.report else {}) | ({"teach": "Teach"} if content.lesson else {})
-        with gr.Tabs(elem_id="views"):
-            tabs = {name: gr.Tab(label) for name, label in names.items()}
-        with _view(tabs["draw"], "draw"):
-            _draw_view(content, session, prompt)
-        with _view(tabs["learn"], "learn"):
-            _learn_view(content, session, prompt)
-        if content.lesson is not None:
-            with _view(tabs["teach"], "teach"):
-                content.lesson()
-        if content.report is not None:
-            with _view(tabs["run"], "run"):
-                shown = gr.HTML(_empty("Reading the run …"))
-            tabs["run"].select(with_messages(content.report), None, shown, **ONE_AT_A_TIME)
-    page.queue(max_size=WAITING, api_open=False)
-    return page
-
-
-def _view(tab: gr.Tab, name: str) -> gr.Column:
-    """The content that is shown while `tab` is selected.
-
-    It is not the tab's own content because Gradio (6.31) renders that, and what a closed accordion holds, only when it is
-    opened, and one frame later sets every value in it back to the first: on a slow machine that undoes what was typed. The
-    style sheet hides it instead.
-    """
-    tab.select(None, js=TO_VIEW % name, api_visibility="private")
-    return gr.Column(elem_id=f"view-{name}")
-
-
-def _draw_view(content: Content, session: DemoModel, prompt: str) -> None:
-    with gr.Row():
-        with gr.Column(scale=4, min_width=300):
-            box = _prompt(prompt)
-            picture = _picture(session)
-            go = gr.Button("Draw", variant="primary", elem_id="draw")
-            _examples(content, box)
-            toggle = gr.Button("Settings", size="sm", elem_id="to-settings")
-            toggle.click(None, js=TO_SETTINGS, api_visibility="private")
-            with gr.Column(elem_id="settings"):
-                seed = _seed(session.sampler.seed)
-                steps = gr.Slider(1, session.most_steps, session.sampler.num_steps, step=1, label="Steps")
-                scale, most = session.policy.guidance_scale, session.most_guidance
-                guidance = gr.Slider(0, most, scale, step=0.1, label="Guidance", visible=session.policy.guidable)
-                strength = gr.Slider(
-                    0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=session.tuned == "adapter"
-                )
-        with gr.Column(scale=7, min_width=300):
-            empty = _empty("Base and tuned, from the same noise, appear here.")
-            out = gr.HTML(content.opening or empty, elem_id="drawing")
-
-    def answer(prompt: str, picture: str | None, seed: Any, steps: Any, guidance: Any, strength: Any) -> str:
-        settings = {"seed": seed, "steps": steps, "guidance": guidance, "strength": strength}
-        return views.drawing_html(draw_pair(session, prompt, images=[picture] if picture else [], **settings))
-
-    gr.on([go.click, box.submit], None, js=CLEAR, api_visibility="private")
-    asks = gr.on(
-        [go.click, box.submit], with_messages(answer), [box, picture, seed, steps, guidance, strength], out, **QUESTION
-    )
-    asks.success(None, js=TO_OUTPUT % "drawing")
+    return view
 
 
-def _learn_view(content: Content, session: DemoModel, prompt: str) -> None:
-    labels = plan_labels(session.plans)
-    sides = ["base model", "after training"]
-    with gr.Row(equal_height=False):
-        with gr.Column(scale=4, min_width=300):
-            box = _prompt(prompt)
-            picture = _picture(session)
-            _examples(content, box)
-        with gr.Column(scale=6, min_width=300):
-            with gr.Row():
-                plan = gr.Dropdown(list(zip(labels, range(len(labels)), strict=True)), value=0, label="Noise enters at")
-                seed = _seed(session.sampler.seed)
-                side = gr.Radio(sides, value=sides[0], label="Weights", visible=session.tuned != "nothing")
-                grains = gr.CheckboxGroup(
-                    session.offered, value=list(session.granularities), label="Granularities", visible=bool(session.offered)
-                )
-            go = gr.Button("Branch", variant="primary", elem_id="branch")
-    empty = _empty("One group of the algorithm appears here: the anchor, its branches, their advantages.")
-    out = gr.HTML(content.group or empty, elem_id="group")
+def learn_view(model: DemoModel, examples: Sequence[str] = (), opening: str = "") -> View:
+    """One group of the algorithm; `opening` is HTML of one."""
+    plans = [(plan_label(plan), number) for number, plan in enumerate(model.plans)]
+    offered = offered_granularities(model)
 
     def answer(
         prompt: str,
         picture: str | None,
-        plan: Any,
+        plan: int,
         seed: Any,
         side: str,
         grains: list[int],
         progress: Any = gr.Progress(),  # noqa: B008
     ) -> str:
-        def report(done: int, total: int) -> None:
-            progress((done, total), unit="evaluations")
-
-        tuned, chosen = side == sides[1], grains if session.offered else None
-        images = [picture] if picture else []
-        asked = {"seed": seed, "plan": plan, "tuned": tuned, "granularities": chosen, "images": images}
-        group = trace_group(session, prompt, **asked, on_progress=report)
+        group = trace_group(
+            model,
+            prompt,
+            seed=whole(seed),
+            plan=plan,
+            tuned=side == SIDES[1],
+            granularities=grains if offered else None,
+            images=[picture] if picture else [],
+            on_progress=lambda done, total: progress((done, total), unit="evaluations"),
+        )
         return views.trace_html(group)
 
-    gr.on([go.click, box.submit], None, js=CLEAR, api_visibility="private")
-    asks = gr.on([go.click, box.submit], with_messages(answer), [box, picture, plan, seed, side, grains], out, **QUESTION)
-    asks.success(None, js=TO_OUTPUT % "group")
+    def view(place: Any) -> None:
+        with gr.Row(equal_height=False):
+            with gr.Column(scale=4, min_width=300):
+                box, picture = _asked(model, examples)
+                _examples(box, examples)
+            with gr.Column(scale=6, min_width=300):
+                with gr.Row():
+                    plan = gr.Dropdown(plans, value=0, label="Noise enters at")
+                    seed = _seed(model)
+                    side = gr.Radio(SIDES, value=SIDES[0], label="Weights", visible=model.tuned != "nothing")
+                    grains = gr.CheckboxGroup(
+                        offered, value=own_granularities(model), label="Granularities", visible=bool(offered)
+                    )
+                go = gr.Button("Branch", variant="primary", elem_id="branch")
+        words = "One group of the algorithm appears here: the anchor, its branches, their advantages."
+        out = gr.HTML(opening or empty(words), elem_id="group")
+        _asks([go.click, box.submit], answer, [box, picture, plan, seed, side, grains], out)
+
+    return view
 
 
-def _prompt(value: str) -> gr.Textbox:
-    return gr.Textbox(value, label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT)
+def run_view(run: Path) -> View:
+    """The report of a run, as it is when it is looked at."""
+
+    def view(place: Any) -> None:
+        shown = gr.HTML(empty("Reading the run …"))
+        place.select(with_messages(lambda: views.run_html(read_runs([run])[0])), None, shown, **ONE_AT_A_TIME)
+
+    return view
 
 
-def _picture(session: DemoModel) -> gr.Image:
-    """The input picture, for models that edit; without one a held-out prompt has its own."""
-    takes = session.input_pictures[1] > 0
-    return gr.Image(
-        type="filepath",
-        sources=["upload"],
-        label="Input picture; held-out prompts have their own",
-        height=180,
-        visible=takes,
-        buttons=[],
-    )
+def _asked(model: DemoModel, examples: Sequence[str]) -> tuple[gr.Textbox, gr.Image]:
+    """The prompt, and the input picture for models that edit; without one a held-out prompt has its own."""
+    box = gr.Textbox(examples[0] if examples else "", label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT)
+    takes, label = model.input_pictures[1] > 0, "Input picture; held-out prompts have their own"
+    return box, gr.Image(type="filepath", sources=["upload"], label=label, height=180, visible=takes, buttons=[])
 
 
-def _seed(value: int) -> gr.Number:
-    return gr.Number(value, label="Seed")  # without bounds, because `session.checked` has the better message
+def whole(seed: float | None) -> int:
+    """UserError for a seed that is none; Gradio's own check writes a traceback."""
+    if seed is None or not (0 <= seed <= MAX_SEED and seed == int(seed)):
+        raise UserError(f"the seed should be a whole number from 0 to {MAX_SEED}")
+    return int(seed)
 
 
-def _examples(content: Content, box: gr.Textbox) -> None:
-    if content.examples:
-        gr.Examples([[example] for example in content.examples], box, label="Held-out prompts", api_visibility="private")
+def _seed(model: DemoModel) -> gr.Number:
+    return gr.Number(model.sampler.seed, label="Seed")
 
 
-def _empty(words: str) -> str:
-    return f'<div class="g2"><p class="g2-empty">{escape(words)}</p></div>'
+def _examples(box: gr.Textbox, examples: Sequence[str]) -> None:
+    if examples:
+        gr.Examples([[example] for example in examples], box, label="Held-out prompts", api_visibility="private")
+
+
+def _asks(events: Sequence[Any], answer: Any, inputs: Sequence[Any], out: gr.HTML) -> None:
+    """Shows in `out` the answer to each of these events."""
+    gr.on(events, None, js=CLEAR, api_visibility="private")
+    asked = gr.on(events, with_messages(answer), inputs, out, **QUESTION)
+    asked.success(None, js=TO_OUTPUT % out.elem_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,25 +13,18 @@ from g2rpo.lab.report.history import RunHistory
 from g2rpo.monitor.scores import read_scores
 
 DemoScores = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Opening:
-    """The number of a held-out prompt, and why it was chosen."""
-
-    number: int = 0
-    rule: str = "This opens on the first held-out prompt."
+Opening = tuple[int, str]
+"""The number of a held-out prompt, and why it was chosen."""
+FIRST: Opening = 0, "This opens on the first held-out prompt."
 
 
 def opening_of(run: RunHistory, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:
     """The opening for a run whose rewards have been built; the first held-out prompt if the run kept no scores. UserError for
     damaged ones."""
     changes = run.changes()
-    if not changes:
-        return Opening()
-    paths = [run.files.scores(iteration) for iteration in (0, changes[0].iteration)]
-    if not all(path.is_file() for path in paths):
-        return Opening()
+    paths = [run.files.scores(iteration) for iteration in (0, changes[0].iteration)] if changes else []
+    if not paths or not all(path.is_file() for path in paths):
+        return FIRST
     base = read_scores(paths[0], trained)
     tuned = read_scores(paths[1], trained, len(next(iter(base.values()))))
     scored = {name: reward for name, reward in rewards.items() if name in base.keys() & tuned.keys()}
@@ -51,10 +43,9 @@ def opening(base: DemoScores, tuned: DemoScores, rewards: Mapping[str, Reward], 
         gained, lost = (rises > 0).all(0), (rises < 0).all(0)
         words, worse = f"on which training raised {' and '.join(trained)}", "fell"
     else:
-        return Opening()
-    total, count, lower = len(gained), int(gained.sum()), int(lost.sum())
-    others = f"{lower or 'none'} {worse}"
+        return FIRST
+    count, others = int(gained.sum()), f"{int(lost.sum()) or 'none'} {worse}"
     if not count:
-        return Opening(0, f"This opens on the first of {total} held-out prompts: there is none {words}, and {others}.")
-    rule = f"This opens on the first of the {count} held-out prompts (of {total}) {words}; {others}."
-    return Opening(int(gained.nonzero()[0]), rule)
+        return 0, f"This opens on the first of {len(gained)} held-out prompts: there is none {words}, and {others}."
+    rule = f"This opens on the first of the {count} held-out prompts (of {len(gained)}) {words}; {others}."
+    return int(gained.nonzero()[0]), rule

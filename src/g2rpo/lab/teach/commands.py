@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
+from math import nan
 from pathlib import Path
-
-import numpy as np
+from statistics import fmean
 
 from g2rpo.app.build import Request, build
 from g2rpo.app.evaluate import reward_table
@@ -23,12 +23,10 @@ from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import Interval
-from g2rpo.lab.teach.background import Lesson, follow
-from g2rpo.lab.teach.session import OVERRIDES, Session
+from g2rpo.lab.teach.session import OVERRIDES, Lesson, Session
 from g2rpo.lab.web import needing_gradio
 from g2rpo.rewards import votes
 from g2rpo.rewards.taste import agreement_interval, agreement_of
-from g2rpo.rewards.votes import Vote
 from g2rpo.rollout.scoring import score
 from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import joined
@@ -39,6 +37,11 @@ GROUPS_AHEAD = 2
 """Groups that lie ready: one is shown while the answer to the one before is learnt from."""
 ADAPTER_RATE = 3
 """The learning rate of an adapter, as a multiple of that of all weights, with which both learn alike (scenes)."""
+UNGUARDED = {
+    "scenes": ["rewards.scene_accuracy=", "rewards.scene_preference=1", "evaluation.rewards.scene_preference="],
+    "words": ["rewards.ocr="],
+}
+"""What takes from these recipes the guard that says which pictures are right: it would teach that, whatever is clicked."""
 
 
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
@@ -64,30 +67,36 @@ def opened(
     *,
     ahead: int | None = None,
     stored: Path | None = None,
+    prompt: str = "",
+    background: bool = False,
     emit: Emit = silent,
 ) -> Iterator[Session]:
     """A session that has begun, in a run directory of its own, on a recipe; or on a run that `g2rpo teach` began, whose answers
     are repeated first. `stored` is a file of answers to repeat as well. `ahead` is `GROUPS_AHEAD`, or that of the answers."""
-    notify = cautions(emit)
-    begun = Run(Path(recipe))
-    if begun.config.is_file():
-        if not begun.votes.is_file():
-            raise UserError(f"{recipe}: was not begun by g2rpo teach (it has no votes.jsonl); name a recipe")
-        config, run_dir, resume = begun.read_config(overrides, notify, mention=False), begun.path, True
+    notify, begun = cautions(emit), Run(Path(recipe))
+    resume = begun.config.is_file()
+    if resume and not begun.votes.is_file():
+        raise UserError(f"{recipe}: was not begun by g2rpo teach (it has no votes.jsonl); name a recipe")
+    if resume:
+        config, run_dir = begun.read_config(overrides, notify, mention=False), begun.path
     else:
-        config, resume = completed(teach_config(recipe, overrides, notify), notify), False
-    repeated: list[Vote] = votes.read(stored) if stored is not None else []
-    given = {vote.ahead for vote in (votes.read(begun.votes) if resume else []) + repeated}
-    if len(given | ({ahead} if ahead is not None else set())) > 1:
+        config = completed(teach_config(recipe, overrides, notify), notify)
+    repeated = votes.read(stored) if stored is not None else []
+    given = {vote.ahead for vote in [*repeated, *(votes.read(begun.votes) if resume else [])]}
+    if len(given | {ahead or min(given, default=0)}) > 1:
         raise UserError(
             f"--ahead {ahead or ''}: these answers were given with {sorted(given)}, on which pictures depend; leave it out"
         )
-    ahead = ahead or next(iter(given), GROUPS_AHEAD)
     with joined(pick_device(config.policy.device)) as world, ExitStack() as stack:
         chosen = stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
         folder = Path(world.broadcast_text(str(chosen)))
-        trainer = build(Request(config=config, run_dir=folder, world=world, notify=notify, emit=emit))
-        session = Session(trainer=trainer, ahead=ahead, notify=notify if world.is_main else lambda words: None)
+        session = Session(
+            trainer=build(Request(config=config, run_dir=folder, world=world, notify=notify, emit=emit)),
+            ahead=ahead or min(given, default=GROUPS_AHEAD),
+            background=background,
+            prompt=prompt,
+            notify=notify if world.is_main else lambda words: None,
+        )
         with session.begun():
             session.repeat(repeated)
             yield session
@@ -107,32 +116,34 @@ def teach(
     stop: threading.Event | None = None,
     emit: Emit = silent,
 ) -> Path:
-    """Serves a session until interrupted, or until `stop` is set, and then finishes the run; with `stored` answers it only
-    repeats them. Returns the run directory."""
-    opening = partial(opened, recipe, overrides, run_dir, ahead=ahead, stored=stored, emit=emit)
-    if int(os.environ.get("RANK", 0)):  # under torchrun rank 0 serves the page
-        with opening() as session:
-            follow(session, prompt or session.wrong_prompt)
-            session.finish()
-        return session.trainer.run.path
+    """Serves a session until it is finished in the page, interrupted, or `stop` is set; with `stored` answers it only repeats
+    them. Returns the run directory."""
+    opening = partial(opened, recipe, overrides, run_dir, ahead=ahead, stored=stored, prompt=prompt or "", emit=emit)
+    lesson = Lesson(partial(opening, background=stored is None))
+    follows = bool(int(os.environ.get("RANK", 0)))  # under torchrun rank 0 serves the page
+    serves = stored is None and not follows
     token = token_for(host, token_env)
-    lesson = Lesson(opening, prompt)
-    if stored is None:
+    if serves:
         check_address(host, port)
         with needing_gradio("teach"):
-            from g2rpo.lab.teach import page
-            from g2rpo.lab.web.page import serve_until
+            from g2rpo.lab.teach.page import teach_view
+            from g2rpo.lab.web.page import page_of, serve_until
     with closing(lesson):
-        trainer = lesson.begin().session.trainer
-        if stored is None:
+        session = lesson.begin()
+        trainer = session.trainer
+        if follows:
+            session.follow()
+        if serves:
             ended = stop or threading.Event()
-            built = page.teach_page(lesson, f"Teach {trainer.config.recipe or 'a model'}", ended.set)
+            title = f"Teach {trainer.config.recipe or 'a model'}"
+            page = page_of(title, "g2rpo teach", "", {"Teach": teach_view(lesson, ended.set)})
             ends = '"Finish", or Ctrl-C, ends the session and keeps what was learnt'
-            serve_until(ended, built, host, port, token, emit, ends)
+            serve_until(ended, page, host, port, token, emit, ends)
             emit(Line("comparing base and taught ..."))
-        _, table = lesson.finish() or (None, {})
-    rewards = list(trainer.rewards)
-    emit(Results(trainer.run.path, table, trainer.heldout, rewards, trainer.config.policy.kind is not None))
+        ended_with = lesson.finish()
+    if ended_with is not None and not follows:
+        shown = list(trainer.rewards), trainer.config.policy.kind is not None
+        emit(Results(trainer.run.path, ended_with[1], trainer.heldout, *shown))
     return trainer.run.path
 
 
@@ -140,7 +151,10 @@ def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]
     """By reward the share of pairs of a liked and another picture of a group that it orders as the person did, ties counting
     one half: mean over the groups of a session, and the 95 % interval of `agreement_interval`. A name without settings is the
     session's own reward or judge of that name, else a kind with its defaults. UserError for a run without answers."""
-    own = _rewards_of(directory)
+    own: dict[str, object] = {}
+    if Run(directory).config.is_file():
+        config = Run(directory).read_config()
+        own |= {name: one.model_dump(mode="json") for name, one in {**config.evaluation.rewards, **config.rewards}.items()}
     table = reward_table({name: entry or own.get(name, {}) for name, entry in rewards.items()})
     if any(entry.kind == "clicks" and "run" not in entry.options for entry in table.values()):
         raise UserError(
@@ -154,17 +168,4 @@ def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]
         for name, values in zip(built, scores, strict=True):
             if not values.isnan().any():
                 shares[name].append(agreement_of(values.double().numpy(), vote.liked))
-    return {name: _interval(values) for name, values in shares.items()}
-
-
-def _rewards_of(directory: Path) -> dict[str, object]:
-    """The settings of a session's rewards and judges by name; none of a folder without a config."""
-    if not Run(directory).config.is_file():
-        return {}
-    config = Run(directory).read_config()
-    return {name: one.model_dump(mode="json") for name, one in {**config.evaluation.rewards, **config.rewards}.items()}
-
-
-def _interval(shares: Sequence[float]) -> Interval:
-    around = agreement_interval(shares, 0.95)
-    return Interval(float(np.mean(shares)) if shares else math.nan, max(0.0, around.low), min(1.0, around.high), len(shares))
+    return {name: replace(agreement_interval(values, 0.95), mean=fmean(values or [nan])) for name, values in shares.items()}

@@ -57,10 +57,8 @@ class Asker:
 
     def __post_init__(self) -> None:
         t, seed = self.trainer, self.trainer.config.trainer.seed
-        known = dict.fromkeys(
-            PromptOrder(t.prompts, seed).batch(0, MOST_PROMPTS_ASKED)
-        )  # training begins with them: they are encoded
-        self.order = PromptOrder(list(known), seed + 1)
+        first = PromptOrder(t.prompts, seed).batch(0, MOST_PROMPTS_ASKED)  # training begins with them: they are encoded
+        self.order = PromptOrder(list(dict.fromkeys(first)), seed + 1)
 
     def group(self, round: int, changes: int) -> AskedGroup:
         """The group of the candidate whose pictures differ most, by the first `PREVIEWED` of each."""

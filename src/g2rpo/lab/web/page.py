@@ -1,20 +1,15 @@
-"""Serves a page of Gradio's, to whom it is meant for. Importing this module imports Gradio: no telemetry, no fonts or scripts
-from elsewhere.
+"""The page of the demo and of teaching, by Gradio: its views, its style, how it is served and to whom (docs/demo.md).
 
-Gradio itself keeps files, uploads, its monitoring and other sites' scripts behind its login and its settings; what it lacks is
-here: whom a request was addressed to, from which site, how large it is, and how often a password may be tried.
+Importing this module imports Gradio: no telemetry, no fonts or scripts from elsewhere.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hmac
-import logging
 import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -23,7 +18,6 @@ os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
 
 import gradio as gr
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -32,23 +26,47 @@ from g2rpo.app.events import Emit, Serving
 from g2rpo.app.serving import refused
 from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.core.errors import RewardFailed, UserError
-from g2rpo.core.web import bounded_connections, host_of, is_loopback
+from g2rpo.core.web import host_of, is_loopback
 from g2rpo.lab.report.page import compare_style
 from g2rpo.lab.web import without_proxies
 
-log = logging.getLogger(__name__)
+View = Callable[[gr.Tab], None]
+"""Adds what a tab shows: beside and not in it, since Gradio (6.31) renders that when the tab is opened, and one frame later
+sets every value in it back to the first. The same is true of what a closed accordion holds."""
+TO_VIEW = """() => document.querySelectorAll(".g2-view").forEach(view => {
+  const open = view.id === "view-%d";
+  view.toggleAttribute("data-open", open);
+  view.toggleAttribute("data-closed", !open);
+})"""
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+WAITING = 16
+"""Questions in the queue; more are refused."""
 SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 MAX_BODY, MAX_UPLOAD = 2**16, 2**24
 """Bytes of a question, a prompt and some numbers; and of any request where the model takes an input picture."""
-CLAIMED = (b"x-forwarded-host", b"x-gradio-server")
-"""Headers by which a client could choose the address in the page's links; a proxy passes Host on."""
-STRANGERS = 256
-"""Connections at a time that have not asked anything with a login (without a token: anything)."""
-LONGEST_PAUSE_S = 2.0
-"""After a wrong login, before the next one; the first pause is a tenth of a second, and each wrong one in a row doubles it."""
-WAITING_LOGINS = 4
-"""At a time; more are refused."""
+
+
+def page_of(title: str, kind: str, facts: str, views: Mapping[str, View]) -> gr.Blocks:
+    """The page, not yet served, with a tab for each of several views, by its label; the first is open."""
+    with gr.Blocks(title=f"{title} · {kind}", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
+        gr.HTML(f'<div class="g2"><h1>{escape(title)}</h1><p class="g2-facts">{escape(facts)}</p></div>')
+        with gr.Tabs(elem_id="views", visible=len(views) > 1):
+            tabs = [gr.Tab(label) for label in views]
+        for number, (tab, view) in enumerate(zip(tabs, views.values(), strict=True)):
+            tab.select(None, js=TO_VIEW % number, api_visibility="private")
+            with gr.Column(elem_id=f"view-{number}", elem_classes="g2-view"):
+                view(tab)
+    page.queue(max_size=WAITING, api_open=False)
+    return page
+
+
+def disclosed(button: gr.Button, content: gr.Column) -> None:
+    """Makes `content` appear and disappear by `button`."""
+    toggle = f"""() => {{
+      const open = document.getElementById("{content.elem_id}").toggleAttribute("data-open");
+      document.getElementById("{button.elem_id}").setAttribute("aria-expanded", open);
+    }}"""
+    button.click(None, js=toggle, api_visibility="private")
 
 
 def with_messages(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,74 +82,38 @@ def with_messages(act: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def style() -> str:
-    """The style sheet of all pages, and the report's of compared pictures."""
-    return files("g2rpo.lab.web").joinpath("style.css").read_text(encoding="utf-8") + compare_style()
+def empty(words: str) -> str:
+    """HTML in the place of what is not there yet."""
+    return f'<div class="g2"><p class="g2-empty">{escape(words)}</p></div>'
 
 
-@dataclass
-class Logins:
-    """Slows down whoever guesses the token: one login at a time, with a pause after a wrong one."""
+def of_this_site(app: ASGIApp, local: bool, most: int) -> ASGIApp:
+    """Passes to `app` what `refusal` does not refuse."""
 
-    token: str
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waiting: int = 0
-    wrong: int = 0
-    """In a row."""
+    async def passing(scope: Scope, receive: Receive, send: Send) -> None:
+        why = refusal(Headers(scope=scope), local, most) if scope["type"] == "http" else None
+        if why is not None:
+            app_or_answer: ASGIApp = PlainTextResponse(why[1], why[0], {"connection": "close"})
+            await app_or_answer(scope, receive, send)
+        else:
+            await app(scope, receive, send)
 
-    async def allowed(self, name: str, given: str) -> bool:
-        """Whether a person of any name may enter."""
-        if self.waiting >= WAITING_LOGINS:
-            raise HTTPException(429, "too many logins at a time; try again in some seconds")
-        self.waiting += 1
-        try:
-            async with self.turn:
-                right = hmac.compare_digest(given.encode(), self.token.encode())
-                self.wrong = 0 if right else self.wrong + 1
-                if not right:
-                    await asyncio.sleep(min(LONGEST_PAUSE_S, 0.05 * 2 ** min(self.wrong, 10)))
-                return right
-        finally:
-            self.waiting -= 1
+    return passing
 
 
-@dataclass(frozen=True)
-class Gate:
-    """Passes to `app` requests of this site's own pages with bodies of at most `most` bytes.
-
-    `local` serves this machine only: a request must then be addressed to it by a loopback name, to prevent DNS rebinding.
-    """
-
-    app: ASGIApp
-    local: bool
-    most: int = MAX_BODY
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self.refusal(Headers(scope=scope)) if scope["type"] == "http" else None
-        if refused is None:
-            if scope["type"] == "http":  # what a client says of other hosts would stand in the page's links
-                scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0].lower() not in CLAIMED]}
-            try:
-                await self.app(scope, receive, send)
-                return
-            except Exception as error:  # without a traceback in the log for every request that means nothing
-                log.warning("%s %s: %s", scope.get("method"), ascii(scope.get("path")), type(error).__name__)
-                refused = 400, "this cannot be answered"
-        status, words = refused
-        await PlainTextResponse(words, status, {"connection": "close"})(scope, receive, send)
-
-    def refusal(self, headers: Headers) -> tuple[int, str] | None:
-        """Why a request may not pass, if it may not."""
-        host, origin, length = headers.get("host", ""), headers.get("origin"), headers.get("content-length", "0")
-        if self.local and not is_loopback(host_of(host)):
-            return 421, "without a token, only this machine's own names (localhost, 127.0.0.1) are served"
-        if origin is not None and origin.partition("://")[2] != host:
-            return 403, "other sites may not ask"
-        if "transfer-encoding" in headers or not (length.isascii() and length.isdecimal()):
-            return 411, "a Content-Length is needed"
-        if len(length) > 18 or int(length) > self.most:
-            return 413, f"at most {self.most} bytes"
-        return None
+def refusal(headers: Headers, local: bool, most: int) -> tuple[int, str] | None:
+    """Why a request may not pass, if it may not: it is addressed to another host than this machine (`local`: DNS rebinding), is
+    from another site, or has more than `most` bytes. Gradio asks for none of these."""
+    host, origin, length = headers.get("host", ""), headers.get("origin"), headers.get("content-length", "0")
+    if local and not is_loopback(host_of(host)):
+        return 421, "without a token, only this machine's own names (localhost, 127.0.0.1) are served"
+    if origin is not None and origin.partition("://")[2] != host:
+        return 403, "other sites may not ask"
+    if "transfer-encoding" in headers or not (length.isascii() and length.isdecimal()):
+        return 411, "a Content-Length is needed"
+    if len(length) > 18 or int(length) > most:
+        return 413, f"at most {most} bytes"
+    return None
 
 
 def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: bool = False) -> str:
@@ -140,16 +122,16 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
     Without a `token`, `host` must be a loopback address. `uploads` lets pictures in.
     """
     most = MAX_UPLOAD if uploads else MAX_BODY
+    style = files("g2rpo.lab.web").joinpath("style.css").read_text(encoding="utf-8")
 
-    def logged_in(scope: Scope) -> bool:
-        cookies = Headers(scope=scope).get("cookie", "")
-        return not token or any(given in cookies for given in app.tokens)
+    def allowed(name: str, word: str) -> bool:
+        return hmac.compare_digest(word.encode(), str(token).encode())
 
     with without_proxies():
-        app, address, _ = page.launch(
+        _, address, _ = page.launch(
             server_name=f"[{host}]" if ":" in host else host,
             server_port=port,
-            auth=Logins(token).allowed if token else None,
+            auth=allowed if token else None,
             auth_message="Any name, and the token as the password.",
             share=False,
             quiet=True,
@@ -159,17 +141,13 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
             enable_monitoring=False,
             run_history=False,  # it would keep prompts in the browser
             footer_links=[],
-            app_kwargs={"middleware": [Middleware(Gate, local=token is None, most=most)]},
+            app_kwargs={"middleware": [Middleware(of_this_site, local=token is None, most=most)]},
             max_file_size=most,
             theme=gr.themes.Default(
                 primary_hue="blue", font=SYSTEM_FONTS, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]
             ),
-            css=style(),
+            css=style + compare_style(),
         )
-    config = page.server.config
-    config.http_protocol_class = bounded_connections(
-        config.http_protocol_class, lambda connection: logged_in(connection.scope), STRANGERS
-    )
     return address
 
 

@@ -1,0 +1,126 @@
+"""`g2rpo demo`: serves a run's model, or any pipeline, in the browser."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from g2rpo.app.events import Emit, Line, silent
+from g2rpo.app.serving import check_address, token_for
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.config.schema import Config
+from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.lab.demo.drawing import draw
+from g2rpo.lab.demo.group import trace_group
+from g2rpo.lab.demo.model import RECIPES, DemoModel, check, open_model, training_of, what_it_is
+from g2rpo.lab.demo.opening import FIRST, opening_of
+from g2rpo.lab.report.history import RunHistory, read_runs
+from g2rpo.lab.report.verdict import summary_of
+from g2rpo.lab.teach.commands import UNGUARDED, opened
+from g2rpo.lab.teach.session import Lesson
+from g2rpo.lab.web import needing_gradio
+from g2rpo.run.run import Run, check_weights
+
+EXAMPLES = 4
+"""Held-out prompts that are offered."""
+Say = Callable[[str], None]
+
+
+def demo(
+    run: Path | None,
+    config: Config,
+    weights: Path | None,
+    *,
+    host: str,
+    port: int,
+    token_env: str | None,
+    stop: threading.Event | None = None,
+    emit: Emit = silent,
+) -> None:
+    """Serves the demo of a run, or of a model, until interrupted, or until `stop` is set."""
+    token = token_for(host, token_env)
+    own = run is not None and weights is None
+    if run is not None:
+        weights = weights or Run(run).weights
+    if weights is not None:
+        check_weights(weights)
+    check(config)
+    check_address(host, port)
+    with needing_gradio("the demo"):
+        from g2rpo.lab.demo import app
+        from g2rpo.lab.teach.page import teach_view
+        from g2rpo.lab.web.page import page_of, serve_until
+
+    def say(words: str) -> None:
+        emit(Line(words))
+
+    title = f"Run {run.resolve().name}" if run is not None else config.policy.path
+    say(f"{title}: building the policy and {len(config.rewards) + len(config.evaluation.rewards)} rewards ...")
+    model = open_model(config, weights, say, _heldout(config, say))
+    log = _history(run, say)
+    number, rule = _opening(log, model, say) if own else FIRST
+    examples = [str(prompt) for prompt in dict.fromkeys([*model.heldout[number:][:1], *model.heldout])][:EXAMPLES]
+    drawn, group = _first_views(model, examples[0], rule, say) if examples else ("", "")
+    views = {"Draw": app.draw_view(model, examples, drawn), "How it learns": app.learn_view(model, examples, group)}
+    lesson = None
+    if run is not None:
+        views["The run"] = app.run_view(run)
+    if config.policy.path in RECIPES:  # other models would be in memory twice
+        recipe = RECIPES[config.policy.path]
+        lesson = Lesson(partial(opened, recipe, UNGUARDED[recipe], background=True, emit=emit))
+        views["Teach"] = teach_view(lesson)
+    training = training_of(config) if run else "with and without tuned weights" if weights else "as it is"
+    facts = [what_it_is(config, training), *(summary_of(log).sentences if log else [])]
+    page = page_of(title, "g2rpo demo", " ".join(facts), views)
+    uploads = model.input_pictures[1] > 0
+    try:
+        serve_until(stop or threading.Event(), page, host, port, token, emit, "ends with Ctrl-C", uploads)
+        say("stopped")
+    finally:
+        if lesson is not None:
+            lesson.finish()
+
+
+def _heldout(config: Config, say: Say) -> Sequence[str]:
+    """The held-out prompts; none if their source cannot be read."""
+    if not config.evaluation.prompts:
+        return []
+    try:
+        return build_prompts(config.evaluation.prompts, "evaluation.prompts")[: config.evaluation.num_prompts]
+    except UserError as error:
+        say(f"no examples: {error}")
+        return []
+
+
+def _history(run: Path | None, say: Say) -> RunHistory | None:
+    try:
+        return None if run is None else read_runs([run])[0]
+    except UserError as error:
+        say(f"the run's log tells nothing: {error}")
+        return None
+
+
+def _opening(log: RunHistory | None, model: DemoModel, say: Say) -> tuple[int, str]:
+    """What a page about a run's own weights opens with."""
+    try:
+        return FIRST if log is None else opening_of(log, {**model.rewards, **model.judges}, list(model.rewards))
+    except UserError as error:
+        say(f"the run's log tells nothing: {error}")
+        return FIRST
+
+
+def _first_views(model: DemoModel, prompt: str, rule: str, say: Say) -> tuple[str, str]:
+    """HTML of the drawing and the group that the page opens with; of large models no group, which takes minutes."""
+    from g2rpo.lab.demo.views import drawing_html, trace_html
+
+    say("drawing a held-out prompt to open with ...")
+    drawn = group = ""
+    try:
+        drawn = drawing_html(draw(model, prompt), rule)
+        if model.config.policy.path in RECIPES:
+            group = trace_html(trace_group(model, prompt))
+    except (UserError, RewardFailed) as error:
+        say(f"it was not drawn: {error}")
+    return drawn, group

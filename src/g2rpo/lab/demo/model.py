@@ -1,0 +1,179 @@
+"""The model of a demo: a run's, or any other, with its rewards, as a config says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from g2rpo.app.evaluate import model_settings, reward_table
+from g2rpo.assembly import components
+from g2rpo.assembly.checks import check_plans
+from g2rpo.assembly.config import load_config
+from g2rpo.assembly.rewards import build_rewards, check_rewards
+from g2rpo.config.algorithms import title_of
+from g2rpo.config.resolve import resolve
+from g2rpo.config.schema import Config, grid_of
+from g2rpo.core.contracts import plans_of
+from g2rpo.core.errors import UserError
+from g2rpo.core.input_pictures import check_counts
+from g2rpo.core.types import Plan, Prompt, Reward
+from g2rpo.evaluation.sampler import Sampler, sampler_of
+from g2rpo.lab.report.verdict import model_name
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.runtime.memory import BatchSizes, batch_sizes
+from g2rpo.testbed.grammar import parse
+from g2rpo.testbed.words.language import INK_COLOURS, parse_word
+from g2rpo.training.reward_states import take_stored
+
+RECIPES = {"testbed": "scenes", "words": "words"}
+"""Recipes of the embedded models."""
+OTHERS = {
+    "algorithm": {"name": "g2rpo"},
+    "rewards": {},
+    "prompts": {"train": "starter:train"},
+    "sampling": {"num_steps": 16, "shift": "model"},
+    "optim": {"learning_rate": 1e-4},
+    "trainer": {"iterations": 1},
+    "evaluation": {"prompts": ""},
+}
+"""The settings of any other model: G2RPO with the paper's. It is not trained here."""
+MAX_PROMPT = 500
+"""Characters of a prompt."""
+Tuned = Literal["nothing", "adapter", "all weights"]
+
+
+def why_no_scene(prompt: str) -> str:
+    """Why a prompt is none of the testbed's scenes; "" if it is one."""
+    try:
+        parse(prompt)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def why_no_word(prompt: str) -> str:
+    """The same for its words."""
+    wanted = "a word of three to six letters in quotes and a colour, such as 'tiger' in red"
+    return "" if parse_word(prompt) else f"it takes {wanted} ({', '.join(INK_COLOURS)})"
+
+
+EXPLAIN = {"testbed": why_no_scene, "words": why_no_word}
+
+
+def config_of_model(model: str, size: int | None, guidance: float | None, rewards: Mapping[str, Any] | None) -> Config:
+    """The config of a pipeline: an embedded one has its recipe, any other `OTHERS`. `rewards` replace all others."""
+    policy, table = model_settings(model, size, guidance)["policy"], reward_table(rewards or {})
+    config = load_config(RECIPES[model], []) if model in RECIPES else None
+    settings = OTHERS if config is None else config.model_dump(mode="json", exclude={"policy"})
+    config = resolve({**settings, "policy": policy}, source="--model")
+    if not table:
+        return config
+    judged = config.evaluation.model_copy(update={"rewards": {}})
+    return config.model_copy(update={"rewards": table, "evaluation": judged})
+
+
+def check(config: Config) -> None:
+    """UserError for what can be known to be wrong before anything is loaded."""
+    components.locate_pipeline(config.policy.path, config.policy.pipeline, config.policy.kind)
+    check_rewards({**config.rewards, **config.evaluation.rewards})
+    check_plans(config.algorithm, config.sampling)
+
+
+def what_it_is(config: Config, training: str) -> str:
+    """The model and its training as a sentence."""
+    name = model_name(config.policy)
+    return f"{'The' + name[3:] if name.startswith('the ') else name}, {training}."
+
+
+def training_of(config: Config) -> str:
+    """What a run of `config` trained."""
+    weights = "an adapter" if config.policy.tuning == "lora" else "all weights"
+    return f"before and after training {weights} with {title_of(config.algorithm)[0]} on {' and '.join(config.rewards)}"
+
+
+@dataclass(kw_only=True)
+class DemoModel:
+    """A model with its rewards, and how it is sampled and trained by its `config`; not thread-safe.
+
+    `sampler` is that of evaluations, of the prompts `heldout`. `tuned` says which weights were loaded; the policy's `base()` is
+    then the untrained model. `rewards` are those of the advantages; `judges` only score.
+    """
+
+    config: Config
+    sampler: Sampler
+    sizes: BatchSizes
+    rewards: Mapping[str, Reward]
+    judges: Mapping[str, Reward]
+    tuned: Tuned = "nothing"
+    heldout: Sequence[str] = ()
+
+    @property
+    def policy(self) -> DiffusersPolicy:
+        return cast(DiffusersPolicy, self.sampler.policy)
+
+    @property
+    def sigmas(self) -> Tensor:
+        """The sigma grid of training."""
+        return grid_of(self.config.sampling.shift, self.policy, self.config.sampling.num_steps)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans of the first iteration."""
+        return plans_of(self.config.algorithm, self.config.sampling.num_steps, 0, self.config.trainer.seed)
+
+    @property
+    def weights(self) -> Tensor:
+        """Those of the rewards, [R]."""
+        return torch.tensor([entry.weight for entry in self.config.rewards.values()])
+
+    @property
+    def input_pictures(self) -> tuple[int, int]:
+        """How many of them a prompt takes, at least and at most."""
+        return getattr(self.policy, "input_pictures", (0, 0))
+
+    def explain(self, prompt: str) -> str:
+        """Why a prompt is none of the model's world; "" if it is, or if nothing is known of it."""
+        return EXPLAIN.get(self.config.policy.path, lambda prompt: "")(prompt)
+
+    def prompt(self, text: str, images: Sequence[str] = ()) -> tuple[str, int | None]:
+        """The prompt with these words and input pictures, and its number if it is a held-out one; without pictures, those of
+        the held-out prompt with the same words. UserError for none, for too many characters, or another number of pictures."""
+        text = text.strip()
+        if not text:
+            raise UserError("write a prompt first")
+        if len(text) > MAX_PROMPT:
+            raise UserError(f"the prompt has {len(text)} characters; {MAX_PROMPT} are allowed")
+        numbers = {str(prompt): number for number, prompt in reversed(list(enumerate(self.heldout)))}
+        number = None if images else numbers.get(text)
+        prompt = Prompt(text, images) if number is None else self.heldout[number]
+        if images or self.input_pictures[0]:
+            check_counts([prompt], self.input_pictures)
+        return prompt, number
+
+
+def open_model(config: Config, weights: Path | None, notify: Callable[[str], None], heldout: Sequence[str] = ()) -> DemoModel:
+    """Builds the model and the rewards of `config`, and loads tuned weights."""
+    device = components.pick_device(config.policy.device)
+    rewards, judges = (build_rewards(table, device) for table in (config.rewards, config.evaluation.rewards))
+    policy = components.build_policy(config.policy, tuning="frozen", keep_base=True)
+    policy.text.park()  # they are on the device only while they encode
+    tuned: Tuned = "nothing"
+    if weights is not None:
+        components.load_weights(policy, weights, config.policy.path)
+        take_stored({**rewards, **judges}, weights.parent, notify)
+        tuned = "adapter" if policy.tuning.own else "all weights"
+    s = config.sampling
+    return DemoModel(
+        config=config,
+        sampler=sampler_of(config, policy, batch_size=1, decode_batch_size=1),
+        sizes=batch_sizes(s.batch_size, s.decode_batch_size, 1, policy.device, notify),
+        rewards=rewards,
+        judges=judges,
+        tuned=tuned,
+        heldout=heldout,
+    )

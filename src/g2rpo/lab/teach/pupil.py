@@ -1,0 +1,230 @@
+"""How a model learns from a person's answers, and the brake that keeps it whole.
+
+After an answer the head (`rewards.taste`) is fitted again to all answers, and the model takes `UPDATES` iterations of its
+algorithm on the reward `clicks`, with the recipe's rewards as guards. The head cannot tell when a model breaks: judges, which
+are not trained on, look at held-out pictures after every `LOOK` changes, and take back what made them worse.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.core.errors import UserError
+from g2rpo.core.statistics import Comparison, paired
+from g2rpo.lab.teach.groups import AskedGroup, of_main
+from g2rpo.rewards.taste import Choice, Clicks, Features, Head, features_of, fit
+from g2rpo.rewards.votes import Vote
+from g2rpo.training.collector import Groups
+from g2rpo.training.learner import Snapshot
+from g2rpo.training.trainer import Trainer
+
+FIRST = 3
+"""Answered groups before the weights change."""
+UPDATES = 4
+"""Iterations after an answer, once there is a head that counts."""
+ENOUGH, HOPELESS = 12, 0.6
+"""After so many groups a head that agrees less with the person is said not to know the taste."""
+AIM = 0.75
+"""Standard deviations within groups by which the head's utility of held-out pictures is to rise, at strength 1: a model that
+learns on loses what a prompt asks for (LOG.md)."""
+DIRECT = 4
+"""Groups of an update that learns from the clicks alone."""
+LOOK = 2
+"""Changes of the weights between two looks at held-out pictures."""
+FALL = 1.5
+"""Standard errors by which the mean of a judge may fall."""
+USELESS = 2
+"""Looks in a row that may be no nearer to the taste, by the head, than the last good weights."""
+SHRINK, GROW, LARGEST_STEP = 0.5, 1.25, 1.0
+"""Factors of the step after a look that was bad and one that was good, and the largest step, as a multiple of the rate."""
+
+
+@dataclass(frozen=True)
+class BrakeLook:
+    """Held-out pictures after some changes: judges against the base, and what was wrong, if anything."""
+
+    judges: dict[str, Comparison]
+    wrong: str = ""
+
+
+@dataclass
+class Learnt:
+    """What is known after some answers; the weights are the trainer's. Its parts are replaced, not changed, so a copy stays."""
+
+    good: Snapshot
+    """The last good weights."""
+    head: Head | None = None
+    direct: bool = False
+    """Whether the model learns from the clicks alone, without a head."""
+    choices: dict[int, Choice] = field(default_factory=dict)
+    """By round, of the groups that were answered with a picture."""
+    waiting: tuple[tuple[AskedGroup, Vote], ...] = ()
+    """Answers to learn from directly, of the weights as they are."""
+    step: float = 1.0
+    """The factor of the learning rate."""
+    since: int = 0
+    """Changes of the weights since the last look."""
+    useless: int = 0
+    """Looks in a row that were no nearer to the taste, by the head."""
+    looks: tuple[BrakeLook, ...] = ()
+    heldout: tuple[Features, Features] | None = None
+    """Features of held-out pictures, of the base and of the last good look."""
+
+
+@dataclass
+class Pupil:
+    """A `trainer` with a reward `clicks`, which learns. `notify` is called with what a person should know."""
+
+    trainer: Trainer
+    notify: Callable[[str], None] = print
+    strength: float = 1.0
+    """The multiple of `AIM` at which learning pauses; without a head, a factor of the learning rate."""
+    changes: int = 0
+    """How often the weights have changed."""
+    evaluated: int = 0
+    """The iteration of the last evaluation."""
+
+    def __post_init__(self) -> None:
+        t = self.trainer
+        if not isinstance(t.algorithm, GranularGRPO):
+            name = getattr(t.algorithm, "name", "?")
+            raise UserError(f"teach: learns by G2RPO; algorithm.name={name} has no groups to choose in")
+        clicks = t.rewards.get("clicks")
+        if not isinstance(clicks, Clicks):
+            raise UserError("teach: the recipe needs the reward `clicks`; add rewards.clicks=1")
+        judged_by = {**t.rewards, **t.judges}.values()
+        clicks.encoder = next((one for one in judged_by if hasattr(one, "features")), None)
+        self.clicks, self.rate = clicks, t.config.optim.learning_rate
+        self.learnt = Learnt(t.snapshot())
+
+    @property
+    def answered(self) -> int:
+        """Groups that were answered with a picture."""
+        return len(self.learnt.choices)
+
+    @property
+    def moved(self) -> float:
+        """The rise of the head's utility of held-out pictures at the last good look, in standard deviations within groups."""
+        head, heldout = self.learnt.head, self.learnt.heldout
+        if head is None or heldout is None:
+            return 0.0
+        base, now = (float(head(features).mean()) for features in heldout)
+        return now - base
+
+    @property
+    def reached(self) -> bool:
+        """Whether held-out pictures are as far as they should be by the head, so that nothing more is learnt."""
+        return not self.learnt.direct and self.moved >= AIM * self.strength
+
+    def kept(self) -> tuple[Snapshot, Learnt]:
+        """All that `put_back` needs."""
+        return self.trainer.snapshot(), copy.copy(self.learnt)
+
+    def put_back(self, weights: Snapshot, learnt: Learnt) -> None:
+        """Forgets what was learnt since."""
+        self.trainer.restore(weights)
+        self.learnt, self.clicks.head = learnt, learnt.head
+        self.changes += 1
+
+    def learn(self, group: AskedGroup, vote: Vote) -> None:
+        """Learns from the answer to a group that names a picture."""
+        learnt = self.learnt
+        features = features_of(group.images, [group.prompt] * len(group.images), self.clicks.encoder)
+        learnt.choices = {**learnt.choices, group.round: Choice(features, vote.liked)}
+        head = learnt.head = self.clicks.head = fit(list(learnt.choices.values()))
+        if self.answered < FIRST or head is None:
+            return
+        if learnt.direct:
+            every = *learnt.waiting, (group, vote)
+            learnt.waiting = tuple(one for one in every if one[0].changes == self.changes)  # not of earlier weights
+            if len(learnt.waiting) == DIRECT:
+                self._update_directly()
+            return
+        if self.answered == ENOUGH and head.agreement.mean < HOPELESS:
+            self.notify(
+                f"after {ENOUGH} groups the head orders {head.agreement.mean:.0%} of pairs that it was not fitted to as you "
+                'do, little more than chance; "Clicks alone" goes on without it, which takes many more clicks'
+            )
+        if of_main(self.trainer.world, lambda: head.trust > 0 and not self.reached):
+            self.iterate()
+
+    def iterate(self) -> None:
+        """`UPDATES` iterations on the rewards as they are."""
+        self.trainer.set_rate(self.rate * self.learnt.step)
+        for _ in range(UPDATES):
+            self.trainer.iterate()
+        self._changed()
+
+    def _update_directly(self) -> None:
+        """One update on the groups that were shown, whose advantages are their clicks."""
+        t, waiting = self.trainer, self.learnt.waiting
+        largest = t.algorithm.advantage_clip
+        advantages = torch.cat([group.advantages(vote.liked, largest) for group, vote in waiting])
+        groups = Groups.join([group.sampled for group, _ in waiting])
+        t.set_rate(self.rate * self.learnt.step * self.strength)
+        t.learn_from(groups, t.world.gather(advantages), counted=False)
+        self.learnt.waiting = ()
+        self._changed()
+
+    def _changed(self) -> None:
+        self.changes += 1
+        self.learnt.since += 1
+        if self.learnt.since == LOOK:
+            self.settle()
+
+    def settle(self) -> None:
+        """Compares held-out pictures with the base's by the judges, if weights changed since the last time.
+
+        If one fell, or pictures left the base's range, the last good weights come back and steps become smaller. They come back
+        too after `USELESS` looks in a row that are no nearer to the taste by the head. Else steps grow, and weights that are
+        nearer, or any without a head, are good.
+        """
+        t, learnt = self.trainer, self.learnt
+        if not learnt.since:
+            return
+        row, base, now, self.evaluated = t.evaluate(), t.base, t.final, t.iteration
+        assert base is not None and now is not None
+        judges = {name: paired(base.scores[name], now.scores[name]) for name in t.judges or t.rewards if name != "clicks"}
+        wrong = [f"{name} fell" for name, one in judges.items() if one.change < -FALL * one.error]
+        wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
+        fell = of_main(t.world, lambda: " and ".join(wrong))
+        seen: tuple[Features, Features] | None = None
+        if t.world.is_main:  # it has all pictures
+            before, after = (features_of(one.images.float() / 255, one.prompts, self.clicks.encoder) for one in (base, now))
+            seen = before, after
+        nearer = of_main(t.world, lambda: seen is not None and self._nearer(*seen))
+        learnt.since, learnt.useless = 0, 0 if nearer or fell else learnt.useless + 1
+        told = fell or ("no nearer to the guess of your taste" if learnt.useless == USELESS else "")
+        learnt.looks = *learnt.looks, BrakeLook(judges, told)
+        learnt.step = learnt.step * SHRINK if fell else min(LARGEST_STEP, learnt.step * GROW)
+        if told:
+            t.restore(learnt.good)
+            learnt.useless = 0
+            self.changes += 1
+            self.notify(f"held-out pictures: {told}; back to the last good weights, with smaller steps")
+        elif nearer:
+            learnt.good, learnt.heldout = t.snapshot(), seen
+
+    def _nearer(self, base: Features, now: Features) -> bool:
+        head = None if self.learnt.direct else self.learnt.head
+        if head is None:
+            return True
+        last = self.learnt.heldout[1] if self.learnt.heldout else base
+        return bool(head(now).mean() > head(last).mean())
+
+    def finish(self) -> dict[str, Comparison]:
+        """Ends the run at this iteration: weights, comparison, pictures and card, as any run's."""
+        t = self.trainer
+        self.settle()
+        t.set_length(max(1, t.iteration), t.config.evaluation.every)
+        if self.evaluated != t.iteration:
+            t.evaluate()
+        if t.world.is_main and (base := t.base) is not None:  # there was no head when its pictures were drawn
+            base.scores["clicks"] = self.clicks.scores(base.images.float() / 255, base.prompts)
+        t.save()
+        return t.finish()
