@@ -22,6 +22,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.check_model import REMEDIES, checks, drawn_by, prompts_for, reported
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.pipelines import check_options, choose_attention
@@ -246,6 +247,21 @@ def test_check_model_finds_each_fault(name, tmp_path):
     made = checks(lambda: pipeline_of("QwenImagePipeline"), broken, options, prompts_for(own.spec, tmp_path), tmp_path)
     first = next(check for check in reported(made) if not check.passed)
     assert (first.name, first.remedy) == (name, REMEDIES[name])
+
+
+def test_check_model_names_one_time_where_a_call_takes_a_single_time(tmp_path):
+    """Wan2.2-TI2V-5B described without it; all other checks are made as with it."""
+    spec = replace(SPECS["WanPipeline"], one_time=lambda pipeline: False)
+
+    def timed():
+        pipeline = pipeline_of("WanPipeline")
+        pipeline.register_to_config(expand_timesteps=True)
+        return pipeline
+
+    options = PolicyConfig(path="", **size_of("WanPipeline"), lora_rank=4)
+    found = list(reported(checks(timed, DiffusersPolicy.of(spec), options, prompts_for(spec, tmp_path), tmp_path)))
+    assert [check.name for check in found if not check.passed] == ["velocity"]
+    assert len(found) == len(REMEDIES) - 1 and "one_time=lambda pipeline: True" in found[2].found
 
 
 def perturb(policy, size):

@@ -46,6 +46,7 @@ OTHER_SOLVER = 1e-2
 """The same, for pictures of a pipeline with another solver than Euler's, whose times are whole numbers."""
 
 DESCRIPTION = "see `encoded` (all results of encode_prompt, in order), `widths`, `fixed` and `one_time` of the PipelineSpec"
+ONE_TIME = "the call takes one time for all rows: the PipelineSpec needs one_time=lambda pipeline: True"
 REMEDIES = {
     "policy": DESCRIPTION,
     "noise": "prepare_latents must draw one latent per generator, and nothing else",
@@ -205,9 +206,9 @@ def checks(
 
     noise = policy.noise([generator_for(CHECK_SEED, "picture", i) for i in range(len(prompts))])
     yield _equal("noise", noise, own.noise.cpu(), limit, "as the pipeline's own")
-    with torch.no_grad():
-        velocity = policy.velocity(noise.to(device), policy.grid(CHECKED_STEPS)[:1].expand(len(prompts)).to(device), cond)
-    yield _equal("velocity", velocity, own.velocity, limit, "of the first step as its own")
+    first = policy.grid(CHECKED_STEPS)[:1].expand(len(prompts)).to(device)
+    velocity, without = _velocity(policy, noise.to(device), first, cond)
+    yield _equal("velocity", velocity, own.velocity, limit, "of the first step as its own", without)
 
     grids = {
         shift: Sampler(policy=policy, shift=shift, num_steps=CHECKED_STEPS, seed=CHECK_SEED) for shift in ("model", "scheduler")
@@ -226,10 +227,9 @@ def checks(
 
     bound = policy.boundary  # of two experts each has one row
     x, sigma = noise.to(device), torch.tensor([0.8, 0.3] if bound is None else [(1 + bound) / 2, bound / 2], device=device)
-    with torch.no_grad():
-        both = policy.velocity(x, sigma, cond)
-        each = [policy.velocity(x[i : i + 1], sigma[i : i + 1], policy.encode(prompts[i : i + 1])) for i in range(2)]
-    yield _equal("batch", both, torch.cat(each), limit, "two rows as two of one")
+    both, without = _velocity(policy, x, sigma, cond)
+    each = [_velocity(policy, x[i : i + 1], sigma[i : i + 1], policy.encode(prompts[i : i + 1]))[0] for i in range(2)]
+    yield _equal("batch", both, torch.cat(each), limit, "two rows as two of one", without)
 
     perturb(policy)
     sigma = sigma[[policy.trains_at(float(each)) for each in sigma]].repeat(2)[:2]
@@ -309,12 +309,32 @@ def slope(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> tuple
     return sum(bool(each.any()) for each in gradients), min(slopes, key=lambda each: abs(each - norm)), norm
 
 
+@torch.no_grad()
+def _velocity(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> tuple[Tensor, str]:
+    """A velocity, and what its description lacks: "" if nothing. A call that fails is tried again as one that takes a single
+    time for all rows."""
+    try:
+        return policy.velocity(x, sigma, cond), ""
+    except Exception as error:
+        if policy.one_time or out_of_memory(error):
+            raise
+        policy.one_time = True
+        try:
+            velocity = policy.velocity(x, sigma, cond)
+        except Exception:
+            raise error from None
+        return velocity, f"{ONE_TIME}; without it {type(error).__name__}: {str(error).splitlines()[0]}"
+
+
 def _apart(a: Tensor, b: Tensor) -> float:
     return float((a.cpu() - b.cpu()).abs().max()) if a.shape == b.shape else float("nan")
 
 
-def _equal(name: str, ours: Tensor, own: Tensor, limit: float, said: str) -> ModelCheck:
-    """Whether two tensors differ by at most `limit`, relative to the largest value where that is above 1."""
+def _equal(name: str, ours: Tensor, own: Tensor, limit: float, said: str, lacking: str = "") -> ModelCheck:
+    """Whether two tensors differ by at most `limit`, relative to the largest value where that is above 1, and nothing is
+    `lacking`."""
+    if lacking:
+        return ModelCheck(name, lacking, float("nan"))
     error = _apart(ours, own)
     shapes = "" if ours.shape == own.shape else f"; {tuple(ours.shape)} and {tuple(own.shape)}"
     return ModelCheck(name, f"{said}: largest difference {error:.0e}{shapes}", error, limit * max(1.0, float(own.abs().max())))
