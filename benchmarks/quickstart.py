@@ -28,7 +28,7 @@ from g2rpo.app.evaluate import evaluate, run_settings
 from g2rpo.app.train import train
 from g2rpo.cli.output import Output
 from g2rpo.core.statistics import in_proportion, interval
-from g2rpo.evaluation.controls import TUNED, Control, default_controls
+from g2rpo.evaluation.controls import Control, default_controls
 from g2rpo.evaluation.untrained import RIGHT, Controls
 from g2rpo.run.run import Run
 from g2rpo.testbed.words.language import parse_word
@@ -114,11 +114,11 @@ def read_by_tesseract(judged: list[dict[str, Any]], folder: Path) -> dict[str, l
 def controls_of(folder: Path, read: dict[str, list[bool]] | None) -> dict[str, Any]:
     """By reward the mean of every control, and the best one against the tuned model."""
     results = Controls.model_validate(json.loads((folder / "results.json").read_text())["controls"])
-    others = [way for way in results.ways if way.name not in ("base", "tuned", f"tuned, {TUNED}")]
+    others = results.of("knob", "several")
     found: dict[str, Any] = {}
     for name, best in ((name, best) for name, best in results.best.items() if name != RIGHT):
         means = {way.name: way.means[name] for way in others}
-        found[name] = {"means": means, "control": best.way, "mean": best.mean, "lead": best.model_dump()["lead"]}
+        found[name] = {"means": means, "control": best.name, "mean": best.means[name], "lead": best.leads[name].model_dump()}
     if read is not None:
         means = {way.name: statistics.mean(read[way.name]) for way in others}
         best_read = max(means, key=means.__getitem__)

@@ -28,6 +28,7 @@ from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
+from g2rpo.evaluation.untrained import Controls
 from g2rpo.evaluation.work import work
 from g2rpo.lab.compare.jobs import Workers
 from g2rpo.lab.compare.results import read_judged
@@ -225,7 +226,14 @@ def study(world: str, numbers: Sequence[int], jobs: int, out: Path) -> dict[str,
         controls=True,
         emit=lambda event: print(event.text, flush=True) if isinstance(event, Line) else None,
     )
-    return json.loads(found.results.read_text())
+    results: dict[str, Any] = json.loads(found.results.read_text())
+    free = Controls.model_validate(results["controls"])
+    results["controls"] = [
+        {"reward": reward, "control": way.name, "mean": way.means[reward], "change": way.changes[reward].model_dump()}
+        for best in (free.best, free.best_of)
+        for reward, way in best.items()
+    ]
+    return results
 
 
 def quiet_seconds(world: str, numbers: Sequence[int], spent: dict[str, Any], out: Path) -> dict[str, float]:

@@ -207,8 +207,9 @@ def test_controls_stand_beside_base_and_tuned_with_what_they_cost():
         ("tuned", 10, 0, 1.0),
     ]
     best, several = found.best["reward"], found.best_of["reward"]
-    assert (best.way, best.mean, best.base, best.tuned, best.lead.mean, best.lead.count) == ("steps 20", 0.5, 0.0, 1.0, 0.5, 2)
-    assert (several.way, several.mean, several.lead.mean) == ("best of 2", 1.0, 0.0)
+    lead = best.leads["reward"]
+    assert (best.name, best.means["reward"], lead.mean, lead.count) == ("steps 20", 0.5, 0.5, 2)
+    assert (several.name, several.means["reward"], several.leads["reward"].mean) == ("best of 2", 1.0, 0.0)
     (said,) = in_words([found], [RIGHT])
     assert said.replace("\N{NO-BREAK SPACE}", " ") == (
         "On 2 of these prompts 0 % are right without training, 50 % with the best free knob (steps 20), "

@@ -9,6 +9,7 @@ import torch
 from g2rpo.core.statistics import FEWEST_VALUES
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.controls import CONTROL_PROMPTS, prompts_within
+from g2rpo.evaluation.untrained import Controls
 from g2rpo.monitor.alarms import diversity_alarm
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -29,6 +30,7 @@ def test_a_run_samples_free_knobs_of_the_untrained_model(tmp_path, tuning):
     results, _ = results_of(tmp_path, "evaluation.controls=true", f"policy.tuning={tuning}")
     controls = results["controls"]
     ways = {way["name"]: way for way in controls["ways"]}
+    found = Controls.model_validate(controls)
     expected = torch.tensor([0.0, 0.1, 0.2]).sigmoid()
     assert controls["prompts"] == 3 and controls["training"] > 0
     assert ways["initial noise x 0"]["means"]["bright"] == pytest.approx(float(expected.mean()), abs=1e-5)
@@ -37,12 +39,12 @@ def test_a_run_samples_free_knobs_of_the_untrained_model(tmp_path, tuning):
     assert ways["best of 16"]["means"]["bright"] > ways["best of 2"]["means"]["bright"] > ways["base"]["means"]["bright"]
     knobs = [way for name, way in ways.items() if not name.startswith(("base", "best of", "tuned"))]
     for name in ("bright", "dark"):
-        best, row = controls["best"][name], results["rewards"][name]
-        assert best["mean"] == max(way["means"][name] for way in knobs)
-        assert best["lead"]["mean"] == pytest.approx(best["tuned"] - best["mean"], abs=1e-6)
-        assert (best["base"], best["tuned"]) == pytest.approx((row["base"], row["tuned"]), abs=1e-6)
-        half = ways["tuned, initial noise x 0.5"]["means"][name] - ways["tuned"]["means"][name]
-        assert controls["tuned_control"][name]["mean"] == pytest.approx(half, abs=1e-6)
+        best, row = found.best[name], results["rewards"][name]
+        assert best.means[name] == max(way["means"][name] for way in knobs)
+        base, tuned, half = (ways[way]["means"][name] for way in ("base", "tuned", "tuned, initial noise x 0.5"))
+        assert best.leads[name].mean == pytest.approx(tuned - best.means[name], abs=1e-6)
+        assert (base, tuned) == pytest.approx((row["base"], row["tuned"]), abs=1e-6)
+        assert ways["tuned, initial noise x 0.5"]["leads"][name]["mean"] == pytest.approx(tuned - half, abs=1e-6)
     card = next(tmp_path.glob("*/README.md")).read_text()
     assert "with the best free knob" in card and "Training took" in card
 

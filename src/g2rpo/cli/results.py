@@ -114,7 +114,7 @@ def controls_table(judging: Judging, width: int) -> Table:
     steps = min(judging.config.steps)
     out = Table(title=f"without training, {steps} steps unless others are named: means, and the price of a picture")
     add_columns(out, width, "sampled", [way.name for way in found.ways], ["evaluations", "readings", *names])
-    best = {name: [of[name].way for of in (found.best, found.best_of) if name in of] for name in names}
+    best = {name: [of[name].name for of in (found.best, found.best_of) if name in of] for name in names}
     for way in found.ways:
         means = {name: figures(way.means[name]) for name in names}
         cells = [f"[bold]{mean}[/]" if way.name in best[name] else mean for name, mean in means.items()]

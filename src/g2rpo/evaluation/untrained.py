@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from g2rpo.core.errors import counted
 from g2rpo.core.plain import Section
 from g2rpo.core.statistics import Interval, group_std, interval
 from g2rpo.evaluation.controls import TUNED, Control
@@ -37,40 +39,63 @@ class Ends(Section):
         return Interval(mean, low, high, self.count)
 
 
-class Way(Section):
-    """One way of sampling: what a picture costs in network evaluations and readings of the trained rewards, means by name, and
-    changes from the base on the same prompts and noise."""
+Kind = Literal["base", "knob", "several", "tuned", "tuned knob"]
 
+
+class Way(Section):
+    """One way of sampling, a row of the table of controls: base or tuned model, a free knob, the best of several pictures.
+    Means and changes are by name."""
+
+    kind: Kind
     name: str
     evaluations: int
+    """Network evaluations of a picture."""
     readings: int
+    """Readings of the trained rewards of a picture."""
     means: dict[str, float | None]
     changes: dict[str, Ends]
+    """From the base, on the same prompts and noise."""
+    leads: dict[str, Ends] = Field(default_factory=dict)
+    """Of the tuned model over this way, where there is one."""
 
-
-class Best(Section):
-    """By one score the best of some ways, and how far the tuned model is above it, where there is one."""
-
-    way: str
-    mean: float
-    base: float
-    tuned: float | None = None
-    lead: Ends | None = None
+    @property
+    def price(self) -> str:
+        """Of a picture."""
+        readings = f" and {counted(self.readings, 'reading')} of the trained rewards" if self.readings else ""
+        return f"{counted(self.evaluations, 'network evaluation')}{readings} a picture"
 
 
 class Controls(Section):
-    """What the untrained model reaches on some prompts: in results.json."""
+    """What the untrained model reaches on some prompts, way by way: in results.json."""
 
     prompts: int
     ways: list[Way]
-    best: dict[str, Best]
-    """By name, among the free knobs."""
-    best_of: dict[str, Best]
-    """By name, the best of the most draws."""
-    tuned_control: dict[str, Ends] = Field(default_factory=dict)
-    """By name, the change of the tuned model with `TUNED`."""
+    """The base first."""
     training: int | None = None
     """Network evaluations of the training, of the size that is judged."""
+
+    def of(self, *kinds: Kind) -> list[Way]:
+        return [way for way in self.ways if way.kind in kinds]
+
+    @property
+    def best(self) -> dict[str, Way]:
+        """By name the free knob with the highest mean."""
+        return self._best(self.of("knob"))
+
+    @property
+    def best_of(self) -> dict[str, Way]:
+        """By name the best of the most pictures."""
+        return self._best(self.of("several")[-1:])
+
+    def _best(self, ways: Sequence[Way]) -> dict[str, Way]:
+        """Names that cannot be compared, for want of scores, are left out."""
+        best = {}
+        for name, base in self.ways[0].means.items():
+            scored = [way for way in ways if way.means[name] is not None]
+            way = max(scored, key=lambda way: way.means[name] or 0.0, default=None)
+            if way is not None and base is not None and (not way.leads or way.leads[name].count):
+                best[name] = way
+        return best
 
 
 def against_controls(
@@ -82,32 +107,37 @@ def against_controls(
     tuned_control: ControlScores | None = None,
     training: int | None = None,
 ) -> Controls:
-    """Compares scores of the base by control, and of the tuned model (`tuned_control`: as `TUNED`), all of the same prompts.
-    The best of several draws is chosen by the trained rewards with their `weights`."""
-    knobs = {control: scores for control, scores in controls.items() if not control.draw}
-    draws = [base, *(scores for control, scores in controls.items() if control.draw and control == Control(draw=control.draw))]
+    """The table of controls, from the base's scores by control and the tuned model's (`tuned_control`: as `TUNED`), all of the
+    same prompts: the rows that `evaluate --controls`, `compare --controls`, results.json, the report and model cards show. The
+    base first; then the free knobs, the best of 2, 4, ... draws, chosen by the trained rewards with their `weights`, and the
+    tuned model, plain and as `TUNED`."""
+
+    def way(kind: Kind, name: str, evaluations: int, scores: ControlScores, readings: int = 0) -> Way:
+        return Way(
+            kind=kind,
+            name=name,
+            evaluations=evaluations,
+            readings=readings,
+            means={of: _mean(values) for of, values in scores.items()},
+            changes={of: _ends(values - base[of]) for of, values in scores.items()},
+            leads={} if tuned is None else {of: _ends(tuned[of] - values) for of, values in scores.items()},
+        )
+
+    ways = [way("base", "base", num_steps, base)]
+    draws = [base]
+    for control, scores in controls.items():
+        if not control.draw:
+            ways.append(way("knob", str(control), control.evaluations(num_steps), scores))
+        elif control == Control(draw=control.draw):
+            draws.append(scores)
     drawn = {name: torch.stack([draw[name] for draw in draws], -1) for name in base}
     counts = [n for n in CHOSEN_FROM if n <= len(draws)]
-    several = {f"best of {n}": best_of(drawn, weights, n) for n in counts}
-
-    def way(name: str, evaluations: int, scores: ControlScores, readings: int = 0) -> Way:
-        means = {of: _mean(values) for of, values in scores.items()}
-        changes = {of: _ends(values - base[of]) for of, values in scores.items()}
-        return Way(name=name, evaluations=evaluations, readings=readings, means=means, changes=changes)
-
-    ways = [way("base", num_steps, base)]
-    ways += [way(str(control), control.evaluations(num_steps), scores) for control, scores in knobs.items()]
-    ways += [way(f"best of {n}", n * num_steps, several[f"best of {n}"], n) for n in counts]
-    ways += [way("tuned", num_steps, tuned)] if tuned is not None else []
-    ways += [way(f"tuned, {TUNED}", num_steps, tuned_control)] if tuned_control is not None else []
-    return Controls(
-        prompts=len(next(iter(base.values()))),
-        ways=ways,
-        best=_best({str(control): scores for control, scores in knobs.items()}, base, tuned),
-        best_of=_best(dict(list(several.items())[-1:]), base, tuned),
-        tuned_control={name: _ends(of - tuned[name]) for name, of in (tuned_control or {}).items()} if tuned else {},
-        training=training,
-    )
+    ways += [way("several", f"best of {n}", n * num_steps, best_of(drawn, weights, n), n) for n in counts]
+    if tuned is not None:
+        ways.append(way("tuned", "tuned", num_steps, tuned))
+    if tuned_control is not None:
+        ways.append(way("tuned knob", f"tuned, {TUNED}", num_steps, tuned_control))
+    return Controls(prompts=len(next(iter(base.values()))), ways=ways, training=training)
 
 
 def best_of(scores: Mapping[str, Tensor], weights: Mapping[str, float], n: int) -> dict[str, Tensor]:
@@ -141,25 +171,6 @@ def expected_of_best(by: Tensor, of: Tensor, n: int) -> Tensor:
     return (chance * of.double()).where(known, 0).sum(-1) / chance.where(known, 0).sum(-1)
 
 
-def _best(ways: Mapping[str, ControlScores], base: ControlScores, tuned: ControlScores | None) -> dict[str, Best]:
-    """By name the way with the highest mean; names without scores are left out."""
-    best = {}
-    for name, before in base.items():
-        means = {way: mean for way, scores in ways.items() if (mean := _mean(scores[name])) is not None}
-        start = _mean(before)
-        if not means or start is None:
-            continue
-        way = max(means, key=means.__getitem__)
-        found = Best(way=way, mean=means[way], base=start)
-        if tuned is not None:
-            lead = _ends(tuned[name] - ways[way][name])
-            if not lead.count:
-                continue
-            found = found.model_copy(update={"tuned": _mean(tuned[name]), "lead": lead})
-        best[name] = found
-    return best
-
-
 def told(found: Controls, trained: Sequence[str]) -> list[str]:
     """The score names that summarise a run: right pictures, or the trained rewards."""
     return [RIGHT] if RIGHT in found.best else list(trained)
@@ -176,76 +187,69 @@ def in_figures(found: Sequence[Controls], names: Sequence[str]) -> list[str]:
     said = []
     for name in names:
         kinds = [one.best for one in found], [one.best_of for one in found]
-        known = [[best[name] for best in kind] for kind in kinds if all(name in best for best in kind)]
-        said += [_lead_over(found, best, name) for best in known]
+        said += [_lead_over(found, [best[name] for best in kind], name) for kind in kinds if all(name in best for best in kind)]
         said += _with_tuned_control(found, name)
     return said + (_paid_back(found) if found and all(one.training and one.best_of for one in found) else [])
 
 
 def _sentence(found: Sequence[Controls], name: str) -> str:
-    best, several = [one.best[name] for one in found], [one.best_of[name] for one in found if name in one.best_of]
-    base, knob, tuned, of = (
-        _value(sum(values) / max(1, len(values)), name)
-        for values in (
-            [one.base for one in best],
-            [one.mean for one in best],
-            [one.tuned or 0.0 for one in best],
-            [one.mean for one in several],
-        )
+    knobs = [one.best[name] for one in found]
+    several = [one.best_of[name] for one in found if name in one.best_of]
+    base, knob, tuned = (
+        _mean_over(ways, name)
+        for ways in ([one.ways[0] for one in found], knobs, [way for one in found for way in one.of("tuned")])
     )
-    chosen = f", {of} as the {several[0].way} pictures" if several else ""
+    chosen = f", {_mean_over(several, name)} as the {several[0].name} pictures" if several else ""
     start = f"{base} are right" if name == RIGHT else f"{name} is {base}"
     return (
         f"On {found[0].prompts} of these prompts {start} without training, {knob} with the best free knob "
-        f"({_ways(best)}){chosen}, and {tuned} after training."
+        f"({_named(knobs)}){chosen}, and {tuned} after training."
     )
 
 
-def _lead_over(found: Sequence[Controls], best: Sequence[Best], name: str) -> str:
+def _lead_over(found: Sequence[Controls], best: Sequence[Way], name: str) -> str:
     """The price of the best ways of a kind, by run, and the tuned model's lead over them."""
-    ways = [next(way for way in one.ways if way.name == own.way) for one, own in zip(found, best, strict=True)]
-    evaluations = " or ".join(str(count) for count in sorted({way.evaluations for way in ways}))
-    read = f" and {ways[0].readings} readings of the trained rewards" if ways[0].readings else ""
-    leads = [own.lead for own in best if own.lead is not None]
+    price = " or ".join(dict.fromkeys(way.price for way in best))
+    leads = [way.leads[name] for way in best if way.leads]
     means = [lead.mean or 0.0 for lead in leads]
     low, high = (leads[0].low, leads[0].high) if len(leads) == 1 else (min(means), max(means))
     judged, ends = "no clear difference", ""
     if low is not None and high is not None:
         judged = "training gained more" if low > 0 else "training gained less" if high < 0 else judged
         ends = f", {_lead(low, name)} to {_lead(high, name)}" + (f" over {len(leads)} seeds" if len(leads) > 1 else "")
-    by = "" if name == RIGHT else f" in {name}"
-    points = " points" if name == RIGHT else ""
-    way = _ways(best)
-    return (
-        f"{way[0].upper()}{way[1:]}: {evaluations} network evaluations{read} a picture instead of "
-        f"{found[0].ways[0].evaluations}; {judged}{by} ({_lead(sum(means) / len(means), name)}{points}{ends})."
-    )
+    by, points = ("", " points") if name == RIGHT else (f" in {name}", "")
+    lead = f"{_lead(sum(means) / len(means), name)}{points}{ends}"
+    way = _named(best)
+    return f"{way[0].upper()}{way[1:]}: {price} instead of {found[0].ways[0].evaluations}; {judged}{by} ({lead})."
 
 
 def _with_tuned_control(found: Sequence[Controls], name: str) -> list[str]:
     """That the tuned model is better with its control; nothing where that is not clear."""
-    changes = [one.tuned_control[name] for one in found if name in one.tuned_control]
-    if not changes or any((change.low or 0.0) <= 0 for change in changes):
+    ways = [way for one in found for way in one.of("tuned knob")]
+    if not ways or any(-(way.leads[name].high or 0.0) <= 0 for way in ways):
         return []
-    reached = [mean for one in found for way in one.ways[-1:] if (mean := way.means[name]) is not None]
-    value = _value(sum(reached) / len(reached), name)
-    return [f"Sampled with {TUNED} the tuned model reaches {value}{'' if name == RIGHT else f' in {name}'}."]
+    by = "" if name == RIGHT else f" in {name}"
+    return [f"Sampled with {TUNED} the tuned model reaches {_mean_over(ways, name)}{by}."]
 
 
 def _paid_back(found: Sequence[Controls]) -> list[str]:
     """From how many pictures on training has cost less than choosing the best of several."""
-    several = [way for way in found[0].ways if way.readings]
+    several = found[0].of("several")[-1]
     training = sum(one.training or 0 for one in found) / len(found)
-    more = several[-1].evaluations - found[0].ways[0].evaluations
-    pictures = math.ceil(training / more)
+    more = several.evaluations - found[0].ways[0].evaluations
     return [
-        f"Training took {training:,.0f} network evaluations; the {several[-1].name} takes {more} more a picture than the tuned "
-        f"model, and so costs more from {pictures:,} pictures on."
+        f"Training took {training:,.0f} network evaluations; the {several.name} takes {more} more a picture than the tuned "
+        f"model, and so costs more from {math.ceil(training / more):,} pictures on."
     ]
 
 
-def _ways(best: Sequence[Best]) -> str:
-    return " or ".join(dict.fromkeys(one.way for one in best))
+def _named(ways: Sequence[Way]) -> str:
+    return " or ".join(dict.fromkeys(way.name for way in ways))
+
+
+def _mean_over(ways: Sequence[Way], name: str) -> str:
+    """The mean of these ways, one of each run."""
+    return _value(sum(way.means[name] or 0.0 for way in ways) / len(ways), name)
 
 
 def _value(value: float, name: str) -> str:

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.errors import UserError
+from g2rpo.evaluation.untrained import Controls
 from g2rpo.evaluation.work import iterations_within, work
 from g2rpo.lab.compare.jobs import environment_of
-from g2rpo.lab.compare.results import FREE, lines
+from g2rpo.lab.compare.results import lines
 from g2rpo.lab.compare.study import Study, parse_budget, parse_cells
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
@@ -191,15 +192,14 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     means = [np.nanmean([row["scores"]["scene_accuracy"] for row in rows if row["steps"] == 4]) for rows in (base, tuned)]
     assert line["tuned"]["mean"] == pytest.approx(means[1]) and line["change"]["mean"] == pytest.approx(means[1] - means[0])
 
-    knob, several = [knob for knob in results["controls"] if knob["reward"] == "scene_accuracy"]
-    ways = json.loads((out / "judged/controls/results.json").read_text())["controls"]["ways"]
-    means = {way["name"]: way["means"]["scene_accuracy"] for way in ways}
-    best = max(mean for name, mean in means.items() if not name.startswith(("base", "best of")))
-    assert knob["mean"] == pytest.approx(best) == pytest.approx(means[knob["control"]])
-    assert [several[key] for key in ("kind", "control", "evaluations", "readings")] == ["best_of", "best of 16", 32, 16]
+    free = Controls.model_validate(results["controls"])
+    knob, several = free.best["scene_accuracy"], free.best_of["scene_accuracy"]
+    assert knob.means["scene_accuracy"] == max(way.means["scene_accuracy"] for way in free.of("knob"))
+    assert (several.name, several.evaluations, several.readings) == ("best of 16", 32, 16)
     two = [row["scores"]["scene_accuracy"] for row in base if row["steps"] == 2]
-    assert knob["change"]["mean"] == pytest.approx(knob["mean"] - np.nanmean(two))
-    assert all(f"| {label} | " in (out / "results.md").read_text() for label in FREE.values()) and "best free knob" in shown
+    change = knob.changes["scene_accuracy"].mean
+    assert change == pytest.approx(knob.means["scene_accuracy"] - np.nanmean(two))
+    assert "best free knob" in shown and f"{knob.name}: {knob.price}" in shown and several.price in shown
 
     for other in ([], [*mix, "sampling.num_steps=5"]):
         assert "holds another study" in refused(capsys, *asked, *other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.sweep import EvaluationDirectory, JudgedSteps
-from g2rpo.evaluation.untrained import Controls
+from g2rpo.evaluation.untrained import Controls, Way
 from g2rpo.evaluation.work import work
 from g2rpo.lab.compare.study import Study, StudyDirectory
 from g2rpo.monitor.curves import CurveLine, Panel, save_figure, small_multiples
@@ -24,9 +24,6 @@ from g2rpo.run.rates import Pilot, Sweep, Values
 from g2rpo.run.run import Run
 
 MADE_AGAIN = "delete this folder, and the same command makes it again"
-FREE = {"best": "no training: best free knob", "best_of": "no training: best of several"}
-"""What no training gives, by its name in `Controls`."""
-
 Judged = Mapping[tuple[int, str], Values]
 """Scores by (steps, reward): [N] prompts, or [S, N] training seeds by prompts."""
 
@@ -165,36 +162,6 @@ def lines(base: Judged, cells: Mapping[str, Judged]) -> list[Outcome]:
 
 
 @dataclass(frozen=True)
-class Knob:
-    """For one reward the best free knob of the untrained model ("best"), or the best of several pictures by the trained rewards
-    ("best_of"): its change against the base, on the same noise, and what a picture costs."""
-
-    kind: str
-    reward: str
-    control: str
-    mean: float
-    change: Interval
-    evaluations: int
-    readings: int
-
-    def __str__(self) -> str:
-        readings = f" and {self.readings} readings" if self.readings else ""
-        return f"{self.change:+}, {self.control}; {self.evaluations} evaluations{readings} a picture"
-
-
-def best_knobs(found: Controls, rewards: Collection[str]) -> list[Knob]:
-    """Those of an evaluation, of `rewards`."""
-    ways, knobs = {way.name: way for way in found.ways}, []
-    for kind in FREE:
-        for reward, best in getattr(found, kind).items():
-            if reward in rewards:
-                way = ways[best.way]
-                change = way.changes[reward].interval
-                knobs.append(Knob(kind, reward, way.name, best.mean, change, way.evaluations, way.readings))
-    return knobs
-
-
-@dataclass(frozen=True)
 class _WithControls:
     """Of an evaluation's results.json."""
 
@@ -219,7 +186,7 @@ def write_results(
         scores = {cell: of_runs(own, -1) for cell, own in runs.items()}
     rewards = runs[first][0].scores[0]
     controls = folder.judged("controls").results
-    knobs = best_knobs(read_as(_WithControls, controls).controls, rewards) if controls.is_file() else []
+    free = read_as(_WithControls, controls).controls if controls.is_file() else None
     curves = {reward: {cell: curve(own, reward) for cell, own in runs.items()} for reward in rewards}
     found = {
         "study": study.model_dump(mode="json"),
@@ -230,11 +197,11 @@ def write_results(
         "pilots": {cell: own[0].sweep.pilots for cell, own in runs.items() if own[0].sweep is not None},
         "spent": {cell: spent(own) for cell, own in runs.items()},
         "judged": lines(base, scores),
-        "controls": knobs,
+        "controls": free and free.model_dump(mode="json"),
         "curves": curves,
     }
     write_whole(folder.results, as_json(found, 1).encode())
-    write_whole(folder.page, page(study, found).encode())
+    write_whole(folder.page, page(study, found, free).encode())
     save_study_curves(folder.curves, curves, trained)
 
 
@@ -249,9 +216,9 @@ def _check_alike(runs: Mapping[Path, History]) -> None:
             )
 
 
-def page(study: Study, found: Mapping[str, Any]) -> str:
-    """The results as tables in Markdown."""
-    cells, table, knobs = list(found["spent"]), found["judged"], found["controls"]
+def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
+    """The results as tables in Markdown, with what `free` knobs of the base reach."""
+    cells, table = list(found["spent"]), found["judged"]
     rewards = list(dict.fromkeys(line.reward for line in table))
     head = ["cell", *(f"{name} ({'trained' if name in found['trained'] else 'judged'})" for name in rewards)]
     own = {cell: study.budget_of(cell) for cell in cells}
@@ -264,9 +231,11 @@ def page(study: Study, found: Mapping[str, Any]) -> str:
     for steps in dict.fromkeys(line.steps for line in table):
         at = {(line.cell, line.reward): line for line in table if line.steps == steps}
         changes = [[cell, *(f"{at[cell, name].change:+}" for name in rewards)] for cell in cells]
-        for kind, label in FREE.items() if steps == table[0].steps else ():
-            if of := {knob.reward: str(knob) for knob in knobs if knob.kind == kind}:
-                changes.append([label, *(of.get(name, "–") for name in rewards)])
+        if free is not None and steps == table[0].steps:
+            changes += [
+                ["best free knob of the base", *_free(free.best, rewards)],
+                ["best of several", *_free(free.best_of, rewards)],
+            ]
         parts += [f"## {steps} steps: change against the base", _table(head, changes)]
         if len(cells) > 1:
             leads = [[cell, *(f"{at[cell, name].lead:+}" for name in rewards)] for cell in cells[1:]]
@@ -291,6 +260,11 @@ def page(study: Study, found: Mapping[str, Any]) -> str:
             _table(["cell", "learning rate", "iterations", "gain"], tried),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _free(best: Mapping[str, Way], rewards: Sequence[str]) -> list[str]:
+    """A cell for every reward: the change that a way of sampling gives, and its price."""
+    return [f"{way.changes[name].interval:+}, {way.name}: {way.price}" if (way := best.get(name)) else "–" for name in rewards]
 
 
 def _gain(pilot: Pilot) -> str:
