@@ -90,7 +90,7 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set_frame_on(False)
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=GRID, linewidth=1, clip_on=False)
-    axes.tick_params(length=0, labelcolor=FIGURE_SOFT, labelsize=9)
+    axes.tick_params(left=False, bottom=False, labelcolor=FIGURE_SOFT, labelsize=9)
     axes.ticklabel_format(useOffset=False)
     axes.locator_params("x", nbins=6, integer=True)
     axes.locator_params("y", nbins=6)

@@ -40,7 +40,7 @@ from g2rpo.lab.demo.group import offered_granularities, plan_label, trace_group
 from g2rpo.lab.demo.model import MAX_PROMPT, config_of_model, open_model, training_of, what_it_is, why_no_word
 from g2rpo.lab.demo.opening import FIRST, opening, opening_of
 from g2rpo.lab.demo.views import digits, drawing_html, run_html, trace_html
-from g2rpo.lab.report.history import read_runs
+from g2rpo.lab.report.history import SeedGroup, read_runs
 from g2rpo.monitor.scores import read_rows, scores_of
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guidance_of
@@ -123,10 +123,10 @@ def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
     config = config_of(run)
     heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")[: config.evaluation.num_prompts]
     session = open_model(config, run / ("adapter" if run.name == "lora" else "transformer"), print, heldout)
-    log = read_runs([run])[0]
+    (after,) = SeedGroup((read_runs([run])[0],)).judged_after
     for number, prompt in enumerate(heldout):
         drawing = draw(session, prompt)
-        for evaluation, iteration in ((drawing.base.evaluation, 0), (drawing.tuned.evaluation, log.changes()[0].iteration)):
+        for evaluation, iteration in ((drawing.base.evaluation, 0), (drawing.tuned.evaluation, after)):
             stored = scores_of(read_rows(Run(run).scores(iteration)))
             for name, value in evaluation.scores.items():  # other batches, so not to the last bit
                 torch.testing.assert_close(value, stored[name][number : number + 1], atol=1e-4, rtol=0, equal_nan=True)

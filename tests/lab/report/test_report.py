@@ -14,12 +14,13 @@ import yaml
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.core import statistics
-from g2rpo.core.statistics import interval
+from g2rpo.core.statistics import Interval, interval
+from g2rpo.evaluation.untrained import RIGHT
 from g2rpo.lab.report.charts import compact
-from g2rpo.lab.report.history import RewardChange, read_runs, rollout_seconds, seed_groups
+from g2rpo.lab.report.history import Change, SeedGroup, read_runs, seed_groups
 from g2rpo.lab.report.page import render
 from g2rpo.lab.report.pictures import MOST_EVALUATIONS
-from g2rpo.lab.report.verdict import decimals, in_time, signed, summary_of, verdict
+from g2rpo.lab.report.verdict import decimals, figures, in_time, signed, summary_of, verdict
 from g2rpo.monitor.alarms import ALARM_ADVICE
 from g2rpo.monitor.scores import read_rows, right_of, save_pictures, save_rows, score_rows, scores_of
 from g2rpo.run.run import Run
@@ -103,40 +104,35 @@ def test_the_headline_is_results_json(run_dir, html):
     assert results["iteration"] == 4
     for name, use in (("bright", "trained on"), ("dark", "judged only")):
         row = results["rewards"][name]
-        digits = decimals(row["error"])
-        base, tuned = (f"{row[key]:.{digits}f}".replace("-", "−") for key in ("base", "tuned"))
-        change = signed(row["tuned"] - row["base"], digits)
-        assert f"{name} {use} {base} {tuned} {change} too few prompts" in words.replace("  ", " ")
+        base, tuned = (f"{row[key]:.3f}".replace("-", "−") for key in ("base", "tuned"))
+        assert f"{name} {use} {base} {tuned} {signed(row['tuned'] - row['base'], 3)} too few prompts" in words
         assert row["count"] == 3
     assert "Finished: 4 iterations." in words and "LoRA of rank 32" in words and "bright × 1" in words
 
 
 def test_charts_hold_the_logged_numbers(run_dir, html):
-    charts = Page(html).charts
-    rows = Run(run_dir).read_log()
+    page = Page(html)
+    charts, rows = page.charts, Run(run_dir).read_log()
     faint, marked = charts["bright, trained on"]["lines"]
     for line, kind in ((faint, "train"), (marked, "eval")):
         logged = [row for row in rows if row["kind"] == kind]
         assert line["x"] == [row["iteration"] for row in logged]
         assert [float(y) for y in line["y"]] == [pytest.approx(row["reward/bright"], rel=1e-3) for row in logged]
-    early, late = charts["Spread of bright"]["lines"]
-    for line, row in ((early, rows[1]), (late, rows[-2])):  # a fifth of four iterations is one
-        assert row["kind"] == "train" and line["x"] == [0, 1, 2]
-        assert [float(y) for y in line["y"]] == [pytest.approx(row[f"step/{k}/spread/bright"], rel=1e-3) for k in range(3)]
-    assert {"Advantage size", "Agreement of tails", "Agreement over time", "Gradient norm", "Loss"} <= set(charts)
-
-
-def test_with_several_ranks_evaluations_take_as_long_as_the_last_rank():
-    """The first one waits for it; a single rank waits for scores at most."""
-    row = {"seconds/rollout": 0.5, "seconds/waiting": 3.5}
-    assert [rollout_seconds(row | ranks) for ranks in ({}, {"ranks": 1}, {"ranks": 2})] == [0.5, 0.5, 4.0]
+    assert {"Gradient norm", "Loss", "Brightness"} <= set(charts)
+    early, late = rows[1], rows[-2]  # a fifth of four iterations is one
+    for step in range(3):
+        keys = [f"step/{step}/{what}" for what in ("spread/bright", "advantage", "agreement")]
+        cells = [f"{figures(early[key])} → {figures(late[key])}" for key in keys]
+        assert f"{step} {' '.join(cells)}" in page.words
 
 
 def test_costs_are_sums(run_dir, html):
     rows = [row for row in Run(run_dir).read_log() if row["kind"] == "train"]
     words = Page(html).words
     assert f"Network evaluations {sum(row['evaluations'] for row in rows):,}" in words
-    assert f"Pictures scored {4 * 2 * 3 * 2 * 6}" in words  # iterations, prompts, branch steps, granularities, members
+    assert (
+        "… rollout" in words and f"Pictures scored {4 * 2 * 3 * 2 * 6}," in words
+    )  # iterations, prompts, branch steps, granularities, members
 
 
 def test_the_page_needs_nothing_else(html):
@@ -184,61 +180,63 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
     for value in [*t.evaluator.baseline.scores["bright"], *t.score_heldout().scores["bright"]]:
         assert f"bright {float(value):.3f}" in page.words
     share = [f"{100 * row['right']:.0f} %" for row in (rows[0], rows[-1])]
-    assert f"Right on {share[1]} of 3 held-out prompts; before training {share[0]}, too few" in page.words
+    assert f"Right on {share[1]} of 3 held-out prompts, before training {share[0]}, too few" in page.words
     assert "✓ is right and ✗ wrong" in page.words
     assert "✓" not in Page(render(read_runs([run_dir]))).words  # nothing there can tell
 
 
-def said(directory, rewards, right=None, alarms=(), more=None):
-    """Sentences and figures of a run with these results: {name: (trained, base, tuned, error, spread)}."""
+COUNT = 192
+
+
+def said(directory, rewards, right=(), alarms=(), more=None):
+    """Sentences of a run whose scores have these statistics: {name: (trained, base, tuned, error, spread)}."""
     names, judged = ({name: 1.0 for name, row in rewards.items() if row[0] == trained} for trained in (True, False))
     Run(directory).claim(resolve({**PLAIN, "rewards": names, "evaluation": {**PLAIN["evaluation"], "rewards": judged}}))
-
-    def row(*values):
-        return dict(zip(("base", "tuned", "error", "spread"), values, strict=True))
-
-    results = {"iteration": 4, "prompts": 192, "rewards": {name: row(*values[1:]) for name, values in rewards.items()}}
-    (directory / "results.json").write_text(json.dumps(results | ({"right": row(*right)} if right else {}) | (more or {})))
-    logged = {"kind": "eval", "iteration": 4, "seconds": 1.0, "alarms": dict.fromkeys(alarms, "seen")}
-    (directory / "metrics.jsonl").write_text(json.dumps(logged) + "\n")
-    told = summary_of(*read_runs([directory]))
-    plain = [" ".join(lines).replace("\N{NO-BREAK SPACE}", " ") for lines in (told.sentences, told.figures)]
-    assert "No free knob of the untrained model was tried" in plain[0]
-    return plain
+    standard = torch.arange(COUNT).double()
+    standard = (standard - standard.mean()) / standard.std()
+    base = {name: row[1] + row[4] * standard for name, row in rewards.items()}
+    tuned = {name: base[name] + row[2] - row[1] + row[3] * COUNT**0.5 * standard.flip(0) for name, row in rewards.items()}
+    for place, (iteration, scores) in enumerate(((0, base), (4, tuned))):
+        verdicts = (torch.arange(COUNT) < round(right[place] * COUNT)).float() if right else None
+        save_rows(Run(directory).scores(iteration), score_rows(["a"] * COUNT, scores, verdicts))
+    results = {"iteration": 4, "rewards": {}} | (more or {})
+    (directory / "results.json").write_text(json.dumps(results))
+    logged = [{"kind": "eval", "iteration": iteration, "seconds": 1.0} for iteration in (0, 4)]
+    logged[1]["alarms"] = dict.fromkeys(alarms, "seen")
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+    sentences = " ".join(summary_of(*read_runs([directory])).sentences).replace("\N{NO-BREAK SPACE}", " ")
+    assert "No free knob of the untrained model was tried" in sentences
+    return sentences
 
 
 def test_the_summary_says_what_happened_in_plain_words(tmp_path):
+    """Intervals by hand: 36 of 192 prompts became right: .1875, ± 1.97 sqrt(.1875 (1 - .1875) / 191) = .056."""
     up, flat, down = (True, 0.5, 0.7, 0.05, 0.4), (False, 70.0, 70.4, 0.3, 2.0), (False, 0.8, 0.6, 0.05, 0.1)
-    sentences, figures = said(tmp_path / "a", {"one": up, "two": flat}, right=(0.43, 0.62, 0.03, 0.5), alarms=["hacking"])
-    assert sentences.startswith("Right on 62 % of 192 held-out prompts; before training 43 %. No free knob")
-    assert sentences.endswith("No other score clearly fell; 1 alarm: hacking.")
-    assert figures == (
-        "Right pictures: 43 % to 62 % (+19 ± 6 points). one: 0.500 to 0.700 (change +0.101 to +0.299); "
-        "+0.50 s.d. (+0.25 to +0.75)."
-    )
-    sentences, _ = said(tmp_path / "c", {"one": up})
-    assert sentences.startswith("On 192 held-out prompts one rose: +0.50 standard deviations (+0.25 to +0.75). No free knob")
+    sentences = said(tmp_path / "a", {"one": up, "two": flat}, right=(0.43, 0.62), alarms=["hacking"])
+    told = "Trained on one for 4 iterations. Right on 62 % of 192 held-out prompts, before training 43 %"
+    assert sentences.startswith(f"{told} (+19 points, +13 to +24). No free knob")
+    assert sentences.endswith("Nothing that was judged clearly fell; 1 alarm: hacking.")
+    sentences = said(tmp_path / "c", {"one": up})
+    assert "On 192 held-out prompts one rose: +0.50 standard deviations (+0.25 to +0.75). No free knob" in sentences
     assert sentences.endswith("No other score was judged; no alarm.")
-    both, _ = said(
-        tmp_path / "d",
-        {"one": (True, 0.5, 0.3, 0.05, 0.4), "other": (True, 0.5, 0.51, 0.05, 0.4), "two": down},
-        alarms=["a", "b"],
-    )
+    rewards = {"one": (True, 0.5, 0.3, 0.05, 0.4), "other": (True, 0.5, 0.51, 0.05, 0.4), "two": down}
+    both = said(tmp_path / "d", rewards, alarms=["a", "b"])
     assert both.startswith(
-        "On 192 held-out prompts one fell: −0.50 standard deviations (−0.75 to −0.25); "
-        "other did not clearly change: +0.03 standard deviations (−0.22 to +0.27)."
+        "Trained on one and other for 4 iterations. On 192 held-out prompts one fell: −0.50 standard deviations "
+        "(−0.75 to −0.25); other did not clearly change: +0.03 standard deviations (−0.22 to +0.27)."
     )
-    assert both.endswith("Fallen: one, two; 2 alarms: a, b.")
+    assert both.endswith("Worse: one (−0.50 s.d.), two (−2.00 s.d.); 2 alarms: a, b.")
     Run(tmp_path / "e").claim(config())
-    assert summary_of(*read_runs([tmp_path / "e"])).sentences == [
-        "Nothing can be said yet: there is no second evaluation to compare the base model's with."
-    ]
+    (only,) = summary_of(*read_runs([tmp_path / "e"])).sentences
+    assert only.startswith("Nothing can be said yet")
 
 
-def test_a_change_that_is_clear_and_small_shows_how_small_it_is(tmp_path):
+def test_a_change_that_is_clear_and_small_is_called_slight_and_no_loss(tmp_path):
     """Beyond the error, and a fiftieth of what the prompts differ by."""
-    sentences, _ = said(tmp_path / "a", {"red": (True, 0.048887, 0.049108, 0.00003, 0.011)})
-    assert "red rose: +0.02 standard deviations (+0.01 to +0.03)" in sentences
+    rewards = {"red": (True, 0.048887, 0.049108, 0.00003, 0.011), "green": (False, 0.5, 0.499, 0.0001, 0.05)}
+    sentences = said(tmp_path / "a", rewards)
+    assert "red rose slightly: +0.02 standard deviations (+0.01 to +0.03)" in sentences
+    assert "Nothing that was judged clearly fell" in sentences
 
 
 @pytest.mark.parametrize(
@@ -246,12 +244,12 @@ def test_a_change_that_is_clear_and_small_shows_how_small_it_is(tmp_path):
     [
         (
             {"diversity": (0.045, 0.015)},
-            "diversity was lost: pictures of one prompt differ 0.33 times as much as the base's;",
+            "Worse: diversity (pictures of one prompt differ 0.33 times as much as the base's);",
         ),
         ({"diversity": (0.045, 0.041)}, "; pictures of one prompt differ 0.91 times as much as the base's;"),
         (
             {"diversity": (0.045, 0.015), "diversity_right": (0.02, 0.014)},
-            "; diversity was lost: pictures of one prompt differ 0.33 times as much as the base's, right ones 0.70 times;",
+            "Worse: diversity (pictures of one prompt differ 0.33 times as much as the base's, right ones 0.70 times);",
         ),
         (
             {"diversity": (0.045, 0.015), "diversity_right": (0.02, 0.019)},
@@ -262,7 +260,7 @@ def test_a_change_that_is_clear_and_small_shows_how_small_it_is(tmp_path):
 )
 def test_lost_diversity_is_called_a_loss(tmp_path, spreads, told):
     more = {key: {"base": base, "tuned": tuned} for key, (base, tuned) in spreads.items()}
-    assert told in said(tmp_path / "a", {"one": (True, 0.5, 0.7, 0.05, 0.4)}, more=more)[0]
+    assert told in said(tmp_path / "a", {"one": (True, 0.5, 0.7, 0.05, 0.4)}, more=more)
 
 
 def test_markup_from_users_is_text(tmp_path):
@@ -275,14 +273,11 @@ def test_markup_from_users_is_text(tmp_path):
     (directory / "metrics.jsonl").write_text(text.replace("bright", "<i>bright"))
     text = (directory / "config.yaml").read_text()
     (directory / "config.yaml").write_text(text.replace("path: none", f"path: {json.dumps(bad)}"))
-    (directory / "results.json").write_text(
-        json.dumps({"iteration": 9, "rewards": {"<i>bright": {"base": 1.0, "tuned": 2.0, "error": 0.1}}})
-    )
     html = render(read_runs([directory]))
     page = Page(html)
     assert html.count("<script>") == 1 and "<b>bold" not in html and not page.all("i", class_=None)
     assert "<b>bold" in page.words and "<i>bright" in page.words
-    assert page.words.count("alert('1')") >= 2  # the prompt below its pictures, and the model
+    assert page.words.count("alert('1')") >= 2  # the prompt above its pictures, and the model
     assert page.all("img")[0]["alt"] == f"Base model: {bad}"
 
 
@@ -295,9 +290,9 @@ def test_two_runs_share_their_charts(run_dir, other_dir):
     ]
     for colour in ("c0", "c1"):
         assert [mark["style"] for mark in page.all("use") if f"fill: var(--{colour})" in mark["style"]]
-    assert len(page.all("ul", class_="legend")) == 4 and page.words.count("first.") == 1
+    assert len(page.all("ul", class_="legend")) == 2 and page.words.count("first.") == 1
     assert "algorithm.group_size 6 8" in page.words and "algorithm.granularities [1, 2] [1]" in page.words
-    assert {line["name"].split(":")[0] for line in charts["Agreement of tails"]["lines"]} == {"first"}  # one tail: no agreement
+    assert page.words.count("agreement") and "second 0" in page.words  # a row of each run by step
 
 
 def marked(images, prompts):
@@ -327,19 +322,17 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     bright = np.stack([[one["bright"].double().numpy() for one in after] for after in scores])  # [evaluation, seed, prompt]
     change = interval(bright[2] - bright[0])
     (line,) = seed_groups(read_runs(seeds))
-    found = {one.reward: one for one in line.changes()}
-    assert (found["bright"].base, found["bright"].tuned) == pytest.approx((bright[0].mean(), bright[2].mean()))
-    assert found["bright"].interval == (change.low, change.high) and found["bright"].seeds == 3 and found["bright"].trained
+    found = line.changes["bright"]
+    assert (found.base, found.tuned) == pytest.approx((bright[0].mean(), bright[2].mean()))
+    assert found.change == change and found.seeds == 3 and found.trained
     right = (bright >= 0.5).astype(float)
-    share, ends = line.right(), interval(right[2] - right[0])
-    assert (share.base, share.tuned, share.interval) == (right[0].mean(), right[2].mean(), (ends.low, ends.high))
+    share, ends = line.changes[RIGHT], interval(right[2] - right[0])
+    assert (share.base, share.tuned, share.change) == (right[0].mean(), right[2].mean(), ends)
     page = Page(render(read_runs(seeds)))
-    points = [signed(100 * value, 0) for value in (ends.mean, ends.low, ends.high)]
-    shares = f"{100 * share.tuned:.0f} % of 3 held-out rooms; before training {100 * share.base:.0f} %"
+    shares = f"{100 * share.tuned:.0f} % of 3 held-out rooms, before training {100 * share.base:.0f} %, too few"
     assert f"Lights {shares}" in page.words
-    assert f"({points[0]} points, {points[1]} to {points[2]} over 3 seeds)" in page.words
-    digits = decimals(found["bright"].error)
-    assert f"({signed(change.low, digits)} to {signed(change.high, digits)})" in page.words and "bootstrap" in page.words
+    digits = decimals(found)
+    assert f"{signed(change.low, digits)} to {signed(change.high, digits)}" in page.words and "over seeds" in page.words
     assert page.words.count("Finished: 4 iterations.") == 1 and "trainer.seed 1 2 3" in page.words
     charts = page.charts
     faint, held_out = charts["bright, trained on"]["lines"]
@@ -347,8 +340,9 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     logged = [[row["reward/bright"] for row in Run(run).read_log() if row["kind"] == "train"] for run in seeds]
     assert faint["y"] == [compact(float(np.mean(each))) for each in zip(*logged, strict=True)]
     assert len(charts["Gradient norm"]["lines"]) == 1 and not page.all("ul", class_="legend")
-    _, y, changes = line.curve("bright")
-    assert y == pytest.approx(bright.mean((1, 2))) and (changes[2].low, changes[2].high) == (change.low, change.high)
+    curve = line.curve("bright")
+    assert curve.y == pytest.approx(bright.mean((1, 2)))
+    assert [end - curve.y[2] for end in curve.ends[2]] == pytest.approx([change.low - change.mean, change.high - change.mean])
 
 
 def test_only_runs_of_one_config_and_several_seeds_are_one_line(seeds, tmp_path):
@@ -361,7 +355,7 @@ def test_only_runs_of_one_config_and_several_seeds_are_one_line(seeds, tmp_path)
     page = Page(render(runs))
     charts = page.charts
     assert [line["name"] for line in charts["Gradient norm"]["lines"]] == ["1 · 2 · place", "longer", "again"]
-    assert page.words.count("1 · 2 · place.") == 1 and "over 3 seeds" in page.words
+    assert page.words.count("1 · 2 · place.") == 1
 
 
 def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of_all(seeds, tmp_path):
@@ -372,11 +366,11 @@ def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of
     runs = read_runs([seeds[0], shorter])
     (line,) = seed_groups(runs)
     both = [scores_of(read_rows(Run(run).scores(2)))["bright"].double().mean() for run in (seeds[0], shorter)]
-    assert [one.iteration for one in [*line.changes(), line.right()]] == [2, 2, 2]
-    assert line.changes()[0].tuned == pytest.approx(float(sum(both)) / 2)
+    assert line.judged_after == [2, 2] and {*line.changes} == {"bright", "dark", RIGHT}
+    assert line.changes["bright"].tuned == pytest.approx(float(sum(both)) / 2)
     words = Page(render(runs)).words
     assert "1: Finished: 4 iterations." in words and "shorter: Unfinished: 2 of 4 iterations" in words
-    assert "Lights " in words and "over 2 seeds" in words
+    assert "Lights " in words
     rows = [row for row in rows if row["kind"] == "train" or row["iteration"] == 0]
     (shorter / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "Nothing can be said yet" in Page(render(read_runs([seeds[0], shorter]))).words
@@ -390,16 +384,16 @@ def test_a_run_that_stopped_has_a_page(tmp_path):
     evaluations = [row for row in Run(directory).read_log() if row["kind"] == "eval"]
     assert [row["iteration"] for row in evaluations] == [0, 2]
     first, last = evaluations
-    (change, _) = run.changes()
-    assert change == RewardChange(
-        first["reward/bright"],
-        last["reward/bright"],
-        last["stderr/bright"],
-        3,
-        reward="bright",
-        trained=True,
-        iteration=2,
-    )
+    change = SeedGroup((run,)).changes["bright"]
+    assert (change.base, change.tuned) == pytest.approx((first["reward/bright"], last["reward/bright"]))
+
+
+def test_a_run_without_tables_of_scores_has_a_page(run_dir, tmp_path):
+    directory = shutil.copytree(run_dir, tmp_path / "run")
+    shutil.rmtree(directory / "scores")
+    page = Page(render(read_runs([directory])))
+    assert "no two evaluations" in page.words and "No pictures yet." in page.words
+    assert page.charts["bright, trained on"]["lines"][1]["x"] == [0, 2, 4]  # from the log
 
 
 def test_a_run_that_logged_nothing_has_a_page(tmp_path):
@@ -436,11 +430,7 @@ def test_the_recipe_and_what_was_changed(tmp_path):
     data["rewards"]["scene_accuracy"]["weight"] = 2.0
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(data))
     words = Page(render(read_runs([tmp_path]))).words
-    assert "rewards.scene_accuracy.weight 1.0 2.0 trainer.iterations 80 7 config.yaml" in words
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    (plain / "config.yaml").write_text(yaml.safe_dump(PLAIN))
-    assert "names no recipe that this version of g2rpo has" in Page(render(read_runs([plain]))).words
+    assert "recipe scenes" in words and "rewards.scene_accuracy.weight 1.0 2.0 trainer.iterations 80 7 config.yaml" in words
 
 
 def test_the_command(capsys, tmp_path, run_dir, other_dir, monkeypatch):
@@ -477,7 +467,7 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
     noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
     files = Run(tmp_path)
     for i in range(20):
-        save_rows(files.scores(i), score_rows([str(n) for n in range(8)], {"bright": torch.rand(8)}))
+        save_rows(files.scores(i), score_rows([str(n) for n in range(8)], dict.fromkeys(("bright", "dark"), torch.rand(8))))
         save_pictures(files.pictures(i), noise, range(8), 1)
     html = render(read_runs([tmp_path]))
     assert len(html) < 5e6
@@ -487,22 +477,26 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tuned", "error", "said"),
+    ("ends", "spread", "said"),
     [
-        (1.3, 0.1, "higher"),
-        (0.7, 0.1, "lower"),
-        (1.19, 0.1, "no clear change"),
-        (1.0, 0.0, "no clear change"),
-        (1.3, math.nan, "unknown"),
-        (math.nan, 0.1, "unknown"),
+        ((0.3, 0.1, 0.5), math.nan, "higher"),
+        ((-0.3, -0.5, -0.1), 0.4, "lower"),
+        ((0.3, 0.1, 0.5), 1.6, "slightly higher"),
+        ((-0.3, -0.5, -0.1), 1.6, "slightly lower"),
+        ((0.19, -0.01, 0.39), 0.4, "no clear change"),
+        ((0.0, 0.0, 0.0), 0.0, "no clear change"),
+        ((0.3, math.nan, math.nan), 0.4, "unknown"),
     ],
 )
-def test_verdicts(tuned, error, said):
-    assert verdict(RewardChange(1.0, tuned, error, 64, reward="r", trained=True, iteration=1)) == said
+def test_verdicts(ends, spread, said):
+    assert verdict(Change("r", True, 1.0, 1.0 + ends[0], Interval(*ends, 64), spread, 64)) == said
+    assert verdict(Change("r", True, 1.0, 1.0 + ends[0], Interval(*ends, 7), spread, 7)) == "too few prompts"
 
 
 def test_numbers_for_people():
-    assert [decimals(e) for e in (0.0159, 0.22, 3.1, 41.0, 0.0, math.nan, 1e-9)] == [3, 2, 1, 0, 3, 3, 6]
+    halves = (0.0312, 0.43, 6.1, 80.0, 0.0, math.nan, 2e-9)  # 1.96 standard errors
+    changes = [Change("r", True, 0, 1, Interval(1, 1 - half, 1 + half, 64), 1, 64) for half in halves]
+    assert [decimals(change) for change in changes] == [3, 2, 1, 0, 3, 3, 6]
     assert [in_time(s) for s in (0.78, 42, 301, 12000)] == ["0.78 s", "42 s", "5 min 1 s", "3 h 20 min"]
 
 
@@ -516,10 +510,8 @@ def test_alarms_are_told_and_marked(tmp_path, monkeypatch):
             row["alarms"] = {"drift": f"seen <{row['iteration']}>"}
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run,) = read_runs([directory])
-    assert [(one.name, one.kind, one.first, one.last, one.said) for one in run.alarms() if one.name == "drift"] == [
-        ("drift", "train", 2, 3, "seen <2>"),
-        ("drift", "train", 5, 5, "seen <5>"),
-    ]
+    drifts = [(one.first, one.last, one.said) for one in run.alarms() if one.name == "drift"]
+    assert drifts == [(2, 3, "seen <2>"), (5, 5, "seen <5>")]
     (hacking,) = [one for one in run.alarms() if one.name == "hacking"]
     assert (hacking.first, hacking.last) == (2, 6)
     page = Page(render([run]))
@@ -527,7 +519,7 @@ def test_alarms_are_told_and_marked(tmp_path, monkeypatch):
     assert "drift 2 to 3 seen <2>" in page.words and "drift 5 seen <5>" in page.words
     charts = {a["aria-label"].split(".")[0]: a["aria-label"] for a in page.all("svg", class_="chart")}
     assert "Alarm at iteration 2." in charts["dark, judged only"] and "Alarm" not in charts["Gradient norm"]
-    assert len(page.all("path", class_="alarm")) == 2 and len(read_runs([directory])[0].alarms()) == 3  # bright and dark
+    assert len(page.all("path", class_="alarm")) == 3  # bright, dark and the key
     quiet = Page(render(read_runs([make_run(tmp_path / "quiet", "alarms.action=off")])))
     assert "None was raised." in quiet.words and not quiet.all("path", class_="alarm")
 
@@ -543,4 +535,6 @@ def test_a_run_that_went_back_says_so(tmp_path):
     (run,) = read_runs([directory])
     words = Page(render([run])).words
     assert "Ended by an alarm after 3 of 4 iterations: the weights are those after 2, the best evaluation." in words
-    assert [(change.iteration, change.tuned) for change in run.changes()] == [(2, row.tuned) for row in table.values()]
+    line = SeedGroup((run,))
+    assert line.judged_after == [2]
+    assert {name: change.tuned for name, change in line.changes.items()} == {name: row.tuned for name, row in table.items()}

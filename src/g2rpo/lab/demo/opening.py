@@ -9,7 +9,7 @@ from torch import Tensor
 
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import verdicts
-from g2rpo.lab.report.history import RunHistory
+from g2rpo.lab.report.history import RunHistory, SeedGroup
 from g2rpo.monitor.scores import read_scores
 
 DemoScores = Mapping[str, Tensor]
@@ -21,10 +21,10 @@ FIRST: Opening = 0, "This opens on the first held-out prompt."
 def opening_of(run: RunHistory, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:
     """The opening for a run whose rewards have been built; the first held-out prompt if the run kept no scores. UserError for
     damaged ones."""
-    changes = run.changes()
-    paths = [run.files.scores(iteration) for iteration in (0, changes[0].iteration)] if changes else []
-    if not paths or not all(path.is_file() for path in paths):
+    after = SeedGroup((run,)).judged_after
+    if not after:
         return FIRST
+    paths = [run.files.scores(iteration) for iteration in (0, *after)]
     base = read_scores(paths[0], trained)
     tuned = read_scores(paths[1], trained, len(next(iter(base.values()))))
     scored = {name: reward for name, reward in rewards.items() if name in base.keys() & tuned.keys()}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +15,48 @@ from torch import Tensor
 from g2rpo.config.resolve import differences
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
-from g2rpo.core.errors import UserError
-from g2rpo.core.statistics import Comparison, Interval, Z, group_std, interval
-from g2rpo.evaluation.heldout import least_reached
+from g2rpo.core.statistics import Interval, group_std, interval
+from g2rpo.evaluation.untrained import RIGHT
 from g2rpo.monitor.alarms import DIVERSITIES
-from g2rpo.run.records import Compared, Right, RunResults, Start
+from g2rpo.monitor.curves import CurveLine, heldout_line
+from g2rpo.monitor.scores import read_rows, right_of
+from g2rpo.run.records import RunResults, Start
 from g2rpo.run.run import Run
 
-Points = tuple[list[float], list[float | None]]
-"""The x and y of a curve; a missing value is None."""
+Points = tuple[list[float], list[float]]
+"""The x and y of a curve; a missing value is NaN."""
 SEED_KEY, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"}
 """Runs of one line have different seeds, and may differ in where they ran and what they logged to."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardChange(Comparison):
-    """A comparison of one reward on the held-out prompts: the base model, and the tuned one after `iteration`."""
+@dataclass(frozen=True)
+class Change:
+    """One score on the held-out prompts, or the share of right pictures (`RIGHT`): means of the base and of the tuned model,
+    and the 95 % interval of the difference."""
 
-    reward: str
+    name: str
     trained: bool
-    iteration: int
-    ends: tuple[float, float] | None = None
-    """Ends of the 95 % interval of the difference, where these are known better than by the standard error."""
+    base: float
+    tuned: float
+    change: Interval
+    spread: float
+    """Standard deviation of the base's values over prompts."""
+    prompts: int
+    """Those that both have a value for."""
     seeds: int = 1
 
     @property
-    def effect(self) -> tuple[float, float, float] | None:
-        """The change and the ends of its interval in units of `spread`; None where that is not known or 0."""
-        size, low, high = (value / (self.spread or math.nan) for value in (self.change, *self.interval))
-        return (size, low, high) if math.isfinite(size + low + high) else None
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the difference."""
-        return self.ends or (self.change - self.margin, self.change + self.margin)
+    def effect(self) -> Interval:
+        """The change in units of `spread`; NaN where that is not known or 0."""
+        size, low, high = (value / (self.spread or math.nan) for value in (self.change.mean, self.change.low, self.change.high))
+        return Interval(size, low, high, self.change.count)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Occurrence:
     """An alarm, from its first row to the last consecutive row of its kind; `said` is the first row's text."""
 
     name: str
-    kind: str
     first: int
     last: int
     said: str
@@ -82,6 +81,12 @@ class RunHistory:
     def evaluations(self) -> list[Row]:
         return [row for row in self.rows if row["kind"] == "eval"]
 
+    @cached_property
+    def kept(self) -> list[int]:
+        """The iterations after which it was evaluated, and of which the scores of all prompts are kept."""
+        evaluated = [row["iteration"] for row in self.evaluations]
+        return [iteration for iteration in evaluated if self.files.scores(iteration).is_file()]
+
     @property
     def iteration(self) -> int:
         """The number of finished iterations."""
@@ -96,29 +101,35 @@ class RunHistory:
         """Time spent on the iterations and evaluations in the log; without iterations that a resumed run repeated."""
         return sum(row["seconds"] for row in self.rows)
 
+    @cached_property
+    def heldout(self) -> int:
+        """The number of held-out prompts: of those asked for, if the base's scores are not kept."""
+        return len(read_rows(self.files.scores(0))) if 0 in self.kept else self.config.evaluation.num_prompts
+
+    def scores(self, iteration: int) -> dict[str, Tensor]:
+        """Held-out scores [N] after an iteration by reward, and verdicts where rewards define right pictures."""
+        scores = self.files.read_scores(iteration, self.rewards(), self.heldout)
+        right = right_of(read_rows(self.files.scores(iteration)))
+        return scores if right is None else {**scores, RIGHT: right}
+
+    def rewards(self) -> list[str]:
+        """Every reward: the trained ones first."""
+        return [*self.config.rewards, *self.config.evaluation.rewards]
+
     def alarms(self) -> list[Occurrence]:
         """Every alarm, in the order in which they were raised."""
         found: list[Occurrence] = []
         for rows in (self.iterations, self.evaluations):
             standing: dict[str, Occurrence] = {}
             for row in rows:
-                new = {
-                    name: Occurrence(name, row["kind"], row["iteration"], row["iteration"], said)
-                    for name, said in row.get("alarms", {}).items()
-                }
-                found += [one for name, one in standing.items() if name not in new]
-                standing = {name: replace(standing.get(name, one), last=one.last) for name, one in new.items()}
-            found += standing.values()
+                said, at = row.get("alarms", {}), row["iteration"]
+                new = [Occurrence(name, at, at, said[name]) for name in said if name not in standing]
+                found += new
+                standing |= {one.name: one for one in new}
+                standing = {name: one for name, one in standing.items() if name in said}
+                for one in standing.values():
+                    one.last = at
         return sorted(found, key=lambda one: one.first)
-
-    def rewards(self) -> list[str]:
-        """Every reward of the run: the trained ones first."""
-        return [*self.config.rewards, *self.config.evaluation.rewards]
-
-    def series(self, key: str, kind: str = "train") -> Points:
-        """(iterations, values) of one logged number; a missing value is None; rows without it are left out."""
-        rows = [row for row in (self.iterations if kind == "train" else self.evaluations) if key in row]
-        return [row["iteration"] for row in rows], [row[key] for row in rows]
 
     @property
     def newest_results(self) -> RunResults | None:
@@ -128,43 +139,10 @@ class RunHistory:
             return self.results
         return None
 
-    @property
-    def judged_prompts(self) -> int | None:
-        """The number of held-out prompts of `changes`, if known."""
-        return None if self.newest_results is None else self.newest_results.prompts
-
-    def changes(self) -> list[RewardChange]:
-        """Base against tuned by reward: the run's result or, before there is one, its newest evaluation."""
-        if (results := self.newest_results) is not None:
-            return [self._change(name, results.iteration, row) for name, row in results.rewards.items()]
-        if len(self.evaluations) < 2:
-            return []
-        first, last = self.evaluations[0], self.evaluations[-1]
-        table = {name: _logged(first, last, f"reward/{name}", f"stderr/{name}") for name in self.rewards()}
-        return [self._change(name, last["iteration"], row) for name, row in table.items()]
-
-    def right(self) -> RewardChange | None:
-        """The share of right held-out pictures, base against tuned; None if no reward defines it."""
-        if (results := self.newest_results) is not None:
-            return self._change("right", results.iteration, results.right) if results.right else None
-        rows = [row for row in self.evaluations if row.get("right") is not None]
-        if len(rows) < 2:
-            return None
-        return self._change("right", rows[-1]["iteration"], _logged(rows[0], rows[-1], "right", "right_stderr"))
-
-    def _change(self, name: str, iteration: int, row: Compared) -> RewardChange:
-        """The change of a result; that of an evaluation lacks the number of prompts."""
-        count = row.count or self.judged_prompts or self.config.evaluation.num_prompts
-        trained = name in self.config.rewards
-        return RewardChange(
-            row.base, row.tuned, row.error, count, row.spread, reward=name, trained=trained, iteration=iteration
-        )
-
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """A run, or several that differ in their seed alone: numbers are means over these, and changes have an interval over seeds
-    and prompts. `style` is that of its lines in charts."""
+    """Runs that differ in their seed alone, or one run: a line of the report, the mean over the runs."""
 
     runs: tuple[RunHistory, ...]
     style: int = 0
@@ -183,46 +161,45 @@ class SeedGroup:
     def config(self) -> Config:
         return self.runs[0].config
 
-    @cached_property
-    def iterations(self) -> list[Row]:
-        """The iterations of all runs."""
-        return [row for run in self.runs for row in run.iterations]
-
-    def rewards(self) -> list[str]:
-        return self.runs[0].rewards()
-
     def alarms(self) -> list[Occurrence]:
-        return sorted(chain.from_iterable(run.alarms() for run in self.runs), key=lambda one: one.first)
+        return sorted((one for run in self.runs for one in run.alarms()), key=lambda one: one.first)
 
     def series(self, key: str, kind: str = "train") -> Points:
-        """As `RunHistory.series`, means over the runs where all logged the number."""
-        return mean_of([run.series(key, kind) for run in self.runs])
-
-    @property
-    def judged_prompts(self) -> int | None:
-        return self.with_results.judged_prompts
-
-    @property
-    def right_results(self) -> Right:
-        """What pictures are right, by the results of a run that has some."""
-        results = self.with_results.results
-        nothing = Right(base=math.nan, tuned=math.nan, error=math.nan)
-        return (results.right if results else None) or nothing
-
-    @property
-    def with_results(self) -> RunHistory:
-        """The first run that has results, else the first one."""
-        return next((run for run in self.runs if run.results is not None), self.runs[0])
+        """(iterations, values) of a logged number, by the rows that have it: means over the runs where all have a row."""
+        at = [{row["iteration"]: row[key] for row in run.rows if row["kind"] == kind and key in row} for run in self.runs]
+        x = [iteration for iteration in at[0] if all(iteration in own for own in at)]
+        return x, [mean(own[iteration] for own in at) for iteration in x]
 
     @cached_property
     def judged_after(self) -> list[int]:
         """By run the iteration of the tuned weights in `changes`: that of the results if all have them, else of the last
-        evaluation that all have. Empty if there is none."""
-        results = [run.newest_results.iteration for run in self.runs if run.newest_results is not None]
-        if len(results) == len(self.runs):
-            return results
-        common = set.intersection(*({row["iteration"] for row in run.evaluations} for run in self.runs))
-        return [max(common)] * len(self.runs) if len(common) > 1 else []
+        evaluation that all have. Empty if there is none, or its scores or the base's are not kept."""
+        kept = [{*run.kept} for run in self.runs]
+        after = [run.newest_results.iteration for run in self.runs if run.newest_results is not None]
+        if len(after) < len(self.runs):
+            last = max(set.intersection(*kept), default=0)
+            after = [last] * len(self.runs) if last else []
+        return after if all({0, own} <= known for own, known in zip(after, kept, strict=False)) else []
+
+    @cached_property
+    def changes(self) -> dict[str, Change]:
+        """Base against tuned, by reward and, where pictures can be right, by `RIGHT`."""
+        if not self.judged_after:
+            return {}
+        base, tuned = self._scores([0] * len(self.runs)), self._scores(self.judged_after)
+        return {name: _change(name, name in self.config.rewards, base[name], tuned[name]) for name in base if name in tuned}
+
+    def curve(self, reward: str) -> CurveLine:
+        """Held-out means of a reward, with the interval of their change from the base: of one run by the log, of several over
+        seeds and prompts."""
+        label, run = self.label("held-out"), self.runs[0]
+        if len(self.runs) == 1:
+            return heldout_line(label, run.evaluations, reward, run.heldout, self.style)
+        scores = [table[reward].double() for table in self._evaluated.values()]
+        means = [float(each.nanmean()) for each in scores]
+        changes = [interval(each - scores[0]) for each in scores]
+        ends = [(y - one.mean + one.low, y - one.mean + one.high) for y, one in zip(means, changes, strict=True)]
+        return CurveLine(label, [*self._evaluated], means, self.style, ends, "marked")
 
     def results(self, key: str) -> list[Any]:
         """An entry of every run's results, of those that have it."""
@@ -235,73 +212,20 @@ class SeedGroup:
         for which, key in reversed(DIVERSITIES.items()):
             spreads = self.results(key)
             if len(spreads) == len(self.runs):
-                base, tuned = (sum(getattr(one, side) for one in spreads) / len(spreads) for side in ("base", "tuned"))
-                found[which] = base, tuned
+                found[which] = mean(one.base for one in spreads), mean(one.tuned for one in spreads)
         return found
 
-    def changes(self) -> list[RewardChange]:
-        """As `RunHistory.changes`."""
-        if len(self.runs) == 1:
-            return self.runs[0].changes()
-        if not self.judged_after:
-            return []
-        base, tuned = self._sides()
-        return [self._change(name, base[name], tuned[name]) for name in self.rewards()]
-
-    def right(self) -> RewardChange | None:
-        """As `RunHistory.right`; None also for several runs of which none has results, which say what is right."""
-        if len(self.runs) == 1:
-            return self.runs[0].right()
-        least = self.right_results.least
-        if not least or not self.judged_after:
-            return None
-        if unknown := sorted(least.keys() - {*self.rewards()}):
-            raise UserError(f"{self.with_results.files.results}: right.least names {', '.join(unknown)}, no reward of the run")
-        base, tuned = (least_reached(least, side) for side in self._sides())
-        return self._change("right", base, tuned)
-
-    def curve(self, reward: str) -> tuple[list[int], list[float], list[Interval]]:
-        """The iterations that all were evaluated at, the reward's means, and its changes from the base."""
-        x = _common([[row["iteration"] for row in run.evaluations] for run in self.runs])
-        scores = [self._scores([iteration] * len(self.runs))[reward].double() for iteration in x]
-        return x, [float(each.nanmean()) for each in scores], [interval(each - scores[0]) for each in scores]
-
-    def _sides(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        return self._scores([0] * len(self.runs)), self._scores(self.judged_after)
+    @cached_property
+    def _evaluated(self) -> dict[int, dict[str, Tensor]]:
+        """Scores [S, N] by reward after each evaluation that all runs have kept: every reward's curve asks for them."""
+        common = [iteration for iteration in self.runs[0].kept if all(iteration in run.kept for run in self.runs)]
+        return {iteration: self._scores([iteration] * len(self.runs)) for iteration in common}
 
     def _scores(self, after: Sequence[int]) -> dict[str, Tensor]:
-        """Scores [S, N] by reward, of S runs each after its own iteration."""
-        by_run = []
-        for run, iteration in zip(self.runs, after, strict=True):
-            path = run.files.scores(iteration)
-            if path not in self._files:
-                count = next((len(one[name]) for one in self._files.values() for name in one), None)
-                self._files[path] = run.files.read_scores(iteration, self.rewards(), count)
-            by_run.append(self._files[path])
-        return {name: torch.stack([scores[name] for scores in by_run]) for name in self.rewards()}
-
-    @cached_property
-    def _files(self) -> dict[Path, dict[str, Tensor]]:
-        """Scores that have been read: every reward's curve asks for all of them."""
-        return {}
-
-    def _change(self, reward: str, base: Tensor, tuned: Tensor) -> RewardChange:
-        """From the base's values [S, N] to the tuned ones; prompts that have both count."""
-        both = ~(base.isnan() | tuned.isnan())
-        base, tuned = base.double(), tuned.double()
-        change = interval(tuned - base)
-        return RewardChange(
-            float(base[both].mean()),
-            float(tuned[both].mean()),
-            (change.high - change.low) / (2 * Z),
-            int(both.any(0).sum()),
-            float(group_std(base).nanmean()),
-            reward=reward,
-            trained=reward in self.config.rewards,
-            iteration=max(self.judged_after),
-            ends=(change.low, change.high),
-            seeds=len(self.runs),
-        )
+        """Scores [S, N] by reward, and verdicts where there are some, of S runs each after its own iteration."""
+        tables = [run.scores(iteration) for run, iteration in zip(self.runs, after, strict=True)]
+        shared = set.intersection(*({*table} for table in tables))
+        return {name: torch.stack([table[name] for table in tables]) for name in tables[0] if name in shared}
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunHistory]:
@@ -309,13 +233,20 @@ def read_runs(directories: Sequence[Path]) -> list[RunHistory]:
     unique: dict[Path, Path] = {}
     for directory in directories:
         unique.setdefault(directory.resolve(), directory)
-    names = [resolved.name for resolved in unique]
     runs = []
-    for name, path in zip(names, unique.values(), strict=True):
-        shown, files = name if names.count(name) == 1 else str(path), Run(path)
+    for resolved, path in unique.items():
+        files = Run(path)
         read = files.read_config(), files.read_log(), files.read_starts(), files.read_results()
-        runs.append(RunHistory(shown, files, *read))
+        runs.append(RunHistory(_shortest(resolved, unique), files, *read))
     return runs
+
+
+def _shortest(path: Path, among: Collection[Path]) -> str:
+    """The last parts of a path that no other one ends with."""
+    count = 1
+    while sum(other.parts[-count:] == path.parts[-count:] for other in among) > 1:
+        count += 1
+    return "/".join(path.parts[-count:])
 
 
 def seed_groups(runs: Sequence[RunHistory]) -> list[SeedGroup]:
@@ -331,46 +262,23 @@ def seed_groups(runs: Sequence[RunHistory]) -> list[SeedGroup]:
     return [SeedGroup(tuple(group), style, len(groups) == 1) for style, group in enumerate(groups)]
 
 
-def rollout_seconds(row: Row) -> float:
-    """The time in which all ranks made the evaluations of a training row. Its times are those of one rank; with several, that
-    rank also waits while others still roll out."""
-    waiting: float = row.get("seconds/waiting", 0.0) if row.get("ranks", 1) > 1 else 0.0
-    return float(row["seconds/rollout"]) + waiting
+def mean(values: Iterable[float | None]) -> float:
+    """The mean of those that are known; NaN if none is."""
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of those that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def mean_of(series: Sequence[Points]) -> Points:
-    """The mean of several (x, y) where all have a point, missing values left out."""
-    at = [dict(zip(*each, strict=True)) for each in series]
-    x = _common([each for each, _ in series])
-    return x, [mean(each[place] for each in at) for place in x]
-
-
-def _common(many: Sequence[Sequence[Any]]) -> list[Any]:
-    """The items of the first that are in all."""
-    first, *others = many
-    return [item for item in first if all(item in other for other in others)]
-
-
-def _logged(before: Row, after: Row, key: str, error: str) -> Compared:
-    """Base against tuned by two rows of the log; null is NaN there."""
-    base, tuned, uncertain = (
-        math.nan if each is None else each for each in (before.get(key), after.get(key), after.get(error))
-    )
-    return Compared(base=base, tuned=tuned, error=uncertain)
+def _change(name: str, trained: bool, base: Tensor, tuned: Tensor) -> Change:
+    """From the base's values [S, N] to the tuned ones; prompts that have both count."""
+    base, tuned = base.double(), tuned.double()
+    both = ~(base.isnan() | tuned.isnan())
+    spread = float(group_std(base.where(both, torch.nan)).nanmean())
+    means = float(base[both].mean()), float(tuned[both].mean())
+    return Change(name, trained, *means, interval(tuned - base), spread, int(both.any(0).sum()), len(base))
 
 
 def _differ_in_seed(one: RunHistory, other: RunHistory) -> bool:
     apart = differences(one.config, other.config).keys()
     contents = [run.starts[-1].contents if run.starts else None for run in (one, other)]
-    return SEED_KEY in apart and apart <= {SEED_KEY, *PLACES} and contents[0] == contents[1] and _kept(one) and _kept(other)
-
-
-def _kept(run: RunHistory) -> bool:
-    """Whether the scores of all evaluations are there, prompt by prompt."""
-    return all(run.files.scores(row["iteration"]).is_file() for row in run.evaluations)
+    kept = all(len(run.kept) == len(run.evaluations) for run in (one, other))
+    return kept and SEED_KEY in apart and apart <= {SEED_KEY, *PLACES} and contents[0] == contents[1]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
-from g2rpo.lab.report.history import RunHistory
+from g2rpo.lab.report.history import RunHistory, SeedGroup
 from g2rpo.lab.report.verdict import signed
 from g2rpo.monitor.clips import clip_of, read_webp, webp
 from g2rpo.monitor.clips import frames_of as clip_frames
@@ -30,25 +30,21 @@ DAMAGE = (OSError, ValueError, LookupError, TypeError, UserError)
 """What reading damaged files raises."""
 
 
-def pictures(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
-    """By run: `cards`, prompts with their input picture, the base's picture and the tuned one's from the same noise, as data
-    URIs, and `how` they were chosen: in the proportions of all where the run could tell, with the first prompts during the run
-    as `progress`; else the first prompts.
+def pictures(runs: Sequence[RunHistory]) -> list[list[dict[str, Any]]]:
+    """By run sets of held-out prompts with their pictures, each with `how` it was chosen: base and tuned of prompts in the
+    proportions of all where the run could tell; and the first prompts during the run.
 
-    Clips move; `still` is shown if the browser is set to reduced motion. `trouble` is the reason if a run's pictures cannot be
-    shown.
+    `iterations`, the first the base's, and `cards`: a prompt, its input picture, and its picture after each iteration from the
+    same noise, as data URIs. Clips move; `still` is shown if the browser is set to reduced motion. `trouble` is the reason if a
+    run's pictures cannot be shown.
     """
-    shown: list[dict[str, Any]] = []
+    shown: list[list[dict[str, Any]]] = []
     for size in (256, 192, 128, 96, 64, 48):
         shown = [_shown(run, size) for run in runs]
-        if sum(len(frame["uri"]) + len(frame["still"]) for run in shown for frame in shown_pictures(run)) <= PICTURE_BYTES:
+        frames = [frame for sets in shown for each in sets for card in each["cards"] for frame in card["frames"]]
+        if sum(len(frame["uri"]) + len(frame["still"]) for frame in frames) <= PICTURE_BYTES:
             break
     return shown
-
-
-def shown_pictures(shown: dict[str, Any]) -> list[dict[str, Any]]:
-    """All pictures shown of a run."""
-    return [frame for card in [*shown["cards"], *shown["progress"]] for frame in card["frames"]]
 
 
 def picture_of_file(path: Path) -> Image.Image:
@@ -60,39 +56,31 @@ def picture_of_file(path: Path) -> Image.Image:
         raise ValueError(f"{path} {error}") from None
 
 
-def _shown(run: RunHistory, size: int) -> dict[str, Any]:
-    shown = {"how": "", "trouble": "", "iterations": [[], []], "cards": [], "progress": []}
+def _shown(run: RunHistory, size: int) -> list[dict[str, Any]]:
+    after = SeedGroup((run,)).judged_after if run.newest_results else []  # only then the pictures of both are kept
     try:
-        return shown | _read_shown(run, size)
+        during, ends = _tables(run, _thinned(run.kept)), _tables(run, [0, *after] if after else [])
+        sets = [(during, *chosen([None], SHOWN, run.heldout))] if during else []
+        if ends:
+            placed = chosen([right_of(rows) for rows in ends.values()], SHOWN, run.heldout)
+            if not sets or placed[0] != sets[0][1]:
+                sets = [(ends, *placed), *(sets if len(during) > 2 else [])]
+        return [
+            {"trouble": "", "how": f"{how}.", "iterations": list(tables), "cards": _cards(run, tables, places, size)}
+            for tables, places, how in sets
+        ]
     except DAMAGE as error:
-        return shown | {"trouble": str(error)}
+        return [{"trouble": str(error), "cards": []}]
 
 
-def _read_shown(run: RunHistory, size: int) -> dict[str, Any]:
-    evaluated = [row["iteration"] for row in run.evaluations]
-    tables = [iteration for iteration in evaluated if run.files.scores(iteration).is_file()]
-    if not tables:
-        return {}
-    during = {iteration: read_rows(run.files.scores(iteration)) for iteration in _thinned(tables)}
-    first, how = chosen([None], SHOWN, len(during[tables[0]]))
-    cards = _cards(run, during, first, size)
-    shown = {"how": f"{how}.", "iterations": [list(during), []], "cards": cards}
-    if run.newest_results is None or not {0, last := run.changes()[0].iteration} <= set(tables):
-        return shown
-    ends = {iteration: read_rows(run.files.scores(iteration)) for iteration in (0, last)}
-    places, how = chosen([right_of(rows) for rows in ends.values()], SHOWN, len(ends[0]))
-    if places == first:
-        return shown
-    further = cards if len(during) > 2 else []
-    return {"how": f"{how}.", "iterations": [list(ends), list(during)], "cards": _cards(run, ends, places, size)} | {
-        "progress": further
-    }
-
-
-def _thinned(iterations: list[int]) -> list[int]:
+def _thinned(iterations: Sequence[int]) -> list[int]:
     """The first and the last of them, and evenly spaced ones between."""
     count = min(MOST_EVALUATIONS, len(iterations))
     return [iterations[round(i * (len(iterations) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def _tables(run: RunHistory, iterations: Sequence[int]) -> dict[int, list[Row]]:
+    return {iteration: read_rows(run.files.scores(iteration)) for iteration in iterations}
 
 
 def _cards(run: RunHistory, tables: Mapping[int, Sequence[Row]], places: Sequence[int], size: int) -> list[dict[str, Any]]:

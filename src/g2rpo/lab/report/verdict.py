@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import counted
-from g2rpo.core.statistics import FEWEST_VALUES
-from g2rpo.evaluation.untrained import in_figures, in_words, told
-from g2rpo.lab.report.history import RewardChange, RunHistory, SeedGroup
+from g2rpo.core.statistics import FEWEST_VALUES, Z
+from g2rpo.evaluation.untrained import RIGHT, in_figures, in_words, told
+from g2rpo.lab.report.history import Change, RunHistory, SeedGroup
+
+SMALL_EFFECT = 0.2
+"""A smaller change is slight, in standard deviations of the base's scores (Cohen 1988: a small effect)."""
+AS_VARIED = 0.8
+"""Pictures that differ by less than this share of what the base's do are a loss of diversity."""
 
 
-def verdict(change: RewardChange) -> str:
-    """ "higher", "lower" or no clear change, by the interval."""
-    if change.count < FEWEST_VALUES:
+def verdict(change: Change) -> str:
+    """ "higher", "lower" or no clear change, by the interval; "slightly" if it is clear and small."""
+    low, high = change.change.low, change.change.high
+    if change.prompts < FEWEST_VALUES:
         return "too few prompts"
-    low, high = change.interval
-    if not math.isfinite(low) or not math.isfinite(high):
+    if not (math.isfinite(low) and math.isfinite(high)):
         return "unknown"
     if low <= 0 <= high:
         return "no clear change"
-    return "higher" if low > 0 else "lower"
+    way = "higher" if low > 0 else "lower"
+    return f"slightly {way}" if abs(change.effect.mean) < SMALL_EFFECT else way
 
 
 @dataclass(frozen=True)
@@ -35,31 +40,66 @@ class Summary:
 
 
 def summary_of(of: RunHistory | SeedGroup) -> Summary:
-    """What training did, what the untrained model does without it, and what was lost, in a sentence each. The first is on right
-    pictures, or on the trained rewards if no reward defines right pictures."""
+    """What was trained and whether it helped, what the untrained model does without it, and what got worse, in plain words. The
+    first is on right pictures, or on the trained rewards if no reward defines right pictures."""
     group = of if isinstance(of, SeedGroup) else SeedGroup((of,))
-    changes, right, found = group.changes(), group.right(), group.results("controls")
-    if not changes:
-        return Summary(["Nothing can be said yet: there is no second evaluation to compare the base model's with."], [])
-    heldout = f"{group.judged_prompts} held-out" if group.judged_prompts else "held-out"
-    trained = [change for change in changes if change.trained]
-    if right is not None:
-        outcome, figures = _right(right, group.right_results.in_words, heldout), [_right_in_figures(right)]
-    else:
-        outcome, figures = f"On {heldout} prompts {'; '.join(map(_changed, trained))}.", []
+    if not group.changes:
+        return Summary(["Nothing can be said yet: there are no two evaluations of which the scores are kept."], [])
+    found = group.results("controls")
     names = told(found[0], list(group.config.rewards)) if found else []
-    figures += [*map(_in_figures, trained), *in_figures(found, names)]
+    figures = in_figures(found, names)
     for which, (base, tuned) in group.spreads().items():
         figures.append(f"{which.capitalize()} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}.")
-    return Summary([outcome, *(in_words(found, names) or _untried(group)), _lost(group, changes)], figures)
+    return Summary([_outcome(group), *(in_words(found, names) or _untried(group)), _worse(group)], figures)
 
 
-def effect(change: RewardChange, unit: str = "s.d.") -> str:
+def effect(change: Change, unit: str = "s.d.") -> str:
     """The change in standard deviations of the base's scores over prompts, with its interval; "" where it is not known."""
-    if change.effect is None:
+    size, ends = change.effect, ""
+    if math.isnan(size.mean):
         return ""
-    size, low, high = (signed(value, 2) for value in change.effect)
-    return f"{size} {unit}" if change.count < FEWEST_VALUES else f"{size} {unit} ({low} to {high})"
+    if change.prompts >= FEWEST_VALUES:
+        ends = f" ({signed(size.low, 2)} to {signed(size.high, 2)})"
+    return f"{signed(size.mean, 2)} {unit}{ends}"
+
+
+def _outcome(group: SeedGroup) -> str:
+    trained = [change for change in group.changes.values() if change.trained]
+    names, length = _listed([change.name for change in trained]), counted(max(group.judged_after), "iteration")
+    heldout = f"{group.runs[0].heldout} held-out"
+    right = group.changes.get(RIGHT)
+    if right is None:
+        said = f"On {heldout} prompts {'; '.join(map(_changed, trained))}"
+    else:
+        words = next((of.in_words for of in group.results("right")), "Right on {} prompts")
+        done = words.replace("{}", f"{_percent(right.tuned)} of {heldout}")
+        said = f"{done}, before training {_percent(right.base)}{_points(right)}"
+    return f"Trained on {names} for {length}. {said}."
+
+
+def _points(change: Change) -> str:
+    """The change of a share with its interval."""
+    if change.prompts < FEWEST_VALUES:
+        return _few(change)
+    low, high = (signed(100 * end, 0) for end in (change.change.low, change.change.high))
+    seeds = f" over {change.seeds} seeds" if change.seeds > 1 else ""
+    doubt = ", no clear change" if verdict(change) == "no clear change" else ""
+    return f" ({signed(100 * change.change.mean, 0)} points, {low} to {high}{seeds}){doubt}"
+
+
+def _changed(change: Change) -> str:
+    """Whether a reward changed, and how much in standard deviations, which say more than its own units."""
+    moved = {"higher": "rose", "lower": "fell", "slightly higher": "rose slightly", "slightly lower": "fell slightly"}
+    size = effect(change, "standard deviations")
+    digits = decimals(change)
+    values = f"from {fixed(change.base, digits)} to {fixed(change.tuned, digits)}"
+    return f"{change.name} {moved.get(verdict(change), 'did not clearly change')}: {size or values}{_few(change)}"
+
+
+def _few(change: Change) -> str:
+    """A caution on too few prompts."""
+    few = verdict(change) == "too few prompts"
+    return f", too few prompts to say more; take evaluation.num_prompts={FEWEST_VALUES} or more" if few else ""
 
 
 def _untried(group: SeedGroup) -> list[str]:
@@ -71,76 +111,26 @@ def _untried(group: SeedGroup) -> list[str]:
     return [f"No free knob of the untrained model was tried; `{command}` does."]
 
 
-def _right(change: RewardChange, words: str, heldout: str) -> str:
-    said = words.replace("{}", f"{_percent(change.tuned)} of {heldout}")
-    return f"{said}; before training {_percent(change.base)}{_doubt(change)}."
-
-
-def _right_in_figures(change: RewardChange) -> str:
-    points, margin, (low, high) = 100 * change.change, 100 * change.margin, change.interval
-    if change.seeds > 1:
-        said = f"{signed(points, 0)} points, {signed(100 * low, 0)} to {signed(100 * high, 0)} over {change.seeds} seeds"
-    else:
-        said = f"{signed(points, 0)}{f' ± {margin:.0f}' if math.isfinite(margin) else ''} points"
-    return f"Right pictures: {_percent(change.base)} to {_percent(change.tuned)} ({said})."
-
-
-def _changed(change: RewardChange) -> str:
-    """Whether a reward changed, and how much in standard deviations, which say more than its own units."""
-    moved = {"higher": "rose", "lower": "fell"}.get(verdict(change), "did not clearly change")
-    size = effect(change, "standard deviations")
-    values = f"from {fixed(change.base, decimals(change.error))} to {fixed(change.tuned, decimals(change.error))}"
-    return f"{change.reward} {moved}: {size or values}{_few(change)}"
-
-
-def _in_figures(change: RewardChange) -> str:
-    digits = decimals(change.error)
-    values = f"{change.reward}: {fixed(change.base, digits)} to {fixed(change.tuned, digits)}"
-    low, high = (signed(end, digits) for end in change.interval)
-    inside = f" (change {low} to {high})" if all(map(math.isfinite, change.interval)) else ""
-    size = effect(change)
-    return f"{values}{inside}{f'; {size}' if size else ''}."
-
-
-def _doubt(change: RewardChange) -> str:
-    return _few(change) or (", no clear change" if verdict(change) == "no clear change" else "")
-
-
-def _few(change: RewardChange) -> str:
-    """A caution on too few prompts."""
-    few = verdict(change) == "too few prompts"
-    return f", too few prompts to say more; take evaluation.num_prompts={FEWEST_VALUES} or more" if few else ""
-
-
-def _lost(group: SeedGroup, changes: Sequence[RewardChange]) -> str:
-    """Scores that fell, diversity, and alarms."""
+def _worse(group: SeedGroup) -> str:
+    """Scores that fell, lost diversity, and alarms. Of diversity that of right pictures counts where every run knows it, since
+    training that works leaves fewer wrong ones."""
+    fallen = [change for change in group.changes.values() if change.name != RIGHT and verdict(change) == "lower"]
+    worse = [f"{change.name} ({signed(change.effect.mean, 2)} s.d.)" for change in fallen]
+    shares = [tuned / base for base, tuned in group.spreads().values() if base]
+    right = f", right ones {shares[1]:.2f} times" if len(shares) > 1 else ""
+    varied = [f"pictures of one prompt differ {shares[0]:.2f} times as much as the base's{right}"] if shares else []
+    if shares and shares[-1] < AS_VARIED:
+        worse.append(f"diversity ({varied.pop()})")
+    judged = any(not change.trained and change.name != RIGHT for change in group.changes.values())
+    nothing = "Nothing that was judged clearly fell" if judged else "No other score was judged"
     raised = group.alarms()
     names = ", ".join(dict.fromkeys(one.name for one in raised))
     alarms = f"{counted(len(raised), 'alarm')}: {names}" if raised else "no alarm"
-    said = "; ".join([_fallen(changes), *_diversity(group), alarms])
-    return f"{said[0].upper()}{said[1:]}."
+    return "; ".join([f"Worse: {', '.join(worse)}" if worse else nothing, *varied, alarms]) + "."
 
 
-def _fallen(changes: Sequence[RewardChange]) -> str:
-    fallen = [change.reward for change in changes if verdict(change) == "lower"]
-    if fallen:
-        return f"fallen: {', '.join(fallen)}"
-    return "no other score clearly fell" if any(not change.trained for change in changes) else "no other score was judged"
-
-
-AS_VARIED = 0.8
-"""Pictures that differ by less than this share of what the base's do are a loss of diversity."""
-
-
-def _diversity(group: SeedGroup) -> list[str]:
-    """Whether pictures of one prompt became alike: right ones if that is known of every run, since training that works leaves
-    fewer wrong ones."""
-    shares = [tuned / base for base, tuned in group.spreads().values() if base]
-    if not shares:
-        return []
-    right = f", right ones {shares[1]:.2f} times" if len(shares) > 1 else ""
-    said = f"pictures of one prompt differ {shares[0]:.2f} times as much as the base's{right}"
-    return [f"diversity was lost: {said}" if shares[-1] < AS_VARIED else said]
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _percent(share: float) -> str:
@@ -152,9 +142,10 @@ def model_name(policy: PolicyConfig) -> str:
     return "the tiny FLUX that comes with g2rpo" if policy.path in ("testbed", "words") else policy.path
 
 
-def decimals(error: float) -> int:
-    """The decimals of a number with this standard error: two significant figures of the error."""
-    return 3 if not math.isfinite(error) or error <= 0 else min(6, max(0, 1 - math.floor(math.log10(error))))
+def decimals(change: Change) -> int:
+    """Decimals of a score with two significant figures of its change's standard error; 3 where that is not known or 0."""
+    error = (change.change.high - change.change.low) / (2 * Z)
+    return min(6, max(0, 1 - math.floor(math.log10(error)))) if 0 < error < math.inf else 3
 
 
 def fixed(value: float, digits: int) -> str:
@@ -169,7 +160,7 @@ def signed(value: float, digits: int) -> str:
 
 def figures(value: float | None) -> str:
     """Three significant figures, zeros at the end included; a dash for none."""
-    return "–" if value is None else f"{value:#.3g}".rstrip(".").replace("-", "−")
+    return "–" if value is None or math.isnan(value) else f"{value:#.3g}".rstrip(".").replace("-", "−")
 
 
 def in_time(seconds: float) -> str:
