@@ -103,7 +103,7 @@ MUTATIONS = [
     ),
     Mutation("algorithms/policy_gradient.py", "values + self.kl_weight * self", "values + self", f"{NEIGHBOURS} {TRAINER}"),
     Mutation("algorithms/flow_grpo.py", "kl * steps.dsigma", "kl / steps.dsigma", "tests/published/test_flow_grpo.py"),
-    Mutation("algorithms/flow_grpo.py", "weights / total", "weights", "tests/published/test_mixgrpo.py"),
+    Mutation("algorithms/flow_grpo.py", "weights / total", "weights", NEIGHBOURS),
     Mutation("algorithms/flow_grpo.py", "self.window_size, num_steps - 2)", "self.window_size, num_steps - 1)", NEIGHBOURS),
     Mutation("algorithms/flow_grpo.py", "round(way * jump / jumps)", "int(way * jump / jumps)", NEIGHBOURS),
     Mutation("algorithms/flow_grpo.py", "noisy * self.trained_fraction", "noisy", NEIGHBOURS),

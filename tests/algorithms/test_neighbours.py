@@ -131,6 +131,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, name, options):
 # --- reductions: what one algorithm becomes when another's choice is made
 
 
+def test_mixgrpo_divides_the_rewards_weights_by_their_sum():
+    """As published (tests/published/test_mixgrpo.py); 0 where all weights are."""
+    rewards = torch.randn(3, 2, 1, 4, generator=torch.Generator().manual_seed(0))
+    mix = MixGRPO()
+    assert torch.equal(mix.advantages(rewards, torch.tensor([2.0, 6.0])), mix.advantages(rewards, torch.tensor([0.25, 0.75])))
+    assert not mix.advantages(rewards, torch.zeros(2)).any()
+
+
 def test_mixgrpo_with_a_window_of_one_is_g2rpo_with_one_branch_and_the_fine_tail():
     """The same transitions, advantages, loss and weights, bit for bit."""
     ours = ("algorithm.branch_steps=[0]", "algorithm.granularities=[1]")

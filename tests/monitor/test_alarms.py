@@ -198,6 +198,22 @@ def test_a_fall_from_the_peak_counts_though_the_base_was_worse():
     assert set(fallen_rewards(history(*scores[:2], fell_too), ["trained"])) == {"decline"}
 
 
+def test_a_fall_counts_less_the_more_evaluations_it_is_sought_in():
+    """The level of the second look is a / (1 reward * 2 * 2 * 3), that of the first a / 2: this fall lies in between."""
+    noise = torch.tensor([1.0, -1.0]).repeat(10).double()
+    base = torch.zeros(20, dtype=torch.float64)
+    fallen = min((noise - shift / 100 for shift in range(100)), key=lambda now: abs(chance_of_fall(base, now) - LEVEL / 4))
+    assert LEVEL / 12 < chance_of_fall(base, fallen) < LEVEL / 2
+    base, fallen = {"r": base}, {"r": fallen}
+    assert fallen_rewards(history(base, fallen), []).keys() == {"decline"}
+    assert fallen_rewards(history(base, base, fallen), []) == {}
+
+
+@pytest.mark.parametrize("coarse", ["network", "anchor", "sample", "step"])
+def test_the_rounding_of_a_run_is_that_of_its_coarsest_dtype(coarse):
+    assert Precision(**{coarse: torch.bfloat16}).eps == torch.finfo(torch.bfloat16).eps > Precision().eps
+
+
 def test_runs_that_change_nothing_rarely_raise_a_false_alarm():
     """100 runs of 6 evaluations of 3 rewards on 40 prompts whose scores wander without a direction: at most LEVEL of them, and
     three standard errors (.065) for chance. At the plain level every second one would ring, as the second count shows."""
