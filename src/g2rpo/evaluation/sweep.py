@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -115,6 +113,11 @@ class EvaluationDirectory:
     results = Inside("results.json")
     grids = Inside("grid_steps_*.png")
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the results are not written yet."""
+        return not self.results.is_file()
+
     def grid(self, steps: int) -> Path:
         """The first pictures with so many steps."""
         return self.path / f"grid_steps_{steps:03d}.png"
@@ -196,9 +199,9 @@ class Judging:
         intervals."""
         rows, table = list(self.rows()), []
         for steps in sorted(set(self.config.steps)):
-            scores = {side: _scores(rows, side=side, steps=steps) for side in self.sides}
+            scores = {side: scores_where(rows, side=side, steps=steps) for side in self.sides}
             for name in self.config.rewards:
-                of = {side: by_reward[name] for side, by_reward in scores.items()}
+                of = {side: by_name[name] for side, by_name in scores.items()}
                 line: Row = {"steps": steps, "reward": name, **{side: interval(own) for side, own in of.items()}}
                 if len(of) == 2:
                     line["change"] = interval(of["tuned"] - of["base"])
@@ -211,12 +214,12 @@ class Judging:
         at = min(c.steps)
         tuned = "tuned" in self.sides
         return against_controls(
-            {control: _with_right(rows, side="control", control=str(control)) for control in c.controls},
-            _with_right(rows, side="base", steps=at),
+            {control: scores_where(rows, side="control", control=str(control)) for control in c.controls},
+            scores_where(rows, side="base", steps=at),
             at,
             {name: c.rewards[name].weight for name in self.chosen_by},
-            _with_right(rows, side="tuned", steps=at) if tuned else None,
-            _with_right(rows, side="tuned control") if tuned else None,
+            scores_where(rows, side="tuned", steps=at) if tuned else None,
+            scores_where(rows, side="tuned control") if tuned else None,
         )
 
     def write_results(self) -> Path:
@@ -287,14 +290,10 @@ class Judging:
         return EvaluationDirectory(self.directory).chunks / f"{chunk.name}.json"
 
 
-def _scores(rows: Sequence[Row], **of: Any) -> dict[str, NDArray[np.float64]]:
-    """Scores [N] by reward of the rows that have these values."""
-    chosen = [row for row in rows if all(row.get(key) == value for key, value in of.items())]
-    return {name: values.double().numpy() for name, values in scores_of(chosen).items()}
-
-
-def _with_right(rows: Sequence[Row], **of: Any) -> dict[str, Tensor]:
-    """The same as tensors, with the verdicts where rewards define right pictures."""
+def scores_where(rows: Sequence[Row], **of: Any) -> dict[str, Tensor]:
+    """Scores [N] by reward of the rows that have these values, in float64, and the verdicts where rewards define right
+    pictures."""
     chosen = [row for row in rows if all(row.get(key) == value for key, value in of.items())]
     right = right_of(chosen)
-    return scores_of(chosen) | ({} if right is None else {RIGHT: right})
+    found = scores_of(chosen) | ({} if right is None else {RIGHT: right})
+    return {name: values.double() for name, values in found.items()}

@@ -234,38 +234,28 @@ def test_a_study_with_a_file_that_was_cut_in_half_goes_on_or_names_it(capsys, tm
 
 
 def test_the_first_run_of_a_cell_finds_its_rate_and_the_others_take_it(capsys, tmp_path, tiny_config):
-    """The pilots' gains are replaced by such as let one rate learn. The runs' own evaluations are compared."""
+    """Its pilots' gains are replaced by such as let one rate learn. The runs' own evaluations are compared."""
     out = tmp_path / "study"
-    asked = ["compare", tiny_config, "--find-rate", "--seeds", "2", "--budget", "iterations=1", "--out", out]
-    wide = ["--cell", "a:", "--cell", "b: optim.learning_rate=1e-2"]
-    code, _, said = g2rpo(capsys, *asked, *wide)
+    asked = ["compare", tiny_config, "--cell", "a: optim.learning_rate=1e-2", "--find-rate", "--seeds", "2"]
+    asked += ["--budget", "iterations=1", "--out", out]
+    code, _, said = g2rpo(capsys, *asked)
     assert code == 2 and "a, seed 42 failed" in said and "no rate learns" in said and "no cell is whole" in said
-    rates = {}
-    for cell, own in (("a", 1e-3), ("b", 1e-2)):
-        run = Run(out / "runs" / cell / "seed_42")
-        sweep = run.read_rates()
-        assert {pilot.rate for pilot in sweep.pilots} == {factor * own for factor in FACTORS}
-        sweep.pilots = [
-            Pilot(rate, gain, gain - 0.1, gain + 0.1, {}, 3, 1.0)
-            for rate, gain in zip(sweep.rates, (0, 0.5, 0, 0), strict=True)
-        ]
-        rates[cell] = sweep.rates[1]
-        run.write_rates(sweep)
-    done(capsys, *asked, *wide)
+    first, second = (Run(out / "runs" / "a" / f"seed_{seed}") for seed in (42, 43))
+    sweep = first.read_rates()
+    assert {pilot.rate for pilot in sweep.pilots} == {factor * 1e-2 for factor in FACTORS}
+    gains = zip(sweep.rates, (0, 0.5, 0, 0), strict=True)
+    sweep.pilots = [Pilot(rate, gain, gain - 0.1, gain + 0.1, {}, 3, 1.0) for rate, gain in gains]
+    first.write_rates(sweep)
+    done(capsys, *asked)
     results = json.loads((out / "results.json").read_text())
-    assert {cell: spent["learning_rate"] for cell, spent in results["spent"].items()} == rates
-    assert not results["spent"]["a"]["at_edge"] and [pilot["gain"] for pilot in results["pilots"]["b"]] == [0, 0.5, 0, 0]
-    for cell, rate in rates.items():
-        for seed in (42, 43):
-            config = Run(out / "runs" / cell / f"seed_{seed}").read_config()
-            assert (config.optim.learning_rate, config.trainer.seed) == (rate, seed)
-    scores = [
-        [Run(out / f"runs/b/seed_{seed}").read_scores(at, ["scene_accuracy"])["scene_accuracy"] for at in (0, 1)]
-        for seed in (42, 43)
-    ]
-    change = np.mean([float((last.double() - first.double()).mean()) for first, last in scores])
-    (line,) = [line for line in results["judged"] if line["cell"] == "b"]
-    assert line["change"]["mean"] == pytest.approx(change) and not (out / "judged").exists()
+    assert results["spent"]["a"]["learning_rate"] == sweep.rates[1] and not results["spent"]["a"]["at_edge"]
+    assert [pilot["gain"] for pilot in results["pilots"]["a"]] == [0, 0.5, 0, 0]
+    assert [run.read_config().optim.learning_rate for run in (first, second)] == [sweep.rates[1]] * 2
+    assert second.read_config().trainer.seed == 43 and second.read_rates() is None
+    scores = [[run.read_scores(at, ["scene_accuracy"])["scene_accuracy"].double() for at in (0, 1)] for run in (first, second)]
+    (line,) = results["judged"]
+    assert line["change"]["mean"] == pytest.approx(float(np.mean([float((last - base).mean()) for base, last in scores])))
+    assert not (out / "judged").exists()
 
 
 FAILING = """

@@ -4,9 +4,12 @@ from g2rpo.app.process import quiet_libraries
 
 quiet_libraries()
 
+import diffusers  # noqa: E402
 import matplotlib.figure  # noqa: E402, F401
 import peft  # noqa: E402, F401
 import torch.utils.tensorboard  # noqa: E402, F401
 
 import g2rpo.app.evaluate  # noqa: E402
 import g2rpo.app.train  # noqa: E402, F401
+
+diffusers.FluxPipeline  # noqa: B018  of the embedded models; diffusers imports a class when it is asked for

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.plain import as_json, read_as
@@ -107,23 +106,14 @@ def curve(runs: Sequence[History], reward: str) -> list[Point]:
 
 def read_judged(folder: EvaluationDirectory) -> Judged:
     """The scores of an evaluation of one side, with each of its pictures once."""
-    rows = read_rows(folder.pictures, JudgedSteps, MADE_AGAIN)
-    indices: dict[tuple[Any, ...], list[int]] = {}
-    for row in rows:
-        indices.setdefault((row["steps"], row["side"], row.get("control")), []).append(row["index"])
-    if any(sorted(own) != list(range(len(own))) for own in indices.values()):
-        raise UserError(f"{folder.pictures}: lacks pictures, or has one twice; {MADE_AGAIN}")
-    return judged_scores(rows)
-
-
-def judged_scores(rows: Sequence[Row]) -> Judged:
-    """Scores [N] by (steps, reward) from the rows of an evaluation of one side (`evaluation.sweep.Judging.rows`)."""
-    by_index = sorted(rows, key=lambda row: row["index"])
-    return {
-        (steps, name): values.double().numpy()
-        for steps in sorted({row["steps"] for row in rows})
-        for name, values in scores_of([row for row in by_index if row["steps"] == steps]).items()
-    }
+    rows = sorted(read_rows(folder.pictures, JudgedSteps, MADE_AGAIN), key=lambda row: row["index"])
+    found: dict[tuple[int, str], Values] = {}
+    for steps in sorted({row["steps"] for row in rows}):
+        own = [row for row in rows if row["steps"] == steps]
+        if [row["index"] for row in own] != list(range(len(own))):
+            raise UserError(f"{folder.pictures}: lacks pictures, or has one twice; {MADE_AGAIN}")
+        found |= {(steps, name): values.double().numpy() for name, values in scores_of(own).items()}
+    return found
 
 
 def of_runs(runs: Sequence[History], place: int) -> Judged:

@@ -80,7 +80,7 @@ def compare(
         work = _Work(study, StudyDirectory(out), configs, iterations, workers)
         write_whole(work.folder.study, study.to_yaml().encode())
         failed = work.train() | work.judge(controls)
-        if whole := work.whole():
+        if whole := work.whole(judged=True):
             trained = sorted({name for config in configs.values() for name in config.rewards})
             write_results(study, work.folder, whole, work.seeds, trained)
     if failed:
@@ -120,7 +120,7 @@ class _Work:
 
     def judge(self, controls: bool) -> dict[Job, int]:
         """Evaluates what is missing, of the cells whose runs are finished; the exit codes of what failed."""
-        cells, folder = self.trained(), self.folder
+        cells, folder = self.whole(judged=False), self.folder
         if not cells:
             return {}
         run, own = folder.run(cells[0], self.seeds[0]), self.configs[cells[0]]
@@ -140,17 +140,16 @@ class _Work:
             ]
         return self.workers.run(jobs)
 
-    def trained(self) -> list[str]:
-        """The cells all of whose runs are finished."""
-        return [cell for cell in self.configs if all(finished(self.folder.run(cell, seed)) for seed in self.seeds)]
+    def whole(self, *, judged: bool) -> list[str]:
+        """The cells all of whose runs, and with `judged` evaluations at `Study.steps` too, are finished."""
+        judged = judged and bool(self.study.steps)
 
-    def whole(self) -> list[str]:
-        """The cells all of whose runs and evaluations are finished."""
-        if not self.study.steps:
-            return self.trained()
-        parts = {cell: [self.folder.judged(cell, seed) for seed in self.seeds] for cell in self.trained()}
-        base = self.folder.judged("base")
-        return [cell for cell, own in parts.items() if all(part.results.is_file() for part in (base, *own))]
+        def done(cell: str, seed: int) -> bool:
+            return finished(self.folder.run(cell, seed)) and not (judged and self.folder.judged(cell, seed).unfinished)
+
+        if judged and self.folder.judged("base").unfinished:
+            return []
+        return [cell for cell in self.configs if all(done(cell, seed) for seed in self.seeds)]
 
     def _training(self, cell: str, seed: int, *options: str) -> Job | None:
         own = run_overrides(self.configs[cell], seed, self.iterations[cell])
@@ -168,7 +167,7 @@ def training_job(title: str, recipe: str, overrides: Sequence[str], run: Run) ->
 
 def judging_job(title: str, run: Run, folder: EvaluationDirectory, steps: Sequence[int], *settings: str) -> Job | None:
     """The job that evaluates a run's weights; None if it is finished."""
-    if folder.results.is_file():
+    if not folder.unfinished:
         return None
     counts = ",".join(map(str, steps))
     arguments = ["evaluate", str(run.path), "--steps", counts, "--out", str(folder.path), f"seed={NOISE}", *settings]
