@@ -256,7 +256,7 @@ def test_a_signal_during_an_evaluation_loses_no_alarms_end(tmp_path):
     assert ended == [1]
 
 
-def test_the_group_that_a_report_shows_is_the_one_whose_rewards_differ_most():
+def test_the_group_that_a_report_shows_has_right_and_wrong_members_and_the_widest_spread():
     rewards = torch.zeros(4, 2, 1, 6)  # [N, R, M, G]
     rewards[1, 0] = torch.tensor([0, 1e-6, 0, 0, 0, 0])  # a difference of rounding has advantages as large as any
     rewards[2, 0] = torch.tensor([1, 0, 1, 0, 1, 0])
@@ -265,6 +265,12 @@ def test_the_group_that_a_report_shows_is_the_one_whose_rewards_differ_most():
     assert widest(rewards) == 2  # both 2 and 3 have the largest spread of one reward
     rewards[3, 0] = rewards[2, 0] / 2
     assert widest(rewards) == 3
+    right = torch.zeros(4, 1, 6)
+    assert widest(rewards, right) == widest(rewards, right + 1) == widest(rewards, right + torch.nan) == 3
+    right[0], right[1, 0, 2] = 1, 1
+    assert widest(rewards, right) == 1  # the only one with right and wrong members
+    right[2, 0, 0] = 1
+    assert widest(rewards, right) == 2
     assert widest(torch.full((3, 1, 2, 4), torch.nan)) == widest(torch.ones(3, 1, 2, 4)) == 0
 
 

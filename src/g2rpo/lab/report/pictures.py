@@ -142,6 +142,7 @@ def _members(rows: Sequence[Row], uris: Sequence[str], count: int) -> list[dict[
     return [
         {
             "name": f"member {member + 1}",
+            "right": rows[member].get("right"),
             "pictures": uris[member::count],
             "scores": {name: " · ".join(said(row["scores"][name]) for row in rows[member::count]) for name in names},
             "advantage": signed(advantages[member], 2) if advantages[member] else "0",

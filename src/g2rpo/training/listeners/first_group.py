@@ -12,6 +12,7 @@ from g2rpo.core.data import Prompt
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.statistics import group_std
 from g2rpo.core.types import Plan
+from g2rpo.evaluation.heldout import verdicts
 from g2rpo.monitor.clips import reduced, stills
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import save_inputs, save_pictures, save_rows, score_rows
@@ -26,8 +27,8 @@ ADVANTAGE = "advantage"
 
 @dataclass
 class FirstGroup(Listener):
-    """Keeps the pictures of the group of the first iteration whose rewards differ most (`widest`), of clips their middle
-    frames, with their scores and advantages; and draws them, a row for each tail. Nothing where no pictures are compared."""
+    """Keeps the pictures of one group of the first iteration (`widest`), of clips their middle frames, with their scores and
+    advantages; and draws them, a row for each tail. Nothing where no pictures are compared."""
 
     loop: Loop
     run: Run
@@ -39,7 +40,9 @@ class FirstGroup(Listener):
 
     def save(self, groups: Groups, advantages: Tensor) -> None:
         policy, sizes, names = self.loop.policy, self.loop.sizes, list(self.loop.rewards)
-        number = widest(groups.collected.rewards)
+        by_name = {name: groups.collected.rewards[:, place] for place, name in enumerate(names)}
+        right = verdicts(self.loop.rewards, by_name)
+        number = widest(groups.collected.rewards, right)
         rollout, scores = groups.collected.rollouts[number], groups.collected.rewards[number]
         shape, latents = rollout.finals.shape[:2], rollout.finals.flatten(0, 1)
 
@@ -47,17 +50,17 @@ class FirstGroup(Listener):
             return torch.cat([stills(reduced(decode(policy, part, sizes.decode))) for part in latents.split(sizes.decode)])
 
         images = sizes.fit(pictures).unflatten(0, shape)
-        picture_rows = [
-            PictureRow(images[m], f"g = {tail}", {**dict(zip(names, scores[:, m], strict=True)), ADVANTAGE: advantages[number]})
-            for m, tail in enumerate(rollout.plan.tail_names)
-        ]
+        picture_rows = []
+        for m, tail in enumerate(rollout.plan.tail_names):
+            told = {**dict(zip(names, scores[:, m], strict=True)), ADVANTAGE: advantages[number]}
+            picture_rows.append(PictureRow(images[m], f"g = {tail}", told, None if right is None else right[number, m]))
         prompt = groups.prompts[rollout.prompt]
         columns = [Prompt("member 1", images_of(prompt)), *(f"member {member}" for member in range(2, shape[1] + 1))]
         cells = {"tails": shape[0], "how": how(rollout.plan)}
         rows = [
             row | {"index": shape[1] * m + row["index"]} | cells
             for m, tail in enumerate(picture_rows)
-            for row in score_rows([prompt] * shape[1], tail.scores)
+            for row in score_rows([prompt] * shape[1], tail.scores, tail.right)
         ]
         folder = self.run.first_group
         with self.run.writing(folder):
@@ -67,11 +70,16 @@ class FirstGroup(Listener):
             save_grid(self.run.group_grid, picture_rows, columns, f"{prompt}\n{cells['how']}")
 
 
-def widest(rewards: Tensor) -> int:
-    """The group of `rewards` [N, R, M, G] whose members differ most: by the sum over rewards of their standard deviation, in
-    units of that reward's largest one in any group. The first of ties. Advantages do not tell: they have one scale in all."""
+def widest(rewards: Tensor, right: Tensor | None = None) -> int:
+    """The group of `rewards` [N, R, M, G] to look at: of those with right and wrong members by `right` [N, M, G], or else of
+    all, the one whose members differ most: by the sum over rewards of their standard deviation, in units of that reward's
+    largest one in any group. The first of ties. Advantages do not tell: they have one scale in all."""
     spread = group_std(rewards).nan_to_num(0).mean(2)  # [N, R]
-    return int((spread / spread.amax(0).clamp_min(torch.finfo(torch.float32).tiny)).sum(1).argmax())
+    size = (spread / spread.amax(0).clamp_min(torch.finfo(torch.float32).tiny)).sum(1)  # at most R
+    if right is not None:
+        members = right.flatten(1)
+        size += ((members == 1).any(1) & (members == 0).any(1)) * (spread.shape[1] + 1)
+    return int(size.argmax())
 
 
 def how(plan: Plan) -> str:
