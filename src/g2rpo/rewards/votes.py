@@ -19,8 +19,6 @@ from g2rpo.core.plain import read_lines_as
 
 FILE, FOLDER = "votes.jsonl", "votes"
 """Names in a run directory: the answers, and a folder of pictures for each round."""
-MOST_AHEAD = 8
-"""The most groups that lie ready."""
 Place = Annotated[int, Field(ge=0, lt=10**6)]
 
 
@@ -28,8 +26,7 @@ class Vote(BaseModel):
     """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the undoing of the last answer; another
     `strength` of learning from here on; or learning without a head (`direct`).
 
-    `iteration` is the number of updates when it was given, `digest` that of the group (`digest_of_answer`), `ahead` the
-    session's.
+    `iteration` is the number of updates when it was given, `digest` that of the group (`digest_of_answer`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -43,7 +40,6 @@ class Vote(BaseModel):
     skipped: bool = False
     strength: Annotated[float, Field(ge=0, le=4)] = 1.0
     iteration: Place
-    ahead: Annotated[int, Field(ge=1, le=MOST_AHEAD)] = 1
     time: str = ""
 
 

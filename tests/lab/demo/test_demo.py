@@ -113,7 +113,7 @@ def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, sessio
             for name, reward in {**session.rewards, **session.judges}.items():
                 assert torch.equal(evaluation.scores[name], reward(evaluation.images / 255, [PROMPT]))
         assert (drawing.base.picture / 255 - drawing.tuned.picture / 255).abs().max() > 0.01
-        assert drawing.trained == ("brightness",) and drawing.prompt == PROMPT
+        assert drawing.prompt == PROMPT
         assert session.policy.guidance_scale == 3.5  # as before
     assert session.tuned == {"lora": "adapter", "full": "all weights"}[run.name]
 
@@ -205,9 +205,9 @@ def test_a_group_is_sampled_with_the_guidance_of_training(session):
 
 def test_a_group_may_look_at_other_granularities(session):
     own = trace_group(session, PROMPT, seed=0, plan=1, tuned=False)
-    assert offered_granularities(session) == [1, 2, 3] and own.granularities == (1, 2)
+    assert offered_granularities(session) == [1, 2, 3] and own.plan.tail_names == (1, 2)
     other = trace_group(session, PROMPT, seed=0, plan=1, tuned=False, granularities=[3, 1])
-    assert other.granularities == (1, 3) and len(other.finals) == 2
+    assert other.plan.tail_names == (1, 3) and len(other.finals) == 2
     assert torch.equal(other.noised, own.noised) and (other.finals[0] / 255 - own.finals[0] / 255).abs().max() < 2 * ROUNDED
     algorithm = replace(session.config.algorithm, granularities=(1, 3))
     assert other.plan == algorithm.plans(4)[1]
@@ -285,7 +285,7 @@ def testbed():
 def test_the_testbed_alone_is_scored_by_its_own_rewards(testbed):
     drawing = draw(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
     assert list(drawing.base.scores) == ["scene_accuracy", "scene_correct", "scene_clip", "scene_preference"]
-    assert not drawing.missing and drawing.why == ""
+    assert not drawing.missing and testbed.explain(drawing.prompt) == ""
     html = drawing_html(drawing)
     assert "no score" not in html.lower() and "not learnt such prompts" not in html
     assert "<b>scene_accuracy</b>: Whether the picture shows the asked objects" in html
@@ -358,7 +358,6 @@ def group_of(testbed, rewards):
     return dataclasses.replace(
         group,
         plan=Plan(0, 1, tails),
-        granularities=tuple(range(1, rewards.shape[1] + 1)),
         finals=finals,
         rewards=rewards,
         advantages=testbed.config.algorithm.advantages(rewards[None], testbed.weights)[0],

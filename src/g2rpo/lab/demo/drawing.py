@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.errors import UserError, counted
-from g2rpo.core.types import Reward
 from g2rpo.evaluation.controls import NO_CONTROL, Control
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.untrained import utility
 from g2rpo.lab.demo.model import DemoModel
-from g2rpo.monitor.clips import seconds_of
 from g2rpo.rollout.guidance import guided_by
 
 MAX_STRENGTH = 2.0
@@ -55,23 +52,13 @@ class Drawn:
 class DrawnPrompt:
     """One prompt drawn by the base model and, from the same noise, by the tuned one; and by the base model with free knobs."""
 
+    model: DemoModel
+    prompt: str
     base: Drawn
     tuned: Drawn | None
     free: Drawn | None
-    trained: tuple[str, ...]
-    """The rewards that were trained on."""
-    why: str
-    """Why the prompt is none of the model's world, if that is known."""
-    meanings: Mapping[str, str]
-    """What each reward measures, as its code says."""
     settings: str
     """The settings of the drawing, as text."""
-    seconds: float = 0
-    """Of a clip."""
-
-    @property
-    def prompt(self) -> str:
-        return self.base.evaluation.prompts[0]
 
     @property
     def missing(self) -> list[str]:
@@ -129,16 +116,7 @@ def draw(
         *([f"guidance {scale:g}"] if model.policy.guidable else []),
         *([f"strength {strength:g}"] if model.tuned == "adapter" else []),
     ]
-    return DrawnPrompt(
-        base=base,
-        tuned=tuned,
-        free=free,
-        trained=tuple(model.rewards),
-        why=model.explain(asked),
-        meanings={name: meaning for name, reward in rewards.items() if (meaning := meaning_of(reward))},
-        settings=" · ".join(settings),
-        seconds=seconds_of(model.policy, base.evaluation.images.shape[1]),
-    )
+    return DrawnPrompt(model, asked, base, tuned, free, " · ".join(settings))
 
 
 def best(model: DemoModel, several: Sequence[Evaluation]) -> Evaluation:
@@ -146,8 +124,3 @@ def best(model: DemoModel, several: Sequence[Evaluation]) -> Evaluation:
     scores = {name: torch.stack([one.scores[name] for one in several], -1) for name in model.rewards}
     weights = dict(zip(model.rewards, model.weights.tolist(), strict=True))
     return several[int(utility(scores, weights)[0].argmax())] if len(several) > 1 else several[0]
-
-
-def meaning_of(reward: Reward) -> str:
-    """The first sentences of a reward's documentation; "" if it has none."""
-    return " ".join((inspect.getdoc(reward) or "").split("\n\n")[0].split())

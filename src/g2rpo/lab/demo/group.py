@@ -17,7 +17,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import group_std
 from g2rpo.core.types import Algorithm, Plan
 from g2rpo.lab.demo.model import DemoModel
-from g2rpo.monitor.clips import reduced, seconds_of
+from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import in_training
 from g2rpo.rollout.planning import count_evaluations
@@ -31,9 +31,9 @@ GRANULARITIES = (1, 2, 3)
 class GroupTrace:
     """One group of one prompt: as an iteration of training does it; pictures, or clips, are in 8 bit."""
 
+    model: DemoModel
     prompt: str
     plan: Plan
-    sigmas: Tensor
     predictions: Tensor | None
     """[T, 3, H, W], the image as the anchor predicts it at every step; None if members do not start from one noise."""
     noised: Tensor
@@ -42,17 +42,11 @@ class GroupTrace:
     """The last stochastic step that is learned from."""
     finals: Tensor
     """[M, G, 3, H, W], every member finished by every tail."""
-    names: tuple[str, ...]
-    weights: Tensor
     rewards: Tensor
     """[R, M, G]; NaN where a picture has no score."""
     advantages: Tensor
     """[G]"""
-    granularities: tuple[int, ...]
-    why: str
     settings: str
-    seconds: float = 0
-    """Of a clip."""
 
     @property
     def order(self) -> list[int]:
@@ -77,7 +71,7 @@ class GroupTrace:
     @property
     def unscored(self) -> list[str]:
         """The rewards that scored nothing."""
-        return [name for name, values in zip(self.names, self.rewards, strict=True) if values.isnan().all()]
+        return [name for name, values in zip(self.model.rewards, self.rewards, strict=True) if values.isnan().all()]
 
 
 def own_granularities(model: DemoModel) -> list[int]:
@@ -140,21 +134,16 @@ def trace_group(
         rewards = score_rollouts(model.policy, [rollout], model.rewards, [asked], model.sizes)
         finals = shown(rollout.finals.flatten(0, 1))
         return GroupTrace(
+            model=model,
             prompt=asked,
             plan=chosen,
-            sigmas=sigmas,
             predictions=predictions,
             noised=shown(rollout.transitions[-1].x_next),
             noised_at=rollout.transitions[-1].step,
             finals=finals.unflatten(0, rollout.finals.shape[:2]),
-            names=tuple(model.rewards),
-            weights=model.weights,
             rewards=rewards[0],
             advantages=advantages_of(algorithm, rewards, model.weights)[0],
-            granularities=chosen.tail_names,
-            why=model.explain(asked),
             settings=f"seed {key} · {s.num_steps} steps · {'after training' if tuned else 'base model'}",
-            seconds=seconds_of(model.policy, finals.shape[1]),
         )
 
     if model.tuned == "adapter":

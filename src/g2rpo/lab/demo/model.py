@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from g2rpo.core.input_pictures import check_counts
 from g2rpo.core.types import Plan, Prompt, Reward
 from g2rpo.evaluation.sampler import Sampler, sampler_of
 from g2rpo.lab.report.verdict import model_name
+from g2rpo.monitor.clips import seconds_of
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runtime.memory import BatchSizes, batch_sizes
 from g2rpo.testbed.grammar import parse
@@ -135,6 +137,16 @@ class DemoModel:
     def input_pictures(self) -> tuple[int, int]:
         """How many of them a prompt takes, at least and at most."""
         return getattr(self.policy, "input_pictures", (0, 0))
+
+    @property
+    def meanings(self) -> dict[str, str]:
+        """What each reward measures: the first sentences of its documentation, if it has any."""
+        told = {name: inspect.getdoc(reward) or "" for name, reward in {**self.rewards, **self.judges}.items()}
+        return {name: " ".join(text.split("\n\n")[0].split()) for name, text in told.items() if text}
+
+    def seconds(self, picture: Tensor) -> float:
+        """The length of a clip, or of what is shown of it."""
+        return seconds_of(self.policy, len(picture))
 
     def explain(self, prompt: str) -> str:
         """Why a prompt is none of the model's world; "" if it is, or if nothing is known of it."""

@@ -56,10 +56,10 @@ environment = templates_of("g2rpo.lab.demo")
 environment.filters |= {
     "change": change,
     "input_uris": input_uris,
-    "large": lambda picture, seconds: picture_uri(picture, LARGE_SIDE, seconds),
+    "large": lambda picture, model: picture_uri(picture, LARGE_SIDE, model.seconds(picture)),
     "score": score,
     "signed": signed,
-    "small": lambda picture, seconds: picture_uri(picture, SMALL_SIDE, seconds),
+    "small": lambda picture, model: picture_uri(picture, SMALL_SIDE, model.seconds(picture)),
     "way": way,
 }
 

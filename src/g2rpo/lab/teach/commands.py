@@ -33,8 +33,6 @@ from g2rpo.runtime.distributed import joined
 
 GUARDED = 0.5
 """The weight of the clicks, as a share of that of the guards: with equal weights pictures break before a taste is met."""
-GROUPS_AHEAD = 2
-"""Groups that lie ready: one is shown while the answer to the one before is learnt from."""
 ADAPTER_RATE = 3
 """The learning rate of an adapter, as a multiple of that of all weights, with which both learn alike (scenes)."""
 UNGUARDED = {
@@ -65,14 +63,13 @@ def opened(
     overrides: Sequence[str] = (),
     run_dir: Path | None = None,
     *,
-    ahead: int | None = None,
     stored: Path | None = None,
     prompt: str = "",
     background: bool = False,
     emit: Emit = silent,
 ) -> Iterator[Session]:
     """A session that has begun, in a run directory of its own, on a recipe; or on a run that `g2rpo teach` began, whose answers
-    are repeated first. `stored` is a file of answers to repeat as well. `ahead` is `GROUPS_AHEAD`, or that of the answers."""
+    are repeated first. `stored` is a file of answers to repeat as well."""
     notify, begun = cautions(emit), Run(Path(recipe))
     resume = begun.config.is_file()
     if resume and not begun.votes.is_file():
@@ -82,17 +79,11 @@ def opened(
     else:
         config = completed(teach_config(recipe, overrides, notify), notify)
     repeated = votes.read(stored) if stored is not None else []
-    given = {vote.ahead for vote in [*repeated, *(votes.read(begun.votes) if resume else [])]}
-    if len(given | {ahead or min(given, default=0)}) > 1:
-        raise UserError(
-            f"--ahead {ahead or ''}: these answers were given with {sorted(given)}, on which pictures depend; leave it out"
-        )
     with joined(pick_device(config.policy.device)) as world, ExitStack() as stack:
         chosen = stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
         folder = Path(world.broadcast_text(str(chosen)))
         session = Session(
             trainer=build(Request(config=config, run_dir=folder, world=world, notify=notify, emit=emit)),
-            ahead=ahead or min(given, default=GROUPS_AHEAD),
             background=background,
             prompt=prompt,
             notify=notify if world.is_main else lambda words: None,
@@ -109,7 +100,6 @@ def teach(
     *,
     stored: Path | None = None,
     prompt: str | None = None,
-    ahead: int | None = None,
     host: str = "127.0.0.1",
     port: int = 7861,
     token_env: str | None = None,
@@ -118,7 +108,7 @@ def teach(
 ) -> Path:
     """Serves a session until it is finished in the page, interrupted, or `stop` is set; with `stored` answers it only repeats
     them. Returns the run directory."""
-    opening = partial(opened, recipe, overrides, run_dir, ahead=ahead, stored=stored, prompt=prompt or "", emit=emit)
+    opening = partial(opened, recipe, overrides, run_dir, stored=stored, prompt=prompt or "", emit=emit)
     lesson = Lesson(partial(opening, background=stored is None))
     follows = bool(int(os.environ.get("RANK", 0)))  # under torchrun rank 0 serves the page
     serves = stored is None and not follows

@@ -136,14 +136,14 @@ class Pupil:
         learnt = self.learnt
         features = features_of(group.images, [group.prompt] * len(group.images), self.clicks.encoder)
         learnt.choices = {**learnt.choices, group.round: Choice(features, vote.liked)}
-        head = learnt.head = self.clicks.head = fit(list(learnt.choices.values()))
-        if self.answered < FIRST or head is None:
-            return
         if learnt.direct:
             every = *learnt.waiting, (group, vote)
             learnt.waiting = tuple(one for one in every if one[0].changes == self.changes)  # not of earlier weights
             if len(learnt.waiting) == DIRECT:
                 self._update_directly()
+            return
+        head = learnt.head = self.clicks.head = fit(list(learnt.choices.values()))
+        if self.answered < FIRST or head is None:
             return
         if self.answered == ENOUGH and head.agreement.mean < HOPELESS:
             self.notify(

@@ -31,6 +31,8 @@ from g2rpo.rewards.votes import Vote
 from g2rpo.runtime.devices import same_device
 from g2rpo.training.trainer import Trainer
 
+AHEAD = 2
+"""Groups that lie ready: one is shown while the answer to the one before is learnt from."""
 REMEMBERED = 8
 """Answers that can be taken back."""
 OVERRIDES = (
@@ -57,13 +59,12 @@ class Session:
     """Rounds with a `trainer` that has a reward `clicks`. All its ranks act on the same answers.
 
     Answers are stored at once, and acted on in their order by a thread, the only one that uses the policy; with `background`
-    nobody waits for it. `ahead` groups lie ready: group r is sampled after the answer to group r - ahead, whenever that comes,
-    so both learn the same. `prompt`, or a held-out one that the base draws wrong, is drawn after every change. `notify` is
-    called with what a person should know.
+    nobody waits for it. `AHEAD` groups lie ready: group r is sampled after the answer to group r - AHEAD, whenever that
+    comes, so both learn the same. `prompt`, or a held-out one that the base draws wrong, is drawn after every change.
+    `notify` is called with what a person should know.
     """
 
     trainer: Trainer
-    ahead: int = 1
     background: bool = False
     prompt: str = ""
     notify: Callable[[str], None] = print
@@ -133,7 +134,7 @@ class Session:
             if said["kind"] == "undo":
                 self._wait()
             group, now = self.group, datetime.now(UTC).isoformat(timespec="seconds")
-            about = {"round": self.asked, "iteration": self.trainer.iteration, "ahead": self.ahead, "time": now}
+            about = {"round": self.asked, "iteration": self.trainer.iteration, "time": now}
             try:
                 vote = checked_as(Vote, {**about, **said})
             except ValueError as error:
@@ -245,8 +246,8 @@ class Session:
             self.pair, self._drawn = (self.pair[0], self._picture()), pupil.changes
 
     def _fill(self) -> None:
-        """Samples groups until `ahead` lie ready."""
-        for round in range(self._next, self._next + self.ahead):
+        """Samples groups until `AHEAD` lie ready."""
+        for round in range(self._next, self._next + AHEAD):
             if round not in self.groups:
                 self.groups[round] = self.asker.group(round, self.pupil.changes)
         self.groups = {round: group for round, group in self.groups.items() if round >= self._next}

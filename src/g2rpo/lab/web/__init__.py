@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from unittest.mock import patch
 
 from g2rpo.core.errors import UserError
 
@@ -21,17 +22,7 @@ def needing_gradio(what: str) -> Iterator[None]:
         raise UserError(f"{what} needs Gradio: pip install gradio") from None
 
 
-@contextmanager
-def without_proxies() -> Iterator[None]:
+def without_proxies() -> AbstractContextManager[object]:
     """While entered, the environment's proxies are not used. Gradio needs it to be imported (some proxies, such as socks://,
     are an error there) and to start (it asks its own page, which a proxy does not reach)."""
-    before = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
-    os.environ.update(dict.fromkeys(before, "*"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return patch.dict(os.environ, no_proxy="*", NO_PROXY="*")

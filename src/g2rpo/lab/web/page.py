@@ -49,7 +49,8 @@ MAX_BODY, MAX_UPLOAD = 2**16, 2**24
 def page_of(title: str, kind: str, facts: str, views: Mapping[str, View]) -> gr.Blocks:
     """The page, not yet served, with a tab for each of several views, by its label; the first is open."""
     with gr.Blocks(title=f"{title} · {kind}", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
-        gr.HTML(f'<div class="g2"><h1>{escape(title)}</h1><p class="g2-facts">{escape(facts)}</p></div>')
+        told = f'<p class="g2-facts">{escape(facts)}</p>' if facts else ""
+        gr.HTML(f'<div class="g2"><h1>{escape(title)}</h1>{told}</div>')
         with gr.Tabs(elem_id="views", visible=len(views) > 1):
             tabs = [gr.Tab(label) for label in views]
         for number, (tab, view) in enumerate(zip(tabs, views.values(), strict=True)):
