@@ -62,7 +62,7 @@ def lessons(run: RunHistory) -> tuple[GroupTrace, GroupTrace]:
     evaluation = run.config.evaluation
     heldout = build_prompts(evaluation.prompts, "evaluation.prompts")[: evaluation.num_prompts]
     model = open_model(run.config, run.files.weights, print, heldout)
-    number, _ = opening_of(run, {**model.rewards, **model.judges}, list(model.rewards))
+    number, _ = opening_of(run)
     before, after = (trace_group(model, str(heldout[number]), tuned=tuned) for tuned in (False, True))
     if before.advantages.max() == before.advantages.min():
         raise SystemExit(f"{before.prompt}: all members score alike, so this group teaches nothing")

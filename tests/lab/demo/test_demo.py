@@ -31,7 +31,7 @@ from g2rpo.core.data import Precision
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Plan, Reward, no_kernel
+from g2rpo.core.types import Plan, no_kernel
 from g2rpo.evaluation.controls import Control
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.evaluation.untrained import utility
@@ -52,7 +52,6 @@ from tests.support.runs import fits
 from tests.support.variants import few
 
 PROMPT = "a red circle"
-NAN = float("nan")
 ROUNDED = 0.5 / 255 + 1e-4
 """Of pictures in 8 bit that were computed in batches of other shapes."""
 
@@ -563,51 +562,40 @@ def test_what_gradio_gives_out_is_the_page_alone(served, tmp_path):
     assert status_of(client, address, "config", None, Host="evil.example")[0] == (200 if token else 421)
 
 
-class Right(Reward):
-    """A reward that knows right from wrong; its scores are given."""
-
-    right = 1
-
-    def __call__(self, images, prompts):
-        raise AssertionError("scores are given")
+def rows(scores, right=None):
+    """Tables of scores by reward, and verdicts."""
+    told = [{"scores": dict(zip(scores, values, strict=True))} for values in zip(*scores.values(), strict=True)]
+    return [row | {"right": verdict} for row, verdict in zip(told, right, strict=True)] if right else told
 
 
 @pytest.mark.parametrize(
     ("base", "tuned", "number", "rule"),
     [
-        ([0.5, 1, 0, 0, 1], [0.9, 1, 1, 1, 0], 2, "the first of the 2 held-out prompts (of 5) that the base model draws wrong"),
-        ([NAN, 0, 0, 1, 1], [1, NAN, 0, 1, 1], 0, "the first of 5 held-out prompts: there is none that the base"),
+        ([0, 1, 0, 0, 1], [0, 1, 1, 1, 0], 2, "the first of the 2 held-out prompts (of 5) that the base model draws wrong"),
+        ([None, 0, 0, 1, 1], [1, None, 0, 1, 1], 0, "the first of 5 held-out prompts: there is none that the base"),
         ([1, 1, 1, 1, 0], [0, 0, 1, 1, 1], 4, "the tuned one right; 2 became wrong."),
     ],
 )
 def test_the_demo_opens_on_the_first_prompt_that_became_right(base, tuned, number, rule):
-    scores = {"a": torch.tensor(base, dtype=torch.float32)}, {"a": torch.tensor(tuned, dtype=torch.float32)}
-    chosen = opening(*scores, {"a": Right()}, ["a"])
+    chosen = opening(rows({"a": [0.0] * 5}, base), rows({"a": [0.0] * 5}, tuned), ["a"])
     assert chosen[0] == number and chosen[1].startswith("This opens on ") and rule in chosen[1]
 
 
 def test_without_right_and_wrong_it_opens_where_every_trained_score_rose():
-    base = {"a": torch.tensor([0.0, 0, 0, 0]), "b": torch.tensor([5.0, 5, 5, 5]), "judge": torch.tensor([1.0, 1, 1, 1])}
-    tuned = {
-        "a": torch.tensor([1.0, NAN, 0.1, 0.2]),
-        "b": torch.tensor([4.0, 6, 5.1, 6]),
-        "judge": torch.tensor([2.0, 2, 0, 0]),
-    }
-    chosen = opening(base, tuned, dict.fromkeys(("a", "b", "judge"), Reward()), ["a", "b"])
-    assert chosen == (
+    base = rows({"a": [0.0, 0, 0, 0], "b": [5.0, 5, 5, 5], "judge": [1.0, 1, 1, 1]})
+    tuned = rows({"a": [1.0, None, 0.1, 0.2], "b": [4.0, 6, 5.1, 6], "judge": [2.0, 2, 0, 0]})
+    assert opening(base, tuned, ["a", "b"]) == (
         2,
         "This opens on the first of the 2 held-out prompts (of 4) on which training raised a and b; none fell.",
     )
-    assert opening(base, tuned, {"judge": Reward()}, []) == FIRST
 
 
-def test_a_run_without_scores_opens_on_its_first_prompt(run, session, tmp_path):
-    rewards = {**session.rewards, **session.judges}
+def test_a_run_without_scores_opens_on_its_first_prompt(run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
-    assert opening_of(read_runs([copy])[0], rewards, ["brightness"]) == opening_of(read_runs([run])[0], rewards, ["brightness"])
+    assert opening_of(read_runs([copy])[0]) == opening_of(read_runs([run])[0])
     shutil.rmtree(copy / "scores")
-    assert opening_of(read_runs([copy])[0], rewards, ["brightness"]) == FIRST
+    assert opening_of(read_runs([copy])[0]) == FIRST
 
 
 def test_what_the_page_is_about_is_said_for_outsiders(run):

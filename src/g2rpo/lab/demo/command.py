@@ -16,7 +16,7 @@ from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
 from g2rpo.lab.demo.model import RECIPES, DemoModel, check, open_model, training_of, what_it_is
 from g2rpo.lab.demo.opening import FIRST, opening_of
-from g2rpo.lab.report.history import RunHistory, read_runs
+from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary_of
 from g2rpo.lab.teach.commands import UNGUARDED, opened
 from g2rpo.lab.teach.session import Lesson
@@ -59,8 +59,14 @@ def demo(
     title = f"Run {run.resolve().name}" if run is not None else config.policy.path
     say(f"{title}: building the policy and {len(config.rewards) + len(config.evaluation.rewards)} rewards ...")
     model = open_model(config, weights, say, _heldout(config, say))
-    log = _history(run, say)
-    number, rule = _opening(log, model, say) if own else FIRST
+    log, (number, rule) = None, FIRST
+    try:
+        if run is not None:
+            log = read_runs([run])[0]
+        if log is not None and own:
+            number, rule = opening_of(log)
+    except UserError as error:
+        say(f"the run's log tells nothing: {error}")
     examples = [str(prompt) for prompt in dict.fromkeys([*model.heldout[number:][:1], *model.heldout])][:EXAMPLES]
     drawn, group = _first_views(model, examples[0], rule, say) if examples else ("", "")
     views = {"Draw": app.draw_view(model, examples, drawn), "How it learns": app.learn_view(model, examples, group)}
@@ -92,23 +98,6 @@ def _heldout(config: Config, say: Say) -> Sequence[str]:
     except UserError as error:
         say(f"no examples: {error}")
         return []
-
-
-def _history(run: Path | None, say: Say) -> RunHistory | None:
-    try:
-        return None if run is None else read_runs([run])[0]
-    except UserError as error:
-        say(f"the run's log tells nothing: {error}")
-        return None
-
-
-def _opening(log: RunHistory | None, model: DemoModel, say: Say) -> tuple[int, str]:
-    """What a page about a run's own weights opens with."""
-    try:
-        return FIRST if log is None else opening_of(log, {**model.rewards, **model.judges}, list(model.rewards))
-    except UserError as error:
-        say(f"the run's log tells nothing: {error}")
-        return FIRST
 
 
 def _first_views(model: DemoModel, prompt: str, rule: str, say: Say) -> tuple[str, str]:

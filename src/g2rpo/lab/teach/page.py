@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from g2rpo.core.errors import UserError, counted
+from g2rpo.core.errors import RewardFailed, UserError, counted
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.statistics import Comparison
 from g2rpo.lab.report.page import templates_of
 from g2rpo.lab.report.pictures import data_uri, picture_uri
 from g2rpo.lab.teach.pupil import AIM, DIRECT, FIRST
 from g2rpo.lab.teach.session import Lesson, Session
-from g2rpo.lab.web.page import ONE_AT_A_TIME, View, disclosed, empty, gr, with_messages
+from g2rpo.lab.web.page import ONE_AT_A_TIME, View, disclosed, empty, gr
 from g2rpo.monitor.clips import seconds_of
 
 USUAL_ANSWERS = 20
@@ -91,49 +91,40 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None = None) -> View:
             session = lesson.session
             return empty(BEGIN) if session is None else choice_html(session), *now()
 
-        def after(act: Callable[[Session], Any]) -> Any:
-            """What is shown after `act`; a `UserError` is a message beside which all stays as it is."""
+        def asked() -> Session:
+            if lesson.session is None:
+                raise UserError('nothing is asked; press "Begin"')
+            return lesson.session
+
+        def after(act: Callable[[], Any]) -> Any:
+            """What is shown after `act`; if that fails a message, beside which all stays as it is."""
             try:
-                if lesson.session is None:
-                    raise UserError('nothing is asked; press "Begin"')
-                act(lesson.session)
-            except UserError as error:
+                act()
+            except (UserError, RewardFailed) as error:
                 gr.Warning(escape(str(error)))
                 return gr.skip()
             return everything()
 
         def told(event: gr.EventData) -> Any:
-            if event.act == "undo":
-                return after(Session.undo)
-            if event.act == "several" and not event.liked:
-                gr.Warning('tick the pictures that you like first; "None (n)" says that none is good')
-                return gr.skip()
-            skipped = event.act == "skip"
-            return after(lambda session: session.answer(event.liked, round=event.round, skipped=skipped))
+            def act() -> None:
+                if event.act == "undo":
+                    asked().undo()
+                elif event.act == "several" and not event.liked:
+                    raise UserError('tick the pictures that you like first; "None (n)" says that none is good')
+                else:
+                    asked().answer(event.liked, round=event.round, skipped=event.act == "skip")
 
-        def going(strength: float) -> Any:
-            return after(lambda session: session.set_strength(strength))
-
-        def direct_from_now() -> Any:
-            return after(Session.learn_directly)
-
-        def begun() -> tuple[Any, ...]:
-            lesson.begin()
-            return everything()
-
-        def finished() -> tuple[Any, ...]:
-            lesson.finish()
-            return everything()
+            return after(act)
 
         disclosed(direct, sure)
         outputs = [grid, *beside]
-        gr.on(None, with_messages(everything), None, outputs, **ONE_AT_A_TIME)  # when the page is loaded
-        begin.click(with_messages(begun), None, outputs, **ONE_AT_A_TIME)
-        grid.click(with_messages(told), None, outputs, **ONE_AT_A_TIME)
-        directly.click(with_messages(direct_from_now), None, outputs, **ONE_AT_A_TIME)
-        strength.release(with_messages(going), strength, outputs, **ONE_AT_A_TIME)
+        gr.on(None, everything, None, outputs, **ONE_AT_A_TIME)  # when the page is loaded
+        begin.click(lambda: after(lesson.begin), None, outputs, **ONE_AT_A_TIME)
+        grid.click(told, None, outputs, **ONE_AT_A_TIME)
+        directly.click(lambda: after(lambda: asked().learn_directly()), None, outputs, **ONE_AT_A_TIME)
+        strength.release(lambda far: after(lambda: asked().set_strength(far)), strength, outputs, **ONE_AT_A_TIME)
         timer.tick(now, None, beside, show_progress="hidden", api_visibility="private")
-        ended = finish.click(with_messages(finished), None, outputs, **ONE_AT_A_TIME)
+        ended = finish.click(lambda: after(lesson.finish), None, outputs, **ONE_AT_A_TIME)
         if stop is not None:
             ended.success(None, js=FINISHED, api_visibility="private").then(stop, **ONE_AT_A_TIME)
 
