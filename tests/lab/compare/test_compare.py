@@ -287,6 +287,8 @@ def test_a_run_that_fails_or_dies_ends_no_other_and_is_named_with_what_it_said(c
 SCRIPT = """
 import sys
 from pathlib import Path
+import torch
+torch.cuda.device_count = lambda: GPUS
 from g2rpo.lab.compare.jobs import Job, Workers
 with open("runs", "a") as runs:
     runs.write("once")
@@ -295,7 +297,9 @@ print(Workers(1).run([Job("version", ("--version",), Path("log"))]))
 
 
 @pytest.mark.slow  # imports torch twice
-def test_a_script_that_runs_a_study_is_not_run_again_by_its_jobs(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_script_that_runs_a_study_is_not_run_again_by_its_jobs(tmp_path, gpus):
+    """Forked, or with a GPU spawned."""
+    (tmp_path / "script.py").write_text(SCRIPT.replace("GPUS", str(gpus)))
     subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True)
     assert (tmp_path / "runs").read_text() == "once" and (tmp_path / "log").read_text().startswith("g2rpo ")

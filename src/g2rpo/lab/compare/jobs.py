@@ -78,7 +78,7 @@ class Workers:
         try:
             job.log.parent.mkdir(parents=True, exist_ok=True)
             words = [*plugins.repeated(), *job.arguments]
-            process = forked(command, words, str(job.log), environment_of(slot, self.count))
+            process = begun(command, words, str(job.log), environment_of(slot, self.count))
             running.add(process)
             process.join()
             running.discard(process)
@@ -90,10 +90,13 @@ class Workers:
 _START = threading.Lock()
 
 
-def forked(target: Any, *arguments: Any) -> Any:
-    """A process that calls `target`, forked from one that has imported `lab.compare.imported`. It runs nothing of the caller's
-    own script, which so needs no `if __name__ == "__main__"`, and imports nothing of the current folder."""
-    context = multiprocessing.get_context("forkserver")
+def begun(target: Any, *arguments: Any) -> Any:
+    """A process that calls `target`. It runs nothing of the caller's own script, which so needs no `if __name__ == "__main__"`,
+    and imports nothing of the current folder. It is forked from one that has imported `lab.compare.imported`; with a GPU it is
+    spawned, because bitsandbytes initialises CUDA when it is imported, and CUDA does not survive a fork."""
+    import torch
+
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.device_count() else "forkserver")
     context.set_forkserver_preload(["g2rpo.lab.compare.imported"])
     process = context.Process(target=target, args=arguments)
     with _START:
