@@ -215,17 +215,17 @@ def test_the_summary_says_what_happened_in_plain_words(tmp_path):
     sentences = said(tmp_path / "a", {"one": up, "two": flat}, right=(0.43, 0.62), alarms=["hacking"])
     told = "Trained on one for 4 iterations. Right on 62 % of 192 held-out prompts, before training 43 %"
     assert sentences.startswith(f"{told} (+19 points, +13 to +24). No free knob")
-    assert sentences.endswith("Nothing that was judged clearly fell; 1 alarm: hacking.")
+    assert sentences.endswith("Nothing that was judged clearly fell. 1 alarm: hacking.")
     sentences = said(tmp_path / "c", {"one": up})
     assert "On 192 held-out prompts one rose: +0.50 standard deviations (+0.25 to +0.75). No free knob" in sentences
-    assert sentences.endswith("No other score was judged; no alarm.")
+    assert sentences.endswith("No other score was judged. No alarm.")
     rewards = {"one": (True, 0.5, 0.3, 0.05, 0.4), "other": (True, 0.5, 0.51, 0.05, 0.4), "two": down}
     both = said(tmp_path / "d", rewards, alarms=["a", "b"])
     assert both.startswith(
         "Trained on one and other for 4 iterations. On 192 held-out prompts one fell: −0.50 standard deviations "
         "(−0.75 to −0.25); other did not clearly change: +0.03 standard deviations (−0.22 to +0.27)."
     )
-    assert both.endswith("Worse: one (−0.50 s.d.), two (−2.00 s.d.); 2 alarms: a, b.")
+    assert both.endswith("Worse: one (−0.50 s.d.), two (−2.00 s.d.). 2 alarms: a, b.")
     Run(tmp_path / "e").claim(config())
     (only,) = summary_of(*read_runs([tmp_path / "e"])).sentences
     assert only.startswith("Nothing can be said yet")
@@ -244,18 +244,18 @@ def test_a_change_that_is_clear_and_small_is_called_slight_and_no_loss(tmp_path)
     [
         (
             {"diversity": (0.045, 0.015)},
-            "Worse: diversity (pictures of one prompt differ 0.33 times as much as the base's);",
+            "Worse: diversity (pictures of one prompt differ 0.33 times as much as the base's). No alarm.",
         ),
-        ({"diversity": (0.045, 0.041)}, "; pictures of one prompt differ 0.91 times as much as the base's;"),
+        ({"diversity": (0.045, 0.041)}, "judged. Pictures of one prompt differ 0.91 times as much as the base's. No"),
         (
             {"diversity": (0.045, 0.015), "diversity_right": (0.02, 0.014)},
-            "Worse: diversity (pictures of one prompt differ 0.33 times as much as the base's, right ones 0.70 times);",
+            "Worse: diversity (pictures of one prompt differ 0.33 times as much as the base's, right ones 0.70 times).",
         ),
         (
             {"diversity": (0.045, 0.015), "diversity_right": (0.02, 0.019)},
-            "was judged; pictures of one prompt differ 0.33 times as much as the base's, right ones 0.95 times;",
+            "was judged. Pictures of one prompt differ 0.33 times as much as the base's, right ones 0.95 times.",
         ),
-        ({}, "was judged; no alarm."),
+        ({}, "was judged. No alarm."),
     ],
 )
 def test_lost_diversity_is_called_a_loss(tmp_path, spreads, told):
@@ -500,7 +500,7 @@ def test_numbers_for_people():
     assert [in_time(s) for s in (0.78, 42, 301, 12000)] == ["0.78 s", "42 s", "5 min 1 s", "3 h 20 min"]
 
 
-def test_alarms_are_told_and_marked(tmp_path, monkeypatch):
+def test_alarms_are_told_and_marked(html, tmp_path, monkeypatch):
     """A judged reward falls in every toy run (dark is minus bright); a row of training has one of its own."""
     monkeypatch.setattr(statistics, "FEWEST_VALUES", 3)
     directory = make_run(tmp_path / "run", "trainer.iterations=6", finish=False)
@@ -520,7 +520,7 @@ def test_alarms_are_told_and_marked(tmp_path, monkeypatch):
     charts = {a["aria-label"].split(".")[0]: a["aria-label"] for a in page.all("svg", class_="chart")}
     assert "Alarm at iteration 2." in charts["dark, judged only"] and "Alarm" not in charts["Gradient norm"]
     assert len(page.all("path", class_="alarm")) == 3  # bright, dark and the key
-    quiet = Page(render(read_runs([make_run(tmp_path / "quiet", "alarms.action=off")])))
+    quiet = Page(html)
     assert "None was raised." in quiet.words and not quiet.all("path", class_="alarm")
 
 

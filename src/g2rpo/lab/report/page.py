@@ -114,15 +114,14 @@ def states(group: SeedGroup) -> dict[str, list[RunHistory]]:
 
 
 def results(groups: Sequence[SeedGroup]) -> list[tuple[float, list[tuple[SeedGroup, Change]]]]:
-    """By score, right pictures and trained rewards first, the changes of every line that knows them, and the largest end of
-    their intervals."""
-    told: dict[str, list[tuple[SeedGroup, Change]]] = {}
-    for group in groups:
-        for change in group.changes.values():
-            told.setdefault(change.name, []).append((group, change))
-    rows = sorted(told.values(), key=lambda own: (own[0][1].name != RIGHT, not own[0][1].trained))
-    ends = [[end for _, one in own for end in (one.change.mean, one.change.low, one.change.high)] for own in rows]
-    return [(max(map(abs, filter(math.isfinite, each)), default=0) or 1, own) for own, each in zip(rows, ends, strict=True)]
+    """By score, right pictures and trained rewards first, the largest end of an interval, and the change of every line."""
+    known = {name: change for group in groups for name, change in group.changes.items()}
+    rows = []
+    for name in sorted(known, key=lambda name: (name != RIGHT, not known[name].trained)):
+        own = [(group, group.changes[name]) for group in groups if name in group.changes]
+        ends = [abs(end) for _, one in own for end in (one.change.mean, one.change.low, one.change.high) if math.isfinite(end)]
+        rows.append((max(ends, default=0) or 1, own))
+    return rows
 
 
 def table_of(of: Callable[[RunHistory], dict[str, Any]], runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:

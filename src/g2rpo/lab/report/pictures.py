@@ -16,7 +16,6 @@ from torch import Tensor
 from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.lab.report.history import RunHistory, SeedGroup
-from g2rpo.lab.report.verdict import signed
 from g2rpo.monitor.clips import clip_of, read_webp, webp
 from g2rpo.monitor.clips import frames_of as clip_frames
 from g2rpo.monitor.pictures import figure, pil_of
@@ -136,18 +135,16 @@ def first_group(run: RunHistory) -> dict[str, Any] | None:
 
 
 def _members(rows: Sequence[Row], uris: Sequence[str], count: int) -> list[dict[str, Any]]:
+    """The members from best to worst; `rows` and `uris` are of the pictures of `count` members, tail after tail."""
     advantages = [row["scores"].get(ADVANTAGE) or 0.0 for row in rows[:count]]
-    largest = max(map(abs, advantages)) or 1.0
     names = [name for name in rows[0]["scores"] if name != ADVANTAGE]
     return [
         {
-            "name": f"member {member + 1}",
+            "number": member + 1,
             "right": rows[member].get("right"),
             "pictures": uris[member::count],
             "scores": {name: " · ".join(said(row["scores"][name]) for row in rows[member::count]) for name in names},
-            "advantage": signed(advantages[member], 2) if advantages[member] else "0",
-            "way": "up" if advantages[member] > 0 else "down" if advantages[member] < 0 else "same",
-            "width": round(50 * abs(advantages[member]) / largest, 1),
+            "advantage": advantages[member],
         }
         for member in sorted(range(count), key=lambda member: -advantages[member])
     ]

@@ -118,15 +118,15 @@ def _worse(group: SeedGroup) -> str:
     worse = [f"{change.name} ({signed(change.effect.mean, 2)} s.d.)" for change in fallen]
     shares = [tuned / base for base, tuned in group.spreads().values() if base]
     right = f", right ones {shares[1]:.2f} times" if len(shares) > 1 else ""
-    varied = [f"pictures of one prompt differ {shares[0]:.2f} times as much as the base's{right}"] if shares else []
+    varied = [f"Pictures of one prompt differ {shares[0]:.2f} times as much as the base's{right}"] if shares else []
     if shares and shares[-1] < AS_VARIED:
-        worse.append(f"diversity ({varied.pop()})")
+        worse.append(f"diversity ({varied.pop().lower()})")
     judged = any(not change.trained and change.name != RIGHT for change in group.changes.values())
     nothing = "Nothing that was judged clearly fell" if judged else "No other score was judged"
     raised = group.alarms()
     names = ", ".join(dict.fromkeys(one.name for one in raised))
-    alarms = f"{counted(len(raised), 'alarm')}: {names}" if raised else "no alarm"
-    return "; ".join([f"Worse: {', '.join(worse)}" if worse else nothing, *varied, alarms]) + "."
+    alarms = f"{counted(len(raised), 'alarm')}: {names}" if raised else "No alarm"
+    return ". ".join([f"Worse: {', '.join(worse)}" if worse else nothing, *varied, alarms]) + "."
 
 
 def _listed(names: list[str]) -> str:
