@@ -41,6 +41,7 @@ from g2rpo.lab.demo.model import MAX_PROMPT, config_of_model, open_model, traini
 from g2rpo.lab.demo.opening import FIRST, opening, opening_of
 from g2rpo.lab.demo.views import digits, drawing_html, run_html, trace_html
 from g2rpo.lab.report.history import SeedGroup, read_runs
+from g2rpo.lab.web import without_proxies
 from g2rpo.monitor.scores import read_rows, scores_of
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guidance_of
@@ -305,7 +306,7 @@ def test_the_base_model_is_drawn_once_more_with_free_knobs_and_their_price():
     control, prompt = Control(cfg=3.0, guided_steps=2), "'tiger' in red"
     drawing = draw(session, prompt, steps=4, control=control, best_of=3)
     assert drawing.free.price == "18 evaluations, 3 readings" and drawing.base.price == "4 evaluations"
-    assert drawing.free.knobs == f"guidance by hand 3 in the first 2 steps, best of 3 by {' and '.join(session.rewards)}"
+    assert drawing.free.knobs == f"guidance by hand 3 in the first 2 steps, best of 3 by {', '.join(session.rewards)}"
     sampler, rewards = replace(session.sampler, num_steps=4), {**session.rewards, **session.judges}
     several = [sampler.evaluate([prompt], rewards, control=control.model_copy(update={"draw": n})) for n in range(3)]
     found = [torch.equal(drawing.free.picture, one.images[0]) for one in several]
@@ -500,10 +501,20 @@ print(httpx.get(address, trust_env=False).status_code, os.environ.get("no_proxy"
 """
 
 
-def test_the_page_is_served_whatever_proxies_the_environment_has():
+def test_gradio_sees_no_proxies_and_others_do(monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with without_proxies():
+        assert urllib.request.proxy_bypass_environment("127.0.0.1") and os.environ["NO_PROXY"] == "*"
+    assert "no_proxy" not in os.environ and not urllib.request.proxy_bypass_environment("127.0.0.1")
+
+
+@pytest.mark.parametrize("proxy", ["socks", "socks5"])
+def test_the_page_is_served_whatever_proxies_the_environment_has(proxy):
     """In a process of its own: socks:// is an error when Gradio is imported, a dead proxy when it starts."""
     clean = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    proxies = {"ALL_PROXY": "socks://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "example.org"}
+    proxies = {"ALL_PROXY": f"{proxy}://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "example.org"}
     command = [sys.executable, "-c", SERVED, str(free_port())]
     done = subprocess.run(command, env={**clean, **proxies}, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["200", "None", "example.org"], done.stderr

@@ -90,21 +90,21 @@ def test_who_says_nothing_changes_nothing(tmp_path, person):
     s = session(tmp_path)
     with s.begun():
         before = mean(s.trainer)
-        for _ in range(14):
+        for _ in range(10):
             s.answer(randomly(s.group) if person == "clicks at random" else (), round=s.asked, skipped=person == "skips")
-        assert torch.equal(mean(s.trainer), before) and s.pupil.changes == 0 and s.asked == 14
+        assert torch.equal(mean(s.trainer), before) and s.pupil.changes == 0 and s.asked == 10
 
 
 def test_answers_repeat_a_session_bit_for_bit(tmp_path):
     """From the file of another session, and in the run itself, after which both go on alike."""
     s, again = session(tmp_path / "a"), session(tmp_path / "b")
     with s.begun():
-        teach(s, 8)
+        teach(s, 6)
         s.undo()
         s.set_strength(2.0)
         teach(s, 2)
     stored = votes.read(tmp_path / "a" / "votes.jsonl")
-    assert [vote.kind for vote in stored] == ["vote"] * 8 + ["undo", "strength"] + ["vote"] * 2
+    assert [vote.kind for vote in stored] == ["vote"] * 6 + ["undo", "strength"] + ["vote"] * 2
     with again.begun():
         again.repeat(stored)
     assert torch.equal(mean(s.trainer), mean(again.trainer)) and s.pupil.changes == again.pupil.changes > 0

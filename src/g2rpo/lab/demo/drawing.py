@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -91,24 +91,16 @@ def draw(
     if best_of > 1 and not model.rewards:
         raise UserError("the best of several pictures needs a reward that chooses it")
 
-    def drawn(tuned: bool = False, control: Control = NO_CONTROL) -> Evaluation:
+    def drawn(control: Control = NO_CONTROL, tuned: bool = False) -> Evaluation:
         with guided_by(model.policy, scale), nullcontext() if tuned else model.policy.base():
             return sampler.evaluate([asked], rewards, first=number or 0, control=control)
 
     if model.tuned == "adapter":
         model.policy.tuning.scale(strength)
-    price = counted(steps, "evaluation")
+    price, changes = counted(steps, "evaluation"), control != NO_CONTROL or best_of > 1
     base = Drawn("base", "Base model", drawn(), price)
     tuned = Drawn("tuned", "After training", drawn(tuned=True), price) if model.tuned != "nothing" else None
-    free = None
-    if control != NO_CONTROL or best_of > 1:
-        several = [drawn(control=control.model_copy(update={"draw": draw})) for draw in range(best_of)]
-        knobs = [str(control)] * (control != NO_CONTROL) + [f"best of {best_of} by {' and '.join(model.rewards)}"] * (
-            best_of > 1
-        )
-        cost = counted(best_of * control.evaluations(steps), "evaluation")
-        cost += f", {counted(best_of, 'reading')}" if best_of > 1 else ""
-        free = Drawn("free", "Base model, with free knobs", best(model, several), cost, ", ".join(knobs))
+    free = _free(model, drawn, control, best_of, steps) if changes else None
     settings = [
         *([f"held-out prompt {number + 1}"] if number is not None else []),
         f"seed {seed}",
@@ -119,8 +111,14 @@ def draw(
     return DrawnPrompt(model, asked, base, tuned, free, " · ".join(settings))
 
 
-def best(model: DemoModel, several: Sequence[Evaluation]) -> Evaluation:
-    """The one that the rewards choose, with their weights; the first of ties."""
-    scores = {name: torch.stack([one.scores[name] for one in several], -1) for name in model.rewards}
-    weights = dict(zip(model.rewards, model.weights.tolist(), strict=True))
-    return several[int(utility(scores, weights)[0].argmax())] if len(several) > 1 else several[0]
+def _free(model: DemoModel, drawn: Callable[[Control], Evaluation], control: Control, best_of: int, steps: int) -> Drawn:
+    """The best of so many pictures that are `drawn` under `control`; the first of ties."""
+    several = [drawn(control.model_copy(update={"draw": draw})) for draw in range(best_of)]
+    cost, knobs, place = counted(best_of * control.evaluations(steps), "evaluation"), [str(control)], 0
+    if best_of > 1:
+        cost += f", {counted(best_of, 'reading')}"
+        knobs.append(f"best of {best_of} by {', '.join(model.rewards)}")
+        scores = {name: torch.stack([one.scores[name] for one in several], -1) for name in model.rewards}
+        place = int(utility(scores, dict(zip(model.rewards, model.weights.tolist(), strict=True)))[0].argmax())
+    told = ", ".join(filter(None, knobs))
+    return Drawn("free", "Base model, with free knobs", several[place], cost, told)
