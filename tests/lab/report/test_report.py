@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 
 import numpy as np
@@ -538,3 +539,10 @@ def test_a_run_that_went_back_says_so(tmp_path):
     line = SeedGroup((run,))
     assert line.judged_after == [2]
     assert {name: change.tuned for name, change in line.changes.items()} == {name: row.tuned for name, row in table.items()}
+
+
+def test_pages_that_are_made_at_once_are_as_those_made_alone(run_dir, other_dir):
+    """The demo makes pages in threads, which share matplotlib's settings and the charts' axes."""
+    alone = [render(read_runs([each])) for each in (run_dir, other_dir)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda each: render(read_runs([each])), [run_dir, other_dir] * 2)) == alone * 2

@@ -57,3 +57,13 @@ def test_the_pictures_are_compared_from_the_keyboard(browser, address):  # noqa:
     assert base == tuned and over["y"] == base["y"] and over["height"] == pytest.approx(base["height"], abs=1)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.close()
+
+
+def test_a_printed_page_is_light_and_nothing_is_cut_off(browser, address):  # noqa: F811
+    page = browser.new_page(viewport={"width": 720, "height": 1000}, color_scheme="dark")
+    page.emulate_media(media="print")
+    page.goto(address)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    tables = "[...document.querySelectorAll('.scroll')].map(it => it.scrollWidth - it.clientWidth)"
+    assert max(page.evaluate(tables)) <= 0
+    page.close()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -23,6 +24,9 @@ from g2rpo.lab.report.pictures import first_group, pictures
 from g2rpo.lab.report.verdict import decimals, effect, figures, fixed, in_time, model_name, signed, summary_of, verdict
 from g2rpo.monitor.alarms import ALARM_ADVICE
 from g2rpo.run.run import Run
+
+ONE_PAGE_AT_A_TIME = Lock()
+"""Threads share matplotlib's settings and the axes of the charts."""
 
 
 def templates_of(package: str) -> Environment:
@@ -53,6 +57,11 @@ def write_page(directories: Sequence[Path], out: Path | None) -> Path:
 
 def render(runs: Sequence[RunHistory]) -> str:
     """The page of one or several runs."""
+    with ONE_PAGE_AT_A_TIME:
+        return _page(runs)
+
+
+def _page(runs: Sequence[RunHistory]) -> str:
     environment = templates_of("g2rpo.lab.report")
     environment.filters |= {"figures": figures, "fixed": fixed, "signed": signed}
     environment.globals |= {
