@@ -189,7 +189,7 @@ MUTATIONS = [
         ALARMS,
     ),
     Mutation("monitor/alarms.py", "SILENT, MASKED = 0.5, 0.1", "SILENT, MASKED = 0.6, 0.1", ALARMS),
-    Mutation("monitor/alarms.py", "not drift <= drift_limit", "drift > drift_limit", ALARMS),
+    Mutation("monitor/alarms.py", "or value <= limit", "or not value > limit", ALARMS),
     Mutation("monitor/alarms.py", "LEVEL / (len(now) * looks * looks * (looks + 1))", "LEVEL", ALARMS),
     Mutation("core/statistics.py", "stdtr(self.count - 1, self", "stdtr(self.count - 1, -self", ALARMS),
     Mutation("monitor/alarms.py", "crowd(count) - 0.5", "crowd(count) + 0.5", ALARMS),

@@ -10,7 +10,7 @@ from g2rpo.core.statistics import FEWEST_VALUES
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.controls import CONTROL_PROMPTS, prompts_within
 from g2rpo.evaluation.untrained import Controls
-from g2rpo.monitor.alarms import diversity_alarm
+from g2rpo.monitor.alarms import Alarms, alike
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.run import Run
@@ -92,7 +92,7 @@ def test_where_right_pictures_are_known_their_diversity_raises_the_alarm(base, n
     """Wrong pictures differ from right ones, so pictures become alike when more of them are right."""
     values = [{"diversity": every, "diversity_right": right} for every, right in (base, now)]
     rows = [{"iteration": number, **own} for number, own in enumerate(values)]
-    found = diversity_alarm(rows).get("diversity", "")
+    found = alike(Alarms([], [], 1.0, rows=rows)) or ""
     assert found.startswith(f"{said} of one prompt" if said else "") and bool(found) == bool(said)
 
 

@@ -1,14 +1,14 @@
 """Alarms: signs in the log that a run goes wrong. docs/alarms.md has the table.
 
-Each alarm is a function of the log (rows, and the held-out scores of every evaluation), so a resumed run raises the same ones,
-and so do all ranks. A row's alarms are `{name: observation and limit}`. An alarm is *new* in a row unless the row of the
-same kind before it had it too.
+`ALARMS` has a row for each. What it says is a function of the log (rows, and the held-out scores of every evaluation), so a
+resumed run raises the same ones, and so do all ranks. A row's alarms are `{name: observation and limit}`. An alarm is *new* in
+a row unless the row of the same kind before it had it too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,8 @@ from g2rpo.monitor.image_statistics import TAIL
 
 Scores = Mapping[str, Tensor]
 """The held-out scores [N] of one evaluation by reward; NaN means "no score"."""
+Look = Callable[["Alarms"], str | None]
+"""What an alarm says of a log with its newest row: observation and limit, or None."""
 
 WINDOW = 10
 """Iterations over which shares of groups are averaged."""
@@ -38,17 +40,6 @@ ALIKE = 0.5
 """The alarm `diversity`: the least spread of a prompt's pictures, as a share of the base's."""
 DIVERSITIES = {"right pictures": "diversity_right", "pictures": "diversity"}
 CROWD, CROWD_LEVEL = 0.25, 1e-4
-
-ALARM_ADVICE = {
-    "drift": "rollout and training disagree about the model: find what differs, or use float32 or a larger clip range",
-    "silent": "zero-variance groups have no gradient: a finer reward, harder or easier prompts, more noise (eta)",
-    "masked": "a reward gives no scores: look at its code, or at the log of its server",
-    "saturated": "advantages are mostly signs: raise algorithm.advantage_clip, or lower the weights of the rewards",
-    "hacking": "the reward is being gamed: train on the fallen reward too, lower the learning rate, add algorithm.kl_weight",
-    "decline": "the model is getting worse: lower the learning rate, or stop earlier",
-    "pictures": "look at samples/ for blank, noisy or oversaturated ones; lower the learning rate, add algorithm.kl_weight",
-    "diversity": "pictures of one prompt become alike: stop earlier, lower the learning rate, add algorithm.kl_weight",
-}
 
 
 @dataclass
@@ -68,14 +59,10 @@ class Alarms:
         """Adds a row to the log, with an evaluation's `scores`; sets its `alarms` if there are any; returns the new ones."""
         before = next((other for other in reversed(self.rows) if other["kind"] == row["kind"]), {})
         self.rows.append(row)
-        if scores is None:
-            raised = training_alarms([other for other in self.rows if other["kind"] == "train"][-WINDOW:], self.drift_limit)
-        else:
+        if scores is not None:
             self.history[row["iteration"]] = scores
-            pictures = picture_alarms(row, len(next(iter(scores.values()))))
-            alike = diversity_alarm([other for other in self.rows if "diversity" in other])
-            raised = unscored(scores) | fallen_rewards(self.history, self.trained, self.moving) | pictures | alike
-        raised = {name: said for name, said in raised.items() if name not in self.off}
+        found = {name: alarm.look(self, row["kind"]) for name, alarm in ALARMS.items() if name not in self.off}
+        raised = {name: said for name, said in found.items() if said is not None}
         if raised:
             row["alarms"] = raised
         return [name for name in raised if name not in before.get("alarms", {})]
@@ -103,32 +90,33 @@ def judged_gain(base: Scores, tuned: Scores, names: Sequence[str]) -> float:
     return sum(gains) / len(gains)
 
 
-def training_alarms(rows: Sequence[Row], drift_limit: float) -> dict[str, str]:
-    """The alarms of the last of these training rows; shares need `WINDOW` rows."""
-    raised = {}
-    drift = _number(rows[-1], "log_prob_drift")
-    if "log_prob_drift" in rows[-1] and not drift <= drift_limit:
-        raised["drift"] = (
-            f"log-probs differ by up to {drift:.2g} from the rollout's before the first update, limit {drift_limit:.2g}"
-        )
-    if len(rows) < WINDOW:
-        return raised
-    for name, key, limit, what in (
-        ("masked", "masked_groups", MASKED, "of the groups have no two scores to compare"),
-        ("silent", "silent_groups", SILENT, "of the groups have no variance (all advantages 0)"),
-        ("saturated", "advantage_clipped", SATURATED, "of the advantages are at the clip"),
-    ):
-        share = sum(_number(row, key) for row in rows) / len(rows)
-        if share > limit:
-            raised[name] = f"{share:.0%} {what} in the last {len(rows)} iterations, limit {limit:.0%}"
-    return raised
+def drift(log: Alarms) -> str | None:
+    """Whether log-probs before the first update differ from the rollout's by more than the limit."""
+    row, limit = log.rows[-1], log.drift_limit
+    value = _number(row, "log_prob_drift")
+    if "log_prob_drift" not in row or value <= limit:
+        return None
+    return f"log-probs differ by up to {value:.2g} from the rollout's before the first update, limit {limit:.2g}"
 
 
-def unscored(scores: Scores) -> dict[str, str]:
+def share(key: str, limit: float, what: str) -> Look:
+    """Whether the mean of a logged share over the last `WINDOW` iterations is above a limit."""
+
+    def look(log: Alarms) -> str | None:
+        rows = [row for row in log.rows if row["kind"] == "train"][-WINDOW:]
+        mean = sum(_number(row, key) for row in rows) / len(rows)
+        if len(rows) < WINDOW or not mean > limit:
+            return None
+        return f"{mean:.0%} {what} in the last {len(rows)} iterations, limit {limit:.0%}"
+
+    return look
+
+
+def unscored(log: Alarms) -> str | None:
     """Whether a reward has no score for any held-out picture."""
+    scores = log.history[log.rows[-1]["iteration"]]
     silent = [name for name, values in scores.items() if values.isnan().all()]
-    said = [f"{name} gave no score for any of {counted(len(scores[name]), 'picture')}" for name in silent]
-    return {"masked": "; ".join(said)} if said else {}
+    return "; ".join(f"{name} gave no score for any of {counted(len(scores[name]), 'picture')}" for name in silent) or None
 
 
 def fallen_rewards(
@@ -162,27 +150,29 @@ def fallen_rewards(
     return {alarm: "; ".join(parts) for alarm, parts in said.items()}
 
 
-def picture_alarms(row: Row, count: int) -> dict[str, str]:
-    """Whether `count` held-out pictures have left the base's range in a statistic: more than `crowd` of them on one side."""
-    said = []
+def outside(log: Alarms) -> str | None:
+    """Whether held-out pictures have left the base's range in a statistic: more than `crowd` of them on one side."""
+    row = log.rows[-1]
+    said, count = [], len(next(iter(log.history[row["iteration"]].values())))
     for key in row:
         name, _, side = key.removeprefix("image/").partition("/")
         if side in ("below", "above") and row[key] * count >= crowd(count) - 0.5:
             low, high, mean = (row[f"image/{name}{end}"] for end in ("/low", "/high", ""))
             said.append(f"{name} {mean:.3g}, {row[key]:.0%} of the pictures {side} the base's {low:.3g} to {high:.3g}")
-    return {"pictures": "; ".join(said)} if said else {}
+    return "; ".join(said) or None
 
 
-def diversity_alarm(rows: Sequence[Row]) -> dict[str, str]:
-    """Whether pictures of one prompt differ less than half as much in the last of these rows as in the first, the base's: its
-    right pictures if both rows know it, because wrong ones differ from them as well, and all of them else."""
+def alike(log: Alarms) -> str | None:
+    """Whether pictures of one prompt differ less than half as much in the last evaluation as in the base's: its right pictures
+    if both know it, because wrong ones differ from them as well, and all of them else."""
+    rows = [row for row in log.rows if "diversity" in row]
     if len(rows) < 2 or rows[0]["iteration"] > 0:  # else the first row is not the base's
-        return {}
+        return None
     pairs = {which: [_number(row, key) for row in (rows[0], rows[-1])] for which, key in DIVERSITIES.items()}
     which, (base, now) = next(item for item in pairs.items() if item[0] == "pictures" or not math.isnan(sum(item[1])))
     if not now < ALIKE * base:
-        return {}
-    return {"diversity": f"{which} of one prompt differ by {now:.3g}, the base's by {base:.3g}; limit {ALIKE:.0%} of that"}
+        return None
+    return f"{which} of one prompt differ by {now:.3g}, the base's by {base:.3g}; limit {ALIKE:.0%} of that"
 
 
 def crowd(count: int) -> float:
@@ -199,9 +189,59 @@ def crowd(count: int) -> float:
     return next((x for x in fitting if hypergeom.cdf(beyond, 2 * count, count, x + beyond) < CROWD_LEVEL), math.inf)
 
 
+def fallen(name: str) -> Look:
+    """The alarm of this name of `fallen_rewards`."""
+    return lambda log: fallen_rewards(log.history, log.trained, log.moving).get(name)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """An alarm: what it says of the newest row of training, or of an evaluation, and what helps."""
+
+    helps: str
+    train: Look = lambda log: None
+    eval: Look = lambda log: None
+
+    def look(self, log: Alarms, kind: str) -> str | None:
+        return self.train(log) if kind == "train" else self.eval(log)
+
+
+ALARMS = {
+    "drift": Watch(
+        "rollout and training disagree about the model: find what differs, or use float32 or a larger clip range", drift
+    ),
+    "masked": Watch(
+        "a reward gives no scores: look at its code, or at the log of its server",
+        share("masked_groups", MASKED, "of the groups have no two scores to compare"),
+        unscored,
+    ),
+    "silent": Watch(
+        "zero-variance groups have no gradient: a finer reward, harder or easier prompts, more noise (eta)",
+        share("silent_groups", SILENT, "of the groups have no variance (all advantages 0)"),
+    ),
+    "saturated": Watch(
+        "advantages are mostly signs: raise algorithm.advantage_clip, or lower the weights of the rewards",
+        share("advantage_clipped", SATURATED, "of the advantages are at the clip"),
+    ),
+    "hacking": Watch(
+        "the reward is being gamed: train on the fallen reward too, lower the learning rate, add algorithm.kl_weight",
+        eval=fallen("hacking"),
+    ),
+    "decline": Watch("the model is getting worse: lower the learning rate, or stop earlier", eval=fallen("decline")),
+    "pictures": Watch(
+        "look at samples/ for blank, noisy or oversaturated ones; lower the learning rate, add algorithm.kl_weight",
+        eval=outside,
+    ),
+    "diversity": Watch(
+        "pictures of one prompt become alike: stop earlier, lower the learning rate, add algorithm.kl_weight", eval=alike
+    ),
+}
+"""By name; docs/alarms.md has the limits and their reasons."""
+
+
 def alarms_of(config: Config, sigmas: Tensor, policy: Policy, rewards: Mapping[str, Reward]) -> Alarms:
     """The alarms of a run of `config`."""
-    algorithm, off = config.algorithm, frozenset(name for name in ALARM_ADVICE if config.action_of(name) == "off")
+    algorithm, off = config.algorithm, frozenset(name for name in ALARMS if config.action_of(name) == "off")
     plans = (
         plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
     )

@@ -22,7 +22,7 @@ from g2rpo.lab.report.history import Change, SeedGroup, read_runs, seed_groups
 from g2rpo.lab.report.page import render
 from g2rpo.lab.report.pictures import MOST_EVALUATIONS
 from g2rpo.lab.report.verdict import decimals, figures, in_time, signed, summary_of, verdict
-from g2rpo.monitor.alarms import ALARM_ADVICE
+from g2rpo.monitor.alarms import ALARMS
 from g2rpo.monitor.scores import read_rows, right_of, save_pictures, save_rows, score_rows, scores_of
 from g2rpo.run.run import Run
 from tests.support.commands import done, g2rpo, refused
@@ -516,7 +516,7 @@ def test_alarms_are_told_and_marked(html, tmp_path, monkeypatch):
     (hacking,) = [one for one in run.alarms() if one.name == "hacking"]
     assert (hacking.first, hacking.last) == (2, 6)
     page = Page(render([run]))
-    assert f"hacking 2 to 6 {hacking.said} {ALARM_ADVICE['hacking']}" in page.words
+    assert f"hacking 2 to 6 {hacking.said} {ALARMS['hacking'].helps}" in page.words
     assert "drift 2 to 3 seen <2>" in page.words and "drift 5 seen <5>" in page.words
     charts = {a["aria-label"].split(".")[0]: a["aria-label"] for a in page.all("svg", class_="chart")}
     assert "Alarm at iteration 2." in charts["dark, judged only"] and "Alarm" not in charts["Gradient norm"]

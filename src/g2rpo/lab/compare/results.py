@@ -163,14 +163,18 @@ def write_results(
 ) -> None:
     """Writes results.json, results.md and curves.png of these `cells`, whose runs and evaluations are finished. `trained` are
     the rewards that are trained on."""
-    runs = {cell: [read_run(folder.run(cell, seed)) for seed in seeds] for cell in cells}
-    _check_alike({folder.run(cell, seed).path: run for cell in cells for seed, run in zip(seeds, runs[cell], strict=True)})
+    parts = [(cell, seed) for cell in cells for seed in seeds]
+    histories = {part: read_run(folder.run(*part)) for part in parts}
+    _check_alike({folder.run(*part).path: run.scores[0] for part, run in histories.items()})
+    runs = {cell: [histories[cell, seed] for seed in seeds] for cell in cells}
     first = cells[0]
     scores: dict[str, Judged]
     if study.steps:
         base = read_judged(folder.judged("base"))
-        judged = {cell: [read_judged(folder.judged(cell, seed)) for seed in seeds] for cell in cells}
-        scores = {cell: {key: np.stack([one[key] for one in own]) for key in base} for cell, own in judged.items()}
+        judged = {part: read_judged(folder.judged(*part)) for part in parts}
+        paths = {folder.judged(*part).path: own for part, own in judged.items()}
+        _check_alike({folder.judged("base").path: base, **paths})
+        scores = {cell: {key: np.stack([judged[cell, seed][key] for seed in seeds]) for key in base} for cell in cells}
     else:
         base = of_runs(runs[first], 0)
         scores = {cell: of_runs(own, -1) for cell, own in runs.items()}
@@ -195,15 +199,13 @@ def write_results(
     save_study_curves(folder.curves, curves, trained)
 
 
-def _check_alike(runs: Mapping[Path, History]) -> None:
-    """UserError for a folder whose evaluations are not those of the first."""
-    shape = {path: [len(values) for values in run.scores[0].values()] for path, run in runs.items()}
-    first = next(iter(runs))
-    for path in runs:
-        if shape[path] != shape[first]:
-            raise UserError(
-                f"{path}: has other evaluations than {first}; delete the wrong one, and the same command makes it again"
-            )
+def _check_alike(found: Mapping[Path, Mapping[Any, Values]]) -> None:
+    """UserError for a folder whose scores are not of as many prompts as the first one's."""
+    counts = {path: {key: len(values) for key, values in scores.items()} for path, scores in found.items()}
+    first = next(iter(counts))
+    for path, own in counts.items():
+        if own != counts[first]:
+            raise UserError(f"{path}: has other evaluations than {first}; {MADE_AGAIN}")
 
 
 def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:

@@ -22,7 +22,7 @@ from g2rpo.lab.report.charts import compact, key_mark, look_charts, noise_table,
 from g2rpo.lab.report.history import Change, RunHistory, SeedGroup, read_runs, seed_groups
 from g2rpo.lab.report.pictures import first_group, pictures
 from g2rpo.lab.report.verdict import decimals, effect, figures, fixed, in_time, model_name, signed, summary_of, verdict
-from g2rpo.monitor.alarms import ALARM_ADVICE
+from g2rpo.monitor.alarms import ALARMS
 from g2rpo.run.run import Run
 
 ONE_PAGE_AT_A_TIME = Lock()
@@ -83,7 +83,7 @@ def _page(runs: Sequence[RunHistory]) -> str:
         groups=groups,
         results=results(groups),
         alarms=[(run, one) for run in runs for one in run.alarms()],
-        advice=ALARM_ADVICE,
+        advice={name: alarm.helps for name, alarm in ALARMS.items()},
         pictures=list(zip(runs, pictures(runs), strict=True)),
         rewards=reward_charts(groups),
         looks=look_charts(groups),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from g2rpo.core.data import Row
 from g2rpo.core.errors import RolledBack, Stopped
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.monitor.alarms import ALARM_ADVICE, Alarms, Scores
+from g2rpo.monitor.alarms import ALARMS, Alarms, Scores
 from g2rpo.run.run import Run
 from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.loop import Loop
@@ -41,7 +41,7 @@ class EarlyStop(Listener):
     @property
     def may_roll_back(self) -> bool:
         """Whether an alarm may end the run with the weights of its best evaluation."""
-        return any(self.loop.config.action_of(name) == "rollback" for name in ALARM_ADVICE)
+        return any(self.loop.config.action_of(name) == "rollback" for name in ALARMS)
 
     def take_up(self, rewards: Sequence[str], prompts: int) -> None:
         """Shows the alarms the log and the scores of `prompts` by `rewards` up to the current iteration, of earlier starts."""
@@ -55,7 +55,7 @@ class EarlyStop(Listener):
         for name in self.alarms.see(row, None if evaluation is None else evaluation.scores):
             self.asked |= {self.loop.config.action_of(name)} & {"stop", "rollback"}
             if self.loop.world.is_main:
-                said = f"{name}: {row['alarms'][name]}. What helps: {ALARM_ADVICE[name]}"
+                said = f"{name}: {row['alarms'][name]}. What helps: {ALARMS[name].helps}"
                 self.run.notify(f"alarm after iteration {row['iteration']}: {said}")
         if evaluation is None:
             for name in self.unscored:
