@@ -11,6 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -297,7 +298,7 @@ def drawn_view(session):
     from g2rpo.lab.demo.app import draw_view
     from g2rpo.lab.web.page import page_of
 
-    return page_of("Any", "demo", "", {"Draw": draw_view(session)})
+    return page_of("Any", "demo", "", {"Draw": partial(draw_view, session, [], "")})
 
 
 def test_the_base_model_is_drawn_once_more_with_free_knobs_and_their_price():

@@ -4,6 +4,7 @@ import http.client
 import re
 import urllib.error
 import urllib.request
+from functools import partial
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):  # noqa: F811
     from g2rpo.lab.web.page import page_of, serve
 
     black = picture(tmp_path / "black.png", "black", size=(32, 32))
-    page = page_of("Edits", "demo", "Of a picture.", {"Draw": app.draw_view(session(Editing(), []))})
+    page = page_of("Edits", "demo", "Of a picture.", {"Draw": partial(app.draw_view, session(Editing(), []), [], "")})
     address = serve(page, "127.0.0.1", free_port(), None, uploads=True)
     try:
         with pytest.raises(urllib.error.HTTPError, match="403"):  # only what it has taken in

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from g2rpo.core.types import Reward
 from g2rpo.lab.teach import pupil
 from g2rpo.lab.teach.commands import UNGUARDED, agree, teach_config
 from g2rpo.lab.teach.pupil import Pupil
-from g2rpo.lab.teach.session import OVERRIDES, Session
+from g2rpo.lab.teach.session import OVERRIDES, Lesson, Session
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rewards import votes
@@ -477,3 +478,23 @@ def test_a_head_can_be_fitted_to_a_stored_session(tmp_path):
     )
     with pytest.raises(UserError, match="no such file"):
         Clicks(run=str(tmp_path / "none"))
+
+
+def test_what_could_not_be_finished_is_finished_later(tmp_path, monkeypatch):
+    """A full disk, say: the page says why, and `Finish` or the end of the command try it again."""
+    s = session(tmp_path / "run")
+
+    @contextmanager
+    def opened():
+        with s.begun():
+            yield s
+
+    lesson = Lesson(opened)
+    lesson.begin()
+    with monkeypatch.context() as full:
+        full.setattr(s.trainer, "save", lambda: (_ for _ in ()).throw(UserError("no space")))
+        with pytest.raises(UserError, match="no space"):
+            lesson.finish()
+    assert lesson.session is s and lesson.ended is None
+    assert lesson.finish() == lesson.finish() == lesson.ended and lesson.session is None
+    assert (tmp_path / "run" / "results.json").is_file()

@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 
@@ -130,7 +131,8 @@ def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):  # noqa
             yield begun[-1]
 
     begun, lesson = [], Lesson(opened)
-    built = page_of("Any", "demo", "Thing.", {"Draw": app.draw_view(shown(Editing(), [])), "Teach": teach_view(lesson)})
+    views = {"Draw": partial(app.draw_view, shown(Editing(), []), [], ""), "Teach": partial(teach_view, lesson, None)}
+    built = page_of("Any", "demo", "Thing.", views)
     address = serve(built, "127.0.0.1", free_port(), None)
     try:
         page = browser.new_page()

@@ -16,7 +16,7 @@ from g2rpo.lab.demo.drawing import MAX_STRENGTH, draw
 from g2rpo.lab.demo.group import offered_granularities, own_granularities, plan_label, trace_group
 from g2rpo.lab.demo.model import MAX_PROMPT, DemoModel
 from g2rpo.lab.report.history import read_runs
-from g2rpo.lab.web.page import ONE_AT_A_TIME, View, disclosed, empty, gr, with_messages
+from g2rpo.lab.web.page import ONE_AT_A_TIME, disclosed, empty, gr, with_messages
 from g2rpo.rollout.guidance import guided_by_hand
 
 QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
@@ -34,10 +34,9 @@ MAX_SEED = 2**53 - 1
 SIDES = ["base model", "after training"]
 
 
-def draw_view(model: DemoModel, examples: Sequence[str] = (), opening: str = "") -> View:
+def draw_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.Tab) -> None:
     """A prompt drawn with base and tuned weights; `opening` is HTML of a drawing."""
-    sampler, scale = model.sampler, model.policy.guidance_scale
-    steps_ = sampler.num_steps
+    count, scale = model.sampler.num_steps, model.policy.guidance_scale
     by_hand = guided_by_hand(model.policy)
 
     def answer(prompt: str, picture: str | None, seed: Any, steps: int, guidance: float, strength: float, *knobs: Any) -> str:
@@ -56,46 +55,43 @@ def draw_view(model: DemoModel, examples: Sequence[str] = (), opening: str = "")
         )
         return views.drawing_html(drawing)
 
-    def view(place: Any) -> None:
-        with gr.Row():
-            with gr.Column(scale=4, min_width=300):
-                box, picture = _asked(model, examples)
-                go = gr.Button("Draw", variant="primary", elem_id="draw")
-                _examples(box, examples)
-                toggle = gr.Button("Settings", size="sm", elem_id="to-settings")
-                with gr.Column(elem_id="settings", elem_classes="g2-closed") as settings:
-                    seed = _seed(model)
-                    steps = gr.Slider(1, max(MAX_STEPS, steps_), steps_, step=1, label="Steps")
-                    most = max(MAX_GUIDANCE, scale)
-                    guidance = gr.Slider(0, most, scale, step=0.1, label="Guidance", visible=model.policy.guidable)
-                    adapter = model.tuned == "adapter"
-                    strength = gr.Slider(0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=adapter)
-                more = gr.Button("Without training", size="sm", elem_id="to-knobs")
-                with gr.Column(elem_id="knobs", elem_classes="g2-closed") as knobs:
-                    gr.HTML('<p class="g2-soft">What the base model draws with these, with its price.</p>')
-                    cfg = gr.Slider(0, 10, 0, step=0.5, label=f"Guidance by hand (0: none; {CFG:g} is usual)", visible=by_hand)
-                    against = gr.Textbox("", label="Guided away from this prompt", max_length=MAX_PROMPT, visible=by_hand)
-                    early = gr.Slider(
-                        1, steps_, max(1, round(EARLY * steps_)), step=1, label="Guided steps, from the first", visible=by_hand
-                    )
-                    noise = gr.Slider(0, 1.5, 1, step=0.05, label="Initial noise, times")
-                    best_of = gr.Slider(1, DRAWS, 1, step=1, label="Best of several pictures", visible=bool(model.rewards))
-            with gr.Column(scale=7, min_width=300):
-                words = "Base and tuned, from the same noise, appear here."
-                out = gr.HTML(opening or empty(words), elem_id="drawing")
-        disclosed(toggle, settings)
-        disclosed(more, knobs)
-        _asks(
-            [go.click, box.submit],
-            answer,
-            [box, picture, seed, steps, guidance, strength, cfg, against, early, noise, best_of],
-            out,
-        )
-
-    return view
+    with gr.Row():
+        with gr.Column(scale=4, min_width=300):
+            box, picture = _asked(model, examples)
+            go = gr.Button("Draw", variant="primary", elem_id="draw")
+            _examples(box, examples)
+            toggle = gr.Button("Settings", size="sm", elem_id="to-settings")
+            with gr.Column(elem_id="settings", elem_classes="g2-closed") as settings:
+                seed = _seed(model)
+                steps = gr.Slider(1, max(MAX_STEPS, count), count, step=1, label="Steps")
+                most = max(MAX_GUIDANCE, scale)
+                guidance = gr.Slider(0, most, scale, step=0.1, label="Guidance", visible=model.policy.guidable)
+                adapter = model.tuned == "adapter"
+                strength = gr.Slider(0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=adapter)
+            more = gr.Button("Without training", size="sm", elem_id="to-knobs")
+            with gr.Column(elem_id="knobs", elem_classes="g2-closed") as knobs:
+                gr.HTML('<p class="g2-soft">What the base model draws with these, with its price.</p>')
+                cfg = gr.Slider(0, 10, 0, step=0.5, label=f"Guidance by hand (0: none; {CFG:g} is usual)", visible=by_hand)
+                against = gr.Textbox("", label="Guided away from this prompt", max_length=MAX_PROMPT, visible=by_hand)
+                early = gr.Slider(
+                    1, count, max(1, round(EARLY * count)), step=1, label="Guided steps, from the first", visible=by_hand
+                )
+                noise = gr.Slider(0, 1.5, 1, step=0.05, label="Initial noise, times")
+                best_of = gr.Slider(1, DRAWS, 1, step=1, label="Best of several pictures", visible=bool(model.rewards))
+        with gr.Column(scale=7, min_width=300):
+            words = "Base and tuned, from the same noise, appear here."
+            out = gr.HTML(opening or empty(words), elem_id="drawing")
+    disclosed(toggle, settings)
+    disclosed(more, knobs)
+    _asks(
+        [go.click, box.submit],
+        answer,
+        [box, picture, seed, steps, guidance, strength, cfg, against, early, noise, best_of],
+        out,
+    )
 
 
-def learn_view(model: DemoModel, examples: Sequence[str] = (), opening: str = "") -> View:
+def learn_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.Tab) -> None:
     """One group of the algorithm; `opening` is HTML of one."""
     plans = [(plan_label(plan), number) for number, plan in enumerate(model.plans)]
     offered = offered_granularities(model)
@@ -121,35 +117,27 @@ def learn_view(model: DemoModel, examples: Sequence[str] = (), opening: str = ""
         )
         return views.trace_html(group)
 
-    def view(place: Any) -> None:
-        with gr.Row(equal_height=False):
-            with gr.Column(scale=4, min_width=300):
-                box, picture = _asked(model, examples)
-                _examples(box, examples)
-            with gr.Column(scale=6, min_width=300):
-                with gr.Row():
-                    plan = gr.Dropdown(plans, value=0, label="Noise enters at")
-                    seed = _seed(model)
-                    side = gr.Radio(SIDES, value=SIDES[0], label="Weights", visible=model.tuned != "nothing")
-                    grains = gr.CheckboxGroup(
-                        offered, value=own_granularities(model), label="Granularities", visible=bool(offered)
-                    )
-                go = gr.Button("Branch", variant="primary", elem_id="branch")
-        words = "One group of the algorithm appears here: the anchor, its branches, their advantages."
-        out = gr.HTML(opening or empty(words), elem_id="group")
-        _asks([go.click, box.submit], answer, [box, picture, plan, seed, side, grains], out)
-
-    return view
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=4, min_width=300):
+            box, picture = _asked(model, examples)
+            _examples(box, examples)
+        with gr.Column(scale=6, min_width=300):
+            with gr.Row():
+                plan = gr.Dropdown(plans, value=0, label="Noise enters at")
+                seed = _seed(model)
+                side = gr.Radio(SIDES, value=SIDES[0], label="Weights", visible=model.tuned != "nothing")
+                grains = gr.CheckboxGroup(offered, value=own_granularities(model), label="Granularities", visible=bool(offered))
+            go = gr.Button("Branch", variant="primary", elem_id="branch")
+    words = "One group of the algorithm appears here: the anchor, its branches, their advantages."
+    out = gr.HTML(opening or empty(words), elem_id="group")
+    _asks([go.click, box.submit], answer, [box, picture, plan, seed, side, grains], out)
 
 
-def run_view(run: Path) -> View:
+def run_view(run: Path, tab: gr.Tab) -> None:
     """The report of a run, as it is when it is looked at."""
 
-    def view(place: Any) -> None:
-        shown = gr.HTML(empty("Reading the run …"))
-        place.select(with_messages(lambda: views.run_html(read_runs([run])[0])), None, shown, **ONE_AT_A_TIME)
-
-    return view
+    shown = gr.HTML(empty("Reading the run …"))
+    tab.select(with_messages(lambda: views.run_html(read_runs([run])[0])), None, shown, **ONE_AT_A_TIME)
 
 
 def _asked(model: DemoModel, examples: Sequence[str]) -> tuple[gr.Textbox, gr.Image]:

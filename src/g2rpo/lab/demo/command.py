@@ -69,14 +69,17 @@ def demo(
         say(f"the run's log tells nothing: {error}")
     examples = [str(prompt) for prompt in dict.fromkeys([*model.heldout[number:][:1], *model.heldout])][:EXAMPLES]
     drawn, group = _first_views(model, examples[0], rule, say) if examples else ("", "")
-    views = {"Draw": app.draw_view(model, examples, drawn), "How it learns": app.learn_view(model, examples, group)}
+    views = {
+        "Draw": partial(app.draw_view, model, examples, drawn),
+        "How it learns": partial(app.learn_view, model, examples, group),
+    }
     lesson = None
     if run is not None:
-        views["The run"] = app.run_view(run)
+        views["The run"] = partial(app.run_view, run)
     if config.policy.path in RECIPES:  # other models would be in memory twice
         recipe = RECIPES[config.policy.path]
         lesson = Lesson(partial(opened, recipe, UNGUARDED[recipe], background=True, emit=emit))
-        views["Teach"] = teach_view(lesson)
+        views["Teach"] = partial(teach_view, lesson, None)
     training = training_of(config) if run else "with and without tuned weights" if weights else "as it is"
     facts = [what_it_is(config, training), *(summary_of(log).sentences if log else [])]
     page = page_of(title, "g2rpo demo", " ".join(facts), views)

@@ -126,7 +126,7 @@ def teach(
         if serves:
             ended = stop or threading.Event()
             title = f"Teach {trainer.config.recipe or 'a model'}"
-            page = page_of(title, "g2rpo teach", "", {"Teach": teach_view(lesson, ended.set)})
+            page = page_of(title, "g2rpo teach", "", {"Teach": partial(teach_view, lesson, ended.set)})
             ends = '"Finish", or Ctrl-C, ends the session and keeps what was learnt'
             serve_until(ended, page, host, port, token, emit, ends)
             emit(Line("comparing base and taught ..."))

@@ -18,7 +18,7 @@ from g2rpo.lab.report.page import templates_of
 from g2rpo.lab.report.pictures import data_uri, picture_uri
 from g2rpo.lab.teach.pupil import AIM, DIRECT, FIRST
 from g2rpo.lab.teach.session import Lesson, Session
-from g2rpo.lab.web.page import ONE_AT_A_TIME, View, disclosed, empty, gr
+from g2rpo.lab.web.page import ONE_AT_A_TIME, disclosed, empty, gr
 from g2rpo.monitor.clips import seconds_of
 
 USUAL_ANSWERS = 20
@@ -47,7 +47,10 @@ document.addEventListener("keydown", event => {
 });
 """
 """A click on a picture or a button of the group, or its key."""
-FINISHED = "() => { document.body.toggleAttribute('data-finished', true) }"
+FINISHED = """() => {
+  const said = document.getElementById("status").innerText;
+  document.body.toggleAttribute("data-finished", said.startsWith("Finished"));
+}"""
 """The style sheet hides what can no longer be used, and Gradio's message that the connection was lost."""
 DIRECTLY = (
     "The model then learns from each click itself and no longer from a guess of your taste. That takes more clicks, "
@@ -59,76 +62,81 @@ environment = templates_of("g2rpo.lab.teach")
 environment.filters["input_uris"] = lambda prompt: [data_uri(picture, SHOWN_SIDE) for picture in read_inputs(prompt)]
 
 
-def teach_view(lesson: Lesson, stop: Callable[[], None] | None = None) -> View:
+def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> None:
     """A session that begins and ends with buttons; or has begun, and ends with the page, by `stop`."""
 
-    def view(place: Any) -> None:
-        with gr.Row():
-            begin = gr.Button("Begin", variant="primary", scale=0, elem_id="begin", visible=stop is None)
-        with gr.Row(equal_height=False):
-            with gr.Column(scale=7, min_width=320, elem_id="choice"):
-                grid = gr.HTML(empty(BEGIN), js_on_load=SAYING, elem_id="asked")
-            with gr.Column(scale=4, min_width=280):
-                pair, said = gr.HTML(elem_id="pair"), gr.HTML(elem_id="status")
-                strength = gr.Slider(0, 4, 1, step=0.25, label="How far to go", elem_id="strength")
-                direct = gr.Button("Clicks alone …", size="sm", elem_id="direct")
-                with gr.Column(elem_id="sure", elem_classes="g2-closed") as sure:
-                    gr.HTML(f'<div class="g2"><p>{escape(DIRECTLY)}</p></div>')
-                    directly = gr.Button("Learn from clicks alone", size="sm", elem_id="direct-sure")
-                finish = gr.Button("Finish", size="sm", elem_id="finish")
-        timer = gr.Timer(1.0, active=False)
-        beside = [pair, said, timer]
+    def far() -> float:
+        return lesson.session.pupil.strength if lesson.session else 1.0
 
-        def now() -> tuple[Any, ...]:
-            """What is beside the group; it is asked again while the session learns."""
-            session = lesson.session
-            if session is None:
-                return "", kept_html(*lesson.ended) if lesson.ended else "", gr.Timer(active=False)
-            learning = session.learning  # before what it stands for
-            return pair_html(session), status(session, learning), gr.Timer(active=learning)
+    with gr.Row():
+        begin = gr.Button("Begin", variant="primary", scale=0, elem_id="begin", visible=stop is None)
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=7, min_width=320, elem_id="choice"):
+            grid = gr.HTML(empty(BEGIN), js_on_load=SAYING, elem_id="asked")
+        with gr.Column(scale=4, min_width=280):
+            pair, said = gr.HTML(elem_id="pair"), gr.HTML(elem_id="status")
+            strength = gr.Slider(0, 4, far, step=0.25, label="How far to go", elem_id="strength")
+            direct = gr.Button("Clicks alone …", size="sm", elem_id="direct")
+            with gr.Column(elem_id="sure", elem_classes="g2-closed") as sure:
+                gr.HTML(f'<div class="g2"><p>{escape(DIRECTLY)}</p></div>')
+                directly = gr.Button("Learn from clicks alone", size="sm", elem_id="direct-sure")
+            finish = gr.Button("Finish", size="sm", elem_id="finish")
+    timer = gr.Timer(1.0, active=False)
+    beside = [pair, said, timer]
 
-        def everything() -> tuple[Any, ...]:
-            session = lesson.session
-            return empty(BEGIN) if session is None else choice_html(session), *now()
+    def now() -> tuple[Any, ...]:
+        """What is beside the group; it is asked again while the session learns."""
+        session = lesson.session
+        if session is None:
+            return "", kept_html(*lesson.ended) if lesson.ended else "", gr.Timer(active=False)
+        learning = session.learning  # before what it stands for
+        return pair_html(session), status(session, learning), gr.Timer(active=learning)
 
-        def asked() -> Session:
-            if lesson.session is None:
-                raise UserError('nothing is asked; press "Begin"')
-            return lesson.session
+    def everything() -> tuple[Any, ...]:
+        session = lesson.session
+        return empty(BEGIN) if session is None else choice_html(session), *now()
 
-        def after(act: Callable[[], Any]) -> Any:
-            """What is shown after `act`; if that fails a message, beside which all stays as it is."""
-            try:
-                act()
-            except (UserError, RewardFailed) as error:
-                gr.Warning(escape(str(error)))
-                return gr.skip()
-            return everything()
+    def asked() -> Session:
+        if lesson.session is None:
+            raise UserError('nothing is asked; press "Begin"')
+        return lesson.session
 
-        def told(event: gr.EventData) -> Any:
-            def act() -> None:
-                if event.act == "undo":
-                    asked().undo()
-                elif event.act == "several" and not event.liked:
-                    raise UserError('tick the pictures that you like first; "None (n)" says that none is good')
-                else:
-                    asked().answer(event.liked, round=event.round, skipped=event.act == "skip")
+    def after(act: Callable[[], Any]) -> Any:
+        """What is shown after `act`; if that fails a message, beside which all stays as it is."""
+        try:
+            act()
+        except (UserError, RewardFailed) as error:
+            gr.Warning(escape(str(error)))
+            return gr.skip()
+        return everything()
 
-            return after(act)
+    def told(event: gr.EventData) -> Any:
+        def act() -> None:
+            if event.act == "undo":
+                asked().undo()
+            elif event.act == "several" and not event.liked:
+                raise UserError('tick the pictures that you like first; "None (n)" says that none is good')
+            else:
+                asked().answer(event.liked, round=event.round, skipped=event.act == "skip")
 
-        disclosed(direct, sure)
-        outputs = [grid, *beside]
-        gr.on(None, everything, None, outputs, **ONE_AT_A_TIME)  # when the page is loaded
-        begin.click(lambda: after(lesson.begin), None, outputs, **ONE_AT_A_TIME)
-        grid.click(told, None, outputs, **ONE_AT_A_TIME)
-        directly.click(lambda: after(lambda: asked().learn_directly()), None, outputs, **ONE_AT_A_TIME)
-        strength.release(lambda far: after(lambda: asked().set_strength(far)), strength, outputs, **ONE_AT_A_TIME)
-        timer.tick(now, None, beside, show_progress="hidden", api_visibility="private")
-        ended = finish.click(lambda: after(lesson.finish), None, outputs, **ONE_AT_A_TIME)
-        if stop is not None:
-            ended.success(None, js=FINISHED, api_visibility="private").then(stop, **ONE_AT_A_TIME)
+        return after(act)
 
-    return view
+    disclosed(direct, sure)
+    outputs = [grid, *beside]
+    gr.on(None, everything, None, outputs, **ONE_AT_A_TIME)  # when the page is loaded
+    begin.click(lambda: after(lesson.begin), None, outputs, **ONE_AT_A_TIME)
+    grid.click(told, None, outputs, **ONE_AT_A_TIME)
+    directly.click(lambda: after(lambda: asked().learn_directly()), None, outputs, **ONE_AT_A_TIME)
+    strength.release(lambda far: after(lambda: asked().set_strength(far)), strength, outputs, **ONE_AT_A_TIME)
+    timer.tick(now, None, beside, show_progress="hidden", api_visibility="private")
+    ended = finish.click(lambda: after(lesson.finish), None, outputs, **ONE_AT_A_TIME)
+
+    def close() -> None:
+        if stop is not None and lesson.ended is not None:
+            stop()
+
+    if stop is not None:
+        ended.then(None, js=FINISHED, api_visibility="private").then(close, **ONE_AT_A_TIME)
 
 
 def choice_html(session: Session) -> str:

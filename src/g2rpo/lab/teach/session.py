@@ -100,15 +100,13 @@ class Session:
     @property
     def group(self) -> AskedGroup:
         """The group that is asked; waits until it is sampled."""
-        while self.asked not in self.groups:
-            self._pending[0].result()
-            self._pending.popleft()
+        self._wait(lambda: self.asked in self.groups)
         return self.groups[self.asked]
 
     @property
     def learning(self) -> bool:
         """Whether answers wait to be acted on."""
-        return not all(map(Future.done, self._pending))
+        return not all(map(Future.done, tuple(self._pending)))  # another thread may take some out
 
     # what a person may say
 
@@ -172,16 +170,17 @@ class Session:
             votes.append(run.votes, vote)
 
     def _hand_over(self, vote: Vote) -> None:
-        """Has a stored answer acted on, after the ones before it and if none of them failed."""
-        self._pending.append(self._thread.submit(self._act, vote, list(self._pending)))
+        """Has a stored answer acted on, after the one before it and unless that failed."""
+        before = self._pending[-1] if self._pending else None
+        self._pending.append(self._thread.submit(self._act, vote, before))
         self.asked += vote.kind == "vote"
         if vote.kind == "undo" or not self.background:
             self._wait()
             self.asked = self._next
 
-    def _wait(self) -> None:
-        """Until all answers are acted on; raises what that failed with."""
-        while self._pending:
+    def _wait(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Until all answers are acted on, or `until`; raises what that failed with."""
+        while self._pending and not until():
             self._pending[0].result()
             self._pending.popleft()
 
@@ -224,10 +223,10 @@ class Session:
 
     # what an answer does
 
-    def _act(self, vote: Vote, before: Sequence[Future[None]]) -> None:
+    def _act(self, vote: Vote, before: Future[None] | None) -> None:
         """Does what a stored answer asks for, and samples the groups that lie ready after it."""
-        for done in before:
-            done.result()
+        if before is not None:
+            before.result()
         pupil = self.pupil
         if vote.kind == "undo":
             self._next, self.groups, kept = self._before.pop()
@@ -284,11 +283,11 @@ class Lesson:
         return self.session
 
     def finish(self) -> tuple[Session, dict[str, Comparison]] | None:
-        """Ends the run, if one was begun, and keeps what was learnt; returns `ended`."""
-        session, self.session = self.session, None
-        if session is not None:
-            with self._stack:
-                self.ended = session, session.finish()
+        """Ends the run, if one was begun, and keeps what was learnt; returns `ended`. If that fails, it can be tried again."""
+        if self.session is not None:
+            self.ended = self.session, self.session.finish()
+            self.session = None
+            self._stack.close()
         return self.ended
 
     def close(self) -> None:
