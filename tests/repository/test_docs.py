@@ -221,7 +221,7 @@ def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
 def test_what_the_page_of_the_architecture_finds_is_there():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| .* \| `([\w.]+)` \|$", page.split("## Where is ...?")[1].split("\n## ")[0], re.MULTILINE)
-    assert len(rows) == 35
+    assert len(rows) >= 35
     for name in rows:
         pkgutil.resolve_name(f"g2rpo.{name}")
     way = re.findall(r"^\d+\. .*?`([\w/]+\.py)`", page, re.MULTILINE)

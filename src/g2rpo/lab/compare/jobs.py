@@ -65,7 +65,7 @@ class Workers:
                     job, code = begun[future], future.result()
                     if code:
                         failed[job] = code
-                    self.emit(Line(f"{done:>4} of {len(jobs)}  {job.failed(code) if code else job.title}"))
+                    self.emit(Line(f"{done:>4} of {len(jobs)}  {job.title}{' failed' if code else ''}"))
             except BaseException:  # interrupted: what runs saves, and nothing more begins
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list(running):
