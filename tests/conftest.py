@@ -64,8 +64,8 @@ def pytest_xdist_make_scheduler(config, log):
 def forks(file):
     """What a file of tests starts processes of: "ranks", "processes" (`tests.support`), or None."""
     text = (HERE.parent / file).read_text("utf-8")
-    found = re.search(r"^from tests\.support.*\b(ranks|processes)\b|^from g2rpo\.lab\.compare\.jobs\b", text, re.MULTILINE)
-    return found and (found[1] or "processes")
+    found = re.search(r"^from tests\.support.*\b(ranks|processes)\b", text, re.MULTILINE)
+    return found and found[1]
 
 
 def pytest_ignore_collect(collection_path, config):

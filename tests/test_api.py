@@ -17,6 +17,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.run import Run
+from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import PROMPTS, brightness, darkness
 from tests.support.variants import few

@@ -22,6 +22,7 @@ from g2rpo.lab.compare.jobs import Job, working
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import load_function
 from g2rpo.run.checkpoint import newest_iteration
+from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.commands import done, forget_code, g2rpo, write_tiny
 from tests.support.runs import brightness, trainer
 from tests.support.variants import few

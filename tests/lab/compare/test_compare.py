@@ -24,6 +24,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
 from g2rpo.run.rates import FACTORS, Pilot
 from g2rpo.run.run import Run
+from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import fits, trainer
 

@@ -22,6 +22,8 @@ from g2rpo.core import plugins
 from g2rpo.core.files import open_regular
 from g2rpo.run.lock import held
 
+PRELOADED = ["g2rpo.lab.compare.imported"]
+"""What is imported in the process that jobs are forked from."""
 LAST_LINES = 8
 """Of a failed job's output, that its message has."""
 STOPPED = "stopped; what is done is kept, and the same command does what is missing"
@@ -59,10 +61,10 @@ class Workers:
         running: set[Any] = set()
         failed: dict[Job, int] = {}
         with ThreadPoolExecutor(self.count) as pool:
-            begun = {pool.submit(self._run, job, slots, running): job for job in jobs}
+            futures = {pool.submit(self._run, job, slots, running): job for job in jobs}
             try:
-                for done, future in enumerate(as_completed(begun), 1):
-                    job, code = begun[future], future.result()
+                for done, future in enumerate(as_completed(futures), 1):
+                    job, code = futures[future], future.result()
                     if code:
                         failed[job] = code
                     self.emit(Line(f"{done:>4} of {len(jobs)}  {job.title}{' failed' if code else ''}"))
@@ -78,7 +80,7 @@ class Workers:
         try:
             job.log.parent.mkdir(parents=True, exist_ok=True)
             words = [*plugins.repeated(), *job.arguments]
-            process = begun(command, words, str(job.log), environment_of(slot, self.count))
+            process = begin(command, words, str(job.log), {**os.environ, **environment_of(slot, self.count)})
             running.add(process)
             process.join()
             running.discard(process)
@@ -90,14 +92,14 @@ class Workers:
 _START = threading.Lock()
 
 
-def begun(target: Any, *arguments: Any) -> Any:
+def begin(target: Any, *arguments: Any) -> Any:
     """A process that calls `target`. It runs nothing of the caller's own script, which so needs no `if __name__ == "__main__"`,
-    and imports nothing of the current folder. It is forked from one that has imported `lab.compare.imported`; with a GPU it is
+    and imports nothing of the current folder. It is forked from one that has imported `PRELOADED`; with a GPU it is
     spawned, because bitsandbytes initialises CUDA when it is imported, and CUDA does not survive a fork."""
     import torch
 
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.device_count() else "forkserver")
-    context.set_forkserver_preload(["g2rpo.lab.compare.imported"])
+    context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=target, args=arguments)
     with _START:
         script, safe = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH", "")
@@ -110,11 +112,12 @@ def begun(target: Any, *arguments: Any) -> Any:
 
 
 def command(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
-    """`g2rpo` with these arguments in this process; its output is added to `log`."""
+    """`g2rpo` with these arguments in this process, in an environment; its output is added to `log`."""
     with open(log, "ab", opener=open_regular) as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    os.environ |= environment
+    os.environ.clear()  # of when the process was begun from which this one is forked
+    os.environ.update(environment)
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the variable was read when torch was imported
