@@ -159,7 +159,7 @@ def compare(
     budget: Annotated[str, typer.Option(help="Of a run: iterations=60 or evaluations=100000.")] = "iterations=60",
     find_rate: options.FindRateOption = False,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
-    steps: options.StepsOption = None,
+    steps: Annotated[str | None, typer.Option(help="Evaluate at step counts like 10,20,50; default: as the runs do.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     controls: options.ControlsOption = False,
     out: Annotated[
@@ -167,7 +167,7 @@ def compare(
         typer.Option(help="A folder for all runs; a study already begun there is finished. Default study, or study-2 ..."),
     ] = None,
 ) -> None:
-    """Compare algorithms or variants under one budget, each at its best learning rate, over several seeds."""
+    """Compare algorithms or variants under one budget, over several seeds; each at its own rate with --find-rate."""
     from g2rpo.app.evaluate import step_counts
     from g2rpo.cli.results import show_study
     from g2rpo.lab.compare import study as words
