@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -52,7 +51,7 @@ from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.lab.plan.roofline import USUAL_SHARES
+from g2rpo.lab.plan.rates import RATES
 from g2rpo.policies import attention, catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
@@ -216,13 +215,11 @@ def planned(case: Case, card_name: str) -> dict[str, float]:
     }
     if (card := card_of(card_name) or (CARDS["h100"] if case["tiny"] else None)) is None:
         return found
-    traced = plan.work.calls
-    (one, least), (most, largest), (passed, training), (pictures, decode) = (
-        (call.rows, call.roofline.call(card, USUAL_SHARES))
-        for call in (traced.single, traced.velocity, traced.training, traced.decode)
-    )
+    calls = plan.work.calls
+    most, passed, pictures = calls.velocity.rows, calls.training.rows, calls.decode.rows
+    training, decode = calls.training.roofline.call(card), calls.decode.roofline.call(card)
     for rows in sizes(most):
-        found[f"velocity, rows={rows}, s"] = float(np.interp(rows, [one, most], [least, largest]))
+        found[f"velocity, rows={rows}, s"] = calls.velocity.roofline.call(card, rows=rows / most)
     found |= {f"training pass, rows={passed}, s": training, f"decode, pictures={pictures}, s": decode}
     phases = plan.seconds(card).iteration
     return found | {"iteration, s": sum(phases.values())} | {f"iteration: {name}, s": phases[name] for name in PHASES}
@@ -260,7 +257,7 @@ def machine(found: Found, case: Case) -> None:
         timed(found, "copy", "4 bytes a number", device, some.clone)
         found.measured["copy, B/s"] = 2 * some.nbytes / found.measured.pop("copy, 4 bytes a number, s")
         if (card := card_of(notes["device"])) is not None:
-            product, copied = 1e12 * card.bfloat16 * USUAL_SHARES.products, 1e9 * card.bandwidth * USUAL_SHARES.bandwidth
+            product, copied = RATES.products(card, "bfloat16"), RATES.moved(card)
             notes["planned"] = {"product in bfloat16, FLOP/s": product, "copy, B/s": copied}
 
 

@@ -1,93 +1,187 @@
-"""What `g2rpo plan` computes for calls of FLUX.1-dev, beside what others have measured.
+"""What `g2rpo plan` computes for calls, beside what others have measured and what was measured here.
 
-OMP_NUM_THREADS=1 python -m benchmarks.published_times --out benchmarks/results/published_times.json    # a minute
+    OMP_NUM_THREADS=1 python -m benchmarks.published_times --out benchmarks/results/published_times.json    # a minute
+    OMP_NUM_THREADS=1 python -m benchmarks.published_times --fit     # fits the constants of `lab.plan.rates` on one half
+
+`published_times.json` has the figures. They are sorted by card, by kind and by the SHA-256 of what they say; every second one
+is held out of the fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 
 from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.assembly.config import load_config
+from g2rpo.lab.plan import autocast
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count, settled
-from g2rpo.lab.plan.roofline import USUAL_SHARES
-from g2rpo.lab.plan.trace import trace_calls
+from g2rpo.lab.plan.rates import RATES, Rates, Roofline
+from g2rpo.lab.plan.trace import TracedCall, trace_calls
 
-L20 = Card("NVIDIA L20", 44.5, 119.5, 239, 59.8, 864, "L20$")
-DEVLOG = "docs.pytorch.org/devlogs/inductor/2026-05-11-torch-compile-and-diffusers"
+MORE_CARDS = {
+    "l20": Card("NVIDIA L20", 44.5, 119.5, 239, 59.8, 864, 275, 96, False, "L20$"),
+    "gb200": Card("NVIDIA GB200", 178.3, 2450, 4900, 80, 8000, 1200, 126, True, "GB200"),
+}
+RECIPES = {
+    "flux": "flux1-dev-lora",
+    "klein": "flux2-klein-lora",
+    "qwen": "qwen-image-lora",
+    "sd35": "sd35-medium-lora",
+    "wan": "wan-lora",
+}
+AS_PUBLISHED = {
+    "flux": ["policy.lora_targets=[proj_out]"],
+    "klein": ["policy.lora_targets=[proj_out]", "policy.guidance_scale=1"],
+    "qwen": ["policy.lora_targets=[proj_out]", "policy.max_sequence_length=128"],
+    "sd35": ["policy.lora_targets=[proj_out]"],
+    "wan": ["policy.lora_targets=[proj_out]", "policy.num_frames=81"],
+}
+"""As diffusers' own pipelines compute: without autocast and, but for one layer, without adapters."""
+IN_FLOAT16 = 2.0
+"""A GeForce's float8 products with sums in float16 have twice the rate of the datasheet's with float32."""
+A_SCALE_FOR_A_TENSOR = 0.85
+"""`Rates.float8` of float8 products with one scale for a tensor, which are faster than ours with a scale for each row."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Published:
-    """`seconds` of `steps` calls of one picture, as measured; `outside` what encoding and decoding take of them, estimated."""
+    """`seconds` of `calls` calls, as measured; `outside` what encoding and decoding take of them, estimated. `note`: what the
+    figure used. `overrides` of the recipe; without them the call is as diffusers' own."""
 
-    source: str
-    card: Card
-    size: int
+    card: str
+    model: str
+    width: int
+    height: int
+    what: str
+    rows: int
     compiled: bool
-    steps: int
+    float8: bool
+    attention: str
     seconds: float
-    outside: float = 0.0
+    calls: float
+    outside: float
+    note: str
+    source: str
+    overrides: tuple[str, ...] | None = None
+
+    @property
+    def measured(self) -> float:
+        return (self.seconds - self.outside) / self.calls
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """In the order in which every second one is held out."""
+        kind = "float8" if self.float8 else self.what
+        said = "|".join(str(value) for value in (self.card, self.model, self.width, self.rows, self.compiled, self.seconds))
+        return self.card, kind, hashlib.sha256((said + self.source).encode()).hexdigest()
 
 
-PUBLISHED = (
-    Published(DEVLOG, CARDS["h100"], 1024, False, 28, 6.7, 0.15),
-    Published(DEVLOG, CARDS["h100"], 1024, True, 28, 4.5, 0.15),
-    Published("huggingface.co/datasets/diffusers/benchmarks", CARDS["l40s"], 1024, False, 1, 0.493),
-    Published("huggingface.co/datasets/diffusers/benchmarks", CARDS["l40s"], 1024, True, 1, 0.374),
-    Published("pruna.ai/blog/comparison-flux-torch-compile-tensor-rt-pruna", CARDS["l40s"], 512, False, 50, 8.71, 0.15),
-    Published("github.com/xlite-dev/flux-faster", L20, 1024, False, 28, 24.94, 0.4),
-    Published("github.com/xlite-dev/flux-faster", L20, 1024, True, 28, 20.24, 0.4),
-)
+def published() -> list[Published]:
+    rows = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    made = (Published(**{**row, "overrides": tuple(row["overrides"]) if "overrides" in row else None}) for row in rows)
+    return sorted(made, key=lambda row: row.place)
 
 
-def planned(size: int, compiled: bool, card: Card) -> float:
-    """Seconds of one call for one picture, in bfloat16 and without autocast, as diffusers' own pipeline computes."""
-    options = ["autocast=false", "lora_rank=1", f"height={size}", f"width={size}"]
-    config = settled(load_config("flux1-dev-lora", [f"policy.{option}" for option in options]), cuda=True)
-    traced = trace_calls(read_blueprint(config.policy), config, count(config, 1), like_cuda=True)
-    return (traced.compiled() if compiled else traced).single.roofline.call(card, USUAL_SHARES)
+@cache
+def traced(
+    model: str, size: tuple[int, int], rows: int, what: str, float8: bool, overrides: tuple[str, ...] | None
+) -> TracedCall:
+    """The call on tensors without data. Our own figures are of torch 2.11, whose autocast leaves RMS norms in bfloat16."""
+    options = [f"policy.width={size[0]}", f"policy.height={size[1]}", f"sampling.batch_size={rows}"]
+    if overrides is None:
+        options += ["policy.autocast=false", "policy.lora_rank=1", *AS_PUBLISHED[model]]
+    options += ["policy.quantize=fp8"] * float8 + list(overrides or ())
+    config = settled(load_config(RECIPES[model], options), cuda=True)
+    with patch.object(autocast, "FLOAT32_OPERATIONS", autocast.FLOAT32_OPERATIONS - {"rms_norm"}):
+        return getattr(trace_calls(read_blueprint(config.policy), config, count(config, 1), like_cuda=True), what)
 
 
-def rows() -> list[dict[str, Any]]:
-    found = []
-    for it in PUBLISHED:
-        measured, plan = (it.seconds - it.outside) / it.steps, planned(it.size, it.compiled, it.card)
-        found.append(
-            {
-                "source": it.source,
-                "card": it.card.name,
-                "size": it.size,
-                "compiled": it.compiled,
-                "measured": measured,
-                "plan": plan,
-                "ratio": plan / measured,
-            }
-        )
-    return found
+def planned(row: Published, rates: Rates = RATES) -> float:
+    """Seconds of the call."""
+    call = traced(row.model, (row.width, row.height), row.rows, row.what, row.float8, row.overrides)
+    card = {**CARDS, **MORE_CARDS}[row.card]
+    if row.float8:
+        rates = replace(rates, float8=A_SCALE_FOR_A_TENSOR)
+        if "float16" in row.note:
+            card = replace(card, float8=IN_FLOAT16 * card.float8)
+    compiled = row.compiled and row.what != "decode"
+    roofline = Roofline(call.roofline.kernels, call.roofline.fixed, compiled, row.attention)
+    return roofline.call(card, rates, row.rows / call.rows if row.what == "velocity" else 1.0)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+FITTED = ("hbm", "hbm_power", "gddr", "attention", "convolutions", "bandwidth", "compiled", "gap", "launch")
+SPREAD_OF_PRIORS = {"bandwidth": 0.1, "compiled": 0.3}
+"""Relative standard deviations of the constants around those of `Rates`; of the others 1."""
+
+
+def fitted(rows: Sequence[Published]) -> Rates:
+    """The constants with which the logarithms of the ratios are smallest, outliers counting less."""
+    from scipy.optimize import least_squares
+
+    start = np.log([getattr(RATES, name) for name in FITTED])
+    widths = np.array([SPREAD_OF_PRIORS.get(name, 1.0) for name in FITTED])
+
+    def with_numbers(logs: np.ndarray) -> Rates:
+        return replace(RATES, **{name: float(value) for name, value in zip(FITTED, np.exp(logs), strict=True)})
+
+    def off(logs: np.ndarray) -> list[float]:
+        rates = with_numbers(logs)
+        ratios = [math.log(planned(row, rates) / row.measured) for row in rows]
+        return [*ratios, *(0.1 * (logs - start) / widths)]
+
+    return with_numbers(least_squares(off, start, loss="soft_l1", f_scale=0.1).x)
+
+
+def table(rows: Sequence[Published]) -> Iterator[str]:
+    """In Markdown."""
+    yield "| card | call | | measured, s | plan, s | plan / measured | what it used | source |\n|---" + "|---" * 7 + "|"
+    for row in rows:
+        what = f"{row.model} {row.width}x{row.height}" + (f", {row.what}" if row.what != "velocity" else "")
+        what += f", {row.rows} rows" if row.rows > 1 else ""
+        way = ("float8 " if row.float8 else "") + ("compiled" if row.compiled else "eager")
+        plan = planned(row)
+        used = ", ".join(filter(None, (row.attention.replace("auto", ""), row.note, *(row.overrides or ()))))
+        figures = f"{row.measured:.3g} | {plan:.3g} | {plan / row.measured:.2f}"
+        yield f"| `{row.card}` | {what} | {way} | {figures} | {used} | {row.source} |"
+
+
+def summary(rows: Sequence[Published]) -> str:
+    ratios = np.array([planned(row) / row.measured for row in rows])
+    within = int(((ratios > 0.75) & (ratios < 1.25)).sum())
+    low, high = np.quantile(1 / ratios, (0.05, 0.95))
+    return f"{within} of {len(rows)} within 25 %; measured / plan between {low:.2f} and {high:.2f} for nine of ten"
 
 
 def main() -> None:
-    out = arguments().out
-    found = rows()
-    print("| card | size | | measured, s | plan, s | plan / measured | source |\n|---|---|---|---|---|---|---|")
-    for row in found:
-        way = "compiled" if row["compiled"] else "eager"
-        numbers = f"{row['measured']:.3f} | {row['plan']:.3f} | {row['ratio']:.2f}"
-        print(f"| {row['card']} | {row['size']} | {way} | {numbers} | {row['source']} |")
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = published()
+    halves = {"fitted on": rows[0::2], "held out": rows[1::2]}
+    if args.fit:
+        rates = fitted(halves["fitted on"])
+        print({each.name: float(f"{getattr(rates, each.name):.3g}") for each in fields(rates) if each.name in FITTED})
+    for name, half in halves.items():
+        print(f"\n{name}: {summary(half)}\n", *table(half), sep="\n")
+    if args.out is not None:
+        found = [
+            {"half": name, **vars(row), "measured": row.measured, "plan": planned(row)}
+            for name, half in halves.items()
+            for row in half
+        ]
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.roofline --out benchmarks/results/roofline.json    # two minutes of one core
 
-A derivation, not a measurement: a call is traced on tensors without data (`g2rpo.lab.plan.roofline`).
-Assumed are the shares of a card's rates that kernels reach (`roofline.USUAL_SHARES`), and that a compiler makes one kernel of
-all that lies between two products. "at peak" has every kernel at the datasheet's rates.
+A derivation, not a measurement: a call is traced on tensors without data, and timed by `g2rpo.lab.plan.rates`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.assembly.config import load_config
 from g2rpo.lab.plan.cards import find_card
 from g2rpo.lab.plan.counting import count, settled
-from g2rpo.lab.plan.roofline import ATTENTION, PEAK, PRODUCTS, USUAL_SHARES, Reached, Roofline
+from g2rpo.lab.plan.rates import ATTENTION, PRODUCTS, RATES, Roofline
 from g2rpo.lab.plan.trace import trace_calls
 
 WAYS: dict[str, list[str]] = {
@@ -45,35 +43,30 @@ def rows(recipe: str, device: str, training: bool, ways: Sequence[str]) -> Itera
     card, first = find_card(device), {}
     for way in ways:
         for call, roofline in calls(recipe, WAYS[way], training and way != "quantize=fp8"):  # most of training is in bfloat16
-            for compiled, made in (("", roofline), (", compiled", roofline.fused())):
+            for compiled, made in (("", roofline), (", compiled", replace(roofline, compiled=True))):
                 row = {"recipe": recipe, "card": card.name, "call": call, "way": way + compiled, **figures(made, card)}
                 row["faster"] = first.setdefault(call, row["seconds"]) / row["seconds"]
                 yield row
 
 
 def figures(roofline: Roofline, card: Any) -> dict[str, Any]:
-    def summed(reached: Reached) -> tuple[float, float, float]:
-        seconds = roofline.seconds(card, reached)
-        return seconds[PRODUCTS], seconds[ATTENTION], sum(seconds.values()) - seconds[PRODUCTS] - seconds[ATTENTION]
-
-    products, attention, moving = summed(USUAL_SHARES)
-    seconds = products + attention + moving
+    by_kind = roofline.seconds(card)
+    products, attention, seconds = by_kind[PRODUCTS], by_kind[ATTENTION], roofline.call(card)
     return {
         "flops": roofline.flops,
         "kernels": roofline.launches,
         "products": products,
         "attention": attention,
-        "between": moving,
+        "between": sum(by_kind.values()) - products - attention,
         "seconds": seconds,
         "arithmetic": (products + attention) / seconds,
-        "at_peak": sum(summed(PEAK)),
     }
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """In Markdown."""
-    names = ("products", "attention", "between", "seconds", "at_peak")
-    lines = [f"| | {' | '.join(names)} | arithmetic | faster |", "|---" * 8 + "|"]
+    names = ("products", "attention", "between", "seconds")
+    lines = [f"| | {' | '.join(names)} | arithmetic | faster |", "|---" * 7 + "|"]
     for row in found:
         name = f"{row['recipe']}, {row['call']}, {row['way']}"
         figures = " | ".join(f"{row[key]:.2f}" for key in names)
@@ -96,7 +89,7 @@ def main() -> None:
     found = [row for recipe in args.recipes for row in rows(recipe, args.card, not args.no_training, args.ways)]
     print(table(found))
     if args.out is not None:
-        args.out.write_text(json.dumps({"assumed": asdict(USUAL_SHARES), "rows": found}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"assumed": asdict(RATES), "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

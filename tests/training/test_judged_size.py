@@ -75,7 +75,7 @@ def test_a_plan_counts_judged_pictures_at_their_size(tiny_config):
         make_plan(load_config(str(tiny_config), more), cuda=True, heldout=3, distinct_prompts=6)
         for more in ([], ["evaluation.height=128", "evaluation.width=128"])
     )
-    for call in ("velocity", "training", "single", "decode"):
+    for call in ("velocity", "training", "decode"):
         assert getattr(larger.traced, call) == getattr(plain.traced, call)
     assert larger.memory.moments["evaluation"] > plain.memory.moments["evaluation"]
     assert larger.memory.moments["update"] == plain.memory.moments["update"]

@@ -20,6 +20,7 @@ from g2rpo.lab.plan.counting import CountedIteration, Counts
 from g2rpo.lab.plan.fit import OnCard, Within
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK, STORED
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Target, find_target
+from g2rpo.lab.plan.rates import SPREAD
 from g2rpo.lab.plan.seconds import PlannedSeconds
 
 
@@ -58,15 +59,15 @@ def show_plan(answer: PlanAnswer, console: Console) -> None:
 def show_within(fitted: Within, time: str, console: Console) -> None:
     """Prints every cut with the time that is left, and the command that trains so."""
     columns = ("overrides", "the run", "what it costs")
-    table = _table(f"{fitted.recipe} on {fitted.card}: {duration(fitted.before)} as it is", columns, columns)
+    table = _table(f"{fitted.recipe} on {fitted.card}: {planned(fitted.before)} as it is", columns, columns)
     for step in fitted.steps:
-        table.add_row(escape(" ".join(step.overrides)), duration(step.seconds), step.worth)
+        table.add_row(escape(" ".join(step.overrides)), planned(step.seconds), step.worth)
     if fitted.steps:
         console.print(table)
     needed, capacity = fitted.needed / 2**30, fitted.capacity / 2**30
     say(
         console,
-        f"{duration(fitted.seconds)} and {needed:.1f} of {capacity:.1f} GiB; train --within fits the iterations as it runs:",
+        f"{planned(fitted.seconds)} and {needed:.1f} of {capacity:.1f} GiB; train --within fits the iterations as it runs:",
     )
     say(console, " ".join(["g2rpo", "train", fitted.recipe, *map(shlex.quote, fitted.overrides), "--within", time]))
 
@@ -84,7 +85,7 @@ def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> Non
         else:
             changed = " ".join(row.overrides)
             with_ = f"changes {numbers.setdefault(changed, len(numbers) + 1)}" if changed else "as it is"
-            table.add_row(key, *figures, in_bytes(row.capacity - row.needed), duration(row.seconds), with_)
+            table.add_row(key, *figures, in_bytes(row.capacity - row.needed), planned(row.seconds), with_)
     console.print(table)
     for changed, number in numbers.items():
         say(console, f"changes {number}: {changed}")
@@ -169,15 +170,15 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
 def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
     table = _table("time", ("", "an iteration", "the run"), caption=seconds.basis)
     for name, once in seconds.iteration.items():
-        table.add_row(name, duration(once), duration(once * counts.iterations))
+        table.add_row(name, planned(once), planned(once * counts.iterations))
     if seconds.encoding:
-        table.add_row("encoding prompts ahead", "", duration(seconds.encoding))
-    evaluations = f"{counts.times_evaluated} evaluations, {duration(seconds.evaluation)} each"
-    table.add_row(evaluations, "", duration(seconds.evaluation * counts.times_evaluated))
+        table.add_row("encoding prompts ahead", "", planned(seconds.encoding))
+    evaluations = f"{counts.times_evaluated} evaluations, {planned(seconds.evaluation)} each"
+    table.add_row(evaluations, "", planned(seconds.evaluation * counts.times_evaluated))
     if counts.knobs:
         beside = counts.looks - counts.times_evaluated
-        table.add_row("free knobs of the base, and diversity", "", duration(seconds.evaluation * beside))
-    table.add_row("together", duration(sum(seconds.iteration.values())), duration(seconds.run), style="bold")
+        table.add_row("free knobs of the base, and diversity", "", planned(seconds.evaluation * beside))
+    table.add_row("together", planned(sum(seconds.iteration.values())), planned(seconds.run), style="bold")
     return table
 
 
@@ -186,8 +187,8 @@ def _cards_table(cards: Mapping[str, tuple[bool, PlannedSeconds]]) -> Table:
     table = _table("on cards", columns, left, caption="by datasheet; --device NAME for details")
     for key, (fits, seconds) in cards.items():
         style = "" if fits else "dim"
-        once = duration(sum(seconds.iteration.values()))
-        table.add_row(key, "yes" if fits else "no", once, duration(seconds.run), style=style)
+        once = planned(sum(seconds.iteration.values()))
+        table.add_row(key, "yes" if fits else "no", once, planned(seconds.run), style=style)
     return table
 
 
@@ -206,7 +207,7 @@ def _verdict(answer: PlanAnswer, console: Console) -> None:
     if alternative is None:
         console.print("Nothing that this command knows makes it fit; a smaller model or picture might.")
         return
-    took = f" and takes {duration(alternative.seconds.run)}" if alternative.seconds else ""
+    took = f" and takes {planned(alternative.seconds.run)}" if alternative.seconds else ""
     console.print(f"With this it needs {in_bytes(alternative.needed)}{took}:", highlight=False)
     say(console, f"  {' '.join(alternative.overrides)}")
     if any(override.endswith(".options.device=cpu") for override in alternative.overrides):
@@ -219,7 +220,22 @@ def _millions(parameters: int) -> str:
 
 def duration(seconds: float) -> str:
     """1.2 s, 3 min, 5.1 h, 12.3 days."""
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s" if seconds < 20 else f"{seconds:.0f} s"
+    size, unit = unit_of(seconds)
+    return f"{_digits(seconds / size, unit)} {unit}"
+
+
+def planned(seconds: float) -> str:
+    """A planned duration, with the interval in which nine of ten lie: 5.0 h, 4.2 to 5.8."""
+    size, unit = unit_of(seconds)
+    low, high = (_digits(seconds * bound / size, unit) for bound in SPREAD)
+    return f"{duration(seconds)}, {low} to {high}"
+
+
+def unit_of(seconds: float) -> tuple[int, str]:
+    """The largest unit of which there are two at least, in seconds, and its name."""
+    larger = ((86400, "days"), (3600, "h"), (60, "min"))
+    return next(((size, unit) for size, unit in larger if seconds >= 2 * size), (1, "s"))
+
+
+def _digits(number: float, unit: str) -> str:
+    return f"{number:.0f}" if unit == "s" and number >= 20 else f"{number:.1f}"

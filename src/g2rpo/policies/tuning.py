@@ -200,8 +200,9 @@ class LoRA(Tuning):
             for name in (TRAINED, *(["start"] if start is not None else [])):
                 inject(transformer, name, lora)
         trained, kept = factors_of(transformer, TRAINED), factors_of(transformer, "start")
+        device = transformer.device  # looked up among all modules
         for factor in (*trained.values(), *kept.values()):
-            factor.to(transformer.device, torch.float32)
+            factor.to(device, torch.float32)
         if start is not None:
             fill(trained, start, o.lora_alpha / o.lora_rank)
             for name, factor in kept.items():

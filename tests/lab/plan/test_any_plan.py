@@ -40,7 +40,7 @@ SIZE = {"StableDiffusion3Pipeline": 48}
 """Of tiny models that cannot draw 64 pixels."""
 
 
-def planned(kind, folder):
+def planned(kind, folder, *more):
     """A tiny model's folder, without the processor that transformers lacks, and the config of a run of it."""
     pipeline = tiny_pipeline(kind)
     if hasattr(pipeline, "processor"):
@@ -50,13 +50,13 @@ def planned(kind, folder):
     options = [f"height={size}", f"width={size}", "max_sequence_length=", "pipeline=", f"path={folder}", "guidance_scale=4"]
     options += ["max_sequence_length=24"] * (kind not in FIXED)
     options += ["num_frames=5"] if SPECS[kind].video else []
-    return load_config("scenes", [*SMALL, *(f"policy.{option}" for option in options)])
+    return load_config("scenes", [*SMALL, *(f"policy.{option}" for option in options), *more])
 
 
 @pytest.mark.parametrize("kind", few(KINDS, ("ZImagePipeline", "WanPipeline", "QwenImage21Pipeline").__contains__))
 def test_a_plan_counts_the_operations_that_there_are(kind, tmp_path):
     """Those of a shallow model without weights, whose blocks stand for all, are those of the whole; guidance doubles rows."""
-    c = planned(kind, tmp_path)
+    c = planned(kind, tmp_path, "sampling.batch_size=1")
     blueprint = read_blueprint(c.policy)
     shapes = shapes_of(build_on_meta(blueprint, c.policy), blueprint)
     options = {"height": SIZE.get(kind, 64), "width": SIZE.get(kind, 64), "tuning": "full", "guidance_scale": 4.0}
@@ -66,7 +66,7 @@ def test_a_plan_counts_the_operations_that_there_are(kind, tmp_path):
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         policy.velocity(*trace.inputs(policy, shapes, 1))
     traced = trace_calls(blueprint, c, count(c, 1), like_cuda=False)
-    assert traced.single.roofline.flops == counted.get_total_flops()
+    assert traced.velocity.roofline.flops == counted.get_total_flops()
 
 
 @pytest.mark.parametrize(

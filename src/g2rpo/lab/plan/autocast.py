@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,18 +13,18 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-FLOAT32_OPERATIONS = {
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-    "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm",
-    "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d",
-    "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
-    "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
-    "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
-    "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
-    "upsample_bicubic2d",
-}  # fmt: skip
+
+def listed(macro: str) -> frozenset[str]:
+    """The functions of one of the lists in the installed torch's own header. They differ from version to version: RMS norms
+    are computed in float32 by 2.13, and were not by 2.11."""
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
+    (block,) = re.findall(rf"#define {macro}\(_\)(.*?)\n\n", header, re.DOTALL)
+    return frozenset(name for name in re.findall(r"_\((\w+)", block) if not name.startswith("_"))
+
+
+FLOAT32_OPERATIONS = listed("AT_FORALL_FP32")
 """Functions that compute in float32 under CUDA's autocast, and not all of them under the CPU's."""
-SUMS = {"prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum"}
+SUMS = listed("AT_FORALL_FP32_SET_OPT_DTYPE")
 """Functions whose results are float32 there."""
 JOINED = {"cat", "stack", "index_copy"}
 """Functions for which the CPU's autocast copies narrower inputs to the widest dtype; CUDA's leaves them alone."""
@@ -31,7 +33,7 @@ JOINED = {"cat", "stack", "index_copy"}
 class CudaAutocast(TorchFunctionMode):
     """While entered, or in a network's calls, the CPU's autocast uses CUDA's dtypes.
 
-    The lists are those of torch's ATen/autocast_mode.h. RMS norms use the layer-norm operation, for its shapes: CUDA has one
+    RMS norms use the layer-norm operation, for its shapes: CUDA has one
     kernel for each, while the CPU computes RMS norms in many steps with intermediate results.
     """
 

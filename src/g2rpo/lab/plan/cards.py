@@ -10,8 +10,8 @@ from g2rpo.core.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Card:
-    """Memory in GiB; dense TFLOP/s with float32 accumulation, in bfloat16, float8 (0: none), float32; GB/s of its memory;
-    torch's name; GB/s that it sends to others of its machine, half of what datasheets give for both directions."""
+    """Memory in GiB; dense TFLOP/s with float32 accumulation, in bfloat16, float8 (0: none), float32; GB/s of its memory; the
+    watts of the board; MB of its L2 cache; whether its memory is HBM, not GDDR; torch's name."""
 
     name: str
     memory_gib: float
@@ -19,6 +19,9 @@ class Card:
     float8: float
     float32: float
     bandwidth: float
+    watts: float
+    cache: float
+    hbm: bool
     pattern: str
 
     def tflops(self, dtype: str) -> float:
@@ -26,29 +29,29 @@ class Card:
 
 
 CARDS = {
-    "b200": Card("NVIDIA B200", 178.3, 2250, 4500, 75, 8000, "B200"),
-    "mi300x": Card("AMD Instinct MI300X", 191.9, 1307.4, 0, 163.4, 5300, "MI300X"),
-    "h200": Card("NVIDIA H200", 139.7, 989, 1979, 67, 4800, r"\bH200"),
-    "gh200": Card("NVIDIA GH200 96 GB", 94.5, 989, 1979, 67, 4000, "GH200 480GB"),
-    "h20": Card("NVIDIA H20", 95.0, 148, 296, 44, 4000, "H20$"),
-    "h100": Card("NVIDIA H100 SXM 80 GB", 79.1, 989, 1979, 67, 3350, "H100 80GB HBM3"),
-    "h100-pcie": Card("NVIDIA H100 PCIe 80 GB", 79.1, 756, 1513, 51, 2000, "H100 PCIe"),
-    "a100": Card("NVIDIA A100 80 GB", 79.1, 312, 0, 19.5, 2039, "A100.*80GB"),
-    "a100-40": Card("NVIDIA A100 40 GB", 39.2, 312, 0, 19.5, 1555, "A100.*40GB"),
-    "rtxpro6000": Card("NVIDIA RTX PRO 6000 Blackwell", 94.9, 503.8, 1007.6, 126, 1792, "RTX PRO 6000 Blackwell"),
-    "l40": Card("NVIDIA L40", 44.3, 181, 362, 90.5, 864, "L40$"),
-    "l40s": Card("NVIDIA L40S", 44.3, 362, 733, 91.6, 864, "L40S"),
-    "rtx6000ada": Card("NVIDIA RTX 6000 Ada", 47.3, 364, 728.5, 91.1, 960, "RTX 6000 Ada"),
-    "a6000": Card("NVIDIA RTX A6000", 47.3, 155, 0, 38.7, 768, "RTX A6000"),
-    "l4": Card("NVIDIA L4", 22.0, 121, 242.5, 30.3, 300, "L4$"),
-    "a10g": Card("NVIDIA A10G", 22.0, 70, 0, 35, 600, "A10G"),
-    "rtx5090": Card("NVIDIA RTX 5090", 31.3, 209.5, 419, 104.8, 1792, "RTX 5090"),
-    "rtx4090": Card("NVIDIA RTX 4090", 23.5, 165.2, 330.3, 82.6, 1008, "RTX 4090"),
-    "rtx3090": Card("NVIDIA RTX 3090", 23.5, 71, 0, 35.6, 936, "RTX 3090$"),
+    "b200": Card("NVIDIA B200", 178.3, 2250, 4500, 75, 8000, 1000, 126, True, "B200"),
+    "mi300x": Card("AMD Instinct MI300X", 191.9, 1307.4, 0, 163.4, 5300, 750, 256, True, "MI300X"),
+    "h200": Card("NVIDIA H200", 139.7, 989, 1979, 67, 4800, 700, 50, True, r"\bH200"),
+    "gh200": Card("NVIDIA GH200 96 GB", 94.5, 989, 1979, 67, 4000, 700, 50, True, "GH200 480GB"),
+    "h20": Card("NVIDIA H20", 95.0, 148, 296, 44, 4000, 400, 60, True, "H20$"),
+    "h100": Card("NVIDIA H100 SXM 80 GB", 79.1, 989, 1979, 67, 3350, 700, 50, True, "H100 80GB HBM3"),
+    "h100-pcie": Card("NVIDIA H100 PCIe 80 GB", 79.1, 756, 1513, 51, 2000, 350, 50, True, "H100 PCIe"),
+    "a100": Card("NVIDIA A100 80 GB", 79.1, 312, 0, 19.5, 2039, 400, 40, True, "A100.*80GB"),
+    "a100-40": Card("NVIDIA A100 40 GB", 39.2, 312, 0, 19.5, 1555, 400, 40, True, "A100.*40GB"),
+    "rtxpro6000": Card(
+        "NVIDIA RTX PRO 6000 Blackwell", 94.9, 503.8, 1007.6, 126, 1792, 600, 128, False, "RTX PRO 6000 Blackwell"
+    ),
+    "l40": Card("NVIDIA L40", 44.3, 181, 362, 90.5, 864, 300, 96, False, "L40$"),
+    "l40s": Card("NVIDIA L40S", 44.3, 362, 733, 91.6, 864, 350, 96, False, "L40S"),
+    "rtx6000ada": Card("NVIDIA RTX 6000 Ada", 47.3, 364, 728.5, 91.1, 960, 300, 96, False, "RTX 6000 Ada"),
+    "a6000": Card("NVIDIA RTX A6000", 47.3, 155, 0, 38.7, 768, 300, 6, False, "RTX A6000"),
+    "l4": Card("NVIDIA L4", 22.0, 121, 242.5, 30.3, 300, 72, 48, False, "L4$"),
+    "a10g": Card("NVIDIA A10G", 22.0, 70, 0, 35, 600, 150, 6, False, "A10G"),
+    "rtx5090": Card("NVIDIA RTX 5090", 31.3, 209.5, 419, 104.8, 1792, 575, 96, False, "RTX 5090"),
+    "rtx4090": Card("NVIDIA RTX 4090", 23.5, 165.2, 330.3, 82.6, 1008, 450, 72, False, "RTX 4090"),
+    "rtx3090": Card("NVIDIA RTX 3090", 23.5, 71, 0, 35.6, 936, 350, 6, False, "RTX 3090$"),
 }
-"""Rates by public datasheets (dense, not "with sparsity"). Links are NVLink of SXM cards (A100: 600 GB/s both ways, H100, H20,
-H200 and GH200: 900, B200: 1800) or Infinity Fabric (MI300X: 7 links of 128), otherwise 16 lanes of PCIe 4 (32 GB/s one way, the
-default) or 5 (64), without bridges between pairs.
+"""Rates by public datasheets (dense, not "with sparsity"), and watts of the board that has most.
 
 The RTX PRO 6000 is the workstation edition of NVIDIA's "RTX Blackwell PRO GPU Architecture"; Max-Q and server editions are
 slower. The A10G's sheet is that for AWS G5. The float8 of an MI300X is another format, e4m3fnuz, than that of policy.quantize.

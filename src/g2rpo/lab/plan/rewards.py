@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 from g2rpo.assembly.blueprint import size_of
 from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
@@ -17,6 +18,8 @@ from g2rpo.config.given import is_mention
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core.errors import loading
 from g2rpo.core.types import CallableReward, Frames
+from g2rpo.lab.plan.meter import Meter
+from g2rpo.policies.pipelines import keep_two_blocks
 from g2rpo.rewards.weights import parse_dtype
 
 
@@ -47,18 +50,27 @@ def cost_of_reward(entry: RewardConfig, device: str, length: int = 1) -> RewardC
     return RewardCost(parameters * parse_dtype(dtype).itemsize, frames * flops, device, dtype)
 
 
-@cache  # `advice` needs the same rewards repeatedly
+@cache  # `fit` needs the same rewards repeatedly
 def _measured(kind: Any, options: str) -> tuple[int, float] | None:
     """Parameters of a reward's model, and its operations for one picture; `options` is JSON."""
     with torch.device("meta"), loading(f"the plan of reward {kind.__name__}"):
         if (model := kind.model_of(json.loads(options))) is None:
             return None
         size = sum(map(size_of, model.networks))  # in float32
-        return size // 4 + model.parameters, count_flops(model.score) + model.flops
+        return size // 4 + model.parameters, count_flops(model.networks, model.score) + model.flops
 
 
-def count_flops(run: Callable[[], Any]) -> float:
-    """Floating-point operations of matrix products, convolutions and attention in `run`, by torch's own counter."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+def count_flops(networks: Sequence[nn.Module], run: Callable[[], Any]) -> float:
+    """Floating-point operations of `run`, which calls `networks`. They lose all but two of equal blocks, which stand for the
+    others."""
+    entered: list[int] = []
+    for network in networks:
+        for module in list(network.modules()):
+            lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+            times = keep_two_blocks(module)
+            for block, count in zip((block for each in lists for block in each), times, strict=True):
+                block.register_forward_pre_hook(lambda *_, count=count: entered.append(count))
+                block.register_forward_hook(lambda *_: entered.pop() and None)
+    with torch.no_grad(), Meter(times=lambda: math.prod(entered)) as meter:
         run()
-    return float(counter.get_total_flops())
+    return sum(kernel.times * kernel.flops for kernel in meter.kernels)

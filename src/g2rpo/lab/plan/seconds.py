@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import numpy as np
+from functools import cache
 
 from g2rpo.config.schema import Config
 from g2rpo.lab.plan.cards import Card
 from g2rpo.lab.plan.counting import CountedIteration, Counts
+from g2rpo.lab.plan.rates import RATES, Rates
 from g2rpo.lab.plan.rewards import RewardCost
-from g2rpo.lab.plan.roofline import USUAL_SHARES, Reached
-from g2rpo.lab.plan.trace import Calls
+from g2rpo.lab.plan.trace import Calls, TracedCall
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
 
@@ -65,7 +64,7 @@ def work_of(
     """The work of a run of `config`, whose policy on the meta device is `policy`."""
     here = {name: known for name, known in reward_costs.items() if known is not None and known.device.startswith("cuda")}
     return Work(
-        calls=calls.compiled() if config.policy.compile else calls,
+        calls=calls,
         dtype=config.policy.dtype,
         prompt=_encoder_flops(policy, shapes),
         score={name: (known.flops, known.dtype) for name, known in here.items()},
@@ -86,32 +85,31 @@ def _encoder_flops(policy: DiffusersPolicy, shapes: Shapes) -> float:
     return total * shapes.rows
 
 
-def on_card(card: Card, counts: Counts, work: Work, reached: Reached = USUAL_SHARES) -> PlannedSeconds:
-    """The rooflines of all calls; a call between the smallest and the largest that were traced is interpolated.
+def on_card(card: Card, counts: Counts, work: Work, rates: Rates = RATES) -> PlannedSeconds:
+    """The rooflines of all calls, each for its rows.
 
     Not counted: work of the host (preprocessing of rewards, pictures, checkpoints, starting), compiling, rewards elsewhere.
     """
 
     def compute(flops: float, dtype: str = work.dtype) -> float:
-        return flops / (card.tflops(dtype) * 1e12 * reached.models)
+        return flops / (rates.products(card, dtype) * rates.models)
 
     def scoring(names: Iterable[str]) -> float:
         return sum(compute(*work.score[name]) for name in names if name in work.score)
 
-    single, largest, passed, decoded, heldout, judged = (
-        (call.rows, call.roofline.call(card, reached))
-        for call in (getattr(work.calls, name) for name in ("single", "velocity", "training", "decode", "heldout", "judged"))
-    )
-
+    @cache
     def velocity(rows: int) -> float:
-        return float(np.interp(rows, [single[0], largest[0]], [single[1], largest[1]]))
+        return work.calls.velocity.roofline.call(card, rates, rows / work.calls.velocity.rows)
 
-    picture, training_row = decoded[1] / decoded[0], passed[1] / passed[0]
+    def a_row(call: TracedCall) -> float:
+        return call.roofline.call(card, rates) / call.rows
+
+    training_row, picture = a_row(work.calls.training), a_row(work.calls.decode)
     prompt = 0.0 if work.ahead else compute(work.prompt)
-    step = OPTIMIZER_PASSES * work.trained / (card.bandwidth * 1e9 * reached.bandwidth)
+    step = OPTIMIZER_PASSES * work.trained / rates.moved(card)
 
     def update(iteration: CountedIteration) -> float:
-        reference = iteration.reference_rows * largest[1] / largest[0]
+        reference = iteration.reference_rows * a_row(work.calls.velocity)
         return iteration.training_rows * training_row + reference + iteration.optimizer_steps * step
 
     iteration = {
@@ -121,9 +119,9 @@ def on_card(card: Card, counts: Counts, work: Work, reached: Reached = USUAL_SHA
         "rewards": counts.mean(lambda it: it.images) * scoring(work.trained_rewards),
         "update": counts.mean(update),
     }
-    evaluation = counts.heldout_evaluations * heldout[1] / heldout[0]
-    evaluation += counts.heldout * (prompt + judged[1] / judged[0] + scoring(work.score))
-    shares = f"products {reached.products:.0%}, attention {reached.attention:.0%}, moving {reached.bandwidth:.0%}"
-    rates = f"{card.tflops(work.dtype):g} TFLOP/s in {work.dtype}, {card.bandwidth:g} GB/s"
-    basis = f"{card.name} by roofline: {rates} (datasheet), of which are reached (assumed): {shares}"
+    evaluation = counts.heldout_evaluations * a_row(work.calls.heldout)
+    evaluation += counts.heldout * (prompt + a_row(work.calls.judged) + scoring(work.score))
+    reached = rates.products(card, work.dtype) / 1e12
+    rate = f"{reached:.0f} of {card.tflops(work.dtype):g} TFLOP/s in {work.dtype}, {card.bandwidth:g} GB/s"
+    basis = f"{card.name} by roofline: {rate}"
     return summed(iteration, compute(work.ahead * work.prompt), evaluation, counts, basis)

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ from g2rpo.core.types import Batch, Cond, Plan
 from g2rpo.lab.plan.autocast import CudaAutocast
 from g2rpo.lab.plan.counting import Counts
 from g2rpo.lab.plan.known import KnownValues
-from g2rpo.lab.plan.roofline import Meter, Roofline
+from g2rpo.lab.plan.meter import Meter
+from g2rpo.lab.plan.rates import Roofline, fixed_storages
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
 from g2rpo.rollout.guidance import in_training
@@ -48,22 +49,15 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class Calls:
-    """The largest rollout call, training pass and decoded batch of a run; and a rollout call of one evaluation."""
+    """The largest rollout call, training pass and decoded batch of a run."""
 
     velocity: TracedCall
     training: TracedCall
     decode: TracedCall
-    single: TracedCall
     heldout: TracedCall
     """The largest call of an evaluation, which has policy.guidance_scale; the others have that of training."""
     judged: TracedCall
     """The largest decoded batch of an evaluation."""
-
-    def compiled(self) -> Calls:
-        """With the transformer's kernels fused, as a compiler could at best."""
-        network = {name: call for name, call in vars(self).items() if name not in ("decode", "judged")}
-        fused = {name: replace(call, roofline=call.roofline.fused()) for name, call in network.items()}
-        return replace(self, **fused)
 
 
 def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool) -> Calls:
@@ -90,22 +84,30 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
         def traced(rows: int, call: Callable[[], object], grad: bool = False) -> TracedCall:
             with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as meter:
                 call()
-            return TracedCall(rows, meter.peak, Roofline(tuple(meter.kernels)))
+            fixed = fixed_storages(meter.kernels, meter.existing)
+            in_network = call is not decoded
+            return TracedCall(
+                rows,
+                meter.peak,
+                Roofline(tuple(meter.kernels), fixed, config.policy.compile and in_network, config.policy.attention),
+            )
+
+        def decoded() -> Tensor:
+            return policy.decode(torch.empty(pictures, *shapes.latent))
 
         def velocity(rows: int) -> TracedCall:
             return traced(rows, lambda: policy.velocity(*inputs(policy, shapes, rows)))
 
         with in_training(policy, config.sampling.guidance_scale):
             largest = velocity(rows)
-            single = largest if rows == 1 else velocity(1)
             training = traced(passed, lambda: training_pass(policy, config, shapes, plans, passed), grad=True)
         heldout = velocity(drawn) if config.sampling.guidance_scale is not None else largest
-        decode = traced(pictures, lambda: policy.decode(torch.empty(pictures, *shapes.latent)))
+        decode = traced(pictures, decoded)
     judged = decode
     if config.judged_size is not None:  # a size of its own
         other = trace_calls(blueprint, config.model_copy(update={"policy": config.judged}), counts, like_cuda=like_cuda)
         heldout, judged = other.heldout, other.decode
-    return Calls(velocity=largest, training=training, decode=decode, single=single, heldout=heldout, judged=judged)
+    return Calls(velocity=largest, training=training, decode=decode, heldout=heldout, judged=judged)
 
 
 def training_pass(policy: DiffusersPolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
