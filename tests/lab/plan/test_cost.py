@@ -20,9 +20,9 @@ from g2rpo.evaluation.controls import NO_CONTROL
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled
-from g2rpo.lab.plan.fit import other_method, what_fits
+from g2rpo.lab.plan.fit import fewest, for_memory, overrides_of
 from g2rpo.lab.plan.meter import Meter
-from g2rpo.lab.plan.plan import make_plan
+from g2rpo.lab.plan.plan import KnownModels, make_plan
 from g2rpo.lab.plan.rates import RATES
 from g2rpo.lab.plan.rewards import cost_of_reward
 from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES
@@ -380,33 +380,39 @@ def test_ranks_that_share_a_prompt_are_planned_as_the_one_with_most_evaluations(
     assert counts.prompts == 1 and counts.mean(lambda it: it.evaluations) == max(each) == each[0] > each[1]
 
 
-@pytest.mark.slow  # six plans
+@pytest.mark.slow  # five plans
 def test_what_earlier_plans_know_changes_no_number(flux_directory):
-    def plan(*overrides, known=()):
+    known = KnownModels()
+
+    def plan(*overrides, known=known):
         return make_plan(config(flux_directory, *overrides), cuda=False, heldout=3, distinct_prompts=6, known=known)
 
-    first = plan()
-    judged = plan("evaluation.rewards.brightness=1", known=[first])
-    small = plan("sampling.batch_size=1", known=[first])
-    assert first.policy is judged.policy is small.policy and first.traced is judged.traced is not small.traced
-    assert small.memory == plan("sampling.batch_size=1").memory
-    assert plan("policy.lora_rank=3", known=[first]).policy is not first.policy
+    first, judged, small = plan(), plan("evaluation.rewards.brightness=1"), plan("sampling.batch_size=1")
+    assert first.policy is judged.policy is small.policy and first.traced == judged.traced
+    assert small.traced.training is first.traced.training and small.traced.velocity is not first.traced.velocity
+    assert small.memory == plan("sampling.batch_size=1", known=None).memory
+    assert plan("policy.lora_rank=3").policy is not first.policy
+
+
+def advised(c, measure, limit):
+    changes, fits = fewest(list(for_memory(c, 1)), measure, limit)
+    return overrides_of(changes) if fits else None
 
 
 def test_what_fits_keeps_only_what_is_needed(flux_directory):
     c = config(flux_directory, "policy.tuning=full")
     needs = {"micro": 4, "batch": 4, "checkpointing": 8, "cache": 1, "dtype": 16, "lora": 64}
 
-    def fits(budget):
-        return lambda overrides: 100 - sum(size for word, size in needs.items() if any(word in o for o in overrides)) <= budget
+    def needed(overrides):
+        return 100 - sum(size for word, size in needs.items() if any(word in override for override in overrides))
 
-    assert what_fits(c, 1, fits(92)) == ["policy.gradient_checkpointing=true"]
-    assert what_fits(c, 1, fits(76)) == ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]
-    assert what_fits(c, 1, fits(36)) == ["policy.tuning=lora", "optim.learning_rate=1e-4"]
-    assert what_fits(c, 1, fits(1)) is None
+    assert advised(c, needed, 92) == ["policy.gradient_checkpointing=true"]
+    assert advised(c, needed, 76) == ["policy.gradient_checkpointing=true", "policy.dtype=bfloat16"]
+    assert advised(c, needed, 36) == ["policy.tuning=lora", "optim.learning_rate=1e-4"]
+    assert advised(c, needed, 1) is None
     scored = config(flux_directory, "rewards.hpsv2=1")
     halved = ["rewards.hpsv2.options.dtype=bfloat16"]
-    assert what_fits(scored, 1, lambda overrides: halved[0] in overrides) == halved
+    assert advised(scored, lambda overrides: halved[0] not in overrides, 0) == halved
 
 
 def test_rewards_on_the_cpu_are_advised_before_any_change_of_method(flux_directory):
@@ -414,10 +420,10 @@ def test_rewards_on_the_cpu_are_advised_before_any_change_of_method(flux_directo
     c = config(flux_directory, "rewards.hpsv2=1", "evaluation.rewards.pickscore=1", "evaluation.rewards.clip_score=1")
     judged = ["evaluation.rewards.pickscore.options.device=cpu", "evaluation.rewards.clip_score.options.device=cpu"]
     trained = ["rewards.hpsv2.options.device=cpu"]
-    assert what_fits(c, 1, lambda overrides: set(judged) <= set(overrides)) == judged
-    assert what_fits(c, 1, lambda overrides: set(judged + trained) <= set(overrides)) == trained + judged
+    assert advised(c, lambda overrides: not set(judged) <= set(overrides), 0) == judged
+    assert advised(c, lambda overrides: not set(judged + trained) <= set(overrides), 0) == judged + trained
     there = config(flux_directory, "rewards.hpsv2.options.device=cpu")
-    assert what_fits(there, 1, lambda overrides: "rewards.hpsv2.options.dtype=bfloat16" in overrides) is not None
+    assert advised(there, lambda overrides: "rewards.hpsv2.options.dtype=bfloat16" not in overrides, 0) is not None
 
 
 # --- operations and time -----------------------------------------------------------------------------------------------
@@ -470,10 +476,10 @@ def test_cards_are_known_by_what_torch_calls_them(told, card):
 def test_what_is_advised_can_be_done_here(monkeypatch):
     """Without bitsandbytes no nf4; adapters are not sharded."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    assert not any("nf4" in word for change in other_method(load_config("scenes", ["policy.tuning=lora"])) for word in change)
+    assert "policy.quantize=nf4" not in overrides_of(list(for_memory(load_config("scenes", ["policy.tuning=lora"]), 1)))
     sharded = load_config("scenes", ["policy.tuning=full", "trainer.sharding=full"])
-    changes = [change for change in other_method(sharded) if "policy.tuning=lora" in change]
-    assert changes and all("trainer.sharding=none" in change for change in changes)
+    (low_rank,) = [change for change in for_memory(sharded, 1) if "policy.tuning=lora" in change.overrides]
+    assert "trainer.sharding=none" in low_rank.overrides
 
 
 def test_free_knobs_and_diversity_are_counted_as_the_run_evaluates_them(flux_directory, tmp_path):

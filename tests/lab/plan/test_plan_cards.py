@@ -13,7 +13,7 @@ from tests.support.commands import g2rpo
 
 def test_cards_without_float8_are_left_out_and_too_small_ones_say_so(capsys, tiny_config, monkeypatch):
     """1 GiB is what CUDA itself is taken to need."""
-    small = cards.Card("a small card", 1.0, 10, 20, 5, 100, "none")
+    small = cards.Card("a small card", 1.0, 10, 20, 5, 100, 100, 10, True, "none")
     monkeypatch.setitem(cards.CARDS, "small", small)
     code, out, _ = g2rpo(capsys, "plan", tiny_config, "policy.dtype=bfloat16", "policy.quantize=fp8", "--cards", "--json")
     rows = json.loads(out)

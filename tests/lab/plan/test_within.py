@@ -3,7 +3,7 @@
 import pytest
 
 from g2rpo.core.errors import UserError
-from g2rpo.lab.plan.fit import FEWEST_ITERATIONS, cuts, plan_within
+from g2rpo.lab.plan.fit import FEWEST_ITERATIONS, for_time, overrides_of, plan_within
 from g2rpo.lab.plan.plan import Planner, find_target
 from tests.support.commands import done
 from tests.support.variants import few
@@ -32,7 +32,7 @@ def test_cuts_are_made_until_the_run_fits_and_the_overrides_take_that_long(tiny_
 @pytest.mark.parametrize("scale", [4.5, 1.0])
 def test_classifier_free_guidance_may_be_cut_from_training(tiny_config, sd3_directory, scale):
     plan = planned(tiny_config, [f"policy.path={sd3_directory}", f"policy.guidance_scale={scale}"])
-    offered = [override for change, _ in cuts(plan, find_target("h100")) for override in change]
+    offered = overrides_of(list(for_time(plan, find_target("h100"))))
     assert ("sampling.guidance_scale=0" in offered) == (scale > 1)
 
 

@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from g2rpo.lab.plan.meter import tensors_in
 
 MOST_ELEMENTS = 2**22
 """Elements of the largest tensor whose values are kept; masks of pairs of tokens are larger, and no code reads them."""
@@ -59,15 +61,15 @@ class KnownValues(TorchDispatchMode):
         if func._schema.is_mutable and not known:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in _tensors(value):
+                    for tensor in tensors_in(value):
                         self._real.pop(tensor.untyped_storage()._cdata, None)
-        elif known and all(tensor.numel() <= MOST_ELEMENTS for tensor in _tensors(out)):
-            for tensor, real in zip(_tensors(out), _tensors(self._compute(func, args, kwargs)), strict=True):
+        elif known and all(tensor.numel() <= MOST_ELEMENTS for tensor in tensors_in(out)):
+            for tensor, real in zip(tensors_in(out), tensors_in(self._compute(func, args, kwargs)), strict=True):
                 self._keep(tensor, real)
         return out
 
     def _knows(self, values: Any) -> bool:
-        return all(_is_real(tensor) or tensor.untyped_storage()._cdata in self._real for tensor in _tensors(values))
+        return all(_is_real(tensor) or tensor.untyped_storage()._cdata in self._real for tensor in tensors_in(values))
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -98,10 +100,6 @@ class KnownValues(TorchDispatchMode):
         if not _selects(index):
             return [index]
         return [self._fake(each) for each in self._compute(torch.ops.aten.nonzero_numpy.default, (index,), {})]
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _is_real(tensor: Tensor) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from g2rpo.assembly.checks import check_plans
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_rewards
-from g2rpo.config.schema import Config
+from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import in_bytes
@@ -30,7 +29,7 @@ from g2rpo.lab.plan.memory import CONTEXT_BYTES, PlannedMemory, plan_memory
 from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
 from g2rpo.lab.plan.seconds import PlannedSeconds, Work, on_card, work_of
 from g2rpo.lab.plan.tokens import longest_prompt
-from g2rpo.lab.plan.trace import Calls, trace_calls
+from g2rpo.lab.plan.trace import Calls, Known, trace_calls
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
 from g2rpo.policies.quantized import weights_of
@@ -138,6 +137,20 @@ def nodes_of(ranks: int, asked: int | None) -> int:
     return node
 
 
+@dataclass
+class KnownModels:
+    """Models on the meta device, and their calls, that several plans need."""
+
+    policies: dict[str, DiffusersPolicy] = field(default_factory=dict)
+    calls: Known = field(default_factory=dict)
+
+    def policy(self, blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy:
+        key = config.model_dump_json()
+        if key not in self.policies:
+            self.policies[key] = build_on_meta(blueprint, config)
+        return self.policies[key]
+
+
 def make_plan(
     config: Config,
     *,
@@ -146,13 +159,13 @@ def make_plan(
     distinct_prompts: int,
     ranks: int = 1,
     ranks_per_node: int | None = None,
-    known: Sequence[Estimate] = (),
+    known: KnownModels | None = None,
     text_tokens: int | None = None,
 ) -> Estimate:
     """The plan of one rank of a run of `config` on CUDA devices or a CPU.
 
     The run has `heldout` held-out prompts and `distinct_prompts` different ones in all, of `text_tokens` where the model does
-    not pad them. From estimates that are `known`, it takes the model and the traced calls where they are the same.
+    not pad them. What earlier plans know of models, `known`, is not computed again.
     """
     node = nodes_of(ranks, ranks_per_node)
     components.check_sharding(config, ranks, node)
@@ -164,15 +177,14 @@ def make_plan(
     looking = ranks if heldout >= ranks else 1  # ranks between which an evaluation is divided
     counts = count(config, math.ceil(heldout / looking), division.plans)
     blueprint = replace(read_blueprint(config.policy), text_tokens=text_tokens)
-    alike = [it for it in known if (it.blueprint, it.config.policy) == (blueprint, config.policy)]
+    known = KnownModels() if known is None else known
     with loading(f"policy.path={config.policy.path}: its config files describe no model that can be computed"):
-        policy = alike[0].policy if alike else build_on_meta(blueprint, config.policy)
+        policy = known.policy(blueprint, config.policy)
         components.check_judged_size(config, policy)
         components.check_trained_steps(config, policy)
         knobs = knob_evaluations(whole, policy, heldout, counts.times_evaluated)
         counts = replace(counts, knobs=math.ceil(knobs / looking))
-        same = [it.traced for it in alike if _calls(it.config, it.counts, it.cuda) == _calls(config, counts, cuda)]
-        traced = same[0] if same else trace_calls(blueprint, config, counts, like_cuda=cuda)
+        traced = trace_calls(blueprint, config, counts, like_cuda=cuda, known=known.calls)
         shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}
     device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1
@@ -205,11 +217,6 @@ def make_plan(
     )
 
 
-def _calls(config: Config, counts: Counts, cuda: bool) -> tuple[Any, ...]:
-    """What calls of one model are traced from."""
-    return config.algorithm, config.sampling, config.trainer.sharding, config.judged_size, counts, cuda
-
-
 class Planner:
     """Plans of `recipe` with `overrides` on `ranks` devices, `ranks_per_node` in a machine.
 
@@ -226,6 +233,7 @@ class Planner:
         self.text_tokens: int | None = None
         self.heldout, self.distinct_prompts = self._listed_prompts()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}
+        self._known = KnownModels()
 
     def plan(self, *more: str, cuda: bool = True) -> Estimate:
         """The plan with `more` overrides, on CUDA devices or a CPU. Models and calls of earlier plans are traced once."""
@@ -237,10 +245,17 @@ class Planner:
                 distinct_prompts=self.distinct_prompts,
                 ranks=self.ranks,
                 ranks_per_node=self.ranks_per_node,
-                known=list(self._made.values()),
+                known=self._known,
                 text_tokens=self.text_tokens,
             )
         return self._made[cuda, more]
+
+    def tried(self, more: Sequence[str], *, cuda: bool = True) -> Estimate | None:
+        """The plan with `more` overrides; None for a run that cannot be."""
+        try:
+            return self.plan(*more, cuda=cuda)
+        except UserError:
+            return None
 
     def _listed_prompts(self) -> tuple[int, int]:
         """(held-out prompts, different prompts of the run); for a list that is missing, the numbers of the config."""

@@ -60,54 +60,61 @@ class Calls:
     """The largest decoded batch of an evaluation."""
 
 
-def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool) -> Calls:
-    """Traces calls on a shallow copy of the model whose blocks represent all blocks.
+Known = dict[tuple[Any, ...], TracedCall]
+"""Calls that were traced, by what they depend on."""
+
+
+def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool, known: Known | None = None) -> Calls:
+    """Traces calls on a shallow copy of the model whose blocks represent all blocks, but for those that are `known`.
 
     Gradients are taken to exist already, as they do from the second pass on. `like_cuda` computes with CUDA's autocast, which
     has norms and powers in float32, instead of the CPU's. `config` has settled batch sizes. Gathered weights of a sharded model
     are in the call's dtype, so autocast casts none; they are not counted here.
     """
-    with shallow_policy(blueprint, config) as (policy, times):
-        shapes = shapes_of(policy, blueprint)
-        most = int(config.sampling.batch_size)
-        rows, drawn = counts.largest(lambda it: it.calls), min(most, counts.heldout)
-        if config.sampling.guidance_scale is None:  # one call for both
-            rows = drawn = max(rows, drawn)
-        pictures = min(int(config.sampling.decode_batch_size), max(counts.largest(lambda it: [it.images]), counts.heldout))
-        passed = counts.largest(lambda it: it.passes)
-        plans = {plan for iteration, _ in counts.kinds for plan in iteration.plans}
-        kept = list(_tensors(policy))
-        if like_cuda:
-            for network in (policy.transformer, policy.pipeline.vae):
-                CudaAutocast().apply_to(network)
+    known = {} if known is None else known
+    sampling, plans = config.sampling, {plan for iteration, _ in counts.kinds for plan in iteration.plans}
+    rows, drawn = counts.largest(lambda it: it.calls), min(int(sampling.batch_size), counts.heldout)
+    if sampling.guidance_scale is None:  # one call for both
+        rows = drawn = max(rows, drawn)
+    pictures = min(int(sampling.decode_batch_size), max(counts.largest(lambda it: [it.images]), counts.heldout))
+    passed = counts.largest(lambda it: it.passes)
+    model = (config.policy.model_dump_json(), blueprint.text_tokens, config.trainer.sharding != "none", like_cuda)
+    trained = (passed, sampling.guidance_scale, sampling.num_steps, config.algorithm, frozenset(plans))
+    keys = {
+        "velocity": (*model, "velocity", rows, sampling.guidance_scale),
+        "training": (*model, "training", *trained),
+        "heldout": (*model, "velocity", drawn, None),
+        "decode": (*model, "decode", pictures),
+    }
+    if not known.keys() >= set(keys.values()):
+        with shallow_policy(blueprint, config) as (policy, times):
+            shapes, kept = shapes_of(policy, blueprint), list(_tensors(policy))
+            if like_cuda:
+                for network in (policy.transformer, policy.pipeline.vae):
+                    CudaAutocast().apply_to(network)
 
-        def traced(rows: int, call: Callable[[], object], grad: bool = False) -> TracedCall:
-            with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as meter:
-                call()
-            fixed = fixed_storages(meter.kernels, meter.existing)
-            in_network = call is not decoded
-            return TracedCall(
-                rows,
-                meter.peak,
-                Roofline(tuple(meter.kernels), fixed, config.policy.compile and in_network, config.policy.attention),
-            )
+            def trace(name: str, rows: int, call: Callable[[], object], grad: bool = False) -> None:
+                if keys[name] in known:
+                    return
+                with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as meter:
+                    call()
+                fixed = fixed_storages(meter.kernels, meter.existing)
+                compiled = config.policy.compile and name != "decode"
+                roofline = Roofline(tuple(meter.kernels), fixed, compiled, config.policy.attention)
+                known[keys[name]] = TracedCall(rows, meter.peak, roofline)
 
-        def decoded() -> Tensor:
-            return policy.decode(torch.empty(pictures, *shapes.latent))
-
-        def velocity(rows: int) -> TracedCall:
-            return traced(rows, lambda: policy.velocity(*inputs(policy, shapes, rows)))
-
-        with in_training(policy, config.sampling.guidance_scale):
-            largest = velocity(rows)
-            training = traced(passed, lambda: training_pass(policy, config, shapes, plans, passed), grad=True)
-        heldout = velocity(drawn) if config.sampling.guidance_scale is not None else largest
-        decode = traced(pictures, decoded)
+            with in_training(policy, sampling.guidance_scale):
+                trace("velocity", rows, lambda: policy.velocity(*inputs(policy, shapes, rows)))
+                trace("training", passed, lambda: training_pass(policy, config, shapes, plans, passed), grad=True)
+            trace("heldout", drawn, lambda: policy.velocity(*inputs(policy, shapes, drawn)))
+            trace("decode", pictures, lambda: policy.decode(torch.empty(pictures, *shapes.latent)))
+    velocity, training, heldout, decode = (known[keys[name]] for name in ("velocity", "training", "heldout", "decode"))
     judged = decode
     if config.judged_size is not None:  # a size of its own
-        other = trace_calls(blueprint, config.model_copy(update={"policy": config.judged}), counts, like_cuda=like_cuda)
+        larger = config.model_copy(update={"policy": config.judged})
+        other = trace_calls(blueprint, larger, counts, like_cuda=like_cuda, known=known)
         heldout, judged = other.heldout, other.decode
-    return Calls(velocity=largest, training=training, decode=decode, heldout=heldout, judged=judged)
+    return Calls(velocity=velocity, training=training, decode=decode, heldout=heldout, judged=judged)
 
 
 def training_pass(policy: DiffusersPolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
