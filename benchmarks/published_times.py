@@ -3,14 +3,13 @@
     OMP_NUM_THREADS=1 python -m benchmarks.published_times --out benchmarks/results/published_times.json    # a minute
     OMP_NUM_THREADS=1 python -m benchmarks.published_times --fit     # fits the constants of `lab.plan.rates` on one half
 
-`published_times.json` has the figures. They are sorted by card, by kind and by the SHA-256 of what they say; every second one
-is held out of the fit.
+`published_times.json` has the figures. Before the first fit they were sorted by card, by kind and by the SHA-256 of what they
+said; every second one was held out.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -73,24 +72,17 @@ class Published:
     outside: float
     note: str
     source: str
+    held_out: bool
     overrides: tuple[str, ...] | None = None
 
     @property
     def measured(self) -> float:
         return (self.seconds - self.outside) / self.calls
 
-    @property
-    def place(self) -> tuple[str, str, str]:
-        """In the order in which every second one is held out."""
-        kind = "float8" if self.float8 else self.what
-        said = "|".join(str(value) for value in (self.card, self.model, self.width, self.rows, self.compiled, self.seconds))
-        return self.card, kind, hashlib.sha256(said.encode()).hexdigest()
-
 
 def published() -> list[Published]:
     rows = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-    made = (Published(**{**row, "overrides": tuple(row["overrides"]) if "overrides" in row else None}) for row in rows)
-    return sorted(made, key=lambda row: row.place)
+    return [Published(**{**row, "overrides": tuple(row["overrides"]) if "overrides" in row else None}) for row in rows]
 
 
 @cache
@@ -180,13 +172,17 @@ def summary(rows: Sequence[Published]) -> str:
     return f"{within} of {len(rows)} within 25 %; measured / plan between {low:.2f} and {high:.2f} for nine of ten"
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--fit", action="store_true", help="print the constants that fit one half best")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     rows = published()
-    halves = {"fitted on": rows[0::2], "held out": rows[1::2]}
+    halves = {name: [row for row in rows if row.held_out == held] for name, held in (("fitted on", False), ("held out", True))}
     if args.fit:
         rates = fitted(halves["fitted on"])
         print({each.name: float(f"{getattr(rates, each.name):.3g}") for each in fields(rates) if each.name in FITTED})
