@@ -215,7 +215,7 @@ def planned(case: Case, card_name: str) -> dict[str, float]:
     }
     if (card := card_of(card_name) or (CARDS["h100"] if case["tiny"] else None)) is None:
         return found
-    calls = plan.work.calls
+    calls = plan.traced
     most, passed, pictures = calls.velocity.rows, calls.training.rows, calls.decode.rows
     training, decode = calls.training.roofline.call(card), calls.decode.roofline.call(card)
     for rows in sizes(most):

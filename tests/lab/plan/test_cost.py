@@ -450,7 +450,7 @@ def test_time_on_a_card_is_that_of_its_calls(flux_directory):
     rollout = sum(traced.velocity.roofline.call(card, rows=rows / 5) for rows in iteration.calls)
     assert seconds.iteration["rollout"] == pytest.approx(rollout)
     assert seconds.iteration["decode"] == pytest.approx(iteration.images * decoded / traced.decode.rows)
-    step = OPTIMIZER_PASSES * plan.work.trained / RATES.moved(card)
+    step = OPTIMIZER_PASSES * plan.memory.parts["trained weights"] / RATES.moved(card)
     assert seconds.iteration["update"] == pytest.approx(4 * passed / 3 + step)
     total = 3 * sum(seconds.iteration.values()) + plan.counts.times_evaluated * seconds.evaluation + seconds.encoding
     assert seconds.run == pytest.approx(total)

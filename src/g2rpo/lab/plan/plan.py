@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 
@@ -27,7 +26,7 @@ from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
 from g2rpo.lab.plan.counting import CountedIteration, Counts, count, knob_evaluations, settled
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, PlannedMemory, plan_memory
 from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
-from g2rpo.lab.plan.seconds import PlannedSeconds, Work, on_card, work_of
+from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.lab.plan.trace import Calls, Known, trace_calls
 from g2rpo.policies.anyflow import DiffusersPolicy
@@ -104,11 +103,6 @@ class Estimate:
     """Distinct prompts, over all ranks."""
     ranks: int
 
-    @cached_property
-    def work(self) -> Work:
-        prompts = math.ceil(self.distinct_prompts / self.ranks)
-        return work_of(self.config, self.policy, self.shapes, self.traced, self.reward_costs, prompts)
-
     @property
     def network_rows(self) -> int:
         """Rows of the network in an evaluation of training: two under classifier-free guidance."""
@@ -126,7 +120,7 @@ class Estimate:
 
     def seconds(self, card: Card) -> PlannedSeconds:
         """The time on a card, by its datasheet, without what ranks send each other."""
-        return on_card(card, self.counts, self.work)
+        return planned_seconds(self, card)
 
 
 def nodes_of(ranks: int, asked: int | None) -> int:
