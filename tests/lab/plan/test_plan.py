@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import get_args, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -59,7 +59,11 @@ def schedules():
     they have `random`, which draws."""
     seen = set()
     for name, kind in ALGORITHMS.items():
-        fields = {field: hint for field, hint in get_type_hints(kind).items() if field.endswith("schedule")}
+        fields = {
+            field: hint
+            for field, hint in get_type_hints(kind).items()
+            if field.endswith("schedule") and get_origin(hint) is Literal
+        }
         choices = [(field, value) for field, hint in fields.items() for value in get_args(hint)]
         own = [choice for choice in choices if choice not in seen or choice[1] == "random"]
         seen.update(choices)
