@@ -294,7 +294,7 @@ def test_the_run_is_shown(page, run):
     frame = page.frame_locator("iframe.g2-report")
     frame.get_by_role("heading", name=run.name).wait_for(timeout=MINUTE)
     assert frame.locator("svg.chart").count() > 4 and frame.locator(".pictures img").count() >= 4
-    frame.get_by_role("link", name="Cost").click()
+    frame.get_by_role("link", name="What ran").click()
     page.wait_for_function("scrollY > 500", timeout=MINUTE)  # the frame is as long as its page, and stays
     assert frame.get_by_role("heading", name=run.name).count() == 1
     assert fits(page)

@@ -64,10 +64,6 @@ environment.filters["input_uris"] = lambda prompt: [data_uri(picture, SHOWN_SIDE
 
 def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> None:
     """A session that begins and ends with buttons; or has begun, and ends with the page, by `stop`."""
-
-    def far() -> float:
-        return lesson.session.pupil.strength if lesson.session else 1.0
-
     with gr.Row():
         begin = gr.Button("Begin", variant="primary", scale=0, elem_id="begin", visible=stop is None)
     with gr.Row(equal_height=False):
@@ -75,7 +71,7 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
             grid = gr.HTML(empty(BEGIN), js_on_load=SAYING, elem_id="asked")
         with gr.Column(scale=4, min_width=280):
             pair, said = gr.HTML(elem_id="pair"), gr.HTML(elem_id="status")
-            strength = gr.Slider(0, 4, far, step=0.25, label="How far to go", elem_id="strength")
+            strength = gr.Slider(0, 4, 1, step=0.25, label="How far to go", elem_id="strength")
             direct = gr.Button("Clicks alone …", size="sm", elem_id="direct")
             with gr.Column(elem_id="sure", elem_classes="g2-closed") as sure:
                 gr.HTML(f'<div class="g2"><p>{escape(DIRECTLY)}</p></div>')
@@ -95,6 +91,10 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
     def everything() -> tuple[Any, ...]:
         session = lesson.session
         return empty(BEGIN) if session is None else choice_html(session), *now()
+
+    def loaded() -> tuple[Any, ...]:
+        """What a page shows that is just loaded: a session may have begun, with a strength of its own."""
+        return *everything(), lesson.session.pupil.strength if lesson.session else 1
 
     def asked() -> Session:
         if lesson.session is None:
@@ -123,7 +123,7 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
 
     disclosed(direct, sure)
     outputs = [grid, *beside]
-    gr.on(None, everything, None, outputs, **ONE_AT_A_TIME)  # when the page is loaded
+    gr.on(None, loaded, None, [*outputs, strength], **ONE_AT_A_TIME)
     begin.click(lambda: after(lesson.begin), None, outputs, **ONE_AT_A_TIME)
     grid.click(told, None, outputs, **ONE_AT_A_TIME)
     directly.click(lambda: after(lambda: asked().learn_directly()), None, outputs, **ONE_AT_A_TIME)
