@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -12,16 +13,42 @@ from rich.table import Table
 
 from g2rpo.cli.output import say, warn
 from g2rpo.core.capabilities import keeps_old
-from g2rpo.core.errors import counted
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes
+from g2rpo.lab.plan import answer as answers
 from g2rpo.lab.plan.answer import PlanAnswer
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.counting import CountedIteration, Counts
-from g2rpo.lab.plan.fit import OnCard, Within
+from g2rpo.lab.plan.fit import OnCard, Within, on_cards, plan_within
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK, STORED
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Target, find_target
 from g2rpo.lab.plan.rates import SPREAD
 from g2rpo.lab.plan.seconds import PlannedSeconds
+
+
+def planned_answer(
+    recipe: str,
+    overrides: Sequence[str],
+    device: str | None,
+    ranks: tuple[int, int | None],
+    cards: bool,
+    within: str | None,
+) -> tuple[Any, Callable[[Console], None]]:
+    """What `g2rpo plan` answers: as plain data, and a function that prints it. `ranks`: in all, and on a machine."""
+    if cards:
+        if device is not None:
+            raise UserError("--cards is about every card; leave --device out")
+        if within is not None:
+            raise UserError("--cards and --within are two plans; name one")
+        rows = on_cards(recipe, overrides, *ranks)
+        return {key: row.plain() for key, row in rows.items()}, partial(show_cards, recipe, rows)
+    if within is not None:
+        if ranks[0] > 1:
+            raise UserError("--within plans one process on a card; leave --ranks out")
+        fitted = plan_within(recipe, overrides, within, device)
+        return fitted.plain(), partial(show_within, fitted, within)
+    answered = answers.plan(recipe, overrides, device=device, ranks=ranks[0], ranks_per_node=ranks[1])
+    return answered.plain(), partial(show_plan, answered)
 
 
 def show_plan(answer: PlanAnswer, console: Console) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import textwrap
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,30 +94,13 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate a run's compute, memory and time before launching it."""
-    gc.set_threshold(100_000)  # imports and traces make many objects and few cycles: a fifth of the time
-    from g2rpo.cli import plan as tables
+    from g2rpo.cli.plan import planned_answer
 
-    if cards:
-        from g2rpo.lab.plan.fit import on_cards
-
-        if device is not None:
-            raise UserError("--cards is about every card; leave --device out")
-        if within is not None:
-            raise UserError("--cards and --within are two plans; name one")
-        rows = on_cards(recipe, overrides or [], ranks, ranks_per_node)
-        plain, show = {key: row.plain() for key, row in rows.items()}, partial(tables.show_cards, recipe, rows)
-    elif within is not None:
-        from g2rpo.lab.plan.fit import plan_within
-
-        if ranks > 1:
-            raise UserError("--within plans one process on a card; leave --ranks out")
-        fitted = plan_within(recipe, overrides or [], within, device)
-        plain, show = fitted.plain(), partial(tables.show_within, fitted, within)
-    else:
-        from g2rpo.lab.plan.answer import plan as answer
-
-        answered = answer(recipe, overrides or [], device=device, ranks=ranks, ranks_per_node=ranks_per_node)
-        plain, show = answered.plain(), partial(tables.show_plan, answered)
+    gc.disable()  # imports make many objects and no garbage to speak of: a fifth of a plan's time
+    try:
+        plain, show = planned_answer(recipe, overrides or [], device, (ranks, ranks_per_node), cards, within)
+    finally:
+        gc.enable()
     if as_json:
         say(console, json.dumps(plain, indent=1))
     else:
