@@ -6,6 +6,7 @@ import io
 import json
 import struct
 import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -222,7 +223,7 @@ def test_only_so_many_requests_are_decoded_or_scored_at_a_time_and_who_has_left_
         go.wait(10)
         return torch.zeros(len(images))
 
-    with running(RewardServer(held, port=0, limits=Limits(decoding=1))) as url:
+    with running(server := RewardServer(held, port=0, limits=Limits(decoding=1))) as url:
 
         def ask(count):
             answers[count] = post(url, score_body([PNG] * count, ["a"] * count))[0]
@@ -232,6 +233,9 @@ def test_only_so_many_requests_are_decoded_or_scored_at_a_time_and_who_has_left_
         assert inside.wait(10)
         with pytest.raises(NoAnswer, match="in time"):
             request_json(f"{url}/score", dict, body={"images": [PNG] * 3, "prompts": ["a"] * 3}, timeout_s=0.3)
+        ends = time.monotonic() + 10
+        while len(server.server.server_state.connections) > 1 and time.monotonic() < ends:
+            time.sleep(0.01)  # until the server has noticed who left
         threads[1].start()
         go.set()
         for thread in threads:
