@@ -207,7 +207,7 @@ def check(case: Case, file: Path) -> tuple[float, float]:
 
 def difference(case: Case, model: nn.Module, adapter: Adapter, before: Weights) -> float:
     theirs, tuned = weights_of(case, model), TunedWeights(case.kind, adapter)
-    if missing := tuned.missing(before.keys() & theirs.keys()):
+    if missing := set(tuned.names) - (before.keys() & theirs.keys()):
         raise ValueError(f"{case.kind}: {case.trainer} has no {sorted(missing)}")
     return max(float((theirs[name] - tuned.change(name, value)).abs().max()) for name, value in before.items())
 

@@ -17,7 +17,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.assembly.hub import find_adapter
 from g2rpo.core.errors import UserError
 from g2rpo.export.comfyui import tensors_for
-from g2rpo.policies.adapter_files import FLOATS, HARMLESS, read_adapter
+from g2rpo.policies.adapter_files import FLOATS, HARMLESS, PeftConfig, read_adapter
 from g2rpo.policies.adapters import DOWN, PREFIX, UP, Adapter, write_tensors
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
@@ -347,12 +347,53 @@ def test_settings_that_contradict_an_adapter_are_refused(tiny_config, file, tmp_
         assert f"policy.adapter={name}: is no file or folder here, and is not in the local hub cache" in said
 
 
-@pytest.mark.parametrize("odd", [{"use_rslora": True}, {"alpha_pattern": {"x": 8}}, {"rank_pattern": {"x": 8}}])
+AS_TRAINED = {
+    "alpha": {},
+    "rsLoRA": {"use_rslora": True},
+    "ranks and alphas by module": {"rank_pattern": {"to_q": 2, "attn.to_k": 4}, "alpha_pattern": {"to_v": 1.5, "to_q": 5}},
+    "an ending in an expression": {"alpha_pattern": {r"transformer_blocks\.0\.attn\.to_q": 2.5}},
+    "other initial values": {"init_lora_weights": "orthogonal"},
+}
+
+
+@pytest.mark.parametrize("how", AS_TRAINED)
+def test_the_change_of_weights_is_that_of_peft_whoever_wrote_the_file(tmp_path, how):
+    """By diffusers' models, whose header has names without a prefix; by peft; and its weights with a model's own names.
+    Products of float32 in another order."""
+    transformer = flux_pipeline().transformer
+    config = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": ENDS, **AS_TRAINED[how]})
+    config.r = 3 if config.init_lora_weights is True else 4  # peft's orthogonal values need an even rank
+    transformer.add_adapter(config)
+    layers = {name: module for name, module in transformer.named_modules() if hasattr(module, "lora_A")}
+    for number, layer in enumerate(layers.values()):
+        for value in (*layer.lora_A.parameters(), *layer.lora_B.parameters()):
+            torch.nn.init.normal_(value, generator=torch.Generator().manual_seed(number))
+    transformer.save_lora_adapter(tmp_path / "diffusers", weight_name="x.safetensors")
+    written = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    tensors = load_file(tmp_path / "diffusers/x.safetensors")
+    for name, prefix in (("peft", "base_model.model."), ("own names", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(written))
+        save_file({prefix + key: value for key, value in tensors.items()}, tmp_path / name / "adapter_model.safetensors")
+    for file in tmp_path.glob("*/*.safetensors"):
+        read = read_adapter(file, FluxPipeline, flux_pipeline().transformer)
+        assert read.layers.keys() == layers.keys()
+        for name, layer in layers.items():
+            torch.testing.assert_close(read.delta(name), layer.get_delta_weight("default"), atol=1e-5, rtol=1e-5)
+        read.write(tmp_path / "again.safetensors", PREFIX)  # what is in the weights is in no header any more
+        assert is_same(read_adapter(tmp_path / "again.safetensors"), read)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"use_dora": True}, {"bias": "all"}, {"rank_pattern": {"to_q": 8}}, {"alpha_pattern": {"(a+)+": 1}}]
+)
 def test_a_header_with_factors_of_another_kind_is_refused(file, tmp_path, odd):
-    tensors, config = load_file(file), {"r": 2, "lora_alpha": 2, **odd}
+    tensors, config = load_file(file), {"r": 3, "lora_alpha": 3, **odd}
     header = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
     save_file(tensors, tmp_path / "odd.safetensors", metadata=header)
-    with pytest.raises(UserError, match=f"{next(iter(odd))}, which is not supported"):
+    with pytest.raises(
+        UserError, match=f"{next(iter(odd))}, which is not supported|has rank 3, but r=8|alpha_pattern.*should match"
+    ):
         read_adapter(tmp_path / "odd.safetensors", FluxPipeline)
 
 
@@ -361,8 +402,9 @@ NOT_DEFAULT = {
     "bias": ["all", "lora_only"],
     "peft_type": ["LOHA"],
 }
-SETTINGS = [field.name for field in dataclasses.fields(LoraConfig) if field.name not in {"r", "lora_alpha"}]
-CHANGED = [(name, value) for name in SETTINGS if name not in HARMLESS for value in NOT_DEFAULT.get(name, [{"x": 1}, True])]
+SETTINGS = {field.name for field in dataclasses.fields(LoraConfig)} - PeftConfig.model_fields.keys()
+JUDGED = sorted(name for name in SETTINGS if HARMLESS.get(name, ()) is not None)
+CHANGED = [(name, value) for name in JUDGED for value in NOT_DEFAULT.get(name, [{"x": 1}, True])]
 PLAIN = [("init_lora_weights", "gaussian"), ("init_lora_weights", False), ("peft_type", "LORA"), ("of_later", None)]
 
 
@@ -460,10 +502,42 @@ def test_diffusion_model_is_no_diff_and_whole_weights_beside_are_refused(brought
         (".diff_b", "whole weights"),
         (".lora_B.bias", "biases"),
         (".oft", "other tensors"),
+        (".oft_R.weight", "OFT"),
+        (".lokr_w1", "LoKr"),
+        (".hada_w1_a", "LoHa"),
+        (".dora_scale", "DoRA"),
+        (".lora_A.scale_weight", "in fewer bits"),
+        (".comfy_quant", "in fewer bits"),
     ):
         save_file({**tensors, f"model.diffusion_model.{module}{end}": torch.ones(2)}, tmp_path / "y.safetensors")
         with pytest.raises(UserError, match=kind):
             read_adapter(tmp_path / "y.safetensors", FluxPipeline, flux_pipeline().transformer)
+
+
+@pytest.mark.parametrize(
+    "part", ["lora_te1_text_model.x", "text_encoder_2.x", "clip_l.x", "t5xxl.x", "umt5xxl.x", "vae.decoder.x"]
+)
+def test_factors_of_other_parts_are_refused_as_such(brought, tmp_path, part):
+    beside = {f"{part}{DOWN}": torch.ones(3, 8), f"{part}{UP}": torch.ones(8, 3)}
+    save_file({**brought.tensors(PREFIX), **beside}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=f"changes text encoders or a VAE too .2 of .*such as {part}"):
+        read_adapter(tmp_path / "x.safetensors", FluxPipeline, flux_pipeline().transformer)
+
+
+def test_prefixes_may_differ_and_of_several_adapters_none_is_chosen(brought, tmp_path):
+    ours, file = brought.tensors(PREFIX), tmp_path / "x.safetensors"
+    half = {
+        (name.replace(PREFIX, "diffusion_model.") if number % 4 < 2 else name): ours[name] for number, name in enumerate(ours)
+    }
+    save_file(half, file)
+    assert is_same(read_adapter(file, FluxPipeline, flux_pipeline().transformer), brought)
+    named = {name.replace(".weight", f".{which}.weight"): value.clone() for which in "ab" for name, value in ours.items()}
+    wrapped = {name.replace(PREFIX, f"{PREFIX}_orig_mod."): value.clone() for name, value in ours.items()}
+    other = {name.replace(PREFIX, "unet."): value.clone() for name, value in ours.items()}
+    for tensors, said in ((named, "several adapters, a, b"), (ours | wrapped, "twice"), (ours | other, "two adapters of")):
+        save_file(tensors, file)
+        with pytest.raises(UserError, match=said):
+            read_adapter(file, FluxPipeline, flux_pipeline().transformer)
 
 
 def test_a_module_that_diffusers_would_leave_out_is_named(tmp_path):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,18 +20,42 @@ from torch import Tensor, nn
 from g2rpo.core.errors import loading
 from g2rpo.core.files import refuse_pointer
 from g2rpo.core.plain import parse_as, read_as
-from g2rpo.policies.adapters import ABOVE_KEY, CONFIG, OWN_ALPHA, PREFIX, UP, Adapter, check_fit, check_scale, shapes_in
+from g2rpo.policies.adapter_names import (
+    PEFT,
+    Pair,
+    adapters_in,
+    common_peelings,
+    in_model,
+    pairs_in,
+    patterns_of,
+    refuse_others,
+    unwrapped,
+)
+from g2rpo.policies.adapters import (
+    ABOVE_KEY,
+    CONFIG,
+    OWN_ALPHA,
+    PREFIX,
+    UP,
+    Adapter,
+    Factors,
+    check_fit,
+    check_scale,
+    shapes_in,
+)
 
-RANK = f"{PREFIX}r"
-PEFT_CONFIG = "adapter_config.json"
-"""What lies beside the files that peft writes."""
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files that peft writes."""
+FLOATS = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+)
 """The types of factors. Those of 8 bits are converted exactly; scales beside them are refused by their names."""
 
 
 def read_adapter(path: Path, pipeline: Any = None, transformer: nn.Module | None = None) -> Adapter:
     """The adapter in a safetensors file with the names of diffusers or peft, or with those that the LoRA loader of `pipeline`,
-    a class of diffusers, converts. Known prefixes are taken off where all names then fit `transformer`.
+    a class of diffusers, converts. Known prefixes are taken off where the names then fit `transformer`.
 
     UserError for a file that is no LoRA of a transformer, for one whose scale or base is another than it says, and for names
     that do not fit.
@@ -44,16 +69,16 @@ def read_adapter(path: Path, pipeline: Any = None, transformer: nn.Module | None
         refuse_others(tensors.keys())
         header = parse_as(_Header, json.dumps(metadata))
         config = _config_of(path, tensors.keys(), header)
-        tensors = {plain(name): value for name, value in tensors.items()}
+        tensors = unwrapped(tensors)
         pairs = pairs_in(tensors.keys())
         read = Adapter({pair.down: (_float32(tensors, pair.down), _float32(tensors, pair.up)) for pair in pairs})
         scales = {pair.down: _scale_of(pair, len(read.layers[pair.down][0]), tensors, config) for pair in pairs}
         scaled = Adapter({name: (down, up * scales[name]) for name, (down, up) in read.layers.items()})
+        layers = _named(path, pairs, scaled, pipeline, transformer)
+        if set(scales.values()) != {1.0}:  # the config says a scale that is now in the weights
+            metadata.pop(CONFIG, None)
         scale = scales[pairs[0].down] if len(set(scales.values())) == 1 else 1.0
-        folded = {key: value for key, value in metadata.items() if key != CONFIG}
-        if RANK in header.config:
-            folded[CONFIG] = json.dumps({**header.config, f"{PREFIX}lora_alpha": header.config[RANK]}, indent=2, sort_keys=True)
-        return Adapter(_named(path, pairs, scaled, pipeline, transformer), folded, header.own_scale or scale)
+        return Adapter(layers, metadata, header.own_scale or scale)
 
 
 class _Header(BaseModel):
@@ -71,18 +96,23 @@ class _Header(BaseModel):
         """alpha / rank of an adapter of this package, which is multiplied into its weights."""
         return self.own_alpha / int(self.own_rank) if self.own_alpha and self.own_rank.isdigit() else None
 
+    @property
+    def peft(self) -> dict[str, Any]:
+        """peft's config of the transformer, as diffusers' pipelines write it, or its models, which use no prefix; {}: none."""
+        of_pipeline = {key.removeprefix(PREFIX): value for key, value in self.config.items() if key.startswith(PREFIX)}
+        return of_pipeline or (self.config if "r" in self.config else {})
+
 
 def _config_of(path: Path, names: Collection[str], header: _Header) -> PeftConfig | None:
     """peft's config of a file, which is in its header or beside it; None if neither has one. ValueError for a file of peft
     that nothing says the scale of."""
-    inside = {key.removeprefix(PREFIX): value for key, value in header.config.items() if key.startswith(PREFIX)}
-    if inside:
+    if header.peft:
         try:
-            return parse_as(PeftConfig, json.dumps(inside))
+            return parse_as(PeftConfig, json.dumps(header.peft))
         except ValueError as error:
             raise ValueError(f"its header: {error}") from None
     beside, wrapped = path.with_name(PEFT_CONFIG), any(PEFT in name for name in names)
-    if (wrapped or any(names_adapter(name) for name in names)) and beside.is_file():
+    if (wrapped or path.name == PEFT_WEIGHTS or adapters_in(names) != {""}) and beside.is_file():
         return read_as(PeftConfig, beside)
     if wrapped and not any(name.endswith("alpha") for name in names):
         raise ValueError(f"is peft's, whose scale, lora_alpha / r, is in {PEFT_CONFIG}; put that file beside it")
@@ -92,57 +122,61 @@ def _config_of(path: Path, names: Collection[str], header: _Header) -> PeftConfi
 def _float32(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """A factor in float32, which has all values of the smaller types; ValueError for numbers of another kind."""
     if tensors[name].dtype not in FLOATS:
-        kind = str(tensors[name].dtype).removeprefix("torch.")
-        raise ValueError(f"{name}: has numbers of the type {kind}; factors are floating-point numbers of 8 to 64 bits")
+        known, kind = (", ".join(str(each).removeprefix("torch.") for each in of) for of in (FLOATS, [tensors[name].dtype]))
+        raise ValueError(f"{name}: has numbers of the type {kind}; factors are read of {known}")
     return tensors[name].float()
 
 
 def _scale_of(pair: Pair, rank: int, tensors: Mapping[str, Tensor], config: PeftConfig | None) -> float:
     """alpha / rank of a module; 1, as for diffusers, where a file does not say it."""
-    if config is not None and config.r != rank:
-        raise ValueError(f"{pair.down}: has rank {rank}, but r={config.r} in the config of peft")
-    if config is not None and pair.alpha is not None:
-        raise ValueError(f"has alpha twice, in the config of peft and as {pair.alpha}")
-    if pair.alpha is None:
-        return 1.0 if config is None else config.scale
-    if tensors[pair.alpha].numel() != 1:
+    if config is not None:
+        if pair.alpha is not None:
+            raise ValueError(f"has alpha twice, in the config of peft and as {pair.alpha}")
+        scale, said = config.scale(pair, rank), f"{pair.down}: lora_alpha / r"
+    elif pair.alpha is None:
+        return 1.0
+    elif tensors[pair.alpha].numel() != 1:
         raise ValueError(f"{pair.alpha}: should be one number, has the shape {list(tensors[pair.alpha].shape)}")
-    scale = float(tensors[pair.alpha]) / rank
-    check_scale(f"{pair.alpha} / rank", scale)
+    else:
+        scale, said = float(tensors[pair.alpha]) / rank, f"{pair.alpha} / rank"
+    check_scale(said, scale)
     return scale
 
 
 def _named(
     path: Path, pairs: Sequence[Pair], adapter: Adapter, pipeline: Any, transformer: nn.Module | None
-) -> Mapping[str, tuple[Tensor, Tensor]]:
+) -> Mapping[str, Factors]:
     """The factors, which `adapter` has by the names of the first, by a module's name in diffusers."""
     layers, modules = list(adapter.layers.values()), [pair.module for pair in pairs]
     if transformer is None and (pipeline is None or all(module.startswith((PREFIX, PEFT)) for module in modules)):
         return dict(zip((module.removeprefix(PEFT).removeprefix(PREFIX) for module in modules), layers, strict=True))
-    own = None if transformer is None else shapes_in(transformer)
-    for peeled in peelings(modules):
-        if own is not None and (found := fitted(peeled, own)) is not None:
-            return dict(zip(found, layers, strict=True))
+    own = None if transformer is None else patterns_of(shapes_in(transformer))
+    found = [None if own is None else in_model(module, own) for module in modules]
+    if None not in found:
+        for name, count in Counter(found).items():
+            if count > 1:
+                raise ValueError(f"holds two adapters of {name}, under different prefixes; one is read")
+        return dict(zip(map(str, found), layers, strict=True))
     converted, why = _converted(pairs, adapter, pipeline, own)
     if converted is None and transformer is not None:
-        check_fit(str(path), Adapter(dict(zip(peeled, layers, strict=True))), transformer, why)
+        names = [name or module for name, module in zip(found, modules, strict=True)]
+        check_fit(str(path), Adapter(dict(zip(names, layers, strict=True))), transformer, why)
     if converted is None:
         first = ", ".join(pair.down for pair in pairs[:2])
-        raise ValueError(
-            f"is in no format that diffusers reads for a {_name_of(pipeline)} (its first names are {first}). {why}"
-        )
+        kind = getattr(pipeline, "__name__", "model without a class of diffusers")
+        raise ValueError(f"is in no format that diffusers reads for a {kind} (its first names are {first}). {why}")
     return converted
 
 
 def _converted(
-    pairs: Sequence[Pair], adapter: Adapter, pipeline: Any, own: Mapping[str, Any] | None
-) -> tuple[Mapping[str, tuple[Tensor, Tensor]] | None, str]:
+    pairs: Sequence[Pair], adapter: Adapter, pipeline: Any, own: Mapping[str, str] | None
+) -> tuple[Mapping[str, Factors] | None, str]:
     """The factors by diffusers' names, by the converters of a pipeline's own LoRA loader; None if these do not read all of the
     names, with or without prefixes, and what they say of the names as they are."""
     if not hasattr(pipeline, "lora_state_dict"):
         return None, ""
     written = [name for pair in pairs for name in (pair.down, pair.up, pair.alpha) if name is not None]
-    candidates = list(peelings(written))
+    candidates = list(common_peelings(written))
     candidates.append([f"diffusion_model.{name}" for name in candidates[-1]])
     said = []
     for names in candidates:
@@ -166,13 +200,13 @@ def _converted(
             continue
         kept = {float(value) for down, _ in seen.values() for value in down.flatten(1)[:, 0]}
         left = [pair.down for mark, pair in enumerate(pairs, 1) if mark not in kept]
-        if not left and (own is None or fitted([*found], own) is not None):
+        if not left and (own is None or all(in_model(name, own) == name for name in found)):
             return found, ""
         said.append(f"diffusers leaves {left[0]} out" if left else "")
     return None, said[0]
 
 
-def _by_converter(tensors: Mapping[str, Tensor], pipeline: Any) -> dict[str, tuple[Tensor, Tensor]]:
+def _by_converter(tensors: Mapping[str, Tensor], pipeline: Any) -> dict[str, Factors]:
     """What a pipeline's LoRA loader makes of a file."""
     alphas: dict[str, Any] = {}
     if "return_alphas" in inspect.signature(pipeline.lora_state_dict).parameters:
@@ -193,157 +227,22 @@ def _by_converter(tensors: Mapping[str, Tensor], pipeline: Any) -> dict[str, tup
     return layers
 
 
-def _name_of(pipeline: Any) -> str:
-    return getattr(pipeline, "__name__", "model without a class of diffusers")
-
-
-# --- names of tensors, as trainers, peft and wrappers of modules write them
-
-OTHER_KINDS = {
-    r"\.lokr_\w+$": "LoKr",
-    r"\.hada_\w+$": "LoHa",
-    r"\.dora_scale$|lora_magnitude_vector": "DoRA",
-    r"\.lora_mid\.": "LoCon",
-    r"\.(diff|diff_b|set_weight)$": "LoRA with whole weights beside",
-    r"\.lora_(B|up)(\.\w+)?\.bias$|\.lora\.up\.bias$": "LoRA with biases",
-    r"\.(scale_weight|weight_scale|scale_inv|weight_scale_inv|absmax|quant_map)$": "LoRA in fewer bits with scales beside",
-}
-"""Endings of names, and what has them."""
-TEXT = ("lora_te", "text_encoder", "text_model")
-
-FACTOR = re.compile(
-    r"(?P<module>.+?)(?P<end>\.lora_(?P<one>A|B|down|up)|(?:\.lora|\.lora_linear_layer|_lora\d?)\.(?P<two>down|up))"
-    r"(?P<adapter>\.[\w-]+)?(?(adapter)\.weight|(?:\.weight)?)$"
-)
-ALPHA = re.compile(r"(?P<module>.+?)(?:\.lora)?\.(?:lora_)?alpha$")
-WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module)\.")
-"""Of torch.compile, FSDP and activation checkpointing; anywhere in a name."""
-PEFT = "base_model.model."
-PREFIXES = (
-    *("module.", PEFT, "base_model.", "model.", "diffusion_model.", "transformer.", "unet.", "dit.", "net.", "pipe."),
-    *("lora_transformer_", "lora_unet_", "lora_dit_", "lora_", "lycoris_", "transformer_", "unet_"),
-)
-"""What programs put before the names of a transformer's modules."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The names of a module's factors and of its alpha, if it has one."""
-
-    module: str
-    down: str
-    up: str
-    alpha: str | None
-
-
-def refuse_others(names: Collection[str]) -> None:
-    """ValueError for the names of tensors that are no LoRA of a transformer alone."""
-    for ending, kind in OTHER_KINDS.items():
-        if found := next(filter(re.compile(ending).search, sorted(names)), None):
-            raise ValueError(f"is a {kind} ({found}), which is not supported; a plain LoRA is")
-    if found := next(filter(re.compile(r"\d{5}").search, sorted(names)), None):  # converters count up to it
-        raise ValueError(f"holds {found}; no model has so many blocks")
-    if names and not any("lora" in name for name in names):
-        raise ValueError(
-            f"holds no LoRA but other weights, such as {min(names)}; a merged model is no adapter: its diffusers folder goes "
-            "into policy.path"
-        )
-    if found_text := [name for name in names if any(word in name for word in TEXT)]:
-        raise ValueError(
-            f"changes text encoders too ({len(found_text)} of {len(names)} tensors, such as {found_text[0]}); only adapters "
-            "of the transformer alone are continued"
-        )
-
-
-def plain(name: str) -> str:
-    """A name without the wrappers of modules, and without the name that peft gave to the adapter."""
-    name = WRAPPERS.sub("", name)
-    found = FACTOR.match(name)
-    return name if found is None else name[: found.end("end")] + ".weight"
-
-
-def names_adapter(name: str) -> bool:
-    """Whether a name has that of an adapter, as peft keeps it in a model."""
-    found = FACTOR.match(name)
-    return found is not None and found["adapter"] is not None
-
-
-def pairs_in(names: Collection[str]) -> list[Pair]:
-    """The modules of these tensors in the order of their names; ValueError for what is no factor and no alpha."""
-    sides: dict[str, dict[str, str]] = {}
-    alphas: dict[str, str] = {}
-    for name in sorted(names):
-        if factor := FACTOR.match(name):
-            side = "down" if (factor["one"] or factor["two"]) in ("A", "down") else "up"
-            found = sides.setdefault(re.sub(r"(A|B|down|up)$", "", name[: factor.end("end")]), {"module": factor["module"]})
-            if side in found:
-                raise ValueError(f"holds two factors of one place, {found[side]} and {name}; one adapter is read")
-            found[side] = name
-        elif alpha := ALPHA.match(name):
-            alphas[alpha["module"]] = name
-        else:
-            raise ValueError(f"holds other tensors than a LoRA's factors and alphas, such as {name}")
-    pairs = []
-    for found in sides.values():
-        if len(found) < len(("module", "down", "up")):
-            raise ValueError(f"holds other tensors than a LoRA's pairs: one factor of {found['module']} without the other")
-        pairs.append(Pair(**found, alpha=alphas.get(found["module"])))
-    if loose := sorted(alphas.keys() - {pair.module for pair in pairs}):
-        raise ValueError(f"holds {alphas[loose[0]]}, and no factors of that module")
-    return pairs
-
-
-def peelings(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The names, and again after each known prefix that all of them have is taken off."""
-    yield names
-    while found := next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in names)), None):
-        names = [name.removeprefix(found) for name in names]
-        yield names
-
-
-def fitted(modules: Sequence[str], own: Collection[str]) -> list[str] | None:
-    """The names in a model with modules `own` of those in a file, which may have underscores for dots; None if some have none.
-    Numbers are not compared: the model may have fewer blocks, as those of plans do."""
-    patterns = {_numbered(name)[0] for name in own}
-    flat = {pattern.replace(".", "_"): pattern for pattern in patterns}
-    found = []
-    for module in modules:
-        pattern, numbers = _numbered(module)
-        if pattern in patterns:
-            found.append(module)
-        elif pattern in flat:
-            name = flat[pattern]
-            for number in numbers:
-                name = name.replace("#", number, 1)
-            found.append(name)
-        else:
-            return None
-    return found if len(set(found)) == len(found) else None
-
-
-def _numbered(name: str) -> tuple[str, list[str]]:
-    """A name with # for its numbers, and these."""
-    return re.sub(r"\d+", "#", name), re.findall(r"\d+", name)
-
-
 # --- peft's config: what of it says how an adapter acts, and what may be ignored
 
-HARMLESS = frozenset(
-    {
-        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the file has the modules
-        "lora_dropout",  # of their training
-        *("megatron_core", "qalora_group_size"),  # say nothing without megatron_config and use_qalora
-    }
-)
-"""Settings with which the change of the weights is (alpha / rank) up @ down, whatever their value."""
-PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
+HARMLESS: Mapping[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")),  # the file has the modules
+    **dict.fromkeys(("lora_dropout", "megatron_core", "qalora_group_size")),  # say nothing after training, or without others
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian"),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
-"""The values of other settings with which it is so, beside empty ones. Other initialisations begin elsewhere: PiSSA, OLoRA,
-CorDA, LoftQ and LoRA-GA change the base weights, EVA divides the ranks anew."""
+"""Settings that leave the change of the weights alone, by name, with the values that do (None: all). Other initialisations
+begin elsewhere: PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base weights, EVA divides the ranks anew."""
+Rank = Annotated[int, Field(ge=1, le=10**6)]
+Alpha = Annotated[float, Field(gt=0)]
+OfModule = Annotated[str, Field(pattern=r"^\^?[\w.\\]+\$?$")]
+"""The ending of a module's name, as an expression; no repetitions, with which matching could take for ever."""
 
 
 class PeftConfig(BaseModel):
@@ -351,17 +250,32 @@ class PeftConfig(BaseModel):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
-    r: Annotated[int, Field(ge=1, le=10**6)]
-    lora_alpha: Annotated[float, Field(gt=0)]
+    r: Rank
+    lora_alpha: Alpha
+    rank_pattern: dict[OfModule, Rank] | None = None
+    alpha_pattern: dict[OfModule, Alpha] | None = None
+    use_rslora: bool | None = None
 
     @model_validator(mode="after")
     def _is_plain(self) -> PeftConfig:
         for key, value in (self.model_extra or {}).items():
-            if value and key not in HARMLESS and value not in PLAIN_SETTINGS.get(key, ()):
-                raise ValueError(f"has {key}, which is not supported ({value!r:.60}); a LoRA of one rank and alpha is")
+            allowed = HARMLESS.get(key, ())
+            if value and allowed is not None and value not in allowed:
+                raise ValueError(f"has {key}, which is not supported ({value!r:.60}); a plain LoRA is")
         return self
 
-    @property
-    def scale(self) -> float:
-        """alpha / rank."""
-        return self.lora_alpha / self.r
+    def scale(self, pair: Pair, rank: int) -> float:
+        """alpha / rank of a module, or by rsLoRA (arXiv 2312.03732) alpha / sqrt(rank)."""
+        module = pair.module.removeprefix(PEFT).removeprefix(PREFIX)
+        expected = _matching(self.rank_pattern, module, self.r)
+        if expected != rank:
+            raise ValueError(f"{pair.down}: has rank {rank}, but r={expected} in the config of peft")
+        return _matching(self.alpha_pattern, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _matching(table: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """The entry for a module by the first name, or ending of names, that matches it, as peft looks it up."""
+    for ending, value in (table or {}).items():
+        if re.match(rf"(.*\.)?({ending})$", module):
+            return value
+    return default

@@ -22,6 +22,10 @@ ABOVE_KEY = "g2rpo.lora_above"
 """Of an adapter that was trained to act at early steps alone, the sigma above which it acts (`policy.lora_above`)."""
 
 
+Factors = tuple[Tensor, Tensor]
+"""down and up."""
+
+
 @dataclass(frozen=True)
 class Adapter:
     """The change up @ down that a LoRA adds to the weights W [out, in, ...] of a transformer.
@@ -33,7 +37,7 @@ class Adapter:
     float32.
     """
 
-    layers: Mapping[str, tuple[Tensor, Tensor]]
+    layers: Mapping[str, Factors]
     metadata: Mapping[str, str] = field(default_factory=dict)
     scale: float = 1.0
 

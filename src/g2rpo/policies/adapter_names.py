@@ -1,0 +1,140 @@
+"""Names of an adapter's tensors, as trainers, peft and wrappers of modules write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+OTHER_KINDS = {
+    r"\.lokr_\w+$": "LoKr",
+    r"\.hada_\w+$": "LoHa",
+    r"\.b?oft_\w+(\.\w+)*$": "BOFT or OFT",
+    r"\.dora_scale$|lora_magnitude_vector": "DoRA",
+    r"\.lora_mid\.": "LoCon",
+    r"\.(diff|diff_b|set_weight)$": "LoRA with whole weights beside",
+    r"\.lora_(B|up)(\.\w+)?\.bias$|\.lora\.up\.bias$": "LoRA with biases",
+    r"\.(scale_weight|weight_scale|scale_inv|weight_scale_inv|absmax|quant_map|(input|scale)_(scale|input)|comfy_quant)$"
+    r"|^scaled_fp8$": "LoRA in fewer bits with scales beside",
+}
+"""Endings of names, and what has them."""
+OTHER_PARTS = re.compile(r"(^|[._])(lora_te\d?|text_encoders?(_\d)?|text_model|clip_[glh]|(um)?t5(xxl)?|vae)[._]")
+"""In names of what is no transformer: text encoders, by the names of several programs, and the VAE."""
+
+FACTOR = re.compile(
+    r"(?P<module>.+?)(?P<end>\.lora_(?P<one>A|B|down|up)|(?:\.lora|\.lora_linear_layer|_lora\d?)\.(?P<two>down|up))"
+    r"(?P<adapter>\.[\w-]+)?(?(adapter)\.weight|(?:\.weight)?)$"
+)
+ALPHA = re.compile(r"(?P<module>.+?)(?:\.lora)?\.(?:lora_)?alpha$")
+WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module)\.")
+"""Of torch.compile, FSDP and activation checkpointing; anywhere in a name."""
+PEFT = "base_model.model."
+PREFIXES = (
+    *("module.", PEFT, "base_model.", "model.", "diffusion_model.", "transformer.", "unet.", "dit.", "net.", "pipe."),
+    *("lora_transformer_", "lora_unet_", "lora_dit_", "lora_", "lycoris_", "transformer_", "unet_"),
+)
+"""What programs put before the names of a transformer's modules."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The names of a module's factors and of its alpha, if it has one."""
+
+    module: str
+    down: str
+    up: str
+    alpha: str | None
+
+
+def refuse_others(names: Collection[str]) -> None:
+    """ValueError for the names of tensors that are no LoRA of a transformer alone."""
+    for ending, kind in OTHER_KINDS.items():
+        if found := next(filter(re.compile(ending).search, sorted(names)), None):
+            raise ValueError(f"is a {kind} ({found}), which is not supported; a plain LoRA is")
+    if found := next(filter(re.compile(r"\d{5}").search, sorted(names)), None):  # converters count up to it
+        raise ValueError(f"holds {found}; no model has so many blocks")
+    if names and not any("lora" in name for name in names):
+        raise ValueError(
+            f"holds no factors of a LoRA but other tensors, such as {min(names)}. Other kinds of adapters are not supported; "
+            "a merged model is no adapter: its diffusers folder goes into policy.path"
+        )
+    if others := [name for name in names if OTHER_PARTS.search(name)]:
+        raise ValueError(
+            f"changes text encoders or a VAE too ({len(others)} of {len(names)} tensors, such as {others[0]}); only adapters "
+            "of the transformer alone are continued"
+        )
+    if len(several := adapters_in(names)) > 1:
+        raise ValueError(f"holds several adapters, {', '.join(sorted(each or 'one without a name' for each in several))}")
+
+
+def adapters_in(names: Collection[str]) -> set[str]:
+    """The names of the adapters to which factors belong, as peft keeps them in a model; "" where they have none."""
+    factors = [factor for name in names if (factor := FACTOR.match(name))]
+    return {(factor["adapter"] or "").removeprefix(".") for factor in factors}
+
+
+def unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by their names without the wrappers of modules, and without the name that peft gave to the adapter."""
+    plain: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        short = WRAPPERS.sub("", name)
+        if factor := FACTOR.match(short):
+            short = short[: factor.end("end")] + ".weight"
+        if short in plain:
+            raise ValueError(f"holds {name} twice, with wrappers of modules and without")
+        plain[short] = value
+    return plain
+
+
+def pairs_in(names: Collection[str]) -> list[Pair]:
+    """The modules of these tensors in the order of their names; ValueError for what is no factor and no alpha."""
+    sides: dict[str, dict[str, str]] = {}
+    alphas: dict[str, str] = {}
+    for name in sorted(names):
+        if factor := FACTOR.match(name):
+            side = "down" if (factor["one"] or factor["two"]) in ("A", "down") else "up"
+            found = sides.setdefault(re.sub(r"(A|B|down|up)$", "", name[: factor.end("end")]), {"module": factor["module"]})
+            if side in found:
+                raise ValueError(f"holds two factors of one place, {found[side]} and {name}; one adapter is read")
+            found[side] = name
+        elif alpha := ALPHA.match(name):
+            alphas[alpha["module"]] = name
+        else:
+            raise ValueError(f"holds other tensors than a LoRA's factors and alphas, such as {name}")
+    pairs = []
+    for found in sides.values():
+        if len(found) < len(("module", "down", "up")):
+            raise ValueError(f"holds other tensors than a LoRA's pairs: one factor of {found['module']} without the other")
+        pairs.append(Pair(**found, alpha=alphas.get(found["module"])))
+    if loose := sorted(alphas.keys() - {pair.module for pair in pairs}):
+        raise ValueError(f"holds {alphas[loose[0]]}, and no factors of that module")
+    return pairs
+
+
+def common_peelings(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The names, and again after each known prefix that all of them have is taken off."""
+    yield names
+    while found := next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in names)), None):
+        names = [name.removeprefix(found) for name in names]
+        yield names
+
+
+def in_model(module: str, own: Mapping[str, str]) -> str | None:
+    """The name of a module in the model whose names have the `patterns_of` `own`, of that in a file, which may have known
+    prefixes, and underscores for dots; None: it has no such module. Numbers are not compared: the model may have fewer blocks,
+    as those of plans do."""
+    for (name,) in common_peelings([module]):
+        pattern = own.get(re.sub(r"\d+", "#", name))
+        if pattern is not None:
+            for number in re.findall(r"\d+", name):
+                pattern = pattern.replace("#", number, 1)
+            return pattern
+    return None
+
+
+def patterns_of(modules: Collection[str]) -> dict[str, str]:
+    """Names with # for their numbers; these by themselves, and by their form with underscores for dots."""
+    patterns = {re.sub(r"\d+", "#", name) for name in modules}
+    return {pattern.replace(".", "_"): pattern for pattern in patterns} | {pattern: pattern for pattern in patterns}
