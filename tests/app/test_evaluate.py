@@ -16,7 +16,8 @@ from g2rpo.evaluation.sweep import Judging, JudgingConfig
 from g2rpo.policies.gaussian import GaussianPolicy
 from tests.support.commands import done, refused, small_files
 from tests.support.runs import brightness, darkness
-from tests.support.tiny_pipelines import save_tiny
+from tests.support.tiny import flux_pipeline
+from tests.support.tiny_pipelines import klein, save_tiny
 
 PROMPTS = [str(number / 10) for number in range(7)]
 PLAIN = {
@@ -267,5 +268,22 @@ def test_the_controls_of_a_model_are_guided_where_the_model_says(tmp_path, scale
     """Z-Image is guided from 0 on, others from 1."""
     folder = save_tiny("ZImagePipeline", tmp_path / "z")
     policy = {"path": str(folder), "height": 32, "width": 32, "guidance_scale": scale}
+    assert offered_guidance(policy) is guided
+
+
+def offered_guidance(policy):
+    """Whether the default controls of a model change its own guidance; guidance by hand is offered else."""
     config = with_controls(JudgingConfig.model_validate({**PLAIN, "policy": policy, "prompts": "starter:heldout"}))
-    assert any(control.guidance is not None for control in config.controls) is guided
+    own = any(control.guidance is not None for control in config.controls)
+    assert own or any(control.cfg is not None for control in config.controls)
+    return own
+
+
+@pytest.mark.parametrize("build", [flux_pipeline, klein])
+def test_models_whose_scale_does_nothing_are_offered_no_other_scale(tmp_path, build):
+    """FLUX.1-schnell has no input for it, distilled klein ignores it; FLUX.1-dev and klein-base do not."""
+    for acts in (True, False):
+        pipeline = build(guidance_embeds=acts) if build is flux_pipeline else build(distilled=not acts)
+        folder = tmp_path / str(acts)
+        pipeline.save_pretrained(folder)
+        assert offered_guidance({"path": str(folder), "height": 32, "width": 32, "guidance_scale": 3.5}) is acts

@@ -106,6 +106,13 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, monkeypatch, tiny_conf
     for folder in ("samples", "samples-2"):
         out = done(capsys, "sample", run, "a red circle")
         assert out.strip() == f"1 picture in {folder}" and (tmp_path / folder / "0000.png").is_file()
+    knobs = [word for knob in ("noise=0.5", "best_of=2") for word in ("--knob", knob)]
+    steps = load_config(str(tiny_config), []).sampling.num_steps
+    assert done(capsys, "sample", run, "a red circle", *knobs).strip() == (
+        f"1 picture in samples-3, {2 * steps} evaluations, 2 readings each"
+    )
+    (line,) = [json.loads(line) for line in (tmp_path / "samples-3/prompts.jsonl").open()]
+    assert line["knobs"] == "initial noise x 0.5, best of 2"
 
 
 def test_a_recipe_is_meant_before_a_folder_of_its_name(capsys, tmp_path, monkeypatch):
@@ -149,6 +156,8 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["recipes", "scnes"], "scnes"),
         (["sample", "--model", "testbed"], "give prompts"),
+        ([*DRAW, "--knob", "best_of=2"], "name a run"),
+        ([*DRAW, "--knob", "nois=2"], "Did you mean 'noise'?"),
         (["sample", "a red circle"], "a red circle is no run directory"),
         (["train", "scenes", "lr=1e-4"], "unknown key 'lr'. Did you mean 'optim.learning_rate'?"),
         (["train", "scenes", "--iterations", "3"], "written without dashes: trainer.iterations=3"),

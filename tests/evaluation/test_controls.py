@@ -34,6 +34,16 @@ def latents(steps=10, prompts=PROMPTS, policy=None, **knobs):
     return torch.cat(kept)
 
 
+def test_the_best_of_several_is_chosen_prompt_by_prompt():
+    """By the rewards that are named: each prompt's brightest picture of those that its draws are, whatever the batch."""
+    sampler, rewards = Sampler(policy=GaussianPolicy(mean=0.5), num_steps=4, **OPTIONS), {"bright": brightness}
+    draws = torch.stack([sampler.evaluate(PROMPTS, rewards, control=Control(draw=n)).scores["bright"] for n in range(3)])
+    best = sampler.best(PROMPTS, rewards, {"bright": 1.0}, control=Control(best_of=3))
+    assert torch.equal(best.scores["bright"], draws.amax(0)) and len({*draws.argmax(0).tolist()}) > 1
+    alone = sampler.best(PROMPTS[1:2], rewards, {"bright": 1.0}, first=1, control=Control(best_of=3))
+    assert torch.equal(alone.images[0], best.images[1])
+
+
 @pytest.mark.parametrize("solver", ["euler", "dpmpp2m", "forecast"])
 def test_without_first_noise_every_solver_ends_at_the_mean(solver):
     """From x = 0 the path is (1 - sigma) m, along which the velocity is -m everywhere: no step errs."""

@@ -15,6 +15,7 @@ from g2rpo.app.sample import sample, sample_config
 from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.config.resolve import resolve
+from g2rpo.evaluation.controls import Control
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
 from g2rpo.lab.demo.model import open_model
@@ -214,7 +215,7 @@ def use(world, folder, model):
     peak = (torch.fakegpu.max_memory_allocated() - standing) / (size_of(pipeline.transformer) + size_of(pipeline.vae))
 
     session = open_model(Run(run).read_config(mention=False), Run(run).weights, print)
-    drawing = draw(session, prompt, seed=0, steps=settings.sampling.num_steps, guidance=3.5)
+    drawing = draw(session, prompt, seed=0, control=Control(steps=settings.sampling.num_steps, guidance=3.5))
     group = trace_group(session, prompt, seed=0, plan=0, tuned=True)
     assert group.finals.shape[:2] == (2, 3)
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from g2rpo.app.sample import tune
 from g2rpo.app.stopping import stoppable
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import digests_of
+from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards, check_clips, check_rewards, declared_by, reward_kind
@@ -107,9 +109,11 @@ def with_controls(config: JudgingConfig) -> JudgingConfig:
     """The evaluation with the default controls of its model."""
     c = config.policy
     _, name = components.locate_pipeline(c.path, c.pipeline, c.kind)
-    spec = components.policy_class(c, name).spec
+    spec, blueprint = components.policy_class(c, name).spec, read_blueprint(c)
+    pipeline = SimpleNamespace(config=SimpleNamespace(**blueprint.options))
+    network = SimpleNamespace(**blueprint.parts[c.trained][1])
     scale = spec.guidance if c.guidance_scale is None else c.guidance_scale
-    guided = spec.guides(scale)
+    guided = spec.guidable(pipeline, network) and spec.guides(scale)
     by_hand = not guided or spec.unguided is None
     controls = default_controls(min(config.steps), scale if guided else None, by_hand)
     return config.model_copy(update={"controls": controls})

@@ -5,21 +5,25 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from g2rpo.assembly import components
+from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.resolve import resolve_as
-from g2rpo.config.schema import Steps
+from g2rpo.config.schema import RewardTable, Steps
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_empty, local, whole_file
 from g2rpo.core.input_pictures import check_inputs, images_of
+from g2rpo.evaluation.controls import NO_CONTROL, Control
 from g2rpo.evaluation.sampler import Drawing, Sampler
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import PictureRow, pil_of, save_grid
@@ -48,14 +52,24 @@ class SampleConfig(Drawing):
     """What `g2rpo sample` draws with."""
 
     steps: Steps = 28
+    control: Control = NO_CONTROL
+    rewards: RewardTable = Field(default_factory=dict)
+    trained: list[str] = Field(default_factory=list)
+    """The rewards that choose the best of several pictures, those of a run."""
     video: Literal["webp", "mp4"] = "webp"
 
 
-def sample_config(settings: Mapping[str, Any], **named: Any) -> SampleConfig:
-    """The model and sampling of the `settings` of an evaluation, but for what is `named` and not None."""
-    first = {**settings, "steps": settings["steps"][0]} if "steps" in settings else settings
+def sample_config(settings: Mapping[str, Any], knobs: Sequence[str] = (), **named: Any) -> SampleConfig:
+    """The model and sampling of the `settings` of an evaluation, but for what is `named` and not None, with `knobs`, each
+    KEY=VALUE of a `Control`. UserError for the best of several pictures without a reward that chooses it."""
+    control = resolve_as(Control, {}, knobs, "--knob")
+    first = {**settings, "steps": settings["steps"][0]} if "steps" in settings else dict(settings)
+    if control.best_of == 1:
+        first.pop("rewards", None)
+    elif not first.get("rewards"):
+        raise UserError("--knob best_of: the rewards of a run choose the best picture; name a run")
     given = {**first, **{key: value for key, value in named.items() if value is not None}}
-    own = {key: value for key, value in given.items() if key in SampleConfig.model_fields}
+    own = {key: value for key, value in given.items() if key in SampleConfig.model_fields} | {"control": control}
     return resolve_as(SampleConfig, own, source="sample")
 
 
@@ -69,7 +83,7 @@ def painter(config: SampleConfig, prompts: Sequence[str] | None = None) -> Sampl
     """The sampler of a model with its weights. `prompts` are encoded before the transformer is on the device, and are then the
     only ones that it draws."""
     loaded = components.load_pipeline(config.policy, tuning="frozen")
-    encoded = None if prompts is None else EncodedPrompts(loaded.text, prompts)
+    encoded = None if prompts is None else EncodedPrompts(loaded.text, config.control.guiding.encoded(prompts))
     policy = loaded.policy()
     tune(policy, config)
     return config.sampler(policy if encoded is None else CachedPolicy(policy, encoded), config.steps)
@@ -93,7 +107,7 @@ def sample(prompts: Sequence[str], config: SampleConfig, out: Path | None = None
             _check_empty(out)  # before it is touched
             stack.enter_context(held(out))
             _check_empty(out)
-        shown, seconds = _write_all(painter(config, prompts), prompts, config.video, out)
+        shown, seconds = _write_all(painter(config, prompts), prompts, config, out)
         save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN], seconds=seconds)
         return Sampled(len(prompts), len(shown), shown.ndim == 5, out)
 
@@ -103,22 +117,38 @@ def _check_empty(out: Path) -> None:
         raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
 
 
-def _write_all(sampler: Sampler, prompts: Sequence[str], video: str, out: Path) -> tuple[Tensor, float]:
+def _drawing(sampler: Sampler, config: SampleConfig) -> Callable[[Sequence[str], int], Tensor]:
+    """Draws some prompts, of which the first has this index, as the config says."""
+    if config.control.best_of == 1:
+        return partial(sampler.pictures, control=config.control)
+    rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
+    weights = {name: config.rewards[name].weight for name in config.trained or config.rewards}
+    chosen = {name: rewards[name] for name in weights}
+
+    def draw(prompts: Sequence[str], first: int) -> Tensor:
+        return sampler.best(prompts, chosen, weights, first=first, control=config.control, kept=lambda images: images).images
+
+    return draw
+
+
+def _write_all(sampler: Sampler, prompts: Sequence[str], config: SampleConfig, out: Path) -> tuple[Tensor, float]:
     """Writes every picture or clip, and the list of them; returns the first ones and the seconds of a clip."""
     shown: list[Tensor] = []
+    draw, control = _drawing(sampler, config), config.control
+    knobs = {} if control == NO_CONTROL else {"knobs": str(control), "price": control.price(sampler.num_steps)}
     with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:
         for start in range(0, len(prompts), sampler.batch_size):  # written as they come: clips are large
             part = prompts[start : start + sampler.batch_size]
-            images = sampler.pictures(part, first=start)
+            images = draw(part, start)
             seconds = seconds_of(sampler.policy, images.shape[1])
             shown += reduced(images[: max(0, SHOWN - start)])
             for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):
-                name = _save(out / f"{number:04d}", image, seconds, video).name
+                name = _save(out / f"{number:04d}", image, seconds, config.video).name
                 copies = [f"{number:04d}_input{place}{Path(path).suffix}" for place, path in enumerate(images_of(prompt))]
                 for path, copy in zip(images_of(prompt), copies, strict=True):  # so that the list can be read again
                     shutil.copyfile(local(path), out / copy)
                 inputs = {"images": copies} if copies else {}
-                line = {"file": name, "prompt": prompt, **inputs, "seed": sampler.seed, "index": number}
+                line = {"file": name, "prompt": prompt, **inputs, "seed": sampler.seed, "index": number, **knobs}
                 listing.write(json.dumps(line, ensure_ascii=False) + "\n")
     return torch.stack(shown), seconds
 

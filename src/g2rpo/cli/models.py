@@ -31,6 +31,13 @@ def sample(
     strength: Annotated[float, typer.Option(help="Scale of a LoRA adapter.")] = 1.0,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default the run's.")] = None,
     guidance: options.GuidanceOption = None,
+    knob: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="noise=0.5, cfg=3 (guidance by hand), negative_prompt=TEXT, guided_steps=3, solver=sde or best_of=4.",
+        ),
+    ] = None,
     size: options.SizeOption = None,
     seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
@@ -53,11 +60,13 @@ def sample(
     asked = [Prompt(text, [str(path) for path in image or []]) for text in words]
     asked += read_prompts(prompt_file) if prompt_file else []
     settings = options.evaluation_settings(run, model, weights, base, guidance=guidance, size=size)
-    config = sample_config(settings, strength=strength, steps=steps, seed=seed, batch_size=batch_size, video=video)
+    named = {"strength": strength, "steps": steps, "seed": seed, "batch_size": batch_size, "video": video}
+    config = sample_config(settings, knob or [], **named)
     sampled = draw(asked, config, out)
     beside = f"the first {sampled.in_grid} side by side" if sampled.in_grid < sampled.count else "side by side"
     grid = f", {beside} in {sampled.grid}" if sampled.count > 1 else ""
-    say(console, f"{counted(sampled.count, 'clip' if sampled.clips else 'picture')} in {sampled.folder}{grid}")
+    price = f", {config.control.price(config.steps)} each" if knob else ""
+    say(console, f"{counted(sampled.count, 'clip' if sampled.clips else 'picture')} in {sampled.folder}{grid}{price}")
 
 
 @commands.command(cls=options.WithSameSettings, rich_help_panel=options.RESULTS_PANEL)

@@ -17,8 +17,9 @@ from g2rpo.core.finite import finite_rows, not_finite, real_tensors
 from g2rpo.core.flow import ode_step
 from g2rpo.core.seeding import generator_for, seed_for
 from g2rpo.core.types import Policy, Scorer, as_rewards
-from g2rpo.evaluation.controls import NO_CONTROL, Control
+from g2rpo.evaluation.controls import NO_CONTROL, Control, Offer
 from g2rpo.evaluation.heldout import Evaluation, verdicts
+from g2rpo.evaluation.untrained import utility
 from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import GuidedEngine, guided_by, sized
@@ -48,12 +49,12 @@ class Sampler:
         with sized(self.policy, self.size):
             return grid_of(self.shift, self.policy, self.num_steps)
 
-    def pictures(self, prompts: Sequence[str], first: int = 0) -> Tensor:
+    def pictures(self, prompts: Sequence[str], first: int = 0, control: Control = NO_CONTROL) -> Tensor:
         """One picture [3, H, W] in [0, 1], or clip, per prompt; `first` is the index of the first one if they are part of a
         longer list. `Stopped`, which names the part of the model, if one is not finite."""
         images = []
         for start in range(0, len(prompts), self.batch_size):
-            latents = self._latents(prompts[start : start + self.batch_size], first + start)
+            latents = self._latents(prompts[start : start + self.batch_size], first + start, control)
             with torch.no_grad(), sized(self.policy, self.size):
                 images.append(decode(self.policy, latents, self.decode_batch_size))
             if not (finite := finite_rows(images[-1], latents)).all():
@@ -98,6 +99,34 @@ class Sampler:
         by_reward = {name: torch.cat(values) for name, values in scores.items()}
         return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(scored, by_reward))
 
+    def best(
+        self,
+        prompts: Sequence[str],
+        rewards: Mapping[str, Scorer],
+        weights: Mapping[str, float],
+        *,
+        first: int = 0,
+        control: Control = NO_CONTROL,
+        kept: Callable[[Tensor], Tensor] = reduced,
+    ) -> Evaluation:
+        """`evaluate` with the best of `control.best_of` pictures of each prompt, by the rewards that `weights` names; the first
+        of equally good ones."""
+        draws = [control.model_copy(update={"draw": draw, "best_of": 1}) for draw in range(control.best_of)]
+        several = [self.evaluate(prompts, rewards, first=first, control=draw, kept=kept) for draw in draws]
+        if len(several) == 1:
+            return several[0]
+        scores = {name: torch.stack([one.scores[name] for one in several], -1) for name in weights}
+        rows = range(len(prompts))  # by itself, so that a prompt's picture does not depend on the others
+        place = [int(utility({name: of[row, None] for name, of in scores.items()}, weights).argmax()) for row in rows]
+
+        def chosen(values: Sequence[Tensor]) -> Tensor:
+            return torch.stack([values[place[row]][row] for row in rows])
+
+        by_reward = {name: chosen([one.scores[name] for one in several]) for name in several[0].scores}
+        right = [one.right for one in several if one.right is not None]
+        images = chosen([one.images for one in several])
+        return Evaluation(tuple(prompts), images, by_reward, chosen(right) if right else None)
+
     def _stopped(self, prompt: str, index: int) -> Stopped:
         """The error about the picture `index`, which is not finite."""
         with sized(self.policy, self.size):
@@ -134,7 +163,7 @@ class Drawing(Section):
     policy: PolicyConfig
     weights: str | None = None
     """A folder or a .safetensors file of tuned weights; None: the base model's."""
-    strength: float = 1.0
+    strength: Annotated[float, Offer("Strength of the adapter", "0: the base model.", (0, 2, 0.05), "adapter")] = 1.0
     shift: Shift = "model"
     seed: Annotated[int, Field(ge=0)] = 0
     batch_size: Count = 16

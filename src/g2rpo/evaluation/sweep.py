@@ -182,7 +182,8 @@ class Judging:
                 tuned = True
             prompts = self.prompts[chunk.start : chunk.stop]
             sampler = self.config.sampler(policy, chunk.steps)
-            evaluation = sampler.evaluate(prompts, rewards, first=chunk.start, control=chunk.control, kept=to_uint8)
+            weights = {name: self.config.rewards[name].weight for name in self.chosen_by}
+            evaluation = sampler.best(prompts, rewards, weights, first=chunk.start, control=chunk.control, kept=to_uint8)
             self._store(chunk, evaluation, policy)
             advance(chunk.stop - chunk.start)
 

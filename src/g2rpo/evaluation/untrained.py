@@ -127,7 +127,8 @@ def against_controls(
     draws = [base]
     for control, scores in controls.items():
         if not control.draw:
-            ways.append(way("knob", str(control), control.evaluations(num_steps), scores))
+            read = control.best_of if control.best_of > 1 else 0
+            ways.append(way("knob", str(control), control.evaluations(num_steps), scores, read))
         elif control == Control(draw=control.draw):
             draws.append(scores)
     drawn = {name: torch.stack([draw[name] for draw in draws], -1) for name in base}

@@ -156,9 +156,7 @@ class DiffusersPolicy(Policy):
     @property
     def guidable(self) -> bool:
         """Whether pictures depend on the guidance scale."""
-        if self.spec.unguided is None:  # an input of the network, if its weights have one
-            return bool(getattr(self.config, "guidance_embeds", True))
-        return not self.spec.distilled(self.pipeline)
+        return self.spec.guidable(self.pipeline, self.config)
 
     @property
     def deployed(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ klein = replace(
     flux2,  # classifier-free guidance from an empty prompt
     pipeline_class="Flux2KleinPipeline",
     unguided=1.0,
-    distilled=lambda pipeline: pipeline.config.is_distilled,
+    distilled=lambda pipeline: getattr(pipeline.config, "is_distilled", False),
     models={
         "black-forest-labs/FLUX.2-klein-base-9B": Model(FLUX2_LICENCE),
         "black-forest-labs/FLUX.2-klein-9B": Model(FLUX2_LICENCE),

@@ -148,6 +148,12 @@ class PipelineSpec:
         scale = self.guidance if scale is None else scale
         return self.unguided is not None and scale > self.unguided and not self.distilled(pipeline)
 
+    def guidable(self, pipeline: Any, network: Any) -> bool:
+        """Whether pictures of a pipeline depend on the guidance scale; `network` is the config of its transformer."""
+        if self.unguided is None:  # an input of the network, if its weights have one
+            return bool(getattr(network, "guidance_embeds", True))
+        return not self.distilled(pipeline)
+
     def guides(self, scale: float) -> bool:
         """Whether this scale is one of guidance; one that is an input of the network is, above 0."""
         return scale > (self.unguided or 0.0)

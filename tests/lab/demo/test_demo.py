@@ -105,7 +105,9 @@ def pictures(policy_config, weights, *, seed=3, steps=4, guidance=3.5, strength=
 def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, session):
     weights = run / ("adapter" if run.name == "lora" else "transformer")
     for settings in ({}, {"guidance": 1.0}, {"steps": 2, "seed": 4}, *([{"strength": 0.5}] if run.name == "lora" else [])):
-        drawing = draw(session, f"  {PROMPT}\n", **{"seed": 3, "steps": 4, "guidance": 3.5, **settings})
+        given = {"steps": 4, "guidance": 3.5, **settings}
+        control = Control(steps=given.pop("steps"), guidance=given.pop("guidance"))
+        drawing = draw(session, f"  {PROMPT}\n", **{"seed": 3, **given}, control=control)
         base = {name: value for name, value in settings.items() if name != "strength"}
         expected = pictures(config_of(run).policy, None, **base), pictures(config_of(run).policy, weights, **settings)
         for evaluation, images in zip((drawing.base.evaluation, drawing.tuned.evaluation), expected, strict=True):
@@ -139,7 +141,7 @@ def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
 
 def test_an_adapter_without_strength_is_the_base_model(run, session):
     if session.tuned == "adapter":
-        drawing = draw(session, PROMPT, seed=3, steps=4, guidance=3.5, strength=0)
+        drawing = draw(session, PROMPT, seed=3, control=Control(steps=4, guidance=3.5), strength=0)
         assert torch.equal(drawing.base.picture, drawing.tuned.picture)
 
 
@@ -153,7 +155,7 @@ def test_a_prompt_that_is_none_is_named(session, prompt, message):
 
 def test_a_model_alone_has_no_tuned_side(flux_directory):
     session = open_model(config_of_model(str(flux_directory), 32, 3.5, {"brightness": {}}), None, print)
-    drawing = draw(session, PROMPT, seed=0, steps=2, guidance=3.5)
+    drawing = draw(session, PROMPT, seed=0, control=Control(steps=2, guidance=3.5))
     assert drawing.tuned is None and list(drawing.base.scores) == ["brightness"]
     html = drawing_html(drawing)
     assert html.count("<img") == 1 and "After training" not in html and "▲" not in html
@@ -284,7 +286,7 @@ def testbed():
 
 
 def test_the_testbed_alone_is_scored_by_its_own_rewards(testbed):
-    drawing = draw(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
+    drawing = draw(testbed, "two blue squares", seed=1, control=Control(steps=10, guidance=3.5))
     assert list(drawing.base.scores) == ["scene_accuracy", "scene_correct", "scene_clip", "scene_preference"]
     assert not drawing.missing and testbed.explain(drawing.prompt) == ""
     html = drawing_html(drawing)
@@ -304,10 +306,10 @@ def drawn_view(session):
 def test_the_base_model_is_drawn_once_more_with_free_knobs_and_their_price():
     """Guidance by hand in the first steps, and the best of some: what evaluations sample, and what it cost."""
     session = open_model(config_of_model("words", None, None, None), None, print)
-    control, prompt = Control(cfg=3.0, guided_steps=2), "'tiger' in red"
-    drawing = draw(session, prompt, steps=4, control=control, best_of=3)
+    control, prompt = Control(steps=4, cfg=3.0, guided_steps=2, best_of=3), "'tiger' in red"
+    drawing = draw(session, prompt, control=control)
     assert drawing.free.price == "18 evaluations, 3 readings" and drawing.base.price == "4 evaluations"
-    assert drawing.free.knobs == f"guidance by hand 3 in the first 2 steps, best of 3 by {', '.join(session.rewards)}"
+    assert drawing.free.knobs == "guidance by hand 3 in the first 2 steps, best of 3"
     sampler, rewards = replace(session.sampler, num_steps=4), {**session.rewards, **session.judges}
     several = [sampler.evaluate([prompt], rewards, control=control.model_copy(update={"draw": n})) for n in range(3)]
     found = [torch.equal(drawing.free.picture, one.images[0]) for one in several]
@@ -315,13 +317,13 @@ def test_the_base_model_is_drawn_once_more_with_free_knobs_and_their_price():
     weights = {name: entry.weight for name, entry in session.config.rewards.items()}
     by = utility({name: torch.stack([one.scores[name] for one in several], -1) for name in session.rewards}, weights)
     assert found[int(by[0].argmax())]
-    plain = draw(session, prompt, steps=4)
+    plain = draw(session, prompt, control=Control(steps=4))
     assert plain.free is None and torch.equal(plain.base.picture, drawing.base.picture)
     html = drawing_html(drawing)
     assert html.count("<img") == 2 and "Base model, with free knobs" in html and "18 evaluations" in html
     nothing = replace(session, rewards={})
     with pytest.raises(UserError, match="needs a reward"):
-        draw(nothing, prompt, steps=4, best_of=2)
+        draw(nothing, prompt, control=Control(best_of=2))
 
 
 @pytest.mark.parametrize("model", ["testbed", "words"])
@@ -329,7 +331,7 @@ def test_guidance_is_offered_where_pictures_depend_on_it(model):
     """The embedded scenes have a network that takes the scale; that of words does not."""
     session = open_model(config_of_model(model, None, None, {"brightness": {}}), None, print)
     prompt = {"testbed": "two blue squares", "words": "'tiger' in red"}[model]
-    low, high = (draw(session, prompt, seed=1, steps=2, guidance=scale) for scale in (1.0, 7.0))
+    low, high = (draw(session, prompt, seed=1, control=Control(steps=2, guidance=scale)) for scale in (1.0, 7.0))
     depends = bool((low.base.picture != high.base.picture).any())
     (slider,) = [block for block in drawn_view(session).blocks.values() if getattr(block, "label", "") == "Guidance"]
     assert slider.visible is depends is ("guidance" in low.settings) is (guidance_of(session.policy) is not None)
@@ -340,7 +342,7 @@ def test_words_say_what_they_can_spell():
 
 
 def test_a_prompt_without_a_score_says_so_and_why(testbed):
-    drawing = draw(testbed, "a <i>dog</i>", seed=1, steps=2, guidance=3.5)
+    drawing = draw(testbed, "a <i>dog</i>", seed=1, control=Control(steps=2, guidance=3.5))
     html = drawing_html(drawing)
     assert html.count('<b class="g2-soft">no score</b>') == 4 and "expected a colour" in html
     assert "a &lt;i&gt;dog" in html and "<i>dog" not in html  # what people type stays text
@@ -387,7 +389,7 @@ def test_ties_share_their_mark_and_a_silent_group_has_none(testbed):
 
 
 def test_changes_are_signed_and_as_exact_as_their_scores(session):
-    drawing = draw(session, PROMPT, seed=3, steps=2, guidance=3.5)
+    drawing = draw(session, PROMPT, seed=3, control=Control(steps=2, guidance=3.5))
 
     def scored(drawn, one, other):
         scores = {"brightness": torch.tensor([one]), "scene_accuracy": torch.tensor([other])}
@@ -619,8 +621,8 @@ def test_what_the_page_is_about_is_said_for_outsiders(run):
 
 
 def test_a_drawing_is_marked_where_a_reward_can_tell(testbed, session):
-    drawing = draw(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
+    drawing = draw(testbed, "two blue squares", seed=1, control=Control(steps=10, guidance=3.5))
     right = float(drawing.base.scores["scene_correct"]) == 1
     assert ("✓ right" if right else "✗ wrong") in drawing_html(drawing) and "why not" in drawing_html(drawing, "why not")
-    unparsed = drawing_html(draw(testbed, "a dog", seed=1, steps=2, guidance=3.5))
+    unparsed = drawing_html(draw(testbed, "a dog", seed=1, control=Control(steps=2, guidance=3.5)))
     assert "✓" not in unparsed and "✗" not in unparsed

@@ -5,19 +5,20 @@ Importing this module imports Gradio. One question at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from g2rpo.core.errors import UserError
-from g2rpo.evaluation.controls import CFG, DRAWS, EARLY, Control
+from g2rpo.evaluation.controls import EARLY, Control, offers
+from g2rpo.evaluation.sampler import Drawing
 from g2rpo.lab.demo import views
-from g2rpo.lab.demo.drawing import MAX_STRENGTH, draw
+from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import offered_granularities, own_granularities, plan_label, trace_group
 from g2rpo.lab.demo.model import MAX_PROMPT, DemoModel
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.web.page import ONE_AT_A_TIME, disclosed, empty, gr, with_messages
-from g2rpo.rollout.guidance import guided_by_hand
 
 QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
 """A click during an answer is queued with the settings at that time; Gradio's default drops it silently."""
@@ -27,8 +28,11 @@ TO_OUTPUT = """() => {
 }"""
 CLEAR = "() => document.querySelectorAll('.toast-close').forEach(button => button.click())"
 """Removes messages about earlier questions."""
-MAX_STEPS, MAX_GUIDANCE = 100, 20.0
-"""Allowed settings, besides a model's own."""
+OFFERS = {**offers(), **offers(Drawing)}
+OF_ALL = ("steps", "guidance", "strength")
+"""The settings of all pictures; the others are of the base model's further one."""
+STARTS = {"strength": 1, "noise": 1}
+"""The values of settings that do not begin with their smallest one."""
 MAX_SEED = 2**53 - 1
 """The largest exact integer in JavaScript."""
 SIDES = ["base model", "after training"]
@@ -36,59 +40,59 @@ SIDES = ["base model", "after training"]
 
 def draw_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.Tab) -> None:
     """A prompt drawn with base and tuned weights; `opening` is HTML of a drawing."""
-    count, scale = model.sampler.num_steps, model.policy.guidance_scale
-    by_hand = guided_by_hand(model.policy)
 
-    def answer(prompt: str, picture: str | None, seed: Any, steps: int, guidance: float, strength: float, *knobs: Any) -> str:
-        cfg, against, early, noise, best_of = knobs
-        guided = {"cfg": cfg, "negative_prompt": against, "guided_steps": min(early, steps)} if cfg else {}
-        drawing = draw(
-            model,
-            prompt,
-            seed=whole(seed),
-            steps=steps,
-            guidance=guidance,
-            strength=strength,
-            control=Control(noise=noise, **guided),
-            best_of=best_of,
-            images=[picture] if picture else [],
-        )
-        return views.drawing_html(drawing)
+    def answer(prompt: str, picture: str | None, seed: Any, *values: Any) -> str:
+        given = dict(zip(shown, values, strict=True))
+        strength = given.pop("strength")
+        control, images = control_of(given, model), [picture] if picture else []
+        return views.drawing_html(draw(model, prompt, seed=whole(seed), strength=strength, control=control, images=images))
 
+    shown: dict[str, gr.Component] = {}
     with gr.Row():
         with gr.Column(scale=4, min_width=300):
             box, picture = _asked(model, examples)
             go = gr.Button("Draw", variant="primary", elem_id="draw")
             _examples(box, examples)
-            toggle = gr.Button("Settings", size="sm", elem_id="to-settings")
-            with gr.Column(elem_id="settings", elem_classes="g2-closed") as settings:
+            with _folded("Settings", "settings"):
                 seed = _seed(model)
-                steps = gr.Slider(1, max(MAX_STEPS, count), count, step=1, label="Steps")
-                most = max(MAX_GUIDANCE, scale)
-                guidance = gr.Slider(0, most, scale, step=0.1, label="Guidance", visible=model.policy.guidable)
-                adapter = model.tuned == "adapter"
-                strength = gr.Slider(0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=adapter)
-            more = gr.Button("Without training", size="sm", elem_id="to-knobs")
-            with gr.Column(elem_id="knobs", elem_classes="g2-closed") as knobs:
-                gr.HTML('<p class="g2-soft">What the base model draws with these, with its price.</p>')
-                cfg = gr.Slider(0, 10, 0, step=0.5, label=f"Guidance by hand (0: none; {CFG:g} is usual)", visible=by_hand)
-                against = gr.Textbox("", label="Guided away from this prompt", max_length=MAX_PROMPT, visible=by_hand)
-                early = gr.Slider(
-                    1, count, max(1, round(EARLY * count)), step=1, label="Guided steps, from the first", visible=by_hand
-                )
-                noise = gr.Slider(0, 1.5, 1, step=0.05, label="Initial noise, times")
-                best_of = gr.Slider(1, DRAWS, 1, step=1, label="Best of several pictures", visible=bool(model.rewards))
+                shown |= {name: _setting(model, name) for name in OF_ALL}
+            with _folded("Without training", "knobs"):
+                gr.HTML('<p class="g2-soft">The base model draws once more with these, and the price is shown.</p>')
+                shown |= {name: _setting(model, name) for name in OFFERS if name not in OF_ALL}
         with gr.Column(scale=7, min_width=300):
             words = "Base and tuned, from the same noise, appear here."
             out = gr.HTML(opening or empty(words), elem_id="drawing")
-    disclosed(toggle, settings)
-    disclosed(more, knobs)
-    _asks(
-        [go.click, box.submit],
-        answer,
-        [box, picture, seed, steps, guidance, strength, cfg, against, early, noise, best_of],
-        out,
-    )
+    _asks([go.click, box.submit], answer, [box, picture, seed, *shown.values()], out)
+
+
+def control_of(given: Mapping[str, Any], model: DemoModel) -> Control:
+    """The settings that a page sent; without guidance by hand nothing of it."""
+    if not given["cfg"]:
+        given = {name: value for name, value in given.items() if OFFERS[name].needs != "no own guidance"}
+    own = {} if model.acts("own guidance") else {"guidance": None}
+    return Control.model_validate({**given, **own}, strict=False)
+
+
+def _setting(model: DemoModel, name: str) -> gr.Component:
+    """The slider or the text field of a setting, hidden where it does not act."""
+    offer, count = OFFERS[name], model.sampler.num_steps
+    own = {"steps": count, "guidance": model.policy.guidance_scale, "guided_steps": max(1, round(EARLY * count))}
+    shown = {"label": offer.label, "info": offer.help, "visible": model.acts(offer.needs)}
+    if offer.range is None:
+        return gr.Textbox("", max_length=MAX_PROMPT, **shown)
+    low, high, step = offer.range
+    value = own.get(name, STARTS.get(name, low))
+    high = count if name == "guided_steps" else max(high, value)
+    return gr.Slider(low, high, value, step=step, **shown)
+
+
+@contextmanager
+def _folded(label: str, name: str) -> Iterator[None]:
+    """A button, and below it what it makes appear."""
+    button = gr.Button(label, size="sm", elem_id=f"to-{name}")
+    with gr.Column(elem_id=name, elem_classes="g2-closed") as content:
+        yield
+    disclosed(button, content)
 
 
 def learn_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.Tab) -> None:

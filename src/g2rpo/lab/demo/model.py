@@ -23,10 +23,12 @@ from g2rpo.core.contracts import plans_of
 from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import check_counts
 from g2rpo.core.types import Plan, Prompt, Reward
+from g2rpo.evaluation.controls import Need
 from g2rpo.evaluation.sampler import Sampler, sampler_of
 from g2rpo.lab.report.verdict import model_name
 from g2rpo.monitor.clips import seconds_of
 from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.rollout.guidance import guided_by_hand
 from g2rpo.runtime.memory import BatchSizes, batch_sizes
 from g2rpo.testbed.grammar import parse
 from g2rpo.testbed.words.language import INK_COLOURS, parse_word
@@ -137,6 +139,16 @@ class DemoModel:
     def input_pictures(self) -> tuple[int, int]:
         """How many of them a prompt takes, at least and at most."""
         return getattr(self.policy, "input_pictures", (0, 0))
+
+    def acts(self, needs: Need) -> bool:
+        """Whether a setting that needs this changes anything."""
+        return {
+            "nothing": True,
+            "own guidance": self.policy.guidable,
+            "no own guidance": guided_by_hand(self.policy),
+            "rewards": bool(self.rewards),
+            "adapter": self.tuned == "adapter",
+        }[needs]
 
     @property
     def meanings(self) -> dict[str, str]:
