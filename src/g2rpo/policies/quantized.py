@@ -2,6 +2,9 @@
 
 Adapters on a quantised base are QLoRA's idea (arXiv 2305.14314). int8 and fp8 need torch alone; NF4 is bitsandbytes', which
 has a kernel for it.
+
+The layers are our own: torchao's int8 has the same errors, but keeps each weight dense until the backward pass; its fp8 is
+made on GPUs alone; bitsandbytes' layers keep 16 bits on the meta device, where plans count bytes (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -143,11 +146,11 @@ def quantize(transformer: nn.Module, how: Quantize, device: torch.device) -> Non
 
     Layers go to `device` one at a time and are quantised there, so the device never holds all weights in their old dtype.
     """
-    for path, linear in list(_of_blocks(transformer)):
+    for path, linear in list(linears_of_blocks(transformer)):
         transformer.set_submodule(path, QUANTIZED_LINEARS[how](linear, device))
 
 
-def _of_blocks(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def linears_of_blocks(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for group, blocks in transformer.named_children():
         if isinstance(blocks, nn.ModuleList):
             for path, module in blocks.named_modules():
