@@ -280,7 +280,7 @@ def test_an_address_with_a_password_is_refused_unrepeated(capsys, tmp_path, monk
         f"http://host/ {SECRET}",
     ):
         with pytest.raises(ValueError, match="an address") as refusal:
-            address(url, "/score")
+            address(url)
         assert SECRET not in str(refusal.value)
         words = ["train", "scenes", "rewards.scene_accuracy=", f"rewards.r={{kind: http, options: {{url: '{url}'}}}}"]
         code, out, err = command(capsys, *words)
@@ -290,7 +290,7 @@ def test_an_address_with_a_password_is_refused_unrepeated(capsys, tmp_path, monk
 @given(mutated(f"http://me:{SECRET}@host:80/v1", st.sampled_from([*"/@:;#?[] \t", "//", "ftp", "é"]), most=4))
 def test_no_address_that_is_refused_is_repeated(url):
     try:
-        address(url, "/score")
+        address(url)
     except ValueError as error:
         assert "hunter2" not in str(error) and len(str(error)) < 300
 
@@ -407,7 +407,7 @@ def test_connections_that_say_nothing_keep_nobody_out(said):
             idle.enter_context(client(server)).sendall(said)
         began = time.monotonic()
         assert request_json(f"{server.address}/health", dict, token=SECRET, timeout_s=5)["status"] == "ok"
-        assert time.monotonic() - began < 5 and len(server.connection.strangers) <= server.limits.incomplete
+        assert time.monotonic() - began < 5 and len(server.strangers) <= server.limits.incomplete
         until = time.monotonic() + 5
         while threading.active_count() - before > server.limits.decoding and time.monotonic() < until:
             time.sleep(0.01)
@@ -434,7 +434,7 @@ def test_clients_whose_bodies_stop_keep_nobody_out(sent):
                 began = time.monotonic()
                 asked(server)
                 assert time.monotonic() - began < 3
-        assert len(server.connection.strangers) <= server.limits.incomplete and server.held_bytes < 128 * 150_000
+        assert len(server.strangers) <= server.limits.incomplete and server.held_bytes < 128 * 150_000
 
 
 def test_a_body_that_comes_slowly_is_kept_while_others_stop():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from g2rpo.core.errors import did_you_mean
 from g2rpo.rewards.remote import encode_png
-from g2rpo.rewards.transport import Client, Endpoint, NoAnswer, brief, without_token
+from g2rpo.rewards.transport import Client, Endpoint, NoAnswer, without_token
 from g2rpo.rewards.weights import check_config, fetch, parse_dtype
 
 MOST_LIKELY = 20
@@ -138,7 +138,7 @@ def _unlisted(answer: Any, model: str) -> str | None:
     listed = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     names = [str(row.get("id")) for row in listed]
     if names and model not in names and all(row.get("owned_by") != "llamacpp" for row in listed):
-        return f"has no model {model!r}, but {brief(names)}.{did_you_mean(model, names)}"
+        return f"has no model {model!r}, but {names!r:.200}.{did_you_mean(model, names)}"
     return None
 
 

@@ -1,8 +1,6 @@
 """Serve any reward over HTTP (protocol: `g2rpo.rewards.remote`), with Starlette and uvicorn.
 
-What comes over the network is not trusted: bodies, numbers of pictures and their pixels are bounded before anything is
-decoded, only PNG is read, nothing is unpickled, slow clients are cut off, and only the loopback interface is served
-without a token.
+docs/security.md says what is assumed of clients, and what they are refused.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ import logging
 import math
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -25,7 +23,7 @@ from typing import Annotated, Any
 import torch
 import uvicorn
 from PIL import Image
-from pydantic import AfterValidator, Base64Bytes, BaseModel, Field
+from pydantic import AfterValidator, Base64Bytes, BaseModel, Field, model_validator
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -38,7 +36,7 @@ from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import as_rgb
 from g2rpo.core.plain import is_text, parse_as
 from g2rpo.core.types import Prompt, Reward, Scorer, as_reward
-from g2rpo.core.web import bounded_connections, host_of, is_loopback
+from g2rpo.core.web import host_of, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +47,11 @@ answer."""
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds on one request, and on requests at a time."""
+    """What one request, and all requests together, may take."""
 
     body_bytes: int = 128 * 2**20
-    values: int = 2**18  # in the JSON of a body: `{},` is three bytes, and takes 30 times that when it is parsed
-    images: int = 256
+    values: int = 2**18  # in the JSON of a body: 16 MiB of `{},` take 600 MiB once they are parsed
     pixels: int = 2**25  # of all pictures of a request: 32 pictures of 1024 x 1024
-    prompt_chars: int = 20_000
     headers_s: float = 10.0  # for all headers
     gap_s: float = 5.0  # between two pieces of a body
     read_s: float = 60.0  # for the whole body
@@ -71,84 +67,66 @@ def _clean(text: str) -> str:
     return text
 
 
+Pictures = Annotated[list[Base64Bytes], Field(max_length=256)]
+Text = Annotated[str, Field(max_length=20_000), AfterValidator(_clean)]
+
+
 class ScoreRequest(BaseModel):
     """The body of a request."""
 
-    images: Annotated[list[Base64Bytes], Field(min_length=1)]
-    prompts: list[Annotated[str, AfterValidator(_clean)]]
-    metadata: list[dict[str, Any]] | None = None
-    inputs: list[Base64Bytes] = []
-    inputs_of: list[list[Annotated[int, Field(ge=0)]]] | None = None
+    images: Annotated[Pictures, Field(min_length=1)]
+    prompts: Annotated[list[Text], Field(max_length=256)]
+    metadata: Annotated[list[dict[str, Any]], Field(max_length=256)] | None = None
+    inputs: Pictures = []
+    inputs_of: Annotated[list[list[Annotated[int, Field(ge=0)]]], Field(max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _one_for_each(self) -> ScoreRequest:
+        count = len(self.prompts)
+        for name in ("images", "metadata", "inputs_of"):
+            given = getattr(self, name)
+            if given is not None and len(given) != count:
+                raise ValueError(f"{name}: {len(given)} for {count} prompts; there must be one for each")
+        places = [place for own in self.inputs_of or () for place in own]
+        if max(places, default=-1) >= len(self.inputs):
+            raise ValueError(f"inputs_of must have indices of the {len(self.inputs)} inputs, got {max(places)}")
+        return self
 
 
 def parse_request(body: bytes | bytearray, limits: Limits, folder: Path) -> tuple[Tensor, list[Prompt]]:
-    """uint8 pictures [B, 3, H, W] and prompts of a request's JSON; HTTPException if it is not as agreed. Input pictures of
-    prompts are written to `folder`."""
+    """uint8 pictures [B, 3, H, W] and prompts of a request's JSON; HTTPException if it is not as
+    agreed. Input pictures of prompts are written to `folder`."""
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > limits.values:
         raise HTTPException(413, "the body has too many values")
     try:
         request = parse_as(ScoreRequest, body)
     except ValueError as error:
         raise HTTPException(400, f"the body is not as agreed: {error}") from None
-    _check_counts(request, limits)
-    check_pixels([*request.images, *request.inputs], limits.pixels)
+    images = decode_png([*request.images, *request.inputs], limits.pixels)[: len(request.images)]
+    if len({image.shape for image in images}) > 1:
+        raise HTTPException(400, "the images of one request must have one size")
     paths = [folder / f"{number}.png" for number in range(len(request.inputs))]
     for path, data in zip(paths, request.inputs, strict=True):
-        decode_png([data])
         path.write_bytes(data)
-    owned = request.inputs_of or [[]] * len(request.prompts)
-    extra = request.metadata or [{}] * len(request.prompts)
+    owned = request.inputs_of or [[]] * len(images)
+    extra = request.metadata or [{}] * len(images)
     rows = zip(request.prompts, owned, extra, strict=True)
     prompts = [Prompt(text, [str(paths[place]) for place in own], more) for text, own, more in rows]
-    return decode_png(request.images), prompts
+    return torch.cat(images).contiguous(), prompts  # in the order in which sums were taken locally
 
 
-def _check_counts(request: ScoreRequest, limits: Limits) -> None:
-    count, pictures = len(request.prompts), len(request.images) + len(request.inputs)
-    if pictures > limits.images:
-        raise HTTPException(413, f"{pictures} images in one request; at most {limits.images}")
-    if any(len(prompt) > limits.prompt_chars for prompt in request.prompts):
-        raise HTTPException(413, f"a prompt has more than {limits.prompt_chars} characters")
-    for name in ("images", "metadata", "inputs_of"):
-        given = getattr(request, name)
-        if given is not None and len(given) != count:
-            raise HTTPException(400, f"{name}: {len(given)} for {count} prompts; there must be one for each")
-    for place in (place for own in request.inputs_of or () for place in own):
-        if place >= len(request.inputs):
-            raise HTTPException(400, f"inputs_of must have indices of the {len(request.inputs)} inputs, got {place}")
-
-
-def check_pixels(pictures: Sequence[bytes], most: int) -> None:
-    """HTTPException unless these are PNG files with at most `most` pixels together; nothing is decoded."""
-    pixels = 0
-    for data in pictures:
-        try:
-            with open_png(data) as picture:
-                pixels += picture.width * picture.height
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise HTTPException(413, f"too many pixels: {error}") from None
-        except Exception as error:  # Pillow does not document which for damaged files
-            raise HTTPException(400, f"an image is not a PNG: {type(error).__name__}") from error
-        if pixels > most:
-            raise HTTPException(413, f"too many pixels: more than {most} in one request")
-
-
-def decode_png(pictures: Sequence[bytes]) -> Tensor:
-    """uint8 pictures [B, 3, H, W] of PNG files of one size; HTTPException if one is broken."""
-    batch: Tensor | None = None
-    for number, data in enumerate(pictures):  # one at a time: Pillow takes more memory than the result
-        try:
-            with open_png(data) as picture:
-                (decoded,) = to_tensor([as_rgb(picture)])
-        except Exception as error:
-            raise HTTPException(400, f"an image is a broken PNG: {type(error).__name__}") from error
-        if batch is None:
-            batch = torch.empty(len(pictures), *decoded.shape, dtype=torch.uint8)
-        if decoded.shape != batch.shape[1:]:
-            raise HTTPException(400, "the images of one request must have one size")
-        batch[number] = decoded
-    assert batch is not None
-    return batch
+def decode_png(files: list[bytes], most: int) -> list[Tensor]:
+    """uint8 pictures [1, 3, H, W] of PNG files; HTTPException if one is broken, or if all have more
+    than `most` pixels together, which their headers say before one is decoded."""
+    try:
+        pixels = sum(math.prod(open_png(data).size) for data in files)
+        if pixels <= most:
+            return [to_tensor([as_rgb(open_png(data))]) for data in files]
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise HTTPException(413, f"too many pixels: {error}") from None
+    except Exception as error:  # Pillow does not document which for damaged files
+        raise HTTPException(400, f"an image is no whole PNG: {type(error).__name__}") from error
+    raise HTTPException(413, f"too many pixels: {pixels}, more than {most} in one request")
 
 
 def open_png(data: bytes) -> Image.Image:
@@ -158,22 +136,23 @@ def open_png(data: bytes) -> Image.Image:
 
 def check_served(reward: Reward) -> None:
     """ValueError if `reward` needs more than pictures and prompts."""
-    for unserved, what in (
-        (reward.video, "clips (`video`)"),
-        (reward.group, "whole groups (`group`)"),
-        (reward.latent, "latents (`latent`)"),
-        (reward.state is not None, "a state that checkpoints keep (`state`)"),
-    ):
-        if unserved:
+    needs = {
+        "clips (`video`)": reward.video,
+        "whole groups (`group`)": reward.group,
+        "latents (`latent`)": reward.latent,
+        "a state that checkpoints keep (`state`)": reward.state is not None,
+    }
+    for what, needed in needs.items():
+        if needed:
             raise ValueError(f"this reward needs {what}, and a server gets pictures and prompts")
 
 
 class RewardServer:
     """An HTTP server of one reward; requests are read in parallel and scored one at a time.
 
-    `port` 0 takes a free port: `address` says which. Call `serve_forever()`, and `shutdown()` from another thread.
-    Raises ValueError if `host` is not a loopback address and there is no `token`, or if the reward needs more than pictures and
-    prompts; OSError if the address is taken.
+    `port` 0 takes a free port: `address` says which. Call `serve_forever()`, and `shutdown()` from
+    another thread. Raises ValueError if `host` is not a loopback address and there is no `token`, or
+    if the reward needs more than pictures and prompts; OSError if the address is taken.
     """
 
     def __init__(
@@ -185,26 +164,26 @@ class RewardServer:
         token: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        token = (token or "").strip() or None
-        if token is None and not is_loopback(host):
+        self.token = (token or "").strip() or None
+        if self.token is None and not is_loopback(host):
             raise ValueError(f"serving on {host} without a token would let anyone use this machine; give a token")
-        self.limits = limits = limits or Limits()
-        self.reward, self.token = as_reward(reward), token
+        self.limits, self.reward = limits or Limits(), as_reward(reward)
         check_served(self.reward)
         self.held_bytes, self.scoring = 0, threading.Lock()
-        self.turns, self.threads = asyncio.Semaphore(limits.decoding), ThreadPoolExecutor(limits.decoding)
-        self.connection = bounded_connections(H11Protocol, self._has_asked, limits.incomplete, headers_s=limits.headers_s)
+        self.strangers: dict[_Connection, None] = {}
+        """Connections that have not sent a whole request which is allowed; the one that is idle longest is first."""
+        self.turns = asyncio.Semaphore(self.limits.decoding)
         app = Starlette(
             routes=[Route("/health", self._health), Route("/score", self._score, methods=["POST"])],
-            exception_handlers={HTTPException: _refuse, ClientDisconnect: _say_nothing},
+            exception_handlers={HTTPException: _refuse},
         )
         app.router.redirect_slashes = False
         config = uvicorn.Config(
-            app, http=self.connection, ws="none", lifespan="off", proxy_headers=False, server_header=False,
-            log_config=None, timeout_graceful_shutdown=1, limit_concurrency=limits.connections,
+            app, http=partial(_Connection, owner=self), ws="none", lifespan="off", headers=[("Connection", "close")],
+            proxy_headers=False, server_header=False, log_config=None, timeout_graceful_shutdown=1,
+            limit_concurrency=self.limits.connections,
         )  # fmt: skip
-        self.server, self.ended = uvicorn.Server(config), threading.Event()
-        self.ended.set()
+        self.server = uvicorn.Server(config)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.create_server((host, port), family=family, backlog=128)  # a hundred ranks may connect at once
         self.server_address = self.socket.getsockname()[:2]
@@ -216,59 +195,49 @@ class RewardServer:
 
     def serve_forever(self) -> None:
         """Answers until `shutdown`, or a signal that is raised again."""
-        self.ended.clear()
-        try:
-            self.server.run(sockets=[self.socket])
-        finally:
-            self.ended.set()
+        self.server.run(sockets=[self.socket])
 
     def shutdown(self) -> None:
-        """Ends `serve_forever` in another thread, and waits for its end."""
+        """Ends `serve_forever` in another thread, soon."""
         self.server.should_exit = True
-        self.ended.wait()
 
     def __enter__(self) -> RewardServer:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.socket.close()
-        self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def _has_asked(self, connection: Any) -> bool:
-        """Whether a connection is authorised and its request has come whole."""
-        return not connection.cycle.more_body and self._refusal(Request(connection.scope).headers) is None
-
-    def _refusal(self, headers: Mapping[str, str]) -> HTTPException | None:
-        """Why a request with these headers is refused; None if it is allowed."""
-        if self.token is None and not is_loopback(host_of(headers.get("host", "localhost"))):
-            # against DNS rebinding, by which a web page could read the answers
-            return HTTPException(403, "without a token this server answers to loopback addresses only")
-        wanted = f"Bearer {self.token}".encode()
-        if self.token is not None and not hmac.compare_digest(headers.get("authorization", "").encode(), wanted):
-            return HTTPException(401, "a valid token is needed: Authorization: Bearer ...")
-        return None
+    def _check_allowed(self, headers: Mapping[str, str]) -> None:
+        if self.token is None:
+            if not is_loopback(host_of(headers.get("host", "localhost"))):
+                # against DNS rebinding, by which a web page could read the answers
+                raise HTTPException(403, "without a token this server answers to loopback addresses only")
+        elif not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self.token}".encode()):
+            raise HTTPException(401, "a valid token is needed: Authorization: Bearer ...")
 
     async def _health(self, request: Request) -> Response:
-        if (refused := self._refusal(request.headers)) is not None:
-            raise refused
+        self._check_allowed(request.headers)
         right = {} if self.reward.right is None else {"right": float(self.reward.right)}
-        return _answer({"status": "ok", "reward": self.reward.name, **right})
+        return JSONResponse({"status": "ok", "reward": self.reward.name, **right})
 
     async def _score(self, request: Request) -> Response:
-        self._check_headers(request)
-        with self._holding() as body:
+        self._check_headers(request.headers)
+        body = bytearray()
+        try:
             await self._read(request, body)
             async with self.turns:
                 if await request.is_disconnected():  # while it waited
-                    raise ClientDisconnect
-                scores = await asyncio.get_running_loop().run_in_executor(self.threads, self._scores, body)
+                    return Response()
+                scores = await asyncio.to_thread(self._scores, body)
+        except ClientDisconnect:
+            return Response()
+        finally:
+            self.held_bytes -= len(body)
         found = [score if math.isfinite(score) else None for score in scores.tolist()]
-        return _answer({"scores": found, "reward": self.reward.name})
+        return JSONResponse({"scores": found, "reward": self.reward.name})
 
-    def _check_headers(self, request: Request) -> None:
-        headers = request.headers
-        if (refused := self._refusal(headers)) is not None:
-            raise refused
+    def _check_headers(self, headers: Mapping[str, str]) -> None:
+        self._check_allowed(headers)
         # A web page can post to a loopback server, but not with this content type unless the server agrees beforehand.
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "the content type must be application/json")
@@ -277,17 +246,8 @@ class RewardServer:
         if int(headers["content-length"]) > self.limits.body_bytes:  # a number: uvicorn refuses anything else
             raise HTTPException(413, f"the body is larger than {self.limits.body_bytes} bytes")
 
-    @contextlib.contextmanager
-    def _holding(self) -> Iterator[bytearray]:
-        """A body that counts among those that are held, while entered."""
-        body = bytearray()
-        try:
-            yield body
-        finally:
-            self.held_bytes -= len(body)
-
     async def _read(self, request: Request, body: bytearray) -> None:
-        """Appends the body, as it comes."""
+        """Appends the body, as it comes, which counts among those that are held."""
         now = asyncio.get_running_loop().time
         end = now() + self.limits.read_s
         try:
@@ -316,8 +276,51 @@ class RewardServer:
             raise HTTPException(500, text) from None
 
 
-def _answer(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse(content, status, {"Connection": "close", **(headers or {})})
+class _Connection(H11Protocol):
+    """uvicorn's connection, with two bounds that uvicorn lacks: on the time for its first headers, and on how many are among
+    the `strangers` of its owner. One more closes the idlest, so idle connections keep nobody out."""
+
+    def __init__(self, *arguments: Any, owner: RewardServer, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.owner = owner
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        strangers = self.owner.strangers
+        if len(strangers) >= self.owner.limits.incomplete:
+            next(iter(strangers)).leave()
+        strangers[self] = None
+        self.late = self.loop.call_later(self.owner.limits.headers_s, self.leave_unless_asked)
+
+    def leave_unless_asked(self) -> None:
+        if self.cycle is None:
+            self.leave()
+
+    def leave(self) -> None:
+        self.owner.strangers.pop(self, None)
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self not in self.owner.strangers:
+            return
+        del self.owner.strangers[self]
+        if not self._has_asked():
+            self.owner.strangers[self] = None  # at the end
+
+    def _has_asked(self) -> bool:
+        """Whether a whole request has come that is allowed."""
+        if self.cycle is None or self.cycle.more_body:
+            return False
+        with contextlib.suppress(HTTPException):
+            self.owner._check_allowed(Request(self.scope).headers)
+            return True
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.owner.strangers.pop(self, None)
+        self.late.cancel()
+        super().connection_lost(error)
 
 
 async def _refuse(request: Request, error: HTTPException) -> Response:
@@ -327,8 +330,4 @@ async def _refuse(request: Request, error: HTTPException) -> Response:
             async with asyncio.timeout(LINGER_S):
                 async for _ in request.stream():
                     pass
-    return _answer({"error": error.detail}, error.status_code, error.headers)
-
-
-async def _say_nothing(request: Request, error: ClientDisconnect) -> Response:
-    return Response()
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)

@@ -6,14 +6,12 @@ import json
 import logging
 import os
 import random
-import reprlib
+import re
 import ssl
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -55,38 +53,21 @@ class Refused(OSError):
     """The endpoint refused the request permanently (a 4xx status)."""
 
 
-def address(url: str, path: str = "") -> str:
-    """`url` + `path`; ValueError unless `url` is an http(s) address without a query, a user or a password.
+_ADDRESS = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/:@?#\[\]]+)(:(?P<port>\d{1,5}))?(/[^\s@?#]*)?", re.IGNORECASE)
+
+
+def address(url: str) -> str:
+    """`url` without a slash at its end; ValueError unless it is an http(s) address without a query, a user or a password.
 
     The message repeats nothing of `url`: a password may stand anywhere in an address that is mistyped.
     """
-    if fault := _fault(url):
-        raise ValueError(f"an endpoint is an address like http://127.0.0.1:8000; {fault}")
-    return url.rstrip("/") + path
-
-
-def _fault(url: str) -> str | None:
-    """Why `url` is not a valid address of an endpoint; None if it is."""
-    if not url.isprintable() or " " in url:
-        return "this one has spaces or control characters"
-    try:
-        parts = urllib.parse.urlsplit(url)
-    except ValueError:
-        return "this one cannot be read"
-    try:
-        port = parts.port
-    except ValueError:
-        port = 0
-    for wrong, fault in (
-        (parts.scheme not in ("http", "https"), "this one does not begin with http:// or https://"),
-        ("@" in url, "a password in an address would end in configs and logs; name the variable that holds a token"),
-        (not parts.hostname, "this one names no host"),
-        (port == 0, "the port of this one is no number from 1 to 65535"),
-        ("?" in url or "#" in url, "this one has a query or a fragment"),
-    ):
-        if wrong:
-            return fault
-    return None
+    found = _ADDRESS.fullmatch(url)
+    if found is None or not url.isprintable() or not 0 < int(found["port"] or 80) < 2**16:
+        raise ValueError(
+            "an endpoint is an address such as http://127.0.0.1:8000 or https://HOST/v1, without a query; a password in it "
+            "would end in configs and logs, so name the environment variable that holds a token"
+        )
+    return url.rstrip("/")
 
 
 def token_from(variable: str | None) -> str | None:
@@ -137,7 +118,9 @@ class Client:
 
     def once(self, path: str, kind: type[T], body: Mapping[str, Any] | None = None) -> T:
         """The answer to a check: a single request of at most `CHECK_S`."""
-        timeout_s = min(self.endpoint.timeout_s, CHECK_S)
+        return self._request(path, kind, body, min(self.endpoint.timeout_s, CHECK_S))
+
+    def _request(self, path: str, kind: type[T], body: Mapping[str, Any] | None, timeout_s: float) -> T:
         return request_json(self.url + path, kind, body=body, token=self.token, timeout_s=timeout_s)
 
     def ask(
@@ -152,32 +135,24 @@ class Client:
         `read` may raise `NoAnswer`. `Refused` is not caught, because retries would not help."""
 
         def answer(question: Q) -> S | None:
-            content, url, timeout_s = body(question), self.url + path, self.endpoint.timeout_s
-
-            def once() -> S:
-                return read(question, request_json(url, kind, body=content, token=self.token, timeout_s=timeout_s))
-
-            return self._patiently(once, url)
+            content, retries = body(question), 0 if self.lost else self.endpoint.retries
+            for attempt in range(retries + 1):
+                try:
+                    found = read(question, self._request(path, kind, content, self.endpoint.timeout_s))
+                except NoAnswer as error:
+                    last = error
+                else:
+                    self.lost = False
+                    return found
+                if attempt < retries:
+                    wait_s = min(30.0, FIRST_WAIT_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+                    time.sleep(min(MAX_WAIT_S, max(wait_s, last.after_s)))
+            self.lost = True
+            log.warning("%s: no score after %d attempts: %s", self.url + path, retries + 1, last)
+            return None
 
         with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
             return list(pool.map(answer, questions))
-
-    def _patiently(self, ask: Callable[[], S], what: str) -> S | None:
-        retries = 0 if self.lost else self.endpoint.retries
-        for attempt in range(retries + 1):
-            try:
-                answer = ask()
-            except NoAnswer as error:
-                last = error
-            else:
-                self.lost = False
-                return answer
-            if attempt < retries:
-                wait = min(30.0, FIRST_WAIT_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
-                time.sleep(min(MAX_WAIT_S, max(wait, last.after_s)))
-        self.lost = True
-        log.warning("%s: no score after %d attempts: %s", what, retries + 1, last)
-        return None
 
 
 def without_token(text: str, token: str | None) -> str:
@@ -211,20 +186,22 @@ def request_json(
     data = None
     if body is not None:
         data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
-    said = _Exchange(url, headers, data, timeout_s, token).result()
-    if said.status >= 300:
-        explained = _printable(said.content[:300].decode(errors="replace").strip() or said.reason)
-        message = f"{url}{said.through} answered {said.status}: {without_token(explained, token)}"
-        if 400 <= said.status < 500 and said.status not in (408, 429):
+    exchange = _Exchange(url, headers, data, timeout_s, token)
+    response, content = exchange.result()
+    said = f"{url}{exchange.through} answered"
+    if response.status_code >= 300:
+        explained = _printable(content[:300].decode(errors="replace").strip() or response.reason_phrase)
+        message = f"{said} {response.status_code}: {without_token(explained, token)}"
+        if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
             raise Refused(message)
         busy = NoAnswer(message)
-        busy.after_s = seconds_until(said.retry_after)
+        busy.after_s = seconds_until(response.headers.get("retry-after", ""))
         raise busy
     try:
-        return parse_as(kind, said.content)
+        return parse_as(kind, content)
     except ValueError as error:
         wrong = without_token(_printable(str(error)), token)
-        raise NoAnswer(f"{url}{said.through} answered something else than expected: {wrong}") from None
+        raise NoAnswer(f"{said} something else than expected: {wrong}") from None
 
 
 def seconds_until(retry_after: str) -> float:
@@ -237,19 +214,9 @@ def seconds_until(retry_after: str) -> float:
         return 0.0
 
 
-@dataclass(frozen=True)
-class _Said:
-    """An answer; `through` is " (through the proxy HOST:PORT)" if one was in between, which may have answered itself."""
-
-    status: int
-    reason: str
-    retry_after: str
-    content: bytes
-    through: str
-
-
 class _Exchange:
-    """One request. `result` raises `NoAnswer` as `request_json` does.
+    """One request. `result` raises `NoAnswer` as `request_json` does. `through` is " (through the proxy HOST:PORT)" if one is
+    in between, which may answer itself.
 
     A timeout of httpx2 bounds each read, so a peer that sends a byte at a time never reaches it. So a thread reads, and is
     abandoned at the time limit; it ends because its connection is closed, or with the timeout of its next read.
@@ -269,9 +236,10 @@ class _Exchange:
                 "a proxy variable of the environment (http_proxy, https_proxy, all_proxy) holds no address that can be used: "
                 "it is http://, https://, socks5:// or socks5h://, and HOST:PORT"
             ) from None
-        self.answer = Future[_Said]()
+        self.answer: Future[tuple[Any, bytes]] = Future()
 
-    def result(self) -> _Said:
+    def result(self) -> tuple[Any, bytes]:
+        """The response, and its content."""
         import httpx2
 
         threading.Thread(target=self._run, daemon=True).start()
@@ -291,7 +259,7 @@ class _Exchange:
         except Exception as error:
             self.answer.set_exception(error)
 
-    def _exchange(self) -> _Said:
+    def _exchange(self) -> tuple[Any, bytes]:
         method, content = "GET" if self.data is None else "POST", bytearray()
         extensions = {"trace": self._note_proxy}
         with (
@@ -302,8 +270,7 @@ class _Exchange:
                 content += piece
                 if len(content) > MAX_ANSWER:
                     raise NoAnswer(f"{self.url}{self.through} answered more than {MAX_ANSWER} bytes")
-            retry_after = response.headers.get("retry-after", "")
-            return _Said(response.status_code, response.reason_phrase, retry_after, bytes(content), self.through)
+            return response, bytes(content)
 
     def _note_proxy(self, event: str, details: Mapping[str, Any]) -> None:
         """httpx2 calls this at every step: whom it connects to, if not the address that is asked, is a proxy."""
@@ -322,8 +289,3 @@ def _tls() -> ssl.SSLContext:
 def _printable(text: str) -> str:
     """Text of a server for terminals and logs: one line, without control characters."""
     return "".join(character if character.isprintable() else " " for character in text[:300])
-
-
-def brief(answer: Any) -> str:
-    """The beginning of an answer, for messages; printable, also if deeply nested."""
-    return reprlib.repr(answer)
