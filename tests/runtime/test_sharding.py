@@ -334,7 +334,7 @@ def counted(world, model, mode):
     """[calls without gradients, calls with, gathers, scatters] of one iteration in which ranks have as many rows a call."""
     t = build(world, None, model, mode, "sampling.batch_size=8", "trainer.micro_batch_size=2")
     calls = Counter()
-    t.policy.tuning.transformer.register_forward_pre_hook(lambda *_: calls.update([torch.is_grad_enabled()]))
+    t.policy.transformer.register_forward_pre_hook(lambda *_: calls.update([torch.is_grad_enabled()]))
     with Gathers() as gathers:
         t.iterate()
     return [calls[False], calls[True], *gathers.counts()]
@@ -378,7 +378,7 @@ def facts(world, folder, model):
     def see(module, arguments, named):
         positions.add(str(named["image_rotary_emb"][0].dtype))
 
-    rounded["s"].policy.tuning.transformer.transformer_blocks[0].register_forward_pre_hook(see, with_kwargs=True)
+    rounded["s"].policy.transformer.transformer_blocks[0].register_forward_pre_hook(see, with_kwargs=True)
     for name, b in rounded.items():
         b.cond = b.policy.encode(PROMPTS[:1])
         with torch.no_grad():

@@ -17,15 +17,12 @@ from g2rpo.assembly.pipeline_files import read_file, weight_files
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, loading
 from g2rpo.policies.adapter_files import read_adapter
-from g2rpo.policies.adapters import DOWN, UP, Adapter
+from g2rpo.policies.adapters import CLASS, DOWN, UP, Adapter, own_header
 from g2rpo.policies.tuning import ADAPTER_FILE, tuned
 from g2rpo.run.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
 from g2rpo.run.run import Run
 from g2rpo.runtime.sharding import Pieces
 from g2rpo.training.model_card import header_of
-
-CLASS = "g2rpo.transformer"
-"""Where the header of an adapter names the class of its transformer."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +82,9 @@ def from_checkpoint(run: Path, config: Config, which: str) -> TunedWeights:
     modules = [name.removesuffix(".lora_A.default.weight") for name in named if name.endswith(".lora_A.default.weight")]
     ends = [f".{end.split('.')[1]}.default.weight" for end in (DOWN, UP)]
     pairs = {m: (named[m + ends[0]].float(), named[m + ends[1]].float() * (c.lora_alpha / c.lora_rank)) for m in modules}
-    size = {f"ss_network_{what}": str(c.lora_rank) for what in ("dim", "alpha")}
-    own = {**size, CLASS: kind, "g2rpo.lora_alpha": f"{c.lora_alpha:g}"}
+    header = own_header(kind, c.lora_rank, c.lora_alpha) | header_of(config, iteration)
     with loading(f"{run}: the checkpoint of iteration {iteration}"):
-        return TunedWeights(kind, Adapter(pairs, {**own, **header_of(config, iteration)}))
+        return TunedWeights(kind, Adapter(pairs, header))
 
 
 def _trained(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:

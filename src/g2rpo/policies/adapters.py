@@ -17,7 +17,8 @@ from g2rpo.core.files import add_metadata
 PREFIX, DOWN, UP = "transformer.", ".lora_A.weight", ".lora_B.weight"
 CONFIG = "lora_adapter_metadata"
 """Where diffusers keeps peft's config, as JSON, in the header."""
-OWN_ALPHA = "g2rpo.lora_alpha"
+CLASS, OWN_ALPHA = "g2rpo.transformer", "g2rpo.lora_alpha"
+"""In the header of an adapter of this package: the class of its transformer, and alpha, which is in its weights."""
 ABOVE_KEY = "g2rpo.lora_above"
 """Of an adapter that was trained to act at early steps alone, the sigma above which it acts (`policy.lora_above`)."""
 
@@ -91,6 +92,11 @@ class Adapter:
     def write(self, path: Path, prefix: str = "") -> None:
         """Writes the file; its bytes depend on nothing but matrices and text."""
         write_tensors(path, self.tensors(prefix), self.metadata)
+
+
+def own_header(transformer: str, rank: int, alpha: float) -> dict[str, str]:
+    """What the header of an adapter of this package says; trainers read the rank, and an alpha that is equal to it."""
+    return {CLASS: transformer, OWN_ALPHA: f"{alpha:g}", "ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

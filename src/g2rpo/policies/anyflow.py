@@ -43,7 +43,7 @@ from g2rpo.policies.replay import (
 )
 from g2rpo.policies.spec import PICTURE_SIZES, PipelineSpec, has_shape_alone, sizes_in
 from g2rpo.policies.text import TextEncoders
-from g2rpo.policies.tuning import loader_of, tuned
+from g2rpo.policies.tuning import Frozen, Full, LoRA, Tuning, loader_of, tuned
 from g2rpo.runtime.sharding import Sharded
 
 
@@ -82,7 +82,7 @@ class DiffusersPolicy(Policy):
         self.one_time = bool(spec.one_time(pipeline))
         self.text = text or TextEncoders(pipeline, spec, o, device)
         self.check_size(o.height, o.width)
-        self.tuning = tuned(
+        self.tuning: Tuning = tuned(
             self.transformer,
             o,
             tuning or o.tuning,
@@ -377,13 +377,22 @@ class DiffusersPolicy(Policy):
         """While entered, the assistant acts (policy.assistant)."""
         return self.tuning.assisted()
 
+    @property
+    def sampling(self) -> Frozen:
+        """The tuning of a policy for sampling."""
+        assert isinstance(self.tuning, Frozen)
+        return self.tuning
+
     def load(self, path: Path, strength: float = 1.0) -> None:
         """Loads tuned weights written by `save`; `strength` scales an adapter. One that acts at early steps alone does here."""
-        if above := self.tuning.load(path, self.pipeline, strength):
+        if above := self.sampling.load(path, self.pipeline, strength):
             self.options = self.options.model_copy(update={"lora_above": above})
 
     def save(self, directory: Path) -> Path:
         """Writes the tuned weights in diffusers' format; returns their path."""
+        if isinstance(self.tuning, Full):
+            return self.tuning.save(directory)
+        assert isinstance(self.tuning, LoRA)
         return self.tuning.save(directory, self.options.lora_above)
 
 

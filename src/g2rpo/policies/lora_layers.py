@@ -1,9 +1,10 @@
-"""Adapters inside a diffusers transformer: added, read and set as peft has them."""
+"""Adapters inside a diffusers transformer: added, read, set and switched as peft has them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from g2rpo.core.errors import UserError
-from g2rpo.policies.adapters import DOWN, PREFIX, UP, Adapter
+from g2rpo.policies.adapters import DOWN, UP, Adapter
+from g2rpo.policies.options import PolicyConfig
 
 
 def check_targets(transformer: nn.Module, targets: Sequence[str]) -> None:
@@ -37,27 +39,20 @@ def factors_of(transformer: nn.Module, adapter: str) -> dict[str, nn.Linear]:
 
 def inject(transformer: Any, name: str, config: Any) -> None:
     """Adds an adapter as peft initialises it."""
-    if hasattr(transformer, "add_adapter"):
-        transformer.add_adapter(config, name)
-    else:  # diffusers has no adapters for it (PRX)
-        from peft import inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
-        inject_adapter_in_model(config, transformer, name)
+    inject_adapter_in_model(config, transformer, name)
 
 
 def add_frozen(transformer: Any, name: str, adapter: Adapter, dtype: torch.dtype) -> None:
     """Adds a frozen adapter."""
-    device = transformer.device
-    if hasattr(transformer, "load_lora_adapter"):
-        transformer.load_lora_adapter(
-            adapter.tensors(PREFIX), adapter_name=name, low_cpu_mem_usage=True
-        )  # draws no values first
-    else:
-        from peft import LoraConfig, set_peft_model_state_dict
+    from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 
-        ranks = {module: len(down) for module, (down, _) in adapter.layers.items()}
-        inject(transformer, name, LoraConfig(target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=ranks))
-        set_peft_model_state_dict(transformer, adapter.tensors(""), name)
+    device = transformer.device
+    ranks = {module: len(down) for module, (down, _) in adapter.layers.items()}
+    config = LoraConfig(target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=ranks)
+    inject_adapter_in_model(config, transformer, name, low_cpu_mem_usage=True)  # draws no values first
+    set_peft_model_state_dict(transformer, adapter.tensors(""), name, low_cpu_mem_usage=True)
     for factor in factors_of(transformer, name).values():
         factor.to(device, dtype)
 
@@ -70,6 +65,51 @@ def fill(factors: Mapping[str, nn.Linear], start: Adapter, scale: float) -> None
         into, out = factors[module + DOWN].weight.data, factors[module + UP].weight.data
         into[: len(down)] = down.to(into.device)
         out[:, : len(down)] = (up / scale).to(out.device)
+
+
+class Acting:
+    """Which adapters in a transformer act: what was learnt (`own`), the `start` with which training began, and an assistant,
+    which acts while `assisted`, or always if the options say so. While `late`, what was learnt does not act, nor a start that
+    acts at early steps alone."""
+
+    strength = 1.0
+    """Of what was learnt: between 0 and 1 it leads from the start to the result."""
+    untrained = assisted = late = False
+
+    def __init__(self, transformer: Any, options: PolicyConfig, start: Adapter | None, own: str | None = None) -> None:
+        self.own, self._transformer, self._options = own, transformer, options
+        self._early_start = start is not None and start.above > 0
+        self.choose()
+
+    @contextmanager
+    def during(self, **states: bool) -> Iterator[None]:
+        """While entered, these states hold."""
+        before = {state: getattr(self, state) for state in states}
+        vars(self).update(states)
+        self.choose()
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+            self.choose()
+
+    def choose(self) -> None:
+        """Activates the adapters of the next calls, each with its strength."""
+        learnt = 0.0 if self.untrained or self.late or self.own is None else self.strength
+        start = 0.0 if self.late and self._early_start else 1 - learnt
+        strengths = {"start": start, "assistant": float(self.assisted or self._options.assistant_in_evaluation)}
+        strengths |= {self.own: learnt} if self.own is not None else {}
+        if not strengths.keys() & getattr(self._transformer, "peft_config", {}).keys():
+            return
+        for layer in self._transformer.modules():
+            if hasattr(layer, "lora_A"):
+                for name, strength in strengths.items():
+                    layer.set_scale(name, strength or 1.0)
+                layer.set_adapter([name for name, strength in strengths.items() if strength], inference_mode=True)
+        for factor in factors_of(self._transformer, "default").values():
+            factor.requires_grad_(True)
+        if not self._options.autocast:
+            compute_as_called(self._transformer)
 
 
 class _Factor(nn.Linear):

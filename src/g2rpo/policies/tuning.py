@@ -1,269 +1,184 @@
-"""Tuning of a diffusers transformer: LoRA or full fine-tuning, and saving the trained weights."""
+"""Tuning of a diffusers transformer: what of it is trained, and how the trained weights are saved."""
 
 from __future__ import annotations
 
 import copy
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import add_metadata, refuse_pointer
+from g2rpo.core.files import refuse_pointer
 from g2rpo.policies.adapter_files import read_adapter
-from g2rpo.policies.adapters import ABOVE_KEY, OWN_ALPHA, Adapter, check_fit
-from g2rpo.policies.lora_layers import add_frozen, check_targets, compute_as_called, factors_of, fill, inject
+from g2rpo.policies.adapters import ABOVE_KEY, CONFIG, PREFIX, Adapter, check_fit, own_header, write_tensors
+from g2rpo.policies.lora_layers import Acting, add_frozen, check_targets, factors_of, fill, inject
 from g2rpo.policies.options import PolicyConfig, TuningMode
 from g2rpo.policies.quantized import is_quantized, quantize
 from g2rpo.runtime.sharding import Sharded
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The file of a saved adapter."""
-TRAINED = "default"
-"""The name of the trained adapter in a transformer."""
+TRAINED, START, ASSISTANT, LOADED = "default", "start", "assistant", "tuned"
+"""The names of adapters in a transformer: the trained one, the one that training began with, the assistant, one from a file."""
 
 
-class Tuning:
-    """The transformer of a policy, and what of it is trained: adapters (`LoRA`), all weights (`Full`) or nothing (`Frozen`).
+class Tuning(Protocol):
+    """The transformer of a policy, and what of it is trained. The untrained one has the adapter with which training begins."""
 
-    `active` is the transformer to call: the trained one, or the untrained one inside `base`. The untrained one has the adapter
-    `start`, with which training begins. The `assistant` is frozen and acts while `assisted`, or always if the options say so.
-    While `late`, what was learnt does not act, nor a `start` that acts at early steps alone. `keep_base` keeps a copy of
-    weights that `Full` or `load` will change.
-    """
+    active: Any
+    """The transformer to call; inside `base` it may be another one."""
 
-    own: str | None = None
-    """The adapter that has what was learnt."""
+    def named(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by name."""
+        ...
+
+    def base(self) -> AbstractContextManager[None]:
+        """While entered, `active` is the untrained transformer. UserError if that was not kept."""
+        ...
+
+    def late(self) -> AbstractContextManager[None]:
+        """While entered, adapters that act at early steps alone do not."""
+        ...
+
+    def assisted(self) -> AbstractContextManager[None]:
+        """While entered, the assistant acts."""
+        ...
+
+
+class LoRA:
+    """Float32 adapters of the modules in `targets` are trained, which begin as `start` or at zero, so that the model is
+    unchanged; the weights are frozen. Without policy.autocast adapters compute in the dtype of their inputs."""
 
     def __init__(
         self,
         transformer: Any,
         options: PolicyConfig,
-        device: torch.device,
         start: Adapter | None,
         assistant: Adapter | None,
-        keep_base: bool,
+        *,
+        targets: Sequence[str],
+        seed: int,
     ) -> None:
-        self.transformer = self.active = transformer
-        self.options, self.dtype, self.device = options, getattr(torch, options.dtype), device
-        self._kind = type(transformer)  # FSDP replaces it
-        self._keep_base, self._base, self._changed = keep_base, None, False
-        self._strength = 1.0
-        self._untrained, self._assisted, self._late = False, False, False
-        self._early_start = start is not None and start.above > 0
-        if device.type == "meta":  # a plan's, which may have fewer blocks
-            start, assistant = (adapter and adapter.of(transformer) for adapter in (start, assistant))
-        for key, adapter in (("adapter", start), ("assistant", assistant)):
-            if adapter is not None:
-                check_fit(f"policy.{key}", adapter, transformer)
-        self._prepare(start, assistant)
-        if options.quantize != "none":
-            quantize(transformer, options.quantize, device)
-        self._choose()
-
-    def _prepare(self, start: Adapter | None, assistant: Adapter | None) -> None:
-        """Sets dtypes and gradients of the weights, and adds adapters."""
-        raise NotImplementedError
-
-    def _choose(self) -> None:
-        """Activates the adapters of the next calls, each with its strength. That of the trained one is of what was learnt:
-        between 0 and 1 it leads from the start to the result."""
-        learnt = 0.0 if self._untrained or self._late or self.own is None else self._strength
-        start = 0.0 if self._late and self._early_start else 1 - learnt
-        strengths = {"start": start, "assistant": float(self._assisted or self.options.assistant_in_evaluation)}
-        strengths |= {self.own: learnt} if self.own is not None else {}
-        if not strengths.keys() & getattr(self.transformer, "peft_config", {}).keys():
-            return
-        for layer in self.transformer.modules():
-            if hasattr(layer, "lora_A"):
-                for name, strength in strengths.items():
-                    layer.set_scale(name, strength or 1.0)
-                layer.set_adapter([name for name, strength in strengths.items() if strength], inference_mode=True)
-        for factor in factors_of(self.transformer, TRAINED).values():
-            factor.requires_grad_(True)
-        if not self.options.autocast:
-            compute_as_called(self.transformer)
-
-    def named(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by name."""
-        return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
-
-    def base(self) -> AbstractContextManager[None]:
-        """While entered, `active` is the untrained transformer."""
-        if self._changed and self._base is None:
-            raise UserError(
-                "the base model is not there: after full fine-tuning a policy has it only if built with keep_base=True"
-            )
-        return self._with("_untrained")
-
-    def late(self) -> AbstractContextManager[None]:
-        """While entered, adapters that act at early steps alone do not."""
-        return self._with("_late")
-
-    def assisted(self) -> AbstractContextManager[None]:
-        """While entered, the assistant acts."""
-        return self._with("_assisted")
-
-    @contextmanager
-    def _with(self, state: str) -> Iterator[None]:
-        """While entered, `state` is true."""
-        before = getattr(self, state), self.active
-        setattr(self, state, True)
-        if self._untrained and self._base is not None:
-            self.active = self._base
-        self._choose()
-        try:
-            yield
-        finally:
-            setattr(self, state, before[0])
-            self.active = before[1]
-            self._choose()
-
-    def load(self, path: Path, pipeline: Any, strength: float) -> float:
-        """Loads saved weights, an adapter at `strength` or a whole transformer: the folder that `save` wrote, or a single
-        .safetensors file with diffusers' names. Returns the sigma above which they act."""
-        file = path / ADAPTER_FILE if path.is_dir() else path
-        if file.is_file():
-            refuse_pointer(file)
-        if file.is_file() and (path.is_dir() or _is_adapter(file)):
-            adapter = read_adapter(file, type(pipeline), self.transformer)
-            check_fit(str(file), adapter, self.transformer)
-            add_frozen(self.transformer, "tuned", adapter, torch.float32)
-            self.own = "tuned"
-            self.scale(strength)
-            return adapter.above
-        if not file.is_file() and not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path}: holds neither {ADAPTER_FILE} nor a transformer's config.json")
-        if is_quantized(self.transformer):
-            raise UserError(f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none")
-        if self._keep_base and self._base is None:
-            self._base = copy.deepcopy(self.transformer)
-        if getattr(self.transformer, "peft_config", None):  # the adapter that training began with is in the weights
-            self.transformer.unload_lora()
-        if file.is_file():
-            weights = _fitting(self.transformer, file)
-        else:
-            weights = self._kind.from_pretrained(path, use_safetensors=True).state_dict()
-        self._changed = True
-        self.transformer.load_state_dict(weights)
-        return 0.0
-
-    def scale(self, strength: float) -> None:
-        """Sets the strength of the loaded adapter; 0 is the untrained model."""
-        self._strength = strength
-        self._choose()
-
-    def save(self, directory: Path, above: float = 0.0) -> Path:
-        """Writes what diffusers reads; returns where. The header of an adapter says above which sigma it acts, `above`."""
-        raise NotImplementedError
-
-
-class Frozen(Tuning):
-    """Nothing is trained, for sampling: the start and the assistant act beside the weights."""
-
-    def _prepare(self, start: Adapter | None, assistant: Adapter | None) -> None:
-        self.transformer.requires_grad_(False).to(self.dtype)
-        if start is not None:
-            add_frozen(self.transformer, "start", start, torch.float32)
-        if assistant is not None:
-            add_frozen(self.transformer, "assistant", assistant, self.dtype)
-
-
-class LoRA(Tuning):
-    """Float32 adapters of the modules in `targets` are trained, which begin as `start` or at zero, so that the model is
-    unchanged; the weights are frozen. Without policy.autocast adapters compute in the dtype of their inputs."""
-
-    own = TRAINED
-
-    def __init__(self, *parts: Any, targets: Sequence[str], seed: int) -> None:
-        self._targets, self._seed = targets, seed
-        super().__init__(*parts)
-
-    def _prepare(self, start: Adapter | None, assistant: Adapter | None) -> None:
         from peft import LoraConfig
 
-        transformer, o = self.transformer, self.options
-        check_targets(transformer, self._targets)
-        transformer.requires_grad_(False).to(self.dtype)
+        self.active, dtype = transformer, getattr(torch, options.dtype)
+        check_targets(transformer, targets)
+        transformer.requires_grad_(False).to(dtype)
         if assistant is not None:
-            add_frozen(transformer, "assistant", assistant, self.dtype)
+            add_frozen(transformer, ASSISTANT, assistant, dtype)
+        rank, alpha = options.lora_rank, options.lora_alpha
+        how: Any = "gaussian" if options.lora_init == "gaussian" else True
         with torch.random.fork_rng(devices=[]):  # the weights are on the CPU; do not initialise other GPUs
-            torch.manual_seed(self._seed)  # peft draws the adapters' first factor from the global generator
-            how: Any = "gaussian" if o.lora_init == "gaussian" else True
-            lora = LoraConfig(r=o.lora_rank, lora_alpha=o.lora_alpha, target_modules=list(self._targets), init_lora_weights=how)
-            for name in (TRAINED, *(["start"] if start is not None else [])):
+            torch.manual_seed(seed)  # peft draws the adapters' first factor from the global generator
+            lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights=how)
+            for name in [TRAINED] if start is None else [TRAINED, START]:
                 inject(transformer, name, lora)
-        trained, kept = factors_of(transformer, TRAINED), factors_of(transformer, "start")
+        trained, kept = factors_of(transformer, TRAINED), factors_of(transformer, START)
         device = transformer.device  # looked up among all modules
         for factor in (*trained.values(), *kept.values()):
             factor.to(device, torch.float32)
         if start is not None:
-            fill(trained, start, o.lora_alpha / o.lora_rank)
+            fill(trained, start, alpha / rank)
             for name, factor in kept.items():
                 factor.weight.data = trained[name].weight.data.clone()
+        self._acting = Acting(transformer, options, start, TRAINED)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        return trainable(self.active)
+
+    def base(self) -> AbstractContextManager[None]:
+        return self._acting.during(untrained=True)
+
+    def late(self) -> AbstractContextManager[None]:
+        return self._acting.during(late=True)
+
+    def assisted(self) -> AbstractContextManager[None]:
+        return self._acting.during(assisted=True)
 
     def save(self, directory: Path, above: float = 0.0) -> Path:
-        """Writes `pytorch_lora_weights.safetensors`. The factor alpha / rank is multiplied into the weights, because loaders
-        that do not read diffusers' metadata, such as ComfyUI's, assume 1."""
+        """Writes `pytorch_lora_weights.safetensors`; returns where. Its header says above which sigma it acts, `above`. The
+        factor alpha / rank is multiplied into the weights, because loaders that do not read diffusers' metadata, such as
+        ComfyUI's, assume 1."""
         from peft.utils import get_peft_model_state_dict
 
-        layers: dict[str, Tensor] = get_peft_model_state_dict(self.transformer)
-        adapter = self.transformer.peft_config[TRAINED].to_dict()
-        rank, scale = adapter["r"], adapter["lora_alpha"] / adapter["r"]
-        metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in adapter.items()}
-        config = {f"transformer.{key}": value for key, value in {**metadata, "lora_alpha": rank}.items()}
-        saved = directory / ADAPTER_FILE
+        adapter = self.active.peft_config[TRAINED].to_dict()
+        rank, alpha = adapter["r"], adapter["lora_alpha"]
+        tensors = {
+            PREFIX + name: value * (alpha / rank) if "lora_B" in name else value
+            for name, value in get_peft_model_state_dict(self.active).items()
+        }
+        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in adapter.items()}
+        config = {PREFIX + key: value for key, value in {**plain, "lora_alpha": rank}.items()}
+        header = {CONFIG: json.dumps(config, indent=2, sort_keys=True)}  # equal runs must write equal bytes
+        header |= own_header(type(self.active).__name__, rank, alpha) | ({ABOVE_KEY: str(above)} if above else {})
         directory.mkdir(parents=True, exist_ok=True)
-        save_file({f"transformer.{name}": _folded(name, value, scale) for name, value in layers.items()}, saved)
-        trained = {"g2rpo.transformer": self._kind.__name__, OWN_ALPHA: f"{adapter['lora_alpha']:g}"}
-        trained |= {ABOVE_KEY: str(above)} if above else {}
-        size = {"ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
-        peft = {"lora_adapter_metadata": json.dumps(config, indent=2, sort_keys=True)}  # equal runs must write equal bytes
-        add_metadata(saved, {"format": "pt", **peft, **size, **trained})
-        return saved
+        write_tensors(directory / ADAPTER_FILE, tensors, header)
+        return directory / ADAPTER_FILE
 
 
-class Full(Tuning):
-    """All weights are trained, as float32 masters that compute in the policy's dtype under autocast. A start is merged in.
-    `sharding` divides the weights over ranks, which must then all call `save`."""
+class Full:
+    """All weights are trained, as float32 masters that compute in the policy's dtype under autocast. A `start` is merged in.
+    `keep_base` keeps a copy of the untrained weights. `sharding` divides the weights over ranks, which must then all call
+    `save`."""
 
-    def __init__(self, *parts: Any, sharding: Sharded | None) -> None:
-        self._sharding = sharding
-        self._divided: dict[str, nn.Parameter] = {}
-        super().__init__(*parts)
-
-    def _prepare(self, start: Adapter | None, assistant: Adapter | None) -> None:
-        transformer = self.transformer
+    def __init__(
+        self,
+        transformer: Any,
+        options: PolicyConfig,
+        start: Adapter | None,
+        *,
+        device: torch.device,
+        keep_base: bool,
+        sharding: Sharded | None,
+    ) -> None:
+        dtype = getattr(torch, options.dtype)
+        self.active = self._trained = transformer
+        self._kind, self._sharding = type(transformer), sharding  # FSDP replaces the class
         if start is not None:
             for module in start.layers:  # in float32, for less would round the change away
                 weight = transformer.get_submodule(module).weight
                 weight.data = weight.data.float() + start.delta(module).view_as(weight).to(weight.device)
-        base = _twin(transformer) if self._keep_base else None
-        self._base, self._changed = base, True
+        self._base = _twin(transformer) if keep_base else None
         transformer.requires_grad_(True)
-        if self._sharding is not None:
-            self._sharding.shard(transformer, self.dtype)
-            self._divided = self.named()  # FSDP replaces the parameters during a call
-            if base is not None:
-                self._sharding.shard(base, self.dtype, trained=False)
+        if sharding is not None:
+            sharding.shard(transformer, dtype)
+            if self._base is not None:
+                sharding.shard(self._base, dtype, trained=False)
         else:
-            if base is not None:
-                base.to(self.device, self.dtype)
-            transformer.to(self.device, torch.float32)
-            if base is not None:
-                _part(transformer, base)
+            if self._base is not None:
+                self._base.to(device, dtype)
+            transformer.to(device, torch.float32)
+            if self._base is not None:
+                _part(transformer, self._base)
+        self._named = trainable(transformer)  # FSDP replaces the parameters during a call
 
     def named(self) -> dict[str, nn.Parameter]:
-        return self._divided or super().named()
+        return self._named
 
-    def save(self, directory: Path, above: float = 0.0) -> Path:
-        """Writes a transformer's folder."""
+    @contextmanager
+    def base(self) -> Iterator[None]:
+        if self._base is None:
+            raise UserError(NO_BASE)
+        self.active = self._base
+        try:
+            yield
+        finally:
+            self.active = self._trained
+
+    def late(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    assisted = late  # no adapters act beside trained weights
+
+    def save(self, directory: Path) -> Path:
+        """Writes a transformer's folder, which diffusers reads; returns where."""
         if (whole := self._whole()) is not None:
             whole.save_pretrained(directory, safe_serialization=True)
         return directory
@@ -271,14 +186,91 @@ class Full(Tuning):
     def _whole(self) -> Any:
         """The transformer with whole weights; None on ranks that do not write."""
         if self._sharding is None:
-            return self.transformer
-        weights = self._sharding.gather(self.transformer.state_dict())
+            return self._trained
+        weights = self._sharding.gather(self._trained.state_dict())
         if not self._sharding.world.is_main:
             return None
         with torch.device("meta"):
-            whole = self._kind.from_config(self.transformer.config)
+            whole = self._kind.from_config(self._trained.config)
         whole.load_state_dict(weights, assign=True)
         return whole
+
+
+class Frozen:
+    """Nothing is trained, for sampling: the start and the assistant act beside the weights, and tuned weights may be loaded.
+    `keep_base` keeps a copy of the weights that `load` changes."""
+
+    own: str | None = None
+    """The adapter that was loaded."""
+
+    def __init__(
+        self, transformer: Any, options: PolicyConfig, start: Adapter | None, assistant: Adapter | None, *, keep_base: bool
+    ) -> None:
+        dtype = getattr(torch, options.dtype)
+        self.active = self._transformer = transformer
+        self._keep_base, self._base, self._changed = keep_base, None, False
+        transformer.requires_grad_(False).to(dtype)
+        for name, adapter, kept in ((START, start, torch.float32), (ASSISTANT, assistant, dtype)):
+            if adapter is not None:
+                add_frozen(transformer, name, adapter, kept)
+        self._acting = Acting(transformer, options, start)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        return {}
+
+    @contextmanager
+    def base(self) -> Iterator[None]:
+        if self._changed and self._base is None:
+            raise UserError(NO_BASE)
+        self.active = self._base or self._transformer
+        try:
+            with self._acting.during(untrained=True):
+                yield
+        finally:
+            self.active = self._transformer
+
+    def late(self) -> AbstractContextManager[None]:
+        return self._acting.during(late=True)
+
+    def assisted(self) -> AbstractContextManager[None]:
+        return self._acting.during(assisted=True)
+
+    def scale(self, strength: float) -> None:
+        """Sets the strength of the loaded adapter; 0 is the untrained model."""
+        self._acting.strength = strength
+        self._acting.choose()
+
+    def load(self, path: Path, pipeline: Any, strength: float) -> float:
+        """Loads saved weights, an adapter at `strength` or a whole transformer: the folder that `save` wrote, or a single
+        .safetensors file with diffusers' names. Returns the sigma above which they act."""
+        transformer, file = self._transformer, path / ADAPTER_FILE if path.is_dir() else path
+        if file.is_file():
+            refuse_pointer(file)
+        if file.is_file() and (path.is_dir() or _is_adapter(file)):
+            adapter = read_adapter(file, type(pipeline), transformer)
+            check_fit(str(file), adapter, transformer)
+            add_frozen(transformer, LOADED, adapter, torch.float32)
+            self.own = self._acting.own = LOADED
+            self.scale(strength)
+            return adapter.above
+        if not file.is_file() and not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path}: holds neither {ADAPTER_FILE} nor a transformer's config.json")
+        if is_quantized(transformer):
+            raise UserError(f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none")
+        if self._keep_base and self._base is None:
+            self._base = copy.deepcopy(transformer)
+        if getattr(transformer, "peft_config", None):  # the adapter that training began with is in the weights
+            transformer.unload_lora()
+        if file.is_file():
+            weights = _fitting(transformer, file)
+        else:
+            weights = type(transformer).from_pretrained(path, use_safetensors=True).state_dict()
+        self._changed = True
+        transformer.load_state_dict(weights)
+        return 0.0
+
+
+NO_BASE = "the base model is not there: after full fine-tuning a policy has it only if built with keep_base=True"
 
 
 def tuned(
@@ -292,8 +284,24 @@ def tuned(
     seed: int = 0,
     keep_base: bool = False,
     sharding: Sharded | None = None,
-) -> Tuning:
+) -> LoRA | Full | Frozen:
     """`transformer` as these options tune it, with the adapters in their files; `targets` are those of its model."""
+    start, assistant = _adapters_of(transformer, options, mode, pipeline_class)
+    if mode == "full":
+        tuning: LoRA | Full | Frozen = Full(transformer, options, start, device=device, keep_base=keep_base, sharding=sharding)
+    elif mode == "frozen":
+        tuning = Frozen(transformer, options, start, assistant, keep_base=keep_base)
+    else:
+        tuning = LoRA(transformer, options, start, assistant, targets=options.lora_targets or targets, seed=seed)
+    if options.quantize != "none":
+        quantize(transformer, options.quantize, device)
+    return tuning
+
+
+def _adapters_of(
+    transformer: Any, options: PolicyConfig, mode: TuningMode, pipeline_class: Any
+) -> tuple[Adapter | None, Adapter | None]:
+    """The start and the assistant, which fit the transformer and act where the options say."""
     start, assistant = (
         read_adapter(Path(name), pipeline_class, transformer) if name is not None else None
         for name in (options.adapter, options.assistant)
@@ -308,12 +316,17 @@ def tuned(
         )
     if assistant is not None and assistant.above:
         raise UserError(f"policy.assistant: acts above sigma {assistant.above:g} alone, and would act at all steps")
-    parts = (transformer, options, device, start, assistant, keep_base)
-    if mode == "full":
-        return Full(*parts, sharding=sharding)
-    if mode == "frozen":
-        return Frozen(*parts)
-    return LoRA(*parts, targets=options.lora_targets or targets, seed=seed)
+    if transformer.device.type == "meta":  # a plan's, which may have fewer blocks
+        start, assistant = (adapter and adapter.of(transformer) for adapter in (start, assistant))
+    for key, adapter in (("adapter", start), ("assistant", assistant)):
+        if adapter is not None:
+            check_fit(f"policy.{key}", adapter, transformer)
+    return start, assistant
+
+
+def trainable(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters with a gradient, by name."""
+    return {name: parameter for name, parameter in transformer.named_parameters() if parameter.requires_grad}
 
 
 def loader_of(pipeline: Any) -> str | None:
@@ -358,7 +371,3 @@ def _part(trained: nn.Module, frozen: nn.Module) -> None:
     for weight, other in zip(trained.parameters(), frozen.parameters(), strict=True):
         if weight.data_ptr() == other.data_ptr():
             other.data = other.data.clone()
-
-
-def _folded(name: str, weight: Tensor, scale: float) -> Tensor:
-    return (weight * scale if "lora_B" in name else weight).contiguous()

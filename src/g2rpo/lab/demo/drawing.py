@@ -92,7 +92,7 @@ def draw(
         return Drawn(name, title, found, control.price(steps), str(control))
 
     if model.tuned == "adapter":
-        model.policy.tuning.scale(strength)
+        model.policy.sampling.scale(strength)
     settings = [
         *([f"held-out prompt {number + 1}"] if number is not None else []),
         f"seed {seed}",

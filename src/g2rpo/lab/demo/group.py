@@ -147,7 +147,7 @@ def trace_group(
         )
 
     if model.tuned == "adapter":
-        model.policy.tuning.scale(1.0)
+        model.policy.sampling.scale(1.0)
     with nullcontext() if tuned else model.policy.base(), in_training(model.policy, s.guidance_scale):
         return model.sizes.fit(sampled)
 

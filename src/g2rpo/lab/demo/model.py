@@ -190,7 +190,7 @@ def open_model(config: Config, weights: Path | None, notify: Callable[[str], Non
     if weights is not None:
         components.load_weights(policy, weights, config.policy.path)
         take_stored({**rewards, **judges}, weights.parent, notify)
-        tuned = "adapter" if policy.tuning.own else "all weights"
+        tuned = "adapter" if policy.sampling.own else "all weights"
     s = config.sampling
     return DemoModel(
         config=config,
