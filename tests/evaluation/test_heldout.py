@@ -96,8 +96,8 @@ def test_evaluations_keep_their_verdicts(tmp_path):
     assert judged.right.tolist() == [float(score >= 0.4) for score in judged.scores["bright"]]
     assert 0 < judged.right.sum() < 3
     save_evaluation(tmp_path / "e.safetensors", judged)
-    again = load_evaluation(tmp_path / "e.safetensors", judged.prompts)
-    assert torch.equal(again.right, judged.right) and again.scores.keys() == judged.scores.keys()
+    again = load_evaluation(tmp_path / "e.safetensors", judged.prompts, list(rewards))
+    assert torch.equal(again.right, judged.right) and list(again.scores) == list(rewards)
 
 
 def test_shares_of_right_pictures_are_compared_prompt_by_prompt():

@@ -23,6 +23,7 @@ from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.trackers import build_trackers
+from g2rpo.run.base import shared_base
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.rates import Sweep
 from g2rpo.run.run import Run
@@ -43,7 +44,8 @@ class Request:
 
     `given` has objects in place of what the config names: policy, rewards, judges, prompts, heldout, trackers. The caller holds
     the lock of `run_dir`; without one nothing is written. Pilots of `sweep` choose the learning rate of a run that has not
-    begun. With `ends_at`, a time of `time.monotonic`, its length is fitted to what it takes.
+    begun. With `ends_at`, a time of `time.monotonic`, its length is fitted to what it takes. The base's evaluation is
+    taken from the folder `bases`, or added to it.
     """
 
     config: Config
@@ -53,6 +55,7 @@ class Request:
     accept_changes: bool = False
     sweep: Sweep | None = None
     ends_at: float | None = None
+    bases: Path | None = None
     world: World = ALONE
     notify: Callable[[str], None] = print
     emit: Emit = silent
@@ -92,8 +95,10 @@ def build(request: Request) -> Trainer:
             run.claim(config)
     for complaint in trainer.resume() if request.resume else ():
         request.notify(complaint)
+    contents = contents_of(config, prompts, trainer.heldout, given)
+    if request.bases is not None:
+        trainer.shared_base = shared_base(request.bases, config, contents, request.world)
     if main:
-        contents = contents_of(config, prompts, trainer.heldout, given)
         run.record_start(trainer.iteration, trainer.policy.device, contents)
     return trainer
 

@@ -41,6 +41,7 @@ def train(
     accept_changes: bool = False,
     within: str | None = None,
     find_rate: bool = False,
+    bases: Path | None = None,
     stopping: Stopping | None = None,
     emit: Emit = silent,
     predict: Predict | None = None,
@@ -50,7 +51,8 @@ def train(
     With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own recipe; if there is none
     yet, that of `recipe` begins. A stop signal (`stopping`) saves a checkpoint first. `within` is the time that the run may
     take, with its earlier starts: its number of iterations and its evaluations are fitted to it. With `find_rate` pilots around
-    the config's learning rate choose one first; a resumed run finishes the pilots that it began. After a few iterations the
+    the config's learning rate choose one first; a resumed run finishes the pilots that it began. Runs with the same `bases`, a
+    folder, share evaluations of the base. After a few iterations the
     plan that `predict` makes is reported beside what was measured.
     """
     ends_at = None if within is None else time.monotonic() + seconds_in(within)
@@ -76,6 +78,7 @@ def train(
             accept_changes=accept_changes,
             sweep=sweep,
             ends_at=ends_at,
+            bases=bases,
             world=world,
             notify=notify,
             emit=emit,

@@ -36,6 +36,7 @@ def train(
     accept_changes: options.AcceptOption = False,
     within: options.WithinOption = None,
     find_rate: options.FindRateOption = False,
+    bases: Annotated[Path | None, typer.Option(help="A folder of the base's evaluations, which runs share.")] = None,
     push_to_hub: options.PushOption = None,
 ) -> None:
     """Train a model on rewards."""
@@ -43,8 +44,10 @@ def train(
         overrides, recipe = [recipe, *(overrides or [])], None
     if accept_changes and not resume:
         raise UserError("--accept-changes is for --resume; a new run has nothing to compare with")
+    if bases is not None and within is not None:
+        raise UserError("--bases: has no measure of an evaluation's time, which --within needs; leave one of them out")
     asked = {"resume": resume, "accept_changes": accept_changes, "within": within, "find_rate": find_rate}
-    _train(recipe, overrides, run_dir, push_to_hub, **asked)
+    _train(recipe, overrides, run_dir, push_to_hub, bases=bases, **asked)
 
 
 @commands.command("resume", cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)

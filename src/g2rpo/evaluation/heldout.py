@@ -99,12 +99,13 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path}: cannot be read ({error}); put it back, or start again in another --run-dir") from None
 
 
-def load_evaluation(path: Path, prompts: Sequence[str]) -> Evaluation:
-    """Reads a file of `save_evaluation` for these prompts; UserError if it is another."""
+def load_evaluation(path: Path, prompts: Sequence[str], names: Sequence[str]) -> Evaluation:
+    """Reads a file of `save_evaluation` for these prompts and rewards; UserError if it is another."""
     stored = load_tensors(path)
-    if "images" not in stored or any(len(values) != len(prompts) for values in stored.values()):
-        raise UserError(f"{path}: does not hold {len(prompts)} pictures and their scores")
-    scores = {name.removeprefix("score/"): values for name, values in stored.items() if name.startswith("score/")}
+    expected = {"images", *(f"score/{name}" for name in names)}
+    if not expected <= stored.keys() or any(len(values) != len(prompts) for values in stored.values()):
+        raise UserError(f"{path}: does not hold {len(prompts)} pictures and their scores by {', '.join(names)}")
+    scores = {name: stored[f"score/{name}"] for name in names}
     return Evaluation(tuple(prompts), stored["images"], scores, stored.get("right"))
 
 

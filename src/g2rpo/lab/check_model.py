@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,8 +41,6 @@ SLOPE = 0.02
 """The largest relative error of a slope; differences of float32 leave about three digits."""
 LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
 """The largest difference, of pictures in [0, 1] and of velocities relative to the largest one, by `policy.dtype`."""
-NEUTRAL = ("tuning=lora", "lora_targets=", "lora_rank=32", "guidance_scale=", "max_sequence_length=")
-"""Of the recipe whose plan is made, what is not the recipe's."""
 OTHER_SOLVER = 1e-2
 """The same, for pictures of a pipeline with another solver than Euler's, whose times are whole numbers."""
 
@@ -116,7 +115,7 @@ def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterat
         yield (first := next(found))
         yield from found
     if first.passed:
-        yield _planned(config, options.num_frames)
+        yield _planned(config.model_copy(update={"num_frames": options.num_frames}))
 
 
 def prompts_for(spec: PipelineSpec, folder: Path) -> list[Prompt]:
@@ -182,7 +181,7 @@ def reported(found: Iterator[ModelCheck]) -> Iterator[ModelCheck]:
         except Exception as error:  # the pipeline's code, or a wrong description of it
             if out_of_memory(error):
                 raise
-            yield ModelCheck(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", float("nan"))
+            yield ModelCheck(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", math.nan)
             return
 
 
@@ -234,7 +233,7 @@ def checks(
     perturb(policy)
     sigma = sigma[[policy.trains_at(float(each)) for each in sigma]].repeat(2)[:2]
     reached, along, expected = slope(policy, x, sigma, cond)
-    error = abs(along / expected - 1) if expected else float("inf")
+    error = abs(along / expected - 1) if expected else math.inf
     trained = policy.trainable_parameters()
     text = f"reaches {reached} of {len(trained)} trained tensors; relative error of a slope {error:.0e}"
     yield ModelCheck("gradient", text, error, SLOPE if config.dtype == "float32" else 10 * SLOPE)
@@ -250,9 +249,7 @@ def checks(
     said = f"saved, and loaded by {loader}, draw as the tuned policy (the base: {changed:.0e} apart)"
     checked = _equal("weights", tuned, again.pictures, limit, said)
     if not changed > 2 * checked.error:
-        checked = ModelCheck(
-            "weights", f"perturbed weights change pictures by {changed:.0e} only: {checked.found}", float("nan")
-        )
+        checked = ModelCheck("weights", f"perturbed weights change pictures by {changed:.0e} only: {checked.found}", math.nan)
     yield checked
 
 
@@ -327,31 +324,27 @@ def _velocity(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> t
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
-    return float((a.cpu() - b.cpu()).abs().max()) if a.shape == b.shape else float("nan")
+    return float((a.cpu() - b.cpu()).abs().max()) if a.shape == b.shape else math.nan
 
 
 def _equal(name: str, ours: Tensor, own: Tensor, limit: float, said: str, lacking: str = "") -> ModelCheck:
     """Whether two tensors differ by at most `limit`, relative to the largest value where that is above 1, and nothing is
     `lacking`."""
     if lacking:
-        return ModelCheck(name, lacking, float("nan"))
+        return ModelCheck(name, lacking, math.nan)
     error = _apart(ours, own)
     shapes = "" if ours.shape == own.shape else f"; {tuple(ours.shape)} and {tuple(own.shape)}"
     return ModelCheck(name, f"{said}: largest difference {error:.0e}{shapes}", error, limit * max(1.0, float(own.abs().max())))
 
 
-def _planned(config: PolicyConfig, frames: int | None) -> ModelCheck:
+def _planned(policy: PolicyConfig) -> ModelCheck:
     """The memory that a run would need, as `g2rpo plan scenes` counts it with this model."""
-    values = {**config.model_dump(exclude_defaults=True), "pipeline": "", "num_frames": frames}
-    given = [f"policy.{name}={'' if value is None else value}" for name, value in values.items() if value is not None]
-    given += ["algorithm.branch_steps=[8]"] * (config.expert == "low")  # a late step
+    late = ["algorithm.branch_steps=[8]"] if policy.expert == "low" else []
     try:
-        cuda = components.pick_device(config.device) != "cpu"
-        plan = make_plan(
-            load_config("scenes", [*(f"policy.{each}" for each in NEUTRAL), *given]), cuda=cuda, heldout=1, distinct_prompts=1
-        )
+        config = load_config("scenes", late).model_copy(update={"policy": policy})
+        plan = make_plan(config, cuda=components.pick_device(policy.device) != "cpu", heldout=1, distinct_prompts=1)
     except UserError as error:
-        return ModelCheck("plan", str(error), float("nan"))
-    what = "all weights" if config.tuning == "full" else f"a LoRA of rank {config.lora_rank}"
-    size = f"{config.height}x{config.width}, {config.dtype}"
+        return ModelCheck("plan", str(error), math.nan)
+    what = "all weights" if policy.tuning == "full" else f"a LoRA of rank {policy.lora_rank}"
+    size = f"{policy.height}x{policy.width}, {policy.dtype}"
     return ModelCheck("plan", f"training {what} at {size} needs {in_bytes(plan.memory.needed)} (`g2rpo plan` counts a run)")

@@ -36,7 +36,6 @@ from g2rpo.evaluation.heldout import (
     compare_right,
     evaluation_of_all,
     least_scores,
-    load_evaluation,
     load_tensors,
     right_in_words,
     save_evaluation,
@@ -52,6 +51,7 @@ from g2rpo.monitor.image_statistics import spread as spread_of
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, chosen, save_inputs, save_pictures, save_rows, score_rows
 from g2rpo.rollout.guidance import guidance_of, guided_by_hand
+from g2rpo.run.base import read_base
 from g2rpo.run.run import Run
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
@@ -218,8 +218,7 @@ class Evaluator:
     def base(self) -> Evaluation | None:
         """The base model's evaluation, of this process or read from the run directory; None if there is none."""
         if self.baseline is None and self.run.folder is not None:
-            stored = load_evaluation(self.run.baseline, self.heldout)
-            self.baseline = stored if self.shards.world.is_main else replace(stored, images=stored.images[:0].clone())
+            self.baseline = read_base(self.run.baseline, self.heldout, list(self.judged_by), self.shards.world)
         return self.baseline
 
     def finish(

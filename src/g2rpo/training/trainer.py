@@ -20,6 +20,7 @@ from g2rpo.evaluation.work import plans_in, work_in_pictures
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.rollout.engine import Noise
+from g2rpo.run.base import SharedBase
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import WHOLE, Replicated
@@ -72,6 +73,7 @@ class Trainer:
         self.stopping = False
         self.rolled_back_from: int | None = None
         self.final: Evaluation | None = None  # of the weights as they are
+        self.shared_base: SharedBase | None = None
         self.run = Run(self.run_dir, self.world, self.notify)
         check_groups(c.algorithm, {**self.rewards, **self.judges}, c.policy.tuning, c.trainer.sharding)
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
@@ -239,7 +241,7 @@ class Trainer:
     def evaluate(self) -> Row:
         """Evaluates the (averaged) weights on held-out prompts; returns the row for the log."""
         watch = Stopwatch()
-        evaluation = self.final = self.score_heldout()
+        evaluation = self.final = self.score_heldout() if self.iteration else self._score_base()
         if self.iteration == 0:
             self.early_stop.check_base(evaluation.scores)
         spread = self.evaluator.spread(self.iteration, self._leave_if_asked)
@@ -249,6 +251,13 @@ class Trainer:
         row = self.evaluator.row(self.iteration, evaluation, spread)
         row["seconds"] = watch.seconds["evaluation"]
         return self._heard(row, evaluation)
+
+    def _score_base(self) -> Evaluation:
+        """The base's evaluation, of another run if there is one; not where a reward has a state, which may count its calls."""
+        judged_by = self.evaluator.judged_by
+        if self.shared_base is None or stateful(judged_by):
+            return self.score_heldout()
+        return self.shared_base.evaluation(self.heldout, list(judged_by), self.score_heldout)
 
     def score_heldout(self) -> Evaluation:
         """Held-out pictures of the (averaged) weights with all scores. On a single rank, raises `Preempted` if `stopping` is

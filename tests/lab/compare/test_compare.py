@@ -185,6 +185,10 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
         assert config.trainer.iterations == spent["iterations"] == iterations_within(config, budget)
         assert spent["evaluations"] == sum(work(config, iteration) for iteration in range(config.trainer.iterations)) <= budget
 
+    (base,) = (out / "bases").iterdir()  # one for both cells
+    stored = [(run / "baseline.safetensors").read_bytes() for run in (base, cut, out / "runs/mix/seed_42")]
+    assert len(set(stored)) == 1
+
     base, tuned = (
         [json.loads(row) for row in (out / "judged" / side / "pictures.jsonl").open()] for side in ("base", "mix/seed_42")
     )

@@ -2,6 +2,7 @@
 
 OUT/study.yaml                      what is compared
 OUT/runs/CELL/seed_S/               the runs; with `--find-rate` the first of each cell has the pilots
+OUT/bases/                          the base's evaluations, which the runs share
 OUT/judged/base/, .../CELL/seed_S/  with `--steps`: evaluations of the base and of the runs' weights
 OUT/judged/controls/                with `--controls`: of free knobs of the base
 OUT/results.json, results.md, curves.png
@@ -109,7 +110,7 @@ class _Work:
     def train(self) -> dict[Job, int]:
         """Trains what is missing; the exit codes of what failed."""
         if not self.study.find_rate:
-            return self.workers.run(self._training(cell, seed) for seed in self.seeds for cell in self.configs)
+            return self.workers.run(self._training(cell, seed) for cell in self.configs for seed in self.seeds)
         first, *others = self.seeds
         failed = self.workers.run(self._training(cell, first, "--find-rate") for cell in self.configs)
         found = [cell for cell in self.configs if finished(self.folder.run(cell, first))]
@@ -153,7 +154,7 @@ class _Work:
 
     def _training(self, cell: str, seed: int, *options: str) -> Job | None:
         own = run_overrides(self.configs[cell], seed, self.iterations[cell])
-        overrides = [*self.study.overrides_of(cell), *own, *options]
+        overrides = [*self.study.overrides_of(cell), *own, *options, "--bases", str(self.folder.bases)]
         return training_job(f"{cell}, seed {seed}", self.study.recipe, overrides, self.folder.run(cell, seed))
 
 
