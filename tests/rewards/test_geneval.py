@@ -192,12 +192,13 @@ CAT = {"class": "cat", "count": 1}
 @pytest.mark.parametrize(
     ("include", "fact"),
     [
-        ("cat", "list of objects"),
-        ([{"count": 1}], "class and a count"),
-        ([{**CAT, "count": 0}], "class and a count"),
-        ([{**CAT, "color": "teal"}], "color"),
-        ([{**CAT, "position": ["left of", 0]}], "earlier clause"),
-        ([CAT, {"class": "dog", "count": 1, "position": ["near", 0]}], "position should be"),
+        ("cat", "include: Input should be a valid array"),
+        ([{"count": 1}], "include.0.class: Field required"),
+        ([{**CAT, "count": 0}], "include.0.count: .*greater than or equal to 1, got 0"),
+        ([{**CAT, "count": "2"}], "include.0.count: .*valid integer"),
+        ([{**CAT, "color": "teal"}], "include.0.color: .*'red', 'orange'.*got 'teal'"),
+        ([{**CAT, "position": ["left of", 0]}], "include.0.position: 0 is not the number of an earlier clause"),
+        ([CAT, {"class": "dog", "count": 1, "position": ["near", 0]}], "include.1.position.0: .*'left of'"),
     ],
 )
 def test_malformed_metadata_are_named(include, fact):

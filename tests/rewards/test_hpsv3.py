@@ -82,12 +82,12 @@ def test_tokens_and_patches_are_upstreams(judge):
     name, make = judge
     reward, recorded = make(), oracle(name)
     square = recorded["cases"][0]["grid"]
-    ids, mask = reward.qwen.chats(reward.instruction, PROMPTS, square[1] * square[2] // 4)
+    ids, mask = reward.chats(PROMPTS, square[1] * square[2] // 4)
     theirs = torch.tensor(recorded["token_ids"])
     assert torch.equal(ids.where(mask, -1), theirs.where(mask, -1))
-    assert mask.sum(1).tolist() == (theirs != reward.qwen.tokenizer.pad_token_id).sum(1).tolist()
+    assert mask.sum(1).tolist() == (theirs != reward.tokenizer.pad_token_id).sum(1).tolist()
     for case in recorded["cases"]:
-        patches, grid = reward.qwen.patches(reward._pixels(picture_of(case["image"]))[:, None].expand(-1, 2, -1, -1, -1))
+        patches, grid = reward.patches(reward._pixels(picture_of(case["image"]))[:, None].expand(-1, 2, -1, -1, -1))
         assert grid.tolist() == [case["grid"]]
         torch.testing.assert_close(patches[::97, ::131].flatten(), torch.tensor(case["patches"]), atol=2e-6, rtol=0)
 

@@ -66,8 +66,8 @@ def test_patches_and_frames_are_upstreams(options, monkeypatch):
         assert [len(frames_seen(length, float(fps), 2.0)) for length in range(2, 130)] == counts
     assert frames_seen(9, 16, 2.0) == [0, 3, 5, 8]
     reward = VideoAlign(**options, dtype="float32")
-    made, patches = [], reward.qwen.patches
-    monkeypatch.setattr(reward.qwen, "patches", lambda x: made.append(patches(x)) or made[-1])
+    made, patches = [], reward.patches
+    monkeypatch.setattr(reward, "patches", lambda x: made.append(patches(x)) or made[-1])
     for case in RECORDED["cases"]:
         made.clear()
         scores(reward, case["clip"])

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil, to_tensor
-from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
+from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.plugins import is_code, load
 from g2rpo.core.types import CallableReward, Scorer
-from g2rpo.rewards.pixels import PictureReward
+from g2rpo.rewards.pixels import EditReward, PictureReward
 
 
 class JPEGSize(PictureReward):
@@ -62,27 +62,18 @@ class Saturation(_Mean):
         return self.sign * ((high - low) / high.clamp(min=1)).flatten(1).mean(dim=1)
 
 
-class Similarity(PictureReward):
+class Similarity(EditReward):
     """How much of a prompt's first input picture is kept: 1 - mean |difference| over pixels and channels in [0, 1].
 
     The input picture is brought to the size of the picture. A prompt without one has no score, NaN.
     """
 
-    wants = INPUT
-    target = staticmethod(images_of)
-
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
-        inputs = {prompt: _fitted(prompt, images.shape[3], images.shape[2]) for prompt in dict.fromkeys(prompts)}
-        pairs = [(image.float().cpu(), inputs[prompt]) for image, prompt in zip(images, prompts, strict=True)]
-        return torch.tensor([torch.nan if own is None else 1 - float((image - own).abs().mean()) / 255 for image, own in pairs])
-
-
-def _fitted(prompt: str, width: int, height: int) -> Tensor | None:
-    """The prompt's first input picture [3, height, width], 0 to 255."""
-    pictures = read_inputs(prompt)
-    if not pictures:
-        return None
-    return to_tensor([pictures[0].resize((width, height), Image.Resampling.BICUBIC)])[0].float()
+        size = (images.shape[3], images.shape[2])
+        inputs = {one: read_inputs(one)[0].resize(size, Image.Resampling.BICUBIC) for one in dict.fromkeys(prompts)}
+        kept = to_tensor([inputs[prompt] for prompt in prompts]).float()
+        changes = [float((image - own).abs().mean()) for image, own in zip(images.float().cpu(), kept, strict=True)]
+        return torch.tensor([1 - change / 255 for change in changes])
 
 
 def load_function(target: str) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from g2rpo.core.errors import did_you_mean
 from g2rpo.rewards.remote import encode_png
 from g2rpo.rewards.transport import Client, Endpoint, NoAnswer, without_token
-from g2rpo.rewards.weights import check_config, fetch, parse_dtype
+from g2rpo.rewards.weights import check_config, fetch, parse_dtype, pretrained
 
 MOST_LIKELY = 20
 """The number of most likely tokens requested: the largest that OpenAI, and vLLM by default, allow."""
@@ -152,19 +152,15 @@ class LoadedModel:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         fetch(path, "config.json")  # says what is wrong with a path
-        check_config(path)
+        check_config(path)  # before the processor is made
         self.processor = AutoProcessor.from_pretrained(path)
         if getattr(self.processor, "image_processor", None) is None or self.processor.chat_template is None:
             raise ValueError(
                 f"{path} is no vision-language model that chats: its processor has no pictures or no chat template"
             )
         self.processor.tokenizer.padding_side = "left"  # answers are at the right
-        model, report = AutoModelForImageTextToText.from_pretrained(
-            path, dtype=parse_dtype(dtype), use_safetensors=True, output_loading_info=True
-        )
-        if report["missing_keys"]:
-            raise ValueError(f"{path} lacks weights, such as {sorted(report['missing_keys'])[0]}")
-        self.model, self.max_tokens = model.to(device).requires_grad_(False).eval(), max_tokens
+        model = pretrained(AutoModelForImageTextToText, path, dtype=parse_dtype(dtype), use_safetensors=True)
+        self.model, self.max_tokens = model.to(device), max_tokens
         vocabulary = torch.arange(self.model.get_output_embeddings().weight.shape[0])
         tokens = [token.strip().lower() for token in self.processor.tokenizer.batch_decode(vocabulary[:, None])]
         self.places = [[place for place, token in enumerate(tokens) if token == word] for word in words or ()]

@@ -18,7 +18,7 @@ from g2rpo.core.files import local
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.open_clip import PUBLISHED_CLIPS, clean_prompt, clip_config, clip_state, preprocess_from
 from g2rpo.rewards.pixels import Preprocess
-from g2rpo.rewards.weights import MissingFile, build_module, check_config, fetch, parse_dtype, read_state_dict
+from g2rpo.rewards.weights import MissingFile, build_module, check_config, fetch, parse_dtype, pretrained, read_state_dict
 
 TEXT_CACHE_SIZE = 1024
 _TRANSFORMERS_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -69,6 +69,10 @@ class ClipEncoder:
         while len(self._cache) > TEXT_CACHE_SIZE:
             self._cache.popitem(last=False)
         return rows
+
+    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+        """As `taste.PictureEncoder`; without a tokenizer, those of pictures alone."""
+        return self.image_features(255 * images), None if self.tokenizer is None else self.text_features(prompts)
 
     def crop_as_torchvision(self) -> None:
         """An odd number of pixels is cut as torchvision does it, whatever the checkpoint's files say."""
@@ -135,11 +139,7 @@ def _transformers_clip(path: str | Path) -> tuple[Any, Callable[[], Preprocess]]
     """Model and preprocessing of transformers' files."""
     from transformers import CLIPModel
 
-    check_config(path)
-    model, report = CLIPModel.from_pretrained(path, output_loading_info=True)
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{path} is not a complete CLIP: {len(missing)} tensors are missing, such as {missing[:3]}")
-    return model, lambda: _transformers_preprocess(path)
+    return pretrained(CLIPModel, path), lambda: _transformers_preprocess(path)
 
 
 def clip_model(path: str | Path) -> RewardModel | None:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.core.files import is_hub_id
 from g2rpo.core.images import to_tensor, to_uint8
-from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
+from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.types import Reward, RewardModel
-from g2rpo.rewards.pixels import PictureReward, Preprocess
-from g2rpo.rewards.weights import check_config, parse_dtype
+from g2rpo.rewards.pixels import EditReward, Preprocess
+from g2rpo.rewards.weights import config_in, parse_dtype, pretrained
 
 BASE = "facebook/dinov2-base"
 FILES = ("config.json",)
@@ -29,11 +28,10 @@ class Dino:
     def __init__(self, path: str | Path, *, size: int = 224, device: str = "cpu", dtype: str = "float32") -> None:
         from transformers import AutoModel
 
-        check_config(path)
-        model, report = AutoModel.from_pretrained(str(path), output_loading_info=True)
-        if model.config.model_type not in DINO_KINDS or report["missing_keys"]:
-            raise ValueError(f"{path} is no complete DINOv2 (model_type {model.config.model_type!r})")
-        self.model = model.to(device=device, dtype=parse_dtype(dtype)).requires_grad_(False).eval()
+        model = pretrained(AutoModel, path)
+        if model.config.model_type not in DINO_KINDS:
+            raise ValueError(f"{path} is no DINOv2 (model_type {model.config.model_type!r})")
+        self.model = model.to(device=device, dtype=parse_dtype(dtype))
         self.device, self.size = torch.device(device), size_of_dino(model.config, size)
         self.preprocess = Preprocess(resize=self.size, crop=self.size, mode="squash", mean=IMAGENET_MEAN, std=IMAGENET_STD)
 
@@ -46,6 +44,10 @@ class Dino:
         picture, patches = torch.nn.functional.normalize(states, dim=-1).split([first, states.shape[1] - first], 1)
         return picture[:, 0], patches
 
+    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, None]:
+        """As `taste.PictureEncoder`."""
+        return self(to_uint8(images))[0], None
+
 
 def size_of_dino(config: Any, size: int) -> int:
     """The largest multiple of the patch size that is at most `size`; ValueError if there is none."""
@@ -56,21 +58,16 @@ def size_of_dino(config: Any, size: int) -> int:
 
 def dino_model(options: Mapping[str, Any]) -> RewardModel | None:
     """The model of a reward with the options `path` and `size`; None for a repository that is not known."""
-    from transformers import AutoConfig, AutoModel, Dinov2Config
+    from transformers import AutoModel, Dinov2Config
 
-    path = options["path"]
-    if is_hub_id(str(path)):
-        config = Dinov2Config(image_size=518) if path == BASE else None
-    else:
-        check_config(path)
-        config = AutoConfig.from_pretrained(str(path))
+    config = Dinov2Config(image_size=518) if options["path"] == BASE else config_in(options["path"])
     if config is None:
         return None
     model, size = AutoModel.from_config(config), size_of_dino(config, options["size"])
     return RewardModel([model], lambda: model(pixel_values=torch.empty(1, 3, size, size)))
 
 
-class DinoSimilarity(PictureReward):
+class DinoSimilarity(EditReward):
     """How much of its first input picture a picture keeps: the mean cosine of their patches at the same places, over the
     `share` of patches with the highest, so that it may change elsewhere. 1 for an unchanged picture; it ignores the
     instruction, so combine it with a reward for the edit.
@@ -80,9 +77,6 @@ class DinoSimilarity(PictureReward):
     """
 
     files = {"path": FILES}
-    wants = INPUT
-    target = staticmethod(images_of)
-    missing = "the prompt has no input picture"
 
     def __init__(
         self,
@@ -104,14 +98,9 @@ class DinoSimilarity(PictureReward):
         return dino_model(options)
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
-        before = {one: self.dino(to_tensor([read_inputs(one)[0]]))[1] for one in dict.fromkeys(prompts) if images_of(one)}
-        kept = [prompt in before for prompt in prompts]
-        scores = torch.full((len(prompts),), torch.nan)
-        if any(kept):
-            inputs = torch.cat([before[prompt] for prompt in prompts if prompt in before])
-            agreement = (self.dino(images[kept])[1] * inputs).sum(-1)
-            scores[kept] = agreement.topk(math.ceil(self.share * agreement.shape[1])).values.mean(1).cpu()
-        return scores
+        before = {one: self.dino(to_tensor([read_inputs(one)[0]]))[1] for one in dict.fromkeys(prompts)}
+        agreement = (self.dino(images)[1] * torch.cat([before[prompt] for prompt in prompts])).sum(-1)
+        return agreement.topk(math.ceil(self.share * agreement.shape[1])).values.mean(1)
 
 
 class ClipConsistency(Reward):

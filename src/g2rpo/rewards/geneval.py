@@ -18,7 +18,7 @@ from g2rpo.core.types import Prompt, RewardModel
 from g2rpo.rewards.clip_encoder import ClipEncoder, clip_model, load_clip
 from g2rpo.rewards.geneval_scoring import COLOUR_WORDS, Detection, FoundObject, Task, by_class, is_correct, partial_score
 from g2rpo.rewards.pixels import TargetReward
-from g2rpo.rewards.weights import CLIP_FILES, check_config, parse_dtype
+from g2rpo.rewards.weights import CLIP_FILES, check_config, parse_dtype, pretrained
 
 Detector = Callable[[Tensor], Sequence[Sequence[Detection]]]
 """uint8 pictures [B, 3, H, W] -> the objects in each. With an attribute `labels`, the classes, others are refused."""
@@ -156,12 +156,9 @@ class TransformersDetector:
         from transformers import AutoConfig, AutoImageProcessor
 
         check_config(path)
-        kind = _kind(path, AutoConfig.from_pretrained(path))
-        model, report = kind.from_pretrained(path, output_loading_info=True)
-        if report["missing_keys"]:
-            raise ValueError(f"{path} is not complete: it lacks {sorted(report['missing_keys'])[:3]}")
+        model = pretrained(_kind(path, AutoConfig.from_pretrained(path)), path)
         self.device, self.dtype, self.least = torch.device(device), parse_dtype(dtype), least
-        self.model = model.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
+        self.model = model.to(device=self.device, dtype=self.dtype)
         self.processor: Any = AutoImageProcessor.from_pretrained(path)
         self.names = self.model.config.id2label
         self.labels = frozenset(self.names.values())

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-COLOUR_WORDS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
-RELATION_WORDS = ("left of", "right of", "above", "below")
+from g2rpo.core.plain import as_json, parse_as
+
+ColourWord = Literal["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
+RelationWord = Literal["left of", "right of", "above", "below"]
+COLOUR_WORDS: tuple[str, ...] = get_args(ColourWord)
 MOST_OBJECTS = 16
 """The most confident objects of a class that are considered."""
 FREE_SHARE = 0.1
@@ -34,62 +38,49 @@ NameColours = Callable[[str, Sequence[Detection]], list[str]]
 """The colours of objects of one class."""
 
 
-@dataclass(frozen=True)
-class Clause:
+class Clause(BaseModel):
     """A requirement on a picture: the count of objects of a class, their colour, and their position relative to an earlier
     clause's."""
 
-    label: str
-    count: int
-    colour: str | None = None
-    position: tuple[str, int] | None = None
+    model_config = ConfigDict(frozen=True)
+
+    label: str = Field(alias="class")
+    count: Annotated[int, Field(ge=1)]
+    colour: ColourWord | None = Field(None, alias="color")
+    position: tuple[RelationWord, Annotated[int, Field(ge=0)]] | None = None
 
 
-@dataclass(frozen=True)
-class Task:
-    """GenEval's metadata of a prompt."""
+class Task(BaseModel):
+    """GenEval's metadata of a prompt; other fields are ignored."""
 
-    include: tuple[Clause, ...]
-    exclude: tuple[Clause, ...] = ()
-    counting: bool = False
+    model_config = ConfigDict(frozen=True)
+
+    include: Annotated[list[Clause], Field(min_length=1)]
+    exclude: list[Clause] = []
+    tag: Any = None
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Task | None:
         """The task of a prompt's metadata, None if it has no `include`; ValueError says what is wrong with it."""
         if not metadata.get("include"):
             return None
-        include = tuple(_clause(entry, index) for index, entry in enumerate(_list(metadata, "include")))
-        exclude = tuple(_clause(entry, 0) for entry in _list(metadata, "exclude"))
-        return cls(include, exclude, metadata.get("tag") == "counting")
+        named = {"include": metadata["include"], "exclude": metadata.get("exclude") or [], "tag": metadata.get("tag")}
+        return parse_as(cls, as_json(named))
+
+    @model_validator(mode="after")
+    def _positions_are_of_earlier_clauses(self) -> Task:
+        for index, clause in enumerate(self.include):
+            if clause.position is not None and clause.position[1] >= index:
+                raise ValueError(f"include.{index}.position: {clause.position[1]} is not the number of an earlier clause")
+        return self
+
+    @property
+    def counting(self) -> bool:
+        return bool(self.tag == "counting")
 
     @property
     def labels(self) -> set[str]:
         return {clause.label for clause in (*self.include, *self.exclude)}
-
-
-def _list(metadata: Mapping[str, Any], name: str) -> list[Any]:
-    entries = metadata.get(name) or []
-    if not isinstance(entries, list | tuple) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise ValueError(f"{name} should be a list of objects such as {{'class': 'cat', 'count': 2}}, is {entries!r:.80}")
-    return list(entries)
-
-
-def _clause(entry: Mapping[str, Any], index: int) -> Clause:
-    label, count, colour, position = (entry.get(name) for name in ("class", "count", "color", "position"))
-    if not isinstance(label, str) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"a clause needs a class and a count of at least 1, is {dict(entry)!r:.80}")
-    if colour is not None and colour not in COLOUR_WORDS:
-        raise ValueError(f"color should be one of {', '.join(COLOUR_WORDS)}, is {colour!r}")
-    if position is None:
-        return Clause(label, count, colour)
-    if not (
-        isinstance(position, list | tuple)
-        and len(position) == 2
-        and position[0] in RELATION_WORDS
-        and position[1] in range(index)
-    ):
-        raise ValueError(f"position should be [relation, number of an earlier clause], is {position!r:.80}")
-    return Clause(label, count, colour, (position[0], position[1]))
 
 
 def by_class(detections: Sequence[Detection], threshold: float) -> FoundObject:
@@ -157,7 +148,7 @@ def _stands(objects: Sequence[Detection], position: tuple[str, int], matched: Se
 
 
 def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
-    """The position of box `a` relative to box `b`: none, one or two of `RELATION_WORDS`.
+    """The position of box `a` relative to box `b`: none, one or two of `RelationWord`.
 
     The offset of the centres is shortened by a tenth of the sizes; a direction counts if it is more than half of the offset.
     """

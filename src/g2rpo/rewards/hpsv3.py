@@ -78,7 +78,7 @@ class HPSv3(QwenReward):
     @torch.no_grad()
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         frames = self._pixels(images)[:, None].expand(-1, 2, -1, -1, -1)
-        return self._score(self.qwen(frames, self.instruction, prompts)[:, 0])
+        return self._score(self.hidden(frames, prompts)[:, 0])
 
     def _pixels(self, images: Tensor) -> Tensor:
         return normalise(_resized(images))
@@ -126,7 +126,7 @@ class HPSv3PlusPlus(HPSv3):
         self._load(path, instruction, processor, device, dtype)
         if "Text Alignment:**" in self.instruction:
             raise ValueError(f"instruction={instruction} is HPSv3's; that of HPSv3++ has no section on text alignment")
-        self.head["cap_encoder"].to(self.qwen.dtype)  # as upstream
+        self.head["cap_encoder"].to(self.dtype)  # as upstream
 
     @staticmethod
     def _head(width: int, inner: int = 256) -> nn.ModuleDict:

@@ -20,6 +20,7 @@ from torch.nn.functional import interpolate
 
 from g2rpo.core.errors import at_least_one
 from g2rpo.core.images import to_pil, to_tensor, to_uint8
+from g2rpo.core.input_pictures import INPUT, images_of
 from g2rpo.core.types import Reward
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,16 @@ class TargetReward(PictureReward):
             self._warned = True
             log.warning("no score for %d of %d prompts, the first: %s", len(reasons), len(images), reasons[0])
         return scores
+
+
+class EditReward(TargetReward):
+    """A reward for prompts with an input picture; `score_pictures` gets these prompts themselves."""
+
+    wants = INPUT
+
+    @staticmethod
+    def target(prompt: str) -> str | None:
+        return prompt if images_of(prompt) else None
 
 
 def _chunks(rows: Sequence[T], size: int) -> list[list[T]]:

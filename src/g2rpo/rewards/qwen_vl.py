@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,76 +16,6 @@ from g2rpo.rewards.weights import build_module, check_config, fetch, parse_dtype
 
 SYSTEM_PROMPTS = {"qwen2_vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", "qwen3_vl": ""}
 """How the chat templates begin, by the kind of model."""
-
-
-class QwenVL:
-    """Hidden states at special `tokens`, each once in every instruction, of a model of `kind` "qwen2_vl" or "qwen3_vl".
-
-    `processor` is a folder or repository with the model's config and tokenizer. `load` must follow.
-    """
-
-    def __init__(self, kind: str, processor: str, tokens: Sequence[str], *, device: str, dtype: str) -> None:
-        from transformers import AutoConfig, AutoTokenizer
-
-        check_config(processor)
-        self.kind, self.config = kind, AutoConfig.from_pretrained(processor)
-        if self.config.model_type != kind:
-            raise ValueError(f"{processor} has the config of a {self.config.model_type}, not of a {kind}")
-        self.tokenizer = AutoTokenizer.from_pretrained(processor)
-        self.tokenizer.add_tokens(list(tokens), special_tokens=True)
-        self.tokens = torch.tensor(self.tokenizer.convert_tokens_to_ids(list(tokens)))
-        self.config.image_token_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        self.config.text_config.vocab_size, self.config.text_config.use_cache = len(self.tokenizer), False
-        self.device, self.dtype, self.width = torch.device(device), parse_dtype(dtype), self.config.text_config.hidden_size
-        self.patch, self.merge = self.config.vision_config.patch_size, self.config.vision_config.spatial_merge_size
-
-    def load(
-        self, published: Mapping[str, Tensor], state: Mapping[str, Tensor], head: Callable[[], nn.Module], what: str, file: Path
-    ) -> Any:
-        """Takes the weights visual.* and language_model.* of `state`; returns `head`, float32, with all others but those of the
-        output layer. ValueError if they do not fit."""
-        body = {name: value for name, value in state.items() if name.startswith(("visual.", "language_model."))}
-        rest = {name: value for name, value in state.items() if name not in body and name != "lm_head.weight"}
-        make = _classes(self.kind)[1]
-        model = build_module(lambda: _with_frequencies(make(self.config)), body, what, file, published=published)
-        self.model = model.to(device=self.device, dtype=self.dtype)
-        return build_module(head, rest, f"{what}'s head", file, published=published).to(self.device).float()
-
-    def __call__(self, frames: Tensor, instruction: str, prompts: Sequence[str]) -> Tensor:
-        """[B, tokens, width] of normalised `frames` [B, T, 3, H, W], T even: a still picture is two equal frames."""
-        patches, grid = self.patches(frames)
-        ids, mask = (x.to(self.device) for x in self.chats(instruction, prompts, int(grid[0].prod()) // self.merge**2))
-        picture = (ids == self.config.image_token_id).int()
-        # Positions are 0, 1, 2, ... in pictures too: judges on Qwen2-VL were trained so. Qwen3-VL's are rows and columns.
-        positions = torch.arange(ids.shape[1], device=self.device).expand(3, *ids.shape) if self.kind == "qwen2_vl" else None
-        hidden = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            mm_token_type_ids=picture,
-            pixel_values=patches.to(self.device, self.dtype),
-            image_grid_thw=grid.to(self.device),
-        ).last_hidden_state
-        places = (ids[..., None] == self.tokens.to(self.device)).int().argmax(1)
-        return hidden[torch.arange(len(ids), device=self.device)[:, None], places]
-
-    def chats(self, instruction: str, prompts: Sequence[str], picture: int) -> tuple[Tensor, Tensor]:
-        """Token ids [B, longest], padded on the right, and their mask, of chats about one picture of `picture` tokens."""
-        begin = f"{SYSTEM_PROMPTS[self.kind]}<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * picture}<|vision_end|>"
-        texts = [instruction.replace("{text_prompt}", prompt.replace("<|", "< |")) for prompt in prompts]
-        rows = self.tokenizer([f"{begin}{text}<|im_end|>\n<|im_start|>assistant\n" for text in texts])["input_ids"]
-        ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-        lengths = torch.tensor([len(row) for row in rows])
-        return ids, torch.arange(ids.shape[1]) < lengths[:, None]
-
-    def patches(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The vision tower's input: patches [B * T/2 * rows * columns, 3 * 2 * patch * patch], in blocks that it merges, and
-        the grids [B, 3] of (T/2, rows, columns)."""
-        grid = [x.shape[1] // 2, x.shape[3] // self.patch, x.shape[4] // self.patch]
-        m, blocks = self.merge, [side // self.merge for side in grid[1:]]
-        x = x.unflatten(4, (blocks[1], m, self.patch)).unflatten(3, (blocks[0], m, self.patch)).unflatten(1, (grid[0], 2))
-        x = x.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)  # [B, T/2, row block, column block, row, column, 3, 2, patch, patch]
-        return x.reshape(len(x) * math.prod(grid), -1), torch.tensor([grid] * len(x))
 
 
 def trained_instruction(file: Path, names: Sequence[str], tokens: Sequence[str]) -> str:
@@ -109,7 +39,8 @@ def target_size(height: int, width: int, factor: int, least: int, most: int) -> 
 
 
 class QwenReward(PictureReward):
-    """A reward by heads on the hidden states of a Qwen-VL at special tokens; a subclass is a row with a score."""
+    """A reward by heads on the hidden states of a Qwen-VL at special tokens, each once in every instruction; a subclass is a
+    row with a score."""
 
     kind: ClassVar[str] = "qwen2_vl"
     tokens: ClassVar[Sequence[str]]
@@ -130,13 +61,74 @@ class QwenReward(PictureReward):
         raise NotImplementedError
 
     def _load(self, path: str, instruction: str, processor: str, device: str, dtype: str) -> None:
-        """Loads instruction, model and heads; ValueError if a file is not what it should be."""
+        """Loads instruction, tokenizer, model and heads; ValueError if a file is not what it should be. `processor` is a
+        folder or repository with the model's config and tokenizer."""
+        from transformers import AutoConfig, AutoTokenizer
+
         file = fetch(instruction, *self.files["instruction"])
         self.instruction = trained_instruction(file, self.instructions, self.tokens)
-        self.qwen = QwenVL(self.kind, processor, self.tokens, device=device, dtype=dtype)
-        self.device, file = self.qwen.device, fetch(path, *self.files["path"])
+        check_config(processor)
+        config = AutoConfig.from_pretrained(processor)
+        if config.model_type != self.kind:
+            raise ValueError(f"{processor} has the config of a {config.model_type}, not of a {self.kind}")
+        self.tokenizer = AutoTokenizer.from_pretrained(processor)
+        self.tokenizer.add_tokens(list(self.tokens), special_tokens=True)
+        self.token_ids = torch.tensor(self.tokenizer.convert_tokens_to_ids(list(self.tokens)))
+        config.image_token_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        config.text_config.vocab_size, config.text_config.use_cache = len(self.tokenizer), False
+        self.device, self.dtype = torch.device(device), parse_dtype(dtype)
+        self.patch, self.merge = config.vision_config.patch_size, config.vision_config.spatial_merge_size
+        self._load_weights(fetch(path, *self.files["path"]), config)
+
+    def _load_weights(self, file: Path, config: Any) -> None:
+        """The model takes visual.* and language_model.*, and the heads, which stay float32, all others but those of the output
+        layer."""
         published = read_state_dict(file)
-        self.head = self.qwen.load(published, self._state(published), lambda: self._head(self.qwen.width), self.name, file)
+        state = self._state(published)
+        body = {name: value for name, value in state.items() if name.startswith(("visual.", "language_model."))}
+        rest = {name: value for name, value in state.items() if name not in body and name != "lm_head.weight"}
+        make, width = _classes(self.kind)[1], config.text_config.hidden_size
+        model = build_module(lambda: _with_frequencies(make(config)), body, self.name, file, published)
+        self.model = model.to(device=self.device, dtype=self.dtype)
+        head = build_module(lambda: self._head(width), rest, f"{self.name}'s head", file, published)
+        self.head = head.to(self.device).float()
+
+    def hidden(self, frames: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Hidden states [B, tokens, width] of normalised `frames` [B, T, 3, H, W], T even: a still picture is two equal
+        frames."""
+        patches, grid = self.patches(frames)
+        ids, mask = (x.to(self.device) for x in self.chats(prompts, int(grid[0].prod()) // self.merge**2))
+        picture = (ids == self.model.config.image_token_id).int()
+        # Positions are 0, 1, 2, ... in pictures too: judges on Qwen2-VL were trained so. Qwen3-VL's are rows and columns.
+        positions = torch.arange(ids.shape[1], device=self.device).expand(3, *ids.shape) if self.kind == "qwen2_vl" else None
+        hidden = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            mm_token_type_ids=picture,
+            pixel_values=patches.to(self.device, self.dtype),
+            image_grid_thw=grid.to(self.device),
+        ).last_hidden_state
+        places = (ids[..., None] == self.token_ids.to(self.device)).int().argmax(1)
+        return hidden[torch.arange(len(ids), device=self.device)[:, None], places]
+
+    def chats(self, prompts: Sequence[str], picture: int) -> tuple[Tensor, Tensor]:
+        """Token ids [B, longest], padded on the right, and their mask, of chats about one picture of `picture` tokens."""
+        begin = f"{SYSTEM_PROMPTS[self.kind]}<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * picture}<|vision_end|>"
+        texts = [self.instruction.replace("{text_prompt}", prompt.replace("<|", "< |")) for prompt in prompts]
+        rows = self.tokenizer([f"{begin}{text}<|im_end|>\n<|im_start|>assistant\n" for text in texts])["input_ids"]
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        lengths = torch.tensor([len(row) for row in rows])
+        return ids, torch.arange(ids.shape[1]) < lengths[:, None]
+
+    def patches(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The vision tower's input: patches [B * T/2 * rows * columns, 3 * 2 * patch * patch], in blocks that it merges, and
+        the grids [B, 3] of (T/2, rows, columns)."""
+        grid = [x.shape[1] // 2, x.shape[3] // self.patch, x.shape[4] // self.patch]
+        m, blocks = self.merge, [side // self.merge for side in grid[1:]]
+        x = x.unflatten(4, (blocks[1], m, self.patch)).unflatten(3, (blocks[0], m, self.patch)).unflatten(1, (grid[0], 2))
+        x = x.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)  # [B, T/2, row block, column block, row, column, 3, 2, patch, patch]
+        return x.reshape(len(x) * math.prod(grid), -1), torch.tensor([grid] * len(x))
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:

@@ -6,7 +6,6 @@ As the discriminator of Adv-GRPO (Mao et al. 2025, arXiv 2511.20256), with the h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError, at_least_one
 from g2rpo.core.files import local
-from g2rpo.core.images import to_tensor, to_uint8
+from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import check_pictures, open_picture
 from g2rpo.core.plain import read_as
 from g2rpo.core.types import Reward, RewardModel
@@ -141,22 +140,10 @@ def _is_dino(path: str) -> bool:
     return config.name == "config.json" and read_as(dict[str, Any], config).get("model_type") in DINO_KINDS
 
 
-class _Pictures(PictureEncoder):
-    """An encoder of pictures alone."""
-
-    def __init__(self, encode: Any) -> None:
-        self.encode = encode
-
-    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, None]:
-        return self.encode(images), None
-
-
-def _encoder(path: str | Path, device: str, dtype: str) -> PictureEncoder:
-    if _is_dino(str(path)):
-        dino = Dino(path, device=device, dtype=dtype)
-        return _Pictures(lambda images: dino(to_uint8(images))[0])
-    clip = load_clip(path, device=device, dtype=dtype, text=False)
-    return _Pictures(lambda images: clip.image_features(to_uint8(images)))
+def _encoder(path: str, device: str, dtype: str) -> PictureEncoder:
+    if _is_dino(path):
+        return Dino(path, device=device, dtype=dtype)
+    return load_clip(path, device=device, dtype=dtype, text=False)
 
 
 def _nearest(run: Mapping[str, Tensor], folder: Mapping[str, Tensor]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -135,15 +135,12 @@ class Head:
     @property
     def state(self) -> dict[str, Any]:
         """Plain data and tensors, for a checkpoint."""
-        a = self.agreement
-        fitted = {"block": self.block, "direction": self.direction, "offset": self.offset}
-        return {**fitted, "agreement": [a.mean, a.low, a.high, a.count]}
+        return asdict(self)
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Head:
         """The head with this `state`."""
-        mean, low, high, count = state["agreement"]
-        return cls(state["block"], state["direction"], state["offset"], Interval(mean, low, high, int(count)))
+        return cls(**{**state, "agreement": Interval(**state["agreement"])})
 
 
 def fit(choices: Sequence[Choice]) -> Head | None:
@@ -230,21 +227,24 @@ class _Block:
 
     def likelihood(self, theta: Floats, groups: Sequence[int]) -> float:
         """The log-likelihood of the choices in `groups`."""
-        return _likelihood(theta, *self._events(groups))
+        return _explained(theta, *self._events(groups))[2]
 
     def fit(self, groups: Sequence[int], variance: float) -> Floats:
         """The theta of a posterior mode, by Newton's method with the curvature of the choices without slips, which is positive,
         and halved steps."""
         z, allowed = self._events(groups)
         rows, theta = z.reshape(-1, z.shape[2]), np.zeros(z.shape[2])
-        best = _likelihood(theta, z, allowed)
+        p, meant, best = _explained(theta, z, allowed)
         for _ in range(50):
-            p, meant = _probabilities(theta, z, allowed)
             mean = (p[:, None] @ z)[:, 0]
             gradient = meant @ (z[:, 0] - mean) - theta / variance
             curvature = (rows * (meant[:, None] * p).reshape(-1, 1)).T @ rows - (meant[:, None] * mean).T @ mean
             step = np.linalg.solve(curvature + np.eye(len(theta)) / variance, gradient)
-            while (now := _likelihood(theta + step, z, allowed) - ((theta + step) ** 2).sum() / (2 * variance)) < best:
+            while True:
+                p, meant, likelihood = _explained(theta + step, z, allowed)
+                now = likelihood - ((theta + step) ** 2).sum() / (2 * variance)
+                if now >= best:
+                    break
                 step /= 2
                 if np.abs(step).max() < 1e-9:
                     return theta
@@ -264,20 +264,13 @@ def agreement_of(utilities: Floats, liked: Sequence[int]) -> float:
     return float(np.mean((chosen > others) + 0.5 * (chosen == others)))
 
 
-def _probabilities(theta: Floats, z: Floats, allowed: Floats) -> tuple[Floats, Floats]:
-    """The probabilities [E, G] of choices that are meant, and the probability [E] that the first member, which was chosen, was
-    meant and no slip."""
+def _explained(theta: Floats, z: Floats, allowed: Floats) -> tuple[Floats, Floats, float]:
+    """Of choices of the first of each row of members: the probabilities [E, G] of choices that are meant; the probability [E]
+    that this one was meant and no slip; and the log-likelihood of them all."""
     utilities = z @ theta + allowed
     p = np.exp(utilities - np.logaddexp.reduce(utilities, axis=1)[:, None])
-    chosen = (1 - SLIPS) * p[:, 0]
-    return p, chosen / (chosen + SLIPS / np.isfinite(allowed).sum(1))
-
-
-def _likelihood(theta: Floats, z: Floats, allowed: Floats) -> float:
-    """The log-likelihood of the choices."""
-    utilities = z @ theta + allowed
-    p = np.exp(utilities[:, 0] - np.logaddexp.reduce(utilities, axis=1))
-    return float(np.log((1 - SLIPS) * p + SLIPS / np.isfinite(allowed).sum(1)).sum())
+    meant, slipped = (1 - SLIPS) * p[:, 0], SLIPS / np.isfinite(allowed).sum(1)
+    return p, meant / (meant + slipped), float(np.log(meant + slipped).sum())
 
 
 class Clicks(Reward):

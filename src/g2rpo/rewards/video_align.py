@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BaseModel, Field, FiniteFloat
 from torch import Tensor, nn
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_hub_id
-from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.plain import read_as
 from g2rpo.rewards.dino import clips
 from g2rpo.rewards.pixels import normalise
 from g2rpo.rewards.qwen_vl import QwenReward, target_size
@@ -64,7 +64,12 @@ class VideoAlign(QwenReward):
     ) -> None:
         self.chosen = [QUALITIES.index(score)] if score in QUALITIES else [0, 1, 2]
         self.fps, self.batch_size = fps, batch_size
-        self.seen, self.most_pixels, self.scale, (self.mean, self.std) = settings_of(path)
+        settings = settings_of(path)
+        frames, lora, scales = settings.data_config, settings.peft_lora_config, settings.inference_config
+        self.seen, self.most_pixels, self.scale = frames.fps, frames.max_frame_pixels, lora.lora_alpha / lora.lora_r
+        self.mean, self.std = (
+            torch.tensor([getattr(scales, f"{name}_{part}") for name in QUALITIES]) for part in ("mean", "std")
+        )
         self._load(path, instruction, processor, device, dtype)
 
     @classmethod
@@ -85,7 +90,7 @@ class VideoAlign(QwenReward):
                 continue
             if base and leaf == ".weight":
                 down, up = (published[f"{layer}.lora_{part}.default.weight"].float() for part in "AB")
-                value = (value.float() + self.scale * up @ down).to(self.qwen.dtype)
+                value = (value.float() + self.scale * up @ down).to(self.dtype)
             own = (layer + leaf).removeprefix("base_model.model.")
             state[f"language_{own}" if own.startswith("model.") else own] = value
         return state
@@ -96,22 +101,50 @@ class VideoAlign(QwenReward):
         size = target_size(frames.shape[-2], frames.shape[-1], 28, LEAST_PIXELS, self.most_pixels)
         x = nn.functional.interpolate(frames.flatten(0, 1).float(), size, mode="bicubic", antialias=True)
         x = normalise(x.clamp(0, 255).round().to(torch.uint8)).unflatten(0, frames.shape[:2])
-        scores = self.head["rm_head"](self.qwen(x, self.instruction, prompts).float())[..., 0].cpu()
+        scores = self.head["rm_head"](self.hidden(x, prompts).float())[..., 0].cpu()
         return ((scores - self.mean) / self.std)[:, self.chosen].sum(1)
 
 
-def settings_of(path: str) -> tuple[float, int, float, Tensor]:
-    """Of model_config.json: frames a second, and largest pixels of a frame, that are looked at; the LoRA's alpha / rank; means
-    and standard deviations [2, 3] of the scores. UserError unless it is VideoReward's."""
+class SeenFrames(BaseModel):
+    """How clips are looked at; the published form alone is known."""
+
+    sample_type: Literal["uniform"]
+    prompt_template_type: Literal["detailed_special"]
+    num_frames: None
+    fps: float
+    max_frame_pixels: int
+
+
+class PublishedLoRA(BaseModel):
+    lora_alpha: float
+    lora_r: Annotated[int, Field(ge=1)]
+    use_rslora: Literal[False]
+
+
+class Scales(BaseModel):
+    """Mean and standard deviation of each quality's scores."""
+
+    VQ_mean: FiniteFloat
+    VQ_std: FiniteFloat
+    MQ_mean: FiniteFloat
+    MQ_std: FiniteFloat
+    TA_mean: FiniteFloat
+    TA_std: FiniteFloat
+
+
+class Settings(BaseModel):
+    """What is read of model_config.json."""
+
+    data_config: SeenFrames
+    peft_lora_config: PublishedLoRA
+    inference_config: Scales
+
+
+def settings_of(path: str) -> Settings:
+    """The settings beside VideoReward's weights; UserError if there are none, or others."""
     try:
-        content = parse_json(read_text(fetch(path, SETTINGS_FILE)))
-        data, lora, scores = (content[name] for name in ("data_config", "peft_lora_config", "inference_config"))
-        form = (data["sample_type"], data["prompt_template_type"], data["num_frames"], lora["use_rslora"])
-        if form != ("uniform", "detailed_special", None, False):
-            raise ValueError(f"another form, {form}")
-        norm = torch.tensor([[float(scores[f"{name}_{what}"]) for name in QUALITIES] for what in ("mean", "std")])
-        return float(data["fps"]), int(data["max_frame_pixels"]), lora["lora_alpha"] / lora["lora_r"], norm
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
+        return read_as(Settings, fetch(path, SETTINGS_FILE))
+    except (OSError, UserError) as error:
         raise UserError(f"path: {path} lacks VideoReward's {SETTINGS_FILE}: {error}") from None
 
 

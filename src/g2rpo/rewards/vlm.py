@@ -21,14 +21,13 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.core.errors import at_least_one
-from g2rpo.core.files import is_hub_id
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.asking import Answer, JudgeQuestion, LoadedModel, ServedModel
 from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.transport import Endpoint
-from g2rpo.rewards.weights import check_config, read_instruction
+from g2rpo.rewards.weights import config_in, read_instruction
 
 
 @dataclass(frozen=True)
@@ -246,12 +245,11 @@ class LocalVLMJudge(Judge):
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
         """The model, of a folder; a token costs two operations a weight, of about 1,000 tokens and the answer's."""
-        from transformers import AutoConfig, AutoModelForImageTextToText
+        from transformers import AutoModelForImageTextToText
 
-        if is_hub_id(str(options["path"])):
+        if (config := config_in(options["path"])) is None:
             return None
-        check_config(options["path"])
-        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(str(options["path"])))
+        model = AutoModelForImageTextToText.from_config(config)
         return RewardModel([model], flops=2.0 * model.num_parameters() * (1000 + options["max_tokens"]))
 
 

@@ -37,6 +37,28 @@ def check_config(path: str | Path) -> None:
     refuse_hub_kernels(PreTrainedConfig.get_config_dict(str(path))[0], f"{path}: its config.json")
 
 
+def pretrained(kind: Any, path: str | Path, **more: Any) -> Any:
+    """The model that a class of transformers, `kind`, loads from a folder or repository, frozen and in eval mode.
+
+    Raises ValueError if its weights are incomplete or its config.json could import code, OSError if it is not there.
+    """
+    check_config(path)
+    model, report = kind.from_pretrained(str(path), output_loading_info=True, **more)
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{path} is not complete: {len(missing)} tensors are missing, such as {missing[:3]}")
+    return model.requires_grad_(False).eval()
+
+
+def config_in(path: str | Path) -> Any:
+    """transformers' configuration in a folder; None for a repository, which is not asked."""
+    from transformers import AutoConfig
+
+    if is_hub_id(str(path)):
+        return None
+    check_config(path)
+    return AutoConfig.from_pretrained(str(path))
+
+
 class MissingFile(FileNotFoundError):
     """The folder or repository exists but lacks the file."""
 
@@ -102,15 +124,12 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # torch promises no particular ones for a file that is damaged
         raise ValueError(f"{path} is damaged, or no torch file ({type(error).__name__}: {error})") from error
-    if key is not None and isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-        content = content[key]
-    elif key is not None:
+    state = content.get(key) if key is not None and isinstance(content, Mapping) else content
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        place = "" if key is None else f" under {key!r}"
         names = list(content)[:5] if isinstance(content, Mapping) else type(content).__name__
-        raise ValueError(f"{path} should hold a state dict under {key!r}; it holds {names}")
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        names = list(content)[:5] if isinstance(content, Mapping) else type(content).__name__
-        raise ValueError(f"{path} should hold a state dict (names to tensors); it holds {names}")
-    return dict(content)
+        raise ValueError(f"{path} should hold a state dict (names to tensors){place}; it holds {names}")
+    return dict(state)
 
 
 _MARKS = {
@@ -198,16 +217,12 @@ def _assigned(source: str, name: str, file: Path) -> str:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no Python file ({error})") from None
-    found = [node.value for node in body if isinstance(node, ast.Assign) and _is_named(node.targets, name)]
+    found = [node.value for node in body if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets)]
     if not found:
         raise ValueError(f"{file} assigns nothing to {name}")
     if (text := _string(found[-1])) is None:
         raise ValueError(f"{file}: {name} is no plain string")
     return text
-
-
-def _is_named(targets: list[ast.expr], name: str) -> bool:
-    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 
 def _string(node: ast.expr) -> str | None:
