@@ -136,7 +136,7 @@ def test_a_reward_outside_the_package_is_checked_before_anything_is_loaded(warmt
     refused(r"options\.path: .* has no warmth\.pt; it holds .*warmth\.py", path)
     torch.save({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / "warmth.pt")
     check(load_config("scenes", [f"rewards.warm.kind={warmth}", path]))
-    refused("dtype must be one of float32", path, "rewards.warm.options.dtype=float64")
+    refused(r"options\.dtype: .*'float32', 'float16' or 'bfloat16', got 'float64'", path, "rewards.warm.options.dtype=float64")
     refused("none of 1 prompts has the word red", path, prompts)
     monkeypatch.setattr(plugins.load(warmth), "libraries", ("no_such_library",))
     refused("pip install no_such_library", path)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
+from pydantic import Field
 
 from g2rpo.assembly.components import pick_device
 from g2rpo.config.given import refuse_mention
@@ -16,7 +17,6 @@ from g2rpo.core.capabilities import learner_of
 from g2rpo.core.errors import UserError, did_you_mean, loading
 from g2rpo.core.plain import as_json, parse_as
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
-from g2rpo.rewards.weights import parse_dtype
 
 REWARDS = {  # the only list of built-in rewards: their classes declare everything else
     "hpsv2": "g2rpo.rewards.clip:HPSv2",
@@ -51,6 +51,11 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "word_drawing": "g2rpo.testbed.words.judges:WordDrawing",
     "word_letters": "g2rpo.testbed.words.judges:WordLetters",
 }
+SHARED_OPTIONS: dict[str, Any] = {
+    "dtype": Literal["float32", "float16", "bfloat16"],
+    "batch_size": Annotated[int, Field(ge=1)],
+}
+"""Types of the options that every reward with a model has."""
 
 
 def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dict[str, Reward]:
@@ -86,24 +91,17 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
     for name, entry in table.items():
         refuse_mention(f"rewards.{name}.kind", entry.kind)
         kind = reward_kind(name, entry)
+        types = get_type_hints(kind.__init__, include_extras=True) if entry.kind in REWARDS else {}
+        types |= SHARED_OPTIONS if declared_by(kind) is kind else {}
         known = list(defaults_of(kind))
-        for option in entry.options:
+        for option, value in entry.options.items():
             if option not in known:
                 raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
-        if entry.kind in REWARDS:
-            _check_types(f"rewards.{name}.options", kind, entry.options)
-        if declared_by(kind) is kind:
-            _check_common_options(f"rewards.{name}.options", entry.options)
-
-
-def _check_types(key: str, kind: type[Reward], options: Mapping[str, Any]) -> None:
-    """Refuses options of other types than a class declares."""
-    types = get_type_hints(kind.__init__, include_extras=True)
-    for option, value in options.items():
-        try:
-            parse_as(types[option], as_json(value))
-        except ValueError as error:
-            raise UserError(f"{key}.{option}: {error}") from None
+            try:
+                if option in types:
+                    parse_as(types[option], as_json(value))
+            except ValueError as error:
+                raise UserError(f"rewards.{name}.options.{option}: {error}") from None
 
 
 def check_devices(entries: Mapping[str, RewardConfig]) -> None:
@@ -133,18 +131,6 @@ def check_clips(table: Mapping[str, RewardConfig], policy: PolicyConfig) -> None
                 f"rewards.{name}: {entry.kind} scores clips, and here are pictures; take it out, or set policy.num_frames to "
                 "two or more for a model that makes clips"
             )
-
-
-def _check_common_options(key: str, options: Mapping[str, Any]) -> None:
-    """Refuses wrong values of the options that rewards share."""
-    if "dtype" in options:
-        try:
-            parse_dtype(options["dtype"])
-        except ValueError as error:
-            raise UserError(f"{key}.{error}") from None
-    value = options.get("batch_size")
-    if value is not None and (type(value) is not int or value < 1):
-        raise UserError(f"{key}.batch_size must be a whole number, at least 1, got {value!r:.80}")
 
 
 def reward_kind(name: str, entry: RewardConfig) -> Any:
