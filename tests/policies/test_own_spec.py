@@ -49,7 +49,7 @@ Prx = PipelineSpec(
 PUBLISHED = """
 from dataclasses import replace
 from g2rpo.policies.comfyui import ComfyUI
-from g2rpo.policies.spec import Model
+from g2rpo.policies.published import Model
 
 parts = PARTS
 Published = replace(

@@ -79,7 +79,7 @@ def test_the_table_of_licences_is_the_one_that_commands_use():
         r"^\| (.*?) \| (.*?) \|$", page.partition("| licence of the weights |")[2].partition("\n\n")[0], re.MULTILINE
     )
     table = {model: licence for licence, models in rows for model in models.split(", ")}
-    known = {name: model.licence for spec in SPECS.values() for name, model in spec.models.items()}
+    known = {name: model.licence for spec in SPECS.values() for name, model in spec.known.items()}
     assert table == {name.partition("/")[2]: licence for name, licence in known.items()}
 
 

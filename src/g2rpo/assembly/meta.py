@@ -14,10 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.plain import refuse_hub_kernels
+from g2rpo.policies.published import Part
 
 MODEL_LIBRARIES = ("diffusers", "transformers")
-Part = tuple[str, dict[str, Any]]
-"""A class, as "library:Name", and its config."""
 
 
 class Uninitialised(TorchFunctionMode):

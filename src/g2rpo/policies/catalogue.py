@@ -1,4 +1,4 @@
-"""The pipelines of diffusers that can be trained: one `PipelineSpec` each."""
+"""The pipelines of diffusers that can be trained: one `PipelineSpec` each. `published.json` has the models of each."""
 
 from __future__ import annotations
 
@@ -10,18 +10,8 @@ import torch
 
 from g2rpo.core import plugins
 from g2rpo.policies import comfyui
-from g2rpo.policies.published import parts_of
-from g2rpo.policies.spec import ATTENTION_TARGETS, RARE, Model, PipelineSpec
-
-APACHE = "Apache-2.0"
-FLUX1 = "FLUX.1 [dev] Non-Commercial License"
-FLUX2_LICENCE = "FLUX Non-Commercial License"
-STABILITY = "Stability AI Community License: commercial use is free up to 1 M$ of revenue a year"
-NVIDIA = "NVIDIA License (NSCL v2-custom); Gemma's terms for the text encoder"
-LIGHTRICKS = "LTX-Video Open Weights License: commercial use is free up to 10 M$ of revenue a year"
-QWEN = "Qwen Research License: non-commercial"
-TENCENT = "Tencent Hunyuan Community License: not in the EU, the UK and South Korea"
-KREA = "Krea 2 Community License: commercial use is free up to 50 people"
+from g2rpo.policies.published import Model
+from g2rpo.policies.spec import ATTENTION_TARGETS, RARE, PipelineSpec
 
 NEGATIVE_TOO = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
 
@@ -36,10 +26,6 @@ flux = PipelineSpec(  # arXiv 2506.15742
     own_grid=False,
     unsupported=("detach_negative", "negative_prompt"),
     comfyui=comfyui.FLUX,
-    models={
-        "black-forest-labs/FLUX.1-dev": Model(FLUX1, "flux-1-dev", parts_of("flux1_dev")),
-        "black-forest-labs/FLUX.1-schnell": Model(APACHE, "flux-1-schnell", parts_of("flux1_schnell")),
-    },
 )
 
 kontext = replace(
@@ -50,7 +36,6 @@ kontext = replace(
     fixed={"max_area": lambda o: o.height * o.width},  # else the pipeline would change the size
     own_grid=True,
     unsupported=(*RARE, "negative_prompt"),
-    models={"black-forest-labs/FLUX.1-Kontext-dev": Model(FLUX1, parts=parts_of("flux1_dev"))},
 )
 
 sd3 = PipelineSpec(  # arXiv 2403.03206
@@ -67,11 +52,6 @@ sd3 = PipelineSpec(  # arXiv 2403.03206
     lora_targets=tuple(f"attn.{name}" for name in ATTENTION_TARGETS),  # of diffusers' own script: not SD3.5's image-only attn2
     unsupported=(),
     comfyui=comfyui.SD3,
-    models={
-        "stabilityai/stable-diffusion-3-medium-diffusers": Model(STABILITY, "stable-diffusion-v3-medium"),
-        "stabilityai/stable-diffusion-3.5-medium": Model(STABILITY, "stable-diffusion-v3.5-medium", parts_of("sd35_medium")),
-        "stabilityai/stable-diffusion-3.5-large": Model(STABILITY, "stable-diffusion-v3.5-large", parts_of("sd35_large")),
-    },
 )
 
 flux2 = PipelineSpec(
@@ -86,7 +66,6 @@ flux2 = PipelineSpec(
     lora_targets=(*ATTENTION_TARGETS, "to_qkv_mlp_proj"),
     unsupported=(*RARE, "negative_prompt"),
     comfyui=comfyui.FLUX2_NAMES,
-    models={"black-forest-labs/FLUX.2-dev": Model(FLUX2_LICENCE)},
 )
 
 klein = replace(
@@ -94,12 +73,6 @@ klein = replace(
     pipeline_class="Flux2KleinPipeline",
     unguided=1.0,
     distilled=lambda pipeline: getattr(pipeline.config, "is_distilled", False),
-    models={
-        "black-forest-labs/FLUX.2-klein-base-9B": Model(FLUX2_LICENCE),
-        "black-forest-labs/FLUX.2-klein-9B": Model(FLUX2_LICENCE),
-        "black-forest-labs/FLUX.2-klein-base-4B": Model(APACHE, None, parts_of("flux2_klein_4b"), {"is_distilled": False}),
-        "black-forest-labs/FLUX.2-klein-4B": Model(APACHE),
-    },
 )
 
 qwen_image = PipelineSpec(  # guided velocities have the norm of the prompt's, token by token
@@ -111,10 +84,6 @@ qwen_image = PipelineSpec(  # guided velocities have the norm of the prompt's, t
     guidance=4.0,
     scale="true_cfg_scale",
     comfyui=comfyui.QWEN_IMAGE,
-    models={
-        "Qwen/Qwen-Image": Model(APACHE, "qwen-image", parts_of("qwen_image")),
-        "Qwen/Qwen-Image-2512": Model(APACHE),
-    },
 )
 
 qwen_edit = replace(
@@ -123,7 +92,6 @@ qwen_edit = replace(
     pictured={"image_latents": ("in_channels",)},
     seen=True,
     picture_tokens=1369,
-    models={"Qwen/Qwen-Image-Edit": Model(APACHE, parts=parts_of("qwen_image"))},
 )
 
 qwen_edit_plus = replace(
@@ -132,7 +100,6 @@ qwen_edit_plus = replace(
     most_pictures=3,
     one_row=True,
     picture_tokens=196,
-    models={},
 )
 
 z_image = PipelineSpec(  # v + scale (v - v_negative), so that 0 is without guidance
@@ -145,10 +112,6 @@ z_image = PipelineSpec(  # v + scale (v - v_negative), so that 0 is without guid
     unguided=0.0,
     fixed={"cfg_truncation": None},  # the pipeline would compare a time for all rows with it
     comfyui=comfyui.Z_IMAGE,
-    models={
-        "Tongyi-MAI/Z-Image": Model(APACHE, "z-image", parts_of("z_image")),
-        "Tongyi-MAI/Z-Image-Turbo": Model(APACHE),
-    },
 )
 
 wan = PipelineSpec(  # Wan 2.1, 2.2-A14B with two experts, and 2.2-TI2V-5B, which times every token, and so all rows alike
@@ -162,11 +125,6 @@ wan = PipelineSpec(  # Wan 2.1, 2.2-A14B with two experts, and 2.2-TI2V-5B, whic
     patched=True,
     one_time=lambda pipeline: bool(pipeline.config.expand_timesteps),
     comfyui=comfyui.WAN,
-    models={
-        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Model(APACHE, parts=parts_of("wan21_1.3b")),
-        "Wan-AI/Wan2.1-T2V-14B-Diffusers": Model(APACHE),
-        "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Model(APACHE),
-    },
 )
 
 ltx = PipelineSpec(
@@ -179,7 +137,6 @@ ltx = PipelineSpec(
     frames="vae_temporal_compression_ratio",
     fps=lambda pipeline: 25,  # its default frame_rate
     comfyui=comfyui.LTX,
-    models={"Lightricks/LTX-Video": Model(LIGHTRICKS)},
 )
 
 lumina2 = PipelineSpec(  # guided velocities have the norm of the prompt's, along the last axis
@@ -190,7 +147,6 @@ lumina2 = PipelineSpec(  # guided velocities have the norm of the prompt's, alon
     tokens=256,
     guidance=4.0,
     comfyui=comfyui.LUMINA2,
-    models={"Alpha-VLLM/Lumina-Image-2.0": Model(APACHE)},
 )
 
 chroma = PipelineSpec(  # FLUX.1's architecture with classifier-free guidance and a mask
@@ -204,7 +160,6 @@ chroma = PipelineSpec(  # FLUX.1's architecture with classifier-free guidance an
     guidance=5.0,
     unsupported=(*RARE, "gradient_checkpointing"),  # with which diffusers' single blocks lose the mask
     comfyui=comfyui.CHROMA,
-    models={"lodestones/Chroma1-HD": Model(APACHE)},
 )  # fmt: skip
 
 cogview4 = PipelineSpec(  # embeddings are multiples of 16 tokens, and the network sees times before the shift
@@ -225,7 +180,6 @@ sana = PipelineSpec(  # 32 pixels a latent, linear attention
     tokens=300,
     guidance=4.5,
     fixed={"use_resolution_binning": False},
-    models={"Efficient-Large-Model/Sana_1600M_1024px_diffusers": Model(NVIDIA)},
 )
 
 krea2 = PipelineSpec(  # several layers of the text encoder; v + scale (v - v_negative), so that 0 is without guidance
@@ -237,7 +191,6 @@ krea2 = PipelineSpec(  # several layers of the text encoder; v + scale (v - v_ne
     guidance=4.5,
     unguided=0.0,
     comfyui=comfyui.KREA2,
-    models={"krea/Krea-2-Raw": Model(KREA)},
 )
 
 ovis = PipelineSpec(
@@ -246,7 +199,6 @@ ovis = PipelineSpec(
     widths={"prompt_embeds": ("joint_attention_dim",), "text_ids": (3,)},
     tokens=256,
     guidance=5.0,
-    models={"AIDC-AI/Ovis-Image-7B": Model(APACHE)},
 )
 
 longcat = PipelineSpec(  # guided velocities have at most the norm of the prompt's, token by token
@@ -256,7 +208,6 @@ longcat = PipelineSpec(  # guided velocities have at most the norm of the prompt
     tokens=512,
     guidance=4.5,
     fixed={"enable_prompt_rewrite": False},  # by the text encoder, which would sample other prompts than were given
-    models={"meituan-longcat/LongCat-Image": Model(APACHE)},
 )
 
 qwen_image_21 = PipelineSpec(  # pictures with transparency; 16 pixels a latent, four latents a slot of the text's layout
@@ -270,7 +221,6 @@ qwen_image_21 = PipelineSpec(  # pictures with transparency; 16 pixels a latent,
     scale="true_cfg_scale",
     fixed={"use_kv_cache": False},  # it would be filled in every call, and never read
     grouped=2,
-    models={"Qwen/Qwen-Image-2.1": Model(QWEN)},
 )
 
 hunyuan_video = PipelineSpec(
@@ -286,7 +236,6 @@ hunyuan_video = PipelineSpec(
     fps=lambda pipeline: 24,
     patched=True,
     unsupported=(*RARE, "negative_prompt"),
-    models={"hunyuanvideo-community/HunyuanVideo": Model(TENCENT)},
 )
 
 hunyuan_video_15 = PipelineSpec(
@@ -301,17 +250,12 @@ hunyuan_video_15 = PipelineSpec(
     frames="vae_scale_factor_temporal",
     fps=lambda pipeline: 24,
     patched=True,
-    models={"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Model(TENCENT)},
 )
 
 SPECS: Mapping[str, PipelineSpec] = {
-    spec.pipeline_class: spec
-    for spec in (
-        *(flux, sd3, flux2, klein, qwen_image, z_image, kontext, qwen_edit, qwen_edit_plus, wan, ltx, lumina2, chroma),
-        *(cogview4, sana, krea2, ovis, longcat, qwen_image_21, hunyuan_video, hunyuan_video_15),
-    )
+    value.pipeline_class: value for value in list(vars().values()) if isinstance(value, PipelineSpec)
 }
-"""By the class of the pipeline."""
+"""All of them, by the class of the pipeline."""
 
 
 def find_policy(name: str) -> Any:
@@ -328,7 +272,7 @@ def pipeline_names() -> list[str]:
 def model_of(path: str, kind: str | None = None) -> tuple[PipelineSpec, Model] | None:
     """The published weights with the hub id `path`; None if unknown. `kind` is policy.kind."""
     specs = SPECS.values() if kind is None else [spec_of(kind)]
-    return next(((spec, spec.models[path]) for spec in specs if spec is not None and path in spec.models), None)
+    return next(((spec, spec.known[path]) for spec in specs if spec is not None and path in spec.known), None)
 
 
 def licence_of(path: str, kind: str | None = None) -> str | None:

@@ -17,6 +17,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import images_of
 from g2rpo.policies.comfyui import ComfyUI
 from g2rpo.policies.options import PolicyConfig
+from g2rpo.policies.published import Model, models_of
 from g2rpo.policies.replay import NetworkCall
 
 NEGATIVE = "negative_"
@@ -34,18 +35,6 @@ Widths = Mapping[str, tuple[int | str, ...]]
 """Shapes by name; a string is an entry of the transformer's config."""
 Of = Callable[[Any], Any]
 """A value that depends on the pipeline."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """Published weights: their licence as model card and makers said in 2026, the name of their architecture in ModelSpec
-    headers, and the parts that sizes depend on ("library:Class" and its config), so that a plan needs no download."""
-
-    licence: str
-    architecture: str | None = None
-    parts: Mapping[str, tuple[str, dict[str, Any]]] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the pipeline's index that are no parts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,7 +115,12 @@ class PipelineSpec:
     comfyui: ComfyUI | None = None
     """ComfyUI's names of the transformer's modules; None: no such model is known."""
     models: Mapping[str, Model] = field(default_factory=dict)
-    """Published weights, by hub id."""
+    """Published weights besides those in `published.json`, by hub id."""
+
+    @property
+    def known(self) -> Mapping[str, Model]:
+        """Published weights, by hub id."""
+        return {**models_of(self.pipeline_class), **self.models}
 
     @property
     def video(self) -> bool:

@@ -192,7 +192,7 @@ def test_open_models_have_their_published_sizes_and_can_be_planned(name, billion
     assert shapes_of(policy, published(name)).image_tokens == 1024
 
 
-PUBLISHED = {name: model.parts for spec in SPECS.values() for name, model in spec.models.items() if model.parts}
+PUBLISHED = {name: model.parts for spec in SPECS.values() for name, model in spec.known.items() if model.parts}
 
 
 @pytest.mark.parametrize("name", [name for name, parts in PUBLISHED.items() if parts["vae"][0] == "diffusers:AutoencoderKL"])
