@@ -24,14 +24,15 @@ Place = Annotated[int, Field(ge=0, lt=10**6)]
 
 class Vote(BaseModel):
     """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the undoing of the last answer; another
-    `strength` of learning from here on; or learning without a head (`direct`).
+    `strength` of learning from here on; learning without a head (`direct`); the begin of a blind test (`look`), and an answer
+    to its pair `step` (`blind`): `liked` is 0 for the base's picture, 1 for the new one.
 
     `iteration` is the number of updates when it was given, `digest` that of the group (`digest_of_answer`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    kind: Literal["vote", "undo", "strength", "direct"] = "vote"
+    kind: Literal["vote", "undo", "strength", "direct", "look", "blind"] = "vote"
     round: Place
     prompt: str = ""
     step: Place = 0

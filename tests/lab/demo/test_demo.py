@@ -615,7 +615,7 @@ def test_a_run_without_scores_opens_on_its_first_prompt(run, tmp_path):
 def test_what_the_page_is_about_is_said_for_outsiders(run):
     said = what_it_is(config_of(run), training_of(config_of(run)))
     weights = {"lora": "an adapter", "full": "all weights"}[run.name]
-    assert f", before and after training {weights} with G²RPO on brightness." in said
+    assert f", before and after training {weights} with G²RPO." in said
     alone = config_of_model("testbed", None, 3.5, None)
     assert what_it_is(alone, "as it is") == "The tiny FLUX that comes with g2rpo, as it is."
 

@@ -188,7 +188,7 @@ def test_the_page_opens_with_a_drawing_and_says_why_this_one(page):
     assert page.evaluate("[...document.querySelectorAll('#drawing img')].map(it => it.src)") == before
     facts = page.locator(".g2-facts").inner_text()
     assert facts.startswith(
-        "The tiny FLUX that comes with g2rpo, before and after training an adapter with G²RPO on scene_accuracy."
+        "The tiny FLUX that comes with g2rpo, before and after training an adapter with G²RPO. Trained on scene_accuracy "
     )
 
 

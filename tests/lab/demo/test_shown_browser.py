@@ -8,10 +8,12 @@ from functools import partial
 
 import pytest
 import torch
+from PIL import Image
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Prompt
+from g2rpo.evaluation.controls import Control
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
@@ -45,7 +47,7 @@ def session(policy, heldout):
     )
 
 
-SETTINGS = {"seed": 1, "steps": 2, "guidance": 1.0}
+SETTINGS = {"seed": 1, "control": Control(steps=2, guidance=1.0)}
 
 
 def test_the_demo_draws_edits_with_the_pictures_that_it_is_given(tmp_path):
@@ -76,24 +78,28 @@ def test_the_demo_shows_clips(tmp_path):
 @needs_chromium
 def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):  # noqa: F811
     from g2rpo.lab.demo import app
-    from g2rpo.lab.web.page import page_of, serve
+    from g2rpo.lab.web.page import MAX_BODY, MAX_UPLOAD, UPLOAD, page_of, serve
 
-    black = picture(tmp_path / "black.png", "black", size=(32, 32))
+    noise = torch.randint(256, (400, 400, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
+    photograph = tmp_path / "photograph.png"
+    Image.fromarray(noise).save(photograph)
+    assert photograph.stat().st_size > 4 * MAX_BODY
     page = page_of("Edits", "demo", "Of a picture.", {"Draw": partial(app.draw_view, session(Editing(), []), [], "")})
     address = serve(page, "127.0.0.1", free_port(), None, uploads=True)
     try:
         with pytest.raises(urllib.error.HTTPError, match="403"):  # only what it has taken in
             urllib.request.urlopen(f"{address}gradio_api/file=/etc/passwd")
-        large = http.client.HTTPConnection(address.removeprefix("http://").rstrip("/"), timeout=60)
-        large.putrequest("POST", "/gradio_api/upload")
-        large.putheader("Content-Length", str(2**24 + 1))
-        large.endheaders()  # it is refused before any of it is sent
-        assert large.getresponse().status == 413
+        for route, size in ((UPLOAD, MAX_UPLOAD), ("/gradio_api/queue/join", MAX_BODY)):
+            large = http.client.HTTPConnection(address.removeprefix("http://").rstrip("/"), timeout=60)
+            large.putrequest("POST", route)
+            large.putheader("Content-Length", str(size + 1))
+            large.endheaders()  # it is refused before any of it is sent
+            assert large.getresponse().status == 413
         tab = browser.new_page()
         tab.goto(address)
         tab.wait_for_selector("#draw", timeout=MINUTE)
         tab.get_by_label("Prompt").first.fill("darker")
-        tab.locator("input[type=file]").set_input_files(black)
+        tab.locator("input[type=file]").set_input_files(photograph)
         tab.wait_for_selector("img[src*='file=']", timeout=MINUTE)
         tab.click("#draw")
         tab.wait_for_selector(".g2-inputs img", timeout=MINUTE)

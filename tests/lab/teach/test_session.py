@@ -17,6 +17,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_uint8
 from g2rpo.core.types import Reward
 from g2rpo.lab.teach import pupil
+from g2rpo.lab.teach.blind import BlindTest
 from g2rpo.lab.teach.commands import UNGUARDED, agree, teach_config
 from g2rpo.lab.teach.pupil import Pupil
 from g2rpo.lab.teach.session import OVERRIDES, Lesson, Session
@@ -245,6 +246,48 @@ def test_without_a_head_the_model_learns_from_the_clicks_alone(tmp_path, monkeyp
     with again.begun():
         again.repeat(votes.read(tmp_path / "a" / "votes.jsonl"))
     assert torch.equal(mean(s.trainer), mean(again.trainer))
+
+
+def test_a_blind_test_says_which_is_better_and_repeats(tmp_path):
+    """The person sees sides, never which is which; the answers are stored, learn nothing, and are read again."""
+    s = session(tmp_path, prompt="0")
+    with s.begun():
+        teach(s, 8)
+        weights = mean(s.trainer).clone()
+        with pytest.raises(UserError, match="reload the page"):
+            s.compare((0,), pair=0)
+        s.begin_blind()
+        count = len(s.trainer.heldout)
+        assert s.pupil.changes and len(s.blind.prompts) == count and s.blind.now.ne(s.blind.before).any()
+        for pair in range(count):
+            redder = int(redness(torch.stack(s.blind.pair()).float(), []).argmax())
+            s.compare((redder,) if pair else (), pair=pair)
+        assert s.blind.done
+        with pytest.raises(UserError, match="reload the page"):
+            s.compare((0,), pair=count)
+        expected = redness(s.blind.now.float(), []) > redness(s.blind.before.float(), [])
+        assert s.blind.answers == [(), *((int(now),) for now in expected[1:])]
+        assert torch.equal(mean(s.trainer), weights)
+    reopened = session(tmp_path, prompt="0")
+    with reopened.begun():
+        assert reopened.blind.answers == s.blind.answers and torch.equal(mean(reopened.trainer), weights)
+
+
+def test_the_sides_of_a_blind_test_are_hidden():
+    """Of many tests about half of the first pairs have the base on the left; 4 standard deviations of 200 fair coins are 28."""
+    tests = [BlindTest(["a"], torch.zeros(1), torch.ones(1), seed) for seed in range(200)]
+    assert abs(sum(test.sides()[0] for test in tests) - 100) < 28
+
+
+def test_the_sign_test_of_a_blind_test_is_exact():
+    """9 of 10: p = 2 (1 + 10) / 2^10; the ends of Clopper and Pearson are those of published tables."""
+    test = BlindTest(["a"] * 12, torch.zeros(12), torch.ones(12), 0, [(1,)] * 9 + [(0,)] + [()] * 2)
+    assert str(test) == (
+        "Blind test of 12 pairs: now better 9, before better 1, no difference 2. Of those that differ 90% [55%, 100%] are "
+        "better now; exact sign test p = 0.021."
+    )
+    nothing = BlindTest(["a"], torch.zeros(1), torch.ones(1), 0, [()])
+    assert str(nothing).endswith("no difference 1.")
 
 
 def test_wrong_answers_are_refused_and_not_written(tmp_path):

@@ -53,6 +53,7 @@ def taught(request, tmp_path_factory, browser):  # noqa: F811
         yield page, run
         page.locator("#finish").click()
         page.get_by_text("Finished.").wait_for()
+        assert page.locator("#pair img").count() == 2 and not page.locator("#finish").is_visible()
         code = process.wait(timeout=120)
         assert not page.get_by_text("Connection to the server was lost").is_visible()
         context.close()
@@ -116,6 +117,13 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
     page.get_by_text("learns from the clicks alone").wait_for()
     for _ in range(4):
         answered(page, run, lambda: page.locator("[data-member='0']").click())
+    page.locator("#blind").click()
+    page.get_by_text("Which is better? Pair 1 of 2").wait_for()
+    assert page.locator("[data-member]").count() == 2 and page.locator("#undo").count() == 0
+    assert answered(page, run, lambda: page.locator("[data-member='0']").click()).liked in ((0,), (1,))
+    assert answered(page, run, lambda: page.keyboard.press("n")).kind == "blind"
+    page.get_by_text("Blind test of 2 pairs").wait_for()
+    assert page.locator("[data-member]").count() == 4
 
 
 def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):  # noqa: F811

@@ -81,7 +81,7 @@ def demo(
         lesson = Lesson(partial(opened, recipe, UNGUARDED[recipe], background=True, emit=emit))
         views["Teach"] = partial(teach_view, lesson, None)
     training = training_of(config) if run else "with and without tuned weights" if weights else "as it is"
-    facts = [what_it_is(config, training), *(summary_of(log).sentences if log else [])]
+    facts = [what_it_is(config, training), *(summary_of(log).sentences[:1] if log else [])]
     page = page_of(title, "g2rpo demo", " ".join(facts), views)
     uploads = model.input_pictures[1] > 0
     try:

@@ -97,7 +97,7 @@ def what_it_is(config: Config, training: str) -> str:
 def training_of(config: Config) -> str:
     """What a run of `config` trained."""
     weights = "an adapter" if config.policy.tuning == "lora" else "all weights"
-    return f"before and after training {weights} with {title_of(config.algorithm)[0]} on {' and '.join(config.rewards)}"
+    return f"before and after training {weights} with {title_of(config.algorithm)[0]}"
 
 
 @dataclass(kw_only=True)

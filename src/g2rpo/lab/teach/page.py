@@ -16,7 +16,7 @@ from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.statistics import Comparison
 from g2rpo.lab.report.page import templates_of
 from g2rpo.lab.report.pictures import data_uri, picture_uri
-from g2rpo.lab.teach.pupil import AIM, DIRECT, FIRST
+from g2rpo.lab.teach.pupil import AIM, DIRECT, ENOUGH, FIRST
 from g2rpo.lab.teach.session import Lesson, Session
 from g2rpo.lab.web.page import ONE_AT_A_TIME, disclosed, empty, gr
 from g2rpo.monitor.clips import seconds_of
@@ -47,11 +47,6 @@ document.addEventListener("keydown", event => {
 });
 """
 """A click on a picture or a button of the group, or its key."""
-FINISHED = """() => {
-  const said = document.getElementById("status").innerText;
-  document.body.toggleAttribute("data-finished", said.startsWith("Finished"));
-}"""
-"""The style sheet hides what can no longer be used, and Gradio's message that the connection was lost."""
 DIRECTLY = (
     "The model then learns from each click itself and no longer from a guess of your taste. That takes more clicks, "
     f"{DIRECT} groups for an update, and it learns from clicks at random too. Undo takes it back with the last answer."
@@ -71,8 +66,10 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
             grid = gr.HTML(empty(BEGIN), js_on_load=SAYING, elem_id="asked")
         with gr.Column(scale=4, min_width=280):
             pair, said = gr.HTML(elem_id="pair"), gr.HTML(elem_id="status")
-            strength = gr.Slider(0, 4, 1, step=0.25, label="How far to go", elem_id="strength")
-            direct = gr.Button("Clicks alone …", size="sm", elem_id="direct")
+            far = f"1: {AIM:g} of a deviation, by the guess of your taste; then learning pauses."
+            strength = gr.Slider(0, 4, 1, step=0.25, label="How far to go", info=far, elem_id="strength")
+            blind = gr.Button("Blind test: before or now?", size="sm", elem_id="blind")
+            direct = gr.Button("Clicks alone", size="sm", elem_id="direct")
             with gr.Column(elem_id="sure", elem_classes="g2-closed") as sure:
                 gr.HTML(f'<div class="g2"><p>{escape(DIRECTLY)}</p></div>')
                 directly = gr.Button("Learn from clicks alone", size="sm", elem_id="direct-sure")
@@ -84,7 +81,8 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
         """What is beside the group; it is asked again while the session learns."""
         session = lesson.session
         if session is None:
-            return "", kept_html(*lesson.ended) if lesson.ended else "", gr.Timer(active=False)
+            shown = (pair_html(lesson.ended[0]), kept_html(*lesson.ended)) if lesson.ended else ("", "")
+            return *shown, gr.Timer(active=False)
         learning = session.learning  # before what it stands for
         return pair_html(session), status(session, learning), gr.Timer(active=learning)
 
@@ -112,12 +110,15 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
 
     def told(event: gr.EventData) -> Any:
         def act() -> None:
-            if event.act == "undo":
-                asked().undo()
+            session = asked()
+            if testing(session):
+                session.compare(event.liked, pair=event.round)
+            elif event.act == "undo":
+                session.undo()
             elif event.act == "several" and not event.liked:
                 raise UserError('tick the pictures that you like first; "None (n)" says that none is good')
             else:
-                asked().answer(event.liked, round=event.round, skipped=event.act == "skip")
+                session.answer(event.liked, round=event.round, skipped=event.act == "skip")
 
         return after(act)
 
@@ -126,6 +127,7 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
     gr.on(None, loaded, None, [*outputs, strength], **ONE_AT_A_TIME)
     begin.click(lambda: after(lesson.begin), None, outputs, **ONE_AT_A_TIME)
     grid.click(told, None, outputs, **ONE_AT_A_TIME)
+    blind.click(lambda: after(lambda: asked().begin_blind()), None, outputs, **ONE_AT_A_TIME)
     directly.click(lambda: after(lambda: asked().learn_directly()), None, outputs, **ONE_AT_A_TIME)
     strength.release(lambda far: after(lambda: asked().set_strength(far)), strength, outputs, **ONE_AT_A_TIME)
     timer.tick(now, None, beside, show_progress="hidden", api_visibility="private")
@@ -136,14 +138,31 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
             stop()
 
     if stop is not None:
-        ended.then(None, js=FINISHED, api_visibility="private").then(close, **ONE_AT_A_TIME)
+        ended.then(close, **ONE_AT_A_TIME)
+
+
+def testing(session: Session) -> bool:
+    """Whether a pair of a blind test is asked, and no group."""
+    return session.blind is not None and not session.blind.done
 
 
 def choice_html(session: Session) -> str:
-    """The group that is asked, each picture with its number."""
-    group = session.group
-    pictures = [_shown(session, image) for image in group.images]
-    return environment.get_template("choice.html").render(group=group, guide=guide(session), pictures=pictures)
+    """The group that is asked, each picture with its number; or the pair of a blind test."""
+    test = session.blind
+    if test is not None and not test.done:
+        number = len(test.answers)
+        words = f"Which is better? Pair {number + 1} of {len(test.prompts)}; one is the base model's."
+        prompt, images = test.prompts[number], test.pair()
+    else:
+        number, words = session.group.round, guide(session)
+        prompt, images = session.group.prompt, list(session.group.images)
+    return environment.get_template("choice.html").render(
+        blind=testing(session),
+        round=number,
+        prompt=prompt,
+        guide=words,
+        pictures=[_shown(session, image) for image in images],
+    )
 
 
 def pair_html(session: Session) -> str:
@@ -158,8 +177,10 @@ def pair_html(session: Session) -> str:
 
 def kept_html(session: Session, table: dict[str, Comparison]) -> str:
     """What became of a session."""
-    folder = escape(str(session.trainer.run.path))
-    return f'<div class="g2"><p>Finished. Held-out pictures: {_changes(table)}.</p><p>Kept in {folder}.</p></div>'
+    trainer = session.trainer
+    return environment.get_template("kept.html").render(
+        table=table, trained=trainer.rewards, folder=trainer.run.path, blind=session.blind
+    )
 
 
 def guide(session: Session) -> str:
@@ -190,7 +211,8 @@ def status(session: Session, learning: bool) -> str:
             f"[{100 * a.low:.0f}, {100 * a.high:.0f}], in groups that it has not seen; 50 % is chance."
         )
         if head.trust == 0:
-            lines.append('That is too little to learn from. "Clicks alone" learns without it.')
+            without = '; "Clicks alone" learns without it' if pupil.answered >= ENOUGH else " yet: answer on"
+            lines.append(f"That is too little to learn from{without}.")
     if pupil.moved and not learnt.direct:
         lines.append(
             f"By this guess held-out pictures rose by {pupil.moved:.1f} of {AIM * pupil.strength:.2g} "
@@ -200,12 +222,11 @@ def status(session: Session, learning: bool) -> str:
             lines.append('Learning pauses: look at "before" and "now". "How far to go" lets it learn on, "Finish" ends.')
     if learnt.looks:
         look = learnt.looks[-1]
-        lines.append(f"Held-out pictures: {_changes(look.judges)}." + (f" Undone: {look.wrong}." if look.wrong else ""))
+        judges = [f"{name} {one.base:.3g} → {one.tuned:.3g}{one.within}" for name, one in look.judges.items()]
+        lines.append(f"Held-out pictures: {', '.join(judges)}." + (f" Undone: {look.wrong}." if look.wrong else ""))
+    if session.blind is not None and session.blind.done:  # before, it would tell which is which
+        lines.append(str(session.blind))
     return f'<div class="g2">{"".join(f"<p>{escape(line)}</p>" for line in lines)}</div>'
-
-
-def _changes(table: dict[str, Comparison]) -> str:
-    return ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in table.items())
 
 
 def _shown(session: Session, image: Tensor) -> str:

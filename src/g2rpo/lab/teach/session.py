@@ -22,9 +22,10 @@ from torch import Tensor
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import checked_as
 from g2rpo.core.statistics import Comparison
+from g2rpo.lab.teach.blind import PAIRS, BlindTest
 from g2rpo.lab.teach.groups import AskedGroup, Asker, of_main
 from g2rpo.lab.teach.pupil import Pupil
-from g2rpo.monitor.clips import seconds_of
+from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.monitor.scores import save_pictures
 from g2rpo.rewards import votes
 from g2rpo.rewards.votes import Vote
@@ -71,6 +72,7 @@ class Session:
     asked: int = 0
     """The round that is asked."""
     groups: dict[int, AskedGroup] = field(default_factory=dict)
+    blind: BlindTest | None = None
 
     def __post_init__(self) -> None:
         self.pupil, self.asker = Pupil(self.trainer, self.notify), Asker(self.trainer)
@@ -126,6 +128,17 @@ class Session:
         """Gives up the head: from here on the model learns from the clicks alone, whether or not a person is consistent."""
         return self._take(kind="direct")
 
+    def begin_blind(self) -> Vote:
+        """Begins a blind test of the weights as they are."""
+        return self._take(kind="look")
+
+    def compare(self, sides: Sequence[int], *, pair: int) -> Vote:
+        """The answer to a pair of the blind test: the better side, 0 for the left one; empty without a difference."""
+        if self.blind is None or self.blind.done or pair != len(self.blind.answers) or not {*sides} <= {0, 1}:
+            raise UserError("this pair of the blind test is not the one that is asked; reload the page")
+        liked = tuple(self.blind.sides()[side] for side in sides[:1])
+        return self._take(kind="blind", step=pair, liked=liked)
+
     def _take(self, **said: Any) -> Vote:
         """Stores an answer and has it acted on; UserError if a page sent what cannot be one."""
         with self._turn:
@@ -174,7 +187,7 @@ class Session:
         before = self._pending[-1] if self._pending else None
         self._pending.append(self._thread.submit(self._act, vote, before))
         self.asked += vote.kind == "vote"
-        if vote.kind == "undo" or not self.background:
+        if vote.kind in ("undo", "look", "blind") or not self.background:
             self._wait()
             self.asked = self._next
 
@@ -235,6 +248,11 @@ class Session:
             pupil.strength = vote.strength
         elif vote.kind == "direct":
             pupil.learnt.direct = True
+        elif vote.kind == "look":
+            self._begin_blind()
+        elif vote.kind == "blind":
+            assert self.blind is not None
+            self.blind.answers.append(vote.liked)
         else:
             self._before.append((self._next, dict(self.groups), pupil.kept()))
             self._next += 1
@@ -258,6 +276,13 @@ class Session:
         assert base is not None
         wrong = [] if base.right is None else (base.right == 0).nonzero().flatten().tolist()
         return self.trainer.heldout[wrong[0] if wrong else 0]
+
+    def _begin_blind(self) -> None:
+        t, base = self.trainer, self.trainer.base
+        assert base is not None
+        prompts = t.heldout[:PAIRS]
+        now = reduced(t.sample(prompts, t.config.trainer.seed))
+        self.blind = BlindTest(prompts, base.images[:PAIRS], now, self.pupil.changes)
 
     def _picture(self) -> Tensor:
         """The picture [3, H, W] of `prompt` by the weights as they are, from the noise of its evaluation."""

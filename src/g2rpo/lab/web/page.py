@@ -42,8 +42,10 @@ ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibil
 WAITING = 16
 """Questions in the queue; more are refused."""
 SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
-MAX_BODY, MAX_UPLOAD = 2**16, 2**24
-"""Bytes of a question, a prompt and some numbers; and of any request where the model takes an input picture."""
+MAX_BODY, MAX_UPLOAD = 2**16, 2**25
+"""Bytes of a question, a prompt and some numbers; and of an input picture, such as a photograph, where the model
+takes one."""
+UPLOAD = "/gradio_api/upload"
 
 
 def page_of(title: str, kind: str, facts: str, views: Mapping[str, View]) -> gr.Blocks:
@@ -88,10 +90,11 @@ def empty(words: str) -> str:
     return f'<div class="g2"><p class="g2-empty">{escape(words)}</p></div>'
 
 
-def of_this_site(app: ASGIApp, local: bool, most: int) -> ASGIApp:
-    """Passes to `app` what `refusal` does not refuse."""
+def of_this_site(app: ASGIApp, local: bool, uploads: bool) -> ASGIApp:
+    """Passes to `app` what `refusal` does not refuse; `uploads` lets pictures in at the route that takes them."""
 
     async def passing(scope: Scope, receive: Receive, send: Send) -> None:
+        most = MAX_UPLOAD if uploads and scope.get("path") == UPLOAD else MAX_BODY
         why = refusal(Headers(scope=scope), local, most) if scope["type"] == "http" else None
         if why is not None:
             app_or_answer: ASGIApp = PlainTextResponse(why[1], why[0], {"connection": "close"})
@@ -122,7 +125,6 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
 
     Without a `token`, `host` must be a loopback address. `uploads` lets pictures in.
     """
-    most = MAX_UPLOAD if uploads else MAX_BODY
     style = files("g2rpo.lab.web").joinpath("style.css").read_text(encoding="utf-8")
 
     def allowed(name: str, word: str) -> bool:
@@ -142,8 +144,8 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
             enable_monitoring=False,
             run_history=False,  # it would keep prompts in the browser
             footer_links=[],
-            app_kwargs={"middleware": [Middleware(of_this_site, local=token is None, most=most)]},
-            max_file_size=most,
+            app_kwargs={"middleware": [Middleware(of_this_site, local=token is None, uploads=uploads)]},
+            max_file_size=MAX_UPLOAD,
             theme=gr.themes.Default(
                 primary_hue="blue", font=SYSTEM_FONTS, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]
             ),

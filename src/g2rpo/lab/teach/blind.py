@@ -1,0 +1,51 @@
+"""A blind test by the person: which of two pictures is better, where one is the base model's and nobody says which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scipy.stats import binomtest
+from torch import Tensor
+
+from g2rpo.core.seeding import draw_below
+
+PAIRS = 12
+"""Held-out prompts, at most, that are compared."""
+
+
+@dataclass
+class BlindTest:
+    """Pictures [N, 3, H, W], or clips, of `prompts`: by the base model and, from the same noise, by the weights as they were
+    when it began. `seed` decides which of a pair is on the left."""
+
+    prompts: Sequence[str]
+    before: Tensor
+    now: Tensor
+    seed: int
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+    """By pair (0,) if the base's picture is better, (1,) if the new one is; empty without a difference."""
+
+    @property
+    def done(self) -> bool:
+        return len(self.answers) == len(self.prompts)
+
+    def sides(self) -> tuple[int, int]:
+        """Of the pair that is asked what is on the left and on the right: 0 is the base's picture, 1 the new one."""
+        return (1, 0) if draw_below(2, self.seed, "blind", len(self.answers)) else (0, 1)
+
+    def pair(self) -> list[Tensor]:
+        """The pictures of the pair that is asked, from left to right."""
+        return [(self.before, self.now)[side][len(self.answers)] for side in self.sides()]
+
+    def __str__(self) -> str:
+        """The counts, with the exact sign test and the exact interval (Clopper and Pearson) of the new ones' share."""
+        now, before = self.answers.count((1,)), self.answers.count((0,))
+        same = len(self.answers) - now - before
+        said = f"Blind test of {len(self.answers)} pairs: now better {now}, before better {before}, no difference {same}."
+        if not now + before:
+            return said
+        test = binomtest(now, now + before)
+        ends = test.proportion_ci(method="exact")
+        share = f"{now / (now + before):.0%} [{ends.low:.0%}, {ends.high:.0%}]"
+        return f"{said} Of those that differ {share} are better now; exact sign test p = {test.pvalue:.2g}."
