@@ -41,6 +41,30 @@ def test_a_declaration_fits_its_constructor(name):
     check_rewards({name: RewardConfig(kind=name)})
 
 
+@pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [
+        ("jpeg_size", "quality", 96),
+        ("ocr", "width", 0),
+        ("style", "every", 0),
+        ("dino_similarity", "share", 0.0),
+        ("dino_similarity", "share", 1.5),
+        ("vlm_judge", "image_size", 0),
+        ("vlm_judge", "max_tokens", 0),
+        ("vlm_judge", "form", "stars"),
+        ("local_vlm_judge", "form", "choice"),
+        ("pairwise_vlm", "form", "edit"),
+        ("pairwise_vlm", "pairs", 0),
+        ("hpsv2", "batch_size", 0),
+        ("hpsv2", "batch_size", "8"),
+        ("hpsv2", "dtype", "float64"),
+    ],
+)
+def test_an_option_out_of_its_bounds_is_refused_before_anything_is_loaded(kind, option, value):
+    with pytest.raises(UserError, match=rf"rewards\.it\.options\.{option}: Input should be .*got {value!r}"):
+        check_rewards({"it": RewardConfig(kind=kind, options={option: value})})
+
+
 @pytest.mark.parametrize("name", REWARDS)
 def test_the_table_of_the_docs_says_what_a_class_declares(name):
     kind, row = KINDS[name], ROWS[name]

@@ -53,8 +53,6 @@ def test_the_half_of_the_patches_that_agree_best_counts(path, tmp_path):
 def test_what_cannot_be_kept_is_refused_ahead(path, tmp_path):
     with pytest.raises(UserError, match=r"rewards\.dino_similarity: none of 2000 prompts has an input picture"):
         check(load_config("scenes", [f"rewards.dino_similarity.options.path={path}"]))
-    with pytest.raises(ValueError, match="share must be above 0"):
-        DinoSimilarity(path, share=0)
     with pytest.raises(ValueError, match="at least a patch, 4, got 3"):
         DinoSimilarity(path, size=3)
     sizes = {**SIZES, "intermediate_size": 16}

@@ -341,9 +341,8 @@ def test_the_judge_sends_picture_and_prompt_and_reads_the_score():
 
 
 def test_the_judge_refuses_bad_settings():
-    for wrong, fact in ({"form": "stars"}, "final, aspects"), ({"template": "how good is it?"}, "{prompt}"):
-        with pytest.raises(ValueError, match=fact):
-            VLMJudge("http://127.0.0.1:1", "m", **wrong)
+    with pytest.raises(ValueError, match="{prompt}"):
+        VLMJudge("http://127.0.0.1:1", "m", template="how good is it?")
     with endpoint_that(reply("no such model", 404)) as (url, bodies):
         with pytest.raises(Refused, match="404: no such model"):
             VLMJudge(url, "m", endpoint={**QUICK, "check": False})(pictures(1), ["a"])

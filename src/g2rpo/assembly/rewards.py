@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
-from pydantic import Field
 
 from g2rpo.assembly.components import pick_device
 from g2rpo.config.given import refuse_mention
@@ -17,6 +16,7 @@ from g2rpo.core.capabilities import learner_of
 from g2rpo.core.errors import UserError, did_you_mean, loading
 from g2rpo.core.plain import as_json, parse_as
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
+from g2rpo.rewards.pixels import Count
 
 REWARDS = {  # the only list of built-in rewards: their classes declare everything else
     "hpsv2": "g2rpo.rewards.clip:HPSv2",
@@ -53,7 +53,7 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
 }
 SHARED_OPTIONS: dict[str, Any] = {
     "dtype": Literal["float32", "float16", "bfloat16"],
-    "batch_size": Annotated[int, Field(ge=1)],
+    "batch_size": Count,
 }
 """Types of the options that every reward with a model has."""
 

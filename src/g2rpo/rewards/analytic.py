@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from PIL import Image
+from pydantic import Field
 from torch import Tensor
 
 from g2rpo.core.errors import UserError
@@ -25,9 +26,7 @@ class JPEGSize(PictureReward):
     version of libjpeg inside Pillow.
     """
 
-    def __init__(self, *, negative: bool = False, quality: int = 95) -> None:
-        if not 1 <= quality <= 95:
-            raise ValueError(f"quality must be from 1 to 95, got {quality}")
+    def __init__(self, *, negative: bool = False, quality: Annotated[int, Field(ge=1, le=95)] = 95) -> None:
         self.sign, self.quality = -1.0 if negative else 1.0, quality
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from g2rpo.core.images import to_tensor, to_uint8
@@ -82,14 +83,12 @@ class DinoSimilarity(EditReward):
         self,
         path: str = BASE,
         *,
-        share: float = 0.5,
+        share: Annotated[float, Field(gt=0, le=1)] = 0.5,
         size: int = 224,
         device: str = "cpu",
         dtype: str = "float32",
         batch_size: int = 32,
     ) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be above 0 and at most 1, got {share}")
         self.dino, self.share, self.batch_size = Dino(path, size=size, device=device, dtype=dtype), share, batch_size
         self.device = self.dino.device
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
-from pydantic import Field
 from torch import Tensor, nn
 
 from g2rpo.core.images import to_pil, to_tensor
-from g2rpo.rewards.pixels import normalise
+from g2rpo.rewards.pixels import Count, normalise
 from g2rpo.rewards.qwen_vl import QwenReward, target_size
 from g2rpo.rewards.weights import TOKENIZER_FILES
 
@@ -115,7 +114,7 @@ class HPSv3PlusPlus(HPSv3):
         path: str = "Junjun2333/HPSv3-PlusPlus",
         *,
         instruction: str,
-        iterations: Annotated[int, Field(ge=1)] | None = None,
+        iterations: Count | None = None,
         processor: str = "Qwen/Qwen3-VL-8B-Instruct",
         device: str = "cpu",
         dtype: str = "bfloat16",

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.core.errors import UserError, at_least_one
+from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil
 from g2rpo.core.types import Prompt
-from g2rpo.rewards.pixels import TargetReward
+from g2rpo.rewards.pixels import Count, TargetReward
 
 _LETTER = r"[^\W\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff]"
 """A letter or digit of a script with apostrophes and with spaces between words: not Chinese, Japanese or Korean."""
@@ -83,8 +83,7 @@ class OCR(TargetReward):
     right_in_words = "Spells {} texts"
     wants = "a text to show: put it in quotes, or in the metadata as `text`"
 
-    def __init__(self, *, detect: bool = True, contains: bool = False, exact: bool = False, width: int = 320) -> None:
-        at_least_one(width=width)
+    def __init__(self, *, detect: bool = True, contains: bool = False, exact: bool = False, width: Count = 320) -> None:
         self.detect, self.contains, self.exact = detect, contains, exact
         self.engine = load_engine(width)
 

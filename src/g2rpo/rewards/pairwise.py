@@ -6,17 +6,17 @@ As in Pref-GRPO (Wang et al. 2025, arXiv 2508.20751). Each pair is asked about i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from PIL import Image
-from pydantic import Field
 from torch import Tensor
 
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.core.seeding import generator_for
 from g2rpo.rewards.asking import JudgeQuestion
+from g2rpo.rewards.pixels import Count
 from g2rpo.rewards.transport import Endpoint
 from g2rpo.rewards.vlm import Form, VLMJudge
 
@@ -57,11 +57,11 @@ class PairwiseVLM(VLMJudge):
         url: str,
         model: str,
         *,
-        form: str = "choice",
-        pairs: Annotated[int, Field(ge=1)] | None = None,
+        form: Literal["choice", "final"] = "choice",
+        pairs: Count | None = None,
         template: str | None = None,
-        image_size: int = 512,
-        max_tokens: int | None = None,
+        image_size: Count = 512,
+        max_tokens: Count | None = None,
         request: Mapping[str, Any] | None = None,
         endpoint: Endpoint | None = None,
     ) -> None:

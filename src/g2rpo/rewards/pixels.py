@@ -11,19 +11,20 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from PIL import Image
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from g2rpo.core.errors import at_least_one
 from g2rpo.core.images import to_pil, to_tensor, to_uint8
 from g2rpo.core.input_pictures import INPUT, images_of
 from g2rpo.core.types import Reward
 
 log = logging.getLogger(__name__)
+Count = Annotated[int, Field(ge=1)]
 T = TypeVar("T")
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -67,7 +68,6 @@ class PictureReward(Reward):
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         check_batch(images, prompts, self.video)
-        at_least_one(batch_size=self.batch_size)
         if images.requires_grad:
             parts = zip(images.split(self.batch_size), _chunks(prompts, self.batch_size), strict=True)
             return torch.cat([self.score_pictures(with_gradient(to_uint8(part), part * 255), own) for part, own in parts])

@@ -12,7 +12,7 @@ import torch
 from PIL import ImageOps
 from torch import Tensor
 
-from g2rpo.core.errors import UserError, at_least_one
+from g2rpo.core.errors import UserError
 from g2rpo.core.files import local
 from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import check_pictures, open_picture
@@ -20,6 +20,7 @@ from g2rpo.core.plain import read_as
 from g2rpo.core.types import Reward, RewardModel
 from g2rpo.rewards.clip_encoder import clip_model, load_clip
 from g2rpo.rewards.dino import DINO_KINDS, Dino, dino_model
+from g2rpo.rewards.pixels import Count
 from g2rpo.rewards.taste import Choice, Head, PictureEncoder, features_of, fit
 from g2rpo.rewards.weights import CLIP_FILES, fetch
 
@@ -44,9 +45,8 @@ class Style(Reward):
     learns_every = 5
 
     def __init__(
-        self, folder: str, *, path: str | None = None, every: int = 5, device: str = "cpu", dtype: str = "float32"
+        self, folder: str, *, path: str | None = None, every: Count = 5, device: str = "cpu", dtype: str = "float32"
     ) -> None:
-        at_least_one(every=every)
         self.pictures, self.learns_every = pictures_of(folder), every
         self.encoder = None if path is None else _encoder(path, device, dtype)
         self.device = None if path is None else torch.device(device)

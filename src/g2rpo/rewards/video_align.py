@@ -13,7 +13,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_hub_id
 from g2rpo.core.plain import read_as
 from g2rpo.rewards.dino import clips
-from g2rpo.rewards.pixels import normalise
+from g2rpo.rewards.pixels import Count, normalise
 from g2rpo.rewards.qwen_vl import QwenReward, target_size
 from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
 
@@ -117,7 +117,7 @@ class SeenFrames(BaseModel):
 
 class PublishedLoRA(BaseModel):
     lora_alpha: float
-    lora_r: Annotated[int, Field(ge=1)]
+    lora_r: Count
     use_rslora: Literal[False]
 
 

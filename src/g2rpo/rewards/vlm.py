@@ -14,18 +14,17 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.core.errors import at_least_one
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.asking import Answer, JudgeQuestion, LoadedModel, ServedModel
-from g2rpo.rewards.pixels import PictureReward
+from g2rpo.rewards.pixels import Count, PictureReward
 from g2rpo.rewards.transport import Endpoint
 from g2rpo.rewards.weights import config_in, read_instruction
 
@@ -49,7 +48,8 @@ def of_edit(values: Sequence[float]) -> float:
 
 
 EDITED = "The last picture was made from what is before it, by this instruction:\n{prompt}\n\n"
-FORMS = {
+FormName = Literal["final", "aspects", "yes_no", "edit", "edit_yes_no"]
+FORMS: dict[str, Form] = {
     "final": Form(
         "The picture was generated from this description:\n{prompt}\n\n"
         "Judge two things together: whether everything the description names is in the picture as described (objects, "
@@ -121,14 +121,11 @@ class Judge(PictureReward):
     ask: Callable[[Sequence[JudgeQuestion]], list[Answer]]
 
     def _prepare(self, form: str, template: str | None, aspects: Sequence[str] | None, image_size: int) -> None:
-        """Sets what is asked; ValueError for a wrong form or template, FileNotFoundError for a missing one."""
-        if form not in self.forms:
-            raise ValueError(f"form must be one of {', '.join(self.forms)}, got {form!r}")
+        """Sets what is asked; ValueError for a wrong template, FileNotFoundError for a missing one."""
         self.form = self.forms[form] if aspects is None else replace(self.forms[form], combine=Form.combine)
         self.template = _template(template or self.form.template)
         self.names = self.form.scores if aspects is None else tuple(aspects)
         self.image_size = image_size
-        at_least_one(image_size=image_size)
 
     @property
     def choice(self) -> tuple[str, str] | None:
@@ -197,11 +194,11 @@ class VLMJudge(Judge):
         url: str,
         model: str,
         *,
-        form: str = "final",
+        form: FormName = "final",
         template: str | None = None,
         aspects: Sequence[str] | None = None,
-        image_size: int = 512,
-        max_tokens: int | None = None,
+        image_size: Count = 512,
+        max_tokens: Count | None = None,
         request: Mapping[str, Any] | None = None,
         endpoint: Endpoint | None = None,
     ) -> None:
@@ -229,11 +226,11 @@ class LocalVLMJudge(Judge):
         self,
         path: str = "Qwen/Qwen2.5-VL-3B-Instruct",
         *,
-        form: str = "final",
+        form: FormName = "final",
         template: str | None = None,
         aspects: Sequence[str] | None = None,
-        image_size: int = 512,
-        max_tokens: int = 512,
+        image_size: Count = 512,
+        max_tokens: Count = 512,
         device: str = "cpu",
         dtype: str = "bfloat16",
         batch_size: int = 8,
