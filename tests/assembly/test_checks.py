@@ -7,14 +7,13 @@ import subprocess
 import sys
 import threading
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import constants
 
 from g2rpo.assembly import checks, components, hub
-from g2rpo.assembly.blueprint import trained_parameters
+from g2rpo.assembly.blueprint import trained_on_meta
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.pipeline_files import missing_parts
@@ -193,8 +192,8 @@ def test_trained_parameters_are_those_of_the_policy(request, model, options):
     path = request.getfixturevalue(model)
     config = PolicyConfig(path=str(path), height=32, width=32, max_sequence_length=12, device="cpu", **options)
     policy = components.build_policy(config)
-    buffers = sum(each.numel() for each in policy.pipeline.transformer.buffers()) if config.tuning == "full" else 0
-    assert trained_parameters(config, path) == buffers + sum(each.numel() for each in policy.trainable_parameters())
+    trained = {name: each.shape for name, each in policy.tuning.named().items()}
+    assert {name: each.shape for name, each in trained_on_meta(config)[1].items()} == trained
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_named(tiny_config, tmp_path, monkeypatch, capsys):
@@ -205,7 +204,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(tiny_config, tmp_path,
     tensors = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".safetensors", ".pt")]
     size = sum(path.stat().st_size for path in tensors)
     config = load_config(words[0], words[1:])
-    reckoned = 4 * trained_parameters(config.policy, Path(config.policy.path)) * (2 * 4 + 1)
+    reckoned = 4 * sum(each.numel() for each in trained_on_meta(config.policy)[1].values()) * (2 * 4 + 1)
     assert reckoned == pytest.approx(size, rel=0.15)
 
     free = namedtuple("usage", "free")

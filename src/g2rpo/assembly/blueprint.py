@@ -6,23 +6,23 @@ The policies' own constructors are used, so dtypes, frozen weights and adapters 
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from g2rpo.assembly import components, hub, pipeline_check
+from g2rpo.assembly import components, hub, pipeline_files
 from g2rpo.assembly.meta import Part, Uninitialised, on_meta
-from g2rpo.assembly.pipeline_files import INDEX, LARGEST_NUMBER, MODELS, parts_in, read_file, weight_files
+from g2rpo.assembly.pipeline_files import INDEX, LARGEST_NUMBER, MODELS, parts_in, read_file
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import loading
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes, keep_two_blocks
+from g2rpo.policies.tuning import tuned
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
         return known
     path, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
     if config.kind is None:
-        pipeline_check.check_files(config.path, path, catalogue.optional_parts(kind))
+        pipeline_files.check_files(config.path, path, catalogue.optional_parts(kind))
     index = read_file(path, INDEX, download=True)
     models = {name: entry for name, entry in parts_in(index).items() if name.startswith(MODELS)}
     parts = {
@@ -131,18 +131,10 @@ def size_of(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
-def trained_parameters(config: PolicyConfig, pipeline: Path) -> int:
-    """The number of trained parameters, including buffers, from the headers of the transformer's files."""
-    from safetensors import safe_open
-
-    shapes: dict[str, list[int]] = {}
-    for file in weight_files(pipeline / "transformer"):
-        with loading(f"policy.path={config.path}: {file.name} cannot be read"), safe_open(file, "pt") as tensors:
-            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    if config.tuning == "full":
-        return sum(math.prod(shape) for shape in shapes.values())
-    spec = catalogue.spec_of(components.locate_pipeline(config.path)[1])
-    assert spec is not None  # a built-in
-    targets = config.lora_targets or spec.lora_targets
-    ends = tuple(f".{target}.weight" for target in targets)
-    return sum(config.lora_rank * sum(shape) for name, shape in shapes.items() if len(shape) == 2 and f".{name}".endswith(ends))
+def trained_on_meta(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """The transformer of a run of `config`, and its trained parameters by name, in order."""
+    blueprint = read_blueprint(config)
+    targets = components.policy_class(config, blueprint.kind).spec.lora_targets
+    transformer = on_meta(blueprint.parts[config.trained])
+    plain = config.model_copy(update={"adapter": None, "assistant": None, "quantize": "none"})
+    return transformer, tuned(transformer, plain, config.tuning, targets=targets, device=torch.device("meta")).named()

@@ -17,7 +17,7 @@ from typing import Any
 
 from g2rpo.assembly import components, hub
 from g2rpo.assembly import rewards as of_rewards
-from g2rpo.assembly.blueprint import build_shallow, read_blueprint, trained_parameters
+from g2rpo.assembly.blueprint import build_shallow, read_blueprint, trained_on_meta
 from g2rpo.assembly.hub import HubQuestion, answers_of
 from g2rpo.assembly.pipeline_files import missing_parts
 from g2rpo.assembly.prompts import build_prompts
@@ -327,7 +327,9 @@ def _disk(run: Wanted) -> Iterator[str]:
     copies = max(1, config.trainer.keep_checkpoints + 1 - len(checkpoints(Run(directory).checkpoints)))
     # the weights, their two moments, their average and old weights, all float32
     tensors = 3 + bool(config.optim.ema_decay) + keeps_old(config.algorithm)
-    needed = 4 * trained_parameters(config.policy, folder) * (copies * tensors + 1)  # plus the exported weights
+    _, trained = trained_on_meta(config.policy)
+    weights = sum(parameter.numel() for parameter in trained.values())
+    needed = 4 * weights * (copies * tensors + 1)  # plus the exported weights
     place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
     if needed > free:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from g2rpo.assembly import hub, pipeline_check, refusals
+from g2rpo.assembly import hub, pipeline_files, refusals
 from g2rpo.assembly.meta import few_modules
 from g2rpo.assembly.pipeline_files import INDEX, class_in, missing_parts
 from g2rpo.config.given import refuse_mention
@@ -114,14 +114,14 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: TuningMode | N
 
     path, name = locate_pipeline(config.path, config.pipeline, config.kind)
     if config.kind is None:
-        pipeline_check.check_files(config.path, path, catalogue.optional_parts(name))
+        pipeline_files.check_files(config.path, path, catalogue.optional_parts(name))
     device, tuning = pick_device(config.device), tuning or config.tuning
     quantized.check_quantization(config.quantize, tuning=tuning, dtype=config.dtype, device=device)
     attention.check_attention(config.attention, device)
     kind, config = policy_class(config, name), hub.located(config)
     spec = kind.spec
     if tuning == "lora":
-        pipeline_check.check_adapters(path, config.lora_targets or spec.lora_targets)
+        pipeline_files.check_adapters(path, config.lora_targets or spec.lora_targets)
     if config.kind is None and os.path.isdir(path) and (missing := "; ".join(missing_parts(Path(path)))):
         raise UserError(f"policy.path={config.path}: {missing}")
     setting = {"tuning": tuning, "device": device, "seed": seed, "keep_base": keep_base}
@@ -189,7 +189,7 @@ def check_trained_steps(config: Config, policy: Any) -> None:
 def model_cautions(config: PolicyConfig) -> list[str]:
     """Cautions about a model, printed before it is trained."""
     folder = str(local(config.path))
-    said = pipeline_check.caution(config.path, folder if os.path.isdir(folder) else config.path)
+    said = pipeline_files.caution(config.path, folder if os.path.isdir(folder) else config.path)
     return [said] if said is not None else []
 
 

@@ -6,19 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from g2rpo.assembly import components, hub
-from g2rpo.assembly.blueprint import on_meta, read_blueprint
+from g2rpo.assembly.blueprint import trained_on_meta
 from g2rpo.assembly.pipeline_files import read_file, weight_files
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, loading
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.adapters import CLASS, DOWN, UP, Adapter, own_header
-from g2rpo.policies.tuning import ADAPTER_FILE, tuned
+from g2rpo.policies.tuning import ADAPTER_FILE
 from g2rpo.run.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
 from g2rpo.run.run import Run
 from g2rpo.runtime.sharding import Pieces
@@ -70,7 +69,7 @@ def final(run: Path, config: Config) -> TunedWeights:
 def from_checkpoint(run: Path, config: Config, which: str) -> TunedWeights:
     """The weights, or their average where the run keeps one, of the checkpoint "last", "best" or of an iteration."""
     iteration, tensors = _checkpoint(run, which)
-    transformer, trained = _trained(config.policy)
+    transformer, trained = trained_on_meta(config.policy)
     values = tensors.get("average", tensors["weights"])
     if [value.shape for value in values] != [parameter.shape for parameter in trained.values()]:
         raise UserError(f"{run}: the checkpoint of iteration {iteration} does not fit {config.policy.path}")
@@ -85,15 +84,6 @@ def from_checkpoint(run: Path, config: Config, which: str) -> TunedWeights:
     header = own_header(kind, c.lora_rank, c.lora_alpha) | header_of(config, iteration)
     with loading(f"{run}: the checkpoint of iteration {iteration}"):
         return TunedWeights(kind, Adapter(pairs, header))
-
-
-def _trained(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """The transformer of a run of `config` on the meta device, and its trained parameters by name, in order."""
-    blueprint = read_blueprint(config)
-    targets = components.policy_class(config, blueprint.kind).spec.lora_targets
-    transformer = on_meta(blueprint.parts[config.trained])
-    plain = config.model_copy(update={"adapter": None, "assistant": None, "quantize": "none"})
-    return transformer, tuned(transformer, plain, config.tuning, targets=targets, device=torch.device("meta")).named()
 
 
 def _checkpoint(run: Path, which: str) -> tuple[int, Mapping[str, list[Tensor]]]:

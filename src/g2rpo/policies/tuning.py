@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import refuse_pointer
 from g2rpo.policies.adapter_files import read_adapter
+from g2rpo.policies.adapter_names import common_peelings
 from g2rpo.policies.adapters import ABOVE_KEY, CONFIG, PREFIX, Adapter, check_fit, own_header, write_tensors
 from g2rpo.policies.lora_layers import Acting, add_frozen, check_targets, factors_of, fill, inject
 from g2rpo.policies.options import PolicyConfig, TuningMode
@@ -343,12 +344,12 @@ def _is_adapter(file: Path) -> bool:
 
 
 def _fitting(transformer: nn.Module, file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by the transformer's names, without a prefix that all of them have; UserError for others."""
+    """The tensors of a file by the transformer's names, without the prefixes that all of them have; UserError for others."""
     tensors, own = load_file(file), {name: value.shape for name, value in transformer.state_dict().items()}
-    one = min(own)
-    prefixes = [name.removesuffix(one) for name in tensors if name.endswith(one)]
-    prefix = next((each for each in prefixes if each[-1:] == "." and all(name.startswith(each) for name in tensors)), "")
-    found = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    found = max(
+        (dict(zip(names, tensors.values(), strict=True)) for names in common_peelings(list(tensors))),
+        key=lambda named: len(own.keys() & named.keys()),
+    )
     lacks, others = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
     differ = sorted(name for name in own.keys() & found.keys() if found[name].shape != own[name])
     if lacks or others or differ:

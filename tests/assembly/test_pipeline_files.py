@@ -9,7 +9,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
-from g2rpo.assembly import blueprint, components, pipeline_check
+from g2rpo.assembly import blueprint, components, pipeline_files
 from g2rpo.assembly.checks import Wanted, check_input_pictures
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.pipeline_files import weight_files
@@ -58,7 +58,7 @@ def test_what_cannot_be_trained_is_refused_before_it_is_loaded(tmp_path, case):
     ],
 )
 def test_solvers_of_flows_are_flows(tmp_path, scheduler):
-    pipeline_check.check_files("x", folder_of(tmp_path, scheduler=scheduler).path)
+    pipeline_files.check_files("x", folder_of(tmp_path, scheduler=scheduler).path)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_options_that_a_model_lacks_are_refused(tmp_path, option, message):
 )
 def test_distilled_models_get_one_caution(tmp_path, name, index, cautioned):
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    said = pipeline_check.caution(name, str(tmp_path))
+    said = pipeline_files.caution(name, str(tmp_path))
     assert (said is not None) == cautioned
     assert said is None or (name in said and "base model" in said)
 
