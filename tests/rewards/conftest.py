@@ -1,5 +1,8 @@
+from types import SimpleNamespace
+
 import pytest
 
+from g2rpo.rewards import transport
 from tests.rewards.learned import save_learned
 
 
@@ -7,3 +10,11 @@ from tests.rewards.learned import save_learned
 def learned(tmp_path_factory):
     """The options of every learned reward with tiny weights, by its name in a config."""
     return save_learned(tmp_path_factory.mktemp("learned"))
+
+
+@pytest.fixture
+def naps(monkeypatch):
+    """A client's waits before retries, which are only noted."""
+    waits = []
+    monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=waits.append))
+    return waits

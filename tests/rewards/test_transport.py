@@ -2,13 +2,11 @@
 
 import json
 import socket
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from g2rpo.core.errors import Stopped, UserError
-from g2rpo.rewards import transport
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
 from g2rpo.run.checkpoint import newest_iteration
@@ -132,14 +130,6 @@ def test_a_proxy_variable_that_cannot_be_used_is_refused_unrepeated(proxy, monke
 
 
 # --- servers that go and come back
-
-
-@pytest.fixture
-def naps(monkeypatch):
-    """The waits, which are only noted."""
-    waits = []
-    monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=waits.append))
-    return waits
 
 
 GOOD = says(200, json.dumps({"scores": [0.5], "reward": "a"}))
