@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import torch
 
 from g2rpo.assembly import components
 from g2rpo.assembly.config import load_config
@@ -12,6 +13,7 @@ from g2rpo.assembly.rewards import build_rewards, check_rewards
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.policies.catalogue import flux, sd3
+from g2rpo.runtime.distributed import joined
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "device": "cpu"}
 
@@ -72,6 +74,35 @@ def test_shared_options_are_checked_before_anything_is_loaded(name, option, valu
         build_rewards(table)
     if option == "device":
         check_rewards(table)  # a plan for another machine
+
+
+APPLE = "policy.device=mps"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts"),
+    [
+        ([], []),
+        (["policy.dtype=bfloat16"], ["autocast is not supported"]),
+        (["policy.dtype=bfloat16", "policy.autocast=false"], []),
+        (["policy.quantize=int8", "policy.compile=true"], ["policy.quantize=int8", "policy.compile=true"]),
+        (["policy.tuning=full", "trainer.sharding=full"], ["trainer.sharding=full"]),
+    ],
+)
+def test_what_apples_gpus_lack_is_refused_by_name(monkeypatch, overrides, facts):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    said = list(components.lacks_of_device(load_config("words", [APPLE, *overrides])))
+    assert len(said) == len(facts)
+    assert all(each.startswith(APPLE) and fact in each for each, fact in zip(said, facts, strict=True))
+
+
+def test_apples_gpu_is_for_one_process_on_its_machine(monkeypatch):
+    with pytest.raises(UserError, match="policy.device=mps: torch sees no GPU of Apple's here"):
+        components.pick_device("mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="policy.device=mps: one process"), joined("mps"):
+        pass
 
 
 def test_a_model_of_another_kind_than_the_recipes_is_refused(tmp_path):

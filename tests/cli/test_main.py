@@ -295,6 +295,17 @@ def test_memory_that_runs_out_anywhere_is_one_message(capsys, tmp_path, tiny_con
     )
 
 
+def test_an_operator_that_apples_gpus_lack_is_named(capsys, tmp_path, tiny_config, monkeypatch):
+    def forward(*arguments, **options):
+        raise NotImplementedError(
+            "The operator 'aten::_upsample_bilinear2d_aa.out' is not currently implemented for the MPS device. If you want"
+        )
+
+    monkeypatch.setattr(T5EncoderModel, "forward", forward)
+    said = " ".join(refused(capsys, "train", tiny_config, "--run-dir", tmp_path / "run").split())
+    assert "torch has no aten::_upsample_bilinear2d_aa.out" in said and "PYTORCH_ENABLE_MPS_FALLBACK=1" in said
+
+
 def test_a_variable_shows_the_traceback_of_a_message(capsys, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self):\n        raise RuntimeError('deep')\n")
     words = ["train", "scenes", "rewards.x.kind=function", f"rewards.x.options.target={tmp_path}/mine.py:Mine"]

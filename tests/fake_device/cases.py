@@ -14,13 +14,16 @@ from g2rpo.app.evaluate import evaluate, run_settings
 from g2rpo.app.sample import sample, sample_config
 from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
+from g2rpo.config import recipes
 from g2rpo.config.resolve import resolve
+from g2rpo.core import data
 from g2rpo.evaluation.controls import Control
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
 from g2rpo.lab.demo.model import open_model
 from g2rpo.lab.plan import trace
 from g2rpo.run.run import Run
+from tests.fake_device import device
 
 PROMPTS = ["a red circle", "two blue circle", "a blue square left of a red circle", "red square"]
 DATA = {
@@ -84,6 +87,27 @@ def iterate(world, folder, model, *many):
         row = build(world, folder, model, *overrides).iterate()
         assert math.isfinite(row["loss"]) and row["grad_norm"] > 0, (overrides, row)
     return len(many)
+
+
+def apple(world, folder, recipe, *overrides):
+    """What differs from the same run on the CPU after two iterations, relative to the moves of the weights, on a device with
+    the limits of Apple's; of the embedded model."""
+    data.NO_FLOAT64.add("fakegpu")
+    torch.fakegpu.__class__ = device.Apple
+    small = ["trainer.prompts_per_iteration=2", f"prompts.cache={folder}", "trackers=[]"]
+    moves = []
+    for place in ("cpu", "fakegpu"):
+        settings = resolve(recipes.settings(recipe), [f"policy.device={place}", *small, *overrides])
+        (folder / place).mkdir()
+        trainer = built(Request(config=settings, run_dir=folder / place, world=world))
+        begin = [parameter.detach().cpu().clone() for parameter in trainer.learner.parameters]
+        with device.OwnFloat64():
+            rows = [trainer.iterate() for _ in range(2)]
+        assert all(math.isfinite(row["loss"]) for row in rows), rows
+        assert "memory_peak" not in rows[0]
+        ends = [parameter.detach().cpu() for parameter in trainer.learner.parameters]
+        moves.append(torch.cat([(end - start).flatten() for start, end in zip(begin, ends, strict=True)]))
+    return float((moves[1] - moves[0]).norm() / moves[0].norm())
 
 
 FAULTS = ("a number", "a mask", "conditioning on the host", "many small tensors", "a tensor kept", "float64")

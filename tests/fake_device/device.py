@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NAME = "fakegpu"
 SOURCE = Path(__file__).with_name("device.cpp")
@@ -136,6 +137,32 @@ class Module(types.ModuleType):
     def limit(self, size, device=None):
         """From now on at most `size` bytes are there; 0: as many as the host has."""
         torch.ops.fake_device.limit(_index(device), size)
+
+
+class Apple(Module):
+    """The same without what torch.mps lacks: no memory statistics, names and current device to choose."""
+
+    def device_count(self):
+        return 1
+
+    def __getattribute__(self, name):
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        if asked_by.startswith("g2rpo.") and not name.startswith("_") and not hasattr(torch.mps, name):
+            raise AttributeError(f"torch.mps has no {name}")
+        return super().__getattribute__(name)
+
+
+class OwnFloat64(TorchDispatchMode):
+    """Refuses tensors of float64 on the device that this package makes; diffusers knows Apple's devices by name."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float64 and made.device.type == NAME:
+            frame = sys._getframe(1)
+            while f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
+                frame = frame.f_back
+            assert f"{os.sep}g2rpo{os.sep}" not in frame.f_code.co_filename, f"{func}: float64 on the device"
+        return made
 
 
 def _index(device) -> int:

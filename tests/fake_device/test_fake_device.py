@@ -142,6 +142,17 @@ def test_calls_of_the_network_never_wait_and_iterations_keep_nothing(run, flux_d
     }, found
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [("words", []), ("scenes", ["algorithm.name=diffusion_nft", "algorithm.group_size=4", "sampling.tails.solver=dpmpp2m"])],
+    ids=str,
+)
+def test_a_device_with_the_limits_of_apples_trains_as_a_cpu_does(run, recipe, overrides):
+    """No float64 and no statistics of memory. Both compute with the CPU's kernels; sums are in another order."""
+    (apart,) = run(cases.apple, recipe, *overrides)
+    assert apart < 1e-3
+
+
 def test_memory_that_runs_out_halves_batches(run, flux_directory):
     (row,) = run(cases.run_out, flux_directory)
     assert row["out_of_memory"] > 0 and min(row["batch_size"], row["decode_batch_size"], row["micro_batch_size"]) < 64

@@ -212,6 +212,7 @@ NO_ROOM = (
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "MPS backend out of memory (MPS allocated: 8.85 GB, other allocations: 88.12 MB, max allowed: 9.07 GB).",
 )
 OTHERS = ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED", "CUDA error: device-side assert triggered")
 

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.flow_grpo import window
-from g2rpo.core.data import Batch, Example, Loss, Plan, Rollout, per_row
+from g2rpo.core.data import Batch, Example, Loss, Plan, Rollout, in_float64, per_row
 from g2rpo.core.objectives import RewardMix, mix_rewards
 from g2rpo.core.plain import STRICT, Count, GroupSize
 from g2rpo.core.types import Algorithm, Draw, Network
@@ -196,7 +196,7 @@ class DiffusionNFT(ForwardProcess):
         """Squared error [B] of the image predicted by a velocity, divided by its mean error, so
         that all times weigh alike."""
         error = noised.x - per_row(noised.sigma, noised.x) * velocity - noised.image
-        size = error.detach().double().abs().flatten(1).mean(1).clamp(min=SMALLEST_SIZE)
+        size = in_float64(error.detach()).abs().flatten(1).mean(1).clamp(min=SMALLEST_SIZE)
         return (mean_square(error) / size).to(error.dtype)
 
 
@@ -248,7 +248,7 @@ class AWM(ForwardProcess):
         return drawn[:, None].expand(-1, self.group_size)
 
     def member_loss(self, noised: Noised) -> Tensor:
-        error = mean_square(noised.velocity.double() - (noised.noise - noised.image).double())
+        error = mean_square(in_float64(noised.velocity) - in_float64(noised.noise - noised.image))
         log_prob = -((error + ERROR_OFFSET) ** self.power - ERROR_OFFSET**self.power) / self.power * noised.sigma
         policy = -noised.advantages / self.advantage_clip * (log_prob - log_prob.detach()).exp()
         if noised.old is not None:

@@ -127,8 +127,8 @@ def _listed(complaints: Sequence[str]) -> str:
     return "\n".join([f"{len(complaints)} things are missing or wrong:", *lines])
 
 
-def _device(run: Wanted) -> None:
-    components.pick_device(run.config.policy.device)
+def _device(run: Wanted) -> Iterator[str]:
+    yield from components.lacks_of_device(run.config)
 
 
 def _repeated_names(run: Wanted) -> Iterator[str]:

@@ -199,16 +199,34 @@ def pick_device(name: str, key: str = "policy.device") -> str:
     UserError for a device that torch or this machine lacks.
     """
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "cpu"  # mps is asked for: nobody has measured it yet
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"{key}={name}: is no device; write cpu, cuda, cuda:1 or, for policy.device, auto") from None
+        raise UserError(f"{key}={name}: is no device; write cpu, cuda, cuda:1, mps or, for policy.device, auto") from None
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"{key}={name}: torch sees no GPU of Apple's here; {key}=cpu needs none")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         remedy = "policy.device=auto takes what there is" if key == "policy.device" else f"{key}=cpu needs none"
         raise UserError(f"{key}={name}: torch sees {count} CUDA devices here; {remedy}")
     return name
+
+
+def lacks_of_device(config: Config) -> Iterator[str]:
+    """What the config asks and its device lacks; UserError for a device that is not here."""
+    policy = config.policy
+    if torch.device(pick_device(policy.device)).type != "mps":
+        return
+    if policy.dtype != "float32" and policy.autocast:
+        yield "policy.device=mps: autocast is not supported there; set policy.dtype=float32, or policy.autocast=false for LoRA"
+    for key, value, plain in (
+        ("policy.quantize", policy.quantize, "none"),
+        ("policy.compile", policy.compile, False),
+        ("trainer.sharding", config.trainer.sharding, "none"),
+    ):
+        if value != plain:
+            yield f"policy.device=mps: {key}={str(value).lower()} is not supported there; take it out"
 
 
 def locate_pipeline(name: str, expected: str | None = None, chosen: str | None = None) -> tuple[str, str]:

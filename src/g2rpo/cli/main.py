@@ -21,7 +21,7 @@ from g2rpo.app.process import EXIT_CODES, quiet_libraries
 from g2rpo.app.stopping import Stopping
 from g2rpo.cli import models, serving, train
 from g2rpo.cli.life import LIFE
-from g2rpo.core.errors import Interrupted, Stopped, UserError, out_of_memory
+from g2rpo.core.errors import Interrupted, Stopped, UserError, out_of_memory, without_operator
 
 app = typer.Typer(
     name="g2rpo",
@@ -91,6 +91,9 @@ def main(arguments: list[str] | None = None) -> None:
         _tell(str(stop), "bold yellow")
         sys.exit(stop.exit_code)
     except (MemoryError, RuntimeError) as error:
+        if (unable := without_operator(error)) is not None:
+            _tell(unable, "bold red")
+            sys.exit(2)
         if not out_of_memory(error):
             raise
         remedy = "take smaller pictures or batches, policy.dtype=bfloat16, or a device with more memory (see `g2rpo plan`)"

@@ -354,6 +354,15 @@ class Loss:
     log: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+NO_FLOAT64 = {"mps"}
+"""Types of devices without float64."""
+
+
+def in_float64(values: Tensor) -> Tensor:
+    """`values` in float64, or as they are on a device that has none."""
+    return values if values.device.type in NO_FLOAT64 else values.double()
+
+
 def per_row(value: Tensor, like: Tensor) -> Tensor:
     """`value` [B] (or a scalar) shaped to broadcast against `like` [B, ...], in its dtype and on its device."""
     value = value.to(like)

@@ -61,13 +61,25 @@ def at_least_one(**numbers: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {number}")
 
 
-NO_ROOM = re.compile(r"\bCU(BLAS|DNN)_STATUS_(\w+_)?(ALLOC|ALLOCATION)_FAILED\b")
-"""The messages of cuBLAS and cuDNN if a device has no memory for their workspace; torch raises them as RuntimeError."""
+NO_ROOM = re.compile(r"\bCU(BLAS|DNN)_STATUS_(\w+_)?(ALLOC|ALLOCATION)_FAILED\b|\bMPS backend out of memory\b")
+"""Messages that a device has no memory: of cuBLAS and cuDNN for their workspace, and of Apple's GPUs. torch raises them as
+RuntimeError."""
 
 
 def out_of_device_memory(error: BaseException) -> bool:
     """Whether torch, cuBLAS or cuDNN ran out of device memory."""
     return type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and bool(NO_ROOM.search(str(error))))
+
+
+def without_operator(error: BaseException) -> str | None:
+    """What to say where torch has no kernel of an operator for Apple's GPUs; None for any other error."""
+    missing = re.search(r"operator '([\w:.]+)' is not currently implemented for the MPS device", str(error))
+    if missing is None:
+        return None
+    return (
+        f"policy.device=mps: torch has no {missing[1]} for Apple's GPUs; PYTORCH_ENABLE_MPS_FALLBACK=1 computes it on the CPU, "
+        "policy.device=cpu everything"
+    )
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from g2rpo.core.errors import counted
 from g2rpo.core.files import in_bytes
 from g2rpo.core.plain import Count, Iteration, Number
 from g2rpo.evaluation.untrained import Controls
-from g2rpo.runtime.devices import accelerator
+from g2rpo.runtime.devices import name_of_device
 
 
 class Start(BaseModel):
@@ -39,7 +39,6 @@ class Start(BaseModel):
 
 def started(iteration: int, device: torch.device, contents: Mapping[str, str]) -> Start:
     """The start of this process: after `iteration`, on this device."""
-    module = accelerator(device)
     cpu = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     return Start(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -48,7 +47,7 @@ def started(iteration: int, device: torch.device, contents: Mapping[str, str]) -
         commit=source_commit(Path(g2rpo.__file__).resolve().parents[2]),
         python=platform.python_version(),
         torch=torch.__version__,
-        device=cpu if module is None else module.get_device_name(device),
+        device=cpu if device.type == "cpu" else name_of_device(device),
         contents=dict(contents),
     )
 

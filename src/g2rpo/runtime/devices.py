@@ -25,6 +25,17 @@ def same_device(device: torch.device) -> Callable[[], None]:
     return partial(module.set_device, module.current_device())
 
 
+def measures_memory(device: torch.device) -> bool:
+    """Whether torch tells the memory of `device`: what is free, and the peak. It does not for Apple's GPUs."""
+    return hasattr(accelerator(device), "max_memory_allocated")
+
+
+def name_of_device(device: torch.device) -> str:
+    """What torch calls an accelerator; torch has no names for Apple's GPUs."""
+    named = getattr(accelerator(device), "get_device_name", None)
+    return f"{device.type} device" if named is None else str(named(device))
+
+
 def empty_cache() -> None:
     """Empties torch's cache of accelerator memory, if there is an accelerator."""
     device = torch.accelerator.current_accelerator()

@@ -171,6 +171,8 @@ def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield ALONE
         return
+    if torch.device(device).type == "mps":
+        raise UserError("policy.device=mps: one process computes on Apple's GPU; start the run without torchrun")
     if index is not None:
         raise UserError(f"policy.device={device}: with several processes write auto, and each takes the GPU of its local rank")
     timeout = timedelta(seconds=timeout_s)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError, out_of_device_memory
 from g2rpo.core.types import Cond, Policy
-from g2rpo.runtime.devices import accelerator, empty_cache
+from g2rpo.runtime.devices import accelerator, empty_cache, measures_memory
 
 Kind = Literal["rollout", "decode", "micro"]
 T = TypeVar("T")
@@ -157,7 +157,7 @@ def batch_sizes(
     device: torch.device,
     notify: Callable[[str], None],
 ) -> BatchSizes:
-    """The sizes of a config; "auto" is `CPU_ROWS`, on a GPU the start of a search."""
+    """The sizes of a config; "auto" is `CPU_ROWS`, and where the memory of the device is known the start of a search."""
     asked: dict[Kind, int | Literal["auto"]] = {"rollout": rollout, "decode": decode}
     auto = {kind for kind, size in asked.items() if size == "auto"}
     sizes = {kind: CPU_ROWS[kind] if size == "auto" else size for kind, size in asked.items()}
@@ -166,7 +166,7 @@ def batch_sizes(
         decode=sizes["decode"],
         micro=micro,
         notify=notify,
-        auto=auto if accelerator(device) else set(),
+        auto=auto if measures_memory(device) else set(),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from g2rpo.core.data import Row
 from g2rpo.core.types import Plan
 from g2rpo.monitor.diagnostics import diagnose, reward_metrics
-from g2rpo.runtime.devices import accelerator
+from g2rpo.runtime.devices import accelerator, measures_memory
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.collector import Collected
@@ -30,7 +30,7 @@ def of_groups(plans: Sequence[Plan], names: Sequence[str], rewards: Tensor, adva
 def of_cost(parts: Sequence[Collected], world: World, sizes: BatchSizes, watch: Stopwatch, device: torch.device) -> Row:
     """Network evaluations and pictures of all ranks, batch sizes, this rank's seconds and, of an accelerator, the bytes of its
     peak so far; the rollouts are the last part."""
-    module = accelerator(device)
+    memory = {"memory_peak": accelerator(device).max_memory_allocated(device)} if measures_memory(device) else {}
     images = sum(rollout.finals.shape[:2].numel() for part in parts for rollout in part.rollouts)
     evaluations, images, halved = world.total(sum(part.evaluations for part in parts), images, sizes.halved)
     return {
@@ -41,7 +41,7 @@ def of_cost(parts: Sequence[Collected], world: World, sizes: BatchSizes, watch: 
         "micro_batch_size": sizes.micro,
         "out_of_memory": halved,
         "ranks": world.size,
-        **({} if module is None else {"memory_peak": module.max_memory_allocated(device)}),
+        **memory,
         "seconds": sum(watch.seconds.values()),
         "seconds_overlapped": parts[-1].seconds_overlapped,
         **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
