@@ -123,10 +123,8 @@ class RunHistory:
             standing: dict[str, Occurrence] = {}
             for row in rows:
                 said, at = row.get("alarms", {}), row["iteration"]
-                new = [Occurrence(name, at, at, said[name]) for name in said if name not in standing]
-                found += new
-                standing |= {one.name: one for one in new}
-                standing = {name: one for name, one in standing.items() if name in said}
+                standing = {name: standing.get(name) or Occurrence(name, at, at, said[name]) for name in said}
+                found += [one for one in standing.values() if one.first == at]
                 for one in standing.values():
                     one.last = at
         return sorted(found, key=lambda one: one.first)

@@ -29,6 +29,10 @@ ONE_PAGE_AT_A_TIME = Lock()
 """Threads share matplotlib's settings and the axes of the charts."""
 
 
+LEAST_SHARE = 0.005
+"""Of a run's time: shorter phases are left out."""
+
+
 def templates_of(package: str) -> Environment:
     """The HTML templates of a package; what they are given is escaped."""
     return Environment(
@@ -195,7 +199,9 @@ def costs(run: RunHistory) -> dict[str, str]:
     spent["… held-out evaluations"] = sum(row["seconds"] for row in run.evaluations)
     training = sum(row["seconds"] for row in run.iterations)
     told = {"Time": in_time(run.seconds)} | {
-        phase: f"{in_time(seconds)}, {seconds / run.seconds:.0%}" for phase, seconds in spent.items() if seconds
+        phase: f"{in_time(seconds)}, {seconds / run.seconds:.0%}"
+        for phase, seconds in spent.items()
+        if seconds > LEAST_SHARE * run.seconds
     }
     if run.iterations:
         pictures = sum(row["images"] for row in run.iterations)
