@@ -187,6 +187,28 @@ def test_an_assistant_acts_where_it_should_and_is_neither_trained_nor_saved(file
     assert names == {name.partition(".lora")[0] for name in policy.tuning.named()} == read_adapter(file).layers.keys()
 
 
+@pytest.mark.parametrize("named", ["", "/lora/adapter_model.safetensors"])
+def test_an_adapter_of_peft_on_the_hub_comes_with_its_config(brought, tmp_path, monkeypatch, named):
+    """From a hub that is a folder here, one file at a time."""
+    there, cache = tmp_path / "hub", tmp_path / "cache"
+    folder = there / "lora" if named else there
+    folder.mkdir(parents=True)
+    as_peft(brought, folder)
+    (folder / "training.safetensors").touch()
+    files = [path.relative_to(there).as_posix() for path in there.rglob("*.*")]
+
+    def download(repository, file):
+        (cache / file).parent.mkdir(parents=True, exist_ok=True)
+        (cache / file).write_bytes((there / file).read_bytes())
+        return str(cache / file)
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repository: files)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr("g2rpo.assembly.hub.obstacle", lambda repository: None)
+    read = read_adapter(find_adapter("policy.adapter", f"someone/theirs{named}"))
+    assert read.scale == 2.0 and is_same(read, brought)
+
+
 def test_a_plan_has_the_bytes_of_the_start_and_the_assistant(file, helper, flux_directory):
     """Beside the trained adapter, in float32 and in the dtype of the base."""
     size = {"height": 32, "width": 32, "max_sequence_length": 12, "dtype": "bfloat16", **CONTINUED}
@@ -515,7 +537,7 @@ def test_diffusion_model_is_no_diff_and_whole_weights_beside_are_refused(brought
 
 
 @pytest.mark.parametrize(
-    "part", ["lora_te1_text_model.x", "text_encoder_2.x", "clip_l.x", "t5xxl.x", "umt5xxl.x", "vae.decoder.x"]
+    "part", ["lora_te1_text_model.x", "text_encoder_2.x", "clip_l.x", "t5xxl.x", "umt5xxl.x", "qwen25_7b.x", "vae.decoder.x"]
 )
 def test_factors_of_other_parts_are_refused_as_such(brought, tmp_path, part):
     beside = {f"{part}{DOWN}": torch.ones(3, 8), f"{part}{UP}": torch.ones(8, 3)}

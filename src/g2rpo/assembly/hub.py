@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from huggingface_hub import constants, get_token, try_to_load_from_cache
 
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import local
+from g2rpo.policies.adapter_files import PEFT_CONFIG, PEFT_WEIGHTS
 from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.tuning import ADAPTER_FILE
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
@@ -23,6 +24,8 @@ from g2rpo.run.run import Run
 
 ADAPTER_KEYS = ("adapter", "assistant")
 """Options that name an adapter."""
+KNOWN_FILES = (ADAPTER_FILE, PEFT_WEIGHTS)
+"""The names that diffusers and peft give to an adapter; others are taken where they are the only one."""
 HubQuestion = Callable[[], str | None]
 """A description of a problem, or None; may be slow."""
 
@@ -85,9 +88,10 @@ def located(config: PolicyConfig) -> PolicyConfig:
 
 
 def _adapter_of(said: str, repository: str, file: str | None) -> Path:
+    """The file of an adapter of the hub, in its local cache, with peft's config beside it where there is one."""
     from huggingface_hub import hf_hub_download, list_repo_files
 
-    if (found := cached(repository, file or ADAPTER_FILE)) is not None:
+    if (found := cached(repository, *([file] if file else KNOWN_FILES))) is not None:
         return found
     if file is None and (readme := cached(repository, "README.md", ".gitattributes")) is not None:
         with suppress(UserError):  # an adapter of another name that was downloaded before
@@ -95,14 +99,22 @@ def _adapter_of(said: str, repository: str, file: str | None) -> Path:
     if (why := obstacle(repository)) is not None:
         raise UserError(f"{said}: is no file or folder here, and {why}")
     with loading(f"{said}: is no file or folder here, and the hub does not give it"):
-        return Path(hf_hub_download(repository, file or _only(said, list_repo_files(repository))))
+        files = list_repo_files(repository)
+        chosen = file or _only(said, files)
+        config = PurePosixPath(chosen).with_name(PEFT_CONFIG).as_posix()
+        if config in files:
+            hf_hub_download(repository, config)
+        return Path(hf_hub_download(repository, chosen))
 
 
 def _only(said: str, files: Sequence[str]) -> str:
     """The adapter among a folder's files."""
     found = [file for file in files if file.endswith(".safetensors")]
-    if ADAPTER_FILE in found or len(found) == 1:
-        return ADAPTER_FILE if ADAPTER_FILE in found else found[0]
+    for name in KNOWN_FILES:
+        if name in found:
+            return name
+    if len(found) == 1:
+        return found[0]
     if not found and any(file.endswith((".bin", ".pt", ".ckpt")) for file in files):
         raise UserError(f"{said}: holds pickles only, which could run code; convert them (safetensors.torch.save_file)")
     raise UserError(

@@ -20,7 +20,10 @@ OTHER_KINDS = {
     r"|^scaled_fp8$": "LoRA in fewer bits with scales beside",
 }
 """Endings of names, and what has them."""
-OTHER_PARTS = re.compile(r"(^|[._])(lora_te\d?|text_encoders?(_\d)?|text_model|clip_[glh]|(um)?t5(xxl)?|vae)[._]")
+OTHER_PARTS = re.compile(
+    r"(^|[._])(lora_te\d?|text_encoders?(_\d)?|text_model|clip_[glh]|u?mt5|u?m?t5xxl"
+    r"|qwen\d\w*|gemma\w*|llama\w*|vae)[._]"
+)
 """In names of what is no transformer: text encoders, by the names of several programs, and the VAE."""
 
 FACTOR = re.compile(
