@@ -22,8 +22,7 @@ WRONG = {
     "ceiling": ["high"],  # any number may be one
     "old_schedule": ["[-1,0,0]", "[0,-1,0]", "[0,0,1]", "[0,0,-0.1]"],
     **{key: [-1] for key in ("kl_weight", "strength")},
-    "forget": [-0.1, 1],
-    **{key: [0, 1.5] for key in ("trained_fraction", "compression", "share", "power")},
+    **{key: [0, 1.5] for key in ("compression", "share", "power")},
     **{
         key: [0, -1e-4]
         for key in ("churn", "eta", "clip_range", "advantage_clip", "divergence_limit", "noise_weight", "mixing")

@@ -290,9 +290,9 @@ class DanceGRPO(GRPO):
     eta: PositiveFloat = 0.3
     reward_mix: RewardMix = "advantages"
     update_every: UpdateEverySetting = 4
-    trained_fraction: Annotated[float, Field(gt=0, le=1)] = 0.6
 
     shared_noise: ClassVar[bool] = True
+    trained_fraction: ClassVar[float] = 0.6
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         return sde_kernel(dance_sde(self.eta))

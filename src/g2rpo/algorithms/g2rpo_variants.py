@@ -163,8 +163,8 @@ class AdaGRPO(GranularGRPO):
     branch_steps: BranchSteps = (0, 2, 4, 6)
     granularities: Granularities = (1,)
     candidates: Annotated[int, Field(ge=2)] = 10
-    forget: Annotated[float, Field(ge=0, lt=1)] = 0.8
 
+    forget: ClassVar[float] = 0.8
     level: ClassVar[tuple[tuple[float, float], ...]] = ()
     """(mean, std) of the ODE pictures' scores by each reward, NaN of one that has had no score;
     `Level.at` sets it. Without it an advantage is the group's alone."""
