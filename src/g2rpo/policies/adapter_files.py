@@ -74,7 +74,7 @@ def read_adapter(path: Path, pipeline: Any = None, transformer: nn.Module | None
         read = Adapter({pair.down: (_float32(tensors, pair.down), _float32(tensors, pair.up)) for pair in pairs})
         scales = {pair.down: _scale_of(pair, len(read.layers[pair.down][0]), tensors, config) for pair in pairs}
         scaled = Adapter({name: (down, up * scales[name]) for name, (down, up) in read.layers.items()})
-        layers = _named(path, pairs, scaled, pipeline, transformer)
+        layers = _named(path, pairs, list(scaled.layers.values()), pipeline, transformer)
         if set(scales.values()) != {1.0}:  # the config says a scale that is now in the weights
             metadata.pop(CONFIG, None)
         scale = scales[pairs[0].down] if len(set(scales.values())) == 1 else 1.0
@@ -144,10 +144,10 @@ def _scale_of(pair: Pair, rank: int, tensors: Mapping[str, Tensor], config: Peft
 
 
 def _named(
-    path: Path, pairs: Sequence[Pair], adapter: Adapter, pipeline: Any, transformer: nn.Module | None
+    path: Path, pairs: Sequence[Pair], layers: Sequence[Factors], pipeline: Any, transformer: nn.Module | None
 ) -> Mapping[str, Factors]:
-    """The factors, which `adapter` has by the names of the first, by a module's name in diffusers."""
-    layers, modules = list(adapter.layers.values()), [pair.module for pair in pairs]
+    """The factors of these pairs by a module's name in diffusers."""
+    modules = [pair.module for pair in pairs]
     if transformer is None and (pipeline is None or all(module.startswith((PREFIX, PEFT)) for module in modules)):
         return dict(zip((module.removeprefix(PEFT).removeprefix(PREFIX) for module in modules), layers, strict=True))
     own = None if transformer is None else patterns_of(shapes_in(transformer))
@@ -157,7 +157,7 @@ def _named(
             if count > 1:
                 raise ValueError(f"holds two adapters of {name}, under different prefixes; one is read")
         return dict(zip(map(str, found), layers, strict=True))
-    converted, why = _converted(pairs, adapter, pipeline, own)
+    converted, why = _converted(pairs, layers, pipeline, own)
     if converted is None and transformer is not None:
         names = [name or module for name, module in zip(found, modules, strict=True)]
         check_fit(str(path), Adapter(dict(zip(names, layers, strict=True))), transformer, why)
@@ -169,7 +169,7 @@ def _named(
 
 
 def _converted(
-    pairs: Sequence[Pair], adapter: Adapter, pipeline: Any, own: Mapping[str, str] | None
+    pairs: Sequence[Pair], layers: Sequence[Factors], pipeline: Any, own: Mapping[str, str] | None
 ) -> tuple[Mapping[str, Factors] | None, str]:
     """The factors by diffusers' names, by the converters of a pipeline's own LoRA loader; None if these do not read all of the
     names, with or without prefixes, and what they say of the names as they are."""
@@ -178,23 +178,14 @@ def _converted(
     written = [name for pair in pairs for name in (pair.down, pair.up, pair.alpha) if name is not None]
     candidates = list(common_peelings(written))
     candidates.append([f"diffusion_model.{name}" for name in candidates[-1]])
+    marks = [
+        (torch.full((), float(mark)).expand(down.shape), torch.ones(up.shape)) for mark, (down, up) in enumerate(layers, 1)
+    ]
     said = []
     for names in candidates:
         renamed = dict(zip(written, names, strict=True))
-        tensors: dict[str, Tensor] = {}
-        marked: dict[str, Tensor] = {}
-        for mark, pair in enumerate(pairs, 1):
-            down, up = adapter.layers[pair.down]
-            tensors |= {renamed[pair.down]: down, renamed[pair.up]: up}
-            marked |= {
-                renamed[pair.down]: torch.full((), float(mark)).expand(down.shape),
-                renamed[pair.up]: torch.ones(up.shape),
-            }
-            if pair.alpha is not None:  # multiplied in already: converters spread it over both factors, and none hang then
-                alpha = torch.tensor(float(len(down)))
-                tensors[renamed[pair.alpha]] = marked[renamed[pair.alpha]] = alpha
         try:
-            found, seen = (_by_converter(file, pipeline) for file in (tensors, marked))
+            found, seen = (_by_converter(_file_of(pairs, each, renamed), pipeline) for each in (layers, marks))
         except Exception as error:  # whatever a converter meets in files that are not its own
             said.append("diffusers says: " + " ".join(str(error).split())[:200])
             continue
@@ -204,6 +195,17 @@ def _converted(
             return found, ""
         said.append(f"diffusers leaves {left[0]} out" if left else "")
     return None, said[0]
+
+
+def _file_of(pairs: Sequence[Pair], layers: Sequence[Factors], renamed: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors of a file with these factors. Of an alpha, which is multiplied in already, the value that changes nothing:
+    converters spread it over both factors, and hang on some others."""
+    tensors: dict[str, Tensor] = {}
+    for pair, (down, up) in zip(pairs, layers, strict=True):
+        tensors |= {renamed[pair.down]: down, renamed[pair.up]: up}
+        if pair.alpha is not None:
+            tensors[renamed[pair.alpha]] = torch.tensor(float(len(down)))
+    return tensors
 
 
 def _by_converter(tensors: Mapping[str, Tensor], pipeline: Any) -> dict[str, Factors]:

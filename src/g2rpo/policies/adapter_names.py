@@ -21,7 +21,7 @@ OTHER_KINDS = {
 }
 """Endings of names, and what has them."""
 OTHER_PARTS = re.compile(
-    r"(^|[._])(lora_te\d?|text_encoders?(_\d)?|text_model|clip_[glh]|u?mt5|u?m?t5xxl"
+    r"(^|[._])(lora_te\d?|text_encoders?(_\d)?|text_model|clip_[glh]|u?m?t5(xxl)?"
     r"|qwen\d\w*|gemma\w*|llama\w*|vae)[._]"
 )
 """In names of what is no transformer: text encoders, by the names of several programs, and the VAE."""
@@ -93,12 +93,13 @@ def unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def pairs_in(names: Collection[str]) -> list[Pair]:
     """The modules of these tensors in the order of their names; ValueError for what is no factor and no alpha."""
-    sides: dict[str, dict[str, str]] = {}
+    places: dict[str, dict[str, str]] = {}
     alphas: dict[str, str] = {}
     for name in sorted(names):
         if factor := FACTOR.match(name):
             side = "down" if (factor["one"] or factor["two"]) in ("A", "down") else "up"
-            found = sides.setdefault(re.sub(r"(A|B|down|up)$", "", name[: factor.end("end")]), {"module": factor["module"]})
+            place = re.sub(r"(A|B|down|up)$", "", name[: factor.end("end")])
+            found = places.setdefault(place, {"module": factor["module"]})
             if side in found:
                 raise ValueError(f"holds two factors of one place, {found[side]} and {name}; one adapter is read")
             found[side] = name
@@ -106,14 +107,13 @@ def pairs_in(names: Collection[str]) -> list[Pair]:
             alphas[alpha["module"]] = name
         else:
             raise ValueError(f"holds other tensors than a LoRA's factors and alphas, such as {name}")
-    pairs = []
-    for found in sides.values():
-        if len(found) < len(("module", "down", "up")):
-            raise ValueError(f"holds other tensors than a LoRA's pairs: one factor of {found['module']} without the other")
-        pairs.append(Pair(**found, alpha=alphas.get(found["module"])))
-    if loose := sorted(alphas.keys() - {pair.module for pair in pairs}):
+    modules = {found["module"] for found in places.values()}
+    if loose := sorted(alphas.keys() - modules):
         raise ValueError(f"holds {alphas[loose[0]]}, and no factors of that module")
-    return pairs
+    for found in places.values():
+        if not {"down", "up"} <= found.keys():
+            raise ValueError(f"holds other tensors than a LoRA's pairs: one factor of {found['module']} without the other")
+    return [Pair(**found, alpha=alphas.get(found["module"])) for found in places.values()]
 
 
 def common_peelings(names: Sequence[str]) -> Iterator[Sequence[str]]:
