@@ -304,7 +304,8 @@ def test_a_score_that_is_no_number_of_a_picture_is_missing(score):
 def test_a_wrong_address_fails_at_once():
     with pytest.raises(NoAnswer, match="refused"):
         RemoteReward(f"http://127.0.0.1:{free_port()}", endpoint=QUICK)
-    for bad in ("127.0.0.1:8000", "file:///etc/passwd", "ftp://host/x", "http://", "http://host/?q=1"):
+    odd = ("http://[1.2.3]", "http://[::g]:80", "http://\u2488com", "http://host:0", "http://host:99999", "http://a b")
+    for bad in ("127.0.0.1:8000", "file:///etc/passwd", "ftp://host/x", "http://", "http://host/?q=1", *odd):
         with pytest.raises(ValueError, match="an endpoint is an address"):
             RemoteReward(bad, endpoint=QUICK)
 

@@ -89,6 +89,14 @@ def test_what_no_proxy_excludes_is_asked_directly(proxy, lan, monkeypatch, exclu
     assert request_json(url, dict) == {"who": "server"}
 
 
+def test_a_name_with_other_letters_is_no_proxy(lan, monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    with pytest.raises(NoAnswer, match="^http://richter.bücher.example/ answered something else"):
+        request_json("http://richter.bücher.example/", list)
+
+
 @pytest.mark.parametrize("excluded", ["10.0.0.0/16", "10.1.2.4", "fd00::/8", "10.1.2.3:9000", "3.2.1.10", "10.1.2.3/nonsense"])
 def test_what_no_proxy_does_not_exclude_goes_through_the_proxy(proxy, lan, monkeypatch, excluded):
     monkeypatch.setenv("http_proxy", f"http://{proxy}")

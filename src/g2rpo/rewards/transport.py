@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import random
-import re
 import ssl
 import threading
 import time
@@ -53,16 +52,20 @@ class Refused(OSError):
     """The endpoint refused the request permanently (a 4xx status)."""
 
 
-_ADDRESS = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/:@?#\[\]]+)(:(?P<port>\d{1,5}))?(/[^\s@?#]*)?", re.IGNORECASE)
-
-
 def address(url: str) -> str:
     """`url` without a slash at its end; ValueError unless it is an http(s) address without a query, a user or a password.
 
     The message repeats nothing of `url`: a password may stand anywhere in an address that is mistyped.
     """
-    found = _ADDRESS.fullmatch(url)
-    if found is None or not url.isprintable() or not 0 < int(found["port"] or 80) < 2**16:
+    import httpx2
+
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL:
+        parsed = httpx2.URL()
+    plain = url.isprintable() and not set(url) & set(" @?#")
+    reachable = parsed.host and "%" not in parsed.host and parsed.port in (None, *range(1, 2**16))
+    if not plain or not reachable or parsed.scheme not in ("http", "https"):
         raise ValueError(
             "an endpoint is an address such as http://127.0.0.1:8000 or https://HOST/v1, without a query; a password in it "
             "would end in configs and logs, so name the environment variable that holds a token"
@@ -277,7 +280,7 @@ class _Exchange:
         if not event.endswith("connect_tcp.started"):
             return
         port = self.asked.port or {"http": 80, "https": 443}[self.asked.scheme]
-        if (details["host"], details["port"]) != (self.asked.host, port):
+        if (details["host"], details["port"]) != (self.asked.raw_host.decode(), port):
             self.through = f" (through the proxy {details['host']}:{details['port']})"
 
 
