@@ -118,7 +118,7 @@ def controls_of(folder: Path, read: dict[str, list[bool]] | None) -> dict[str, A
     found: dict[str, Any] = {}
     for name, best in ((name, best) for name, best in results.best.items() if name != RIGHT):
         means = {way.name: way.means[name] for way in others}
-        found[name] = {"means": means, "control": best.name, "mean": best.means[name], "lead": best.leads[name].model_dump()}
+        found[name] = {"means": means, "control": best.name, "mean": best.means[name], "lead": asdict(best.leads[name])}
     if read is not None:
         means = {way.name: statistics.mean(read[way.name]) for way in others}
         best_read = max(means, key=means.__getitem__)

@@ -229,7 +229,7 @@ def study(world: str, numbers: Sequence[int], jobs: int, out: Path) -> dict[str,
     results: dict[str, Any] = json.loads(found.results.read_text())
     free = Controls.model_validate(results["controls"])
     results["controls"] = [
-        {"reward": reward, "control": way.name, "mean": way.means[reward], "change": way.changes[reward].model_dump()}
+        {"reward": reward, "control": way.name, "mean": way.means[reward], "change": asdict(way.changes[reward])}
         for best in (free.best, free.best_of)
         for reward, way in best.items()
     ]

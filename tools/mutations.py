@@ -49,7 +49,7 @@ TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = "tests/algorithms/test_dropped_members.py", "tests/training/test_moving_average.py"
 SCORES = "tests/monitor/test_scores.py"
 CHECKPOINT, ALARMS = "tests/run/test_checkpoint.py", "tests/monitor/test_alarms.py"
-QUANTIZED, STATISTICS = "tests/policies/test_quantized.py", "tests/core/test_statistics.py tests/monitor/test_diagnostics.py"
+QUANTIZED, STATISTICS = "tests/policies/test_quantized.py", "tests/core/test_statistics.py tests/training/test_rows.py"
 
 MUTATIONS = [
     Mutation(

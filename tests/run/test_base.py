@@ -1,19 +1,25 @@
 """Runs that share an evaluation of the base: equal to the bit, and only where nothing that it depends on differs."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.core.types import Reward
+from g2rpo.evaluation.sampler import Sampler
+from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.base import SharedBase, shared_base
 from g2rpo.run.lock import InUse
 from g2rpo.run.lock import held as lock
+from g2rpo.run.rates import Sweep
 from g2rpo.runtime.distributed import ALONE
-from tests.support.runs import brightness, trainer
+from tests.support.policies import make
+from tests.support.runs import brightness, config, trainer
+from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 
 
 def begun(run_dir, bases, **more):
@@ -111,13 +117,31 @@ def test_a_trained_reward_and_a_judge_may_change_places():
     assert key(*one) == key(*other)
 
 
-def test_an_adapter_that_was_not_trained_adds_exactly_nothing(tiny_config, tmp_path):
-    """So its rank is nothing that the base depends on."""
-    from g2rpo.app.train import train
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_that_was_not_trained_adds_exactly_nothing(dtype):
+    """So neither its rank nor where it acts is anything that the base depends on."""
+    pipeline, found = tiny_pipeline("FluxPipeline"), []
+    size = {"height": 32, "width": 48, "max_sequence_length": 24, "dtype": dtype}
+    for own in ({"lora_rank": 2}, {"lora_rank": 5, "lora_above": 0.5}):
+        policy = make(CLASSES["FluxPipeline"], copy.deepcopy(pipeline), **size, **own)
+        found.append(Sampler(policy=policy, shift="model", num_steps=3).pictures(["a red circle"]))
+    assert torch.equal(*found)
 
-    found = []
-    for rank in (2, 5):
-        run = tmp_path / f"rank_{rank}"
-        train(str(tiny_config), [f"policy.lora_rank={rank}", "trainer.iterations=1"], run)
-        found.append(load_file(run / "baseline.safetensors"))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+def test_the_pilots_of_several_cells_share_their_base_too(tmp_path):
+    """By a reward that counts its calls: the second cell's pilots ask for one evaluation less."""
+    asked, words = [], ["trainer.iterations=12", "evaluation.num_prompts=10"]
+    for cell in ("a", "b"):
+        calls = []
+
+        def bright(images, prompts, calls=calls):
+            calls.append(len(images))
+            return brightness(images, prompts)
+
+        given = {"policy": GaussianPolicy(), "rewards": {"bright": bright}, "judges": {"dark": brightness}}
+        given |= {"prompts": [f"{0.01 * place:g}" for place in range(12)], "heldout": ["-1"], "trackers": []}
+        sweep = Sweep(0.02, [0.02, 0.05])
+        where = {"run_dir": tmp_path / cell, "bases": tmp_path / "bases", "notify": lambda said: None}
+        build(Request(config=config(*words), given=given, sweep=sweep, **where))
+        asked.append((len(calls), [(pilot.rate, pilot.gain) for pilot in sweep.pilots]))
+    assert asked[0][0] == asked[1][0] + 1 and asked[0][1] == asked[1][1]

@@ -23,7 +23,7 @@ from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.trackers import build_trackers
-from g2rpo.run.base import shared_base
+from g2rpo.run.base import SharedBase, shared_base
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.rates import Sweep
 from g2rpo.run.run import Run
@@ -65,6 +65,12 @@ class Request:
         """The run's folder."""
         return None if self.run_dir is None else Run(self.run_dir)
 
+    def base_of(self, config: Config, prompts: Sequence[str], heldout: Sequence[str]) -> SharedBase | None:
+        """Where the evaluation of the base by `config` on `heldout` is shared."""
+        if self.bases is None:
+            return None
+        return shared_base(self.bases, config, contents_of(config, prompts, heldout, self.given), self.world)
+
 
 def build(request: Request) -> Trainer:
     """The trainer of a request, at the iteration of its newest checkpoint. UserError names everything that is missing or wrong
@@ -95,10 +101,9 @@ def build(request: Request) -> Trainer:
             run.claim(config)
     for complaint in trainer.resume() if request.resume else ():
         request.notify(complaint)
-    contents = contents_of(config, prompts, trainer.heldout, given)
-    if request.bases is not None:
-        trainer.shared_base = shared_base(request.bases, config, contents, request.world)
+    trainer.shared_base = request.base_of(config, prompts, trainer.heldout)
     if main:
+        contents = contents_of(config, prompts, trainer.heldout, given)
         run.record_start(trainer.iteration, trainer.policy.device, contents)
     return trainer
 
@@ -159,7 +164,9 @@ def _with_found_rate(request: Request, sweep: Sweep, run: Run, parts: Mapping[st
     """The config with the rate that `sweep` takes; both are written."""
     emit = request.emit
     emit(Line(f"short runs at {len(sweep.rates)} learning rates on training prompts; gain in standard deviations of the base:"))
-    pilots = Pilots({**parts, "config": request.config})
+    config, prompts = pilot_config(request.config, 1.0), parts["prompts"]
+    base = request.base_of(config, prompts, pilot_prompts(config, prompts))
+    pilots = Pilots({**parts, "config": request.config}, base)
     rate = pilots.find(sweep, run, request.ends_at, lambda line: emit(Line(f"  {line}")))
     emit(Line(f"{rate:g} is taken: the nearest to yours of those within an error of the best gain, without an alarm"))
     config = at_rate(request.config, rate)

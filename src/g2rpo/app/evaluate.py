@@ -22,7 +22,7 @@ from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards, check_clips, check_rewards, declared_by, reward_kind
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
-from g2rpo.config.schema import Config, PolicyConfig, RewardTable, Section
+from g2rpo.config.schema import Config, RewardTable, Section
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import FileDigests, is_empty, local, write_whole
@@ -70,11 +70,6 @@ def model_settings(model: str, size: int | None, guidance: float | None) -> dict
     height, width = (height, width) if size is None else (size, size)
     policy = {"path": model, "height": height, "width": width, "guidance_scale": guidance}
     return {"policy": {**policy, "max_sequence_length": length}}
-
-
-def model_policy(model: str, size: int | None, guidance: float | None) -> PolicyConfig:
-    """The policy of these settings."""
-    return resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")
 
 
 def named_rewards(names: str) -> dict[str, Any]:

@@ -22,10 +22,11 @@ from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import RewardTable, Steps
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_empty, local, whole_file
+from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import check_inputs, images_of
 from g2rpo.evaluation.controls import NO_CONTROL, Control
 from g2rpo.evaluation.sampler import Drawing, Sampler
-from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
+from g2rpo.monitor.clips import reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import PictureRow, pil_of, save_grid
 from g2rpo.monitor.scores import SHOWN
 from g2rpo.policies.anyflow import DiffusersPolicy
@@ -162,7 +163,7 @@ def _save(path: Path, image: Tensor, seconds: float, video: str) -> Path:
         elif video == "mp4":
             from diffusers.utils import export_to_video
 
-            export_to_video(frames_of(image), str(unfinished), fps=len(image) / seconds)
+            export_to_video(to_pil(image), str(unfinished), fps=len(image) / seconds)
         else:
             save_clip(unfinished, image, seconds)
     return path

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+)
 
 from g2rpo.core.errors import UserError
 
@@ -25,6 +34,14 @@ Iteration = Annotated[int, Field(ge=0, le=10**6)]
 
 Number = Annotated[int | float, Field(ge=-1e300, le=1e300)]
 """A finite number, with whose squares one can still reckon."""
+
+Figure = Annotated[
+    float,
+    Field(allow_inf_nan=True),
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    PlainSerializer(lambda value: value if math.isfinite(value) else None),
+]
+"""A number that may be unknown: NaN, and null in JSON."""
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 """The config of a pydantic dataclass of hyper-parameters, checked in YAML and in Python alike:

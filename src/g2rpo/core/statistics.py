@@ -12,6 +12,8 @@ from numpy.typing import ArrayLike
 from scipy.special import stdtr, stdtrit
 from torch import Tensor
 
+from g2rpo.core.plain import Figure
+
 Z = 1.96
 """Standard errors to either side of a 95 % interval of a normal distribution."""
 FEWEST_VALUES = 8
@@ -27,9 +29,9 @@ def half_width(error: float, count: int, level: float = 0.95) -> float:
 class Interval:
     """A mean of `count` values and the ends of its interval; NaN where there are too few values."""
 
-    mean: float
-    low: float
-    high: float
+    mean: Figure
+    low: Figure
+    high: Figure
     count: int
 
     def __format__(self, sign: str) -> str:

@@ -78,10 +78,16 @@ def _in_words(name: str, reward: Reward) -> str | None:
 
 
 def evaluation_of_all(world: World, own: Evaluation, prompts: Sequence[str]) -> Evaluation:
-    """The evaluation of `prompts` gathered from all ranks."""
-    scores = {name: world.gather(values) for name, values in own.scores.items()}
-    right = None if own.right is None else world.gather(own.right)
-    return Evaluation(tuple(prompts), world.gather_to_main(own.images), scores, right)
+    """The evaluation of `prompts` from all ranks, each of which has its share or all of them. Where all have all, scores
+    are rank 0's: a reward may have answered one rank and not another, and decisions must be the same."""
+
+    def joined(values: Tensor) -> Tensor:
+        return world.gather(values)[: len(prompts)]
+
+    divided = len(own.prompts) < len(prompts)
+    images = world.gather_to_main(own.images) if divided else own.images
+    scores = {name: joined(values) for name, values in own.scores.items()}
+    return Evaluation(tuple(prompts), images, scores, None if own.right is None else joined(own.right))
 
 
 def save_evaluation(path: Path, evaluation: Evaluation) -> None:

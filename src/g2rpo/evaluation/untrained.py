@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from g2rpo.core.errors import counted
-from g2rpo.core.plain import Section
+from g2rpo.core.plain import Figure, Section
 from g2rpo.core.statistics import Interval, group_std, interval
 from g2rpo.evaluation.controls import TUNED, Control
 
@@ -22,21 +22,6 @@ RIGHT = "right pictures"
 """A name beside those of rewards: the share of right pictures."""
 ControlScores = Mapping[str, Tensor]
 """Values [N] of N prompts, by reward or `RIGHT`."""
-
-
-class Ends(Section):
-    """A mean and its 95 % interval; None where there are too few values."""
-
-    mean: float | None
-    low: float | None
-    high: float | None
-    count: int
-
-    @property
-    def interval(self) -> Interval:
-        """With NaN for None."""
-        mean, low, high = (math.nan if end is None else end for end in (self.mean, self.low, self.high))
-        return Interval(mean, low, high, self.count)
 
 
 Kind = Literal["base", "knob", "several", "tuned", "tuned knob"]
@@ -52,10 +37,10 @@ class Way(Section):
     """Network evaluations of a picture."""
     readings: int
     """Readings of the trained rewards of a picture."""
-    means: dict[str, float | None]
-    changes: dict[str, Ends]
+    means: dict[str, Figure]
+    changes: dict[str, Interval]
     """From the base, on the same prompts and noise."""
-    leads: dict[str, Ends] = Field(default_factory=dict)
+    leads: dict[str, Interval] = Field(default_factory=dict)
     """Of the tuned model over this way, where there is one."""
 
     @property
@@ -91,9 +76,9 @@ class Controls(Section):
         """Names that cannot be compared, for want of scores, are left out."""
         best = {}
         for name, base in self.ways[0].means.items():
-            scored = [way for way in ways if way.means[name] is not None]
-            way = max(scored, key=lambda way: way.means[name] or 0.0, default=None)
-            if way is not None and base is not None and (not way.leads or way.leads[name].count):
+            scored = [way for way in ways if not math.isnan(way.means[name])]
+            way = max(scored, key=lambda way: way.means[name], default=None)
+            if way is not None and not math.isnan(base) and (not way.leads or way.leads[name].count):
                 best[name] = way
         return best
 
@@ -118,9 +103,9 @@ def against_controls(
             name=name,
             evaluations=evaluations,
             readings=readings,
-            means={of: _mean(values) for of, values in scores.items()},
-            changes={of: _ends(values - base[of]) for of, values in scores.items()},
-            leads={} if tuned is None else {of: _ends(tuned[of] - values) for of, values in scores.items()},
+            means={of: float(values.double().nanmean()) for of, values in scores.items()},
+            changes={of: interval(values - base[of]) for of, values in scores.items()},
+            leads={} if tuned is None else {of: interval(tuned[of] - values) for of, values in scores.items()},
         )
 
     ways = [way("base", "base", num_steps, base)]
@@ -212,10 +197,10 @@ def _lead_over(found: Sequence[Controls], best: Sequence[Way], name: str) -> str
     """The price of the best ways of a kind, by run, and the tuned model's lead over them."""
     price = " or ".join(dict.fromkeys(way.price for way in best))
     leads = [way.leads[name] for way in best if way.leads]
-    means = [lead.mean or 0.0 for lead in leads]
+    means = [lead.mean for lead in leads]
     low, high = (leads[0].low, leads[0].high) if len(leads) == 1 else (min(means), max(means))
     judged, ends = "no clear difference", ""
-    if low is not None and high is not None:
+    if math.isfinite(low):
         judged = "training gained more" if low > 0 else "training gained less" if high < 0 else judged
         ends = f", {_lead(low, name)} to {_lead(high, name)}" + (f" over {len(leads)} seeds" if len(leads) > 1 else "")
     by, points = ("", " points") if name == RIGHT else (f" in {name}", "")
@@ -227,7 +212,7 @@ def _lead_over(found: Sequence[Controls], best: Sequence[Way], name: str) -> str
 def _with_tuned_control(found: Sequence[Controls], name: str) -> list[str]:
     """That the tuned model is better with its control; nothing where that is not clear."""
     ways = [way for one in found for way in one.of("tuned knob")]
-    if not ways or any(-(way.leads[name].high or 0.0) <= 0 for way in ways):
+    if not ways or not all(way.leads[name].high < 0 for way in ways):
         return []
     by = "" if name == RIGHT else f" in {name}"
     return [f"Sampled with {TUNED} the tuned model reaches {_mean_over(ways, name)}{by}."]
@@ -250,7 +235,7 @@ def _named(ways: Sequence[Way]) -> str:
 
 def _mean_over(ways: Sequence[Way], name: str) -> str:
     """The mean of these ways, one of each run."""
-    return _value(sum(way.means[name] or 0.0 for way in ways) / len(ways), name)
+    return _value(sum(way.means[name] for way in ways) / len(ways), name)
 
 
 def _value(value: float, name: str) -> str:
@@ -259,17 +244,3 @@ def _value(value: float, name: str) -> str:
 
 def _lead(value: float, name: str) -> str:
     return (f"{100 * value:+.0f}" if name == RIGHT else f"{value:+.3f}").replace("-", "\N{MINUS SIGN}")
-
-
-def _mean(values: Tensor) -> float | None:
-    return finite(float(values.double().nanmean()))
-
-
-def _ends(values: Tensor) -> Ends:
-    found = interval(values)
-    return Ends(mean=finite(found.mean), low=finite(found.low), high=finite(found.high), count=found.count)
-
-
-def finite(value: float) -> float | None:
-    """The value; None for NaN and infinities, which JSON lacks."""
-    return value if math.isfinite(value) else None

@@ -42,11 +42,6 @@ def seconds_of(policy: Policy, frames: int) -> float:
     return getattr(policy, "seconds", None) or frames / FPS
 
 
-def frames_of(clip: Tensor) -> list[Image.Image]:
-    """Pillow pictures of a clip [T, 3, H, W], 8 bit or in [0, 1]."""
-    return to_pil(clip)
-
-
 def webp(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], quality: int = 80) -> bytes:
     """An animated WebP that repeats; browsers and Pillow open it."""
     out, durations = io.BytesIO(), milliseconds if isinstance(milliseconds, int) else list(milliseconds)
@@ -56,7 +51,7 @@ def webp(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], quali
 
 def save_clip(path: Path, clip: Tensor, seconds: float, quality: int = 90) -> None:
     """Writes a clip [T, 3, H, W] as an animated WebP that lasts so many seconds."""
-    path.write_bytes(webp(frames_of(clip), round(1000 * seconds / len(clip)), quality))
+    path.write_bytes(webp(to_pil(clip), round(1000 * seconds / len(clip)), quality))
 
 
 def read_webp(path: Path) -> tuple[list[Image.Image], list[int]]:

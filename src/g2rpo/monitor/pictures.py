@@ -12,8 +12,9 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from g2rpo.core.files import whole_file, write_whole
+from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import read_inputs
-from g2rpo.monitor.clips import clip_of, frames_of, stills, webp
+from g2rpo.monitor.clips import clip_of, stills, webp
 
 TEXT_COLOUR, SOFT_COLOUR, PAGE_COLOUR = (40, 40, 46), (93, 96, 105), (255, 255, 255)
 RIGHT_COLOUR, WRONG_COLOUR = (0, 97, 158), (182, 70, 0)
@@ -24,7 +25,7 @@ CELL = 128  # pixels of a small picture in a grid; larger ones keep up to twice 
 
 def pil_of(image: Tensor) -> Image.Image:
     """A PIL picture of [3, H, W], 8 bit or in [0, 1]."""
-    return frames_of(image[None])[0]
+    return to_pil(image[None])[0]
 
 
 @dataclass(frozen=True)

@@ -122,12 +122,7 @@ class Evaluator:
 
         with self.learner.averaged(), self.run.naming(iteration), self.shards.sampling():
             evaluation = self.sizes.fit(evaluated)
-        if len(part) < len(prompts):
-            return evaluation_of_all(world, evaluation, prompts)
-        # all ranks have scored all prompts: a reward may have answered one and not another, and decisions must be the same
-        scores = {name: world.gather(values)[: len(prompts)] for name, values in evaluation.scores.items()}
-        right = None if evaluation.right is None else world.gather(evaluation.right)[: len(prompts)]
-        return replace(evaluation, scores=scores, right=right)
+        return evaluation_of_all(world, evaluation, prompts)
 
     def spread(self, iteration: int, on_rows: Callable[[int], None]) -> Row:
         """How much pictures of one prompt differ (`image_statistics.spread`), for the log of every rank: `diversity`, and

@@ -17,6 +17,7 @@ from g2rpo.core.data import Row
 from g2rpo.core.errors import Stopped
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.run.base import SharedBase
 from g2rpo.run.rates import LONGER, PILOT_SEEDS, REPEATED, STOPPED, Pilot, Sweep, gain_at, gains
 from g2rpo.run.run import Run
 from g2rpo.training.pace import MEASURED, with_length
@@ -63,9 +64,10 @@ class Pilots:
     """Runs pilots with the objects of a run: `parts` are the arguments of its trainer. The policy's weights and the rewards'
     states are those of the beginning before each pilot, and after the last."""
 
-    def __init__(self, parts: Mapping[str, Any]) -> None:
+    def __init__(self, parts: Mapping[str, Any], shared_base: SharedBase | None = None) -> None:
         self.config: Config = parts["config"]
         self.parts = parts
+        self.shared_base = shared_base  # of the evaluations on training prompts
         self.parameters = list(parts["policy"].trainable_parameters())
         self.weights = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters]
         self.world = parts["shards"].world
@@ -137,6 +139,7 @@ class Pilots:
             }
         )
         if self.base is None:
+            trainer.shared_base = self.shared_base
             row = trainer.evaluate()
             assert trainer.evaluator.baseline is not None
             self.base = row, trainer.evaluator.baseline

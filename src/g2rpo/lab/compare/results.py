@@ -256,7 +256,7 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
 
 def _free(best: Mapping[str, Way], rewards: Sequence[str]) -> list[str]:
     """A cell for every reward: the change that a way of sampling gives, and its price."""
-    return [f"{way.changes[name].interval:+}, {way.name}: {way.price}" if (way := best.get(name)) else "–" for name in rewards]
+    return [f"{way.changes[name]:+}, {way.name}: {way.price}" if (way := best.get(name)) else "–" for name in rewards]
 
 
 def _gain(pilot: Pilot) -> str:

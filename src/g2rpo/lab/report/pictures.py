@@ -15,9 +15,9 @@ from torch import Tensor
 
 from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
+from g2rpo.core.images import to_pil
 from g2rpo.lab.report.history import RunHistory, SeedGroup
 from g2rpo.monitor.clips import clip_of, read_webp, webp
-from g2rpo.monitor.clips import frames_of as clip_frames
 from g2rpo.monitor.pictures import figure, pil_of
 from g2rpo.monitor.scores import SHOWN, Member, chosen, input_of, picture_of, read_rows, right_of
 from g2rpo.training.listeners.first_group import ADVANTAGE
@@ -165,7 +165,7 @@ def clip_uri(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], s
 def picture_uri(image: Tensor, size: int, seconds: float) -> str:
     """A picture [3, H, W], or a clip [T, 3, H, W] of so many seconds, likewise."""
     if image.ndim == 4:
-        return clip_uri(clip_frames(image), round(1000 * seconds / len(image)), size)
+        return clip_uri(to_pil(image), round(1000 * seconds / len(image)), size)
     return data_uri(pil_of(image), size)
 
 
