@@ -11,8 +11,9 @@ from g2rpo.app.evaluate import with_controls
 from g2rpo.core import statistics
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import interval
+from g2rpo.evaluation.controls import Control
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.evaluation.sweep import Judging, JudgingConfig
+from g2rpo.evaluation.sweep import Judging, JudgingConfig, scores_where
 from g2rpo.policies.gaussian import GaussianPolicy
 from tests.support.commands import done, refused, small_files
 from tests.support.runs import brightness, darkness
@@ -105,6 +106,19 @@ def test_resumed_equals_uninterrupted(tmp_path, when):
     for judged in (straight, cut):
         judged.write_results()
     assert files(tmp_path / "straight") == files(tmp_path / "cut")
+
+
+def test_the_draws_of_the_controls_begin_from_noises_of_their_own(tmp_path):
+    """Each draw is that of the sampler, and the best of them is no worse than the base."""
+    judged = judging(tmp_path, weights=None, steps=[2], controls=[{"draw": draw} for draw in (1, 2, 3)])
+    policy = run(judged)
+    sampler = judged.config.sampler(policy, 2)
+    for draw in (1, 2, 3):
+        own = sampler.evaluate(PROMPTS, {"bright": brightness}, control=Control(draw=draw)).scores["bright"]
+        assert torch.allclose(scores_where(list(judged.rows()), control=f"draw {draw}")["bright"].float(), own, atol=1e-6)
+    assert len({row["scores"]["bright"] for row in judged.rows()}) == 4 * len(PROMPTS)
+    means = {way.name: way.means["bright"] for way in judged.controls().ways}
+    assert means["best of 4"] != means["base"]
 
 
 def test_an_unfinished_evaluation_has_no_results(tmp_path):

@@ -111,10 +111,10 @@ class Sampler:
     ) -> Evaluation:
         """`evaluate` with the best of `control.best_of` pictures of each prompt, by the rewards that `weights` names; the first
         of equally good ones."""
+        if control.best_of == 1:  # the control's own draw
+            return self.evaluate(prompts, rewards, first=first, control=control, kept=kept)
         draws = [control.model_copy(update={"draw": draw, "best_of": 1}) for draw in range(control.best_of)]
         several = [self.evaluate(prompts, rewards, first=first, control=draw, kept=kept) for draw in draws]
-        if len(several) == 1:
-            return several[0]
         scores = {name: torch.stack([one.scores[name] for one in several], -1) for name in weights}
         rows = range(len(prompts))  # by itself, so that a prompt's picture does not depend on the others
         place = [int(utility({name: of[row, None] for name, of in scores.items()}, weights).argmax()) for row in rows]
