@@ -234,9 +234,8 @@ def test_plans_and_checks_with_fewer_blocks_take_an_adapter_of_the_last_ones(tmp
     config = completed(load_config("z-image-lora", own))
     assert config.policy.lora_targets == ["2.attention.to_q", "2.feed_forward.w2"]
     policy, times = build_shallow(read_blueprint(config.policy), config.policy)
-    assert 2 in times and policy.trainable_parameters()
     whole = build_on_meta(read_blueprint(config.policy), config.policy)
-    assert len(whole.trainable_parameters()) == 4
+    assert times[-3:] == [1, 1, 1] and policy.tuning.named().keys() == whole.tuning.named().keys()
 
 
 def test_a_config_is_read_without_opening_the_adapter_that_it_names():

@@ -6,9 +6,9 @@ The policies' own constructors are used, so dtypes, frozen weights and adapters 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from g2rpo.assembly.pipeline_files import INDEX, LARGEST_NUMBER, MODELS, parts_i
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import loading
 from g2rpo.policies import catalogue
+from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes, keep_two_blocks
 from g2rpo.policies.tuning import tuned
@@ -78,13 +79,23 @@ def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy
 def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[DiffusersPolicy, list[int]]:
     """The same without text encoders and with two blocks of every kind, and how many blocks each of these represents."""
     modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name.startswith(("transformer", "vae"))}
-    times = [keep_two_blocks(module) for name, module in modules.items() if name != "vae"].pop()  # two experts are alike
-    names = [name for name, _ in modules["transformer"].named_modules()]
-    if config.lora_targets is not None:  # of a block that is left out, those of any block
-        there = {name for name in config.lora_targets if any(f".{each}".endswith(f".{name}") for each in names)}
-        ends = [name if name in there else re.sub(r"^(\w+\.)?\d+\.", "", name) for name in config.lora_targets]
-        config = config.model_copy(update={"lora_targets": ends})
+    ends = tuple(f".{target}" for target in config.lora_targets or ())
+    own = _assisted(blueprint, hub.located(config), modules["transformer"])
+
+    def changed(module: str) -> bool:
+        return f".{module}".endswith(ends) or module in own
+
+    times = [keep_two_blocks(module, changed) for name, module in modules.items() if name != "vae"].pop()  # experts are alike
     return _built(blueprint, config, modules), times
+
+
+def _assisted(blueprint: Blueprint, config: PolicyConfig, transformer: nn.Module) -> Collection[str]:
+    """The modules that the frozen adapter changes."""
+    import diffusers
+
+    if config.assistant is None:
+        return ()
+    return read_adapter(Path(config.assistant), getattr(diffusers, blueprint.kind), transformer).layers.keys()
 
 
 class _Anything:

@@ -55,11 +55,11 @@ def show_plan(answer: PlanAnswer, console: Console) -> None:
     """Prints an answer as tables."""
     plan, target, policy = answer.plan, answer.target, answer.plan.config.policy
     several = f"{plan.ranks} x {target.name}, each" if plan.ranks > 1 else target.name
-    pictured = plan.shapes.cond.get("image_latents")
+    pictured = plan.model.shapes.cond.get("image_latents")
     beside = f", {pictured[0]} of an input picture of a megapixel" if pictured else ""
-    tokens = f"{plan.shapes.image_tokens} image tokens{beside} and {plan.shapes.text_tokens} of text"
+    tokens = f"{plan.model.shapes.image_tokens} image tokens{beside} and {plan.model.shapes.text_tokens} of text"
     console.print(
-        f"[bold]{escape(answer.recipe)}[/] on {several}: a transformer of {_millions(plan.parameters)} parameters, "
+        f"[bold]{escape(answer.recipe)}[/] on {several}: a transformer of {_millions(plan.model.parameters)} parameters, "
         f"{_millions(plan.trained_parameters)} trained ({policy.tuning}, {policy.dtype}); "
         f"{policy.width}x{policy.height} pixels, {tokens}",
         highlight=False,

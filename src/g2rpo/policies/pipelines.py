@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,29 +42,34 @@ class Shapes:
         return 4 * math.prod(self.latent)
 
 
-def _lists(transformer: nn.Module) -> list[nn.ModuleList]:
-    return [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
+def _lists(transformer: nn.Module) -> dict[str, nn.ModuleList]:
+    return {name: child for name, child in transformer.named_children() if isinstance(child, nn.ModuleList)}
 
 
 def blocks_of(transformer: Any) -> list[nn.Module]:
     """A transformer's blocks: the modules of its module lists."""
-    return [block for blocks in _lists(transformer) for block in blocks]
+    return [block for blocks in _lists(transformer).values() for block in blocks]
 
 
-def keep_two_blocks(transformer: nn.Module) -> list[int]:
-    """Keeps the first and the last of every run of equal blocks; returns how many blocks each one represents."""
+def keep_two_blocks(transformer: nn.Module, changed: Callable[[str], bool] = lambda name: False) -> list[int]:
+    """Keeps the first and the last of every run of equal blocks, under their names; returns how many each one represents.
+
+    Equal blocks have weights of the same shapes, and the same of their modules are `changed` by an adapter.
+    """
     times = []
-    for blocks in _lists(transformer):
-        runs = [list(run) for _, run in itertools.groupby(blocks, _structure)]
-        times += [count for run in runs for count in two_of(len(run))]
-        kept = [block for run in runs for block in (run[0], *run[1:][-1:])]
-        del blocks[:]
-        blocks.extend(kept)
+    for path, blocks in _lists(transformer).items():
+
+        def kind(item: tuple[str, nn.Module], path: str = path) -> Any:
+            name, block = item
+            weights = [(weight, value.shape) for weight, value in block.named_parameters()]
+            return type(block), weights, [inner for inner, _ in block.named_modules() if changed(f"{path}.{name}.{inner}")]
+
+        for _, equal in itertools.groupby(list(blocks.named_children()), kind):
+            names = [name for name, _ in equal]
+            times += two_of(len(names))
+            for name in names[1:-1]:
+                delattr(blocks, name)  # `del blocks[i]` would rename those that stay
     return times
-
-
-def _structure(block: nn.Module) -> Any:
-    return type(block), [(name, weight.shape) for name, weight in block.named_parameters()]
 
 
 def two_of(blocks: int) -> list[int]:

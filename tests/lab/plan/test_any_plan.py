@@ -94,8 +94,9 @@ def test_known_values_are_those_of_real_tensors_and_no_others():
         ids = torch.arange(6).repeat(4, 1)
         ids[mask] = torch.tensor([7, 8] * 4)
         rows = weight[mask]  # as many as are true
+        listed = torch.tensor([[weight.sum(), 1.0], (tokens, 2)])  # of which some are known
         halves = torch.repeat_interleave(torch.ones(3), mask.sum(0)[:3])
-        return mask.sum(1).tolist(), ids.tolist(), tuple(rows.shape), len(halves), ids.t()[1].max().item()
+        return mask.sum(1).tolist(), ids.tolist(), tuple(rows.shape), listed.shape, len(halves), ids.t()[1].max().item()
 
     expected = read(2, torch.rand(4, 6, 5))
     with FakeTensorMode():

@@ -22,7 +22,8 @@ from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.fit import fewest, for_memory, overrides_of
 from g2rpo.lab.plan.meter import Meter
-from g2rpo.lab.plan.plan import KnownModels, make_plan
+from g2rpo.lab.plan.model import KnownModels
+from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.rates import RATES
 from g2rpo.lab.plan.rewards import cost_of_reward
 from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES
@@ -360,7 +361,8 @@ def test_ranks_share_the_work_and_with_pieces_the_state(deep):
     for part in ("trained weights", "gradients", "moments"):
         assert two.memory.parts[part] == whole.memory.parts[part]
         assert full.memory.parts[part] == training.memory.parts[part] == -(-whole.memory.parts[part] // 2)
-    transformer = whole.policy.pipeline.transformer
+    c = config(deep["flux"], "policy.tuning=full", "policy.dtype=bfloat16")
+    transformer = build_on_meta(read_blueprint(c.policy), c.policy).transformer
     blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(transformer)]
     everything = sum(p.numel() for p in transformer.parameters())
     layers = 2 * (everything - sum(blocks) + 2 * max(blocks))
@@ -388,10 +390,10 @@ def test_what_earlier_plans_know_changes_no_number(flux_directory):
         return make_plan(config(flux_directory, *overrides), cuda=False, heldout=3, distinct_prompts=6, known=known)
 
     first, judged, small = plan(), plan("evaluation.rewards.brightness=1"), plan("sampling.batch_size=1")
-    assert first.policy is judged.policy is small.policy and first.traced == judged.traced
-    assert small.traced.training is first.traced.training and small.traced.velocity is not first.traced.velocity
+    assert first.model is judged.model is small.model and first.traced == judged.traced
+    assert small.traced.training == first.traced.training and small.traced.velocity != first.traced.velocity
     assert small.memory == plan("sampling.batch_size=1", known=None).memory
-    assert plan("policy.lora_rank=3").policy is not first.policy
+    assert plan("policy.lora_rank=3").model is not first.model
 
 
 def advised(c, measure, limit):

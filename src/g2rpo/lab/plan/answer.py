@@ -49,12 +49,12 @@ class PlanAnswer:
 
     def plain(self) -> dict[str, Any]:
         """As plain data: bytes and seconds."""
-        plan, shapes, counts = self.plan, self.plan.shapes, self.plan.counts
+        plan, shapes, counts = self.plan, self.plan.model.shapes, self.plan.counts
         return {
             "recipe": self.recipe,
             "device": self.target.name,
             "ranks": plan.ranks,
-            "parameters": plan.parameters,
+            "parameters": plan.model.parameters,
             "trained_parameters": plan.trained_parameters,
             "image_tokens": shapes.image_tokens,
             "text_tokens": shapes.text_tokens,

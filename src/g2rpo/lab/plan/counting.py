@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from g2rpo.config.schema import Config
+from g2rpo.config.schema import Config, SamplingConfig
 from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Cond, Plan, no_kernel
+from g2rpo.core.types import Algorithm, Cond, Plan, no_kernel
 from g2rpo.evaluation.controls import SPREAD_NOISES, evaluations_of
 from g2rpo.evaluation.work import plans_in
 from g2rpo.policies.anyflow import DiffusersPolicy
@@ -108,12 +110,16 @@ def count(config: Config, heldout: int, among: World = ALONE) -> Counts:
 
     Held-out pictures are evaluated before the first iteration, every `evaluation.every` iterations and after the last.
     """
-    trainer = config.trainer
+    trainer, prompts = config.trainer, config.trainer.prompts_per_iteration
+    algorithm: Any = config.algorithm  # a frozen dataclass, so it has a hash
     kinds = Counter(tuple(among.shard(plans_in(config, iteration))) for iteration in range(trainer.iterations))
     return Counts(
-        kinds=tuple((_dry(config, plans), times) for plans, times in kinds.items()),
-        prompts=trainer.prompts_per_iteration,
-        prompts_drawn=trainer.prompts_per_iteration * candidates_of(config.algorithm),
+        kinds=tuple(
+            (_dry(algorithm, config.sampling, prompts, trainer.micro_batch_size, plans), times)
+            for plans, times in kinds.items()
+        ),
+        prompts=prompts,
+        prompts_drawn=prompts * candidates_of(algorithm),
         heldout=heldout,
         heldout_steps=config.evaluation.num_steps or config.sampling.num_steps,
         times_evaluated=1 + _times(trainer.iterations, config.evaluation.every),
@@ -147,11 +153,12 @@ class _Recorder(GaussianPolicy):
         return super().velocity(x, sigma, cond)
 
 
-def _dry(config: Config, plans: Sequence[Plan]) -> CountedIteration:
+@cache  # for plans that differ in other options
+def _dry(
+    algorithm: Algorithm, sampling: SamplingConfig, prompts: int, micro_batch_size: int, plans: Sequence[Plan]
+) -> CountedIteration:
     """One iteration of the real engine and updater on a minimal policy."""
-    algorithm, sampling, policy = config.algorithm, config.sampling, _Recorder()
-    sigmas = sigma_grid(sampling.num_steps)
-    prompts = config.trainer.prompts_per_iteration
+    policy, sigmas = _Recorder(), sigma_grid(sampling.num_steps)
     cond, each = policy.encode(["0"] * prompts), candidates_of(algorithm)
     candidates = prompts * each if each > 1 else 0
     rows = int(sampling.batch_size)
@@ -163,7 +170,7 @@ def _dry(config: Config, plans: Sequence[Plan]) -> CountedIteration:
     calls = tuple(policy.calls["rollout"])
     silent = torch.zeros(algorithm.group_size)
     examples = [example for rollout in rollouts for example in algorithm.examples(rollout, silent, generator_for)]
-    sizes = batch_sizes(rows, int(sampling.decode_batch_size), config.trainer.micro_batch_size, policy.device, print)
+    sizes = batch_sizes(rows, int(sampling.decode_batch_size), micro_batch_size, policy.device, print)
     optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.0)
     updates = Updater(
         policy=policy,

@@ -241,7 +241,7 @@ def for_time(plan: Estimate, target: Target) -> Iterator[PlanChange]:
             "trained at half the steps: unknown",
         ),
         (
-            config.sampling.guidance_scale is None and plan.policy.guided,
+            config.sampling.guidance_scale is None and plan.model.policy.guided,
             "sampling.guidance_scale=0",
             "half the gain on scenes, if judged with guidance (docs/studies.md)",
         ),

@@ -13,13 +13,31 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from g2rpo.lab.plan.meter import tensors_in
 
 MOST_ELEMENTS = 2**22
 """Elements of the largest tensor whose values are kept; masks of pairs of tokens are larger, and no code reads them."""
+
+
+class _Lists(TorchFunctionMode):
+    """While entered, `torch.tensor` takes lists of fake numbers, which it would read where they lie."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        options = kwargs or {}
+        listed = func is torch.tensor and isinstance(args[0], list | tuple)
+        if listed and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args[0])):
+            return _stacked(args[0]).to(options.get("device"), options.get("dtype"))
+        return func(*args, **options)
+
+
+def _stacked(values: Any) -> Tensor:
+    if isinstance(values, list | tuple):
+        return torch.stack([_stacked(value) for value in values])
+    return torch.as_tensor(values)
 
 
 class KnownValues(TorchDispatchMode):
@@ -32,6 +50,7 @@ class KnownValues(TorchDispatchMode):
         self._real: dict[int, torch.UntypedStorage] = {}
         """By fake storage, so that views have the values of what they view."""
         self._theirs = FakeTensor.tolist  # an operation for every number, which takes minutes
+        self._lists = _Lists()
 
     def __enter__(self) -> Any:
         def tolist(fake: FakeTensor) -> Any:
@@ -41,10 +60,12 @@ class KnownValues(TorchDispatchMode):
                 return self._value(fake).tolist()
 
         FakeTensor.tolist = tolist  # type: ignore[method-assign, assignment]
+        self._lists.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         FakeTensor.tolist = self._theirs  # type: ignore[method-assign]
+        self._lists.__exit__(*error)
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

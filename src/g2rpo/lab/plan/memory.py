@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from g2rpo.assembly.blueprint import Blueprint, size_of
+from torch import nn
+
+from g2rpo.assembly.blueprint import size_of
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import keeps_old
-from g2rpo.lab.plan.counting import CountedIteration, Counts
+from g2rpo.lab.plan.counting import Counts
+from g2rpo.lab.plan.model import Model
 from g2rpo.lab.plan.rewards import RewardCost
 from g2rpo.lab.plan.trace import Calls
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.pipelines import Shapes
-from g2rpo.policies.quantized import weights_of
 from g2rpo.rewards.weights import parse_dtype
 
 CONTEXT_BYTES, SLACK = 2**30, 0.05
@@ -45,9 +45,7 @@ class PlannedMemory:
 
 def plan_memory(
     config: Config,
-    blueprint: Blueprint,
-    policy: DiffusersPolicy,
-    shapes: Shapes,
+    model: Model,
     reward_costs: dict[str, RewardCost | None],
     counts: Counts,
     traced: Calls,
@@ -57,84 +55,87 @@ def plan_memory(
     ranks: int = 1,
     group: int = 1,
 ) -> PlannedMemory:
-    """The memory of a rank in a run of `config`, whose policy on the meta device is `policy`; weights are divided over `group`.
+    """The memory of a rank in a run of `config`; trained weights are divided over `group`.
 
     Of the three numbers beside the device's, `host` is of the `ranks` of a node, which share one copy of what is mapped from
     its files, in the dtype in which it is stored (assumed: that of calls); `checkpoint` and `embeddings` are the run's.
-    """
-    whole = trained_parts(config, policy)
-    trained = {kind: {part: _piece(config, size, group) for part, size in sizes.items()} for kind, sizes in whole.items()}
-    encoders = sum(size_of(getattr(policy.pipeline, name)) for name in blueprint.parts if name.startswith("text_encoder"))
-    parked = cuda and config.prompts.cache != "off"  # used first and then moved off the device; on a CPU they stay
-    always = {
-        **trained["weights"],
-        "VAE": size_of(policy.pipeline.vae),
-        **_reward_models(reward_costs, "cuda" if cuda else "cpu"),
-        **_other_networks(config, policy, group),
-    }
-    after = {**trained["optimizer"], **({} if parked else {"text encoders": encoders})}
-    kept, finals = _latents(config, counts, shapes)
-    work = {"latents": kept, "prompt embeddings": counts.prompts_drawn * _row(policy, shapes)}
-    layers, sampled = _gathered(config, policy)
-    working = {
-        **work,
-        "finished latents, as rows": finals,
-        **({"gathered layers": layers} if layers else {}),
-        **({"all weights, gathered to sample": sampled} if config.trainer.sharding == "training" else {}),
-        "network call": traced.velocity.peak,
-        "decoding": traced.decode.peak,
-        "training pass": traced.training.peak,
-        "optimizer step": 0 if cuda or config.trainer.sharding != "none" else _optimizer_scratch(policy),
-        **({"averaged weights swapped in": trained["weights"]["trained weights"]} if config.optim.ema_decay else {}),
-    }
-    stays = sum(always.values()) + sum(after.values())
-    held = stays + sum(work.values())  # without what only a rollout and decoding have: `finals` a second time, as rows
-    sampling = max(traced.heldout.peak, traced.judged.peak)
-    moments = {
-        "encoding prompts": encoders if parked else sum(always.values()) + encoders,
-        "rollout": held + finals + sampled + traced.velocity.peak,
-        "decoding": held + finals + working.get("all weights, gathered to sample", 0) + traced.decode.peak,
-        "update": held + max(2 * layers + traced.training.peak, working["optimizer step"]),  # layers, and gradients of layers
-        "evaluation": stays + working.get("averaged weights swapped in", 0) + sampled + sampling,
-    }
-    peak, copies = max(moments.values()), 1 + bool(config.optim.ema_decay) + keeps_old(config.algorithm)
-    frozen = [policy.pipeline.vae, *(getattr(policy.pipeline, n) for n in blueprint.parts if n.startswith("text_encoder"))]
-    networks = sum(map(weights_of, (policy.transformer, *policy.frozen.values())))
-    scored_by = sum(it.bytes // parse_dtype(it.dtype).itemsize for it in reward_costs.values() if it is not None)
-    final = whole["weights"]["trained weights"]
-    checkpoint = copies * final + whole["optimizer"]["moments"]
-    return PlannedMemory(
-        parts={**always, **after},
-        working=working,
-        moments=moments,
-        needed=math.ceil(peak * (1 + SLACK)) + CONTEXT_BYTES if cuda else peak,
-        host=_loaded(config, policy) + size_of(policy.pipeline.vae) + encoders + ranks * _converted(config, policy),
-        files={
-            "the model": STORED * (networks + sum(p.numel() for part in frozen for p in part.parameters())),
-            "the rewards": STORED * scored_by,
-        },
-        written=(config.trainer.keep_checkpoints + 1) * checkpoint + final,  # those that are kept, and the next one
-        checkpoint=checkpoint,
-        embeddings=distinct_prompts * _row(policy, shapes) if config.prompts.cache != "off" else 0,
-        unknown=tuple(name for name, known in reward_costs.items() if known is None),
-    )
-
-
-def trained_parts(config: Config, policy: DiffusersPolicy) -> dict[str, dict[str, int]]:
-    """Bytes of the transformer's weights, frozen and trained, and of the optimizer's state.
 
     Trained weights are float32, and with them gradients (kept from one update to the next), AdamW's two moments and its
     step counter (4 bytes for every tensor), and the moving average and the old weights where there are such.
     """
-    parameters = policy.trainable_parameters()
-    trained = sum(p.nbytes for p in parameters)
-    optimizer = {"gradients": trained, "moments": 2 * trained + 4 * len(parameters)}
-    if config.optim.ema_decay:
-        optimizer["moving average"] = trained
-    if keeps_old(config.algorithm):
-        optimizer["old weights"] = trained
-    frozen = size_of(policy.transformer) - trained
-    return {"weights": {"frozen weights": frozen, "trained weights": trained}, "optimizer": optimizer}
+    policy, shapes, trained = model.policy, model.shapes, model.trained
+    sharded, averaged, old = config.trainer.sharding != "none", bool(config.optim.ema_decay), keeps_old(config.algorithm)
+
+    def piece(size: int) -> int:
+        """One rank's share of trained weights, or of their gradients and moments."""
+        return math.ceil(size / group) if sharded else size
+
+    weights = sum(p.nbytes for p in trained)
+    moments = 2 * weights + 4 * len(trained)
+    frozen = model.total(size_of) - weights
+    encoders = sum(encoder.bytes for encoder in model.encoders)
+    row = sum(math.prod(shape) for shape in shapes.cond.values()) * policy.dtype.itemsize
+    parked = cuda and config.prompts.cache != "off"  # used first and then moved off the device; on a CPU they stay
+    copied = config.policy.tuning == "full" and config.algorithm.uses_base
+    always = {
+        "frozen weights": piece(frozen),
+        "trained weights": piece(weights),
+        "VAE": size_of(policy.pipeline.vae),
+        **_reward_models(reward_costs, "cuda" if cuda else "cpu"),
+        **({"base copy for the KL term": piece(weights // 4 * policy.dtype.itemsize)} if copied else {}),
+        **({"frozen expert": model.total(size_of, *policy.frozen.values())} if policy.frozen else {}),
+    }
+    after = {
+        "gradients": piece(weights),
+        "moments": piece(moments),
+        **({"moving average": piece(weights)} if averaged else {}),
+        **({"old weights": piece(weights)} if old else {}),
+        **({} if parked else {"text encoders": encoders}),
+    }
+    kept, finals = _latents(config, counts, shapes.latent_bytes)
+    work = {"latents": kept, "prompt embeddings": counts.prompts_drawn * row}
+    layers, everything = _gathered(config, model)
+    gathered = everything if config.trainer.sharding == "training" else 0
+    swapped = piece(weights) if averaged else 0
+    step = 0 if cuda or sharded else max(p.nbytes for p in trained)  # not fused: a root of the second moments of one tensor
+    working = {
+        **work,
+        "finished latents, as rows": finals,
+        **({"gathered layers": layers} if layers else {}),
+        **({"all weights, gathered to sample": gathered} if gathered else {}),
+        "network call": traced.velocity.peak,
+        "decoding": traced.decode.peak,
+        "training pass": traced.training.peak,
+        "optimizer step": step,
+        **({"averaged weights swapped in": swapped} if averaged else {}),
+    }
+    stays = sum(always.values()) + sum(after.values())
+    held = stays + sum(work.values())  # without what only a rollout and decoding have: `finals` a second time, as rows
+    sampling = max(traced.heldout.peak, traced.judged.peak)
+    peaks = {
+        "encoding prompts": encoders if parked else sum(always.values()) + encoders,
+        "rollout": held + finals + (gathered or layers) + traced.velocity.peak,
+        "decoding": held + finals + gathered + traced.decode.peak,
+        "update": held + max(2 * layers + traced.training.peak, step),  # layers, and gradients of layers
+        "evaluation": stays + swapped + (gathered or layers) + sampling,
+    }
+    peak = max(peaks.values())
+    checkpoint = (1 + averaged + old) * weights + moments
+    scored_by = sum(it.bytes // parse_dtype(it.dtype).itemsize for it in reward_costs.values() if it is not None)
+    published = sum(p.numel() for p in policy.pipeline.vae.parameters()) + sum(each.parameters for each in model.encoders)
+    converted = max(_numbers(block) for block in policy.blocks) * 4 if sharded else 0  # to float32, a block at a time
+    return PlannedMemory(
+        parts={**always, **after},
+        working=working,
+        moments=peaks,
+        needed=math.ceil(peak * (1 + SLACK)) + CONTEXT_BYTES if cuda else peak,
+        host=_loaded(config, model) + always["VAE"] + encoders + ranks * converted,
+        files={"the model": STORED * (model.parameters + published), "the rewards": STORED * scored_by},
+        written=(config.trainer.keep_checkpoints + 1) * checkpoint + weights,  # those that are kept, and the next one
+        checkpoint=checkpoint,
+        embeddings=distinct_prompts * row if config.prompts.cache != "off" else 0,
+        unknown=tuple(name for name, known in reward_costs.items() if known is None),
+    )
 
 
 def _reward_models(costs: dict[str, RewardCost | None], device: str) -> dict[str, int]:
@@ -146,75 +147,34 @@ def _reward_models(costs: dict[str, RewardCost | None], device: str) -> dict[str
     }
 
 
-def _other_networks(config: Config, policy: DiffusersPolicy, group: int) -> dict[str, int]:
-    """Bytes of the transformers that a run keeps beside the policy's."""
-    networks = {}
-    if config.policy.tuning == "full" and config.algorithm.uses_base:
-        copy = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
-        networks["base copy for the KL term"] = _piece(config, copy, group)
-    if policy.frozen:
-        networks["frozen expert"] = sum(map(size_of, policy.frozen.values()))
-    return networks
-
-
-def _loaded(config: Config, policy: DiffusersPolicy) -> int:
+def _loaded(config: Config, model: Model) -> int:
     """Bytes of the transformers in host memory, as they are stored: in the dtype of their calls, with adapters."""
-    networks = policy.transformer, *policy.frozen.values()
     if config.policy.tuning == "full" or config.policy.quantize != "none":  # the device converts
-        return sum(map(weights_of, networks)) * policy.dtype.itemsize
-    return sum(map(size_of, networks))
+        return model.parameters * model.policy.dtype.itemsize
+    return model.total(size_of, *model.networks)
 
 
-def _converted(config: Config, policy: DiffusersPolicy) -> int:
-    """Bytes that a rank needs of its own in host memory: the block that it converts to float32 before it is divided."""
-    if config.trainer.sharding == "none":
-        return 0
-    return max(sum(p.numel() for p in block.parameters()) for block in policy.blocks) * 4
+def _numbers(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters())
 
 
-def _piece(config: Config, size: int, group: int) -> int:
-    """One rank's share of `size` bytes of trained weights or of their gradients and moments."""
-    return size if config.trainer.sharding == "none" else math.ceil(size / group)
-
-
-def _gathered(config: Config, policy: DiffusersPolicy) -> tuple[int, int]:
-    """Bytes that a rank gathers with sharded weights: in a call, and while it samples. A call holds one block, the prefetched
-    next one, and the weights outside the blocks.
+def _gathered(config: Config, model: Model) -> tuple[int, int]:
+    """Bytes that a rank with sharded weights gathers in a call, and those of all weights, in the dtype of calls. A call holds
+    one block, the prefetched next one, and the weights outside the blocks.
     """
     if config.trainer.sharding == "none":
         return 0, 0
-    everything = in_calls_dtype(policy)
-    blocks = [sum(p.numel() for p in block.parameters()) * policy.dtype.itemsize for block in policy.blocks]
-    layers = min(everything, everything - sum(blocks) + 2 * max(blocks))
-    return layers, everything if config.trainer.sharding == "training" else layers
+    size, blocks = model.policy.dtype.itemsize, [_numbers(block) for block in model.policy.blocks]
+    everything = model.total(_numbers)
+    inside = sum(times * block for times, block in zip(model.times, blocks, strict=True))
+    return size * min(everything, everything - inside + 2 * max(blocks)), size * everything
 
 
-def in_calls_dtype(policy: DiffusersPolicy) -> int:
-    """Bytes of the transformer's weights in the dtype of its calls."""
-    return sum(p.numel() for p in policy.transformer.parameters()) * policy.dtype.itemsize
-
-
-def _optimizer_scratch(policy: DiffusersPolicy) -> int:
-    """Temporary bytes of an AdamW step that is not fused: a square root of the second moments of one tensor after the other."""
-    return max(p.nbytes for p in policy.trainable_parameters())
-
-
-def _latents(config: Config, counts: Counts, shapes: Shapes) -> tuple[int, int]:
+def _latents(config: Config, counts: Counts, latent: int) -> tuple[int, int]:
     """Bytes of the latents of a rollout, and of the finals among them: for every group a branch point with its velocity, two
     latents for every member and stochastic step, and the finals."""
     group = config.algorithm.group_size
-
-    def finals(iteration: CountedIteration) -> list[int]:
-        return [sum(group * len(plan.tails) for plan in iteration.plans)]
-
-    def rows(iteration: CountedIteration) -> list[int]:
-        return [sum(2 + group * (2 * len(plan.stochastic) + len(plan.tails)) for plan in iteration.plans)]
-
+    finals = counts.largest(lambda it: [group * sum(len(plan.tails) for plan in it.plans)])
+    steps = counts.largest(lambda it: [sum(2 + group * (2 * len(plan.stochastic) + len(plan.tails)) for plan in it.plans)])
     candidates = 2 * counts.prompts_drawn if counts.prompts_drawn > counts.prompts else 0
-    kept = counts.prompts * counts.largest(rows) + candidates
-    return kept * shapes.latent_bytes, counts.prompts * counts.largest(finals) * shapes.latent_bytes
-
-
-def _row(policy: DiffusersPolicy, shapes: Shapes) -> int:
-    """One prompt's embedding, in the encoders' dtype."""
-    return sum(math.prod(shape) for shape in shapes.cond.values()) * policy.dtype.itemsize
+    return (counts.prompts * steps + candidates) * latent, counts.prompts * finals * latent

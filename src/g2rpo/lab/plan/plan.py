@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,25 +13,23 @@ from g2rpo.app.ahead import prompts_to_come
 from g2rpo.app.prediction import Planned
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
-from g2rpo.assembly.blueprint import Blueprint, build_on_meta, read_blueprint, shapes_of
+from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.assembly.checks import check_plans
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_rewards
-from g2rpo.config.schema import Config, PolicyConfig
+from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
 from g2rpo.lab.plan.counting import CountedIteration, Counts, count, knob_evaluations, settled
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, PlannedMemory, plan_memory
+from g2rpo.lab.plan.model import KnownModels, Model
 from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
 from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.tokens import longest_prompt
-from g2rpo.lab.plan.trace import Calls, Known, trace_calls
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.pipelines import Shapes
-from g2rpo.policies.quantized import weights_of
+from g2rpo.lab.plan.trace import Calls, trace_calls
 from g2rpo.rollout.guidance import in_training
 from g2rpo.runtime.distributed import World
 from g2rpo.training.ranks import divided
@@ -94,10 +92,7 @@ class Estimate:
     counts: Counts
     memory: PlannedMemory
     traced: Calls
-    blueprint: Blueprint
-    policy: DiffusersPolicy
-    """On the meta device."""
-    shapes: Shapes
+    model: Model
     reward_costs: dict[str, RewardCost | None]
     distinct_prompts: int
     """Distinct prompts, over all ranks."""
@@ -106,17 +101,12 @@ class Estimate:
     @property
     def network_rows(self) -> int:
         """Rows of the network in an evaluation of training: two under classifier-free guidance."""
-        with in_training(self.policy, self.config.sampling.guidance_scale):
-            return shapes_of(self.policy, self.blueprint).rows
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the published model, without adapters."""
-        return sum(map(weights_of, (self.policy.transformer, *self.policy.frozen.values())))
+        with in_training(self.model.policy, self.config.sampling.guidance_scale):
+            return self.model.shapes.rows
 
     @property
     def trained_parameters(self) -> int:
-        return sum(p.numel() for p in self.policy.trainable_parameters())
+        return sum(p.numel() for p in self.model.trained)
 
     def seconds(self, card: Card) -> PlannedSeconds:
         """The time on a card, by its datasheet, without what ranks send each other."""
@@ -129,20 +119,6 @@ def nodes_of(ranks: int, asked: int | None) -> int:
     if ranks % node:
         raise UserError(f"--ranks-per-node {node}: {ranks} ranks do not fill such nodes; give a divisor of {ranks}")
     return node
-
-
-@dataclass
-class KnownModels:
-    """Models on the meta device, and their calls, that several plans need."""
-
-    policies: dict[str, DiffusersPolicy] = field(default_factory=dict)
-    calls: Known = field(default_factory=dict)
-
-    def policy(self, blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy:
-        key = config.model_dump_json()
-        if key not in self.policies:
-            self.policies[key] = build_on_meta(blueprint, config)
-        return self.policies[key]
 
 
 def make_plan(
@@ -173,21 +149,18 @@ def make_plan(
     blueprint = replace(read_blueprint(config.policy), text_tokens=text_tokens)
     known = KnownModels() if known is None else known
     with loading(f"policy.path={config.policy.path}: its config files describe no model that can be computed"):
-        policy = known.policy(blueprint, config.policy)
-        components.check_judged_size(config, policy)
-        components.check_trained_steps(config, policy)
-        knobs = knob_evaluations(whole, policy, heldout, counts.times_evaluated)
+        model = known.model(blueprint, config.policy)
+        components.check_judged_size(config, model.policy)
+        components.check_trained_steps(config, model.policy)
+        knobs = knob_evaluations(whole, model.policy, heldout, counts.times_evaluated)
         counts = replace(counts, knobs=math.ceil(knobs / looking))
         traced = trace_calls(blueprint, config, counts, like_cuda=cuda, known=known.calls)
-        shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}
     device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1
     reward_costs = {name: cost_of_reward(entry, device, length) for name, entry in table.items()}
     memory = plan_memory(
         config,
-        blueprint,
-        policy,
-        shapes,
+        model,
         reward_costs,
         counts,
         traced,
@@ -202,9 +175,7 @@ def make_plan(
         counts=counts,
         memory=memory,
         traced=traced,
-        blueprint=blueprint,
-        policy=policy,
-        shapes=shapes,
+        model=model,
         reward_costs=reward_costs,
         distinct_prompts=distinct_prompts,
         ranks=ranks,

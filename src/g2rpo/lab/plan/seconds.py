@@ -55,9 +55,10 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
 
     training_row, picture = a_row(calls.training), a_row(calls.decode)
     ahead = math.ceil(plan.distinct_prompts / plan.ranks) if config.prompts.cache != "off" else 0
-    encoding = compute(_encoder_flops(plan))
+    limit, rows = plan.model.policy.max_sequence_length, plan.model.shapes.rows  # two with a negative prompt
+    encoding = compute(sum(2.0 * it.parameters * min(it.longest, limit) for it in plan.model.encoders) * rows)
     prompt = 0.0 if ahead else encoding
-    step = OPTIMIZER_PASSES * sum(p.nbytes for p in plan.policy.trainable_parameters()) / rates.moved(card)
+    step = OPTIMIZER_PASSES * sum(p.nbytes for p in plan.model.trained) / rates.moved(card)
 
     def update(iteration: CountedIteration) -> float:
         reference = iteration.reference_rows * a_row(calls.velocity)
@@ -76,14 +77,3 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
     rate = f"{reached:.0f} of {card.tflops(dtype):g} TFLOP/s in {dtype}, {card.bandwidth:g} GB/s"
     run = counts.iterations * sum(iteration.values()) + ahead * encoding + counts.looks * evaluation
     return PlannedSeconds(iteration, ahead * encoding, evaluation, run, f"{card.name} by roofline: {rate}")
-
-
-def _encoder_flops(plan: Estimate) -> float:
-    """2 * parameters * tokens of every text encoder, for one prompt (with its negative one, where guidance is on)."""
-    total = 0.0
-    for name, module in plan.policy.pipeline.components.items():
-        if name.startswith("text_encoder") and module is not None:
-            longest = getattr(module.config, "max_position_embeddings", math.inf)  # CLIP's is 77, T5 has none
-            limit = min(longest, plan.policy.max_sequence_length)
-            total += 2.0 * sum(p.numel() for p in module.parameters()) * limit
-    return total * plan.shapes.rows

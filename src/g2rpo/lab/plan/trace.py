@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,10 @@ class Calls:
 
 Known = dict[tuple[Any, ...], TracedCall]
 """Calls that were traced, by what they depend on."""
+LABELS = {"compile", "attention", "device"}
+"""Options that no trace depends on."""
+NOT_OF_SAMPLING = {"gradient_checkpointing"}
+NOT_OF_DECODING = {*NOT_OF_SAMPLING, "tuning", "quantize", "lora_rank", "lora_alpha", "lora_targets", "lora_above", "autocast"}
 
 
 def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool, known: Known | None = None) -> Calls:
@@ -78,13 +82,17 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
         rows = drawn = max(rows, drawn)
     pictures = min(int(sampling.decode_batch_size), max(counts.largest(lambda it: [it.images]), counts.heldout))
     passed = counts.largest(lambda it: it.passes)
-    model = (config.policy.model_dump_json(), blueprint.text_tokens, config.trainer.sharding != "none", like_cuda)
+
+    def key(*more: Any, without: Collection[str] = ()) -> tuple[Any, ...]:
+        options = config.policy.model_dump_json(exclude={*LABELS, *without})
+        return options, blueprint.text_tokens, config.trainer.sharding != "none", like_cuda, *more
+
     trained = (passed, sampling.guidance_scale, sampling.num_steps, config.algorithm, frozenset(plans))
     keys = {
-        "velocity": (*model, "velocity", rows, sampling.guidance_scale),
-        "training": (*model, "training", *trained),
-        "heldout": (*model, "velocity", drawn, None),
-        "decode": (*model, "decode", pictures),
+        "velocity": key("velocity", rows, sampling.guidance_scale, without=NOT_OF_SAMPLING),
+        "training": key("training", *trained),
+        "heldout": key("velocity", drawn, None, without=NOT_OF_SAMPLING),
+        "decode": key("decode", pictures, without=NOT_OF_DECODING),
     }
     if not known.keys() >= set(keys.values()):
         with shallow_policy(blueprint, config) as (policy, times):
@@ -98,9 +106,7 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
                     return
                 with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as meter:
                     call()
-                fixed = fixed_storages(meter.kernels, meter.existing)
-                compiled = config.policy.compile and name != "decode"
-                roofline = Roofline(tuple(meter.kernels), fixed, compiled, config.policy.attention)
+                roofline = Roofline(tuple(meter.kernels), fixed_storages(meter.kernels, meter.existing))
                 known[keys[name]] = TracedCall(rows, meter.peak, roofline)
 
             with in_training(policy, sampling.guidance_scale):
@@ -108,13 +114,19 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
                 trace("training", passed, lambda: training_pass(policy, config, shapes, plans, passed), grad=True)
             trace("heldout", drawn, lambda: policy.velocity(*inputs(policy, shapes, drawn)))
             trace("decode", pictures, lambda: policy.decode(torch.empty(pictures, *shapes.latent)))
-    velocity, training, heldout, decode = (known[keys[name]] for name in ("velocity", "training", "heldout", "decode"))
-    judged = decode
+    velocity, training, heldout = (_compiled(known[keys[name]], config) for name in ("velocity", "training", "heldout"))
+    decode = judged = known[keys["decode"]]
     if config.judged_size is not None:  # a size of its own
         larger = config.model_copy(update={"policy": config.judged})
         other = trace_calls(blueprint, larger, counts, like_cuda=like_cuda, known=known)
         heldout, judged = other.heldout, other.decode
     return Calls(velocity=velocity, training=training, decode=decode, heldout=heldout, judged=judged)
+
+
+def _compiled(call: TracedCall, config: Config) -> TracedCall:
+    """The call of a network that is compiled and has the kernel of attention that the config names."""
+    own = replace(call.roofline, compiled=config.policy.compile, attention=config.policy.attention)
+    return replace(call, roofline=own)
 
 
 def training_pass(policy: DiffusersPolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
