@@ -25,6 +25,7 @@ from g2rpo.policies.pipelines import (
     check_options,
     choose_attention,
     deployed_shift,
+    patch_area,
     place,
 )
 from g2rpo.policies.replay import (
@@ -100,9 +101,6 @@ class DiffusersPolicy(Policy):
             choose_attention(transformer, o.attention)
         if o.compile:
             self.compile()
-        self._encoders = [
-            n for n, part in vars(pipeline).items() if n.startswith("text_encoder") and isinstance(part, nn.Module)
-        ]
         self._measure()
 
     def _measure(self) -> None:
@@ -224,7 +222,7 @@ class DiffusersPolicy(Policy):
     def image_tokens(self) -> int:
         """Tokens of one picture."""
         packed = len(self._latent) == 2
-        return self._latent[0] if packed else math.prod(self._latent[1:]) // _patch(self.config)
+        return self._latent[0] if packed else math.prod(self._latent[1:]) // patch_area(self.config)
 
     def shapes(self, clip_tokens: int, text_tokens: int | None = None) -> Shapes:
         """The sizes of a call; `clip_tokens` is the length to which the CLIP tokenizers pad, `text_tokens` that of prompts, if
@@ -358,7 +356,7 @@ class DiffusersPolicy(Policy):
         network = ReplayedNetwork(self.tuning.active, self.dtype, self.autocast, detach_negative=detached)
         vae = Pictures(self.pipeline.vae, self.options.published_pictures)
         frozen = {name: ReplayedNetwork(expert, self.dtype, self.autocast) for name, expert in self.frozen.items()}
-        parts = {**dict.fromkeys(self._encoders), self.options.trained: network, **frozen, "vae": vae, **parts}
+        parts = {**dict.fromkeys(self.text.names), self.options.trained: network, **frozen, "vae": vae, **parts}
         if self.spec.guider:
             parts["guider"] = guiding(self.pipeline.guider, self.guidance_scale, guided)
         if self.spec.seen:
@@ -394,12 +392,6 @@ class DiffusersPolicy(Policy):
             return self.tuning.save(directory)
         assert isinstance(self.tuning, LoRA)
         return self.tuning.save(directory, self.options.lora_above)
-
-
-def _patch(config: Any) -> int:
-    """Latent pixels of a token."""
-    sides = getattr(config, "patch_size", None) or config.all_patch_size[0]
-    return math.prod(sides) if isinstance(sides, Sequence) else sides**2
 
 
 def _expanded(value: Any, rows: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,12 @@ class Shapes:
     def latent_bytes(self) -> int:
         """Latents are float32 wherever they are kept."""
         return 4 * math.prod(self.latent)
+
+
+def patch_area(config: Any) -> int:
+    """Latent pixels of a token; of the transformer's `config`."""
+    sides = getattr(config, "patch_size", None) or config.all_patch_size[0]
+    return math.prod(sides) if isinstance(sides, Sequence) else sides**2
 
 
 def _lists(transformer: nn.Module) -> dict[str, nn.ModuleList]:

@@ -33,11 +33,13 @@ class TextEncoders:
         """Whether prompts are encoded together with a negative one."""
         self.pictured = spec.pictured
         """Results of encoding input pictures by the VAE."""
-        self.modules: list[nn.Module] = [
-            part.requires_grad_(False).eval().to(getattr(torch, options.dtype))
+        encoders = {
+            name: part
             for name, part in pipeline.components.items()
-            if name.startswith("text_encoder") and part is not None  # diffusers' names; SD3 may come without its third
-        ]
+            if name.startswith("text_encoder") and part is not None  # SD3 may come without its third
+        }
+        self.names, dtype = list(encoders), getattr(torch, options.dtype)
+        self.modules: list[nn.Module] = [part.requires_grad_(False).eval().to(dtype) for part in encoders.values()]
         self._parked = False
         self._loaded: list[tuple[nn.Module, str, Tensor]] = []
         """Weights in host memory, as they were loaded, while copies are on the device."""
