@@ -14,18 +14,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 
-def listed(macro: str) -> frozenset[str]:
-    """The functions of one of the lists in the installed torch's own header. They differ from version to version: RMS norms
-    are computed in float32 by 2.13, and were not by 2.11."""
+def listed() -> frozenset[str]:
+    """The functions that compute in float32 under CUDA's autocast, and not all of them under the CPU's, by the header of the
+    installed torch. Versions differ: RMS norms are computed in float32 by 2.13, and were not by 2.11."""
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
-    (block,) = re.findall(rf"#define {macro}\(_\)(.*?)\n\n", header, re.DOTALL)
+    (block,) = re.findall(r"#define AT_FORALL_FP32\(_\)(.*?)\n\n", header, re.DOTALL)
     return frozenset(name for name in re.findall(r"_\((\w+)", block) if not name.startswith("_"))
 
 
-FLOAT32_OPERATIONS = listed("AT_FORALL_FP32")
-"""Functions that compute in float32 under CUDA's autocast, and not all of them under the CPU's."""
-SUMS = listed("AT_FORALL_FP32_SET_OPT_DTYPE")
-"""Functions whose results are float32 there."""
+FLOAT32_OPERATIONS = listed()
 JOINED = {"cat", "stack", "index_copy"}
 """Functions for which the CPU's autocast copies narrower inputs to the widest dtype; CUDA's leaves them alone."""
 
@@ -62,8 +59,6 @@ class CudaAutocast(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu"):
             if name in FLOAT32_OPERATIONS:
                 args, kwargs = tree_map(_widened, (args, kwargs))
-            elif name in SUMS and _widened(args[0]) is not args[0]:
-                kwargs = {"dtype": torch.float32, **kwargs}
             elif name in JOINED:
                 with torch.autocast("cpu", enabled=False):
                     return func(*args, **kwargs)
