@@ -37,21 +37,22 @@ def factors_of(transformer: nn.Module, adapter: str) -> dict[str, nn.Linear]:
     }
 
 
-def inject(transformer: Any, name: str, config: Any) -> None:
+def inject(transformer: Any, name: str, config: Any, **options: Any) -> None:
     """Adds an adapter as peft initialises it."""
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(config, transformer, name)
+    inject_adapter_in_model(config, transformer, name, **options)
+    transformer._hf_peft_config_loaded = True  # diffusers' own methods for adapters ask for it
 
 
 def add_frozen(transformer: Any, name: str, adapter: Adapter, dtype: torch.dtype) -> None:
     """Adds a frozen adapter."""
-    from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+    from peft import LoraConfig, set_peft_model_state_dict
 
     device = transformer.device
     ranks = {module: len(down) for module, (down, _) in adapter.layers.items()}
     config = LoraConfig(target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=ranks)
-    inject_adapter_in_model(config, transformer, name, low_cpu_mem_usage=True)  # draws no values first
+    inject(transformer, name, config, low_cpu_mem_usage=True)  # draws no values first
     set_peft_model_state_dict(transformer, adapter.tensors(""), name, low_cpu_mem_usage=True)
     for factor in factors_of(transformer, name).values():
         factor.to(device, dtype)
