@@ -126,16 +126,21 @@ def test_the_first_stochastic_steps_widen_the_marginal_on_every_grid(num_steps):
     policy, sigmas, eta, spread = GaussianPolicy(std=0.6, size=1), sigma_grid(num_steps, 3.0), 0.7, 0.6
     kernel, cond, ends = GranularGRPO(eta=eta).kernel(sigmas), policy.encode(["0", "0"]), torch.tensor([0.0, 1.0])
     x, excess = ends.reshape(2, 1, 1, 1).expand(2, 3, 1, 1), []
+    wanted = []
     for now, after in itertools.pairwise(sigmas[:10]):
         with torch.no_grad():
             step = kernel(x, policy.velocity(x, now.expand(2), cond), now, after)
         slope = float((step.mean[1] - step.mean[0]).mean())
-        before, wanted = (float((1 - sigma) ** 2 * spread**2 + sigma**2) for sigma in (now, after))
-        excess.append(slope**2 * before + float(step.std) ** 2 - wanted)
+        before, exact = (float((1 - sigma) ** 2 * spread**2 + sigma**2) for sigma in (now, after))
+        excess.append(slope**2 * before + float(step.std) ** 2 - exact)
+        wanted.append(exact)
     h = float(1 - sigmas[1])
     assert excess[0] == pytest.approx(eta**4 / 4 + eta**2 * h - h**2 * spread**2, abs=2e-6)
     if num_steps == 1024:
         assert excess == [pytest.approx(eta**4 / (4 * max(1, step) ** 2), abs=1e-3) for step in range(9)]
+    else:  # relative to the exact variance, to the digits of docs/algorithm.md
+        shares = [excess[step] / wanted[step] for step in (0, 1)]
+        assert shares == pytest.approx([0.074, 0.092], abs=5e-4)
 
 
 def test_log_prob_is_the_mean_over_entries_of_torchs_normal():
