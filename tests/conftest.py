@@ -41,6 +41,7 @@ LONGEST = (
 """Begun first, so that no process is left with a long file when the others have finished."""
 
 
+@cache
 def place_in(path, names):
     """The place of the first of `names` that is `path` or a folder above it; len(names) if none is."""
     return next((place for place, name in enumerate(names) if path.is_relative_to(HERE / name)), len(names))
@@ -96,7 +97,6 @@ def pytest_collection_finish():
     """What has been imported by now stays, so the garbage collector need not look at it again."""
     gc.enable()
     gc.set_threshold(100_000)  # a twentieth less of the suite's time than with 700
-    gc.collect()
     gc.freeze()
 
 
