@@ -26,10 +26,10 @@ def test_a_plan_has_these_tokens_and_without_a_tokenizer_the_most_there_may_be(t
     folder = save_tiny("ZImagePipeline", tmp_path / "model")
     own = [f"policy.path={folder}", "policy.dtype=float32"]
     plan = Planner(str(tiny_config), own).plan()
-    assert plan.shapes.text_tokens == longest_prompt(plan.config.policy, ["a red circle", "two blue squares"]) == 5
+    assert plan.model.shapes.text_tokens == longest_prompt(plan.config.policy, ["a red circle", "two blue squares"]) == 5
     (folder / "tokenizer" / "tokenizer.json").write_text("{")
     assumed = Planner(str(tiny_config), own)
-    assert assumed.plan().shapes.text_tokens == 12  # the config's max_sequence_length
+    assert assumed.plan().model.shapes.text_tokens == 12  # the config's max_sequence_length
     assert any("cannot be counted" in note and "are assumed" in note for note in assumed.notes)
 
 
