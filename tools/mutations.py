@@ -10,6 +10,7 @@ imported, so libraries are loaded once.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -33,9 +34,13 @@ class Mutation:
     tests: str
 
     def applied(self, text: str) -> str:
-        if text.count(self.old) != 1:
-            raise SystemExit(f"{self.file}: {text.count(self.old)} times, not once: {self.old}")
-        return text.replace(self.old, self.new)
+        """`text` with the change. White space and a comma before a closing bracket, which the formatter sets, do not count."""
+        parts = [re.escape(part) for part in re.findall(r"\w+|[^\w\s]", self.old)]
+        pattern = r"\s*".join(rf",?\s*{part}" if part in (r"\)", r"\]", r"\}") else part for part in parts)
+        found = re.findall(pattern, text)
+        if len(found) != 1:
+            raise SystemExit(f"{self.file}: {len(found)} times, not once: {self.old}")
+        return text.replace(found[0], self.new.strip())
 
 
 FLOW, OBJECTIVES = "tests/core/test_flow.py", "tests/core/test_objectives.py"
