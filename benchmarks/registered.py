@@ -1,10 +1,11 @@
 """The registered study: singular sampling, granularities and the evening settings at one budget, in both embedded worlds.
 
-Its questions, tests and what counts as an answer were written down before it ran (docs/reproduction.md). Every cell is the
-recipe of its world but for one change, and is trained at its own rate (`g2rpo compare --find-rate`; the tables of 2026-11-24
-and 25 have the best of three) for the world's number of network evaluations, training passes included, at a constant rate, so
-that a curve can be read at any smaller budget. What an iteration costs with FLUX.1-dev at 512 pixels on an H100 is by the plan:
-rollouts, decodes, rewards and training passes.
+Its questions, tests and what counts as an answer were written down before it ran
+(results/registered_protocol.md). Every cell is the recipe of its world but for one change, and is
+trained at its own rate (`g2rpo compare --find-rate`; the tables of 2026-11-24 and 25 have the best
+of three) for the world's number of network evaluations, training passes included, at a constant
+rate, so that a curve can be read at any smaller budget. What an iteration costs with FLUX.1-dev at
+512 pixels on an H100 is by the plan: rollouts, decodes, rewards and training passes.
 
     OMP_NUM_THREADS=1 python -m benchmarks.registered scenes --questions 1 2    # hours; goes on where it was
     python -m benchmarks.registered --table                                    # its tables and figure again
@@ -175,7 +176,7 @@ QUESTIONS = {
     "words: eight steps, noise at one or at all of them": ("eight-steps", ["eight-at-once"]),
 }
 """By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's level within a question. All
-but the first five were registered after the answers to the first four (docs/reproduction.md)."""
+but the first five were registered after the answers to the first four (results/registered_protocol.md)."""
 CLOSE = 0.05
 """A lead is practically nothing if its interval lies within this."""
 DIVERSE, NOISES = 24, 4
