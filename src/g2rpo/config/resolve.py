@@ -59,8 +59,7 @@ def resolve(
     """The config of `data` (as read from YAML) with `key=value` overrides; `source` names it in messages.
 
     Hyper-parameters of different algorithms are independent even if their names agree. So an override of `algorithm.name`
-    replaces the whole group by that algorithm's published defaults. A user's class that inherits from the algorithm of `data`
-    is a variant of it, and keeps what it does not redefine. `notify` is called with what was kept or left out. With
+    replaces the whole group by that algorithm's published defaults, and `notify` is called with what was left out. With
     `mention`, an algorithm whose code may not be imported is a `given.Mentioned` one; without, it is refused.
     """
     allow_code(overrides)
@@ -108,33 +107,19 @@ def codes_in(data: Any, key: str = "") -> Iterator[str]:
 def _with_other_algorithm(
     data: Mapping[str, Any], overrides: Sequence[str], source: str, notify: Callable[[str], None]
 ) -> Mapping[str, Any]:
-    """`data` without its hyper-parameters, if an override names another algorithm. One of the user's that inherits from the
-    recipe's keeps those whose defaults it does not change."""
+    """`data` without its hyper-parameters, if an override names another algorithm."""
     given = data.get("algorithm")
     asked = [override.partition("=")[2].strip() for override in overrides if override.startswith("algorithm.name=")]
     if not asked or not isinstance(given, Mapping) or asked[-1] == with_name(given)["name"]:
         return data
-    kind, recipes = _class_in({"name": asked[-1]}, source, mention=False), _class_in(given, source, mention=True)
-    own = asked[-1] not in ALGORITHMS
-    stays = own and None not in (kind, recipes) and issubclass(kind, recipes)
-    kept, left = {}, {}
-    for key, value in given.items():
-        if key == "name":
-            continue
-        if stays and getattr(kind, key, None) == getattr(recipes, key, None):
-            kept[key] = value
-        elif getattr(kind, key, None) != value:
-            left[key] = value
-    if kept:
-        notify(f"algorithm.name={asked[-1]}: a {recipes.__name__}, so {source}'s {_assigned(kept)} stay")
+    defaults = _class_in({"name": asked[-1]}, source, mention=False)
+    left = ", ".join(
+        f"{key}={value}" for key, value in given.items() if key != "name" and getattr(defaults, key, None) != value
+    )
     if left:
-        whose = "its" if own else "its published"
-        notify(f"algorithm.name={asked[-1]}: {whose} defaults; {source}'s {_assigned(left)} are left out")
-    return {**data, "algorithm": kept}
-
-
-def _assigned(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in values.items())
+        whose = "its" if plugins.is_code(asked[-1]) else "its published"
+        notify(f"algorithm.name={asked[-1]}: {whose} defaults; {source}'s {left} are left out")
+    return {**data, "algorithm": {}}
 
 
 def parse_options(assignments: Sequence[str]) -> dict[str, Any]:
