@@ -117,7 +117,8 @@ def test_a_missing_value_is_named():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: [1", "is no YAML"),
+        (b"a: [1", "is no YAML: line 1, column 6: "),
+        (b"a:\n\tb: 1\n", "line 2, column 1: found character '\\\\t' .*; indent with spaces"),
         (b"- 1", "holds list"),
         (b"\xff\xfe\x00", "is not UTF-8"),
         (b"!!python/object:os.system {}", "has a tag"),

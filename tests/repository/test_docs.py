@@ -15,7 +15,8 @@ from g2rpo.assembly.rewards import check_rewards
 from g2rpo.cli.main import main
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.config.resolve import _fields, resolve
+from g2rpo.config.complaints import members_of
+from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from tests.support.figures import cited, figures, sentences
@@ -173,8 +174,8 @@ def anchors(page: Path) -> set[str]:
 @page
 def test_files_keys_and_functions_that_are_named_exist(page):
     """Code spans such as `tests/support/tiny.py`, `policy.lora_rank` (or with =value), `flow.sde_step`."""
-    groups = {name: set(_fields(field.annotation) or {}) for name, field in Config.model_fields.items()}
-    groups["algorithm"] = {key for kind in ALGORITHMS.values() for key in _fields(kind) or {}} | {"name"}
+    groups = {name: set(members_of(field.annotation)) for name, field in Config.model_fields.items()}
+    groups["algorithm"] = {key for kind in ALGORITHMS.values() for key in members_of(kind)} | {"name"}
     for span in inline(page.read_text(encoding="utf-8")):
         if re.match(r"(src|tests|docs|benchmarks|tools|examples)/[\w./-]+\w$", span):
             assert (ROOT / span).exists(), span

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.config.resolve import _fields
+from g2rpo.config.complaints import members_of
 from g2rpo.config.schema import Config
 from tools import docs_site
 
@@ -39,7 +39,7 @@ def test_the_reference_has_every_config_key():
     assert keys(page, "Top level") == list(Config.model_fields)
     for name, field in Config.model_fields.items():
         if name not in ("recipe", "algorithm", "rewards", "alarms", "trackers"):
-            assert keys(page, f"`{name}`") == list(_fields(field.annotation)), name
+            assert keys(page, f"`{name}`") == list(members_of(field.annotation)), name
     assert keys(page, "`sampling.tails`") == ["solver", "forecast"]
     assert "| `num_steps` | integer >= 2, <= 250 | required |  |" in page
     assert re.search(r"^\| `shift` \| number > 0 or `model`, `scheduler` \| `3.0` \| ", page, re.MULTILINE)
@@ -49,7 +49,7 @@ def test_the_reference_has_every_config_key():
 def test_the_reference_has_every_algorithm_and_field():
     page = docs_site.algorithms_page()
     for name, kind in ALGORITHMS.items():
-        assert set(keys(page, f"`{name}`")) == {"name", *_fields(kind)}, name
+        assert set(keys(page, f"`{name}`")) == {"name", *members_of(kind)}, name
 
 
 def test_links_lead_to_the_sites_pages_or_to_the_repository():

@@ -49,21 +49,36 @@ class WithSettings(TyperCommand):
         except Exception as error:  # click's, of which some versions of typer have their own copy
             refused: Any = error
             if hasattr(refused, "option_name") and hasattr(refused, "possibilities"):
-                key, value = _as_setting(refused.option_name, given)
+                dashed = refused.option_name.replace("_", "-")
+                if dashed in options:
+                    refused.possibilities = [dashed]
+                    raise
+                key, value = _as_setting(refused.option_name, given, self.settings())
                 refused.message += f". Settings are written without dashes: {key}={value}"
                 refused.possibilities = refused.possibilities if key == "KEY" else []
             raise
 
+    def settings(self) -> Any:
+        """The group of settings."""
+        from g2rpo.config.schema import Config
+
+        return Config
+
 
 class WithSameSettings(WithSettings):
-    """One whose options are settings too."""
+    """`evaluate`, whose options are settings too."""
 
     options_alone = False
 
+    def settings(self) -> Any:
+        from g2rpo.evaluation.sweep import JudgingConfig
 
-def _as_setting(flag: str, given: Sequence[str]) -> tuple[str, str]:
-    """The key and value that an unknown option may mean."""
-    from g2rpo.config.resolve import key_of
+        return JudgingConfig
+
+
+def _as_setting(flag: str, given: Sequence[str], kind: Any) -> tuple[str, str]:
+    """The key and value of `kind` that an unknown option may mean."""
+    from g2rpo.config.complaints import key_of, keys_of
 
     unknown = ("KEY", "VALUE")
     for word, after in zip(given, [*given[1:], "-"], strict=True):
@@ -75,7 +90,7 @@ def _as_setting(flag: str, given: Sequence[str]) -> tuple[str, str]:
         if "=" in value:  # --set KEY=VALUE
             key, _, value = value.partition("=")
             return key, value
-        found = key_of(flag.lstrip("-").replace("-", "_"))
+        found = key_of(flag.lstrip("-").replace("-", "_"), list(keys_of(kind)))
         return unknown if found is None else (found, value or "...")
     return unknown  # one of joined short options (-hx)
 

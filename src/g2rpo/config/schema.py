@@ -60,10 +60,6 @@ def _reward_table(value: Any) -> Any:
             entry = {"weight": entry}
         elif entry is None:
             entry = {}
-        elif isinstance(entry, str):
-            raise ValueError(
-                f"{name} should be a weight, got '{entry:.200}'; for a reward of that kind write {name}.kind={entry:.200}"
-            )
         table[name] = {"kind": name, **entry} if isinstance(entry, Mapping) else entry
     return table
 

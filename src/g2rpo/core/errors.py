@@ -54,11 +54,16 @@ class RewardFailed(Stopped):
     """A reward raised an exception or returned a wrong result. Its cause, if any, has the traceback."""
 
 
+def refuse(faults: Iterable[str], kind: type[Exception] = UserError) -> None:
+    """Raises `kind` with the first of these faults, if there is any."""
+    for fault in faults:
+        raise kind(fault)
+
+
 def at_least_one(**numbers: int) -> None:
     """ValueError that names the first of these numbers that is below 1."""
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
+    wrong = {name: number for name, number in numbers.items() if number < 1}
+    refuse((f"{name} must be at least 1, got {number}" for name, number in wrong.items()), ValueError)
 
 
 NO_ROOM = re.compile(r"\bCU(BLAS|DNN)_STATUS_(\w+_)?(ALLOC|ALLOCATION)_FAILED\b|\bMPS backend out of memory\b")
@@ -85,6 +90,17 @@ def without_operator(error: BaseException) -> str | None:
 def out_of_memory(error: BaseException) -> bool:
     """Whether Python or torch ran out of memory; does not import torch, so that `g2rpo --help` stays fast."""
     return isinstance(error, MemoryError) or out_of_device_memory(error) or "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def placed(place: str, *errors: type[Exception], kind: type[Exception] = UserError, end: str = "") -> Iterator[None]:
+    """Turns `errors` (default ValueError) inside into `kind` "PLACE: REASON END"."""
+    caught = errors or (ValueError,)
+    try:
+        yield
+    except caught as error:
+        reason = getattr(error, "strerror", None) or error
+        raise kind(f"{place}: {reason}{end}") from None
 
 
 @contextmanager

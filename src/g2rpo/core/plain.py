@@ -150,7 +150,16 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)  # noqa: S506 (a restricted SafeLoader)
     except yaml.YAMLError as error:
-        raise ValueError(f"is no YAML: {error}") from None
+        raise ValueError(f"is no YAML: {_place_of(error)}") from None
+
+
+def _place_of(error: yaml.YAMLError) -> str:
+    """ "line 2, column 1: found character '\\t' that cannot start any token" """
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return str(error)
+    spaces = "; indent with spaces" if "'\\t'" in problem else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}{spaces}"
 
 
 def is_text(text: str) -> bool:

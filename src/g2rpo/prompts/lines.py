@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 
+from g2rpo.core.errors import refuse
 from g2rpo.core.plain import parse_json
 
 COLUMNS = ("prompt", "prompts", "caption", "text")
@@ -38,24 +40,27 @@ _LINES = (
 def read_lines(text: str) -> list[tuple[int, str]]:
     """The numbered lines of `text` that are not blank; ValueError says what is no prompt."""
     lines = [(number, visible_part(line)) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    refuse(_faults(lines), ValueError)
+    return lines
+
+
+def _faults(lines: list[tuple[int, str]]) -> Iterator[str]:
     if (other := _other_format([line for _, line in lines])) is not None:
-        raise ValueError(other)
+        yield other
     for number, line in lines:
         if not line:
-            raise ValueError(f"line {number}: has nothing visible; take it out")
+            yield f"line {number}: has nothing visible; take it out"
         if (fault := _fault(line)) is not None:
-            raise ValueError(
+            yield (
                 f"line {number}: {fault}, which would be read as part of the prompt: {line[:60]!r}; take it out, "
                 "or write the prompts to a .jsonl file, where all is taken as it is"
             )
-    return lines
 
 
 def refuse_other_files(text: str) -> None:
     """ValueError for the begin of a file that is none of prompts, whatever its name."""
-    for pattern, what in _FILES:
-        if re.match(pattern, text, re.IGNORECASE):
-            raise ValueError(what)
+    found = (what for pattern, what in _FILES if re.match(pattern, text, re.IGNORECASE))
+    refuse(found, ValueError)
 
 
 def visible_part(text: str) -> str:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 
-from g2rpo.core.errors import UserError, loading
+from g2rpo.core.errors import UserError, loading, placed, refuse
 from g2rpo.core.files import local
 from g2rpo.core.input_pictures import check_pictures
-from g2rpo.core.plain import is_text, parse_json, read_as, read_text
+from g2rpo.core.plain import checked_as, is_text, parse_json, read_as, read_text
 from g2rpo.core.types import Prompt
 from g2rpo.prompts.lines import COLUMNS, read_lines, refuse_other_files, visible_part
 from g2rpo.prompts.tables import column_of, read_table
@@ -59,10 +59,8 @@ def read_prompts(source: str | Path) -> list[Prompt]:
     name = str(STARTER.get(name, name))
     table = re.fullmatch(r"(?P<file>.+\.(csv|tsv|jsonl?|ndjson|parquet)):(?P<column>.+)", name, re.IGNORECASE)
     path, column = (local(table["file"]), table["column"]) if table else (local(name), "")
-    try:
+    with placed(f"prompt file {path}", ValueError, OSError):
         return _from_file(path, column)
-    except (ValueError, OSError) as error:
-        raise UserError(f"prompt file {path}: {error}") from None
 
 
 def _from_file(path: Path, column: str) -> list[Prompt]:
@@ -70,10 +68,7 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
     suffix = path.suffix.lower() or ".txt"
     if path.name == PUBLISHED_LIST or (path / PUBLISHED_LIST).is_file():
         return _from_published(path if path.is_dir() else path.parent)
-    if path.is_dir():
-        raise ValueError(f"is a folder without {PUBLISHED_LIST}; hf:FOLDER reads a dataset's")
-    if suffix not in LIST_SUFFIXES:
-        raise ValueError(f"{path.suffix} is not read; prompts are read from {READ}")
+    refuse(_faults_of_name(path, suffix), ValueError)
     refuse_other_files(_begin(path))
     if suffix == ".parquet":
         return _from_parquet(path, column)
@@ -90,10 +85,50 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
     return _usable(f"prompt file {path}", numbered, column, unit, path.parent)
 
 
+def _faults_of_name(path: Path, suffix: str) -> Iterator[str]:
+    if path.is_dir():
+        yield f"is a folder without {PUBLISHED_LIST}; hf:FOLDER reads a dataset's"
+    if suffix not in LIST_SUFFIXES:
+        yield f"{path.suffix} is not read; prompts are read from {READ}"
+
+
+def _visible(text: str) -> str:
+    refuse(_faults_of_text(text), ValueError)
+    return visible_part(text)
+
+
+def _faults_of_text(text: Any) -> Iterator[str]:
+    if not isinstance(text, str) or not visible_part(text):
+        yield f"should be a prompt, is {text!r:.80}"
+    if len(visible_part(text)) > LONGEST:
+        yield f"has {len(visible_part(text))} characters; a prompt may have {LONGEST}"
+    if not is_text(text):
+        yield "has a character that no text may have (NUL or a lone surrogate)"
+
+
+def _listed(images: Any) -> Any:
+    """Allows one path for a list of one, and null or "" for none."""
+    return [images] if isinstance(images, str) and images else images or []
+
+
+Text = Annotated[str, BeforeValidator(_visible)]
+
+
+class _Beside(BaseModel):
+    """What belongs to a prompt in its record, beside its text."""
+
+    images: Annotated[
+        list[str],
+        BeforeValidator(_listed),
+        Field(validation_alias=AliasChoices("images", "image")),
+    ] = []
+    metadata: Annotated[dict[str, Any], BeforeValidator(lambda value: value or {})] = {}
+
+
 class _Encoded(BaseModel):
     """A prompt in `PUBLISHED_LIST`, with the names of its tensors' files."""
 
-    caption: str
+    caption: Text
     prompt_embed_path: str
     pooled_prompt_embeds_path: str
     text_ids: str
@@ -108,13 +143,11 @@ def _from_published(folder: Path) -> list[Prompt]:
             "pooled_prompt_embeds": folder / "pooled_prompt_embeds" / entry.pooled_prompt_embeds_path,
             "text_ids": folder / "text_ids" / entry.text_ids,
         }
-        try:
-            for path in encoded.values():
-                if path.parent.parent != folder or not path.is_file():
-                    raise ValueError(f"{path} is no file of this folder")
-            prompts.append(Prompt(_text(entry.caption), encoded={name: str(path) for name, path in encoded.items()}))
-        except ValueError as error:
-            raise ValueError(f"{PUBLISHED_LIST}, entry {number}: {error}") from None
+        for path in encoded.values():
+            if path.parent.parent != folder or not path.is_file():
+                raise ValueError(f"{PUBLISHED_LIST}, entry {number}: {path} is no file of this folder")
+        paths = {name: str(path) for name, path in encoded.items()}
+        prompts.append(Prompt(entry.caption, encoded=paths))
     if not prompts:
         raise ValueError(f"{PUBLISHED_LIST} is empty")
     return prompts
@@ -133,10 +166,8 @@ def _from_json_lines(text: str) -> list[tuple[int, Any]]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     values = []
     for number, line in lines:
-        try:
+        with placed(f"line {number}: is no JSON", kind=ValueError, end=f": {line[:80]}"):
             values.append((number, parse_json(line)))
-        except ValueError as error:
-            raise ValueError(f"line {number}: is no JSON ({error}): {line[:80]}") from None
     return values
 
 
@@ -163,20 +194,15 @@ def _from_json(text: str) -> list[tuple[int, Any]]:
 
 
 def _from_parquet(path: Path, column: str) -> list[Prompt]:
-    try:
+    with placed("reading parquet needs pyarrow", ImportError, kind=ValueError, end="; pip install pyarrow"):
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise ValueError("reading parquet needs pyarrow; install it with pip install pyarrow") from None
-    try:
-        with ParquetFile(path) as file:
-            column = column_of(file.schema_arrow.names, column)
-            kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
-            if file.metadata.num_rows > MOST_ROWS:
-                raise ValueError(f"has {file.metadata.num_rows} rows; at most {MOST_ROWS} are read")
-            records = file.read(columns=kept).to_pylist()
-    except (OSError, ArrowException) as error:
-        raise ValueError(f"cannot be read as parquet ({error})") from None
+    with placed("cannot be read as parquet", OSError, ArrowException), ParquetFile(path) as file:
+        column = column_of(file.schema_arrow.names, column)
+        kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
+        if file.metadata.num_rows > MOST_ROWS:
+            raise ValueError(f"has {file.metadata.num_rows} rows; at most {MOST_ROWS} are read")
+        records = file.read(columns=kept).to_pylist()
     return _usable(f"prompt file {path}", list(enumerate(records, 1)), column, "row", path.parent)
 
 
@@ -187,10 +213,8 @@ def _is_binary(kind: str) -> bool:
 
 def _from_hub(source: str) -> list[Prompt]:
     """Downloads the dataset once; later reads come from the cache of `datasets`, offline too."""
-    try:
+    with placed(f"{source}: reading datasets needs a library", ImportError, end=f"; {EXTRA}"):
         import datasets
-    except ImportError:
-        raise UserError(f"{source}: reading datasets needs a library; install it with {EXTRA}") from None
     name, split, column = [*source.removeprefix("hf:").split(":"), "", ""][:3]
     split = split or "train"
     subset = None
@@ -198,10 +222,8 @@ def _from_hub(source: str) -> list[Prompt]:
         name, subset = name.rsplit("/", 1)
     with loading(f"{source}: cannot be loaded"):
         data = datasets.load_dataset(name, subset, split=split)
-    try:
+    with placed(source):
         column = column_of(data.column_names, column)
-    except ValueError as error:
-        raise UserError(f"{source}: {error}") from None
     plain = [field.name for field in data.features.arrow_schema if not _is_binary(str(field.type))]
     return _usable(source, list(enumerate(data.select_columns(plain).to_list(), 1)), column, "row")
 
@@ -216,57 +238,41 @@ def _usable(
     pictures: list[tuple[str, str]] = []
     for number, value in numbered:
         place = f"{source}, {unit} {number}"
-        if isinstance(value, str):
-            value = {COLUMNS[0]: value}
-        if not isinstance(value, Mapping):
-            raise UserError(f"{place}: should be a prompt, or an object like {EXAMPLE}, is {value!r:.80}")
-        try:
-            column = column_of(list(value), column)  # the first record's is that of all
-            prompts.append(_prompt(value, column, place, beside))
-        except ValueError as error:
-            raise UserError(f"{place}: {error}") from None
+        record = {COLUMNS[0]: value} if isinstance(value, str) else value
+        with placed(place):
+            column = _column_in(record, column)  # the first record's is that of all
+            prompts.append(_prompt(record, column, beside))
         pictures += [(path, place) for path in prompts[-1].images]
     check_pictures(pictures)
     return prompts
 
 
-def _text(value: Any) -> str:
-    """A prompt's text; ValueError if it is none."""
-    if not isinstance(value, str) or not (text := visible_part(value)):
-        raise ValueError(f"should be a prompt, is {value!r:.80}")
-    if len(text) > LONGEST:
-        raise ValueError(f"has {len(text)} characters; a prompt may have {LONGEST}")
-    if not is_text(text):
-        raise ValueError("has a character that no text may have (NUL or a lone surrogate)")
-    return text
+def _column_in(record: Any, column: str) -> str:
+    if not isinstance(record, Mapping):
+        raise ValueError(f"should be a prompt, or an object like {EXAMPLE}, is {record!r:.80}")
+    return column_of(list(record), column)
 
 
-def _prompt(record: Mapping[str, Any], column: str, place: str, beside: Path | None) -> Prompt:
-    text = _text(record[column])
-    images = record.get("images", record.get("image")) or []
-    images = [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(image, str) and is_text(image) for image in images):
-        raise UserError(f"{place}: images should be paths of pictures, are {images!r:.80}")
-    named = record.get("metadata") or {}
-    if not isinstance(named, Mapping):
-        raise UserError(f"{place}: metadata should be an object, is {named!r:.80}")
-    rest = {key: value for key, value in record.items() if key not in (column, "images", "image", "metadata")}
-    stored = json.dumps({**rest, **named}, ensure_ascii=False, default=str)  # dates and the like as text
-    if not is_text(stored):
-        raise UserError(f"{place}: its metadata has a lone surrogate, which no text may have")
-    paths = [_picture(image, place, beside) for image in images]
-    return Prompt(text, paths, json.loads(stored))
+def _prompt(record: Mapping[str, Any], column: str, beside: Path | None) -> Prompt:
+    text = _visible(record[column])
+    named = checked_as(_Beside, dict(record))
+    others = record.keys() - {column, "images", "image", "metadata"}
+    metadata = {**{key: record[key] for key in record if key in others}, **named.metadata}
+    stored = json.dumps(metadata, ensure_ascii=False, default=str)  # dates and the like as text
+    if not all(map(is_text, (stored, *named.images))):
+        raise ValueError("its metadata or pictures have a character that no text may have")
+    return Prompt(text, [_picture(image, beside) for image in named.images], json.loads(stored))
 
 
-def _picture(image: str, place: str, beside: Path | None) -> str:
+def _picture(image: str, beside: Path | None) -> str:
     """The path of an input picture. Runs show and publish them, so a prompt file from elsewhere must not name arbitrary
     pictures of this machine."""
     if beside is None:
-        raise UserError(f"{place}: names the file {image}; a dataset has none, take a .jsonl file beside its pictures")
+        raise ValueError(f"names the file {image}; a dataset has none, take a .jsonl file beside its pictures")
     path = os.path.normpath(beside / local(image))
     if not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(beside)):
-        raise UserError(
-            f"{place}: input picture {image} is outside {beside}, the folder of the file that names it; "
+        raise ValueError(
+            f"input picture {image} is outside {beside}, the folder of the file that names it; "
             "move that file above its pictures, or link them there"
         )
     return path

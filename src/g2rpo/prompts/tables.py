@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from g2rpo.core.errors import counted
+from g2rpo.core.errors import counted, refuse
 from g2rpo.prompts.lines import COLUMNS
 
 MOST_LISTED = 20
@@ -24,14 +24,18 @@ def column_of(names: Sequence[str], wanted: str = "") -> str:
         found = [name for name in names if name.strip().casefold() in COLUMNS]
         if len(found) > 1 and any(name.strip().casefold() == "prompt" for name in found):
             found = [name for name in found if name.strip().casefold() != "text"]
-    if len(found) == 1:
-        return found[0]
+    refuse(_faults_of_columns(names, found, wanted), ValueError)
+    return found[0]
+
+
+def _faults_of_columns(names: Sequence[str], found: Sequence[str], wanted: str) -> Iterator[str]:
     listed = ", ".join(names[:MOST_LISTED]) + (", ..." if len(names) > MOST_LISTED else "")
-    if found:
+    if len(found) > 1:
         several = " and ".join(repr(name) for name in found)
-        raise ValueError(f"has the columns {several}; name the one with the prompts after a colon: {listed}")
+        yield f"has the columns {several}; name the one with the prompts after a colon: {listed}"
     looked = f"'{wanted}'" if wanted else "'prompt', 'prompts', 'caption' or 'text'"
-    raise ValueError(f"has no column {looked}; name one after a colon: {listed}")
+    if not found:
+        yield f"has no column {looked}; name one after a colon: {listed}"
 
 
 def read_table(text: str, delimiters: str, wanted: str = "") -> list[tuple[int, dict[str, str]]]:
@@ -48,19 +52,22 @@ def read_table(text: str, delimiters: str, wanted: str = "") -> list[tuple[int, 
     try:
         rows = _rows(text, delimiter, csv.QUOTE_MINIMAL)
     except csv.Error as error:
-        if delimiter != "\t":  # some write tables with tabs without quoting
+        if delimiter != "\t":
             raise ValueError(f"cannot be read as a table ({error})") from None
-        rows = _rows(text, delimiter, csv.QUOTE_NONE)
+        rows = _rows(text, delimiter, csv.QUOTE_NONE)  # some write tables with tabs without quoting
     if not rows:
         return []
     names = [name.strip() for name in rows[0][1]]
     column_of(names, wanted)
-    for number, cells in rows[1:]:
-        if len(cells) != len(names):
-            raise ValueError(
-                f"line {number}: has {counted(len(cells), 'cell')} where the header has {len(names)} ({', '.join(names)}); "
-                "a prompt with a comma needs quotes around it"
-            )
+    ragged = [(number, cells) for number, cells in rows[1:] if len(cells) != len(names)]
+    refuse(
+        (
+            f"line {number}: has {counted(len(cells), 'cell')} where the header has {len(names)} "
+            f"({', '.join(names)}); a prompt with a comma needs quotes around it"
+            for number, cells in ragged
+        ),
+        ValueError,
+    )
     return [(number, dict(zip(names, cells, strict=True))) for number, cells in rows[1:]]
 
 
