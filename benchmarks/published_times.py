@@ -135,7 +135,8 @@ def fitted(rows: Sequence[Published]) -> Rates:
     return with_numbers(least_squares(off, start, loss="soft_l1", f_scale=0.1).x)
 
 
-NAMES = {"benchmarks/results/": "measured here", "flux-fp8-api": "flux-fp8-api", "devlogs": "PyTorch", "siliconflow": "OneDiff"}
+OWN = "benchmarks/results/"
+NAMES = {OWN: "measured here", "flux-fp8-api": "flux-fp8-api", "devlogs": "PyTorch", "siliconflow": "OneDiff"}
 NAMES |= {
     "TheStage": "TheStage",
     "xDiT": "xDiT",
@@ -147,9 +148,10 @@ NAMES |= {
 
 
 def link(source: str) -> str:
-    """In Markdown, from a page of docs/."""
+    """In Markdown, from results/published_times.md."""
     name = next((name for part, name in NAMES.items() if part in source), "/".join(source.split("/")[1:3]))
-    return f"[{name}]({'../' if source.startswith('benchmarks/') else 'https://'}{source})"
+    own = source.startswith(OWN)
+    return f"[{name}]({source.removeprefix(OWN) if own else f'https://{source}'})"
 
 
 def table(rows: Sequence[Published]) -> Iterator[str]:
