@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from g2rpo.assembly.blueprint import build_on_meta, read_blueprint
 from g2rpo.lab.plan import trace
+from g2rpo.lab.plan.autocast import CudaAutocast
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count
 from g2rpo.lab.plan.meter import Meter
@@ -102,6 +103,16 @@ def test_convolutions_and_compiled_networks_have_rates_of_their_own():
     assert [kernel.kind for kernel in kernels.kernels] == [CONVOLUTIONS, MOVING]
     eager, compiled = (replace(kernels, compiled=fused).seconds(CARD, replace(PEAK, compiled=0.5)) for fused in (False, True))
     assert compiled[CONVOLUTIONS] == eager[CONVOLUTIONS] and compiled[MOVING] == eager[MOVING] / 2
+
+
+def test_group_norms_between_interleaved_convolutions_are_two_copies_more():
+    """CUDA has them of separate channels alone."""
+    convolution = torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    network = torch.nn.Sequential(convolution, torch.nn.GroupNorm(2, 4), torch.nn.SiLU(), convolution)
+    CudaAutocast().apply_to(network)
+    picture = torch.ones(1, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    kinds = [kernel.kind for kernel in traced(lambda: network(picture)).kernels]
+    assert kinds == [CONVOLUTIONS, MOVING, MOVING, MOVING, MOVING, CONVOLUTIONS]  # apart, norm, SiLU, back
 
 
 def test_autocast_moves_more_and_float8_is_counted_as_such(flux_directory):

@@ -25,13 +25,15 @@ def listed() -> frozenset[str]:
 FLOAT32_OPERATIONS = listed()
 JOINED = {"cat", "stack", "index_copy"}
 """Functions for which the CPU's autocast copies narrower inputs to the widest dtype; CUDA's leaves them alone."""
+CONVOLUTIONS = (F.conv2d, torch.conv2d)
 
 
 class CudaAutocast(TorchFunctionMode):
     """While entered, or in a network's calls, the CPU's autocast uses CUDA's dtypes.
 
     RMS norms use the layer-norm operation, for its shapes: CUDA has one
-    kernel for each, while the CPU computes RMS norms in many steps with intermediate results.
+    kernel for each, while the CPU computes RMS norms in many steps with intermediate results. CUDA's group norms copy
+    interleaved channels apart, and its convolutions, whose weights are interleaved, copy them back; the CPU's do neither.
     """
 
     def __init__(self) -> None:
@@ -62,6 +64,10 @@ class CudaAutocast(TorchFunctionMode):
             elif name in JOINED:
                 with torch.autocast("cpu", enabled=False):
                     return func(*args, **kwargs)
+        if func in (F.group_norm, torch.group_norm):
+            args = (args[0].contiguous(), *args[1:])
+        if func in CONVOLUTIONS and args[1].is_contiguous(memory_format=torch.channels_last):
+            args = (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
         return _rms_norm(*args, **kwargs) if func is F.rms_norm else func(*args, **kwargs)
 
 

@@ -254,7 +254,7 @@ def _materialise(policy: DiffusersPolicy) -> None:
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        made = torch.empty(value.shape, dtype=value.dtype)
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         if isinstance(value, nn.Parameter):
             made = nn.Parameter(made, value.requires_grad)
             made.grad = torch.empty_like(made) if value.requires_grad else None
