@@ -6,6 +6,7 @@ import pytest
 
 from g2rpo import api
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.cli.main import main
 from g2rpo.core.errors import UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from tests.support.commands import refused
@@ -71,6 +72,28 @@ def test_a_trial_calls_a_reward_once_with_pictures_of_the_policy():
         seen.append((list(images.shape), list(prompts)))
         return brightness(images, prompts)
 
-    objects = {"policy": GaussianPolicy(), "prompts": PROMPTS, "heldout": PROMPTS[:3], "judges": {"dark": darkness}}
+    objects = {"policy": GaussianPolicy(), "prompts": PROMPTS, "heldout": ["0.9"], "judges": {"dark": darkness}}
     api.trainer("scenes", ["sampling.num_steps=6"], algorithm=Mine(branch_steps=(0, 1)), rewards={"b": bright}, **objects)
-    assert seen == [([2, 3, 4, 4], PROMPTS[:2])]
+    assert seen == [([2, 3, 4, 4], [*PROMPTS[:1], "0.9"])]
+
+
+def test_a_reward_may_read_metadata_of_any_prompt_and_is_tried_on_a_held_out_one(capsys, tmp_path, nothing_loads):
+    """Prompts of a text file have empty metadata; a key that only training prompts have is found missing before a model is
+    loaded."""
+    (tmp_path / "mine.py").write_text(
+        "def lenient(images, prompts):\n    return [float(len(prompt.metadata)) for prompt in prompts]\n\n\n"
+        "def strict(images, prompts):\n    return [prompt.metadata['target'] for prompt in prompts]\n"
+    )
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a red circle", "target": 1}\n')
+    asked = [
+        "train",
+        "scenes",
+        f"prompts.train={tmp_path}/train.jsonl",
+        "rewards.scene_accuracy=",
+        "--run-dir",
+        tmp_path / "run",
+    ]
+    err = refused(capsys, *asked, f"rewards.mine.kind={tmp_path}/mine.py:strict")
+    assert "KeyError: 'target'" in err and "with the prompts 'a red circle', " in err
+    with pytest.raises(AssertionError, match="a model is loaded"):
+        main([str(word) for word in [*asked, f"rewards.mine.kind={tmp_path}/mine.py:lenient"]])

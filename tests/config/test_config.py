@@ -172,3 +172,25 @@ def test_differences_are_dotted():
         "rewards.x.weight",
         "rewards.x.options",
     }
+
+
+@pytest.mark.parametrize(
+    ("body", "kept"),
+    [
+        ("", {"branch_steps": (0, 1, 2), "group_size": 6}),
+        ("    branch_steps: tuple[int, ...] = (1,)", {"branch_steps": (1,), "group_size": 6}),
+    ],
+)
+def test_a_variant_of_the_recipes_algorithm_keeps_what_it_does_not_redefine(body, kept, tmp_path):
+    """So that it is compared with the recipe's algorithm by what it changes alone."""
+    source = tmp_path / "own.py"
+    head = "from dataclasses import dataclass\nfrom g2rpo.algorithms.{module} import {base}\n"
+    text = head + "@dataclass(frozen=True)\nclass Own({base}):\n    pause: int = 1\n{body}\n"
+    source.write_text(text.format(module="g2rpo", base="GranularGRPO", body=body))
+    (tmp_path / "mix.py").write_text(text.format(module="flow_grpo", base="MixGRPO", body=""))
+    heard = []
+    algorithm = resolve(PLAIN, [f"algorithm.name={source}:Own"], "here", heard.append).algorithm
+    assert {key: getattr(algorithm, key) for key in kept} == kept and algorithm.pause == 1
+    assert heard[0].startswith(f"algorithm.name={source}:Own: a GranularGRPO, so here's ") and heard[0].endswith(" stay")
+    other = resolve(PLAIN, [f"algorithm.name={tmp_path}/mix.py:Own"], "here").algorithm
+    assert other.group_size == ALGORITHMS["mixgrpo"].group_size

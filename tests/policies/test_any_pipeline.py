@@ -262,6 +262,10 @@ def test_check_model_names_one_time_where_a_call_takes_a_single_time(tmp_path):
     found = list(reported(checks(timed, DiffusersPolicy.of(spec), options, prompts_for(spec, tmp_path), tmp_path)))
     assert [check.name for check in found if not check.passed] == ["velocity"]
     assert len(found) == len(REMEDIES) - 1 and "one_time=lambda pipeline: True" in found[2].found
+    policy = DiffusersPolicy.of(spec)(timed(), options)
+    cond, noise = policy.encode(PROMPTS), policy.noise([generator_for(index) for index in range(len(PROMPTS))])
+    with pytest.raises(UserError, match="WanPipeline: .*one_time=lambda pipeline: True"):  # in a run too
+        policy.velocity(noise, torch.tensor([0.5, 0.7]), cond)
 
 
 def perturb(policy, size):

@@ -135,7 +135,8 @@ def test_the_command_line_says_one_thing_and_ends_with_2(text, words):
 def test_a_typing_error_is_one_message_before_anything_is_loaded(words, said):
     def begin():
         config = load_config("scenes", words)
-        try_own_code(config, {"prompts": check(config)[0]})
+        prompts, heldout = check(config)
+        try_own_code(config, {"prompts": prompts, "heldout": heldout})
 
     with pytest.raises(UserError) as error:
         begin()

@@ -115,7 +115,7 @@ def trainer_parts(request: Request, prompts: Sequence[str], heldout: Sequence[st
     for said in (starter_caution(config.prompts.train, config.evaluation.prompts), trained_on(prompts, heldout)):
         if world.is_main and said is not None:
             request.notify(said)
-    try_own_code(config, {**given, "prompts": prompts})
+    try_own_code(config, {**given, "prompts": prompts, "heldout": heldout})
     sharding = components.build_sharding(config, world)
     policy = _given_policy(request) if "policy" in given else _policy(request, sharding, prompts, heldout)
     components.check_judged_size(config, policy)

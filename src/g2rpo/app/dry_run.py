@@ -31,14 +31,19 @@ TRIAL_PROMPTS = 2
 
 def try_own_code(config: Config, given: Mapping[str, Any]) -> None:
     """One iteration of an own algorithm, and one call of every own reward that exists before models are loaded: functions,
-    and objects in `given` (which has the prompts). UserError names the code that fails."""
+    and objects in `given`, which has `prompts` and `heldout` too. UserError names the code that fails."""
     with torch.random.fork_rng(devices=[]):
         if type(config.algorithm) not in ALGORITHMS.values():
             _try_algorithm(config)
-        for key, table in (("rewards", config.rewards), ("judges", config.evaluation.rewards)):
+        prompts, heldout = list(given["prompts"]), list(given["heldout"])
+        both = [*prompts[:1], *heldout[:1]]
+        for key, table, asked in (
+            ("rewards", config.rewards, both),
+            ("judges", config.evaluation.rewards, heldout[:TRIAL_PROMPTS]),
+        ):
             rewards = _own(given[key]) if key in given else _functions(table, pick_device(config.policy.device))
             for name, reward in rewards.items():
-                _try_reward(name, reward, config, given)
+                _try_reward(name, reward, asked, config, given)
 
 
 def _try_algorithm(config: Config) -> None:
@@ -91,7 +96,7 @@ def _function(name: str, entry: RewardConfig) -> Any:
         raise UserError(f"rewards.{name}.options.target: {error}") from None
 
 
-def _try_reward(name: str, reward: Scorer, config: Config, given: Mapping[str, Any]) -> None:
+def _try_reward(name: str, reward: Scorer, prompts: Sequence[str], config: Config, given: Mapping[str, Any]) -> None:
     """Scores random pictures of the run's size, or what a given policy decodes from noise."""
     if as_reward(reward).latent:
         return
@@ -101,10 +106,10 @@ def _try_reward(name: str, reward: Scorer, config: Config, given: Mapping[str, A
         length = config.policy.num_frames or 1
         frames = [length] if length > 1 else []
         images = torch.rand(TRIAL_PROMPTS, *frames, 3, config.policy.height, config.policy.width)
-    prompts = list(given["prompts"])[:TRIAL_PROMPTS]
     if as_reward(reward).group:
         prompts = [prompts[0]] * TRIAL_PROMPTS
     try:
         score({name: reward}, images[: len(prompts)], prompts, members=TRIAL_PROMPTS)
     except RewardFailed as error:
-        raise UserError(f"{error}\nIt was tried on {len(prompts)} random pictures; nothing is loaded yet.") from error
+        tried = f"It was tried on {len(prompts)} random pictures, with the prompts {', '.join(map(repr, prompts))}"
+        raise UserError(f"{error}\n{tried}; nothing is loaded yet.") from error

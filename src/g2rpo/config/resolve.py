@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from g2rpo.config.algorithms import algorithm_class, with_name
+from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, with_name
 from g2rpo.config.complaints import REWARD_TABLES, complaints
 from g2rpo.config.given import is_mention
 from g2rpo.config.schema import Config, Section
@@ -45,7 +45,8 @@ def resolve(
     """The config of `data` (as read from YAML) with `key=value` overrides; `source` names it in messages.
 
     Hyper-parameters of different algorithms are independent even if their names agree. So an override of `algorithm.name`
-    replaces the whole group by that algorithm's published defaults, and `notify` is called with what was left out. With
+    replaces the whole group by that algorithm's published defaults. A user's class that inherits from the algorithm of `data`
+    is a variant of it, and keeps what it does not redefine. `notify` is called with what was kept or left out. With
     `mention`, an algorithm whose code may not be imported is a `given.Mentioned` one; without, it is refused.
     """
     allow_code(overrides)
@@ -95,19 +96,33 @@ def codes_in(data: Any, key: str = "") -> Iterator[str]:
 def _with_other_algorithm(
     data: Mapping[str, Any], overrides: Sequence[str], source: str, notify: Callable[[str], None]
 ) -> Mapping[str, Any]:
-    """`data` without its hyper-parameters, if an override names another algorithm."""
+    """`data` without its hyper-parameters, if an override names another algorithm. One of the user's that inherits from the
+    recipe's keeps those whose defaults it does not change."""
     given = data.get("algorithm")
     asked = [override.partition("=")[2].strip() for override in overrides if override.startswith("algorithm.name=")]
     if not asked or not isinstance(given, Mapping) or asked[-1] == with_name(given)["name"]:
         return data
-    defaults = _class_in({"name": asked[-1]}, source, mention=False)
-    left = ", ".join(
-        f"{key}={value}" for key, value in given.items() if key != "name" and getattr(defaults, key, None) != value
-    )
+    kind, recipes = _class_in({"name": asked[-1]}, source, mention=False), _class_in(given, source, mention=True)
+    own = asked[-1] not in ALGORITHMS
+    stays = own and None not in (kind, recipes) and issubclass(kind, recipes)
+    kept, left = {}, {}
+    for key, value in given.items():
+        if key == "name":
+            continue
+        if stays and getattr(kind, key, None) == getattr(recipes, key, None):
+            kept[key] = value
+        elif getattr(kind, key, None) != value:
+            left[key] = value
+    if kept:
+        notify(f"algorithm.name={asked[-1]}: a {recipes.__name__}, so {source}'s {_assigned(kept)} stay")
     if left:
-        whose = "its" if plugins.is_code(asked[-1]) else "its published"
-        notify(f"algorithm.name={asked[-1]}: {whose} defaults; {source}'s {left} are left out")
-    return {**data, "algorithm": {}}
+        whose = "its" if own else "its published"
+        notify(f"algorithm.name={asked[-1]}: {whose} defaults; {source}'s {_assigned(left)} are left out")
+    return {**data, "algorithm": kept}
+
+
+def _assigned(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
 def parse_options(assignments: Sequence[str]) -> dict[str, Any]:

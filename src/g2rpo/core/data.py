@@ -56,6 +56,11 @@ class Prompt(str):
     __hash__ = str.__hash__
 
 
+def as_prompt(prompt: str) -> Prompt:
+    """The prompt itself, or a string as one without pictures and metadata."""
+    return prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+
+
 def plain_prompt(prompt: str) -> str | dict[str, Any]:
     """`Prompt.plain` of any string."""
     return prompt.plain() if isinstance(prompt, Prompt) else prompt

@@ -28,7 +28,7 @@ from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.replay import guiding, opaque
+from g2rpo.policies.replay import ONE_TIME, guiding, opaque
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.tuning import ADAPTER_FILE, loader_of
 
@@ -45,7 +45,6 @@ OTHER_SOLVER = 1e-2
 """The same, for pictures of a pipeline with another solver than Euler's, whose times are whole numbers."""
 
 DESCRIPTION = "see `encoded` (all results of encode_prompt, in order), `widths`, `fixed` and `one_time` of the PipelineSpec"
-ONE_TIME = "the call takes one time for all rows: the PipelineSpec needs one_time=lambda pipeline: True"
 REMEDIES = {
     "policy": DESCRIPTION,
     "noise": "prepare_latents must draw one latent per generator, and nothing else",
@@ -320,6 +319,8 @@ def _velocity(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> t
             velocity = policy.velocity(x, sigma, cond)
         except Exception:
             raise error from None
+        if isinstance(error, UserError):
+            return velocity, str(error)
         return velocity, f"{ONE_TIME}; without it {type(error).__name__}: {str(error).splitlines()[0]}"
 
 

@@ -19,7 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo.core.errors import UserError
+
 NetworkCall = Callable[..., Any]
+
+ONE_TIME = "the call takes one time for all rows: the PipelineSpec needs one_time=lambda pipeline: True"
 
 
 class Caught(Exception):
@@ -270,6 +274,10 @@ def replay(pipeline: Any, script: Script, arguments: Mapping[str, Any], *, devic
         return getattr(call, "__wrapped__", call)(copied, **arguments)
     except Caught as caught:
         return caught.value
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if Times.__name__ not in str(error):
+            raise
+        raise UserError(f"{kind.__name__}: {ONE_TIME}") from error
 
 
 def rows_alike(keys: Sequence[Any]) -> list[list[int]]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from g2rpo.core.data import as_prompt
 from g2rpo.core.errors import RewardFailed, UserError, counted, out_of_device_memory, where
 from g2rpo.core.finite import finite_rows
 from g2rpo.core.types import Frames, Policy, Reward, Rollout, Scorer, as_rewards
@@ -46,6 +47,7 @@ def score(
     sees `members` pictures, each group of which has one prompt.
     Raises `RewardFailed` with the reward's name if it raises an exception or returns another shape.
     """
+    prompts = [as_prompt(prompt) for prompt in prompts]
     rows, every = [], len(prompts) or 1
     finite = finite_rows(images, latents)
     if not finite.all():
@@ -94,7 +96,7 @@ def weighted_scores(
 ) -> Tensor:
     """The sum of the weighted scores [B] of latents x for `rows` of the prompts, on their device, with gradient."""
     images = x if all(reward.latent for reward in rewards.values()) else policy.decode(x)
-    total, asked = torch.zeros(len(x), device=x.device), [prompts[row] for row in rows]
+    total, asked = torch.zeros(len(x), device=x.device), [as_prompt(prompts[row]) for row in rows]
     for (name, reward), weight in zip(rewards.items(), weights.tolist(), strict=True):
         if not weight:
             continue

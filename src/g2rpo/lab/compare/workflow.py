@@ -211,8 +211,8 @@ def _configs(study: Study, emit: Emit) -> dict[str, Config]:
             for alarm in get_args(Alarm):
                 if (action := config.action_of(alarm)) in ("stop", "rollback"):
                     raise UserError(f"alarms.{alarm}={action} may end a run of the study early; set it to warn or off")
-            prompts, _ = check(config)
-            try_own_code(config, {"prompts": prompts})
+            prompts, heldout = check(config)
+            try_own_code(config, {"prompts": prompts, "heldout": heldout})
         except UserError as error:
             wrong.setdefault(str(error), []).append(cell)
     if wrong:
