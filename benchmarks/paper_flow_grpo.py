@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.flow_grpo import FlowGRPO
-from g2rpo.algorithms.policy_gradient import StepCount
+from g2rpo.algorithms.policy_gradient import TakenSteps
 from g2rpo.core.plain import STRICT
 
 
@@ -24,5 +24,5 @@ class PaperFlowGRPO(FlowGRPO):
     drop_zero_advantages: ClassVar[bool] = False
     noisy_last_step: ClassVar[bool] = False
 
-    def kl_penalty(self, kl: Tensor, steps: StepCount) -> Tensor:
+    def kl_penalty(self, kl: Tensor, steps: TakenSteps) -> Tensor:
         return kl

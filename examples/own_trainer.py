@@ -1,6 +1,20 @@
 """A trainer of your own on the package's: here another rule decides which pictures of a group are good.
 
 python examples/own_trainer.py        # seconds, on a policy with a closed form
+
+These members of `Trainer` are public:
+
+sample_groups(prompts, algorithm, noise, rewards)   groups with their rewards [N, R, M, G]; each rank has its own groups
+pictures(groups)                                    their pictures; `Groups.join` puts groups together
+learn_from(groups, advantages)                      optimizer steps, which end the iteration and return its row; advantages are
+                                                    those of all ranks (`world.gather`); with `counted=False` neither
+iterate(), train()                                  one iteration; all of them
+evaluate(), sample(prompts)                         held-out pictures; any pictures
+base, final                                         evaluations of the base and of the weights as they are, or None
+snapshot(), restore(it), set_rate(rate)             weights and moments; the learning rate
+listening()                                         while entered, rows are written
+save(), resume(), finish(), export(), set_length(iterations, every)     the run directory
+config, policy, algorithm, rewards, judges, prompts, heldout, world, run, iteration     what it was built of
 """
 
 import torch

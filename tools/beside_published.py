@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional
 
 from g2rpo.algorithms.flow_grpo import FlowDPPO
-from g2rpo.algorithms.policy_gradient import StepCount
+from g2rpo.algorithms.policy_gradient import TakenSteps
 from g2rpo.core.data import Example, Normal, Rollout, Transition
 from g2rpo.core.errors import UserError
 from g2rpo.core.objectives import kernel_kl
@@ -308,7 +308,7 @@ def flow_dppo(folder: Path, code: Path) -> Function:
     def ours(log_prob: torch.Tensor) -> torch.Tensor:
         kl = kernel_kl(Normal(mean, std), Normal(old_mean, std))
         given = {"log_prob": log_prob, "old_log_prob": old, "old_kl": kl, "advantages": advantages}
-        return FlowDPPO().policy_loss(StepCount(**given, std=std, dsigma=dsigma, step=torch.zeros(4096).long())).mean()
+        return FlowDPPO().policy_loss(TakenSteps(**given, std=std, dsigma=dsigma, step=torch.zeros(4096).long())).mean()
 
     return Function(ours, published, log_prob)
 

@@ -19,7 +19,7 @@ from g2rpo.algorithms.flow_grpo import (
     TempFlowGRPO,
 )
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.algorithms.policy_gradient import PolicyGradient, StepCount
+from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.flow import cps_kernel, flow_sde, sde_kernel, sigma_grid
 from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl
@@ -356,9 +356,9 @@ def test_the_kl_to_the_base_is_the_papers():
 
 def steps_of(size, **given):
     """What a loss is told about `size` members; what is not given is 0, std and dsigma are 1."""
-    told = {field.name: torch.zeros(size) for field in fields(StepCount)}
+    told = {field.name: torch.zeros(size) for field in fields(TakenSteps)}
     told |= {"std": torch.ones(size), "dsigma": torch.ones(size), "step": torch.zeros(size, dtype=torch.int64)}
-    return StepCount(**told | given)
+    return TakenSteps(**told | given)
 
 
 def steps_between(new, old, x_next, **given):

@@ -8,6 +8,7 @@ import yaml
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.recipes import names, text
 from g2rpo.config.resolve import differences, read_yaml, resolve
+from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.run.run import Run, entered
 from tests.support.runs import PLAIN, config
@@ -194,3 +195,12 @@ def test_a_variant_of_the_recipes_algorithm_keeps_what_it_does_not_redefine(body
     assert heard[0].startswith(f"algorithm.name={source}:Own: a GranularGRPO, so here's ") and heard[0].endswith(" stay")
     other = resolve(PLAIN, [f"algorithm.name={tmp_path}/mix.py:Own"], "here").algorithm
     assert other.group_size == ALGORITHMS["mixgrpo"].group_size
+
+
+@pytest.mark.parametrize("override", ["trackers=[{}:It]", "trackers={}:It", "rewards.mine={{kind: {}:it}}"])
+def test_code_that_the_command_line_names_is_allowed_wherever_it_stands(override, tmp_path):
+    """In a list and in a mapping too."""
+    (tmp_path / "own.py").write_text("class It: ...\n\n\ndef it(images, prompts): ...\n")
+    named = override.format(tmp_path / "own.py")
+    config(named)
+    assert plugins.find("trackers", f"{tmp_path}/own.py:It", {}).__name__ == "It"

@@ -18,7 +18,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.policy_gradient import PolicyGradient, StepCount
+from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.core.data import Plan
 from g2rpo.core.flow import cps_kernel, dance_sde, flow_sde, sde_kernel
 from g2rpo.core.objectives import RewardMix, clipped_surrogate, mix_rewards
@@ -83,7 +83,7 @@ class GRPO(PolicyGradient):
         mixed = mix_rewards(rewards, weights, self.reward_mix, self.batch_std, population_std=self.population_std)
         return mixed.clamp(-self.advantage_clip, self.advantage_clip)
 
-    def policy_loss(self, steps: StepCount) -> Tensor:
+    def policy_loss(self, steps: TakenSteps) -> Tensor:
         return clipped_surrogate(self.log_ratio(steps), steps.advantages, self.clip_range)
 
 
@@ -113,7 +113,7 @@ class FlowGRPO(GRPO):
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
-    def kl_penalty(self, kl: Tensor, steps: StepCount) -> Tensor:
+    def kl_penalty(self, kl: Tensor, steps: TakenSteps) -> Tensor:
         """The published code's |mean - mean_base|^2 / (2 g^2). The paper's Eq. 14 is the KL itself,
         with std^2 = g^2 |dsigma|, for which early code took `kl_weight` 0.004 (PickScore 0.001):
         `benchmarks.paper_flow_grpo`."""
@@ -202,11 +202,11 @@ class GRPOGuard(GRPO):
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
-    def log_ratio(self, steps: StepCount) -> Tensor:
+    def log_ratio(self, steps: TakenSteps) -> Tensor:
         bias = steps.old_kl if self.correction == "member" else mean_of_each_step(steps.old_kl, steps.step)
         return steps.std * (super().log_ratio(steps) + bias)
 
-    def policy_loss(self, steps: StepCount) -> Tensor:
+    def policy_loss(self, steps: TakenSteps) -> Tensor:
         return super().policy_loss(steps) / steps.dsigma
 
 
@@ -235,7 +235,7 @@ class FlowDPPO(FlowGRPO):
     kl_weight: NonNegativeFloat = 0.0
     divergence_limit: PositiveFloat = 1e-5
 
-    def policy_loss(self, steps: StepCount) -> Tensor:
+    def policy_loss(self, steps: TakenSteps) -> Tensor:
         """-A r; 0 where the limit is reached and r has moved in the direction of A."""
         ratio, advantages = self.log_ratio(steps).exp(), steps.advantages
         away = ((ratio > 1) & (advantages > 0)) | ((ratio < 1) & (advantages < 0))
@@ -270,7 +270,7 @@ class TempFlowGRPO(GRPO):
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         return [window(step, step + 1, num_steps, self.shared_noise) for step in range(num_steps - 1)]
 
-    def policy_loss(self, steps: StepCount) -> Tensor:
+    def policy_loss(self, steps: TakenSteps) -> Tensor:
         return self.noise_weight * steps.std * super().policy_loss(steps)
 
 

@@ -23,7 +23,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.policy_gradient import PolicyGradient, StepCount
+from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.core.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.core.objectives import RewardMix, clipped_surrogate, mix_rewards
 from g2rpo.core.plain import STRICT, Count, Distinct, GroupSize
@@ -81,6 +81,6 @@ class GranularGRPO(PolicyGradient):
         """A = clamp(sum over granularities and rewards of the group-normalised rewards) (Eq. 8, 11)."""
         return mix_rewards(rewards, weights, self.reward_mix).clamp(-self.advantage_clip, self.advantage_clip)
 
-    def policy_loss(self, steps: StepCount) -> Tensor:
+    def policy_loss(self, steps: TakenSteps) -> Tensor:
         """max(-A r, -A clip(r, 1 - c, 1 + c)) (Eq. 12)."""
         return clipped_surrogate(self.log_ratio(steps), steps.advantages, self.clip_range)

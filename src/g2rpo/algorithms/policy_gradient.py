@@ -18,7 +18,7 @@ from g2rpo.core.types import Algorithm, Batch, Draw, Example, Loss, Network, Nor
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCount:
+class TakenSteps:
     """The quantities of B stochastic steps in a training pass: every field is [B], one entry per member and step; float32
     except the last."""
 
@@ -46,15 +46,15 @@ class PolicyGradient(Algorithm):
         """The grid index at which the stochastic step `step` ends (`Plan.after`)."""
         return step + 1
 
-    def log_ratio(self, steps: StepCount) -> Tensor:
+    def log_ratio(self, steps: TakenSteps) -> Tensor:
         """The log of the ratio that the loss clips, [B]; 0 if the weights are those of the rollout."""
         return steps.log_prob - steps.old_log_prob
 
-    def policy_loss(self, steps: StepCount) -> Tensor:
+    def policy_loss(self, steps: TakenSteps) -> Tensor:
         """The loss [B] without the KL term."""
         raise NotImplementedError
 
-    def kl_penalty(self, kl: Tensor, steps: StepCount) -> Tensor:
+    def kl_penalty(self, kl: Tensor, steps: TakenSteps) -> Tensor:
         """The penalty that `kl_weight` multiplies, [B]; `kl` is each step's KL to the untrained model's kernel."""
         return kl
 
@@ -105,11 +105,11 @@ class PolicyGradient(Algorithm):
 
     def taken(
         self, batch: Batch, new: Normal, sigma: Tensor, old_mean: Tensor | None = None, old_log_prob: Tensor | None = None
-    ) -> StepCount:
+    ) -> TakenSteps:
         """The batch's steps from sigma [rows] under the kernel `new`; the old policy is the current one unless given."""
         log_prob = new.log_prob(batch.data["x_next"])
         old = replace(new, mean=new.mean.detach() if old_mean is None else old_mean)
-        return StepCount(
+        return TakenSteps(
             log_prob=log_prob,
             old_log_prob=log_prob.detach() if old_log_prob is None else old_log_prob,
             old_kl=kernel_kl(new, old),
@@ -148,7 +148,7 @@ class PolicyGradient(Algorithm):
             # the scale of log-probs: 1, or 2 std^2 without the density's constants
             scale = 2 * float(still.log_prob(still.mean) - still.log_prob(still.mean + std))
             allowed = max(allowed, scale * (4 * e / math.sqrt(entries) + e**2 / 2))
-            off_by_one = StepCount(
+            off_by_one = TakenSteps(
                 log_prob=torch.ones(1),
                 old_log_prob=nothing,
                 old_kl=nothing,

@@ -56,9 +56,13 @@ def resolve(
 def allow_code(overrides: Sequence[str]) -> None:
     """Allows code that overrides name: the user has named it, at the command line or as an argument."""
     for override in overrides:
-        key, _, value = override.partition("=")
-        if key.rpartition(".")[2] in CODE_KEYS and plugins.is_code(value):
-            plugins.allow(value)
+        key, _, text = override.partition("=")
+        try:
+            value = parse_yaml(text)
+        except ValueError:
+            continue  # `_override` refuses it
+        for code in codes_in(value, key.rpartition(".")[2]):
+            plugins.allow(code)
 
 
 def resolve_as(
