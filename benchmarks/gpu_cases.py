@@ -22,6 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,8 @@ def bytes_of(given: Tensor | Cond) -> int:
 def planned(case: Case, card_name: str) -> dict[str, float]:
     """What `g2rpo plan` says of the figures that `model` measures; seconds for a known card only."""
     config, shape = configured(case)
-    with patch.dict(catalogue.SPECS[shape.kind].models, random=Model("", parts=shape.parts, options=shape.options)):
+    drawn = replace(catalogue.SPECS[shape.kind], models={"random": Model("", parts=shape.parts, options=shape.options)})
+    with patch.dict(catalogue.SPECS, {shape.kind: drawn}):
         plan = make_plan(config, cuda=True, heldout=1, distinct_prompts=1)
     memory, peak = plan.memory, max(plan.memory.moments[name] for name in ("rollout", "decoding", "update"))
     found = {

@@ -53,7 +53,7 @@ def test_state_is_in_the_checkpoint(tmp_path):
     second = trained("baseline", "trainer.iterations=4", run_dir=tmp_path / "parts")
     second.resume()
     list(second.train())
-    assert second.memory.state == straight.memory.state != {}
+    assert second.loop.memory.state == straight.loop.memory.state != {}
     assert torch.equal(second.policy.mean, straight.policy.mean)
     averages = [row["baseline/average"] for row in Run(tmp_path / "parts").read_log() if row["kind"] == "train"]
     assert len(set(averages)) == 4
@@ -226,4 +226,4 @@ def test_suggested_commands_allow_the_code_that_they_need(capsys, tmp_path, monk
         forget_code()
         done(capsys, *shlex.split(command))
         assert command.endswith(" --plugin mine.py")
-    assert trainer(Path("run")).files.command == "`g2rpo resume run --plugin mine.py`"
+    assert Run(Path("run")).command == "`g2rpo resume run --plugin mine.py`"
