@@ -252,9 +252,9 @@ def test_hours_in_the_readme_are_those_of_the_plans_on_the_cards_of_their_column
 
 
 def glossary() -> dict[str, dict[str, list[str]]]:
-    """Per kind of row, the names that docs/report.md explains, each with the functions that compute it."""
+    """Per kind of row, the names that docs/log.md explains, each with the functions that compute it."""
     kinds = {}
-    for section in (ROOT / "docs" / "report.md").read_text(encoding="utf-8").split('Rows with `"kind": "')[1:]:
+    for section in (ROOT / "docs" / "log.md").read_text(encoding="utf-8").split('Rows with `"kind": "')[1:]:
         entries = {}
         for names, by in re.findall(r"^\| (`[^|]+`) \|.*\| (`[^|]+`) \|$", section.replace("\\|", "/"), re.MULTILINE):
             entries |= dict.fromkeys(re.findall(r"`([^`]+)`", names), re.findall(r"`([^`]+)`", by))
@@ -288,10 +288,10 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
     for kind, entries in explained.items():
         patterns = [re.compile(re.sub(r"\b(NAME|PHASE|K|M|R)\b", lambda place: places[place[0]], name)) for name in entries]
         unexplained = {name for name in logged[kind] if not any(pattern.fullmatch(name) for pattern in patterns)}
-        assert not unexplained, f"not in docs/report.md: {sorted(unexplained)}"
+        assert not unexplained, f"not in docs/log.md: {sorted(unexplained)}"
         gone = [pattern.pattern for pattern in patterns if not any(pattern.fullmatch(name) for name in logged[kind])]
         gone = [name for name in gone if name != "memory_peak"]  # of accelerators alone
-        assert not gone, f"in docs/report.md, but not logged: {gone}"
+        assert not gone, f"in docs/log.md, but not logged: {gone}"
 
 
 def test_what_the_glossary_says_computes_a_name_exists():

@@ -66,7 +66,7 @@ def diagnose(
 
 
 def reward_metrics(names: Sequence[str], rewards: Tensor, advantages: Tensor, clip: float) -> dict[str, float]:
-    """Summary statistics of rewards [N, R, M, G] and advantages [N, G] for the log (formulas: docs/report.md)."""
+    """Summary statistics of rewards [N, R, M, G] and advantages [N, G] for the log (formulas: docs/log.md)."""
     spread = group_std(rewards)
     row = {}
     for index, name in enumerate(names):
