@@ -34,7 +34,7 @@ from g2rpo.core.capabilities import (
     keeps_old,
 )
 from g2rpo.core.contracts import name_of, plans_of
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import in_bytes, is_hub_id
 from g2rpo.core.types import Algorithm, as_rewards
 from g2rpo.monitor.trackers import check_trackers
@@ -257,26 +257,26 @@ def _devices_of_rewards(run: Wanted) -> None:
 
 def _rewards(run: Wanted) -> Iterator[str]:
     for key, entry in run.keyed.items():
-        yield from _said(_check_reward, key, entry, run.questions)
+        yield from _said(_faults_of_reward, key, entry, run.questions)
 
 
-def _check_reward(key: str, entry: RewardConfig, questions: dict[str, HubQuestion]) -> None:
-    """Refuses unknown options and missing files of a reward; checks that need a server are added to `questions`."""
+def _faults_of_reward(key: str, entry: RewardConfig, questions: dict[str, HubQuestion]) -> Iterator[str]:
+    """Unknown options and missing files of a reward; checks that need a server are added to `questions`."""
     name = key.rpartition("rewards.")[2]
     of_rewards.check_rewards({name: entry})
     kind = reward_kind(name, entry)
     declared = declared_by(kind)
     if absent := [library for library in declared.libraries if importlib.util.find_spec(library) is None]:
-        raise UserError(f"{key}: needs {' and '.join(absent)}: pip install {' '.join(declared.libraries)}")
+        yield f"{key}: needs {' and '.join(absent)}: pip install {' '.join(declared.libraries)}"
+        return
     options = {**defaults_of(kind), **entry.options}
-    for option, value in options.items():
-        if value is inspect.Parameter.empty:
-            raise UserError(f"{key}.options.{option} is missing; {entry.kind} cannot do without it")
-    try:
-        if isinstance(declared, ChecksOptions):
+    missing = [option for option, value in options.items() if value is inspect.Parameter.empty]
+    if missing:
+        yield f"{key}.options.{missing[0]} is missing; {entry.kind} cannot do without it"
+        return
+    if isinstance(declared, ChecksOptions):
+        with placed(f"{key}.options.", UserError):
             declared.check_options(options)
-    except UserError as error:
-        raise UserError(f"{key}.options.{error}") from None
     if isinstance(declared, AsksServer) and declared.asks:
         questions[key] = partial(_ask_endpoint, kind, entry.options)
     for option, files in declared.files.items():
@@ -290,10 +290,8 @@ def _check_files(key: str, place: str, files: tuple[str, ...], questions: dict[s
         if hub.cached(place, *files) is None:
             questions[f"{key}={place}"] = partial(_ask_hub, place)
         return
-    try:
+    with placed(f"{key}: ", OSError):
         fetch(place, *files)
-    except OSError as error:
-        raise UserError(f"{key}: {error}") from None
 
 
 def _ask_hub(repository: str) -> str | None:
@@ -386,10 +384,8 @@ def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
     if isinstance(algorithm, Mentioned):
         refuse_mention("algorithm.name", algorithm.name)
     plans = plans_of(algorithm, sampling.num_steps)
-    try:
+    with placed(f"algorithm {name_of(algorithm)} does not fit sampling.tails: "):
         sampling.tails.walked_by(plans)
-    except ValueError as error:
-        raise UserError(f"algorithm {name_of(algorithm)} does not fit sampling.tails: {error}") from None
 
 
 def check_quantized(config: Config) -> None:

@@ -17,7 +17,7 @@ from g2rpo.assembly.pipeline_files import INDEX, class_in, missing_parts
 from g2rpo.config.given import refuse_mention
 from g2rpo.config.schema import Config, PolicyConfig, grid_of
 from g2rpo.core.contracts import name_of
-from g2rpo.core.errors import UserError, loading
+from g2rpo.core.errors import UserError, loading, placed, refuse
 from g2rpo.core.files import is_hub_id, local
 from g2rpo.evaluation.work import trained_sigmas_of
 from g2rpo.policies import attention, catalogue, quantized
@@ -45,45 +45,42 @@ def build_sharding(config: Config, world: World) -> Sharded | None:
 
 
 def shard_group(config: Config, ranks: int, node: int | None) -> int:
-    """The ranks that a weight is divided over, of `ranks` in nodes of `node` (None: unknown); UserError if they do not divide
-    them."""
+    """The ranks that a weight is divided over, of `ranks` in nodes of `node` (None: unknown), in a config that `check_sharding`
+    takes."""
     asked = config.trainer.shard_group
-    if asked == "node" and node is None:
-        raise UserError("trainer.shard_group=node needs LOCAL_WORLD_SIZE, which torchrun sets; set it, or give a number")
-    group = ranks if asked == "all" else node if asked == "node" else asked
-    assert isinstance(group, int)
-    if ranks % group:
-        raise UserError(f"trainer.shard_group={asked}: {ranks} ranks are no multiple of {group}; take a divisor of {ranks}")
-    if group == 1:
-        raise UserError(
-            f"trainer.shard_group={asked}: one rank would hold all weights, as with trainer.sharding=none; set that"
-        )
-    return group
+    return {"all": ranks, "node": node or 0}[asked] if isinstance(asked, str) else asked
 
 
 def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
     """Refuses a `trainer.sharding` that does not fit the number of ranks (in nodes of `node`) or other settings."""
+    whole = config.trainer.sharding == "none"
+    refuse(_faults_without_sharding(config) if whole else _faults_of_sharding(config, ranks, node))
+
+
+def _faults_without_sharding(config: Config) -> Iterator[str]:
+    if config.trainer.shard_group != "all":
+        yield "trainer.shard_group divides what trainer.sharding shards, which is none; set sharding, or take it out"
+
+
+def _faults_of_sharding(config: Config, ranks: int, node: int | None) -> Iterator[str]:
     asked = f"trainer.sharding={config.trainer.sharding}"
-    if config.trainer.sharding == "none":
-        if config.trainer.shard_group != "all":
-            raise UserError(
-                "trainer.shard_group divides what trainer.sharding shards, which is none; set sharding, or take it out"
-            )
-        return
     if config.policy.tuning != "full":
-        raise UserError(
-            f"{asked} divides what policy.tuning=full trains; adapters are small; with lora every rank holds all weights"
-        )
+        yield f"{asked} divides what policy.tuning=full trains; adapters are small; with lora every rank holds all weights"
     if ranks == 1:
         how = "start them with torchrun (plan for them with --ranks)"
-        raise UserError(f"{asked} divides weights over several processes: {how}, or take it out")
+        yield f"{asked} divides weights over several processes: {how}, or take it out"
     if config.policy.compile:
-        raise UserError(f"{asked}: policy.compile is not for weights that come and go in each block; take it out")
+        yield f"{asked}: policy.compile is not for weights that come and go in each block; take it out"
     if config.trainer.sharding == "full" and config.sampling.batch_size == "auto":
-        raise UserError(
-            f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
-        )
-    shard_group(config, ranks, node)
+        yield f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
+    divided = f"trainer.shard_group={config.trainer.shard_group}"
+    if config.trainer.shard_group == "node" and node is None:
+        yield f"{divided} needs LOCAL_WORLD_SIZE, which torchrun sets; set it, or give a number"
+    group = shard_group(config, ranks, node)
+    if ranks % group:
+        yield f"{divided}: {ranks} ranks are no multiple of {group}; take a divisor of {ranks}"
+    if group == 1:
+        yield f"{divided}: one rank would hold all weights, as with trainer.sharding=none; set that"
 
 
 @dataclass(frozen=True)
@@ -204,13 +201,17 @@ def pick_device(name: str, key: str = "policy.device") -> str:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"{key}={name}: is no device; write cpu, cuda, cuda:1, mps or, for policy.device, auto") from None
+    refuse(_faults_of_device(device, f"{key}={name}: torch sees", key))
+    return name
+
+
+def _faults_of_device(device: torch.device, sees: str, key: str) -> Iterator[str]:
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError(f"{key}={name}: torch sees no GPU of Apple's here; {key}=cpu needs none")
+        yield f"{sees} no GPU of Apple's here; {key}=cpu needs none"
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         remedy = "policy.device=auto takes what there is" if key == "policy.device" else f"{key}=cpu needs none"
-        raise UserError(f"{key}={name}: torch sees {count} CUDA devices here; {remedy}")
-    return name
+        yield f"{sees} {count} CUDA devices here; {remedy}"
 
 
 def lacks_of_device(config: Config) -> Iterator[str]:
@@ -236,36 +237,42 @@ def locate_pipeline(name: str, expected: str | None = None, chosen: str | None =
         from g2rpo.testbed import pipeline_dir
 
         name = str(pipeline_dir(name))
-    path = local(name)
-    if os.path.isdir(path):  # unlike Path.is_dir, it does not raise for names that are too long
-        if not (path / INDEX).is_file():
-            raise UserError(f"policy.path={name}: is no diffusers pipeline, it has no model_index.json")
-        kind = class_in(str(path))
-    elif not is_hub_id(name):
-        raise UserError(
-            f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, 'testbed' or 'words'"
-        )
-    else:
-        kind = _hub_class(name)
+    path = str(local(name))
+    refuse(_faults_of_place(name, path))
+    here = os.path.isdir(path)
+    kind = class_in(path) if here else _hub_class(name)
     check_pipeline(name, kind, expected, chosen)
-    return str(path) if os.path.isdir(path) else name, kind
+    return path if here else name, kind
+
+
+def _faults_of_place(name: str, path: str) -> Iterator[str]:
+    """Unlike those of `Path`, functions of `os.path` do not raise for names that are too long."""
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, INDEX)):
+        yield f"policy.path={name}: is no diffusers pipeline, it has no model_index.json"
+    if not os.path.isdir(path) and not is_hub_id(name):
+        yield f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, 'testbed' or 'words'"
 
 
 def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | None = None) -> None:
     """Refuses a pipeline class that has no policy, unless one is `chosen` (policy.kind), or is not the `expected` one."""
-    if chosen is None and kind not in (known := catalogue.pipeline_names()):
+    refuse(_faults_of_class(f"policy.path={name}: is a {kind}", kind, expected, chosen))
+
+
+def _faults_of_class(said: str, kind: str, expected: str | None, chosen: str | None) -> Iterator[str]:
+    known = catalogue.pipeline_names()
+    if chosen is None and kind not in known:
         own = "policy.kind=FILE.py:NAME takes a policy of your own"
-        raise UserError(f"policy.path={name}: is a {kind}, which has no policy here: {refusals.why(kind, known)} {own}.")
+        yield f"{said}, which has no policy here: {refusals.why(kind, known)} {own}."
     if expected is not None and kind != expected:
         hint = "take a recipe for it, or set policy.pipeline= and check every value"
-        raise UserError(f"policy.path={name}: is a {kind}, but this recipe is for a {expected}; {hint}")
+        yield f"{said}, but this recipe is for a {expected}; {hint}"
 
 
 def _hub_class(name: str) -> str:
     hint = f"`hf download {name} --local-dir FOLDER` (after `hf auth login` for a gated model), then policy.path=FOLDER"
-    if hub.cached(name, INDEX) is None and (why := hub.obstacle(name)) is not None:
+    why = None if hub.cached(name, INDEX) is not None else hub.obstacle(name)
+    if why is not None:
         raise UserError(f"policy.path={name}: is no local directory, and {why}\n{hint}")
-    try:
+    before = f"policy.path={name}: is no local directory, and the hub does not give it: "
+    with placed(before, UserError, after=f"\n{hint}"):
         return class_in(name)
-    except UserError as error:
-        raise UserError(f"policy.path={name}: is no local directory, and the hub does not give it: {error}\n{hint}") from None

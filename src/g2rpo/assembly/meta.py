@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from g2rpo.core.errors import UserError, loading
+from g2rpo.core.errors import UserError, loading, placed
 from g2rpo.core.plain import refuse_hub_kernels
 from g2rpo.policies.published import Part
 
@@ -64,9 +64,7 @@ def on_meta(part: Part) -> nn.Module:
     kind: Any = getattr(importlib.import_module(library), name, None)
     if nn.Module not in getattr(kind, "__mro__", ()):
         raise UserError(f"policy.path: its model_index.json names {name}, which is no model of the {library} installed here")
-    try:
+    with placed("policy.path: "):
         refuse_hub_kernels(config, f"the config.json of its {name}")
-    except ValueError as error:
-        raise UserError(f"policy.path: {error}") from None
     with loading(f"policy.path: its config files describe no {name}"), torch.device("meta"), Uninitialised(), few_modules():
         return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))

@@ -13,9 +13,9 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from g2rpo.assembly import hub
 from g2rpo.assembly.meta import on_meta
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, placed, refuse
 from g2rpo.core.files import is_pointer
-from g2rpo.core.plain import parse_as, read_text
+from g2rpo.core.plain import parse_as, read_as, read_text
 from g2rpo.policies.lora_layers import check_targets
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
 def read_file(pipeline: str, file: str, *, download: bool = False) -> dict[str, Any]:
     """A JSON file of a pipeline's folder, or of a hub repository: of its local cache, where it may be absent and is then empty,
     or downloaded. UserError for values that it cannot have."""
-    try:
+    with placed(f"policy.path={pipeline}: its {file} cannot be read: ", OSError, ValueError):
         if Path(pipeline).is_dir():
             path: Path | None = Path(pipeline) / file
         else:
@@ -85,8 +85,6 @@ def read_file(pipeline: str, file: str, *, download: bool = False) -> dict[str, 
         text = read_text(path)
         parse_as(SCHEMAS.get(re.sub(r"_\d+/", "/", file), BaseModel), text)
         return parse_as(Entries, text)
-    except (OSError, ValueError) as error:
-        raise UserError(f"policy.path={pipeline}: its {file} cannot be read: {error}") from None
 
 
 def class_in(pipeline: str) -> str:
@@ -139,10 +137,7 @@ def _weights_of(folder: Path) -> tuple[list[Path], str]:
     for stem in ("diffusion_pytorch_model", "model"):
         whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
         if index.is_file() and not (stem == "model" and whole.is_file()):  # transformers prefers the whole, diffusers the index
-            try:
-                shards = parse_as(_Shards, read_text(index)).weight_map
-            except ValueError as error:
-                raise UserError(f"{index}: {error}") from None
+            shards = read_as(_Shards, index).weight_map
             return [folder / file for file in sorted(set(shards.values()))], "its index names no file"
         if whole.is_file():
             return [whole], ""
@@ -164,21 +159,24 @@ FEW_STEPS = re.compile(r"schnell|turbo|lightning|hyper|distill|klein(?!-base)", 
 def check_files(name: str, folder: str, optional: Sequence[str] = ()) -> None:
     """UserError for a pipeline without a part that it needs (of text encoders, all but `optional`), without flow
     matching, or with numbers in its config files that no model has. Plans, training and sampling begin with it."""
+    refuse(f"policy.path={name}: {fault}" for fault in _faults_of_files(folder, optional))
+
+
+def _faults_of_files(folder: str, optional: Sequence[str]) -> Iterator[str]:
     index = read_file(folder, INDEX)
     parts = {"transformer": (None, None), **parts_in(index)}
     for part, (library, _) in parts.items():
         if part in ("transformer", "vae") and library is None:
-            raise UserError(f"policy.path={name}: its model_index.json leaves {part} empty; download the whole pipeline")
+            yield f"its model_index.json leaves {part} empty; download the whole pipeline"
         read_file(folder, f"{part}/{'tokenizer_config' if part.startswith('tokenizer') else 'config'}.json")
         lies = library is not None and ((Path(folder) / part).is_dir() or not Path(folder).is_dir())
         if part.startswith("text_encoder") and part not in optional and not lies:
-            raise UserError(f"policy.path={name}: has no {part}, which encodes prompts; download the whole pipeline")
+            yield f"has no {part}, which encodes prompts; download the whole pipeline"
     scheduler = read_file(folder, "scheduler/scheduler_config.json")
     if scheduler and not is_flow(scheduler):
         kind, predicts = scheduler.get("_class_name"), scheduler.get("prediction_type", "epsilon")
-        raise UserError(
-            f"policy.path={name}: its scheduler, {kind} with prediction_type={predicts}, is not for flow matching; "
-            "this trains flow models alone"
+        yield (
+            f"its scheduler, {kind} with prediction_type={predicts}, is not for flow matching; this trains flow models alone"
         )
 
 

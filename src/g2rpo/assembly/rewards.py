@@ -13,7 +13,7 @@ from g2rpo.config.given import refuse_mention
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.capabilities import learner_of
-from g2rpo.core.errors import UserError, did_you_mean, loading
+from g2rpo.core.errors import UserError, did_you_mean, loading, placed
 from g2rpo.core.plain import as_json, parse_as
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
 from g2rpo.rewards.pixels import Count
@@ -97,11 +97,9 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
         for option, value in entry.options.items():
             if option not in known:
                 raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
-            try:
-                if option in types:
+            if option in types:
+                with placed(f"rewards.{name}.options.{option}: "):
                     parse_as(types[option], as_json(value))
-            except ValueError as error:
-                raise UserError(f"rewards.{name}.options.{option}: {error}") from None
 
 
 def check_devices(entries: Mapping[str, RewardConfig]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from g2rpo.core.capabilities import candidates_of
-from g2rpo.core.errors import UserError, where
+from g2rpo.core.errors import UserError, placed, refuse, where
 from g2rpo.core.types import Algorithm, AlgorithmState, Loss, Plan, PromptChooser
+
+Fault = tuple[str, str]
+"""What a method of an algorithm should return, and what it returned."""
 
 
 def name_of(algorithm: Algorithm) -> str:
@@ -29,41 +32,51 @@ def plans_of(algorithm: Algorithm, num_steps: int, iteration: int = 0, seed: int
     """`algorithm.plans(...)`. UserError for hyper-parameters that do not fit `num_steps`, and for plans that cannot be sampled
     together: none at all, different numbers of tails, or tails that do not end at `num_steps`."""
     try:
-        plans = list(algorithm.plans(num_steps, iteration, seed))
-    except ValueError as error:
-        raise UserError(f"algorithm: {error}") from None
+        with placed("algorithm: "):
+            plans = list(algorithm.plans(num_steps, iteration, seed))
+    except UserError:
+        raise
     except Exception as error:  # anything the user's code raises
         failed = f"algorithm {name_of(algorithm)}: plans failed: {type(error).__name__}: {error}{where(error)}"
         raise UserError(failed) from error
-    if not plans:
-        raise _broken(algorithm, "plans", "at least one Plan", f"none in iteration {iteration}")
-    if ends := {plan.tails[0][-1] for plan in plans} - {num_steps}:
-        raise _broken(algorithm, "plans", f"tails that end at step {num_steps}, the image", f"tails that end at {min(ends)}")
-    if len(numbers := {len(plan.tails) for plan in plans}) > 1:
-        raise _broken(algorithm, "plans", "equally many tails in every Plan", f"numbers of tails {sorted(numbers)}")
+    _refuse(algorithm, "plans", _faults_of_plans(plans, num_steps, iteration))
     return plans
+
+
+def _faults_of_plans(plans: Sequence[Plan], num_steps: int, iteration: int) -> Iterator[Fault]:
+    if not plans:
+        yield "at least one Plan", f"none in iteration {iteration}"
+    if ends := {plan.tails[0][-1] for plan in plans} - {num_steps}:
+        yield f"tails that end at step {num_steps}, the image", f"tails that end at {min(ends)}"
+    if len(numbers := {len(plan.tails) for plan in plans}) > 1:
+        yield "equally many tails in every Plan", f"numbers of tails {sorted(numbers)}"
 
 
 def advantages_of(algorithm: Algorithm, rewards: Tensor, weights: Tensor) -> Tensor:
     """`algorithm.advantages(...)` of rewards [N, R, M, G]. UserError unless it is finite and has shape [N, G]."""
     advantages = algorithm.advantages(rewards, weights)
     groups, members = rewards.shape[0], rewards.shape[-1]
-    _check_shape(algorithm, "advantages", advantages, (groups, members), "one for each group and member")
-    if not bool(advantages.isfinite().all()):
-        wanted = "finite numbers (0 for a member whose rewards are NaN)"
-        raise _broken(algorithm, "advantages", wanted, f"{int((~advantages.isfinite()).sum())} that are NaN or infinite")
+    _refuse(algorithm, "advantages", _faults_of_advantages(advantages, (groups, members)))
     return advantages
+
+
+def _faults_of_advantages(advantages: Any, shape: tuple[int, ...]) -> Iterator[Fault]:
+    yield from _faults_of_shape(advantages, shape, "one for each group and member")
+    if wrong := int((~advantages.isfinite()).sum()):
+        yield "finite numbers (0 for a member whose rewards are NaN)", f"{wrong} that are NaN or infinite"
 
 
 def check_advantages(rewards: Tensor, advantages: Tensor) -> None:
     """UserError unless advantages by a rule of one's own are finite and have shape [N, G], as rewards [N, R, M, G] need."""
-    groups, members = rewards.shape[0], rewards.shape[-1]
-    if advantages.shape != (groups, members):
-        wanted = f"[{groups}, {members}] (one for each group of all ranks, and each member)"
-        raise UserError(f"advantages: should have shape {wanted}, have {list(advantages.shape)}")
-    if not bool(advantages.isfinite().all()):
-        wrong = int((~advantages.isfinite()).sum())
-        raise UserError(f"advantages: should be finite numbers, {wrong} are NaN or infinite; take 0 for what should not count")
+    refuse(_faults_of_own(advantages, (rewards.shape[0], rewards.shape[-1])))
+
+
+def _faults_of_own(advantages: Tensor, shape: tuple[int, int]) -> Iterator[str]:
+    if advantages.shape != shape:
+        wanted = f"{list(shape)} (one for each group of all ranks, and each member)"
+        yield f"advantages: should have shape {wanted}, have {list(advantages.shape)}"
+    if wrong := int((~advantages.isfinite()).sum()):
+        yield (f"advantages: should be finite numbers, {wrong} are NaN or infinite; take 0 for what should not count")
 
 
 def check_scored(rewards: Tensor, names: Sequence[str]) -> None:
@@ -78,35 +91,43 @@ def choice_of(
 ) -> list[int]:
     """`state.choose(...)` of rewards [P, candidates, R]. UserError unless it names a candidate for each place."""
     if not isinstance(state, PromptChooser):
-        raise _broken(
-            algorithm, "memory", f"a types.PromptChooser, as candidates={candidates_of(algorithm)}", type(state).__name__
-        )
+        wanted = f"a types.PromptChooser, as candidates={candidates_of(algorithm)}"
+        _refuse(algorithm, "memory", [(wanted, type(state).__name__)])
+    assert isinstance(state, PromptChooser)
     chosen = list(state.choose(iteration, rewards, weights))
     places, candidates = rewards.shape[:2]
     if len(chosen) != places or not set(chosen) <= set(range(candidates)):
-        raise _broken(algorithm, "choose", f"{places} numbers from 0 to {candidates - 1}", str(chosen))
+        wanted = f"{places} numbers from 0 to {candidates - 1}"
+        _refuse(algorithm, "choose", [(wanted, str(chosen))])
     return chosen
 
 
 def check_loss(algorithm: Algorithm, loss: Loss, members: int, first: bool) -> None:
     """UserError unless a loss has a value for each of so many members, depends on the weights and, in the first update of a
     rollout, is finite; the network's velocities have to be. For a trial: a run has no time for it at every pass."""
+    _refuse(algorithm, "loss", _faults_of_loss(loss, members, first))
+
+
+def _faults_of_loss(loss: Any, members: int, first: bool) -> Iterator[Fault]:
     if not isinstance(loss, Loss):
-        raise _broken(algorithm, "loss", "a types.Loss", f"a {type(loss).__name__}")
+        yield "a types.Loss", f"a {type(loss).__name__}"
     values = loss.values
-    _check_shape(algorithm, "loss", values, (members,), "one for each member of the batch, before any mean")
+    meaning = "one for each member of the batch, before any mean"
+    yield from _faults_of_shape(values, (members,), meaning)
     if not values.requires_grad:
-        raise _broken(algorithm, "loss", "a loss that depends on network.velocity", "one without a gradient")
-    if first and not bool(values.isfinite().all()):
-        raise _broken(algorithm, "loss", "finite numbers", f"NaN or infinity for {int((~values.isfinite()).sum())} members")
+        yield "a loss that depends on network.velocity", "one without a gradient"
+    wrong = int((~values.isfinite()).sum())
+    if first and wrong:
+        yield "finite numbers", f"NaN or infinity for {wrong} members"
 
 
-def _check_shape(algorithm: Algorithm, method: str, value: Any, shape: tuple[int, ...], meaning: str) -> None:
+def _faults_of_shape(value: Any, shape: tuple[int, ...], meaning: str) -> Iterator[Fault]:
     if not isinstance(value, Tensor):
-        raise _broken(algorithm, method, f"a tensor of shape {list(shape)} ({meaning})", f"a {type(value).__name__}")
+        yield f"a tensor of shape {list(shape)} ({meaning})", f"a {type(value).__name__}"
     if value.shape != shape:
-        raise _broken(algorithm, method, f"shape {list(shape)} ({meaning})", f"shape {list(value.shape)}")
+        yield f"shape {list(shape)} ({meaning})", f"shape {list(value.shape)}"
 
 
-def _broken(algorithm: Algorithm, method: str, wanted: str, got: str) -> UserError:
-    return UserError(f"algorithm {name_of(algorithm)}: {method} should return {wanted}, but returned {got}")
+def _refuse(algorithm: Algorithm, method: str, faults: Iterable[Fault]) -> None:
+    """UserError with the first of these faults."""
+    refuse(f"algorithm {name_of(algorithm)}: {method} should return {wanted}, but returned {got}" for wanted, got in faults)

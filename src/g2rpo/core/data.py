@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from g2rpo.core.errors import refuse
 
 
 class Prompt(str):
@@ -166,23 +168,26 @@ class Plan:
     granularities: tuple[int, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        refuse(self._faults(), ValueError)
+
+    def _faults(self) -> Iterator[str]:
         if not 0 <= self.branch <= self.merge:
-            raise ValueError(f"a plan needs 0 <= branch <= merge, got branch={self.branch}, merge={self.merge}")
+            yield f"a plan needs 0 <= branch <= merge, got branch={self.branch}, merge={self.merge}"
         if self.branch == self.merge and self.shared_noise:
-            raise ValueError("a plan without stochastic steps needs shared_noise=False: all members would be alike")
+            yield "a plan without stochastic steps needs shared_noise=False: all members would be alike"
         if not 0 <= self.common <= 1 or (self.common and self.shared_noise):
-            raise ValueError(f"common must be from 0 to 1, and needs shared_noise=False, got {self.common}")
+            yield f"common must be from 0 to 1, and needs shared_noise=False, got {self.common}"
         if not self.tails:
-            raise ValueError("a plan needs at least one tail")
+            yield "a plan needs at least one tail"
         for tail in self.tails:
             if tail[:1] != (self.merge,) or any(a >= b for a, b in pairwise(tail)):
-                raise ValueError(f"a tail must start at merge={self.merge} and increase, got {tail}")
+                yield f"a tail must start at merge={self.merge} and increase, got {tail}"
         if len({tail[-1] for tail in self.tails}) != 1:
-            raise ValueError(f"all tails must end at the same step, got {self.tails}")
+            yield f"all tails must end at the same step, got {self.tails}"
         if self.granularities and len(self.granularities) != len(self.tails):
-            raise ValueError(f"granularities must name every tail once, got {self.granularities} for {len(self.tails)} tails")
+            yield f"granularities must name every tail once, got {self.granularities} for {len(self.tails)} tails"
         if self.trained is not None and not (self.trained and set(self.trained) <= set(self.stochastic)):
-            raise ValueError(f"trained must name some of steps {[*self.stochastic]}, got {self.trained}")
+            yield f"trained must name some of steps {[*self.stochastic]}, got {self.trained}"
 
     @property
     def stochastic(self) -> range:

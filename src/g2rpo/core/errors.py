@@ -93,14 +93,14 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def placed(place: str, *errors: type[Exception], kind: type[Exception] = UserError, end: str = "") -> Iterator[None]:
-    """Turns `errors` (default ValueError) inside into `kind` "PLACE: REASON END"."""
+def placed(before: str, *errors: type[Exception], kind: type[Exception] = UserError, after: str = "") -> Iterator[None]:
+    """Turns `errors` (default ValueError) inside into `kind`, with words before and after the reason."""
     caught = errors or (ValueError,)
     try:
         yield
     except caught as error:
         reason = getattr(error, "strerror", None) or error
-        raise kind(f"{place}: {reason}{end}") from None
+        raise kind(f"{before}{reason}{after}") from None
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -22,7 +24,7 @@ from pydantic import (
     ValidationError,
 )
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import placed, refuse
 
 T = TypeVar("T")
 
@@ -101,16 +103,20 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("has an alias (*name); write the value out")
-        if self.peek_event().tag is not None:
-            raise ValueError("has a tag (!name); only plain values are read")
         self.depth += 1
-        if self.depth > DEPTH:
-            raise ValueError(f"is nested more than {DEPTH} levels deep")
+        refuse(self._faults(), ValueError)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+    def _faults(self) -> Iterator[str]:
+        """What the next node may not be."""
+        if self.check_event(yaml.AliasEvent):
+            yield "has an alias (*name); write the value out"
+        if self.peek_event().tag is not None:
+            yield "has a tag (!name); only plain values are read"
+        if self.depth > DEPTH:
+            yield f"is nested more than {DEPTH} levels deep"
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -181,22 +187,18 @@ def read_as(kind: type[T], path: Path, hint: str = "") -> T:
     Types are strict: no text becomes a number. Raises UserError, which names the file and the wrong value and ends with `hint`,
     also for a file that cannot be read.
     """
-    try:
+    with placed(f"{path}: ", after=hint and f"; {hint}"):
         return parse_as(kind, read_text(path))
-    except ValueError as error:
-        raise UserError(f"{path}: {error}{hint and f'; {hint}'}") from None
 
 
 def read_lines_as(kind: type[T], path: Path, hint: str = "") -> list[T]:
     """As `read_as`, of a log with a JSON value on each line; an incomplete last line is left out."""
-    values, place, adapter = [], str(path), TypeAdapter(kind)
-    try:
+    values, adapter, after = [], TypeAdapter(kind), hint and f"; {hint}"
+    with placed(f"{path}: ", after=after):
         *lines, _ = _read(path, 4 * LARGEST_FILE).split(b"\n")
-        for number, line in enumerate(lines, 1):
-            place = f"{path}, line {number}"
+    for number, line in enumerate(lines, 1):
+        with placed(f"{path}, line {number}: ", after=after):
             values.append(_parsed(adapter, _decoded(line)))
-    except ValueError as error:
-        raise UserError(f"{place}: {error}{hint and f'; {hint}'}") from None
     return values
 
 
@@ -207,15 +209,19 @@ def parse_as(kind: type[T], text: str | bytes | bytearray) -> T:
 
 def checked_as(kind: type[T], value: Any) -> T:
     """`value`, of Python's types, as `kind`, as strictly as `parse_as`; ValueError names the first wrong value."""
-    try:
+    with _in_words():
         return TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError as error:
-        raise ValueError(_first_of(error)) from None
 
 
 def _parsed(adapter: TypeAdapter[T], text: str | bytes | bytearray) -> T:
-    try:
+    with _in_words():
         return adapter.validate_json(text, strict=True)
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    try:
+        yield
     except ValidationError as error:
         raise ValueError(_first_of(error)) from None
 
@@ -266,18 +272,19 @@ def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
 
 def _read(path: Path, largest: int) -> bytes:
     """Reads regular files only: a pipe may never end."""
-    try:
-        state = path.stat()
-        if not stat.S_ISREG(state.st_mode):
-            raise ValueError("cannot be read (it is no regular file)")
-        if state.st_size > largest:
-            raise ValueError(f"is {state.st_size} bytes large; at most {largest} are read")
+    with placed("cannot be read (", OSError, kind=ValueError, after=")"):
+        refuse(_faults_of_file(path.stat(), largest), ValueError)
         content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})") from None
     if content.startswith(POINTER):
         raise ValueError("is a pointer of git-lfs, not the file; `git lfs pull` fetches the file")
     return content
+
+
+def _faults_of_file(state: os.stat_result, largest: int) -> Iterator[str]:
+    if not stat.S_ISREG(state.st_mode):
+        yield "cannot be read (it is no regular file)"
+    if state.st_size > largest:
+        yield f"is {state.st_size} bytes large; at most {largest} are read"
 
 
 def _decoded(content: bytes) -> str:

@@ -59,7 +59,7 @@ def read_prompts(source: str | Path) -> list[Prompt]:
     name = str(STARTER.get(name, name))
     table = re.fullmatch(r"(?P<file>.+\.(csv|tsv|jsonl?|ndjson|parquet)):(?P<column>.+)", name, re.IGNORECASE)
     path, column = (local(table["file"]), table["column"]) if table else (local(name), "")
-    with placed(f"prompt file {path}", ValueError, OSError):
+    with placed(f"prompt file {path}: ", ValueError, OSError):
         return _from_file(path, column)
 
 
@@ -166,7 +166,7 @@ def _from_json_lines(text: str) -> list[tuple[int, Any]]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     values = []
     for number, line in lines:
-        with placed(f"line {number}: is no JSON", kind=ValueError, end=f": {line[:80]}"):
+        with placed(f"line {number}: is no JSON (", kind=ValueError, after=f"): {line[:80]}"):
             values.append((number, parse_json(line)))
     return values
 
@@ -194,10 +194,10 @@ def _from_json(text: str) -> list[tuple[int, Any]]:
 
 
 def _from_parquet(path: Path, column: str) -> list[Prompt]:
-    with placed("reading parquet needs pyarrow", ImportError, kind=ValueError, end="; pip install pyarrow"):
+    with placed("reading parquet needs pyarrow: ", ImportError, kind=ValueError, after="; pip install pyarrow"):
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
-    with placed("cannot be read as parquet", OSError, ArrowException), ParquetFile(path) as file:
+    with placed("cannot be read as parquet: ", OSError, ArrowException, kind=ValueError), ParquetFile(path) as file:
         column = column_of(file.schema_arrow.names, column)
         kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
         if file.metadata.num_rows > MOST_ROWS:
@@ -213,7 +213,7 @@ def _is_binary(kind: str) -> bool:
 
 def _from_hub(source: str) -> list[Prompt]:
     """Downloads the dataset once; later reads come from the cache of `datasets`, offline too."""
-    with placed(f"{source}: reading datasets needs a library", ImportError, end=f"; {EXTRA}"):
+    with placed(f"{source}: reading datasets needs a library: ", ImportError, after=f"; {EXTRA}"):
         import datasets
     name, split, column = [*source.removeprefix("hf:").split(":"), "", ""][:3]
     split = split or "train"
@@ -222,7 +222,7 @@ def _from_hub(source: str) -> list[Prompt]:
         name, subset = name.rsplit("/", 1)
     with loading(f"{source}: cannot be loaded"):
         data = datasets.load_dataset(name, subset, split=split)
-    with placed(source):
+    with placed(f"{source}: "):
         column = column_of(data.column_names, column)
     plain = [field.name for field in data.features.arrow_schema if not _is_binary(str(field.type))]
     return _usable(source, list(enumerate(data.select_columns(plain).to_list(), 1)), column, "row")
@@ -239,7 +239,7 @@ def _usable(
     for number, value in numbered:
         place = f"{source}, {unit} {number}"
         record = {COLUMNS[0]: value} if isinstance(value, str) else value
-        with placed(place):
+        with placed(f"{place}: "):
             column = _column_in(record, column)  # the first record's is that of all
             prompts.append(_prompt(record, column, beside))
         pictures += [(path, place) for path in prompts[-1].images]
