@@ -50,7 +50,9 @@ def before_any_command(
     ] = False,
     plugin: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE.py|MODULE", help="Code that a config may import; may stand anywhere, and be given often."),
+        typer.Option(
+            metavar="FILE.py|MODULE", help="Code that a config may import. May be given several times, anywhere in the command."
+        ),
     ] = None,
 ) -> None:
     """Fine-tune an image generator with a reward: G²RPO and other algorithms for flow models.

@@ -19,7 +19,7 @@ commands = typer.Typer()
 def sample(
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN] [PROMPT]...", help="A run directory, for its model and weights; and what to draw."),
+        typer.Argument(metavar="[RUN] [PROMPT]...", help="The folder of a run, for its model and weights; then what to draw."),
     ] = None,
     model: options.ModelOption = None,
     weights: options.WeightsOption = None,
@@ -40,7 +40,7 @@ def sample(
     ] = None,
     size: options.SizeOption = None,
     seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 16,
     video: Annotated[str, typer.Option(help="Files of clips: webp, or mp4 with imageio and ffmpeg.")] = "webp",
     out: Annotated[Path | None, typer.Option(help="A new folder for the pictures; default samples, or samples-2 ...")] = None,
 ) -> None:
@@ -75,7 +75,8 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="[RUN] [KEY=VALUE]...",
-            help="A finished run, for its model, weights, held-out prompts and rewards; and settings: policy.dtype=bfloat16",
+            help="The folder of a finished run, for its model, weights, held-out prompts and rewards; then settings, such as "
+            "policy.dtype=bfloat16 num_prompts=8.",
         ),
     ] = None,
     model: options.ModelOption = None,
@@ -84,7 +85,9 @@ def evaluate(
         str | None, typer.Option(help="A file, hf:OWNER/NAME:SPLIT:COLUMN, testbed:heldout or words:heldout.")
     ] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate the first N prompts.")] = None,
-    rewards: Annotated[str | None, typer.Option(help="Names with commas between them, or a YAML file.")] = None,
+    rewards: Annotated[
+        str | None, typer.Option(help="Names with commas between them, or a YAML file like a config's `rewards:`.")
+    ] = None,
     steps: options.StepsOption = None,
     guidance: options.GuidanceOption = None,
     size: options.SizeOption = None,
@@ -123,7 +126,7 @@ def evaluate(
 
 @commands.command(rich_help_panel=options.WEIGHTS_PANEL)
 def export(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     format: Annotated[
         str, typer.Option(help="diffusers, comfyui, kohya, ai-toolkit or merged (the base model with the weights in it).")
     ] = "",
@@ -144,9 +147,23 @@ def export(
         say(console, f"stored in {rounding.dtype}: {cost}")
 
 
+@commands.command(rich_help_panel=options.WEIGHTS_PANEL)
+def push(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="On the Hugging Face Hub; made if need be.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+) -> None:
+    """Upload a run's weights and their model card."""
+    from g2rpo.app.push import push as upload
+    from g2rpo.run.run import Run
+
+    address = upload(run, repository, private=private)
+    say(console, f"pushed {Run(run).weights} to {address}")
+
+
 @commands.command(rich_help_panel=options.RESULTS_PANEL)
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, finished or not.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, finished or not.")],
     out: Annotated[Path | None, typer.Option(help="The page; default RUN/report.html, for several runs report.html.")] = None,
 ) -> None:
     """Show what runs did: one HTML page that needs nothing else."""
@@ -159,7 +176,7 @@ def report(
 @commands.command(cls=options.WithSettings, rich_help_panel=options.RESULTS_PANEL)
 def compare(
     recipe: options.RecipeOrFile,
-    overrides: Annotated[list[str] | None, options.key_values("Of every run.")] = None,
+    overrides: Annotated[list[str] | None, options.key_values("Settings of every run, as of `g2rpo train`.")] = None,
     algorithms: Annotated[str, typer.Option(help="Names with commas between them; the recipe's own keeps its values.")] = "",
     cell: Annotated[
         list[str] | None,
@@ -201,7 +218,9 @@ def compare(
 @commands.command("check-model", cls=options.WithSettings, rich_help_panel=options.WEIGHTS_PANEL)
 def check_model(
     model: Annotated[str, typer.Argument(help="A diffusers pipeline: a folder or a hub id.")],
-    overrides: Annotated[list[str] | None, options.key_values("policy.dtype=bfloat16 policy.height=512")] = None,
+    overrides: Annotated[
+        list[str] | None, options.key_values("Settings, as of `g2rpo train`: policy.dtype=bfloat16 policy.height=512")
+    ] = None,
     kind: Annotated[
         str | None, typer.Option(help="A policy of your own, FILE.py:NAME; default by the pipeline's class.")
     ] = None,

@@ -118,11 +118,19 @@ def evaluation_settings(
 
 def key_values(help: str) -> ArgumentInfo:
     """Any number of KEY=VALUE, shown with `help`, which gives an example of such keys."""
-    argument: ArgumentInfo = typer.Argument(metavar="[KEY=VALUE]...", help=help)
+    argument: ArgumentInfo = typer.Argument(metavar="KEY=VALUE", help=help)
     return argument
 
 
-_RECIPE = typer.Argument(help="A recipe's name (see `g2rpo recipes`) or a config.yaml.", autocompletion=recipe_names)
+SETTINGS = (
+    "Settings in place of the recipe's: trainer.iterations=100 optim.learning_rate=1e-4. Settings have no dashes; "
+    "what begins with -- is an option of the command. `g2rpo recipes NAME` shows a recipe's settings, each with its reason."
+)
+"""What KEY=VALUE means, as `g2rpo train --help` explains it."""
+
+_RECIPE = typer.Argument(
+    metavar="RECIPE", help="A recipe's name (see `g2rpo recipes`) or a config.yaml.", autocompletion=recipe_names
+)
 RecipeOrFile = Annotated[str, _RECIPE]
 RecipeOrNone = Annotated[str | None, _RECIPE]
 
@@ -130,27 +138,33 @@ ModelOption = Annotated[str | None, typer.Option(help="A diffusers pipeline: a f
 WeightsOption = Annotated[
     Path | None, typer.Option(help="Tuned weights: an adapter/, a transformer/, or a .safetensors file of one.")
 ]
-GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale (with --model); default: the model's own.")]
-SizeOption = Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")]
+GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale, with --model; default the model's own.")]
+SizeOption = Annotated[int | None, typer.Option(help="Height and width in pixels, with --model; a run has its own.")]
 
 ControlsOption = Annotated[
     bool,
     typer.Option(
         "--controls",
-        help="Also the base with other noise, steps, guidance and solvers, and the best of 16.",
+        help="Also score the base with other noise, steps, guidance and solvers, and the best of 16.",
     ),
 ]
 
 FindRateOption = Annotated[
-    bool, typer.Option("--find-rate", help="First choose optim.learning_rate by short runs at .25 to 2 times it.")
+    bool, typer.Option("--find-rate", help="First choose optim.learning_rate by short runs at 0.25 to 2 times its value.")
 ]
 WithinOption = Annotated[
     str | None,
-    typer.Option(metavar="TIME", help="Fit iterations and evaluations to a time for all, such as 90m or 3h."),
+    typer.Option(
+        metavar="TIME", help="How long the whole run may take, such as 90m or 3h; sets its iterations and evaluations."
+    ),
 ]
-PushOption = Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")]
+PushOption = Annotated[
+    str | None, typer.Option(metavar="OWNER/NAME", help="At the end upload the weights and their card to the Hugging Face Hub.")
+]
 
-HostOption = Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")]
+HostOption = Annotated[
+    str, typer.Option(help="The address to serve on; for other machines than this one a token is needed (--token-env).")
+]
 TokenOption = Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")]
 PortOption = Annotated[int, typer.Option(min=1, max=65535)]
 
@@ -159,7 +173,7 @@ AcceptOption = Annotated[
     bool,
     typer.Option(
         "--accept-changes",
-        help="Go on with a run although prompts, model or reward code are not those of before.",
+        help="Continue although the prompts, the model or the code of a reward have changed.",
     ),
 ]
 StepsOption = Annotated[str | None, typer.Option(help="Step counts, like 10,20,50.")]

@@ -41,7 +41,9 @@ def demo(
 @commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def teach(
     recipe: Annotated[str, typer.Argument(help="A recipe, a config.yaml, or a run that teach began.")],
-    overrides: Annotated[list[str] | None, options.key_values("optim.learning_rate=5e-4")] = None,
+    overrides: Annotated[
+        list[str] | None, options.key_values("Settings, as of `g2rpo train`: optim.learning_rate=5e-4")
+    ] = None,
     run_dir: options.RunDirOption = None,
     votes: Annotated[Path | None, typer.Option(help="Repeat the answers in this file, without a page.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Drawn before and after; default: one that the base draws wrong.")] = None,
@@ -82,7 +84,7 @@ def agree(
 @commands.command(rich_help_panel=options.WEIGHTS_PANEL)
 def serve_reward(
     kind: Annotated[str, typer.Argument(help="A reward's name, e.g. hpsv2 or function.")],
-    options: Annotated[list[str] | None, options.key_values("path=..., device=cuda")] = None,
+    options: Annotated[list[str] | None, options.key_values("Options of the reward, such as device=cuda.")] = None,
     host: options.HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000,
     token_env: options.TokenOption = None,

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from g2rpo.app.stopping import stoppable
 from g2rpo.cli import options
+from g2rpo.cli.models import push
 from g2rpo.cli.output import Output, console, say
 from g2rpo.core.errors import UserError
 
@@ -28,7 +29,7 @@ commands = typer.Typer()
 @commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def train(
     recipe: options.RecipeOrNone = None,
-    overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=100")] = None,
+    overrides: Annotated[list[str] | None, options.key_values(options.SETTINGS)] = None,
     run_dir: options.RunDirOption = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --run-dir, or begin it if there is none; also --resume=auto.")
@@ -36,7 +37,9 @@ def train(
     accept_changes: options.AcceptOption = False,
     within: options.WithinOption = None,
     find_rate: options.FindRateOption = False,
-    bases: Annotated[Path | None, typer.Option(help="A folder of the base's evaluations, which runs share.")] = None,
+    bases: Annotated[
+        Path | None, typer.Option(help="A folder for evaluations of the untrained model, which several runs share.")
+    ] = None,
     push_to_hub: options.PushOption = None,
 ) -> None:
     """Train a model on rewards."""
@@ -52,8 +55,10 @@ def train(
 
 @commands.command("resume", cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def resume_run(
-    run: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted, or that is to go on for longer.")],
-    overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=200 sampling.batch_size=32")] = None,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run that was interrupted, or that is to go on for longer.")
+    ],
+    overrides: Annotated[list[str] | None, options.key_values("Settings to change, such as trainer.iterations=200.")] = None,
     accept_changes: options.AcceptOption = False,
     within: options.WithinOption = None,
     push_to_hub: options.PushOption = None,
@@ -86,13 +91,18 @@ def _predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequen
 @commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def plan(
     recipe: options.RecipeOrFile,
-    overrides: Annotated[list[str] | None, options.key_values("policy.lora_rank=64")] = None,
+    overrides: Annotated[list[str] | None, options.key_values("Settings, as of `g2rpo train`: policy.lora_rank=64")] = None,
     device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes, a device each, that share the prompts.")] = 1,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of these, on one machine; default up to 8.")] = None,
-    cards: Annotated[bool, typer.Option("--cards", help="What fits on every known card, and how.")] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, each with a device, that divide the prompts.")] = 1,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="How many of them are on one machine; default up to 8.")
+    ] = None,
+    cards: Annotated[
+        bool, typer.Option("--cards", help="Show for every known card whether the run fits, and with which settings.")
+    ] = False,
     within: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Overrides that fit a time such as 3h, and what they cost.")
+        str | None,
+        typer.Option(metavar="TIME", help="Find settings with which the run takes this long, such as 3h, and what they cost."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -113,7 +123,7 @@ def plan(
 @commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def encode(
     recipe: options.RecipeOrFile,
-    overrides: Annotated[list[str] | None, options.key_values("prompts.cache=FOLDER")] = None,
+    overrides: Annotated[list[str] | None, options.key_values("Settings, as of `g2rpo train`: prompts.cache=FOLDER")] = None,
 ) -> None:
     """Store the text embeddings of a recipe's prompts ahead of training."""
     from g2rpo.app.ahead import encode as run
@@ -123,24 +133,13 @@ def encode(
     say(console, f"{count} prompts are stored, {new} of them new")
 
 
-@commands.command(rich_help_panel=options.WEIGHTS_PANEL)
-def push(
-    run: Annotated[Path, typer.Argument(help="A finished run.")],
-    repository: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face Hub.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-) -> None:
-    """Upload a run's weights and their model card."""
-    from g2rpo.app.push import push as upload
-    from g2rpo.run.run import Run
-
-    address = upload(run, repository, private=private)
-    say(console, f"pushed {Run(run).weights} to {address}")
-
-
 @commands.command(rich_help_panel=options.TRAINING_PANEL)
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(help="Show one, with the reason for every value.", autocompletion=options.recipe_names)
+        str | None,
+        typer.Argument(
+            metavar="RECIPE", help="Show one, with the reason for every value.", autocompletion=options.recipe_names
+        ),
     ] = None,
 ) -> None:
     """List the recipes, or explain one."""
