@@ -133,7 +133,7 @@ def _device(run: Wanted) -> Iterator[str]:
 
 def _repeated_names(run: Wanted) -> Iterator[str]:
     for name in sorted(set(run.config.rewards) & set(run.config.evaluation.rewards)):
-        yield f"evaluation.rewards.{name}: a trained reward has this name already; it is judged anyway"
+        yield f"evaluation.rewards.{name}: is trained on, and so judged anyway; `evaluation.rewards.{name}=` takes it out"
 
 
 def _weights(run: Wanted) -> Iterator[str]:
