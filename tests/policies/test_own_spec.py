@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import BriaPipeline, BriaTransformer2DModel, PRXTransformer2DModel
+from diffusers import BriaPipeline, BriaTransformer2DModel, ErnieImagePipeline, PRXTransformer2DModel
 from diffusers.pipelines.prx import pipeline_prx
 from safetensors.torch import load_file
 
@@ -20,6 +20,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.replay import Script, replay
 from g2rpo.run.run import Run
 from tests.support.commands import done, g2rpo, write_tiny
 from tests.support.pages import ROOT, blocks
@@ -191,6 +192,13 @@ def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(prx, tmp_path,
     torch.testing.assert_close(own(merged.policy()), tuned, atol=1e-5, rtol=0)
     out = done(capsys, "check-model", folder, "--kind", kind, *given)
     assert "from_pretrained, merged" in out
+
+
+def test_a_pipeline_that_draws_noise_inside_its_call_is_refused():
+    """ErnieImagePipeline does: its own noise would be taken for a velocity."""
+    pipeline = object.__new__(ErnieImagePipeline)
+    with pytest.raises(UserError, match="ErnieImagePipeline: has no method prepare_latents, so no PipelineSpec can"):
+        replay(pipeline, Script(None, None), {}, device="cpu", parts={})
 
 
 def test_one_value_of_the_catalogue_is_enough(bria, monkeypatch):

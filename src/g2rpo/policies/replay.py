@@ -235,7 +235,10 @@ class _NoBar:
 
 @functools.cache
 def _replaying(kind: Any) -> Any:
-    """A subclass of a pipeline's class that uses a `script`."""
+    """A subclass of a pipeline's class that uses a `script`; UserError for one whose call has no parts to replace."""
+    lacks = [name for name in ("encode_prompt", "prepare_latents") if not hasattr(kind, name)]
+    if lacks:
+        raise UserError(f"{kind.__name__}: has no method {' and no '.join(lacks)}, so no PipelineSpec can describe it")
 
     class Replaying(kind):
         @property
