@@ -201,6 +201,17 @@ def test_a_pipeline_that_draws_noise_inside_its_call_is_refused():
         replay(pipeline, Script(None, None), {}, device="cpu", parts={})
 
 
+class Unimported(BriaPipeline):
+    def __call__(self):
+        return ftfy.fix_text("")  # noqa: F821
+
+
+def test_a_library_that_diffusers_did_not_find_is_named():
+    """As for PRX and SkyReels-V2."""
+    with pytest.raises(UserError, match="Unimported: needs ftfy, which is not installed: pip install ftfy"):
+        replay(object.__new__(Unimported), Script(None, None), {}, device="cpu", parts={})
+
+
 def test_one_value_of_the_catalogue_is_enough(bria, monkeypatch):
     folder, kind = bria
     with pytest.raises(UserError, match="is not declared yet"):

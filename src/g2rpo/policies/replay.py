@@ -277,6 +277,8 @@ def replay(pipeline: Any, script: Script, arguments: Mapping[str, Any], *, devic
         return getattr(call, "__wrapped__", call)(copied, **arguments)
     except Caught as caught:
         return caught.value
+    except NameError as error:  # diffusers imports an optional library only where it is installed
+        raise UserError(f"{kind.__name__}: needs {error.name}, which is not installed: pip install {error.name}") from error
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if Times.__name__ not in str(error):
             raise
