@@ -16,7 +16,7 @@ from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.contracts import check_loss, name_of
 from g2rpo.core.data import Cond, Example, Loss
-from g2rpo.core.errors import RewardFailed, UserError, where
+from g2rpo.core.errors import RewardFailed, UserError, placed, where
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Scorer, as_reward
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -90,10 +90,8 @@ def _functions(table: Mapping[str, RewardConfig], device: str) -> dict[str, Scor
 
 
 def _function(name: str, entry: RewardConfig) -> Any:
-    try:
+    with placed(f"rewards.{name}.options.target: "):
         return load_function(str(entry.options.get("target")))
-    except ValueError as error:
-        raise UserError(f"rewards.{name}.options.target: {error}") from None
 
 
 def _try_reward(name: str, reward: Scorer, prompts: Sequence[str], config: Config, given: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from g2rpo.assembly.rewards import build_rewards, check_clips, check_rewards, de
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config, RewardTable, Section
 from g2rpo.core import plugins
-from g2rpo.core.errors import UserError, counted
+from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.files import FileDigests, is_empty, local, write_whole
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.evaluation.controls import default_controls
@@ -157,13 +157,17 @@ def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
 
 def _check_folder(out: Path, config: JudgingConfig) -> None:
     """Refuses a folder that contains anything other than this evaluation."""
+    refuse(_faults_of_folder(out, config))
+
+
+def _faults_of_folder(out: Path, config: JudgingConfig) -> Iterator[str]:
     existing = EvaluationDirectory(out).settings
     if existing.is_file():
         other = resolve_as(JudgingConfig, read_yaml(existing), source=str(existing))
         if listed := listed_differences(config, other, SWEEP_MAY_CHANGE):
-            raise UserError(f"{out} holds an evaluation with other settings:{listed}\nName another --out for this one.")
+            yield f"{out} holds an evaluation with other settings:{listed}\nName another --out for this one."
     elif not is_empty(out):
-        raise UserError(f"{out} is not empty and holds no evaluation (no {existing.name}); name another --out")
+        yield f"{out} is not empty and holds no evaluation (no {existing.name}); name another --out"
 
 
 def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
@@ -185,11 +189,9 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
     if done:
         emit(Line(f"{done} of {len(judging.chunks())} chunks in {out} are finished already"))
 
-    try:
+    with placed(f"{out}: cannot be written (", OSError, after="); name another --out"):
         out.mkdir(parents=True, exist_ok=True)
         write_whole(EvaluationDirectory(out).settings, config.to_yaml().encode())
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}); name another --out") from None
     pictures, total = 0, sum(chunk.stop - chunk.start for chunk in missing)
 
     def advance(more: int) -> None:
@@ -217,7 +219,6 @@ def _save_grid(judging: Judging, steps: int) -> None:
 
 
 def _read(path: Path) -> Tensor:
-    try:
+    again = "); delete it and the same command paints it again"
+    with placed(f"{path}: is damaged (", OSError, ValueError, after=again):
         return read_picture(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: is damaged ({error}); delete it and the same command paints it again") from None

@@ -5,22 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, placed
 from g2rpo.run.run import Run
 from g2rpo.training.model_card import CARD
 
 
 def check_repository(repository: str) -> None:
     """Refuses a name that is not OWNER/NAME."""
-    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    with placed(f"'{repository}' is no repository (", after="); write owner/name"):
         validate_repo_id(repository)
-    except HFValidationError as error:
-        raise UserError(f"'{repository}' is no repository ({error}); write owner/name") from None
-    if repository.count("/") != 1:
-        raise UserError(f"'{repository}' is no repository; write owner/name")
+        if repository.count("/") != 1:
+            raise ValueError("it has no owner")
 
 
 def check_push(repository: str) -> None:

@@ -16,7 +16,7 @@ from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.resolve import parse_options
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, placed, refuse
 from g2rpo.core.web import is_loopback
 from g2rpo.rewards.transport import token_from
 
@@ -25,18 +25,18 @@ SHORTEST_TOKEN = 16
 
 def token_for(host: str, variable: str | None) -> str | None:
     """The token that requests need, from the environment `variable`; without one, only a loopback `host` is allowed."""
-    try:
+    with placed("--token-env "):
         token = token_from(variable)
-    except ValueError as error:
-        raise UserError(f"--token-env {error}") from None
+    refuse(_faults_of_token(host, variable, token))
+    return token
+
+
+def _faults_of_token(host: str, variable: str | None, token: str | None) -> Iterator[str]:
     if token and len(token) < SHORTEST_TOKEN:
         own = "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
-        raise UserError(
-            f"--token-env {variable}: a token has at least {SHORTEST_TOKEN} characters, or it could be guessed; {own}"
-        )
+        yield f"--token-env {variable}: a token has at least {SHORTEST_TOKEN} characters, or it could be guessed; {own}"
     if not token and not is_loopback(host):
-        raise UserError(f"serving on {host} without a token would let anyone use this machine; name one with --token-env")
-    return token
+        yield f"serving on {host} without a token would let anyone use this machine; name one with --token-env"
 
 
 def check_address(host: str, port: int) -> None:

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 from typer.models import ArgumentInfo
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, refuse
 
 
 def recipe_names(incomplete: str) -> list[str]:
@@ -99,9 +99,8 @@ def run_or_model(run: Path | None, model: str | None, **of_model: object) -> Non
     """UserError if not one of both is named, and for options `of_model` beside a run."""
     if (run is None) == (model is None):
         raise UserError("name a run, or a pipeline with --model")
-    for name, value in of_model.items():
-        if run is not None and value is not None:
-            raise UserError(f"--{name} is for --model; a run has its own")
+    given = [name for name, value in of_model.items() if value is not None] if run else []
+    refuse(f"--{name} is for --model; a run has its own" for name in given)
 
 
 def evaluation_settings(

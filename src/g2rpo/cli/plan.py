@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from g2rpo.cli.output import say, warn
 from g2rpo.core.capabilities import keeps_old
-from g2rpo.core.errors import UserError, counted
+from g2rpo.core.errors import counted, refuse
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan import answer as answers
 from g2rpo.lab.plan.answer import PlanAnswer
@@ -35,20 +35,24 @@ def planned_answer(
     within: str | None,
 ) -> tuple[Any, Callable[[Console], None]]:
     """What `g2rpo plan` answers: as plain data, and a function that prints it. `ranks`: in all, and on a machine."""
+    refuse(_faults_of_options(device, ranks[0], cards, within))
     if cards:
-        if device is not None:
-            raise UserError("--cards is about every card; leave --device out")
-        if within is not None:
-            raise UserError("--cards and --within are two plans; name one")
         rows = on_cards(recipe, overrides, *ranks)
         return {key: row.plain() for key, row in rows.items()}, partial(show_cards, recipe, rows)
     if within is not None:
-        if ranks[0] > 1:
-            raise UserError("--within plans one process on a card; leave --ranks out")
         fitted = plan_within(recipe, overrides, within, device)
         return fitted.plain(), partial(show_within, fitted, within)
     answered = answers.plan(recipe, overrides, device=device, ranks=ranks[0], ranks_per_node=ranks[1])
     return answered.plain(), partial(show_plan, answered)
+
+
+def _faults_of_options(device: str | None, ranks: int, cards: bool, within: str | None) -> Iterator[str]:
+    if cards and device is not None:
+        yield "--cards is about every card; leave --device out"
+    if cards and within is not None:
+        yield "--cards and --within are two plans; name one"
+    if within is not None and ranks > 1:
+        yield "--within plans one process on a card; leave --ranks out"
 
 
 def show_plan(answer: PlanAnswer, console: Console) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from g2rpo.assembly.adapters import adapter_of
 from g2rpo.assembly.pipeline_files import weight_files
 from g2rpo.config.schema import Config
-from g2rpo.core.errors import UserError, did_you_mean, loading
+from g2rpo.core.errors import UserError, did_you_mean, loading, refuse
 from g2rpo.core.files import add_metadata, is_empty, whole, whole_file, writing
 from g2rpo.export.comfyui import names_for, tensors_for, whole_names
 from g2rpo.export.weights import TunedWeights, final, from_checkpoint, transformer_folder
@@ -65,19 +65,14 @@ def export(
     `assistant` adds the run's assistant. `notify` is called with what a format cannot say of an adapter. UserError for a run
     without weights, and for models and modules that a format has no names for.
     """
-    if not format:
-        raise UserError(f"say which --format: {', '.join(EXPORT_FORMATS)}")
-    if format not in EXPORT_FORMATS:
-        raise UserError(f"--format {format}: is no format.{did_you_mean(format, EXPORT_FORMATS)}")
+    refuse(_faults_of_format(format))
     config = Run(run).read_config()
     early = f"policy.lora_above={config.policy.lora_above:g}, so the adapter acts at early steps only"
-    if config.policy.lora_above and format == "merged":
-        raise UserError(f"--format merged: {early}, and merged weights would at all")
-    if config.policy.lora_above and assistant:
-        raise UserError(f"--assistant: {early}, and the assistant at all; one file cannot hold both")
+    if config.policy.lora_above:
+        refuse(_faults_of_early(early, format, assistant))
     which = "".join([f"-{checkpoint}" if checkpoint else "", "-learnt" * learnt, "-with-assistant" * assistant])
     out = out or _place(run, format, which)
-    _check_new(out, format)
+    refuse(_faults_of_out(out, format))
     tuned = final(run, config) if checkpoint is None else from_checkpoint(run, config, checkpoint)
     tuned = _asked(tuned, config, learnt, assistant)
     finished = Run(run).weights if checkpoint is None else None
@@ -90,6 +85,21 @@ def export(
         end = "keyframes of a LoRA hook end it" if format == "comfyui" else "the card of --format diffusers has what ends it"
         notify(f"{early}; what reads {format} files applies it at all, unless told otherwise: {end}")
     return out, rounding
+
+
+def _faults_of_format(format: str) -> Iterator[str]:
+    if not format:
+        yield f"say which --format: {', '.join(EXPORT_FORMATS)}"
+    if format not in EXPORT_FORMATS:
+        yield f"--format {format}: is no format.{did_you_mean(format, EXPORT_FORMATS)}"
+
+
+def _faults_of_early(early: str, format: str, assistant: bool) -> Iterator[str]:
+    """What cannot be written of an adapter that acts at early steps only."""
+    if format == "merged":
+        yield f"--format merged: {early}, and merged weights would at all"
+    if assistant:
+        yield f"--assistant: {early}, and the assistant at all; one file cannot hold both"
 
 
 def _asked(tuned: TunedWeights, config: Config, learnt: bool, assistant: bool) -> TunedWeights:
@@ -113,15 +123,12 @@ def _place(run: Path, format: str, which: str) -> Path:
     return Run(run).exports / (f"{name}{which}.safetensors" if format in FILE_FORMATS else f"{format}{which}")
 
 
-def _check_new(out: Path, format: str) -> None:
+def _faults_of_out(out: Path, format: str) -> Iterator[str]:
     if format in FILE_FORMATS and out.suffix != ".safetensors":
-        raise UserError(
-            f"--out {out}: ComfyUI reads one file; name it NAME.safetensors, in models/loras or models/diffusion_models"
-            if format == "comfyui"
-            else f"--out {out}: is one file in this format; name it NAME.safetensors"
-        )
+        place = ", in ComfyUI's models/loras or models/diffusion_models" if format == "comfyui" else ""
+        yield f"--out {out}: is one file in this format; name it NAME.safetensors{place}"
     if out.exists() if format in FILE_FORMATS else not is_empty(out):
-        raise UserError(f"{out} exists; name another --out")
+        yield f"{out} exists; name another --out"
 
 
 def _write(

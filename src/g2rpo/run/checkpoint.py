@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo import __version__
-from g2rpo.core.errors import Stopped, UserError, out_of_memory
+from g2rpo.core.errors import Stopped, UserError, out_of_memory, placed, refuse
 from g2rpo.core.files import remove, remove_unfinished, whole, writing
 from g2rpo.core.plain import parse_as, read_text
 from g2rpo.runtime.distributed import ALONE, World
@@ -197,23 +197,27 @@ def _of_another_version(path: Path) -> str:
 
 def _verified(path: Path) -> tuple[int, list[str]]:
     """The iteration and the files of a checkpoint, after comparing the files with its manifest."""
-    try:
+    before = f"checkpoint {path}: its {MANIFEST} is missing or damaged ("
+    with placed(before, kind=BrokenCheckpoint, after=")"):
         manifest = parse_as(_Manifest, read_text(path / MANIFEST))
-        if path.name != _name(manifest.iteration) or not {"state", "weights"} <= {n.split(".")[0] for n in manifest.files}:
-            raise ValueError("it is another checkpoint's")
-    except ValueError as error:
-        raise BrokenCheckpoint(f"checkpoint {path}: its {MANIFEST} is missing or damaged ({error})") from None
+    faults = (f"checkpoint {path}: {fault}" for fault in _faults_of(path, manifest))
+    refuse(faults, BrokenCheckpoint)
+    return manifest.iteration, list(manifest.files)
+
+
+def _faults_of(path: Path, manifest: _Manifest) -> Iterator[str]:
+    kinds = {name.split(".")[0] for name in manifest.files}
+    if path.name != _name(manifest.iteration) or not {"state", "weights"} <= kinds:
+        yield f"its {MANIFEST} is missing or damaged (it is another checkpoint's)"
     for name, digest in manifest.files.items():
         file = path / name
         try:
-            same = _digest(file) == digest
+            if _digest(file) != digest:
+                yield f"{name} is truncated or changed ({file.stat().st_size} bytes)"
         except FileNotFoundError:
-            raise BrokenCheckpoint(f"checkpoint {path}: {name} is missing") from None
+            yield f"{name} is missing"
         except OSError as error:
-            raise BrokenCheckpoint(f"checkpoint {path}: {name} cannot be read ({error.strerror})") from None
-        if not same:
-            raise BrokenCheckpoint(f"checkpoint {path}: {name} is truncated or changed ({file.stat().st_size} bytes)")
-    return manifest.iteration, list(manifest.files)
+            yield f"{name} cannot be read ({error.strerror})"
 
 
 def _is_intact(path: Path) -> bool:

@@ -20,7 +20,7 @@ from g2rpo.config.resolve import absent_reward, allow_code, codes_in, listed_dif
 from g2rpo.config.schema import Alarm, Config
 from g2rpo.core import plugins
 from g2rpo.core.data import Row
-from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.core.errors import RewardFailed, UserError, placed, refuse
 from g2rpo.core.files import (
     Inside,
     append_line,
@@ -158,26 +158,28 @@ class Run:
     def check(self, config: Config, resume: bool) -> None:
         """Refuses a folder in which a run of `config` cannot begin, or with `resume` continue if there is one; nothing is
         written."""
-        if self.config.is_file():
-            if not resume:
-                raise UserError(
-                    f"{self.path} already holds a run; `g2rpo resume {self.path}` continues it (from Python: resume=True), "
-                    "or name another --run-dir"
-                )
-            if listed := listed_differences(config, self.read_config(), MAY_CHANGE):
-                how = f"`g2rpo resume {self.path}` continues that run; `g2rpo train` with another --run-dir starts this one."
-                raise UserError(f"{self.path} belongs to a run with another config:{listed}\n{how}")
-        elif not is_empty(self.path):
-            raise UserError(f"{self.path} is not empty and holds no run (no config.yaml); name another --run-dir")
+        refuse(self._faults_of_begun(config, resume) if self.config.is_file() else self._faults_of_new())
+
+    def _faults_of_begun(self, config: Config, resume: bool) -> Iterator[str]:
+        if not resume:
+            yield (
+                f"{self.path} already holds a run; `g2rpo resume {self.path}` continues it (from Python: resume=True), "
+                "or name another --run-dir"
+            )
+        if listed := listed_differences(config, self.read_config(), MAY_CHANGE):
+            how = f"`g2rpo resume {self.path}` continues that run; `g2rpo train` with another --run-dir starts this one."
+            yield f"{self.path} belongs to a run with another config:{listed}\n{how}"
+
+    def _faults_of_new(self) -> Iterator[str]:
+        if not is_empty(self.path):
+            yield f"{self.path} is not empty and holds no run (no config.yaml); name another --run-dir"
 
     def claim(self, config: Config) -> None:
         """Makes the folder this run's by writing config.yaml."""
-        try:
+        with placed(f"{self.path}: cannot be written (", OSError, after=")"):
             self.path.mkdir(parents=True, exist_ok=True)
             remove_unfinished(self.path)
             write_whole(self.config, config.to_yaml().encode())
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror})") from None
 
     # --- reading
 
@@ -364,11 +366,15 @@ WEIGHTS = ("pytorch_lora_weights.safetensors", "config.json")
 
 def check_weights(path: Path) -> None:
     """UserError for a path that cannot be tuned weights."""
+    refuse(_faults_of_weights(path))
+
+
+def _faults_of_weights(path: Path) -> Iterator[str]:
     if not path.is_dir() and not (path.is_file() and path.suffix == ".safetensors"):
         what = "an adapter/ or a transformer/ that training wrote, or a .safetensors file of one"
-        raise UserError(f"weights {path}: is no folder and no .safetensors file; name {what}")
+        yield f"weights {path}: is no folder and no .safetensors file; name {what}"
     if path.is_dir() and not any((path / name).is_file() for name in WEIGHTS):
-        raise UserError(f"weights {path}: holds neither {' nor '.join(WEIGHTS)}; of a run, name its adapter/ or transformer/")
+        yield f"weights {path}: holds neither {' nor '.join(WEIGHTS)}; of a run, name its adapter/ or transformer/"
 
 
 def _named(iteration: int) -> str:

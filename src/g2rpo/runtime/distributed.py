@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from g2rpo.core.errors import RankLost, UserError, out_of_device_memory
+from g2rpo.core.errors import RankLost, UserError, out_of_device_memory, placed, refuse
 from g2rpo.core.types import Plan
 from g2rpo.runtime.devices import accelerator
 
@@ -142,7 +142,7 @@ class World:
 
     def lost(self) -> RankLost:
         """The exception for a failed collective."""
-        silence = "another rank died, or did not answer within {RANK_TIMEOUT_S} s"
+        silence = f"another rank died, or did not answer within {RANK_TIMEOUT_S:g} s"
         return RankLost(f"rank {self.rank if self.group is None else dist.get_rank()} stops: {self._reason() or silence}")
 
     def _reason(self) -> str:
@@ -153,6 +153,14 @@ class World:
 
 
 ALONE = World()
+
+
+def _faults_of_device(device: torch.device) -> Iterator[str]:
+    """What several processes cannot compute on."""
+    if device.type == "mps":
+        yield "policy.device=mps: one process computes on Apple's GPU; start the run without torchrun"
+    if device.index is not None:
+        yield f"policy.device={device}: with several processes write auto, and each takes the GPU of its local rank"
 
 
 @contextmanager
@@ -171,17 +179,14 @@ def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield ALONE
         return
-    if torch.device(device).type == "mps":
-        raise UserError("policy.device=mps: one process computes on Apple's GPU; start the run without torchrun")
-    if index is not None:
-        raise UserError(f"policy.device={device}: with several processes write auto, and each takes the GPU of its local rank")
+    refuse(_faults_of_device(torch.device(device)))
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo" if module is None else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    asked = f"WORLD_SIZE={os.environ['WORLD_SIZE']} asks for several processes, but "
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    except ValueError as error:
-        raise UserError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} asks for several processes, but {error}") from None
+        with placed(asked):
+            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         raise RankLost(f"the {os.environ['WORLD_SIZE']} ranks did not find each other within {timeout_s:g} s") from error
     try:
