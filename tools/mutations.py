@@ -182,7 +182,7 @@ MUTATIONS = [
         "(1 - decay) * old + decay * parameter",
         "tests/training/test_learner.py",
     ),
-    Mutation("run/checkpoint.py", "same = _digest(file) == digest", "same = True", TRAINER),
+    Mutation("run/checkpoint.py", "if _digest(file) != digest:", "if False:", TRAINER),
     Mutation("run/checkpoint.py", "kept < keep and _is_intact(path)", "kept < keep", CHECKPOINT),
     Mutation(
         "training/collector.py", "spec.first + rows[prompt]", "spec.first + prompt", "tests/rollout/test_prompts_at_once.py"

@@ -255,19 +255,6 @@ def test_a_push_without_a_network_is_one_message_that_says_how_to_try_again(tmp_
         push(tmp_path, "me/mine", private=False, api=nowhere)
 
 
-@pytest.mark.parametrize(
-    ("repository", "token", "message"),
-    [("not a repo", "hf_x", "'not a repo' is no repository"), ("me/mine", "", "needs a token")],
-)
-def test_what_could_not_be_pushed_is_refused_before_training(capsys, tmp_path, monkeypatch, repository, token, message):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-    monkeypatch.setenv("HF_TOKEN", token)
-    code, out, err = g2rpo(capsys, "train", "scenes", "--push-to-hub", repository)
-    assert code == 2 and message in " ".join(err.split()) and out == "" and not list(tmp_path.iterdir())
-
-
 def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(capsys, tmp_path, monkeypatch, tiny_config):
     """Its name, the iteration and the line at fault; the rest is in a file of the run."""
     code = (

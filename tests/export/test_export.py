@@ -216,7 +216,7 @@ def test_what_cannot_be_exported_is_said_in_one_message(folders, tmp_path, capsy
     assert "alarms.action=rollback keeps it" in refusal(capsys, run, "--format", "diffusers", "--checkpoint", "best")
     save_checkpoint(run / "checkpoints", 2, {"weights": weights[1:]}, {}, keep=3)
     assert "does not fit" in refusal(capsys, run, "--format", "diffusers", "--checkpoint", "2")
-    assert "ComfyUI reads one file" in refusal(capsys, run, "--format", "comfyui", "--checkpoint", "1", "--out", tmp_path / "x")
+    assert "ComfyUI's models/loras" in refusal(capsys, run, "--format", "comfyui", "--checkpoint", "1", "--out", tmp_path / "x")
     assert not (run / "export").exists()
     for format, out in (("comfyui", tmp_path / "x.safetensors"), ("merged", tmp_path / "x")):
         done(capsys, "export", run, "--format", format, "--checkpoint", "1", "--out", out)

@@ -20,15 +20,6 @@ def check_repository(repository: str) -> None:
             raise ValueError("it has no owner")
 
 
-def check_push(repository: str) -> None:
-    """Checks before training what the upload needs: a valid name and a token."""
-    from huggingface_hub import get_token
-
-    check_repository(repository)
-    if get_token() is None:
-        raise UserError("--push-to-hub needs a token of the Hugging Face Hub: `hf auth login` stores one, or leave it out")
-
-
 def push(run: Path, repository: str, *, private: bool, api: Any = None) -> str:
     """Uploads the weights folder of `run` and returns its address; `api` is an HfApi, by default one with the stored token."""
     from huggingface_hub import HfApi

@@ -157,9 +157,6 @@ WithinOption = Annotated[
         metavar="TIME", help="How long the whole run may take, such as 90m or 3h; sets its iterations and evaluations."
     ),
 ]
-PushOption = Annotated[
-    str | None, typer.Option(metavar="OWNER/NAME", help="At the end upload the weights and their card to the Hugging Face Hub.")
-]
 
 HostOption = Annotated[
     str, typer.Option(help="The address to serve on; for other machines than this one a token is needed (--token-env).")

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from g2rpo.app.stopping import stoppable
 from g2rpo.cli import options
-from g2rpo.cli.models import push
 from g2rpo.cli.output import Output, console, say
 from g2rpo.core.errors import UserError
 
@@ -40,7 +39,6 @@ def train(
     bases: Annotated[
         Path | None, typer.Option(help="A folder for evaluations of the untrained model, which several runs share.")
     ] = None,
-    push_to_hub: options.PushOption = None,
 ) -> None:
     """Train a model on rewards."""
     if resume and recipe is not None and "=" in recipe and not recipe.endswith((".yaml", ".yml")):
@@ -50,7 +48,7 @@ def train(
     if bases is not None and within is not None:
         raise UserError("--bases: has no measure of an evaluation's time, which --within needs; leave one of them out")
     asked = {"resume": resume, "accept_changes": accept_changes, "within": within, "find_rate": find_rate}
-    _train(recipe, overrides, run_dir, push_to_hub, bases=bases, **asked)
+    _train(recipe, overrides, run_dir, bases=bases, **asked)
 
 
 @commands.command("resume", cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
@@ -61,25 +59,17 @@ def resume_run(
     overrides: Annotated[list[str] | None, options.key_values("Settings to change, such as trainer.iterations=200.")] = None,
     accept_changes: options.AcceptOption = False,
     within: options.WithinOption = None,
-    push_to_hub: options.PushOption = None,
 ) -> None:
     """Continue a run where it was stopped, with its own config."""
-    _train(None, overrides, run, push_to_hub, resume=True, accept_changes=accept_changes, within=within)
+    _train(None, overrides, run, resume=True, accept_changes=accept_changes, within=within)
 
 
-def _train(
-    recipe: str | None, overrides: list[str] | None, run_dir: Path | None, push_to_hub: str | None, **asked: Any
-) -> None:
+def _train(recipe: str | None, overrides: list[str] | None, run_dir: Path | None, **asked: Any) -> None:
     with stoppable("stopped before training began; the same command begins again") as stopping:  # loading is slow
-        from g2rpo.app.push import check_push
         from g2rpo.app.train import train as run
 
-        if push_to_hub is not None:
-            check_push(push_to_hub)
         with Output() as emit:
-            directory = run(recipe, overrides or [], run_dir, stopping=stopping, emit=emit, predict=_predict, **asked)
-    if push_to_hub is not None and directory is not None:
-        push(directory, push_to_hub)
+            run(recipe, overrides or [], run_dir, stopping=stopping, emit=emit, predict=_predict, **asked)
 
 
 def _predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]) -> Planned | None:

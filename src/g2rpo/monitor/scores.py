@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from g2rpo.core.errors import UserError, counted
+from g2rpo.core.errors import counted, refuse
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import images_of
@@ -74,24 +74,31 @@ def save_rows(path: Path, rows: Iterable[ScoreRow]) -> None:
 def read_rows(path: Path, kind: type[Scored] = Scored, again: str = PUT_BACK) -> list[ScoreRow]:
     """A table whose rows are of this kind; UserError, which ends with `again`, if it is absent or damaged."""
     rows = read_lines_as(kind, path, again)
-    if not rows:
-        raise UserError(f"{path}: has no whole row; {again}")
-    first = rows[0]
-    for number, row in enumerate(rows, 1):
-        same_right = ("right" in row.model_fields_set) == ("right" in first.model_fields_set)
-        if row.scores.keys() != first.scores.keys() or not same_right:
-            raise UserError(f"{path}, line {number}: has other scores than the first row; {again}")
+    refuse(f"{path}{fault}; {again}" for fault in _faults_of(rows))
     return [row.model_dump(exclude_unset=True) for row in rows]
+
+
+def _faults_of(rows: Sequence[Scored]) -> Iterator[str]:
+    if not rows:
+        yield ": has no whole row"
+    held = [(row.scores.keys(), "right" in row.model_fields_set) for row in rows]
+    for number, own in enumerate(held, 1):
+        if own != held[0]:
+            yield f", line {number}: has other scores than the first row"
 
 
 def read_scores(path: Path, names: Collection[str], count: int | None = None) -> dict[str, Tensor]:
     """The scores [N] of a table by reward; UserError also if it lacks those of `names`, or has not `count` rows."""
     rows = read_rows(path)
-    if lacking := sorted(set(names) - rows[0]["scores"].keys()):
-        raise UserError(f"{path}: lacks scores of {', '.join(lacking)}; {PUT_BACK}")
-    if count is not None and len(rows) != count:
-        raise UserError(f"{path}: has {counted(len(rows), 'row')} for {counted(count, 'held-out prompt')}; {PUT_BACK}")
+    refuse(f"{path}: {fault}; {PUT_BACK}" for fault in _faults_of_table(rows, names, count))
     return scores_of(rows)
+
+
+def _faults_of_table(rows: Sequence[ScoreRow], names: Collection[str], count: int | None) -> Iterator[str]:
+    if lacking := sorted(set(names) - rows[0]["scores"].keys()):
+        yield f"lacks scores of {', '.join(lacking)}"
+    if count is not None and len(rows) != count:
+        yield f"has {counted(len(rows), 'row')} for {counted(count, 'held-out prompt')}"
 
 
 def scores_of(rows: Sequence[ScoreRow]) -> dict[str, Tensor]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from g2rpo.core.errors import refuse
+
 OTHER_KINDS = {
     r"\.lokr_\w+$": "LoKr",
     r"\.hada_\w+$": "LoHa",
@@ -53,23 +55,27 @@ class Pair:
 
 def refuse_others(names: Collection[str]) -> None:
     """ValueError for the names of tensors that are no LoRA of a transformer alone."""
+    refuse(_faults_of(names), ValueError)
+
+
+def _faults_of(names: Collection[str]) -> Iterator[str]:
     for ending, kind in OTHER_KINDS.items():
         if found := next(filter(re.compile(ending).search, sorted(names)), None):
-            raise ValueError(f"is a {kind} ({found}), which is not supported; a plain LoRA is")
+            yield f"is a {kind} ({found}), which is not supported; a plain LoRA is"
     if found := next(filter(re.compile(r"\d{5}").search, sorted(names)), None):  # converters count up to it
-        raise ValueError(f"holds {found}; no model has so many blocks")
+        yield f"holds {found}; no model has so many blocks"
     if names and not any("lora" in name for name in names):
-        raise ValueError(
+        yield (
             f"holds no factors of a LoRA but other tensors, such as {min(names)}. Other kinds of adapters are not supported; "
             "a merged model is no adapter: its diffusers folder goes into policy.path"
         )
     if others := [name for name in names if OTHER_PARTS.search(name)]:
-        raise ValueError(
+        yield (
             f"changes text encoders or a VAE too ({len(others)} of {len(names)} tensors, such as {others[0]}); only adapters "
             "of the transformer alone are continued"
         )
     if len(several := adapters_in(names)) > 1:
-        raise ValueError(f"holds several adapters, {', '.join(sorted(each or 'one without a name' for each in several))}")
+        yield f"holds several adapters, {', '.join(sorted(each or 'one without a name' for each in several))}"
 
 
 def adapters_in(names: Collection[str]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.plain import refuse_hub_kernels
 from g2rpo.policies.attention import BACKENDS, MASKLESS, Attention
 from g2rpo.policies.options import PolicyConfig, TuningMode
@@ -86,30 +86,34 @@ def two_of(blocks: int) -> list[int]:
 
 def check_options(spec: PipelineSpec, options: PolicyConfig) -> None:
     """UserError for an option that a model lacks, or that contradicts another one; needs nothing loaded."""
+    refuse(_faults_of_options(spec, options))
+
+
+def _faults_of_options(spec: PipelineSpec, options: PolicyConfig) -> Iterator[str]:
     import diffusers
 
     kind = spec.pipeline_class
     for name in (*spec.unsupported, *([] if spec.video else ["num_frames"])):
         if getattr(options, name) not in (None, False):
-            raise UserError(f"policy.{name}: a {kind} has no such option; take it out")
+            yield f"policy.{name}: a {kind} has no such option; take it out"
     known = {*parameters_of(getattr(diffusers, kind)), *spec.fixed, *([spec.scale] if spec.guider else [])}
     for name in CALLED:
         argument = spec.scale if name == "guidance_scale" else name
         if getattr(options, name) is not None and argument not in known:
-            raise UserError(f"policy.{name}: the call of a {kind} has no such argument; take it out")
+            yield f"policy.{name}: the call of a {kind} has no such argument; take it out"
     if options.expert == "low" and "guidance_scale_2" not in known:
-        raise UserError(f"policy.expert: a {kind} has one transformer; take it out")
+        yield f"policy.expert: a {kind} has one transformer; take it out"
     if options.attention in MASKLESS and spec.is_masked:
-        raise UserError(
+        yield (
             f"policy.attention={options.attention}: takes no mask, which a {kind} needs for its prompts; "
             "take auto, cudnn, efficient or math"
         )
     if options.lora_above and options.tuning == "full":
-        raise UserError("policy.lora_above: is for adapters; take it out, or set policy.tuning=lora")
+        yield "policy.lora_above: is for adapters; take it out, or set policy.tuning=lora"
     if options.assistant is None and options.assistant_in_evaluation:
-        raise UserError("policy.assistant_in_evaluation=true: there is none; name it in policy.assistant")
+        yield "policy.assistant_in_evaluation=true: there is none; name it in policy.assistant"
     if options.assistant is not None and options.tuning == "full":
-        raise UserError("policy.assistant: acts beside frozen weights; set policy.tuning=lora, or take it out")
+        yield "policy.assistant: acts beside frozen weights; set policy.tuning=lora, or take it out"
 
 
 def choose_attention(transformer: Any, kind: Attention) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from g2rpo.core.errors import UserError, out_of_memory
+from g2rpo.core.errors import UserError, out_of_memory, refuse
 
 Quantize = Literal["none", "int8", "fp8", "nf4"]
 FLOAT8_DTYPE = torch.float8_e4m3fn
@@ -169,23 +169,29 @@ def weights_of(model: nn.Module) -> int:
     return stored + sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
 
 
+def _faults_of(how: Quantize, tuning: str, dtype: str, device: str) -> Iterator[str]:
+    if tuning == "full":
+        yield " is for weights that are not trained: set policy.tuning=lora, or take it out"
+    if how == "nf4" and not installed("bitsandbytes"):
+        yield " needs bitsandbytes: pip install bitsandbytes, or take int8, which needs no library"
+    if how != "fp8":
+        return
+    if dtype != "bfloat16":
+        yield " needs policy.dtype=bfloat16, the output dtype of float8 products on GPUs"
+    if not hasattr(F, "scaled_mm"):
+        yield f" needs torch 2.10 or newer, this is {torch.__version__}; int8 takes as little memory"
+    if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        yield f": {torch.cuda.get_device_name(device)} has no float8; {NO_FLOAT8}"
+
+
 def check_quantization(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
     """UserError for a quantisation that the run, torch, its libraries or the device do not support."""
     asked = f"policy.quantize={how}"
     if how == "none":
         return
-    if tuning == "full":
-        raise UserError(f"{asked} is for weights that are not trained: set policy.tuning=lora, or take it out")
-    if how == "nf4" and not installed("bitsandbytes"):
-        raise UserError(f"{asked} needs bitsandbytes: pip install bitsandbytes, or take int8, which needs no library")
+    refuse(f"{asked}{fault}" for fault in _faults_of(how, tuning, dtype, device))
     if how != "fp8":
         return
-    if dtype != "bfloat16":
-        raise UserError(f"{asked} needs policy.dtype=bfloat16, the output dtype of float8 products on GPUs")
-    if not hasattr(F, "scaled_mm"):
-        raise UserError(f"{asked} needs torch 2.10 or newer, this is {torch.__version__}; int8 takes as little memory")
-    if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UserError(f"{asked}: {torch.cuda.get_device_name(device)} has no float8; {NO_FLOAT8}")
     try:
         _try_float8(device)
     except (RuntimeError, ValueError) as error:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.files import refuse_pointer
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.adapter_names import common_peelings
@@ -308,21 +308,26 @@ def _adapters_of(
         for name in (options.adapter, options.assistant)
     )
     above = options.lora_above
-    if start is not None and start.above not in (0, above):
-        raise UserError(f"policy.adapter: acts above sigma {start.above:g} alone; set policy.lora_above={start.above:g}")
-    if start is not None and mode == "lora" and start.above != above:
-        raise UserError(
-            f"policy.lora_above={above:g}: policy.adapter acts at all steps, and the saved adapter would hold both; "
-            "take lora_above out, or merge your adapter into policy.path (diffusers' fuse_lora)"
-        )
-    if assistant is not None and assistant.above:
-        raise UserError(f"policy.assistant: acts above sigma {assistant.above:g} alone, and would act at all steps")
+    refuse(_faults_of_steps(start, assistant, above, mode))
     if transformer.device.type == "meta":  # a plan's, which may have fewer blocks
         start, assistant = (adapter and adapter.of(transformer) for adapter in (start, assistant))
     for key, adapter in (("adapter", start), ("assistant", assistant)):
         if adapter is not None:
             check_fit(f"policy.{key}", adapter, transformer)
     return start, assistant
+
+
+def _faults_of_steps(start: Adapter | None, assistant: Adapter | None, above: float, mode: TuningMode) -> Iterator[str]:
+    """Why adapters cannot act at the steps that the options say."""
+    if start is not None and start.above not in (0, above):
+        yield f"policy.adapter: acts above sigma {start.above:g} alone; set policy.lora_above={start.above:g}"
+    if start is not None and mode == "lora" and start.above != above:
+        yield (
+            f"policy.lora_above={above:g}: policy.adapter acts at all steps, and the saved adapter would hold both; "
+            "take lora_above out, or merge your adapter into policy.path (diffusers' fuse_lora)"
+        )
+    if assistant is not None and assistant.above:
+        yield f"policy.assistant: acts above sigma {assistant.above:g} alone, and would act at all steps"
 
 
 def trainable(transformer: nn.Module) -> dict[str, nn.Parameter]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from g2rpo.core.capabilities import SumsGroups, candidates_of, differentiates_rewards, drops_members
 from g2rpo.core.contracts import name_of
-from g2rpo.core.errors import UserError, out_of_device_memory
+from g2rpo.core.errors import UserError, out_of_device_memory, refuse
 from g2rpo.core.types import Algorithm, Batch, Cond, Example, Loss, Policy, Reward
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, bounded_by
@@ -82,16 +82,20 @@ def check_groups(
 ) -> None:
     """UserError if some of `rewards` (or their classes) compare what a run of these settings does not have:
     groups, and the base model beside the tuned one."""
-    if not (comparing := ", ".join(name for name, reward in rewards.items() if reward.group)):
-        return
+    comparing = ", ".join(name for name, reward in rewards.items() if reward.group)
+    if comparing:
+        refuse(_faults_of_groups(algorithm, comparing, tuning, sharding))
+
+
+def _faults_of_groups(algorithm: Algorithm, comparing: str, tuning: str, sharding: str) -> Iterator[str]:
     if algorithm.group_size == 1 or candidates_of(algorithm) > 1:
         why = "chooses prompts by single pictures" if candidates_of(algorithm) > 1 else "has groups of one"
-        raise UserError(f"algorithm {name_of(algorithm)} {why}, and these rewards compare the pictures of a group: {comparing}")
+        yield f"algorithm {name_of(algorithm)} {why}, and these rewards compare the pictures of a group: {comparing}"
     what = f"{comparing}: held-out pictures are compared with the base's, which"
     if tuning == "full" and sharding != "none":
-        raise UserError(f"{what} trainer.sharding={sharding} cannot draw; take lora")
+        yield f"{what} trainer.sharding={sharding} cannot draw; take lora"
     if tuning == "full" and not algorithm.uses_base:
-        raise UserError(f"{what} policy.tuning=full does not keep; take lora, or a KL term (algorithm.kl_weight)")
+        yield f"{what} policy.tuning=full does not keep; take lora, or a KL term (algorithm.kl_weight)"
 
 
 @dataclass(frozen=True)
