@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from g2rpo.config.algorithms import ALGORITHMS, config_name, with_name
 from g2rpo.config.resolve import read_yaml, resolve
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.capabilities import FitsGrids
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import refuse
 from g2rpo.core.flow import sigma_grid
 from g2rpo.evaluation.work import plans_in, trained_sigmas_of
 
@@ -24,12 +24,9 @@ def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], N
     is_file = recipe.endswith((".yaml", ".yml"))
     if is_file:
         data, source = read_yaml(Path(recipe)), recipe
-    elif "=" in recipe:
-        raise UserError(f"{recipe} is an override; name a recipe (`g2rpo recipes` lists them) or a config.yaml before it")
     else:
+        refuse(_faults_of_name(recipe))
         if os.path.isdir(recipe):
-            if recipe not in recipes.names():
-                raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
             notify(f"{recipe} is taken for the recipe, not for the folder of that name here")
         data, source = recipes.settings(recipe), f"recipe {recipe}"
     config = resolve(data, overrides, source, notify)
@@ -39,6 +36,13 @@ def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], N
     own_algorithm = data.get("algorithm")
     kept = isinstance(own_algorithm, dict) and with_name(own_algorithm)["name"] == config_name(config.algorithm)
     return config if kept or config_name(config.algorithm) not in ALGORITHMS else _fitted(config, asked, notify)
+
+
+def _faults_of_name(recipe: str) -> Iterator[str]:
+    if "=" in recipe:
+        yield f"{recipe} is an override; name a recipe (`g2rpo recipes` lists them) or a config.yaml before it"
+    if os.path.isdir(recipe) and recipe not in recipes.names():
+        yield f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml"
 
 
 LORA = ("lora_rank", "lora_alpha", "lora_targets")

@@ -14,10 +14,10 @@ from rich.text import Text
 from g2rpo.app.stopping import stoppable
 from g2rpo.cli import options
 from g2rpo.cli.output import Output, console, say
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from g2rpo.app.prediction import Planned
     from g2rpo.config.schema import Config
@@ -43,12 +43,16 @@ def train(
     """Train a model on rewards."""
     if resume and recipe is not None and "=" in recipe and not recipe.endswith((".yaml", ".yml")):
         overrides, recipe = [recipe, *(overrides or [])], None
-    if accept_changes and not resume:
-        raise UserError("--accept-changes is for --resume; a new run has nothing to compare with")
-    if bases is not None and within is not None:
-        raise UserError("--bases: has no measure of an evaluation's time, which --within needs; leave one of them out")
+    refuse(_faults_of_options(resume, accept_changes, bases is not None, within is not None))
     asked = {"resume": resume, "accept_changes": accept_changes, "within": within, "find_rate": find_rate}
     _train(recipe, overrides, run_dir, bases=bases, **asked)
+
+
+def _faults_of_options(resume: bool, accept_changes: bool, bases: bool, within: bool) -> Iterator[str]:
+    if accept_changes and not resume:
+        yield "--accept-changes is for --resume; a new run has nothing to compare with"
+    if bases and within:
+        yield "--bases: has no measure of an evaluation's time, which --within needs; leave one of them out"
 
 
 @commands.command("resume", cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)

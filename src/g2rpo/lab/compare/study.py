@@ -20,7 +20,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from g2rpo.config.algorithms import algorithm_class
 from g2rpo.config.schema import Section, Steps
 from g2rpo.core import plugins
-from g2rpo.core.errors import UserError, did_you_mean
+from g2rpo.core.errors import UserError, did_you_mean, placed
 from g2rpo.core.files import Inside
 from g2rpo.evaluation.sweep import EvaluationDirectory
 from g2rpo.run.run import Run
@@ -102,10 +102,8 @@ def parse_cells(algorithms: str, cells: Sequence[str]) -> dict[str, list[str]]:
     for name in filter(None, map(str.strip, algorithms.split(","))):
         if plugins.is_code(name):
             plugins.allow(name)
-        try:
+        with placed("--algorithms: ", UserError):
             algorithm_class(name)
-        except UserError as error:
-            raise UserError(f"--algorithms: {error}") from None
         add(name.rpartition(":")[2], [f"algorithm.name={name}"])
     for cell in cells:
         name, colon, overrides = cell.partition(":")

@@ -25,7 +25,7 @@ from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Alarm, Config
-from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.errors import Stopped, UserError, placed
 from g2rpo.core.files import is_empty, write_whole
 from g2rpo.evaluation.sweep import EvaluationDirectory
 from g2rpo.evaluation.work import iterations_within
@@ -264,7 +264,5 @@ def _iterations(study: Study, cell: str, config: Config) -> int:
     budget = study.budget_of(cell)
     if study.unit == "iterations":
         return int(budget)
-    try:
+    with placed(f"--budget {study.unit}={budget:g}: cell {cell}: ", UserError):
         return iterations_within(config, budget)
-    except UserError as error:
-        raise UserError(f"--budget {study.unit}={budget:g}: cell {cell}: {error}") from None
