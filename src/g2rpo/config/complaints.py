@@ -123,7 +123,9 @@ def complaints(error: ValidationError, kind: Any, data: Mapping[str, Any]) -> It
             yield f"'{key}' is missing"
         elif what in NOT_A_GROUP and isinstance(wrong, str | int | float):
             wanted = _space(wrong) or f"; write {key}.{_example(key, wrong):.200}"
-            yield f"{key} is a group of settings, got {wrong!r:.200}{wanted}"
+            is_reward = key.rpartition(".")[0] in REWARD_TABLES
+            held = "a weight, or a group of settings" if is_reward else "a group of settings"
+            yield f"{key} is {held}, got {wrong!r:.200}{wanted}"
         else:
             listed = what in NOT_A_LIST and isinstance(wrong, str | int | float)
             brackets = f"; write it in brackets: [{wrong}]" if listed else ""
