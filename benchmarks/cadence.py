@@ -1,11 +1,13 @@
-"""What one optimizer step a rollout does in the place of the published eight: how far the weights go, and what they learn.
+"""What one optimizer step a rollout does in the place of the published eight: how far the weights
+go, and what they learn.
 
     python -m benchmarks.cadence
 
-The testbed's model under the recipe `reference` (16 steps, groups of 12 at steps 0 to 7, granularities 1 and 2, its rate and
-clip), in float32 and with one prompt an iteration. Trained on random rewards and on one that every update serves, the
-brightness of pictures: how far the weights are from their start after every iteration, and by how much held-out pictures of
-the same noise have become brighter. Shares are `update_every=rollout` over `update_every=branch`, seed by seed.
+The testbed's model under the recipe `reference` (16 steps, groups of 12 at steps 0 to 7,
+granularities 1 and 2, its rate and clip), in float32 and with one prompt an iteration. Trained on
+random rewards and on one that every update serves, the brightness of pictures: how far the weights
+are from their start after every iteration, and by how much held-out pictures of the same noise have
+become brighter. Shares are `update_every=rollout` over `update_every=branch`, seed by seed.
 
 Writes benchmarks/results/cadence.json.
 """
@@ -48,7 +50,12 @@ def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 def run(reward: Score, every: str, seed: int, args: argparse.Namespace) -> dict[str, list[float]]:
     """Distance of the weights and gain in brightness after every iteration."""
-    overrides = [*TESTBED, f"trainer.seed={seed}", f"algorithm.update_every={every}", *args.overrides]
+    overrides = [
+        *TESTBED,
+        f"trainer.seed={seed}",
+        f"algorithm.update_every={every}",
+        *args.overrides,
+    ]
     config = load_config("reference", overrides)
     prompts = build_prompts("testbed:train", "prompts.train")
     heldout = build_prompts("testbed:heldout", "evaluation.prompts")[: args.heldout]
@@ -67,7 +74,10 @@ def run(reward: Score, every: str, seed: int, args: argparse.Namespace) -> dict[
     seen: dict[str, list[float]] = {"distance": [], "gain": []}
     for _ in range(args.iterations):
         trainer.iterate()
-        squares = sum(float((p.detach() - q).square().sum()) for p, q in zip(trainer.learner.parameters, start, strict=True))
+        squares = sum(
+            float((p.detach() - q).square().sum())
+            for p, q in zip(trainer.learner.parameters, start, strict=True)
+        )
         seen["distance"].append(squares**0.5)
         seen["gain"].append(trainer.score_heldout().means()["brightness"] - before)
     return seen
@@ -81,19 +91,28 @@ def main() -> None:
             for iteration in range(args.iterations):
                 row = {"reward": name, "seed": seed, "iteration": iteration + 1}
                 for what in ("distance", "gain"):
-                    row[f"{what} with eight steps"], row[f"{what} with one"] = eight[what][iteration], one[what][iteration]
+                    row[f"{what} with eight steps"], row[f"{what} with one"] = (
+                        eight[what][iteration],
+                        one[what][iteration],
+                    )
                 rows.append(row)
     for name, what in (("random", "distance"), ("brightness", "distance"), ("brightness", "gain")):
-        print(f"{name}, {what} with one step as a share of that with eight, by iteration, mean and range over seeds:")
+        print(
+            f"{name}, {what} with one step as a share of that with eight, by iteration, mean and range over seeds:"
+        )
         for iteration in range(1, args.iterations + 1):
             alike = [row for row in rows if (row["reward"], row["iteration"]) == (name, iteration)]
             shares = [row[f"{what} with one"] / row[f"{what} with eight steps"] for row in alike]
-            print(f"  {iteration}: {statistics.mean(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})")
+            print(
+                f"  {iteration}: {statistics.mean(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
+            )
     print(save("cadence", args, began, rows))
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)

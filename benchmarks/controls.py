@@ -1,12 +1,14 @@
-"""What the untrained model spells without training, beside the tuned one: guidance by hand, away from an empty prompt and from
-the misspelling of each word, and the best of 16 pictures.
+"""What the untrained model spells without training, beside the tuned one: guidance by hand, away
+from an empty prompt and from the misspelling of each word, and the best of 16 pictures.
 
     python -m benchmarks.controls runs/quickstart-42 runs/quickstart-43 runs/quickstart-44
 
-Of finished runs of `words`, on the first 96 held-out words from the noise of each run's own evaluations, as `g2rpo evaluate
-RUN --controls` judges them; the other free knobs are in `benchmarks.quickstart`. Tesseract, which nothing was chosen by, reads
-the pictures too, where it is installed. The base draws a and e as r and n (assets/words/README.md); the negative prompt of a
-word that is misspelt so knows the fault. Finished parts are not repeated. Writes benchmarks/results/controls.json.
+Of finished runs of `words`, on the first 96 held-out words from the noise of each run's own
+evaluations, as `g2rpo evaluate RUN --controls` judges them; the other free knobs are in
+`benchmarks.quickstart`. Tesseract, which nothing was chosen by, reads the pictures too, where it is
+installed. The base draws a and e as r and n (assets/words/README.md); the negative prompt of a word
+that is misspelt so knows the fault. Finished parts are not repeated. Writes
+benchmarks/results/controls.json.
 """
 
 from __future__ import annotations
@@ -51,11 +53,17 @@ def judged(run: Path, count: int) -> Controls:
         evaluate(settings, [f"num_prompts={count}"], folder, emit=Output())
     rows = [json.loads(line) for line in (folder / "pictures.jsonl").read_text().splitlines()]
     if available():
-        for row, letters in zip(rows, read_words([folder / row["picture"] for row in rows]), strict=True):
+        for row, letters in zip(
+            rows, read_words([folder / row["picture"] for row in rows]), strict=True
+        ):
             row["scores"]["tesseract_exact"] = float(letters == word_of(row["prompt"]).letters)
 
     def of(side: str, control: str | None = None) -> dict[str, Tensor]:
-        own = [row for row in rows if (row["side"], control or row.get("control")) == (side, row.get("control"))]
+        own = [
+            row
+            for row in rows
+            if (row["side"], control or row.get("control")) == (side, row.get("control"))
+        ]
         right = right_of(own)
         return scores_of(own) | ({} if right is None else {RIGHT: right})
 
@@ -71,7 +79,8 @@ def judged(run: Path, count: int) -> Controls:
 
 
 def away_from_the_fault(run: Path, count: int) -> dict[str, Any]:
-    """By control the price of a picture, and the means over held-out words of the base guided away from each misspelling."""
+    """By control the price of a picture, and the means over held-out words of the base guided away
+    from each misspelling."""
     stored = run / "away_from_the_fault.json"
     if not stored.is_file():
         config = Run(run).read_config()
@@ -80,11 +89,18 @@ def away_from_the_fault(run: Path, count: int) -> dict[str, Any]:
         found = {}
         for control in AWAY:
             scores = []
-            for number, prompt in enumerate(build_prompts(config.evaluation.prompts, "evaluation.prompts")[:count]):
+            for number, prompt in enumerate(
+                build_prompts(config.evaluation.prompts, "evaluation.prompts")[:count]
+            ):
                 own = control.model_copy(update={"negative_prompt": misspelt(prompt)})
-                scores.append(sampler.evaluate([prompt], rewards, first=number, control=own).means())
+                scores.append(
+                    sampler.evaluate([prompt], rewards, first=number, control=own).means()
+                )
             means = {name: statistics.mean(row[name] for row in scores) for name in rewards}
-            found[str(control)] = {"evaluations": control.evaluations(sampler.num_steps), "means": means}
+            found[str(control)] = {
+                "evaluations": control.evaluations(sampler.num_steps),
+                "means": means,
+            }
         write_whole(stored, as_json(found).encode())
     return dict(json.loads(stored.read_text()))
 
@@ -118,7 +134,10 @@ def main() -> None:
     all_runs, names = list(found.values()), [RIGHT, "ocr_exact"]
     said = [*in_words(all_runs, names), *in_figures(all_runs, names)]
     print(*said, sep="\n")
-    runs = {run: {"controls": one.model_dump(), "away_from_the_fault": away[run]} for run, one in found.items()}
+    runs = {
+        run: {"controls": one.model_dump(), "away_from_the_fault": away[run]}
+        for run, one in found.items()
+    }
     results = {"prompts": args.prompts, "over_runs": summary, "said": said, "runs": runs}
     write_whole(args.out, (as_json(results, 1) + "\n").encode())
 
@@ -126,12 +145,17 @@ def main() -> None:
 def over_runs(evaluations: int, readings: int, means: list[dict[str, Any]]) -> dict[str, Any]:
     """The price of one way, and by score the mean over runs, the lowest and the highest."""
     scores = {name: [own[name] for own in means] for name in means[0]}
-    ends = {name: [round(end, 4) for end in (statistics.mean(of), min(of), max(of))] for name, of in scores.items()}
+    ends = {
+        name: [round(end, 4) for end in (statistics.mean(of), min(of), max(of))]
+        for name, of in scores.items()
+    }
     return {"evaluations": evaluations, "readings": readings, **ends}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/controls.json"))

@@ -1,28 +1,32 @@
-"""Precise credit: how much of a group's policy gradient is signal, with noise at one step and with noise at many.
+"""Precise credit: how much of a group's policy gradient is signal, with noise at one step and with
+noise at many.
 
     python -m benchmarks.credit --sets 0-3 5-8 0-8 --windows 0-1 7-8 0-8   # one stochastic step at a time, or several at once
     python -m benchmarks.credit --prompts 6 --explained                    # how much of the reward the scored noise explains
 
-At the base model a group of one prompt gives one gradient of the surrogate (ratio 1, so that of mean A log p). Groups of
-different prompts are independent estimates of the gradient that training follows; what they agree on is signal:
+At the base model a group of one prompt gives one gradient of the surrogate (ratio 1, so that of
+mean A log p). Groups of different prompts are independent estimates of the gradient that training
+follows; what they agree on is signal:
 
     signal S = mean over i != j of <g_i, g_j>      share = S / mean |g_i|^2      (unbiased; 1 for equal gradients, 0 for noise)
 
-("0-3 one at a time" is G2RPO's: the mean over groups that branch off one anchor at these steps, one gradient a prompt; "evened
-out": times std / |dsigma|.) A mean of n groups has squared cosine n rho / (1 + n rho) with the true gradient, where
-rho = share / (1 - share); so 1 / rho groups, times what a group costs, are the network evaluations at which signal and noise
-are equal. Each variant follows a gradient of its own (of the expected reward through its noise): the number says how well
+("0-3 one at a time" is G2RPO's: the mean over groups that branch off one anchor at these steps, one
+gradient a prompt; "evened out": times std / |dsigma|.) A mean of n groups has squared cosine n rho
+/ (1 + n rho) with the true gradient, where rho = share / (1 - share); so 1 / rho groups, times what
+a group costs, are the network evaluations at which signal and noise are equal. Each variant follows
+a gradient of its own (of the expected reward through its noise): the number says how well
 determined that is, not how far it leads.
 
-Better determined is how all of them agree with one direction, the sum over prompts and single steps of the gradients of one
-reward, each step's in units of its own size:
+Better determined is how all of them agree with one direction, the sum over prompts and single steps
+of the gradients of one reward, each step's in units of its own size:
 
     alignment = mean over i of <g_i, C_-i> / (|g| |C|)         C_-i: without prompt i         efficiency = alignment^2 / cost
 
-C is itself mostly noise, which shortens all alignments alike; so alignments and efficiencies compare variants, and an optimizer
-that takes steps of one size gets along C in proportion to the root of efficiency times evaluations.
-Inner products are those of count sketches (Charikar et al. 2002), all by one hash: with b buckets they err by
-|g| |h| sqrt(2 / b) at most in standard deviation, 0.8 % of squared norms at the default.
+C is itself mostly noise, which shortens all alignments alike; so alignments and efficiencies
+compare variants, and an optimizer that takes steps of one size gets along C in proportion to the
+root of efficiency times evaluations. Inner products are those of count sketches (Charikar et al.
+2002), all by one hash: with b buckets they err by |g| |h| sqrt(2 / b) at most in standard
+deviation, 0.8 % of squared norms at the default.
 
 Writes benchmarks/results/NAME.json and NAME.png.
 """
@@ -85,7 +89,8 @@ SIZES = BatchSizes(rollout=8, decode=8, micro=8)
 
 
 class Sketch:
-    """A fixed random map of vectors [size] to [buckets] that keeps inner products on average: signed entries, added up."""
+    """A fixed random map of vectors [size] to [buckets] that keeps inner products on average:
+    signed entries, added up."""
 
     def __init__(self, size: int, buckets: int, seed: int = 0) -> None:
         generator = generator_for("sketch", seed)
@@ -94,7 +99,9 @@ class Sketch:
         self.sign = torch.randint(2, (size,), generator=generator).float() * 2 - 1
 
     def __call__(self, vector: Tensor) -> Tensor:
-        return torch.zeros(self.buckets).index_add_(0, self.bucket, vector.cpu().float() * self.sign)
+        return torch.zeros(self.buckets).index_add_(
+            0, self.bucket, vector.cpu().float() * self.sign
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,8 @@ class Signal:
     """Mean cosine of one gradient with the sum of all others."""
     cosine_error: float
     silent: float
-    """The share of groups whose gradient is 0, because their rewards are all equal. They count as noise-free zeros above."""
+    """The share of groups whose gradient is 0, because their rewards are all equal. They count as
+    noise-free zeros above."""
     count: int
 
     def groups(self, share: float | None = None) -> float:
@@ -121,10 +129,10 @@ class Signal:
 def signal_of(gram: NDArray[np.float64]) -> Signal:
     """The signal in n >= 4 independent gradients with inner products `gram` [n, n].
 
-    The mean of the off-diagonal entries is a U-statistic; its variance is Hoeffding's (1948),
-    4 (n - 2) / (n (n - 1)) zeta_1 + 2 / (n (n - 1)) zeta_2, with unbiased estimates of zeta_1, the covariance of two inner
-    products with one gradient in common, and zeta_2, the variance of one; zeta_1's is cut at 0, which makes
-    the error somewhat too large where there is no signal.
+    The mean of the off-diagonal entries is a U-statistic; its variance is Hoeffding's (1948), 4 (n
+    - 2) / (n (n - 1)) zeta_1 + 2 / (n (n - 1)) zeta_2, with unbiased estimates of zeta_1, the
+    covariance of two inner products with one gradient in common, and zeta_2, the variance of one;
+    zeta_1's is cut at 0, which makes the error somewhat too large where there is no signal.
     """
     n = len(gram)
     squares = np.diag(gram)
@@ -135,7 +143,9 @@ def signal_of(gram: NDArray[np.float64]) -> Signal:
     pairs = n * (n - 1)
     mean = rows.sum() / pairs
     products = ((gram**2).sum(1) - squares**2).sum()
-    squared_mean = (rows.sum() ** 2 - 4 * (rows**2).sum() + 2 * products) / (pairs * (n - 2) * (n - 3))
+    squared_mean = (rows.sum() ** 2 - 4 * (rows**2).sum() + 2 * products) / (
+        pairs * (n - 2) * (n - 3)
+    )
     zeta_1 = max(0.0, ((rows**2).sum() - products) / (pairs * (n - 2)) - squared_mean)
     zeta_2 = max(0.0, products / pairs - squared_mean)
     error = math.sqrt((4 * (n - 2) * zeta_1 + 2 * zeta_2) / pairs)
@@ -153,7 +163,8 @@ def signal_of(gram: NDArray[np.float64]) -> Signal:
 
 
 def alignment_of(vectors: Tensor, common: Tensor) -> tuple[float, float]:
-    """How gradients [P, B] agree with the direction of the others' `common` [P, B], and the standard error over prompts."""
+    """How gradients [P, B] agree with the direction of the others' `common` [P, B], and the
+    standard error over prompts."""
     size, total = vectors.square().sum(1).mean().sqrt(), common.sum(0)
     if size == 0:
         return 0.0, 0.0
@@ -170,45 +181,83 @@ class Variant:
 
 
 def gradients(
-    policy: Policy, kernel: Kernel, sigmas: Tensor, rollout: Rollout, advantages: Tensor, prompt: str
+    policy: Policy,
+    kernel: Kernel,
+    sigmas: Tensor,
+    rollout: Rollout,
+    advantages: Tensor,
+    prompt: str,
 ) -> list[Tensor]:
-    """The gradient [parameters] of mean A log p over members and trained steps, for each row of advantages [V, G]."""
+    """The gradient [parameters] of mean A log p over members and trained steps, for each row of
+    advantages [V, G]."""
     parameters = policy.trainable_parameters()
     totals = [torch.zeros(sum(p.numel() for p in parameters)) for _ in advantages]
     for t in rollout.transitions:
         cond = policy.encode([prompt]).rows([0] * len(t.x))
-        sigma, sigma_next = (sigmas[t.step + ahead].expand(len(t.x)).to(t.x.device) for ahead in (0, 1))
-        log_prob = kernel(t.x, policy.velocity(t.x, sigma, cond), sigma, sigma_next).log_prob(t.x_next)
+        sigma, sigma_next = (
+            sigmas[t.step + ahead].expand(len(t.x)).to(t.x.device) for ahead in (0, 1)
+        )
+        log_prob = kernel(t.x, policy.velocity(t.x, sigma, cond), sigma, sigma_next).log_prob(
+            t.x_next
+        )
         for total, weights in zip(totals, advantages, strict=True):
             if not weights.any():
                 continue
             loss = (weights.to(log_prob) * log_prob).mean() / len(rollout.transitions)
             parts = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
             total += torch.cat(
-                [(torch.zeros_like(p) if part is None else part).flatten() for part, p in zip(parts, parameters, strict=True)]
+                [
+                    (torch.zeros_like(p) if part is None else part).flatten()
+                    for part, p in zip(parts, parameters, strict=True)
+                ]
             ).cpu()
     return totals
 
 
-def sketch_prompt(trainer: Trainer, variants: Mapping[str, Variant], sketch: Sketch, number: int) -> dict[str, Tensor]:
-    """Sketches [R, buckets] of one prompt's gradients by variant, for each reward alone. Variants share what noise they can."""
+def sketch_prompt(
+    trainer: Trainer, variants: Mapping[str, Variant], sketch: Sketch, number: int
+) -> dict[str, Tensor]:
+    """Sketches [R, buckets] of one prompt's gradients by variant, for each reward alone. Variants
+    share what noise they can."""
     (prompt,) = trainer.loop.order.batch(number, 1)
     plans = list(dict.fromkeys(plan for own in variants.values() for plan in own.plans))
-    engine = Engine(policy=trainer.policy, cond=trainer.policy.encode([prompt]), sigmas=trainer.sigmas, batch_size=96)
+    engine = Engine(
+        policy=trainer.policy,
+        cond=trainer.policy.encode([prompt]),
+        sigmas=trainer.sigmas,
+        batch_size=96,
+    )
 
     def noise(place: int, *purpose: Any) -> torch.Generator:
         return generator_for(trainer.config.trainer.seed, "credit", number, *purpose)
 
-    rollouts = engine.rollout(plans, trainer.algorithm.group_size, trainer.algorithm.kernel(trainer.sigmas), noise)
+    rollouts = engine.rollout(
+        plans, trainer.algorithm.group_size, trainer.algorithm.kernel(trainer.sigmas), noise
+    )
     rewards = score_rollouts(
-        trainer.policy, rollouts, trainer.rewards, [prompt], BatchSizes(rollout=8, decode=8, micro=8)
+        trainer.policy,
+        rollouts,
+        trainer.rewards,
+        [prompt],
+        BatchSizes(rollout=8, decode=8, micro=8),
     )  # [plans, R, 1, G]
     found = {}
-    for plan, rollout, advantages in zip(plans, rollouts, group_normalize(rewards).sum(2), strict=True):
-        own = gradients(trainer.policy, trainer.algorithm.kernel(trainer.sigmas), trainer.sigmas, rollout, advantages, prompt)
+    for plan, rollout, advantages in zip(
+        plans, rollouts, group_normalize(rewards).sum(2), strict=True
+    ):
+        own = gradients(
+            trainer.policy,
+            trainer.algorithm.kernel(trainer.sigmas),
+            trainer.sigmas,
+            rollout,
+            advantages,
+            prompt,
+        )
         found[plan] = torch.stack([sketch(gradient) for gradient in own])
     return {
-        name: torch.stack([weight * found[plan] for plan, weight in zip(own.plans, own.weights, strict=True)]).mean(0)
+        name: torch.stack(
+            [weight * found[plan] for plan, weight in zip(own.plans, own.weights, strict=True)]
+        ).mean(0)
         for name, own in variants.items()
     }
 
@@ -216,8 +265,9 @@ def sketch_prompt(trainer: Trainer, variants: Mapping[str, Variant], sketch: Ske
 def explained(values: NDArray[np.float64], resamples: int = 2000) -> Interval:
     """The share of the variance of values [P, A, B] within a prompt that their row explains.
 
-    Rows are A draws of one noise, columns B draws of all the rest: one-way ANOVA's unbiased variance components, each summed
-    over prompts, with a bootstrap interval over prompts. NaN if nothing varies; a share near 0 may come out negative.
+    Rows are A draws of one noise, columns B draws of all the rest: one-way ANOVA's unbiased
+    variance components, each summed over prompts, with a bootstrap interval over prompts. NaN if
+    nothing varies; a share near 0 may come out negative.
     """
     prompts, a, b = values.shape
     means = values.mean(2)
@@ -226,19 +276,31 @@ def explained(values: NDArray[np.float64], resamples: int = 2000) -> Interval:
     total = (rows + within).sum()
     if total == 0:
         return Interval(math.nan, math.nan, math.nan, prompts)
-    weights = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), resamples)
-    varied = weights @ (rows + within) > 0  # a resample may hold nothing but prompts of which all pictures score alike
-    low, high = np.quantile((weights @ rows)[varied] / (weights @ (rows + within))[varied], [0.025, 0.975])
+    weights = np.random.default_rng(0).multinomial(
+        prompts, np.full(prompts, 1 / prompts), resamples
+    )
+    # a resample may hold nothing but prompts of which all pictures score alike
+    varied = weights @ (rows + within) > 0
+    low, high = np.quantile(
+        (weights @ rows)[varied] / (weights @ (rows + within))[varied], [0.025, 0.975]
+    )
     return Interval(float(rows.sum() / total), float(low), float(high), prompts)
 
 
-def repeat_the_rest(trainer: Trainer, number: int, step: int, noisy: int, draws: int, repeats: int) -> Tensor:
-    """Rewards [R, draws, repeats] of one prompt whose steps 0 .. noisy - 1 are stochastic, from one initial noise: the noise
-    of `step` is drawn `draws` times, and that of all other steps anew in each of `repeats`."""
+def repeat_the_rest(
+    trainer: Trainer, number: int, step: int, noisy: int, draws: int, repeats: int
+) -> Tensor:
+    """Rewards [R, draws, repeats] of one prompt whose steps 0 .. noisy - 1 are stochastic, from one
+    initial noise: the noise of `step` is drawn `draws` times, and that of all other steps anew in
+    each of `repeats`."""
     (prompt,) = trainer.loop.order.batch(number, 1)
     policy, sigmas, count = trainer.policy, trainer.sigmas, draws * repeats
     engine = Engine(policy=policy, cond=policy.encode([prompt]), sigmas=sigmas, batch_size=96)
-    x = policy.noise([generator_for("explained", number)]).expand(count, -1, *[-1] * (policy_dims(trainer) - 1)).clone()
+    x = (
+        policy.noise([generator_for("explained", number)])
+        .expand(count, -1, *[-1] * (policy_dims(trainer) - 1))
+        .clone()
+    )
     with torch.no_grad():
         for at in range(len(sigmas) - 1):
             v = engine.velocity(x, [at] * count, [0] * count)
@@ -248,7 +310,9 @@ def repeat_the_rest(trainer: Trainer, number: int, step: int, noisy: int, draws:
             generator = generator_for("explained", number, step, at)
             noise = torch.randn(draws if at == step else count, *x.shape[1:], generator=generator)
             noise = noise.repeat_interleave(repeats, 0) if at == step else noise
-            x = trainer.algorithm.kernel(trainer.sigmas)(x, v, sigmas[at], sigmas[at + 1]).sample(noise)
+            x = trainer.algorithm.kernel(trainer.sigmas)(x, v, sigmas[at], sigmas[at + 1]).sample(
+                noise
+            )
         images = decode(policy, x, 8)
     return score(trainer.rewards, images, [prompt] * count).unflatten(1, (draws, repeats))
 
@@ -259,19 +323,26 @@ def policy_dims(trainer: Trainer) -> int:
 
 
 def variants_of(args: argparse.Namespace, trainer: Trainer) -> dict[str, Variant]:
-    """Single steps; sets of them, plain and evened out; windows of steps that are all stochastic."""
+    """Single steps; sets of them, plain and evened out; windows of steps that are all
+    stochastic."""
     num_steps = trainer.config.sampling.num_steps
     steps = list(range(num_steps - 1)) if args.steps is None else args.steps
-    plans = {step: window(step, step + 1, num_steps, shared_noise=True) for step in range(num_steps - 1)}
+    plans = {
+        step: window(step, step + 1, num_steps, shared_noise=True) for step in range(num_steps - 1)
+    }
     found = {f"step {step}": Variant((plans[step],), (1.0,)) for step in steps}
     for name in args.sets:
         own = tuple(plans[step] for step in steps_of(name))
         found[f"{name} one at a time"] = Variant(own, (1.0,) * len(own))
-        found[f"{name} evened out"] = Variant(own, tuple(evening(trainer, step) for step in steps_of(name)))
+        found[f"{name} evened out"] = Variant(
+            own, tuple(evening(trainer, step) for step in steps_of(name))
+        )
     for kind, names, shared in (("", args.windows, True), (", own noise", args.own, False)):
         for name in names:
             first, *_, last = steps_of(name)
-            found[f"steps {name} at once{kind}"] = Variant((window(first, last + 1, num_steps, shared),), (1.0,))
+            found[f"steps {name} at once{kind}"] = Variant(
+                (window(first, last + 1, num_steps, shared),), (1.0,)
+            )
     return found
 
 
@@ -285,7 +356,10 @@ def evening(trainer: Trainer, step: int) -> float:
     """std / |dsigma| of a branch step, with which every step's velocity counts equally."""
     sigma, after = trainer.sigmas[step], trainer.sigmas[step + 1]
     return float(
-        trainer.algorithm.kernel(trainer.sigmas)(torch.zeros(1, 1), torch.zeros(1, 1), sigma, after).std / (sigma - after)
+        trainer.algorithm.kernel(trainer.sigmas)(
+            torch.zeros(1, 1), torch.zeros(1, 1), sigma, after
+        ).std
+        / (sigma - after)
     )
 
 
@@ -304,13 +378,20 @@ def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str,
     rows = []
     for place, reward in enumerate(trainer.rewards):
         singles = [own[:, place] for name, own in stacked.items() if name.startswith("step ")]
-        common = sum((own / own.square().sum(1).mean().sqrt() for own in singles if own.any()), torch.zeros(()))
+        common = sum(
+            (own / own.square().sum(1).mean().sqrt() for own in singles if own.any()),
+            torch.zeros(()),
+        )
         for name, variant in variants.items():
-            trained, _ = count_trained(trainer.algorithm, variant.plans, trainer.config.sampling.num_steps)
+            trained, _ = count_trained(
+                trainer.algorithm, variant.plans, trainer.config.sampling.num_steps
+            )
             cost = count_evaluations(variant.plans, size) + TRAINED_LATENT * trained
             vectors = stacked[name][:, place]
             signal = signal_of((vectors @ vectors.T).numpy())
-            low, high = (cost * signal.groups(signal.share + side * Z * signal.error) for side in (1, -1))
+            low, high = (
+                cost * signal.groups(signal.share + side * Z * signal.error) for side in (1, -1)
+            )
             alignment, error = alignment_of(vectors, common) if singles else (math.nan, math.nan)
             rows.append(
                 {
@@ -331,13 +412,22 @@ def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str,
 
 
 def measure_explained(trainer: Trainer, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per step and reward: the share of the reward's variance that the step's noise explains among many."""
+    """One row per step and reward: the share of the reward's variance that the step's noise
+    explains among many."""
     noisy = trainer.config.sampling.num_steps - 1
     rows = []
     for step in range(noisy) if args.steps is None else args.steps:
         prompts = range(args.prompts)
-        values = torch.stack([repeat_the_rest(trainer, number, step, noisy, args.draws, args.repeats) for number in prompts])
-        found = {name: explained(values[:, place].double().numpy()) for place, name in enumerate(trainer.rewards)}
+        values = torch.stack(
+            [
+                repeat_the_rest(trainer, number, step, noisy, args.draws, args.repeats)
+                for number in prompts
+            ]
+        )
+        found = {
+            name: explained(values[:, place].double().numpy())
+            for place, name in enumerate(trainer.rewards)
+        }
         print(
             f"step {step}: {', '.join(f'{name} {own.mean:.3f} [{own.low:.3f}, {own.high:.3f}]' for name, own in found.items())}"
         )
@@ -349,7 +439,9 @@ def draw_signal(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Share, alignment and efficiency by variant, a colour per reward."""
     from matplotlib.figure import Figure
 
-    variants, rewards = (list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "reward"))
+    variants, rewards = (
+        list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "reward")
+    )
     figure = Figure((1.5 + 0.5 * len(variants), 8), layout="constrained")
     axes = figure.subplots(3, 1, sharex=True)
     panels = (
@@ -386,14 +478,28 @@ def lines_by(key: str, rows: Sequence[Mapping[str, Any]]) -> list[CurveLine]:
     for style, name in enumerate(dict.fromkeys(row[key] for row in rows)):
         own = [row for row in rows if row[key] == name]
         ends = [(row["low"], row["high"]) for row in own]
-        lines.append(CurveLine(name, [row["step"] for row in own], [row["mean"] for row in own], style, ends, "marked"))
+        lines.append(
+            CurveLine(
+                name,
+                [row["step"] for row in own],
+                [row["mean"] for row in own],
+                style,
+                ends,
+                "marked",
+            )
+        )
     return lines
 
 
-def save(name: str, args: argparse.Namespace, began: float, rows: Sequence[Mapping[str, Any]]) -> Path:
+def save(
+    name: str, args: argparse.Namespace, began: float, rows: Sequence[Mapping[str, Any]]
+) -> Path:
     """benchmarks/results/NAME.json; infinite numbers are null."""
     clean = [
-        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
         for row in rows
     ]
     path = Path("benchmarks/results") / f"{name}.json"
@@ -412,13 +518,17 @@ def main() -> None:
     args = arguments()
     began = time.perf_counter()
     seed = f"trainer.seed={seed_for('credit', args.seed) % 2**31}"
-    trainer = build(Request(config=load_config(args.recipe, [*REWARDS[args.recipe], seed, *args.overrides])))
+    trainer = build(
+        Request(config=load_config(args.recipe, [*REWARDS[args.recipe], seed, *args.overrides]))
+    )
     name = args.name or ("credit_explained" if args.explained else "credit")
     rows = (measure_explained if args.explained else measure_signal)(trainer, args)
     path = save(name, args, began, rows)
     (draw_explained if args.explained else draw_signal)(path.with_suffix(".png"), rows)
     if not args.explained:
-        print(f"{'variant':26} {'reward':11} {'share':>18} {'silent':>6} {'cost':>6} {'alignment':>15} {'efficiency':>15}")
+        print(
+            f"{'variant':26} {'reward':11} {'share':>18} {'silent':>6} {'cost':>6} {'alignment':>15} {'efficiency':>15}"
+        )
         for row in rows:
             print(
                 f"{row['variant']:26} {row['reward']:11} {row['share']:+9.4f} ± {row['error']:.4f} {row['silent']:6.2f} "
@@ -429,8 +539,11 @@ def main() -> None:
 
 
 def instrument_parser(description: str | None, prompts: int) -> argparse.ArgumentParser:
-    """What every instrument at the base model takes: a recipe and overrides, how many prompts, a seed."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """What every instrument at the base model takes: a recipe and overrides, how many prompts, a
+    seed."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--recipe", choices=list(REWARDS), default="scenes")
     parser.add_argument("--prompts", type=int, default=prompts)
@@ -441,13 +554,33 @@ def instrument_parser(description: str | None, prompts: int) -> argparse.Argumen
 def arguments() -> argparse.Namespace:
     parser = instrument_parser(__doc__, prompts=48)
     parser.add_argument("--name", help="of the results; default credit or credit_explained")
-    parser.add_argument("--steps", type=int, nargs="*", help="single stochastic steps; default all but the last")
-    parser.add_argument("--sets", nargs="*", default=[], metavar="A-B", help="steps one at a time, off one anchor")
-    parser.add_argument("--windows", nargs="*", default=[], metavar="A-B", help="steps all stochastic at once")
-    parser.add_argument("--own", nargs="*", default=[], metavar="A-B", help="the same, from initial noise of each member's own")
-    parser.add_argument("--explained", action="store_true", help="measure what one step's noise explains among that of all")
-    parser.add_argument("--draws", type=int, default=12, help="(--explained) draws of the step's noise")
-    parser.add_argument("--repeats", type=int, default=3, help="(--explained) draws of the rest for each")
+    parser.add_argument(
+        "--steps", type=int, nargs="*", help="single stochastic steps; default all but the last"
+    )
+    parser.add_argument(
+        "--sets", nargs="*", default=[], metavar="A-B", help="steps one at a time, off one anchor"
+    )
+    parser.add_argument(
+        "--windows", nargs="*", default=[], metavar="A-B", help="steps all stochastic at once"
+    )
+    parser.add_argument(
+        "--own",
+        nargs="*",
+        default=[],
+        metavar="A-B",
+        help="the same, from initial noise of each member's own",
+    )
+    parser.add_argument(
+        "--explained",
+        action="store_true",
+        help="measure what one step's noise explains among that of all",
+    )
+    parser.add_argument(
+        "--draws", type=int, default=12, help="(--explained) draws of the step's noise"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="(--explained) draws of the rest for each"
+    )
     parser.add_argument("--buckets", type=int, default=32768)
     return parser.parse_args()
 

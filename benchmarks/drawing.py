@@ -1,4 +1,5 @@
-"""What the pictures of the pages share: fonts, colours, and words with a tick or a cross. At twice the pixels of a page."""
+"""What the pictures of the pages share: fonts, colours, and words with a tick or a cross. At twice
+the pixels of a page."""
 
 from __future__ import annotations
 
@@ -33,12 +34,18 @@ def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
 
 
 def draw_word(canvas: Image.Image, word: Word, x: int, y: int) -> int:
-    """The word's picture, and below it a tick or a cross with the letters asked for; returns the height."""
+    """The word's picture, and below it a tick or a cross with the letters asked for; returns the
+    height."""
     draw, (width, height) = ImageDraw.Draw(canvas), WORD
     draw.rounded_rectangle((x, y, x + width, y + height + 36), 8, fill=TINT[word.right])
     canvas.paste(word.picture.convert("RGB").resize(WORD, Image.Resampling.BICUBIC), (x, y))
-    text, colour = f"{'✓' if word.right else '✗'} {word.letters}", RIGHT_COLOUR if word.right else WRONG_COLOUR
-    draw.text((x + width // 2, y + height + 18), text, fill=colour, font=font(22, bold=True), anchor="mm")
+    text, colour = (
+        f"{'✓' if word.right else '✗'} {word.letters}",
+        RIGHT_COLOUR if word.right else WRONG_COLOUR,
+    )
+    draw.text(
+        (x + width // 2, y + height + 18), text, fill=colour, font=font(22, bold=True), anchor="mm"
+    )
     return height + 36
 
 
@@ -47,12 +54,18 @@ def before_and_after(sides: Sequence[tuple[str, str, Sequence[Word]]], columns: 
     gap, between, top = 14, 52, 104
     panel = columns * (WORD[0] + gap) - gap
     rows = -(-len(sides[0][2]) // columns)
-    canvas = Image.new("RGB", (len(sides) * (panel + between) - between + 2 * gap, top + rows * (100 + gap)), PAGE_COLOUR)
+    canvas = Image.new(
+        "RGB",
+        (len(sides) * (panel + between) - between + 2 * gap, top + rows * (100 + gap)),
+        PAGE_COLOUR,
+    )
     draw = ImageDraw.Draw(canvas)
     for number, (heading, below, words) in enumerate(sides):
         left = gap + number * (panel + between)
         draw.text((left, 10), heading, fill=TEXT_COLOUR, font=font(40, bold=True))
         draw.text((left, 62), below, fill=SOFT_COLOUR, font=font(24))
         for i, word in enumerate(words):
-            draw_word(canvas, word, left + i % columns * (WORD[0] + gap), top + i // columns * (100 + gap))
+            draw_word(
+                canvas, word, left + i % columns * (WORD[0] + gap), top + i // columns * (100 + gap)
+            )
     return canvas

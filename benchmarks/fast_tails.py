@@ -1,10 +1,12 @@
-"""What every option of `sampling.tails` saves and what it costs: rewards of the same members, finished exactly and fast.
+"""What every option of `sampling.tails` saves and what it costs: rewards of the same members,
+finished exactly and fast.
 
     python -m benchmarks.fast_tails --out benchmarks/results/fast_tails.json      # the testbed
 
-Anchors, noises and stochastic steps are the same; only tails differ. For every reward: the mean absolute error of a member's
-reward, and Spearman's rank correlation within groups (mean and standard deviation over groups; groups whose rewards are all
-equal have none). Seconds are those of rollouts alone, exact and fast alternating in one process.
+Anchors, noises and stochastic steps are the same; only tails differ. For every reward: the mean
+absolute error of a member's reward, and Spearman's rank correlation within groups (mean and
+standard deviation over groups; groups whose rewards are all equal have none). Seconds are those of
+rollouts alone, exact and fast alternating in one process.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class Runner:
     batch_size: int
     clock: Callable[[], float]
 
-    def rollout(self, tails: Tails, algorithm: Any = None, repeat: int = 0) -> tuple[list[Rollout], int, float]:
+    def rollout(
+        self, tails: Tails, algorithm: Any = None, repeat: int = 0
+    ) -> tuple[list[Rollout], int, float]:
         """Rollouts, network evaluations, seconds."""
         algorithm = algorithm or self.algorithm
         cond = self.policy.encode(self.prompts)
@@ -80,7 +84,8 @@ class Runner:
 
 
 def agreement(exact: Tensor, fast: Tensor) -> dict[str, float | int]:
-    """Error and rank correlation of rewards [groups, members]; NaN scores and silent groups are left out."""
+    """Error and rank correlation of rewards [groups, members]; NaN scores and silent groups are
+    left out."""
     ranks = []
     for ours, theirs in zip(fast.tolist(), exact.tolist(), strict=True):
         if len(set(ours)) > 1 and len(set(theirs)) > 1:
@@ -108,14 +113,26 @@ def main() -> None:
     sigmas = sigma_grid(args.num_steps, config.sampling.shift)
     runner = Runner(policy, prompts, config.algorithm, sigmas, args.batch_size, CLOCKS[args.clock])
     coarse = config.algorithm.__class__(
-        **{**vars(config.algorithm), "granularities": tuple(2 * g for g in config.algorithm.granularities)}
+        **{
+            **vars(config.algorithm),
+            "granularities": tuple(2 * g for g in config.algorithm.granularities),
+        }
     )
 
     def scores(rollouts: list[Rollout]) -> Tensor:
         """[R, groups * tails, members]."""
-        return score_rollouts(policy, rollouts, rewards, prompts, SIZES).transpose(0, 1).flatten(1, 2)
+        return (
+            score_rollouts(policy, rollouts, rewards, prompts, SIZES).transpose(0, 1).flatten(1, 2)
+        )
 
-    small = Runner(policy, prompts[:1], GranularGRPO(branch_steps=(0,)), sigmas, args.batch_size, CLOCKS[args.clock])
+    small = Runner(
+        policy,
+        prompts[:1],
+        GranularGRPO(branch_steps=(0,)),
+        sigmas,
+        args.batch_size,
+        CLOCKS[args.clock],
+    )
     exact, exact_evaluations, _ = runner.rollout(EXACT)
     truth = scores(exact)
     rows = []
@@ -138,7 +155,10 @@ def main() -> None:
             "seconds": sum(seconds) / sum(exact_seconds),
             "latent_error": float(
                 torch.stack(
-                    [(a.finals - b.finals).norm() / b.finals.norm() for a, b in zip(rollouts, exact, strict=True)]
+                    [
+                        (a.finals - b.finals).norm() / b.finals.norm()
+                        for a, b in zip(rollouts, exact, strict=True)
+                    ]
                 ).mean()
             ),
             "rewards": {reward: agreement(truth[i], found[i]) for i, reward in enumerate(rewards)},
@@ -149,8 +169,17 @@ def main() -> None:
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         result = {
-            **{"prompts": len(prompts), "groups": len(truth[0]), "members": truth.shape[-1], "num_steps": args.num_steps},
-            **{"granularities": args.granularities, "exact_evaluations": exact_evaluations, "load": os.getloadavg()},
+            **{
+                "prompts": len(prompts),
+                "groups": len(truth[0]),
+                "members": truth.shape[-1],
+                "num_steps": args.num_steps,
+            },
+            **{
+                "granularities": args.granularities,
+                "exact_evaluations": exact_evaluations,
+                "load": os.getloadavg(),
+            },
             "machine": describe(policy.device),
             "options": rows,
         }
@@ -166,23 +195,39 @@ def table(rows: Sequence[dict[str, Any]], rewards: Sequence[str]) -> str:
         "|---" * (4 + len(rewards)) + "|",
     ]
     for row in rows:
-        cells = [f"{row['option']}", f"{row['evaluations']:.2f}", f"{row['seconds']:.2f}", f"{row['latent_error']:.1e}"]
+        cells = [
+            f"{row['option']}",
+            f"{row['evaluations']:.2f}",
+            f"{row['seconds']:.2f}",
+            f"{row['latent_error']:.1e}",
+        ]
         for name in rewards:
             found = row["rewards"][name]
-            cells.append(f"{found['absolute_error']:.2g}, {found['spearman']:.3f} ± {found['spearman_std']:.3f}")
+            cells.append(
+                f"{found['absolute_error']:.2g}, {found['spearman']:.3f} ± {found['spearman_std']:.3f}"
+            )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--num-steps", type=int, default=16)
     parser.add_argument("--granularities", type=int, nargs="+", default=[1])
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: processor seconds, with OMP_NUM_THREADS=1")
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="cpu: processor seconds, with OMP_NUM_THREADS=1",
+    )
     parser.add_argument("--repeats", type=int, default=2, help="timed runs of each")
-    parser.add_argument("--only", nargs="+", choices=[*OPTIONS, "granularities doubled"], metavar="OPTION")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*OPTIONS, "granularities doubled"], metavar="OPTION"
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

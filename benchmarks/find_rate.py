@@ -1,11 +1,13 @@
-"""Whether `g2rpo train --find-rate` picks a good rate: its pilots of many seeds beside whole runs at the same rates.
+"""Whether `g2rpo train --find-rate` picks a good rate: its pilots of many seeds beside whole runs
+at the same rates.
 
     OMP_NUM_THREADS=1 python -m benchmarks.find_rate scenes-fast words --out runs/find_rate    # two hours of a core
 
-In each world, whole runs of `--whole` seeds at every rate give the final gain on held-out prompts, and pilots of `--pilots`
-other seeds pick a rate each. Whole runs also stand for pilots as long as the run: each seed's best rate beside the mean of the
-other seeds. Runs are shorter than the recipes' (WORLDS). Every run is kept in the folder, and an interrupted
-command goes on. Writes find_rate.json, of what is there; with `--whole 0 --pilots 0` it only does that.
+In each world, whole runs of `--whole` seeds at every rate give the final gain on held-out prompts,
+and pilots of `--pilots` other seeds pick a rate each. Whole runs also stand for pilots as long as
+the run: each seed's best rate beside the mean of the other seeds. Runs are shorter than the
+recipes' (WORLDS). Every run is kept in the folder, and an interrupted command goes on. Writes
+find_rate.json, of what is there; with `--whole 0 --pilots 0` it only does that.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ WORLDS = {
 }
 FIRST, FIRST_PILOT = 42, 52
 """The first seeds of whole runs and of pilots."""
-COMMON = ["evaluation.num_prompts=96", "evaluation.every=1000", "evaluation.controls=false", "trackers=[]"]
+COMMON = [
+    "evaluation.num_prompts=96",
+    "evaluation.every=1000",
+    "evaluation.controls=false",
+    "trackers=[]",
+]
 
 
 def config_of(recipe: str, seed: int, factor: float = 1.0) -> Any:
@@ -55,8 +62,13 @@ def whole_run(parts: dict[str, Any], seed: int, factor: float, recipe: str) -> d
     base, final = trainer.evaluator.baseline, trainer.final
     assert base is not None and final is not None
     weights = {name: entry.weight for name, entry in trainer.config.rewards.items()}
-    before, after = ({name: it.scores[name].double().numpy() for name in weights} for it in (base, final))
-    return {"gains": [round(float(value), 4) for value in gains(before, after, weights)], "alarms": alarms}
+    before, after = (
+        {name: it.scores[name].double().numpy() for name in weights} for it in (base, final)
+    )
+    return {
+        "gains": [round(float(value), 4) for value in gains(before, after, weights)],
+        "alarms": alarms,
+    }
 
 
 def work(recipe: str, whole: int, pilots: int, out: Path) -> None:
@@ -71,7 +83,9 @@ def work(recipe: str, whole: int, pilots: int, out: Path) -> None:
         sweep = run.read_rates() or Sweep.around(first.optim.learning_rate)
         start.reset()
         try:
-            Pilots({**parts, "config": config_of(recipe, seed)}).find(sweep, run, tell=lambda line: print(line, flush=True))
+            Pilots({**parts, "config": config_of(recipe, seed)}).find(
+                sweep, run, tell=lambda line: print(line, flush=True)
+            )
         except UserError as error:
             print(error)
     for seed in range(FIRST, FIRST + whole):
@@ -85,13 +99,19 @@ def work(recipe: str, whole: int, pilots: int, out: Path) -> None:
 
 
 def summary(recipe: str, out: Path) -> dict[str, Any]:
-    """By rate the mean final gain of all whole seeds; each pilot seed's choice, and whether it is within one standard error of
-    the best."""
+    """By rate the mean final gain of all whole seeds; each pilot seed's choice, and whether it is
+    within one standard error of the best."""
     rates = [factor * config_of(recipe, FIRST).optim.learning_rate for factor in FACTORS]
-    files = {rate: sorted((out / recipe).glob(f"whole_*_{factor:g}.json")) for rate, factor in zip(rates, FACTORS, strict=True)}
-    seeds = sorted(set.intersection(*({path.name.split("_")[1] for path in of} for of in files.values())))
+    files = {
+        rate: sorted((out / recipe).glob(f"whole_*_{factor:g}.json"))
+        for rate, factor in zip(rates, FACTORS, strict=True)
+    }
+    seeds = sorted(
+        set.intersection(*({path.name.split("_")[1] for path in of} for of in files.values()))
+    )
     runs = {
-        rate: [json.loads(path.read_text()) for path in of if path.name.split("_")[1] in seeds] for rate, of in files.items()
+        rate: [json.loads(path.read_text()) for path in of if path.name.split("_")[1] in seeds]
+        for rate, of in files.items()
     }
     if not seeds:
         return {}
@@ -107,12 +127,21 @@ def summary(recipe: str, out: Path) -> dict[str, Any]:
         except UserError:
             rate = None
         choices.append(
-            {"seed": folder.name[7:], "rate": rate, "good": rate in good, "pilots": [asdict(it) for it in sweep.pilots]}
+            {
+                "seed": folder.name[7:],
+                "rate": rate,
+                "good": rate in good,
+                "pilots": [asdict(it) for it in sweep.pilots],
+            }
         )
     as_long = []
     for number, seed in enumerate(seeds):
         rate = max(rates, key=lambda rate: tables[rate][number].mean())
-        others = good_rates_of({rate: np.delete(table, number, 0) for rate, table in tables.items()}) if len(seeds) > 2 else []
+        others = (
+            good_rates_of({rate: np.delete(table, number, 0) for rate, table in tables.items()})
+            if len(seeds) > 2
+            else []
+        )
         as_long.append({"seed": seed, "rate": rate, "good": rate in others})
     return {
         "config": [*WORLDS[recipe], *COMMON],
@@ -140,7 +169,8 @@ def standard_error(table: NDArray[np.float64]) -> float:
 
 
 def good_rates_of(tables: Mapping[float, NDArray[np.float64]]) -> list[float]:
-    """The rates whose mean gain over whole runs is within a standard error of the best's; alarms do not count."""
+    """The rates whose mean gain over whole runs is within a standard error of the best's; alarms do
+    not count."""
     return good_rates([gain_at(rate, [*table], {}) for rate, table in tables.items()])
 
 
@@ -153,7 +183,9 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("worlds", nargs="*", default=list(WORLDS))
     parser.add_argument("--whole", type=int, default=10)
     parser.add_argument("--pilots", type=int, default=10)

@@ -3,10 +3,11 @@
     python -m benchmarks.first_gpu first                                        # at most eight minutes
     python -m benchmarks.first_gpu first --tiny --device cpu --minutes 60 --out FOLDER   # a rehearsal on any machine
 
-Weights are random, so nothing is downloaded. Cases follow by worth (`CASES`), each in a process of its own. One whose expected
-seconds are not left is skipped. benchmarks/results/gpu_CARD_DATE.json is replaced after every case, so that a stop at any
-moment keeps what was measured; the same command again goes on with what it lacks. Beside the figures is what `g2rpo plan` says
-of them. Exit code 1: a case failed, or a check is beyond its limit.
+Weights are random, so nothing is downloaded. Cases follow by worth (`CASES`), each in a process of
+its own. One whose expected seconds are not left is skipped. benchmarks/results/gpu_CARD_DATE.json
+is replaced after every case, so that a stop at any moment keeps what was measured; the same command
+again goes on with what it lacks. Beside the figures is what `g2rpo plan` says of them. Exit code 1:
+a case failed, or a check is beyond its limit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # the second: no CUDA in the process that forks
+# the second: no CUDA in the process that forks
+os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 BEGAN = time.monotonic()
 
 from benchmarks import gpu_cases  # noqa: E402, F401  imported for the forks
@@ -41,18 +43,35 @@ TOLERANCE = 0.25
 """How far a measured figure may be from the plan's before it is listed."""
 
 
-def case(recipe: str, *overrides: str, kind: str = "model", seconds: int = 40, **changes: Any) -> Case:
-    """A case of a recipe, with its expected seconds. `blocks`: of every kind, None for all. `rehearsed`: also with --tiny."""
+def case(
+    recipe: str, *overrides: str, kind: str = "model", seconds: int = 40, **changes: Any
+) -> Case:
+    """A case of a recipe, with its expected seconds. `blocks`: of every kind, None for all.
+    `rehearsed`: also with --tiny."""
     what = "whole" if kind == "model" and changes.get("blocks", 2) is None else kind
     name = " ".join([what, recipe, *overrides])
     usual = {"blocks": 2, "iterations": 2, "passes": True, "again": False, "loop": False}
     usual["rehearsed"] = COMPILED not in overrides  # a compiler for the CPU takes minutes
-    return {"name": name, "kind": kind, "recipe": recipe, "overrides": overrides, "seconds": seconds, **usual, **changes}
+    return {
+        "name": name,
+        "kind": kind,
+        "recipe": recipe,
+        "overrides": overrides,
+        "seconds": seconds,
+        **usual,
+        **changes,
+    }
 
 
 FLUX, KLEIN = "flux1-dev-lora", "flux2-klein-lora"
 PLAIN, COMPILED = "policy.autocast=false", "policy.compile=true"
-AT_512 = ("policy.height=512", "policy.width=512", "algorithm.group_size=8", "sampling.batch_size=8", PLAIN)
+AT_512 = (
+    "policy.height=512",
+    "policy.width=512",
+    "algorithm.group_size=8",
+    "sampling.batch_size=8",
+    PLAIN,
+)
 WHOLE = {"blocks": None, "iterations": 0}
 RECIPES = (FLUX, KLEIN, "sd35-medium-lora", "qwen-image-lora", "z-image-lora", "wan-lora")
 CASES = [
@@ -71,20 +90,29 @@ CASES = [
     *(case(recipe, kind="exact", seconds=30, blocks=1) for recipe in RECIPES[1:]),
     case(KLEIN, "policy.tuning=full", "optim.learning_rate=1e-5"),
     *(case(FLUX, PLAIN, f"policy.quantize={kind}", **WHOLE) for kind in ("fp8", "int8", "nf4")),
-    case(FLUX, PLAIN, COMPILED, "policy.quantize=fp8", seconds=180, **WHOLE),  # 74 s to compile the first call on an H100
+    case(
+        FLUX, PLAIN, COMPILED, "policy.quantize=fp8", seconds=180, **WHOLE
+    ),  # 74 s to compile the first call on an H100
     case(FLUX, PLAIN, "policy.attention=flash3", passes=False, **WHOLE),
-    *(case(recipe, **WHOLE) for recipe in ("z-image-lora", "qwen-image-lora", "sd35-medium-lora", "wan-lora")),
+    *(
+        case(recipe, **WHOLE)
+        for recipe in ("z-image-lora", "qwen-image-lora", "sd35-medium-lora", "wan-lora")
+    ),
     *(
         case(FLUX, *overrides, iterations=1, again=COMPILED not in overrides)
         for overrides in (
             ("policy.attention=math",),
             ("policy.attention=efficient",),
-            *((PLAIN, f"policy.{option}") for option in ("quantize=fp8", "quantize=int8", "quantize=nf4", "compile=true")),
+            *(
+                (PLAIN, f"policy.{option}")
+                for option in ("quantize=fp8", "quantize=int8", "quantize=nf4", "compile=true")
+            ),
         )
     ),
     case(FLUX, "sampling.tails.forecast=true", blocks=None, loop=True, seconds=180),
     case("scenes", "policy.dtype=bfloat16", "policy.tuning=lora", kind="twice"),
-    *(case(recipe, rehearsed=False) for recipe in ("kontext-lora", "qwen-image-edit-lora")),  # whose input pictures are large
+    # whose input pictures are large
+    *(case(recipe, rehearsed=False) for recipe in ("kontext-lora", "qwen-image-edit-lora")),
 ]
 
 
@@ -103,9 +131,15 @@ def ran(given: Case, folder: Path, seconds: float) -> dict[str, Any]:
         state = f"{LATE} {seconds:.0f} s"
     finally:
         process.kill()
-    found = json.loads(left.read_text()) if left.is_file() else {"notes": {}, "errors": {"start": "nothing was found"}}
+    found = (
+        json.loads(left.read_text())
+        if left.is_file()
+        else {"notes": {}, "errors": {"start": "nothing was found"}}
+    )
     if not state:
-        state = "refused" if "refused" in found["notes"] else "failed" if found["errors"] else "done"
+        state = (
+            "refused" if "refused" in found["notes"] else "failed" if found["errors"] else "done"
+        )
     said = {"log": log.read_text(errors="replace")[-3000:]} if state.startswith("failed") else {}
     return {"state": state, "seconds": round(time.monotonic() - began, 1), **found, **said}
 
@@ -120,8 +154,13 @@ class Session:
         if "refused" in machine["notes"]:
             raise SystemExit(f"--device {args.device}: {machine['notes']['refused']}")
         self.card, now = machine["notes"].get("device", "unknown"), datetime.now(UTC)
-        self.path = args.out / f"gpu_{re.sub(r'[^a-z0-9]+', '-', self.card.lower()).strip('-')}_{now:%Y-%m-%d}.json"
-        self.cases: dict[str, Any] = json.loads(self.path.read_text())["cases"] if self.path.is_file() else {}
+        self.path = (
+            args.out
+            / f"gpu_{re.sub(r'[^a-z0-9]+', '-', self.card.lower()).strip('-')}_{now:%Y-%m-%d}.json"
+        )
+        self.cases: dict[str, Any] = (
+            json.loads(self.path.read_text())["cases"] if self.path.is_file() else {}
+        )
         self.about = {
             "card": self.card,
             "date": now.isoformat(timespec="seconds"),
@@ -129,21 +168,36 @@ class Session:
             "machine": machine,
             **given,
         }
-        every = [each | given for each in CASES if args.only in each["name"] and (each["rehearsed"] or not args.tiny)]
-        self.todo = [each for each in every if self.cases.get(each["name"], {}).get("state") not in ("done", "refused")]
-        print(f"{self.card}, {self.about['date']}, commit {self.about['commit']}: {self.path}", flush=True)
+        every = [
+            each | given
+            for each in CASES
+            if args.only in each["name"] and (each["rehearsed"] or not args.tiny)
+        ]
+        self.todo = [
+            each
+            for each in every
+            if self.cases.get(each["name"], {}).get("state") not in ("done", "refused")
+        ]
+        print(
+            f"{self.card}, {self.about['date']}, commit {self.about['commit']}: {self.path}",
+            flush=True,
+        )
 
     def save(self) -> None:
         """Replaces the file, with what the process that plans has found so far."""
         planned = self.folder / "planned.json"
-        plans = json.loads(planned.read_text()) if planned.is_file() else {"notes": {}, "errors": {}}
+        plans = (
+            json.loads(planned.read_text()) if planned.is_file() else {"notes": {}, "errors": {}}
+        )
         for name, found in self.cases.items():
             if name in plans["notes"]:
                 found["planned"] = plans["notes"][name]
             if name in plans["errors"]:
                 found.setdefault("errors", {})["plan"] = plans["errors"][name]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.with_suffix(".new").write_text(json.dumps({**self.about, "cases": self.cases}, indent=1) + "\n")
+        self.path.with_suffix(".new").write_text(
+            json.dumps({**self.about, "cases": self.cases}, indent=1) + "\n"
+        )
         os.replace(self.path.with_suffix(".new"), self.path)
 
     def run(self, minutes: float, tiny: bool) -> None:
@@ -152,18 +206,26 @@ class Session:
         plans = self.folder / "plans.json"
         plans.write_text(json.dumps([each for each in self.todo if each["kind"] == "model"]))
         given = [str(plans), str(self.folder / "planned.json"), self.card]
-        planning = Forked(MODULE, given, self.folder / "plans.log", group=True, CUDA_VISIBLE_DEVICES="")
+        planning = Forked(
+            MODULE, given, self.folder / "plans.log", group=True, CUDA_VISIBLE_DEVICES=""
+        )
         try:
             for each in self.todo:
                 left, name = ends - time.monotonic(), each["name"]
                 if left < each["seconds"]:
                     self.cases[name] = {"state": "skipped", "seconds": 0}
-                    print(f"{name}: skipped, is expected to take {each['seconds']} s of {max(left, 0):.0f} left", flush=True)
+                    print(
+                        f"{name}: skipped, is expected to take {each['seconds']} s of {max(left, 0):.0f} left",
+                        flush=True,
+                    )
                 else:
                     limit = left if tiny else min(left, PATIENCE * each["seconds"])
                     self.cases[name] = found = ran(each, self.folder, limit)
                     spent = time.monotonic() - BEGAN
-                    print(f"{name}: {found['state']}, {found['seconds']} s, {spent:.0f} of {60 * minutes:.0f} s", flush=True)
+                    print(
+                        f"{name}: {found['state']}, {found['seconds']} s, {spent:.0f} of {60 * minutes:.0f} s",
+                        flush=True,
+                    )
                 self.save()
             planning.wait(max(1.0, ends - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -185,7 +247,11 @@ def commit() -> str:
 def beyond(found: dict[str, Any]) -> list[str]:
     """The checks of a case that failed."""
     checks = found.get("checks", {}).items()
-    return [f"{name}: {float(value):.3g}, at most {limit:g}" for name, (value, limit) in checks if not float(value) <= limit]
+    return [
+        f"{name}: {float(value):.3g}, at most {limit:g}"
+        for name, (value, limit) in checks
+        if not float(value) <= limit
+    ]
 
 
 def written(name: str, value: float) -> str:
@@ -199,20 +265,31 @@ def summary(cases: dict[str, Any]) -> str:
         if found["state"] != "skipped":
             lines.append(f"\n{name}: {found['state']}")
         for figure, value in found.get("measured", {}).items():
-            line, expected = f"  {figure}: {written(figure, value)}", found.get("planned", {}).get(figure)
+            line, expected = (
+                f"  {figure}: {written(figure, value)}",
+                found.get("planned", {}).get(figure),
+            )
             if expected:
                 off = " <- beside the plan" if abs(value / expected - 1) > TOLERANCE else ""
                 line += f", planned {written(figure, expected)}, ratio {value / expected:.2f}{off}"
             lines.append(line)
         lines += [
-            f"  {check}: {float(value):.3g}, at most {limit:.3g}" for check, (value, limit) in found.get("checks", {}).items()
+            f"  {check}: {float(value):.3g}, at most {limit:.3g}"
+            for check, (value, limit) in found.get("checks", {}).items()
         ]
         lines += (
-            [f"  {figure}: {values}" for figure, values in found["notes"].get("side by side", {}).items()]
+            [
+                f"  {figure}: {values}"
+                for figure, values in found["notes"].get("side by side", {}).items()
+            ]
             if "notes" in found
             else []
         )
-        wrong += [f"{name}: {found['state']}"] if found["state"].startswith(("failed", "refused")) else []
+        wrong += (
+            [f"{name}: {found['state']}"]
+            if found["state"].startswith(("failed", "refused"))
+            else []
+        )
         wrong += [f"{name}: {step}: {error}" for step, error in found.get("errors", {}).items()]
         wrong += [f"{name}: {check}" for check in beyond(found)]
     return "\n".join([*lines, "", "Failed, refused, or beyond a limit:", *(wrong or ["nothing"])])
@@ -223,22 +300,33 @@ def main(given: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are ended
     with tempfile.TemporaryDirectory(prefix="first_gpu_") as folder:
         session = Session(args, Path(folder))
-        session.about["command"] = f"python -m benchmarks.first_gpu {' '.join(sys.argv[1:] if given is None else given)}"
+        session.about["command"] = (
+            f"python -m benchmarks.first_gpu {' '.join(sys.argv[1:] if given is None else given)}"
+        )
         session.run(args.minutes, args.tiny)
     every = {"machine": session.about["machine"], **session.cases}
     print(summary(every))
-    if any(found["state"].startswith("failed") or found.get("errors") or beyond(found) for found in every.values()):
+    if any(
+        found["state"].startswith("failed") or found.get("errors") or beyond(found)
+        for found in every.values()
+    ):
         raise SystemExit(1)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["first"], help="the cases by worth, until the minutes are over")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what", choices=["first"], help="the cases by worth, until the minutes are over"
+    )
     parser.add_argument("--minutes", type=float, default=8.0, help="of the whole command")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the result file")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain this")
-    parser.add_argument("--tiny", action="store_true", help="small models and pictures, for a rehearsal")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small models and pictures, for a rehearsal"
+    )
     return parser.parse_args(given)
 
 

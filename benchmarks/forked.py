@@ -19,24 +19,36 @@ POLL_S = 0.01
 
 
 class Forked:
-    """`MODULE.main(arguments)`, with what it prints in `log`; with `group`, in a process group that ends with it.
+    """`MODULE.main(arguments)`, with what it prints in `log`; with `group`, in a process group that
+    ends with it.
 
-    A fork begins at once, where a new process imports torch and diffusers for many seconds. CUDA cannot be used in a fork of a
-    process that has used it: there the module is run by a new interpreter.
+    A fork begins at once, where a new process imports torch and diffusers for many seconds. CUDA
+    cannot be used in a fork of a process that has used it: there the module is run by a new
+    interpreter.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], log: Path, group: bool = False, **environment: str) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        group: bool = False,
+        **environment: str,
+    ) -> None:
         sys.stdout.flush()
         self.group = group
         self.code: int | None = None
         self.pid = os.fork()
         if group:
-            with contextlib.suppress(PermissionError, ProcessLookupError):  # the other process was first, or has ended
+            # the other process was first, or has ended
+            with contextlib.suppress(PermissionError, ProcessLookupError):
                 os.setpgid(self.pid, self.pid)
         if self.pid == 0:
             self._run(module, list(arguments), log, environment)
 
-    def _run(self, module: str, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+    def _run(
+        self, module: str, arguments: list[str], log: Path, environment: dict[str, str]
+    ) -> None:
         code = 1
         try:
             os.environ.update(environment)

@@ -1,4 +1,5 @@
-"""The cases of `benchmarks.first_gpu`, each in a process of its own: CASE.json and FOUND.json are given.
+"""The cases of `benchmarks.first_gpu`, each in a process of its own: CASE.json and FOUND.json are
+given.
 
 What is found is written after every step; a step that fails leaves its error, and the next follows.
 """
@@ -65,7 +66,17 @@ from g2rpo.runtime.devices import accelerator, empty_cache
 from g2rpo.training.trainer import Trainer
 
 Case, Asked = dict[str, Any], tuple[Tensor, Tensor, Cond]
-LIBRARIES = ("torch", "diffusers", "transformers", "peft", "triton", "bitsandbytes", "torchao", "flash_attn", "numpy")
+LIBRARIES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "triton",
+    "bitsandbytes",
+    "torchao",
+    "flash_attn",
+    "numpy",
+)
 LESS = ["trainer.prompts_per_iteration=1", "algorithm.group_size=6", "algorithm.kl_weight=0"]
 TINY = [
     "policy.height=64", "policy.width=64", "policy.max_sequence_length=8", "policy.lora_rank=2", "algorithm.group_size=3",
@@ -85,7 +96,8 @@ SHORTER = [
 
 
 class Found:
-    """What a case has measured; its checks, each with the largest value allowed; notes; errors by step."""
+    """What a case has measured; its checks, each with the largest value allowed; notes; errors by
+    step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,28 +119,41 @@ class Found:
 
     def write(self) -> None:
         left = json.dumps({name: value for name, value in vars(self).items() if name != "path"})
-        self.path.with_suffix(".new").write_text(json.dumps(json.loads(left, parse_constant=str)))  # JSON has no NaN
+        # JSON has no NaN
+        self.path.with_suffix(".new").write_text(json.dumps(json.loads(left, parse_constant=str)))
         os.replace(self.path.with_suffix(".new"), self.path)
 
 
-# --- what cases are made of -------------------------------------------------------------------------------------------------
+# --- what cases are made of -----------------------------------------------------------------------
 
 
 def configured(case: Case, *overrides: str) -> tuple[Config, Blueprint]:
     """A recipe with one prompt an iteration, a reward without weights, and the case's overrides."""
     given = settings(case["recipe"])
-    shape = shape_of(given["policy"]["path"], case["tiny"], case["blocks"] or (2 if case["tiny"] else None))
+    shape = shape_of(
+        given["policy"]["path"], case["tiny"], case["blocks"] or (2 if case["tiny"] else None)
+    )
     given["policy"]["path"] = "random"
-    given |= {"rewards": {"brightness": 1.0}, "prompts": {"train": "none"}, "evaluation": {"prompts": "none"}}
+    given |= {
+        "rewards": {"brightness": 1.0},
+        "prompts": {"train": "none"},
+        "evaluation": {"prompts": "none"},
+    }
     frames = ["policy.num_frames=5"] if "num_frames" in given["policy"] else []
     small = [*TINY, *frames] if case["tiny"] else []
-    return resolve(given, [f"policy.device={case['device']}", *LESS, *overrides, *small, *case["overrides"]]), shape
+    return resolve(
+        given, [f"policy.device={case['device']}", *LESS, *overrides, *small, *case["overrides"]]
+    ), shape
 
 
 def policy_of(config: Config, shape: Blueprint, pipeline: Any = None) -> DiffusersPolicy:
     """A policy with random weights, or those of a `pipeline`, whose adapters act."""
     device = torch.device(pick_device(config.policy.device))
-    drawn = random_pipeline(shape, device, getattr(torch, config.policy.dtype)) if pipeline is None else copy.deepcopy(pipeline)
+    drawn = (
+        random_pipeline(shape, device, getattr(torch, config.policy.dtype))
+        if pipeline is None
+        else copy.deepcopy(pipeline)
+    )
     policy = policy_class(config.policy, shape.kind)(drawn, located(config.policy), device=device)
     perturb(policy)
     return policy
@@ -137,7 +162,12 @@ def policy_of(config: Config, shape: Blueprint, pipeline: Any = None) -> Diffuse
 def trainer_of(config: Config, policy: DiffusersPolicy) -> Trainer:
     cached = CachedPolicy(policy, CachedEncoder(RandomText(policy), None, notify=print))
     return Trainer(
-        config=config, policy=cached, rewards={"brightness": Brightness()}, prompts=["a"], heldout=["a"], trackers=[]
+        config=config,
+        policy=cached,
+        rewards={"brightness": Brightness()},
+        prompts=["a"],
+        heldout=["a"],
+        trackers=[],
     )
 
 
@@ -156,7 +186,9 @@ def gradient(policy: DiffusersPolicy, asked: Asked) -> Tensor:
     for parameter in policy.trainable_parameters():
         parameter.grad = None
     learn(policy, *asked)
-    return torch.cat([p.grad.flatten().cpu() for p in policy.trainable_parameters() if p.grad is not None])
+    return torch.cat(
+        [p.grad.flatten().cpu() for p in policy.trainable_parameters() if p.grad is not None]
+    )
 
 
 def relative(got: Tensor, exact: Tensor) -> float:
@@ -172,10 +204,16 @@ def waited(device: torch.device) -> Any:
 
 
 def timed(
-    found: Found, name: str, rows: str, device: torch.device, call: Callable[..., object], *given: Any, most: int = 5
+    found: Found,
+    name: str,
+    rows: str,
+    device: torch.device,
+    call: Callable[..., object],
+    *given: Any,
+    most: int = 5,
 ) -> None:
-    """The median of a call's seconds, after two that warm up, of which the first is noted; and its peak of bytes, with what is
-    given to it, as the plan counts."""
+    """The median of a call's seconds, after two that warm up, of which the first is noted; and its
+    peak of bytes, with what is given to it, as the plan counts."""
     taken, ends = [], time.monotonic() + 4
     while len(taken) < 3 or (len(taken) < most + 2 and time.monotonic() < ends):
         waited(device)
@@ -189,25 +227,37 @@ def timed(
         module.reset_peak_memory_stats(device)
         standing = module.memory_allocated(device) - sum(map(bytes_of, given))
         call(*given)
-        found.measured.setdefault(f"{name}, bytes", module.max_memory_allocated(device) - standing)  # of the largest call
+        # of the largest call
+        found.measured.setdefault(f"{name}, bytes", module.max_memory_allocated(device) - standing)
     found.write()
 
 
 def bytes_of(given: Tensor | Cond) -> int:
     if isinstance(given, Tensor):
         return given.nbytes
-    return sum(each.nbytes for each in (*given.tensors.values(), *itertools.chain(*given.ragged.values())))
+    return sum(
+        each.nbytes for each in (*given.tensors.values(), *itertools.chain(*given.ragged.values()))
+    )
 
 
 def planned(case: Case, card_name: str) -> dict[str, float]:
-    """What `g2rpo plan` says of the figures that `model` measures; seconds for a known card only."""
+    """What `g2rpo plan` says of the figures that `model` measures; seconds for a known card
+    only."""
     config, shape = configured(case)
-    drawn = replace(catalogue.SPECS[shape.kind], models={"random": Model("", parts=shape.parts, options=shape.options)})
+    drawn = replace(
+        catalogue.SPECS[shape.kind],
+        models={"random": Model("", parts=shape.parts, options=shape.options)},
+    )
     with patch.dict(catalogue.SPECS, {shape.kind: drawn}):
         plan = make_plan(config, cuda=True, heldout=1, distinct_prompts=1)
-    memory, peak = plan.memory, max(plan.memory.moments[name] for name in ("rollout", "decoding", "update"))
+    memory, peak = (
+        plan.memory,
+        max(plan.memory.moments[name] for name in ("rollout", "decoding", "update")),
+    )
     found = {
-        "weights, bytes": sum(memory.parts[name] for name in ("frozen weights", "trained weights", "VAE")),
+        "weights, bytes": sum(
+            memory.parts[name] for name in ("frozen weights", "trained weights", "VAE")
+        ),
         "velocity, bytes": memory.working["network call"],
         "training pass, bytes": memory.working["training pass"],
         "decode, bytes": memory.working["decoding"],
@@ -222,9 +272,16 @@ def planned(case: Case, card_name: str) -> dict[str, float]:
     training, decode = calls.training.roofline.call(card), calls.decode.roofline.call(card)
     for rows in sizes(most):
         found[f"velocity, rows={rows}, s"] = calls.velocity.roofline.call(card, rows=rows / most)
-    found |= {f"training pass, rows={passed}, s": training, f"decode, pictures={pictures}, s": decode}
+    found |= {
+        f"training pass, rows={passed}, s": training,
+        f"decode, pictures={pictures}, s": decode,
+    }
     phases = plan.seconds(card).iteration
-    return found | {"iteration, s": sum(phases.values())} | {f"iteration: {name}, s": phases[name] for name in PHASES}
+    return (
+        found
+        | {"iteration, s": sum(phases.values())}
+        | {f"iteration: {name}, s": phases[name] for name in PHASES}
+    )
 
 
 PHASES = ("rollout", "update")
@@ -235,14 +292,20 @@ def sizes(most: int) -> list[int]:
     return sorted({most, 1}, reverse=True)
 
 
-# --- the cases --------------------------------------------------------------------------------------------------------------
+# --- the cases ------------------------------------------------------------------------------------
 
 
 def machine(found: Found, case: Case) -> None:
-    """The card, the versions, and rates of a product and of a copy beside what the roofline takes them to be."""
+    """The card, the versions, and rates of a product and of a copy beside what the roofline takes
+    them to be."""
     device, notes = torch.device(pick_device(case["device"])), found.notes
     with found.step("versions"):
-        notes |= {**describe(device), "python": sys.version.split()[0], "cuda": torch.version.cuda, "cores": os.cpu_count()}
+        notes |= {
+            **describe(device),
+            "python": sys.version.split()[0],
+            "cuda": torch.version.cuda,
+            "cores": os.cpu_count(),
+        }
         for name in LIBRARIES:
             with suppress(importlib.metadata.PackageNotFoundError):
                 notes[name] = importlib.metadata.version(name)
@@ -254,10 +317,14 @@ def machine(found: Found, case: Case) -> None:
                 ["nvidia-smi", fields, "--format=csv"], capture_output=True, text=True, timeout=30
             ).stdout
     with found.step("rates"):
-        found.measured["product in bfloat16, FLOP/s"] = matmul_rate(torch.bfloat16, device, seconds=0.05 if case["tiny"] else 2)
+        found.measured["product in bfloat16, FLOP/s"] = matmul_rate(
+            torch.bfloat16, device, seconds=0.05 if case["tiny"] else 2
+        )
         some = torch.randn(2**20 if case["tiny"] else 2**29, device=device)
         timed(found, "copy", "4 bytes a number", device, some.clone)
-        found.measured["copy, B/s"] = 2 * some.nbytes / found.measured.pop("copy, 4 bytes a number, s")
+        found.measured["copy, B/s"] = (
+            2 * some.nbytes / found.measured.pop("copy, 4 bytes a number, s")
+        )
         if (card := card_of(notes["device"])) is not None:
             product, copied = RATES.products(card, "bfloat16"), RATES.moved(card)
             notes["planned"] = {"product in bfloat16, FLOP/s": product, "copy, B/s": copied}
@@ -275,7 +342,9 @@ def model(found: Found, case: Case) -> None:
     with found.step("build"):
         policy = policy_of(config, shape)
         found.notes["blocks"] = len(policy.blocks)
-        found.notes["weights, bytes"] = sum(size_of(getattr(policy.pipeline, part)) for part in ("transformer", "vae"))
+        found.notes["weights, bytes"] = sum(
+            size_of(getattr(policy.pipeline, part)) for part in ("transformer", "vae")
+        )
     if found.errors:
         return
     if (module := waited(device)) is not None:
@@ -299,9 +368,13 @@ def model(found: Found, case: Case) -> None:
             iteration(found, trainer, device, first=number == 0)
     if case["loop"]:
         with found.step("published loop"):
-            loop = PublishedLoop(trainer.policy, trainer.sigmas, config.algorithm, {"brightness": Brightness()})
+            loop = PublishedLoop(
+                trainer.policy, trainer.sigmas, config.algorithm, {"brightness": Brightness()}
+            )
             loop.rollout(["a"], generator_for)
-            found.notes["published loop, evaluations/s"] = loop.evaluations / loop.watch.seconds["rollout"]
+            found.notes["published loop, evaluations/s"] = (
+                loop.evaluations / loop.watch.seconds["rollout"]
+            )
     if case["again"]:
         with found.step("again"):
             weights = []
@@ -309,7 +382,9 @@ def model(found: Found, case: Case) -> None:
                 torch.manual_seed(0)  # of the random weights
                 policy = policy_of(config, shape)
                 trainer_of(config, policy).iterate()
-                weights.append(torch.cat([p.detach().flatten().cpu() for p in policy.trainable_parameters()]))
+                weights.append(
+                    torch.cat([p.detach().flatten().cpu() for p in policy.trainable_parameters()])
+                )
             found.checks["trained weights, from run to run"] = (relative(*weights), 0)
 
 
@@ -320,38 +395,57 @@ def pass_of(found: Found, policy: DiffusersPolicy, rows: int, device: torch.devi
     gradients = [gradient(policy, asked) for _ in range(2)]
     found.checks["gradient, not finite"] = (float((~gradients[0].isfinite()).sum()), 0)
     found.checks["gradient, share of zeros"] = (float((gradients[0] == 0).float().mean()), 0.5)
-    limit = 0 if device.type == "cpu" else 0.05  # attention's backward pass adds in an order that varies
+    # attention's backward pass adds in an order that varies
+    limit = 0 if device.type == "cpu" else 0.05
     found.checks["gradient, from call to call"] = (relative(*gradients), limit)
 
 
 def drift(found: Found, case: Case) -> None:
-    """Log-probs of the training pass against the rollout's, where batches of the one and of the other have other sizes."""
+    """Log-probs of the training pass against the rollout's, where batches of the one and of the
+    other have other sizes."""
     small = () if case["tiny"] else ("policy.height=512", "policy.width=512")
     sizes = (1, 2, 4) if case["tiny"] else (1, 4, 8)
     for rollout, passed in itertools.product(sizes, sizes[:2]):
         with found.step(f"rollout {rollout}, training pass {passed}"):
             batches = [f"sampling.batch_size={rollout}", f"trainer.micro_batch_size={passed}"]
-            varied = case | {"overrides": (*small, "algorithm.branch_steps=[0,2]", "algorithm.granularities=[1]", *batches)}
+            varied = case | {
+                "overrides": (
+                    *small,
+                    "algorithm.branch_steps=[0,2]",
+                    "algorithm.granularities=[1]",
+                    *batches,
+                )
+            }
             config, shape = configured(varied)
             torch.manual_seed(0)  # of the random weights
             trainer = trainer_of(config, policy_of(config, shape))
             row, sizes_text = trainer.iterate(), f"rollout in {rollout}, training in {passed}"
-            found.checks[f"log-prob drift, {sizes_text}"] = (row["log_prob_drift"], trainer.alarms.drift_limit)
+            found.checks[f"log-prob drift, {sizes_text}"] = (
+                row["log_prob_drift"],
+                trainer.alarms.drift_limit,
+            )
             found.checks[f"ratio off 1, {sizes_text}"] = (row["ratio_deviation"], 0)
 
 
 def iteration(found: Found, trainer: Trainer, device: torch.device, first: bool) -> None:
-    """Runs one; the weights of the first do not move between its rollout and its training passes."""
+    """Runs one; the weights of the first do not move between its rollout and its training
+    passes."""
     if (module := waited(device)) is not None:
         module.reset_peak_memory_stats(device)
     row = trainer.iterate()
     if first:
         found.checks["ratio before the first update, off 1"] = (row["ratio_deviation"], 0)
-        found.checks["log-prob, training pass against rollout"] = (row["log_prob_drift"], trainer.alarms.drift_limit)
+        found.checks["log-prob, training pass against rollout"] = (
+            row["log_prob_drift"],
+            trainer.alarms.drift_limit,
+        )
         found.checks["batches halved"] = (row["out_of_memory"], 0)
     found.measured |= {"iteration, s": row["seconds"], "evaluations": row["evaluations"]}
     found.measured |= {f"iteration: {name}, s": row[f"seconds/{name}"] for name in PHASES}
-    found.notes |= {"evaluations/s": row["evaluations"] / row["seconds/rollout"], "grad_norm": row["grad_norm"]}
+    found.notes |= {
+        "evaluations/s": row["evaluations"] / row["seconds/rollout"],
+        "grad_norm": row["grad_norm"],
+    }
     if module is not None:
         found.measured["iteration, bytes"] = module.max_memory_allocated(device)
     if device.type == "cuda":
@@ -361,14 +455,26 @@ def iteration(found: Found, trainer: Trainer, device: torch.device, first: bool)
 
 
 def exact(found: Found, case: Case) -> None:
-    """A model on the CPU and on the device; on the device in batches of other sizes; and the waits in its rollout."""
+    """A model on the CPU and on the device; on the device in batches of other sizes; and the waits
+    in its rollout."""
     config, shape = configured(
-        case, "policy.height=256", "policy.width=256", "algorithm.group_size=3", "algorithm.branch_steps=[1]"
+        case,
+        "policy.height=256",
+        "policy.width=256",
+        "algorithm.group_size=3",
+        "algorithm.branch_steps=[1]",
     )
-    device, pipeline = torch.device(pick_device(case["device"])), random_pipeline(shape, torch.device("cpu"), torch.float32)
+    device, pipeline = (
+        torch.device(pick_device(case["device"])),
+        random_pipeline(shape, torch.device("cpu"), torch.float32),
+    )
 
     def built(**changes: str) -> DiffusersPolicy:
-        return policy_of(config.model_copy(update={"policy": config.policy.model_copy(update=changes)}), shape, pipeline)
+        return policy_of(
+            config.model_copy(update={"policy": config.policy.model_copy(update=changes)}),
+            shape,
+            pipeline,
+        )
 
     torch.backends.cudnn.allow_tf32 = False
     with found.step("CPU"):
@@ -376,40 +482,70 @@ def exact(found: Found, case: Case) -> None:
         asked, same = question(host, 2), question(policy, 2)
         with torch.no_grad():
             velocity, pictures = host.velocity(*asked), host.decode(asked[0][:1])
-            found.checks["velocity, device and CPU"] = (relative(policy.velocity(*same), velocity), 1e-4)
-            found.checks["pictures, device and CPU"] = (relative(policy.decode(same[0][:1]), pictures), 1e-4)
-        found.checks["gradient, device and CPU"] = (relative(gradient(policy, same), gradient(host, asked)), 1e-3)
+            found.checks["velocity, device and CPU"] = (
+                relative(policy.velocity(*same), velocity),
+                1e-4,
+            )
+            found.checks["pictures, device and CPU"] = (
+                relative(policy.decode(same[0][:1]), pictures),
+                1e-4,
+            )
+        found.checks["gradient, device and CPU"] = (
+            relative(gradient(policy, same), gradient(host, asked)),
+            1e-3,
+        )
     if found.errors:
         return
     torch.backends.cudnn.allow_tf32 = True  # torch's default
     for dtype, limit in (("float32", 5e-3), ("bfloat16", 0.3)):
         with found.step(dtype), torch.no_grad():
             policy = built(dtype=dtype)
-            found.measured[f"velocity in {dtype}, off float32 on the CPU"] = relative(policy.velocity(*same), velocity)
+            found.measured[f"velocity in {dtype}, off float32 on the CPU"] = relative(
+                policy.velocity(*same), velocity
+            )
             found.checks[f"velocity in {dtype}, in a batch and alone"] = (
-                relative(policy.velocity(*question(policy, 3))[:1], policy.velocity(*question(policy, 1))),
+                relative(
+                    policy.velocity(*question(policy, 3))[:1], policy.velocity(*question(policy, 1))
+                ),
                 limit,
             )
             trainer = trainer_of(config, policy)
             finals = [rolled(trainer, size) for size in (2, 7, 7)]
-            found.checks[f"final latents in {dtype}, batches of 2 and of 7"] = (relative(finals[0], finals[1]), limit)
-            found.checks[f"final latents in {dtype}, from run to run"] = (relative(finals[2], finals[1]), 0)
+            found.checks[f"final latents in {dtype}, batches of 2 and of 7"] = (
+                relative(finals[0], finals[1]),
+                limit,
+            )
+            found.checks[f"final latents in {dtype}, from run to run"] = (
+                relative(finals[2], finals[1]),
+                0,
+            )
     with found.step("waits"), torch.no_grad():
         inside = waits(device, partial(policy.velocity, *same))
         found.checks["waits in a velocity"] = (sum(inside.values()), 0)
-        found.notes |= {"waits in a velocity": inside, "waits in a rollout": waits(device, partial(rolled, trainer, 7))}
+        found.notes |= {
+            "waits in a velocity": inside,
+            "waits in a rollout": waits(device, partial(rolled, trainer, 7)),
+        }
 
 
 def rolled(trainer: Trainer, batch_size: int) -> Tensor:
     """The final latents of one prompt's rollout."""
-    engine = Engine(policy=trainer.policy, cond=trainer.policy.encode(["a"]), sigmas=trainer.sigmas, batch_size=batch_size)
+    engine = Engine(
+        policy=trainer.policy,
+        cond=trainer.policy.encode(["a"]),
+        sigmas=trainer.sigmas,
+        batch_size=batch_size,
+    )
     algorithm = trainer.algorithm
-    done = engine.rollout(trainer.plans(), algorithm.group_size, algorithm.kernel(trainer.sigmas), generator_for)
+    done = engine.rollout(
+        trainer.plans(), algorithm.group_size, algorithm.kernel(trainer.sigmas), generator_for
+    )
     return torch.cat([each.finals.flatten(0, 1) for each in done])
 
 
 def waits(device: torch.device, call: Callable[[], object]) -> dict[str, int]:
-    """How often a call has the host wait for the device, also to copy something to it, by the place in the code."""
+    """How often a call has the host wait for the device, also to copy something to it, by the place
+    in the code."""
     call()
     if (module := waited(device)) is not None and hasattr(module, "costs"):  # the tests' device
         before = module.costs()
@@ -426,24 +562,39 @@ def waits(device: torch.device, call: Callable[[], object]) -> dict[str, int]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return dict(
-        Counter(f"{Path(each.filename).name}:{each.lineno}" for each in said if "called a synchronizing" in str(each.message))
+        Counter(
+            f"{Path(each.filename).name}:{each.lineno}"
+            for each in said
+            if "called a synchronizing" in str(each.message)
+        )
     )
 
 
-# --- `g2rpo train scenes` ---------------------------------------------------------------------------------------------------
+# --- `g2rpo train scenes` -------------------------------------------------------------------------
 
 
 def training(case: Case, name: str, *overrides: str, device: str = "") -> tuple[Run, Forked]:
     """A run below the working folder, and the process that makes it."""
     run = Run(Path(case["folder"]) / name)
-    given = [*SHORT, *(SHORTER if case["tiny"] else []), f"policy.device={device or case['device']}", *overrides]
-    return run, Forked(COMMAND, ["train", "scenes", "--run-dir", str(run.path), *given], run.path.with_suffix(".log"))
+    given = [
+        *SHORT,
+        *(SHORTER if case["tiny"] else []),
+        f"policy.device={device or case['device']}",
+        *overrides,
+    ]
+    return run, Forked(
+        COMMAND,
+        ["train", "scenes", "--run-dir", str(run.path), *given],
+        run.path.with_suffix(".log"),
+    )
 
 
 def ended(run: Run, process: Forked) -> Run:
     """The run, once its process has ended well."""
     if code := process.wait():
-        raise RuntimeError(f"g2rpo ended with {code}: {run.path.with_suffix('.log').read_text()[-400:]}")
+        raise RuntimeError(
+            f"g2rpo ended with {code}: {run.path.with_suffix('.log').read_text()[-400:]}"
+        )
     return run
 
 
@@ -465,20 +616,29 @@ def numbers(run: Run) -> dict[str, float]:
 
 
 def beside_cpu(found: Found, case: Case) -> None:
-    """Two iterations on the device and, at the same time, on the CPU: every figure beside the other's."""
+    """Two iterations on the device and, at the same time, on the CPU: every figure beside the
+    other's."""
     with found.step("runs"):
         runs = [training(case, "whole"), training(case, "cpu", device="cpu")]
         here, there = (numbers(ended(*each)) for each in runs)
-        together = {name: [here[name], there[name], here[name] - there[name]] for name in here if name in there}
+        together = {
+            name: [here[name], there[name], here[name] - there[name]]
+            for name in here
+            if name in there
+        }
         found.notes["device, CPU, difference"] = together
         found.notes["side by side"] = {
-            name: " beside the CPU's ".join(f"{value:.6g}" for value in values[:2]) + f", difference {values[2]:.2g}"
+            name: " beside the CPU's ".join(f"{value:.6g}" for value in values[:2])
+            + f", difference {values[2]:.2g}"
             for name, values in together.items()
             if name.split(": ")[1].startswith(COMPARED)
         }
         for name, (mine, theirs, difference) in together.items():
             if name.startswith(("eval 0: reward/brightness", "train 1: reward/")):
-                found.checks[f"{name}, device and CPU"] = (abs(difference) / max(abs(mine), abs(theirs)), 1e-3)
+                found.checks[f"{name}, device and CPU"] = (
+                    abs(difference) / max(abs(mine), abs(theirs)),
+                    1e-3,
+                )
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -492,7 +652,10 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def compare(found: Found, one: Run, other: Run) -> None:
     """Every value of the last checkpoints of two runs, and every row that they logged."""
-    mine, theirs = (dict(leaves(list(load_checkpoint(checkpoints(run.checkpoints)[-1])))) for run in (one, other))
+    mine, theirs = (
+        dict(leaves(list(load_checkpoint(checkpoints(run.checkpoints)[-1]))))
+        for run in (one, other)
+    )
     apart = dict.fromkeys(mine.keys() ^ theirs.keys(), math.inf)
     for name in mine.keys() & theirs.keys():
         a, b = mine[name], theirs[name]
@@ -503,7 +666,11 @@ def compare(found: Found, one: Run, other: Run) -> None:
             apart[name] = float((a.double() - b.double()).abs().max())
     logged, also = numbers(one), numbers(other)
     rows = [name for name in logged.keys() | also.keys() if logged.get(name) != also.get(name)]
-    found.notes |= {"tensors": len(mine), "largest difference by tensor": apart, "rows that differ": sorted(rows)}
+    found.notes |= {
+        "tensors": len(mine),
+        "largest difference by tensor": apart,
+        "rows that differ": sorted(rows),
+    }
     found.checks |= {"tensors that differ": (len(apart), 0), "rows that differ": (len(rows), 0)}
     found.measured["largest difference of a tensor"] = max(apart.values(), default=0.0)
 
@@ -537,13 +704,18 @@ KERNELS = {
 
 
 def layouts(found: Found, case: Case) -> None:
-    """Attention's gradients by kernel, off float32's, where the output's gradient is contiguous and where it is a slice.
+    """Attention's gradients by kernel, off float32's, where the output's gradient is contiguous and
+    where it is a slice.
 
     The contiguous one comes first: see `g2rpo.policies.attention.mixes_layouts`.
     """
     device = torch.device(pick_device(case["device"]))
-    batch, tokens, heads, width = (1, 64, 2, 32) if case["tiny"] else (4, 1536, 24, 128)  # FLUX at 512x512
-    given = [torch.randn(batch, tokens, heads, width, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    # FLUX at 512x512
+    batch, tokens, heads, width = (1, 64, 2, 32) if case["tiny"] else (4, 1536, 24, 128)
+    given = [
+        torch.randn(batch, tokens, heads, width, device=device, dtype=torch.bfloat16)
+        for _ in range(3)
+    ]
     narrow = torch.randn(batch, tokens, heads * width, device=device, dtype=torch.bfloat16)
     wide = torch.cat([narrow, narrow.new_zeros(batch, tokens, 4 * heads * width)], dim=-1)
     out = {"contiguous": narrow, "slice": wide[..., : heads * width]}
@@ -551,8 +723,12 @@ def layouts(found: Found, case: Case) -> None:
     def gradients(kernel: SDPBackend, dtype: torch.dtype, gradient: Tensor) -> list[Tensor]:
         leaves = [each.to(dtype).requires_grad_() for each in given]
         with sdpa_kernel(kernel):
-            attended = functional.scaled_dot_product_attention(*(leaf.transpose(1, 2) for leaf in leaves))
-        return list(torch.autograd.grad(attended.transpose(1, 2).flatten(2), leaves, gradient.to(dtype)))
+            attended = functional.scaled_dot_product_attention(
+                *(leaf.transpose(1, 2) for leaf in leaves)
+            )
+        return list(
+            torch.autograd.grad(attended.transpose(1, 2).flatten(2), leaves, gradient.to(dtype))
+        )
 
     exact = gradients(SDPBackend.MATH, torch.float32, narrow)
     for kind in set(KERNELS) & set(attention.attention_kinds(str(device))):
@@ -562,7 +738,10 @@ def layouts(found: Found, case: Case) -> None:
                 found.measured[f"{kind}, {layout}, off float32"] = max(off)
 
 
-KINDS = {each.__name__: each for each in (machine, model, drift, exact, twice, resumed, beside_cpu, layouts)}
+KINDS = {
+    each.__name__: each
+    for each in (machine, model, drift, exact, twice, resumed, beside_cpu, layouts)
+}
 
 
 def main(given: list[str]) -> None:

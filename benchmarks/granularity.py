@@ -2,10 +2,12 @@
 
     python -m benchmarks.granularity --prompts 24
 
-For each prompt and branch step a group branches by one stochastic step, and every member is finished by tails of granularity
-1, 2, 3 and by one jump, strided tails with both ends (`flow.tail`). Agreement is Spearman's rank correlation of a reward over
-the group between granularity 1 and each other tail, averaged over prompts, with bootstrap intervals over prompts. Groups in
-which either side gives every member the same reward have no ranks; they are left out and counted as silent.
+For each prompt and branch step a group branches by one stochastic step, and every member is
+finished by tails of granularity 1, 2, 3 and by one jump, strided tails with both ends
+(`flow.tail`). Agreement is Spearman's rank correlation of a reward over the group between
+granularity 1 and each other tail, averaged over prompts, with bootstrap intervals over prompts.
+Groups in which either side gives every member the same reward have no ranks; they are left out and
+counted as silent.
 
 Writes benchmarks/results/NAME.json and NAME.png.
 """
@@ -41,7 +43,11 @@ def tails_of(step: int, num_steps: int) -> dict[str, tuple[int, ...]]:
     start = step + 1
     return {
         "1": tail(start, num_steps, 1),
-        **{f"{size} {end}": tail(start, num_steps, size, end) for size in (2, 3) for end in ("closed", "reference")},
+        **{
+            f"{size} {end}": tail(start, num_steps, size, end)
+            for size in (2, 3)
+            for end in ("closed", "reference")
+        },
         "one jump": (start, num_steps),
     }
 
@@ -49,7 +55,9 @@ def tails_of(step: int, num_steps: int) -> dict[str, tuple[int, ...]]:
 def main() -> None:
     args = arguments()
     began = time.perf_counter()
-    trainer = build(Request(config=load_config(args.recipe, [*REWARDS[args.recipe], *args.overrides])))
+    trainer = build(
+        Request(config=load_config(args.recipe, [*REWARDS[args.recipe], *args.overrides]))
+    )
     num_steps, size = trainer.config.sampling.num_steps, trainer.algorithm.group_size
     steps = range(num_steps - 1) if args.steps is None else args.steps
     tails = {step: tails_of(step, num_steps) for step in steps}
@@ -57,7 +65,12 @@ def main() -> None:
     agreements: dict[tuple[int, str, str], list[float]] = {}
     for number in range(args.prompts):
         prompts = trainer.loop.order.batch(number, 1)
-        engine = Engine(policy=trainer.policy, cond=trainer.policy.encode(prompts), sigmas=trainer.sigmas, batch_size=96)
+        engine = Engine(
+            policy=trainer.policy,
+            cond=trainer.policy.encode(prompts),
+            sigmas=trainer.sigmas,
+            batch_size=96,
+        )
 
         def noise(prompt: int, *purpose: Any, number: int = number) -> Any:
             return generator_for(args.seed, "granularity", number, *purpose)
@@ -67,7 +80,9 @@ def main() -> None:
         for (step, own), rewards in zip(tails.items(), scored, strict=True):
             for reward, values in zip(trainer.rewards, rewards, strict=True):
                 for name, other in list(zip(own, values, strict=True))[1:]:
-                    agreements.setdefault((step, reward, name), []).append(float(spearman(values[0], other)))
+                    agreements.setdefault((step, reward, name), []).append(
+                        float(spearman(values[0], other))
+                    )
         if number % 4 == 3:
             print(f"{number + 1} prompts, {time.perf_counter() - began:.0f} s", flush=True)
     rows = [
@@ -89,7 +104,10 @@ def main() -> None:
             own = [row for row in rows if (row["reward"], row["tail"]) == (reward, name)]
             print(
                 f"{name:12}",
-                "  ".join(f"{row['step']}: {row['mean']:.2f} [{row['low']:.2f}, {row['high']:.2f}]" for row in own),
+                "  ".join(
+                    f"{row['step']}: {row['mean']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+                    for row in own
+                ),
             )
     print(path)
 
@@ -107,7 +125,9 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def arguments() -> argparse.Namespace:
     parser = instrument_parser(__doc__, prompts=24)
     parser.add_argument("--name", default="granularity")
-    parser.add_argument("--steps", type=int, nargs="*", help="branch steps; default all but the last")
+    parser.add_argument(
+        "--steps", type=int, nargs="*", help="branch steps; default all but the last"
+    )
     return parser.parse_args()
 
 

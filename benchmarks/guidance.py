@@ -1,10 +1,11 @@
-"""Training without guidance on the embedded scenes: what the tuned model does with guidance and without.
+"""Training without guidance on the embedded scenes: what the tuned model does with guidance and
+without.
 
     OMP_NUM_THREADS=1 python -m benchmarks.guidance --out runs/guidance    # 20 minutes
 
-Each cell of `--recipe` is trained with every seed, once with the recipe's guidance scale and once with 1, and judged at both.
-The tiny FLUX takes its guidance scale as an input of the network, as FLUX.1-dev does. Finished parts are not repeated.
-Writes guidance.json in the folder.
+Each cell of `--recipe` is trained with every seed, once with the recipe's guidance scale and once
+with 1, and judged at both. The tiny FLUX takes its guidance scale as an input of the network, as
+FLUX.1-dev does. Finished parts are not repeated. Writes guidance.json in the folder.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ SCALES = (3.5, 1.0)
 
 def main() -> None:
     args = arguments()
-    overrides = ["evaluation.num_prompts=96", f"evaluation.every={args.iterations}", f"optim.learning_rate={args.rate}"]
+    overrides = [
+        "evaluation.num_prompts=96",
+        f"evaluation.every={args.iterations}",
+        f"optim.learning_rate={args.rate}",
+    ]
     overrides += args.overrides
     asked = {"seeds": args.seeds, "out": args.out, "emit": Output()}
     folder = compare(args.recipe, overrides, CELLS, ("iterations", args.iterations), **asked)
@@ -39,11 +44,20 @@ def main() -> None:
     judged: dict[str, object] = {}
     for scale in SCALES:
         guided, at = f"policy.guidance_scale={scale:g}", args.out / "judged" / f"guidance_{scale:g}"
-        places = {cell: [EvaluationDirectory(at / f"{cell}_{run.name}") for run in own] for cell, own in runs.items()}
+        places = {
+            cell: [EvaluationDirectory(at / f"{cell}_{run.name}") for run in own]
+            for cell, own in runs.items()
+        }
         base = EvaluationDirectory(at / "base")
-        todo = [judging_job(f"the base at {scale:g}", folder.run("guided", 42), base, [10], "weights=", guided)]
+        todo = [
+            judging_job(
+                f"the base at {scale:g}", folder.run("guided", 42), base, [10], "weights=", guided
+            )
+        ]
         todo += [
-            judging_job(f"{cell}, {run.name}, at {scale:g}", Run(run), place, [10], "base=false", guided)
+            judging_job(
+                f"{cell}, {run.name}, at {scale:g}", Run(run), place, [10], "base=false", guided
+            )
             for cell, own in runs.items()
             for run, place in zip(own, places[cell], strict=True)
         ]
@@ -51,7 +65,10 @@ def main() -> None:
             raise SystemExit("a job failed; the same command does what is missing")
         untrained = read_judged(base)
         tables = {cell: [read_judged(place) for place in own] for cell, own in places.items()}
-        stacked = {cell: {key: np.stack([one[key] for one in own]) for key in untrained} for cell, own in tables.items()}
+        stacked = {
+            cell: {key: np.stack([one[key] for one in own]) for key in untrained}
+            for cell, own in tables.items()
+        }
         judged[f"{scale:g}"] = {
             "base": {name: float(values.mean()) for (_, name), values in untrained.items()},
             "cells": [asdict(line) for line in lines(untrained, stacked)],
@@ -61,7 +78,9 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/guidance"))
     parser.add_argument("--recipe", default="scenes-fast")
     parser.add_argument("--iterations", type=int, default=75)

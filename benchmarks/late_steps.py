@@ -1,10 +1,10 @@
-"""Where in the sampling an adapter acts: scores of held-out pictures with the adapter in the first k steps and the base model
-after them, for every k.
+"""Where in the sampling an adapter acts: scores of held-out pictures with the adapter in the first
+k steps and the base model after them, for every k.
 
     python -m benchmarks.late_steps runs/a runs/b --out benchmarks/results/late_steps.json
 
-Of finished runs with an adapter, from the noise of their own evaluations. A change is the paired one against the base, with
-its 95 % interval over prompts and, with several runs, over runs.
+Of finished runs with an adapter, from the noise of their own evaluations. A change is the paired
+one against the base, with its 95 % interval over prompts and, with several runs, over runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def scores(run: Path, count: int) -> list[dict[str, Values]]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--prompts", type=int, default=192)
     parser.add_argument("--out", type=Path)
@@ -54,17 +56,35 @@ def main() -> None:
     args = arguments()
     runs = [scores(run, args.prompts) for run in args.runs]
     table: list[dict[str, Interval]] = [
-        {name: interval(np.stack([run[steps][name] - run[0][name] for run in runs])) for name in runs[0][0]}
+        {
+            name: interval(np.stack([run[steps][name] - run[0][name] for run in runs]))
+            for name in runs[0][0]
+        }
         for steps in range(1, len(runs[0]))
     ]
-    print("| steps with the adapter | " + " | ".join(table[0]) + " |\n" + "|---" * (1 + len(table[0])) + "|")
-    print("| none | " + " | ".join(f"{np.mean([run[0][name] for run in runs]):.3f}" for name in table[0]) + " |")
+    print(
+        "| steps with the adapter | "
+        + " | ".join(table[0])
+        + " |\n"
+        + "|---" * (1 + len(table[0]))
+        + "|"
+    )
+    print(
+        "| none | "
+        + " | ".join(f"{np.mean([run[0][name] for run in runs]):.3f}" for name in table[0])
+        + " |"
+    )
     for steps, row in enumerate(table, 1):
         print(f"| first {steps} | " + " | ".join(f"{change:+}" for change in row.values()) + " |")
     if args.out:
         base = {name: [float(run[0][name].mean()) for run in runs] for name in table[0]}
         changes = [{name: asdict(change) for name, change in row.items()} for row in table]
-        write_whole(args.out, json.dumps({"prompts": args.prompts, "base": base, "changes": changes}, indent=1).encode())
+        write_whole(
+            args.out,
+            json.dumps(
+                {"prompts": args.prompts, "base": base, "changes": changes}, indent=1
+            ).encode(),
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m benchmarks.lesson runs/quickstart        # writes docs/images/lesson.gif
 
-The pictures, scores and advantages are those of the demo's "How it learns" (`g2rpo.lab.demo.group.trace_group`) with the
-run's seed, on the held-out word with which the demo opens: the first one that the base draws wrong and the tuned model right.
+The pictures, scores and advantages are those of the demo's "How it learns"
+(`g2rpo.lab.demo.group.trace_group`) with the run's seed, on the held-out word with which the demo
+opens: the first one that the base draws wrong and the tuned model right.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from g2rpo.lab.demo.group import GroupTrace, trace_group
 from g2rpo.lab.demo.model import open_model
 from g2rpo.lab.demo.opening import opening_of
 from g2rpo.lab.report.history import RunHistory, read_runs
-from g2rpo.monitor.pictures import PAGE_COLOUR, RIGHT_COLOUR, SOFT_COLOUR, TEXT_COLOUR, WRONG_COLOUR, pil_of
+from g2rpo.monitor.pictures import (
+    PAGE_COLOUR,
+    RIGHT_COLOUR,
+    SOFT_COLOUR,
+    TEXT_COLOUR,
+    WRONG_COLOUR,
+    pil_of,
+)
 
 SIZE, LARGE, SMALL = (1640, 690), (336, 112), (240, 80)  # of the whole, of the anchor, of a member
 ANCHOR, GROUP, COLUMNS, APART = (24, 320), (540, 118), 4, (276, 188)
@@ -32,7 +40,8 @@ RULE = (228, 228, 222)
 
 @dataclass(frozen=True)
 class Scene:
-    """A frame: its number of five, a sentence, the anchor's picture, the members' pictures, and what is known of them."""
+    """A frame: its number of five, a sentence, the anchor's picture, the members' pictures, and
+    what is known of them."""
 
     number: int
     words: str
@@ -51,7 +60,9 @@ def main() -> None:
     scenes = list(story(before, after, run))
     frames = [drawn(scene).quantize(128, dither=Image.Dither.NONE) for scene in scenes]
     times = [round(1000 * scene.seconds) for scene in scenes]
-    frames[0].save(args.out, save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True)
+    frames[0].save(
+        args.out, save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True
+    )
     print(
         f"{args.out}: {before.prompt}, {len(frames)} frames, {sum(times) / 1000:.0f} s, {args.out.stat().st_size / 1000:.0f} kB"
     )
@@ -63,7 +74,9 @@ def lessons(run: RunHistory) -> tuple[GroupTrace, GroupTrace]:
     heldout = build_prompts(evaluation.prompts, "evaluation.prompts")[: evaluation.num_prompts]
     model = open_model(run.config, run.files.weights, print, heldout)
     number, _ = opening_of(run)
-    before, after = (trace_group(model, str(heldout[number]), tuned=tuned) for tuned in (False, True))
+    before, after = (
+        trace_group(model, str(heldout[number]), tuned=tuned) for tuned in (False, True)
+    )
     if before.advantages.max() == before.advantages.min():
         raise SystemExit(f"{before.prompt}: all members score alike, so this group teaches nothing")
     return before, after
@@ -75,14 +88,37 @@ def story(before: GroupTrace, after: GroupTrace, run: RunHistory) -> Iterator[Sc
     steps = [pil_of(picture) for picture in anchor_of(before)]
     for step, picture in enumerate(steps):
         last = step == len(steps) - 1
-        yield Scene(1, "One noise is denoised without chance: the anchor.", 1.2 if last else 0.18, picture, below=asked)
-    enters, noised, finals = steps[before.plan.branch], pictures(before.noised), pictures(before.finals[0])
+        yield Scene(
+            1,
+            "One noise is denoised without chance: the anchor.",
+            1.2 if last else 0.18,
+            picture,
+            below=asked,
+        )
+    enters, noised, finals = (
+        steps[before.plan.branch],
+        pictures(before.noised),
+        pictures(before.finals[0]),
+    )
     scores, advantages = before.rewards[0, 0].tolist(), before.advantages.tolist()
     count = len(finals)
     where = f"Noise enters at one step, here step {before.plan.branch}, different for each of {count} members."
     yield Scene(2, where, 2.2, enters, noised, below=asked)
-    yield Scene(2, "Each is finished without further chance: they differ by that noise alone.", 2.6, enters, finals)
-    yield Scene(3, "The reward scores each: here OCR reads it, 1 is every letter right.", 2.4, enters, finals, scores)
+    yield Scene(
+        2,
+        "Each is finished without further chance: they differ by that noise alone.",
+        2.6,
+        enters,
+        finals,
+    )
+    yield Scene(
+        3,
+        "The reward scores each: here OCR reads it, 1 is every letter right.",
+        2.4,
+        enters,
+        finals,
+        scores,
+    )
     said = "Noise that scores above the group's mean becomes more likely, below it less."
     yield Scene(4, said, 3.4, enters, finals, scores, advantages)
     later = f"After {run.iteration} iterations on other words: the same word, from the same noise."
@@ -112,16 +148,26 @@ def drawn(scene: Scene) -> Image.Image:
     for number in range(1, 6):
         here, centre = number == scene.number, (44 + 50 * (number - 1), 46)
         draw.circle(centre, 20, fill=TEXT_COLOUR if here else RULE)
-        draw.text(centre, str(number), fill=PAGE_COLOUR if here else SOFT_COLOUR, font=font(24, bold=True), anchor="mm")
+        draw.text(
+            centre,
+            str(number),
+            fill=PAGE_COLOUR if here else SOFT_COLOUR,
+            font=font(24, bold=True),
+            anchor="mm",
+        )
     draw.text((296, 46), scene.words, fill=TEXT_COLOUR, font=font(29, bold=True), anchor="lm")
     (x, y), (width, height) = ANCHOR, LARGE
     for index in range(len(scene.members)):
         left, top = place(index)
         draw.line((x + width, y + height // 2, left, top + SMALL[1] // 2), fill=RULE, width=3)
     canvas.paste(scene.anchor.resize(LARGE, Image.Resampling.BICUBIC), ANCHOR)
-    draw.rounded_rectangle((x - 3, y - 3, x + width + 2, y + height + 2), 6, outline=TEXT_COLOUR, width=3)
+    draw.rounded_rectangle(
+        (x - 3, y - 3, x + width + 2, y + height + 2), 6, outline=TEXT_COLOUR, width=3
+    )
     draw.text((x + width // 2, y - 32), "the anchor", fill=SOFT_COLOUR, font=font(27), anchor="mm")
-    draw.text((x + width // 2, y + height + 36), scene.below, fill=TEXT_COLOUR, font=font(27), anchor="mm")
+    draw.text(
+        (x + width // 2, y + height + 36), scene.below, fill=TEXT_COLOUR, font=font(27), anchor="mm"
+    )
     for index, picture in enumerate(scene.members):
         draw_member(canvas, scene, index, picture)
     return canvas
@@ -132,7 +178,8 @@ def place(index: int) -> tuple[int, int]:
 
 
 def draw_member(canvas: Image.Image, scene: Scene, index: int, picture: Image.Image) -> None:
-    """A member's picture with, as far as they are known, its score and its advantage as a bar from the middle."""
+    """A member's picture with, as far as they are known, its score and its advantage as a bar from
+    the middle."""
     draw, (x, y), (width, height) = ImageDraw.Draw(canvas), place(index), SMALL
     right = bool(scene.scores) and scene.scores[index] == 1
     below, fill = (78, TINT[right]) if scene.scores else (6, RULE)
@@ -142,7 +189,11 @@ def draw_member(canvas: Image.Image, scene: Scene, index: int, picture: Image.Im
     if scene.scores:
         text = f"{'✓' if right else '✗'} {scene.scores[index]:.2f}"
         draw.text(
-            (middle, y + height + 22), text, fill=RIGHT_COLOUR if right else WRONG_COLOUR, font=font(27, bold=True), anchor="mm"
+            (middle, y + height + 22),
+            text,
+            fill=RIGHT_COLOUR if right else WRONG_COLOUR,
+            font=font(27, bold=True),
+            anchor="mm",
         )
     if scene.advantages:
         own, largest = scene.advantages[index], max(abs(each) for each in scene.advantages)
@@ -155,7 +206,9 @@ def draw_member(canvas: Image.Image, scene: Scene, index: int, picture: Image.Im
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/images/lesson.gif"))
     return parser.parse_args()

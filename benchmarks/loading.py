@@ -2,9 +2,9 @@
 
     python -m benchmarks.loading --processes 4 --out benchmarks/results/loading.json
 
-A random FLUX of a few hundred MB in bfloat16. Every process, forked with its libraries loaded, loads it and reads each weight
-once, as moving it to a GPU does; what the processes then hold together is measured by Linux as PSS, where a page that n
-processes share counts 1/n to each.
+A random FLUX of a few hundred MB in bfloat16. Every process, forked with its libraries loaded,
+loads it and reads each weight once, as moving it to a GPU does; what the processes then hold
+together is measured by Linux as PSS, where a page that n processes share counts 1/n to each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ def make(folder: Path) -> int:
     from g2rpo.testbed import pipeline_dir
 
     pipeline = FluxPipeline.from_pretrained(pipeline_dir(), dtype=torch.bfloat16)
-    sizes = {"num_layers": 3, "num_single_layers": 5, "attention_head_dim": 128, "num_attention_heads": 8}
+    sizes = {
+        "num_layers": 3,
+        "num_single_layers": 5,
+        "attention_head_dim": 128,
+        "num_attention_heads": 8,
+    }
     config = {**pipeline.transformer.config, **sizes, "axes_dims_rope": (16, 56, 56)}
     pipeline.transformer = FluxTransformer2DModel.from_config(config).to(torch.bfloat16)
     pipeline.save_pretrained(folder, safe_serialization=True)
@@ -66,14 +71,21 @@ def main() -> None:
         stored = make(Path(folder))
         for tuning in TUNINGS:
             barrier, results = context.Barrier(args.processes), context.Queue()
-            started = [context.Process(target=load, args=(folder, tuning, barrier, results)) for _ in range(args.processes)]
+            started = [
+                context.Process(target=load, args=(folder, tuning, barrier, results))
+                for _ in range(args.processes)
+            ]
             for each in started:
                 each.start()
             rows = [results.get() for _ in started]
             for each in started:
                 each.join()
             pss, private = (sum(column) / 2**20 for column in zip(*rows, strict=True))
-            found[tuning] = {"stored_mib": stored / 2**20, "together_mib": pss, "private_mib": private}
+            found[tuning] = {
+                "stored_mib": stored / 2**20,
+                "together_mib": pss,
+                "private_mib": private,
+            }
             print(
                 f"{tuning}: {stored / 2**20:.0f} MiB stored; {args.processes} processes hold {pss:.0f}, {private:.0f} private"
             )
@@ -82,7 +94,9 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()

@@ -20,7 +20,12 @@ def describe(device: torch.device) -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
     if info.is_file():
         cpu = next(
-            (line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")), cpu
+            (
+                line.partition(":")[2].strip()
+                for line in info.read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            cpu,
         )
     return {
         "device": module.get_device_name(device) if (module := accelerator(device)) else cpu,
@@ -30,9 +35,13 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def matmul_rate(
-    dtype: torch.dtype, device: torch.device, clock: Callable[[], float] = time.perf_counter, seconds: float = 2.0
+    dtype: torch.dtype,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+    seconds: float = 2.0,
 ) -> float:
-    """FLOP/s of a square matrix product in `dtype`: the best of many, each of them 2 size^3 operations."""
+    """FLOP/s of a square matrix product in `dtype`: the best of many, each of them 2 size^3
+    operations."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best, ends = float("inf"), time.perf_counter() + seconds

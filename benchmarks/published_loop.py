@@ -1,8 +1,9 @@
 """The published rollout, written plainly from its description: what the engine is measured against.
 
-One sample at a time, every velocity computed anew: an anchor of T steps; for every branch step and member one forward for the
-stochastic step; for every granularity an ODE walk over sigmas[: k + 2] + sigmas[k + 2 :: g] that ends with the image predicted
-from the last point it evaluates; every image decoded and scored alone. No code of the published repository is used.
+One sample at a time, every velocity computed anew: an anchor of T steps; for every branch step and
+member one forward for the stochastic step; for every granularity an ODE walk over sigmas[: k + 2] +
+sigmas[k + 2 :: g] that ends with the image predicted from the last point it evaluates; every image
+decoded and scored alone. No code of the published repository is used.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Noise = Callable[..., torch.Generator]
 
 @dataclass
 class PublishedLoop:
-    """Rolls out one prompt after the other. `finals` [K, M, G, ...] per prompt are kept to compare with the engine's."""
+    """Rolls out one prompt after the other. `finals` [K, M, G, ...] per prompt are kept to compare
+    with the engine's."""
 
     policy: Policy
     sigmas: Tensor
@@ -37,7 +39,9 @@ class PublishedLoop:
     def rollout(self, prompts: Sequence[str], noise: Noise) -> list[Tensor]:
         cond = self.policy.encode(prompts)
         self.watch.lap("encode")
-        return [self._prompt(prompt, cond.rows([row]), row, noise) for row, prompt in enumerate(prompts)]
+        return [
+            self._prompt(prompt, cond.rows([row]), row, noise) for row, prompt in enumerate(prompts)
+        ]
 
     def _velocity(self, x: Tensor, step: int, cond: Cond) -> Tensor:
         self.evaluations += 1
@@ -49,16 +53,25 @@ class PublishedLoop:
         for step in range(len(self.sigmas) - 1):
             anchor.append(x)
             x = ode_step(x, self._velocity(x, step, cond), self.sigmas[step], self.sigmas[step + 1])
-        return torch.stack([self._branch(prompt, cond, anchor[k], k, row, noise) for k in self.algorithm.branch_steps])
+        return torch.stack(
+            [
+                self._branch(prompt, cond, anchor[k], k, row, noise)
+                for k in self.algorithm.branch_steps
+            ]
+        )
 
     def _branch(self, prompt: str, cond: Cond, x: Tensor, k: int, row: int, noise: Noise) -> Tensor:
         algorithm, sigma = self.algorithm, self.sigmas[k]
-        draws = torch.randn(algorithm.group_size, *x.shape[1:], generator=noise(row, "branch", k, k)).to(x)
+        draws = torch.randn(
+            algorithm.group_size, *x.shape[1:], generator=noise(row, "branch", k, k)
+        ).to(x)
         finals = []
         for draw in draws:
             kernel = algorithm.kernel(self.sigmas)
             y = kernel(x, self._velocity(x, k, cond), sigma, self.sigmas[k + 1]).sample(draw[None])
-            finals.append(torch.cat([self._finish(y, k, stride, cond) for stride in algorithm.granularities]))
+            finals.append(
+                torch.cat([self._finish(y, k, stride, cond) for stride in algorithm.granularities])
+            )
             self.watch.lap("rollout")
             for final in finals[-1]:
                 image = self.policy.decode(final[None]).cpu()

@@ -1,10 +1,11 @@
-"""What `g2rpo plan` computes for calls, beside what others have measured and what was measured here.
+"""What `g2rpo plan` computes for calls, beside what others have measured and what was measured
+here.
 
     OMP_NUM_THREADS=1 python -m benchmarks.published_times --out benchmarks/results/published_times.json    # a minute
     OMP_NUM_THREADS=1 python -m benchmarks.published_times --fit     # fits the constants of `lab.plan.rates` on one half
 
-`published_times.json` has the figures. Before the first fit they were sorted by card, by kind and by the SHA-256 of what they
-said; every second one was held out.
+`published_times.json` has the figures. Before the first fit they were sorted by card, by kind and
+by the SHA-256 of what they said; every second one was held out.
 """
 
 from __future__ import annotations
@@ -46,17 +47,21 @@ AS_PUBLISHED = {
     "sd35": ["policy.lora_targets=[proj_out]"],
     "wan": ["policy.lora_targets=[proj_out]", "policy.num_frames=81"],
 }
-"""As diffusers' own pipelines compute: without autocast and, but for one layer, without adapters."""
+"""As diffusers' own pipelines compute: without autocast and, but for one layer, without
+adapters."""
 IN_FLOAT16 = 2.0
-"""A GeForce's float8 products with sums in float16 have twice the rate of the datasheet's with float32."""
+"""A GeForce's float8 products with sums in float16 have twice the rate of the datasheet's with
+float32."""
 A_SCALE_FOR_A_TENSOR = 0.85
-"""`Rates.float8` of float8 products with one scale for a tensor, which are faster than ours with a scale for each row."""
+"""`Rates.float8` of float8 products with one scale for a tensor, which are faster than ours with a
+scale for each row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """`seconds` of `calls` calls, as measured; `outside` what encoding and decoding take of them, estimated. `note`: what the
-    figure used. `overrides` of the recipe; without them the call is as diffusers' own."""
+    """`seconds` of `calls` calls, as measured; `outside` what encoding and decoding take of them,
+    estimated. `note`: what the figure used. `overrides` of the recipe; without them the call is as
+    diffusers' own."""
 
     card: str
     model: str
@@ -82,21 +87,33 @@ class Published:
 
 def published() -> list[Published]:
     rows = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-    return [Published(**{**row, "overrides": tuple(row["overrides"]) if "overrides" in row else None}) for row in rows]
+    return [
+        Published(**{**row, "overrides": tuple(row["overrides"]) if "overrides" in row else None})
+        for row in rows
+    ]
 
 
 @cache
 def traced(
-    model: str, size: tuple[int, int], rows: int, what: str, float8: bool, overrides: tuple[str, ...] | None
+    model: str,
+    size: tuple[int, int],
+    rows: int,
+    what: str,
+    float8: bool,
+    overrides: tuple[str, ...] | None,
 ) -> TracedCall:
-    """The call on tensors without data. Our own figures are of torch 2.11, whose autocast leaves RMS norms in bfloat16."""
+    """The call on tensors without data. Our own figures are of torch 2.11, whose autocast leaves
+    RMS norms in bfloat16."""
     options = [f"policy.width={size[0]}", f"policy.height={size[1]}", f"sampling.batch_size={rows}"]
     if overrides is None:
         options += ["policy.autocast=false", "policy.lora_rank=1", *AS_PUBLISHED[model]]
     options += ["policy.quantize=fp8"] * float8 + list(overrides or ())
     config = settled(load_config(RECIPES[model], options), cuda=True)
     with patch.object(autocast, "FLOAT32_OPERATIONS", autocast.FLOAT32_OPERATIONS - {"rms_norm"}):
-        return getattr(trace_calls(read_blueprint(config.policy), config, count(config, 1), like_cuda=True), what)
+        return getattr(
+            trace_calls(read_blueprint(config.policy), config, count(config, 1), like_cuda=True),
+            what,
+        )
 
 
 def planned(row: Published, rates: Rates = RATES) -> float:
@@ -112,20 +129,33 @@ def planned(row: Published, rates: Rates = RATES) -> float:
     return roofline.call(card, rates, row.rows / call.rows if row.what == "velocity" else 1.0)
 
 
-FITTED = ("hbm", "hbm_power", "gddr", "attention", "convolutions", "bandwidth", "compiled", "gap", "launch")
+FITTED = (
+    "hbm",
+    "hbm_power",
+    "gddr",
+    "attention",
+    "convolutions",
+    "bandwidth",
+    "compiled",
+    "gap",
+    "launch",
+)
 SPREAD_OF_PRIORS = {"bandwidth": 0.1, "compiled": 0.3}
 """Relative standard deviations of the constants around those of `Rates`; of the others 1."""
 
 
 def fitted(rows: Sequence[Published]) -> Rates:
-    """The constants with which the logarithms of the ratios are smallest, outliers counting less."""
+    """The constants with which the logarithms of the ratios are smallest, outliers counting
+    less."""
     from scipy.optimize import least_squares
 
     start = np.log([getattr(RATES, name) for name in FITTED])
     widths = np.array([SPREAD_OF_PRIORS.get(name, 1.0) for name in FITTED])
 
     def with_numbers(logs: np.ndarray) -> Rates:
-        return replace(RATES, **{name: float(value) for name, value in zip(FITTED, np.exp(logs), strict=True)})
+        return replace(
+            RATES, **{name: float(value) for name, value in zip(FITTED, np.exp(logs), strict=True)}
+        )
 
     def off(logs: np.ndarray) -> list[float]:
         rates = with_numbers(logs)
@@ -136,7 +166,12 @@ def fitted(rows: Sequence[Published]) -> Rates:
 
 
 OWN = "benchmarks/results/"
-NAMES = {OWN: "measured here", "flux-fp8-api": "flux-fp8-api", "devlogs": "PyTorch", "siliconflow": "OneDiff"}
+NAMES = {
+    OWN: "measured here",
+    "flux-fp8-api": "flux-fp8-api",
+    "devlogs": "PyTorch",
+    "siliconflow": "OneDiff",
+}
 NAMES |= {
     "TheStage": "TheStage",
     "xDiT": "xDiT",
@@ -149,7 +184,9 @@ NAMES |= {
 
 def link(source: str) -> str:
     """In Markdown, from results/published_times.md."""
-    name = next((name for part, name in NAMES.items() if part in source), "/".join(source.split("/")[1:3]))
+    name = next(
+        (name for part, name in NAMES.items() if part in source), "/".join(source.split("/")[1:3])
+    )
     own = source.startswith(OWN)
     return f"[{name}]({source.removeprefix(OWN) if own else f'https://{source}'})"
 
@@ -158,11 +195,15 @@ def table(rows: Sequence[Published]) -> Iterator[str]:
     """In Markdown."""
     yield "| card | call | measured, s | plan, s | ratio | used | source |\n|---|---|---|---|---|---|---|"
     for row in rows:
-        what = f"{row.model} {row.width}x{row.height}" + (f", {row.what}" if row.what != "velocity" else "")
+        what = f"{row.model} {row.width}x{row.height}" + (
+            f", {row.what}" if row.what != "velocity" else ""
+        )
         what += f", {row.rows} rows" if row.rows > 1 else ""
         what += ", float8" * row.float8 + ", compiled" * row.compiled
         plan = planned(row)
-        used = ", ".join(filter(None, (row.attention.replace("auto", ""), row.note, *(row.overrides or ()))))
+        used = ", ".join(
+            filter(None, (row.attention.replace("auto", ""), row.note, *(row.overrides or ())))
+        )
         figures = f"{row.measured:.3g} | {plan:.3g} | {plan / row.measured:.2f}"
         yield f"| `{row.card}` | {what} | {figures} | {used} | {link(row.source)} |"
 
@@ -175,8 +216,12 @@ def summary(rows: Sequence[Published]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="print the constants that fit one half best")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fit", action="store_true", help="print the constants that fit one half best"
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -184,10 +229,19 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     rows = published()
-    halves = {name: [row for row in rows if row.held_out == held] for name, held in (("fitted on", False), ("held out", True))}
+    halves = {
+        name: [row for row in rows if row.held_out == held]
+        for name, held in (("fitted on", False), ("held out", True))
+    }
     if args.fit:
         rates = fitted(halves["fitted on"])
-        print({each.name: float(f"{getattr(rates, each.name):.3g}") for each in fields(rates) if each.name in FITTED})
+        print(
+            {
+                each.name: float(f"{getattr(rates, each.name):.3g}")
+                for each in fields(rates)
+                if each.name in FITTED
+            }
+        )
     for name, half in halves.items():
         print(f"\n{name}: {summary(half)}\n", *table(half), sep="\n")
     if args.out is not None:

@@ -1,8 +1,10 @@
-"""Frozen weights in fewer bits, ours beside torchao's and bitsandbytes': `OMP_NUM_THREADS=1 python -m benchmarks.quantized`.
+"""Frozen weights in fewer bits, ours beside torchao's and bitsandbytes': `OMP_NUM_THREADS=1 python
+-m benchmarks.quantized`.
 
-A linear layer as wide as FLUX.1-dev's (3072 x 3072, bfloat16, 256 rows), and the tiny FLUX of the recipe scenes with a LoRA.
-Errors are relative in norm: of the layer to the same weights in float32, of the tiny model's velocity and of its adapters'
-gradient to bfloat16. `stored` are the bytes of the weight, `kept` those that a call keeps until its backward pass.
+A linear layer as wide as FLUX.1-dev's (3072 x 3072, bfloat16, 256 rows), and the tiny FLUX of the
+recipe scenes with a LoRA. Errors are relative in norm: of the layer to the same weights in float32,
+of the tiny model's velocity and of its adapters' gradient to bfloat16. `stored` are the bytes of
+the weight, `kept` those that a call keeps until its backward pass.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def by_bitsandbytes(linear: nn.Linear) -> nn.Module:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     kind: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
-    layer = Linear4bit(linear.in_features, linear.out_features, compute_dtype=linear.weight.dtype, **kind)
+    layer = Linear4bit(
+        linear.in_features, linear.out_features, compute_dtype=linear.weight.dtype, **kind
+    )
     layer.weight = Params4bit(linear.weight.data, requires_grad=False, module=layer, **kind)
     layer.bias = linear.bias
     return layer.to(CPU)
@@ -61,7 +65,9 @@ WAYS: dict[str, Make] = {
     "int8": ours("int8"),
     "int8, torchao": by_torchao(lambda: torchao.Int8WeightOnlyConfig(version=2)),
     "fp8": ours("fp8"),
-    "fp8, torchao": by_torchao(lambda: torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())),
+    "fp8, torchao": by_torchao(
+        lambda: torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
+    ),
     "nf4": ours("nf4"),
     "nf4, bitsandbytes": by_bitsandbytes,
 }
@@ -101,7 +107,11 @@ def bytes_of(value: Tensor) -> int:
     if hasattr(value, "__tensor_flatten__"):
         return sum(bytes_of(getattr(value, name)) for name in value.__tensor_flatten__()[0])
     state = getattr(value, "quant_state", None)
-    parts = [] if state is None else [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    parts = (
+        []
+        if state is None
+        else [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    )
     return value.nbytes + sum(bytes_of(part) for part in parts)
 
 
@@ -109,14 +119,22 @@ def of_the_tiny_model(make: Make) -> tuple[Tensor, Tensor]:
     """A velocity, and the gradient of its squares by the adapters."""
     from diffusers import FluxPipeline
 
-    size: dict[str, Any] = {"height": 64, "width": 64, "max_sequence_length": 16, "dtype": "bfloat16"}
+    size: dict[str, Any] = {
+        "height": 64,
+        "width": 64,
+        "max_sequence_length": 16,
+        "dtype": "bfloat16",
+    }
     made = read_pipeline(FluxPipeline, pipeline_dir(), torch.bfloat16)
     policy = DiffusersPolicy.of(flux)(made, PolicyConfig(path="", **size))
     for number, value in enumerate(policy.trainable_parameters()):
         value.data = 0.1 * torch.randn(value.shape, generator=generator_for(number))
     for name, linear in list(linears_of_blocks(policy.transformer)):
         policy.transformer.set_submodule(name, make(linear))
-    x, cond = policy.noise([generator_for(number) for number in range(4)]), policy.encode(["a red circle"] * 4)
+    x, cond = (
+        policy.noise([generator_for(number) for number in range(4)]),
+        policy.encode(["a red circle"] * 4),
+    )
     velocity = policy.velocity(x, torch.tensor([0.9, 0.6, 0.4, 0.1]), cond)
     gradients = torch.autograd.grad(velocity.float().square().sum(), policy.trainable_parameters())
     return velocity.detach(), torch.cat([gradient.flatten() for gradient in gradients])
@@ -128,7 +146,10 @@ def measure() -> dict[str, dict[str, Any]]:
     for name, make in WAYS.items():
         try:
             other, slope = of_the_tiny_model(make)
-            tiny = {"tiny velocity": error(other, velocity), "tiny gradient": error(slope, gradient)}
+            tiny = {
+                "tiny velocity": error(other, velocity),
+                "tiny gradient": error(slope, gradient),
+            }
             found[name] = {**of_a_layer(make), **tiny}
         except (AssertionError, RuntimeError, NotImplementedError) as reason:
             found[name] = {"refused": str(reason).splitlines()[0]}
@@ -140,11 +161,17 @@ def main() -> None:
     versions = {library: version(library) for library in ("torch", "torchao", "bitsandbytes")}
     args.out.write_text(json.dumps({"versions": versions, **found}, indent=1) + "\n")
     for name, row in found.items():
-        print(name, *(f"{key} {value:.4g}" if key != "refused" else value for key, value in row.items()), sep=" | ")
+        print(
+            name,
+            *(f"{key} {value:.4g}" if key != "refused" else value for key, value in row.items()),
+            sep=" | ",
+        )
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the results are written")
     return parser.parse_args()
 

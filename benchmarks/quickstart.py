@@ -1,13 +1,15 @@
-"""The quickstart over several seeds: base against tuned on held-out prompts, for the README's table and picture.
+"""The quickstart over several seeds: base against tuned on held-out prompts, for the README's table
+and picture.
 
     python -m benchmarks.quickstart                                   # the recipe words
     python -m benchmarks.quickstart --recipe scenes --name scenes 'algorithm.granularities=[1,2]'   # another, with overrides
 
-A seed changes everything random: prompts' order, exploration, adapters, and the noise of the evaluation. Runs that are
-finished already are read, not repeated. For the first seed the untrained model is also judged with every free knob: all scales
-of the initial noise (or, where the model takes guidance, of the guidance scale) at once, two and five times the steps, and
-every solver; `benchmarks.controls` has guidance by hand and the best of several. Of words, Tesseract reads the pictures too,
-where it is installed. Writes benchmarks/results/NAME.json.
+A seed changes everything random: prompts' order, exploration, adapters, and the noise of the
+evaluation. Runs that are finished already are read, not repeated. For the first seed the untrained
+model is also judged with every free knob: all scales of the initial noise (or, where the model
+takes guidance, of the guidance scale) at once, two and five times the steps, and every solver;
+`benchmarks.controls` has guidance by hand and the best of several. Of words, Tesseract reads the
+pictures too, where it is installed. Writes benchmarks/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -44,11 +46,17 @@ def main() -> None:
         print_row(name, [run["rewards"][name] for run in runs])
     print_controls(runs[0])
     print(
-        "seconds:", ", ".join(f"{run['seconds']:.0f}" for run in runs), " of a processor:", [run["cpu_seconds"] for run in runs]
+        "seconds:",
+        ", ".join(f"{run['seconds']:.0f}" for run in runs),
+        " of a processor:",
+        [run["cpu_seconds"] for run in runs],
     )
     out = Path("benchmarks/results") / f"{args.name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"recipe": args.recipe, "overrides": args.overrides, "runs": runs}, indent=1) + "\n")
+    out.write_text(
+        json.dumps({"recipe": args.recipe, "overrides": args.overrides, "runs": runs}, indent=1)
+        + "\n"
+    )
 
 
 def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -58,18 +66,33 @@ def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     if not (folder / "results.json").is_file():
         before = os.times()
         overrides = ["evaluation.num_prompts=192", *args.overrides, f"trainer.seed={seed}"]
-        train(args.recipe, overrides, folder, resume=(folder / "config.yaml").is_file(), emit=Output())
+        train(
+            args.recipe, overrides, folder, resume=(folder / "config.yaml").is_file(), emit=Output()
+        )
         now = os.times()
         clock.write_text(json.dumps(round(now.user + now.system - before.user - before.system)))
     rows = Run(folder).read_log()
-    run = {"seed": seed, "seconds": sum(row["seconds"] for row in rows), "iterations": rows[-1]["iteration"]}
-    run |= {"cpu_seconds": json.loads(clock.read_text()), **json.loads((folder / "results.json").read_text())}
+    run = {
+        "seed": seed,
+        "seconds": sum(row["seconds"] for row in rows),
+        "iterations": rows[-1]["iteration"],
+    }
+    run |= {
+        "cpu_seconds": json.loads(clock.read_text()),
+        **json.loads((folder / "results.json").read_text()),
+    }
     first = seed == args.seeds[0]
     if first or args.recipe == "words":
         judged = judge(folder, controls=first)
-        read = read_by_tesseract(judged, folder / "judged") if args.recipe == "words" and available() else None
+        read = (
+            read_by_tesseract(judged, folder / "judged")
+            if args.recipe == "words" and available()
+            else None
+        )
         if read is not None:
-            run["rewards"]["tesseract_exact"] = {side: statistics.mean(read[side]) for side in ("base", "tuned")}
+            run["rewards"]["tesseract_exact"] = {
+                side: statistics.mean(read[side]) for side in ("base", "tuned")
+            }
         if first:
             run["controls"] = controls_of(folder / "judged", read)
             if args.recipe == "words":
@@ -79,23 +102,35 @@ def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 def grid(num_steps: int, guidance: float | None) -> list[Control]:
     """Every free knob of the untrained model, noise or guidance at every number of steps."""
-    alone = [control for control in default_controls(num_steps, guidance, by_hand=False) if not control.guided_steps]
-    noises, scales = (1.0, *(c.noise for c in alone if c.noise != 1)), (None, *(c.guidance for c in alone if c.guidance))
+    alone = [
+        control
+        for control in default_controls(num_steps, guidance, by_hand=False)
+        if not control.guided_steps
+    ]
+    noises, scales = (
+        (1.0, *(c.noise for c in alone if c.noise != 1)),
+        (None, *(c.guidance for c in alone if c.guidance)),
+    )
     steps = (None, *(c.steps for c in alone if c.steps))
-    pairs = [{"noise": noise} for noise in noises] + [{"guidance": scale} for scale in scales if scale]
+    pairs = [{"noise": noise} for noise in noises] + [
+        {"guidance": scale} for scale in scales if scale
+    ]
     crossed = [Control(**pair, steps=many) for pair in pairs for many in steps]
     return [*(c for c in crossed if c.knobs), *(c for c in alone if c.solver != "euler")]
 
 
 def judge(folder: Path, *, controls: bool) -> list[dict[str, Any]]:
-    """Every picture of base and tuned, and with `controls` of the base's free knobs, with scores: `g2rpo evaluate`."""
+    """Every picture of base and tuned, and with `controls` of the base's free knobs, with scores:
+    `g2rpo evaluate`."""
     settings = run_settings(folder)
     out = folder / "judged"
     if not (out / "pictures.jsonl").is_file():
         if controls:
             (steps,) = settings["steps"]
             scale = settings["policy"]["guidance_scale"]
-            settings["controls"] = [c.model_dump() for c in grid(steps, scale if scale and scale > 1 else None)]
+            settings["controls"] = [
+                c.model_dump() for c in grid(steps, scale if scale and scale > 1 else None)
+            ]
         evaluate(settings, [], out, emit=Output())
     return [json.loads(line) for line in (out / "pictures.jsonl").read_text().splitlines()]
 
@@ -107,7 +142,9 @@ def read_by_tesseract(judged: list[dict[str, Any]], folder: Path) -> dict[str, l
     for row, letters in zip(judged, text, strict=True):
         word = parse_word(row["prompt"])
         assert word is not None
-        right.setdefault(row["side"] if row["side"] != "control" else row["control"], []).append(letters == word.letters)
+        right.setdefault(row["side"] if row["side"] != "control" else row["control"], []).append(
+            letters == word.letters
+        )
     return right
 
 
@@ -118,28 +155,50 @@ def controls_of(folder: Path, read: dict[str, list[bool]] | None) -> dict[str, A
     found: dict[str, Any] = {}
     for name, best in ((name, best) for name, best in results.best.items() if name != RIGHT):
         means = {way.name: way.means[name] for way in others}
-        found[name] = {"means": means, "control": best.name, "mean": best.means[name], "lead": asdict(best.leads[name])}
+        found[name] = {
+            "means": means,
+            "control": best.name,
+            "mean": best.means[name],
+            "lead": asdict(best.leads[name]),
+        }
     if read is not None:
         means = {way.name: statistics.mean(read[way.name]) for way in others}
         best_read = max(means, key=means.__getitem__)
-        lead = interval([int(one) - int(other) for one, other in zip(read["tuned"], read[best_read], strict=True)])
-        found["tesseract_exact"] = {"means": means, "control": best_read, "mean": means[best_read], "lead": asdict(lead)}
+        lead = interval(
+            [
+                int(one) - int(other)
+                for one, other in zip(read["tuned"], read[best_read], strict=True)
+            ]
+        )
+        found["tesseract_exact"] = {
+            "means": means,
+            "control": best_read,
+            "mean": means[best_read],
+            "lead": asdict(lead),
+        }
     return found
 
 
 def print_controls(run: dict[str, Any]) -> None:
-    """The best free knob of the untrained model by reward, and the tuned model minus it, of one seed."""
-    print(f"\n{'':20} {'base':>9} {'tuned':>9} {'control':>9}   tuned minus best control of {run['prompts']} prompts, which")
+    """The best free knob of the untrained model by reward, and the tuned model minus it, of one
+    seed."""
+    print(
+        f"\n{'':20} {'base':>9} {'tuned':>9} {'control':>9}   tuned minus best control of {run['prompts']} prompts, which"
+    )
     for name, best in run["controls"].items():
         own, lead = run["rewards"][name], best["lead"]
         said = f"{lead['mean']:+.4g} [{lead['low']:+.4g}, {lead['high']:+.4g}]  {best['control']}"
         print(f"{name:20} {own['base']:9.4g} {own['tuned']:9.4g} {best['mean']:9.4g}   {said}")
     for name, best in run["controls"].items():
-        print(f"\n{name}, untrained:", ", ".join(f"{control} {mean:.4g}" for control, mean in best["means"].items()))
+        print(
+            f"\n{name}, untrained:",
+            ", ".join(f"{control} {mean:.4g}" for control, mean in best["means"].items()),
+        )
 
 
 def save_picture(judged: list[dict[str, Any]], folder: Path, path: Path) -> None:
-    """Some held-out words before and after, from the same noise, and the share of right ones among all."""
+    """Some held-out words before and after, from the same noise, and the share of right ones among
+    all."""
     sides = [[row for row in judged if row["side"] == side] for side in ("base", "tuned")]
     right = [[row["scores"]["ocr_exact"] == 1 for row in rows] for rows in sides]
     chosen = in_proportion(list(zip(*right, strict=True)), SHOWN)
@@ -150,18 +209,28 @@ def save_picture(judged: list[dict[str, Any]], folder: Path, path: Path) -> None
             for i in chosen
             if (word := parse_word(rows[i]["prompt"]))
         ]
-        panels.append((f"{heading}: {100 * statistics.mean(marks):.0f} % right", f"of {len(rows)} unseen words", words))
+        panels.append(
+            (
+                f"{heading}: {100 * statistics.mean(marks):.0f} % right",
+                f"of {len(rows)} unseen words",
+                words,
+            )
+        )
     before_and_after(panels, COLUMNS).quantize(192).save(path, optimize=True)
 
 
 def print_row(name: str, values: list[dict[str, float]]) -> None:
     changes = [each["tuned"] - each["base"] for each in values]
     base, tuned = (statistics.mean(each[side] for each in values) for side in ("base", "tuned"))
-    print(f"{name:20} {base:9.4g} {tuned:9.4g}   {statistics.mean(changes):+.4g} ({min(changes):+.4g} to {max(changes):+.4g})")
+    print(
+        f"{name:20} {base:9.4g} {tuned:9.4g}   {statistics.mean(changes):+.4g} ({min(changes):+.4g} to {max(changes):+.4g})"
+    )
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--recipe", default="words")
     parser.add_argument("--name", default="quickstart")

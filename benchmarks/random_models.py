@@ -1,4 +1,5 @@
-"""Models of published shapes with random weights, which cost what trained ones do, and of the same classes at a tiny size."""
+"""Models of published shapes with random weights, which cost what trained ones do, and of the same
+classes at a tiny size."""
 
 from __future__ import annotations
 
@@ -23,16 +24,31 @@ _QWEN = {**_FLUX, "axes_dims_rope": (8, 4, 4)}
 _VAE = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1}
 _CLIPS = {"base_dim": 4, "num_res_blocks": 1}
 TINY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "FluxTransformer2DModel": ({**_FLUX, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6)}, _VAE),
-    "Flux2Transformer2DModel": ({**_FLUX, "axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 16}, _VAE),
-    "SD3Transformer2DModel": ({**_FLUX, "caption_projection_dim": 32, "pooled_projection_dim": 16}, _VAE),
+    "FluxTransformer2DModel": (
+        {**_FLUX, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6)},
+        _VAE,
+    ),
+    "Flux2Transformer2DModel": (
+        {**_FLUX, "axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 16},
+        _VAE,
+    ),
+    "SD3Transformer2DModel": (
+        {**_FLUX, "caption_projection_dim": 32, "pooled_projection_dim": 16},
+        _VAE,
+    ),
     "QwenImageTransformer2DModel": (_QWEN, _CLIPS),
     "ZImageTransformer2DModel": (
         {"dim": 32, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 16, "axes_dims": [8, 4, 4]},
         _VAE,
     ),
     "WanTransformer3DModel": (
-        {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "freq_dim": 16, "ffn_dim": 16},
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "text_dim": 16,
+            "freq_dim": 16,
+            "ffn_dim": 16,
+        },
         _CLIPS,
     ),
 }
@@ -40,7 +56,8 @@ TINY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def shape_of(path: str, tiny: bool, blocks: int | None = None) -> Blueprint:
-    """The blueprint of a hub id's transformer and VAE, with at most so many blocks of every kind."""
+    """The blueprint of a hub id's transformer and VAE, with at most so many blocks of every
+    kind."""
     import diffusers
 
     blueprint = published(path)
@@ -51,7 +68,13 @@ def shape_of(path: str, tiny: bool, blocks: int | None = None) -> Blueprint:
     usual = inspect.signature(getattr(diffusers, name).__init__).parameters
     depths = {key: wide.get(key, usual[key].default) for key in DEPTHS if key in usual}
     less = {**less, **{key: min(depth, blocks or depth) for key, depth in depths.items()}}
-    return replace(blueprint, parts={"transformer": (transformer, {**wide, **less}), "vae": (vae, {**decoder, **smaller})})
+    return replace(
+        blueprint,
+        parts={
+            "transformer": (transformer, {**wide, **less}),
+            "vae": (vae, {**decoder, **smaller}),
+        },
+    )
 
 
 def random_pipeline(blueprint: Blueprint, device: torch.device, dtype: torch.dtype) -> Any:
@@ -73,7 +96,8 @@ def random_pipeline(blueprint: Blueprint, device: torch.device, dtype: torch.dty
 def _drawn(kind: Any, config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     from accelerate import init_empty_weights  # which peft needs
 
-    with init_empty_weights(include_buffers=False):  # buffers are computed: positions, and a VAE's statistics
+    # buffers are computed: positions, and a VAE's statistics
+    with init_empty_weights(include_buffers=False):
         model = kind.from_config(config)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -97,14 +121,19 @@ class RandomText:
 
     def encode(self, prompts: Sequence[str]) -> Cond:
         blank = self.policy.like(self.policy.shapes(clip_tokens=77), len(prompts))
-        tensors = {name: torch.stack(_random(name, value, prompts)) for name, value in blank.tensors.items()}
-        return Cond(tensors, {name: tuple(_random(name, value, prompts)) for name, value in blank.ragged.items()}).to(
-            self.device
-        )
+        tensors = {
+            name: torch.stack(_random(name, value, prompts))
+            for name, value in blank.tensors.items()
+        }
+        return Cond(
+            tensors,
+            {name: tuple(_random(name, value, prompts)) for name, value in blank.ragged.items()},
+        ).to(self.device)
 
 
 def _random(name: str, like: Sequence[Tensor], prompts: Sequence[str]) -> list[Tensor]:
-    """Rows of normal numbers in the shapes and dtypes of `like`, each of its prompt; integers, which are places, stay."""
+    """Rows of normal numbers in the shapes and dtypes of `like`, each of its prompt; integers,
+    which are places, stay."""
     return [
         torch.randn(row.shape, generator=generator_for(prompt, name)).to(row.dtype)
         if row.is_floating_point() and math.prod(row.shape)

@@ -1,4 +1,5 @@
-"""Plans of every recipe for a real model, as it is, on every card: memory, and the run's time where it fits.
+"""Plans of every recipe for a real model, as it is, on every card: memory, and the run's time where
+it fits.
 
     OMP_NUM_THREADS=1 python -m benchmarks.recipes --out benchmarks/results/recipes.json    # ten minutes of one core
 
@@ -24,32 +25,51 @@ SHOWN = ("rtx4090", "rtx5090", "a100-40", "l40s", "rtx6000ada", "a100", "h100", 
 
 
 def planned(recipe: str) -> dict[str, Any]:
-    """Bytes needed, seconds of an iteration on an H200, and of the run on every card that holds it."""
+    """Bytes needed, seconds of an iteration on an H200, and of the run on every card that holds
+    it."""
     plan = Planner(recipe, []).plan()
-    runs = {key: plan.seconds(card).run for key, card in CARDS.items() if find_target(key).holds(plan)}
+    runs = {
+        key: plan.seconds(card).run for key, card in CARDS.items() if find_target(key).holds(plan)
+    }
     h200 = plan.seconds(CARDS["h200"])
-    return {"needed": plan.memory.needed, "iteration_h200": sum(h200.iteration.values()), "run_h200": h200.run, "runs": runs}
+    return {
+        "needed": plan.memory.needed,
+        "iteration_h200": sum(h200.iteration.values()),
+        "run_h200": h200.run,
+        "runs": runs,
+    }
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """In Markdown."""
-    lines = [f"| | needed | {' | '.join(f'`{key}`' for key in SHOWN)} |", "|---" * (2 + len(SHOWN)) + "|"]
+    lines = [
+        f"| | needed | {' | '.join(f'`{key}`' for key in SHOWN)} |",
+        "|---" * (2 + len(SHOWN)) + "|",
+    ]
     for recipe, row in found.items():
-        times = " | ".join(duration(row["runs"][key]) if key in row["runs"] else "" for key in SHOWN)
+        times = " | ".join(
+            duration(row["runs"][key]) if key in row["runs"] else "" for key in SHOWN
+        )
         lines.append(f"| `{recipe}` | {row['needed'] / 2**30:.1f} GiB | {times} |")
     return "\n".join(lines)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="all of real models unless given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "recipes", nargs="*", metavar="RECIPE", help="all of real models unless given"
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    chosen = args.recipes or [name for name in recipes.names() if load_config(name, []).policy.path not in EMBEDDED]
+    chosen = args.recipes or [
+        name for name in recipes.names() if load_config(name, []).policy.path not in EMBEDDED
+    ]
     found = {}
     for recipe in chosen:
         found[recipe] = planned(recipe)

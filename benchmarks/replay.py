@@ -1,9 +1,11 @@
-"""What a pipeline's own call costs beside a call of its network alone: `python -m benchmarks.replay`.
+"""What a pipeline's own call costs beside a call of its network alone: `python -m
+benchmarks.replay`.
 
-The tiny FLUX of the recipe scenes: one row, a rollout's batch of 96 rows, a training pass of 48 with LoRA, and a whole rollout
-of a group; that of words, 96 and 48 rows; and a block of each kind as wide as FLUX.1-dev's (3072). The same weights, inputs
-and process; both ways alternate, and the median of their ratios counts. `besides_ms` is a call whose network answers at
-once: all that is not the network, which the ratios are too noisy to show.
+The tiny FLUX of the recipe scenes: one row, a rollout's batch of 96 rows, a training pass of 48
+with LoRA, and a whole rollout of a group; that of words, 96 and 48 rows; and a block of each kind
+as wide as FLUX.1-dev's (3072). The same weights, inputs and process; both ways alternate, and the
+median of their ratios counts. `besides_ms` is a call whose network answers at once: all that is not
+the network, which the ratios are too noisy to show.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def policy_of(name: str = "testbed", wide: bool = False) -> DiffusersPolicy:
 
 
 def alone(policy: DiffusersPolicy) -> Callable[[Tensor, Tensor, Cond], Tensor]:
-    """The same velocity by a call of the network, with all that does not depend on x and sigma at hand."""
+    """The same velocity by a call of the network, with all that does not depend on x and sigma at
+    hand."""
     image_ids = policy._prepared(policy.blank(1, 1), [torch.Generator()])[1]
 
     guided = policy.config.guidance_embeds
@@ -76,7 +79,9 @@ def alone(policy: DiffusersPolicy) -> Callable[[Tensor, Tensor, Cond], Tensor]:
     return velocity
 
 
-def compared(one: Callable[[], Tensor], other: Callable[[], Tensor], repeats: int) -> dict[str, float]:
+def compared(
+    one: Callable[[], Tensor], other: Callable[[], Tensor], repeats: int
+) -> dict[str, float]:
     """Milliseconds of processor time of both; the median of their ratios."""
     assert torch.equal(one(), other())
     times: list[tuple[float, float]] = []
@@ -92,7 +97,9 @@ def compared(one: Callable[[], Tensor], other: Callable[[], Tensor], repeats: in
     return {"network_ms": network, "replayed_ms": replayed, "ratio": ratio}
 
 
-def calls(rows: int, repeats: int, name: str = "testbed", wide: bool = False, train: bool = False) -> dict[str, float]:
+def calls(
+    rows: int, repeats: int, name: str = "testbed", wide: bool = False, train: bool = False
+) -> dict[str, float]:
     policy = policy_of(name, wide)
     cond = policy.encode(["a red circle"] * rows)
     x, sigma = policy.noise([generator_for(i) for i in range(rows)]), torch.linspace(0.2, 0.9, rows)
@@ -102,11 +109,20 @@ def calls(rows: int, repeats: int, name: str = "testbed", wide: bool = False, tr
             v = velocity(x, sigma, cond)
         if not train:
             return v
-        return torch.cat([g.flatten() for g in torch.autograd.grad(v.square().mean(), policy.trainable_parameters())])
+        return torch.cat(
+            [
+                g.flatten()
+                for g in torch.autograd.grad(v.square().mean(), policy.trainable_parameters())
+            ]
+        )
 
     network = alone(policy)
     own = {} if wide or train else {"besides_ms": besides(rows, repeats, name)}
-    return {"rows": rows, **compared(lambda: call(network), lambda: call(policy.velocity), repeats), **own}
+    return {
+        "rows": rows,
+        **compared(lambda: call(network), lambda: call(policy.velocity), repeats),
+        **own,
+    }
 
 
 @torch.no_grad()
@@ -128,7 +144,9 @@ def rollouts(repeats: int) -> dict[str, float]:
     """Of a group of 12 from two branch steps, with the recipe's grid and granularities."""
     policy, sigmas = policy_of(), sigma_grid(10, 3.0)
     algorithm = GranularGRPO(group_size=12, branch_steps=(0, 4), granularities=(1, 2))
-    engine = Engine(policy=policy, cond=policy.encode(["a red circle"]), sigmas=sigmas, batch_size=96)
+    engine = Engine(
+        policy=policy, cond=policy.encode(["a red circle"]), sigmas=sigmas, batch_size=96
+    )
 
     def rollout() -> Tensor:
         done = engine.rollout(algorithm.plans(10), 12, algorithm.kernel(sigmas), generator_for)
@@ -161,8 +179,12 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=25, help="alternations (8 times as many of single rows)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=25, help="alternations (8 times as many of single rows)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the results are written")
     return parser.parse_args()
 

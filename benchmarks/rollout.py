@@ -1,16 +1,18 @@
-"""The engine against the published loop, side by side in one process, on the same weights, prompts and noise.
+"""The engine against the published loop, side by side in one process, on the same weights, prompts
+and noise.
 
     python -m benchmarks.rollout --out benchmarks/results/rollout.json     # the testbed on this machine
     python -m benchmarks.rollout --granularities 1 2 3 --options "forecast=true"
     python -m benchmarks.rollout --sweep docs/images/rollout_cost.png --out benchmarks/results/rollout_sweep.json
 
-Exact, both produce the same latents; the largest difference is printed. Seconds are for encoding, rollout, decoding and
-scoring; the training pass is the same for both and left out. The engine with every option and the loop take turns. With
---clock cpu they are seconds of processor time, summed over threads: on a machine that does other work too, one thread's
-(OMP_NUM_THREADS=1) are what it would take alone, but for what others do to its caches.
+Exact, both produce the same latents; the largest difference is printed. Seconds are for encoding,
+rollout, decoding and scoring; the training pass is the same for both and left out. The engine with
+every option and the loop take turns. With --clock cpu they are seconds of processor time, summed
+over threads: on a machine that does other work too, one thread's (OMP_NUM_THREADS=1) are what it
+would take alone, but for what others do to its caches.
 
-Utilisation is the network's floating point operations during the rollout, counted by torch.utils.flop_counter, over what a
-square matrix product reaches here in the same dtype.
+Utilisation is the network's floating point operations during the rollout, counted by
+torch.utils.flop_counter, over what a square matrix product reaches here in the same dtype.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class Bench:
         self.policy, self.rewards = build_policy(config.policy), build_rewards(config.rewards)
         self.sigmas = sigma_grid(NUM_STEPS, 3.0)
 
-    def engine(self, algorithm: GranularGRPO, tails: Tails, repeat: int) -> tuple[dict[str, float], int, Tensor]:
+    def engine(
+        self, algorithm: GranularGRPO, tails: Tails, repeat: int
+    ) -> tuple[dict[str, float], int, Tensor]:
         """Seconds by phase, network evaluations, finals [K * prompts, M, G, ...]."""
         watch = Stopwatch(clock=self.clock)
         cond = self.policy.encode(self.prompts)
@@ -83,15 +87,23 @@ class Bench:
             tails=tails,
         )
         plans, kernel = algorithm.plans(NUM_STEPS), algorithm.kernel(self.sigmas)
-        rollouts = engine.rollout(plans, algorithm.group_size, kernel, lambda *key: generator_for(repeat, *key))
+        rollouts = engine.rollout(
+            plans, algorithm.group_size, kernel, lambda *key: generator_for(repeat, *key)
+        )
         watch.lap("rollout")
         sizes = BatchSizes(rollout=self.batch_size, decode=self.decode_batch_size, micro=1)
         score_rollouts(self.policy, rollouts, self.rewards, self.prompts, sizes, watch.lap)
-        return watch.seconds, engine.evaluations, torch.stack([rollout.finals for rollout in rollouts])
+        return (
+            watch.seconds,
+            engine.evaluations,
+            torch.stack([rollout.finals for rollout in rollouts]),
+        )
 
     def loop(self, algorithm: GranularGRPO, repeat: int) -> tuple[dict[str, float], int, Tensor]:
         """The same by the published loop."""
-        loop = PublishedLoop(self.policy, self.sigmas, algorithm, self.rewards, watch=Stopwatch(clock=self.clock))
+        loop = PublishedLoop(
+            self.policy, self.sigmas, algorithm, self.rewards, watch=Stopwatch(clock=self.clock)
+        )
         finals = loop.rollout(self.prompts, lambda *key: generator_for(repeat, *key))
         return loop.watch.seconds, loop.evaluations, torch.cat(finals)
 
@@ -104,10 +116,13 @@ class Bench:
         return float(counter.get_total_flops())
 
 
-def compare(bench: Bench, algorithm: GranularGRPO, options: Sequence[str], repeats: int) -> dict[str, Any]:
+def compare(
+    bench: Bench, algorithm: GranularGRPO, options: Sequence[str], repeats: int
+) -> dict[str, Any]:
     """The loop and the engine with each option, in turns; seconds are medians over repeats."""
     for name in options:
-        bench.engine(GranularGRPO(branch_steps=(0,), granularities=(1,)), OPTIONS[name], 0)  # caches filled
+        # caches filled
+        bench.engine(GranularGRPO(branch_steps=(0,), granularities=(1,)), OPTIONS[name], 0)
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in [*options, "published"]}
     evaluations: dict[str, int] = {}
     difference, exact = 0.0, torch.empty(0)
@@ -120,11 +135,17 @@ def compare(bench: Bench, algorithm: GranularGRPO, options: Sequence[str], repea
         taken["published"].append(seconds)
         difference = max(difference, float((exact - finals).abs().max()))
     flops, device = bench.flops_per_evaluation(), bench.policy.device
-    rates = {dtype: matmul_rate(getattr(torch, dtype), device, bench.clock) for dtype in ("float32", "bfloat16")}
+    rates = {
+        dtype: matmul_rate(getattr(torch, dtype), device, bench.clock)
+        for dtype in ("float32", "bfloat16")
+    }
     loop_total = median(sum(phases.values()) for phases in taken["published"])
     rows = []
     for name, phases in taken.items():
-        total, rollout = median(sum(p.values()) for p in phases), median(p["rollout"] for p in phases)
+        total, rollout = (
+            median(sum(p.values()) for p in phases),
+            median(p["rollout"] for p in phases),
+        )
         dtype = str(bench.policy.dtype).removeprefix("torch.")
         rows.append(
             {
@@ -148,19 +169,35 @@ def compare(bench: Bench, algorithm: GranularGRPO, options: Sequence[str], repea
 
 def published_evaluations(algorithm: GranularGRPO) -> int:
     """What the loop asks of the network for one prompt."""
-    tails = sum(math.ceil((NUM_STEPS - 1 - k) / g) for k in algorithm.branch_steps for g in algorithm.granularities)
+    tails = sum(
+        math.ceil((NUM_STEPS - 1 - k) / g)
+        for k in algorithm.branch_steps
+        for g in algorithm.granularities
+    )
     return NUM_STEPS + algorithm.group_size * (len(algorithm.branch_steps) + tails)
 
 
 def sweep(bench: Bench, every_prompt: Sequence[str]) -> dict[str, Any]:
-    """Engine seconds as one setting grows and the others stay, exact and fast; the loop's from its seconds per evaluation."""
-    base: dict[str, Any] = {"group size": 12, "branch steps": 4, "granularities": (1, 2), "prompts": 1}
+    """Engine seconds as one setting grows and the others stay, exact and fast; the loop's from its
+    seconds per evaluation."""
+    base: dict[str, Any] = {
+        "group size": 12,
+        "branch steps": 4,
+        "granularities": (1, 2),
+        "prompts": 1,
+    }
 
     def algorithm(settings: dict[str, Any]) -> GranularGRPO:
         steps = tuple(range(settings["branch steps"]))
-        return GranularGRPO(group_size=settings["group size"], branch_steps=steps, granularities=settings["granularities"])
+        return GranularGRPO(
+            group_size=settings["group size"],
+            branch_steps=steps,
+            granularities=settings["granularities"],
+        )
 
-    seconds, asked, _ = bench.loop(GranularGRPO(group_size=2, branch_steps=(0, 1), granularities=(1, 2)), 0)
+    seconds, asked, _ = bench.loop(
+        GranularGRPO(group_size=2, branch_steps=(0, 1), granularities=(1, 2)), 0
+    )
     per_evaluation = sum(seconds.values()) / asked
     fast, points = Tails(forecast=True), []
     bench.engine(GranularGRPO(branch_steps=(0,), granularities=(1,)), EXACT, 0)
@@ -170,14 +207,18 @@ def sweep(bench: Bench, every_prompt: Sequence[str]) -> dict[str, Any]:
             bench.prompts, chosen = every_prompt[: settings["prompts"]], algorithm(settings)
             exact, evaluations, _ = bench.engine(chosen, EXACT, 0)
             cheap, fewer, _ = bench.engine(chosen, fast, 0)
-            assert evaluations == settings["prompts"] * count_evaluations(chosen.plans(NUM_STEPS), chosen.group_size)
+            assert evaluations == settings["prompts"] * count_evaluations(
+                chosen.plans(NUM_STEPS), chosen.group_size
+            )
             points.append(
                 {
                     "axis": axis,
                     "value": list(value) if isinstance(value, tuple) else value,
                     "evaluations": {"exact": evaluations, "fast": fewer},
                     "seconds": {"exact": sum(exact.values()), "fast": sum(cheap.values())},
-                    "published_estimate": settings["prompts"] * published_evaluations(chosen) * per_evaluation,
+                    "published_estimate": settings["prompts"]
+                    * published_evaluations(chosen)
+                    * per_evaluation,
                 }
             )
             print(json.dumps(points[-1]), flush=True)
@@ -191,14 +232,29 @@ def draw(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, len(SWEEPS), figsize=(12, 3), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(
+        1, len(SWEEPS), figsize=(12, 3), sharey=True, layout="constrained"
+    )
     for panel, axis in zip(panels, SWEEPS, strict=True):
         points = [point for point in result["points"] if point["axis"] == axis]
-        names = ["{" + ", ".join(map(str, p["value"])) + "}" if isinstance(p["value"], list) else p["value"] for p in points]
+        names = [
+            "{" + ", ".join(map(str, p["value"])) + "}"
+            if isinstance(p["value"], list)
+            else p["value"]
+            for p in points
+        ]
         places = range(len(points)) if axis == "granularities" else names
-        panel.plot(places, [p["published_estimate"] for p in points], "k--", marker=".", label="published loop (from its rate)")
+        panel.plot(
+            places,
+            [p["published_estimate"] for p in points],
+            "k--",
+            marker=".",
+            label="published loop (from its rate)",
+        )
         panel.plot(places, [p["seconds"]["exact"] for p in points], "o-", label="engine, exact")
-        panel.plot(places, [p["seconds"]["fast"] for p in points], "o-", label="engine, forecast=true")
+        panel.plot(
+            places, [p["seconds"]["fast"] for p in points], "o-", label="engine, forecast=true"
+        )
         panel.set_xticks(list(places), [str(name) for name in names])
         panel.set(xlabel=axis, yscale="log")
         panel.grid(alpha=0.3)
@@ -216,9 +272,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     for row in rows:
         phases = [f"{row['phases'][phase]:.2f}" for phase in ("rollout", "decode", "rewards")]
-        shares = [f"{row['ratio']:.1f}x", f"{row['ratio_rollout']:.1f}x", f"{row['utilisation']:.0%}"]
+        shares = [
+            f"{row['ratio']:.1f}x",
+            f"{row['ratio_rollout']:.1f}x",
+            f"{row['utilisation']:.0%}",
+        ]
         lines.append(
-            "| " + " | ".join([row["what"], str(row["evaluations"]), f"{row['seconds']:.2f}", *phases, *shares]) + " |"
+            "| "
+            + " | ".join(
+                [row["what"], str(row["evaluations"]), f"{row['seconds']:.2f}", *phases, *shares]
+            )
+            + " |"
         )
     return "\n".join(lines)
 
@@ -227,15 +291,24 @@ def main() -> None:
     args = arguments()
     warnings.filterwarnings("ignore", category=UserWarning)
     prompts = build_prompts("testbed:train", "prompts.train")
-    bench = Bench(prompts[: args.prompts], args.batch_size, args.decode_batch_size, CLOCKS[args.clock])
+    bench = Bench(
+        prompts[: args.prompts], args.batch_size, args.decode_batch_size, CLOCKS[args.clock]
+    )
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "sweep")}
-    result: dict[str, Any] = {"settings": settings, "machine": describe(bench.policy.device), "load": os.getloadavg()}
+    result: dict[str, Any] = {
+        "settings": settings,
+        "machine": describe(bench.policy.device),
+        "load": os.getloadavg(),
+    }
     if args.sweep is not None:
         result |= sweep(bench, prompts)
         draw(result, args.sweep)
     else:
-        algorithm = GranularGRPO(granularities=tuple(args.granularities))  # the paper's other settings
-        result |= compare(bench, algorithm, list(dict.fromkeys(["exact", *args.options])), args.repeats)
+        # the paper's other settings
+        algorithm = GranularGRPO(granularities=tuple(args.granularities))
+        result |= compare(
+            bench, algorithm, list(dict.fromkeys(["exact", *args.options])), args.repeats
+        )
         print(table(result["rows"]))
         print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
     if args.out is not None:
@@ -244,15 +317,26 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--granularities", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--decode-batch-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--options", nargs="*", choices=OPTIONS, default=[], metavar="OPTION", help="fast tails to measure too")
+    parser.add_argument(
+        "--options",
+        nargs="*",
+        choices=OPTIONS,
+        default=[],
+        metavar="OPTION",
+        help="fast tails to measure too",
+    )
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--sweep", type=Path, metavar="PNG", help="measure how cost grows instead, and draw it")
+    parser.add_argument(
+        "--sweep", type=Path, metavar="PNG", help="measure how cost grows instead, and draw it"
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

@@ -1,8 +1,10 @@
-"""What a network call of a recipe takes on a card by its roofline: products, attention, and reading and writing between them.
+"""What a network call of a recipe takes on a card by its roofline: products, attention, and reading
+and writing between them.
 
     OMP_NUM_THREADS=1 python -m benchmarks.roofline --out benchmarks/results/roofline.json    # two minutes of one core
 
-A derivation, not a measurement: a call is traced on tensors without data, and timed by `g2rpo.lab.plan.rates`.
+A derivation, not a measurement: a call is traced on tensors without data, and timed by
+`g2rpo.lab.plan.rates`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ WAYS: dict[str, list[str]] = {
 
 
 def calls(recipe: str, overrides: Sequence[str], training: bool) -> Iterator[tuple[str, Roofline]]:
-    """The calls of a recipe, by name: a rollout's at its batch size, and the training pass at its own."""
+    """The calls of a recipe, by name: a rollout's at its batch size, and the training pass at its
+    own."""
     config = settled(load_config(recipe, overrides), cuda=True)
     traced = trace_calls(read_blueprint(config.policy), config, count(config, 1), like_cuda=True)
     yield "rollout", traced.velocity.roofline
@@ -42,9 +45,19 @@ def rows(recipe: str, device: str, training: bool, ways: Sequence[str]) -> Itera
     """One row for every way of one recipe's calls, as it is and compiled."""
     card, first = find_card(device), {}
     for way in ways:
-        for call, roofline in calls(recipe, WAYS[way], training and way != "quantize=fp8"):  # most of training is in bfloat16
-            for compiled, made in (("", roofline), (", compiled", replace(roofline, compiled=True))):
-                row = {"recipe": recipe, "card": card.name, "call": call, "way": way + compiled, **figures(made, card)}
+        # most of training is in bfloat16
+        for call, roofline in calls(recipe, WAYS[way], training and way != "quantize=fp8"):
+            for compiled, made in (
+                ("", roofline),
+                (", compiled", replace(roofline, compiled=True)),
+            ):
+                row = {
+                    "recipe": recipe,
+                    "card": card.name,
+                    "call": call,
+                    "way": way + compiled,
+                    **figures(made, card),
+                }
                 row["faster"] = first.setdefault(call, row["seconds"]) / row["seconds"]
                 yield row
 
@@ -75,8 +88,12 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=["flux1-dev-lora", "flux2-klein-lora"], metavar="RECIPE")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", default=["flux1-dev-lora", "flux2-klein-lora"], metavar="RECIPE"
+    )
     parser.add_argument("--card", default="h200")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("--no-training", action="store_true", help="rollouts only")
@@ -86,7 +103,11 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    found = [row for recipe in args.recipes for row in rows(recipe, args.card, not args.no_training, args.ways)]
+    found = [
+        row
+        for recipe in args.recipes
+        for row in rows(recipe, args.card, not args.no_training, args.ways)
+    ]
     print(table(found))
     if args.out is not None:
         args.out.write_text(json.dumps({"assumed": asdict(RATES), "rows": found}, indent=1) + "\n")

@@ -1,4 +1,5 @@
-"""Tesseract as a second reader of written words: `apt-get install tesseract-ocr`. It shares nothing with RapidOCR."""
+"""Tesseract as a second reader of written words: `apt-get install tesseract-ocr`. It shares nothing
+with RapidOCR."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from PIL import Image, ImageOps
 
 SCALE = 3
 BORDER = 12  # pixels around the word: Tesseract expects a page
-COMMAND = ("tesseract", "{list}", "stdout", "--psm", "8", "-c", "tessedit_char_whitelist=abcdefghijklmnopqrstuvwxyz")
+COMMAND = (
+    "tesseract",
+    "{list}",
+    "stdout",
+    "--psm",
+    "8",
+    "-c",
+    "tessedit_char_whitelist=abcdefghijklmnopqrstuvwxyz",
+)
 
 
 def available() -> bool:
@@ -21,7 +30,8 @@ def available() -> bool:
 
 
 def read_words(pictures: Sequence[Path]) -> list[str]:
-    """What Tesseract reads in each picture of one word, without spaces and in lower case; one process, one thread."""
+    """What Tesseract reads in each picture of one word, without spaces and in lower case; one
+    process, one thread."""
     with tempfile.TemporaryDirectory() as folder:
         pages = [Path(folder) / f"{i:06d}.png" for i in range(len(pictures))]
         for source, page in zip(pictures, pages, strict=True):
@@ -29,7 +39,9 @@ def read_words(pictures: Sequence[Path]) -> list[str]:
         (Path(folder) / "list.txt").write_text("".join(f"{page}\n" for page in pages))
         command = [word.format(list=f"{folder}/list.txt") for word in COMMAND]
         environment = {**os.environ, "OMP_THREAD_LIMIT": "1"}
-        text = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        text = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=environment
+        ).stdout
     words = ["".join(page.split()).lower() for page in text.split("\f")[: len(pictures)]]
     if len(words) != len(pictures):
         raise RuntimeError(f"tesseract answered {len(words)} pages for {len(pictures)} pictures")
@@ -37,9 +49,12 @@ def read_words(pictures: Sequence[Path]) -> list[str]:
 
 
 def enlarged(picture: Image.Image) -> Image.Image:
-    """In greys from black to white, three times as large, with a border of the corner's colour: it reads all clean words."""
+    """In greys from black to white, three times as large, with a border of the corner's colour: it
+    reads all clean words."""
     grey = picture.convert("L")
     size = grey.width + 2 * BORDER, grey.height + 2 * BORDER
     page = Image.new("L", size, grey.getpixel((0, 0)))
     page.paste(grey, (BORDER, BORDER))
-    return ImageOps.autocontrast(page.resize((size[0] * SCALE, size[1] * SCALE), Image.Resampling.BICUBIC))
+    return ImageOps.autocontrast(
+        page.resize((size[0] * SCALE, size[1] * SCALE), Image.Resampling.BICUBIC)
+    )

@@ -1,13 +1,14 @@
-"""Costs and errors of every way to store and compute frozen weights: on one double and one single block of FLUX.1-dev's width
-(3072, random weights), and in pictures of the embedded model.
+"""Costs and errors of every way to store and compute frozen weights: on one double and one single
+block of FLUX.1-dev's width (3072, random weights), and in pictures of the embedded model.
 
     OMP_NUM_THREADS=1 python -m benchmarks.true_width --out benchmarks/results/true_width.json    # minutes of one core
     python -m benchmarks.true_width --tokens 4608 --device cuda  # a GPU, at the true length
 
-Errors are relative: of a velocity, and of its mean square's gradient by the adapters (1 - cosine), against bfloat16 without
-autocast ("float32": that itself, against float32). "batch" is how far a velocity moves when another row is computed with it:
-rollout and training pass differ by so much. "adapters off" is the size of what adapters do. fp8 is left out unless it is asked
-for (`--ways quantize=fp8`): torch's products of float8 on a CPU are slow.
+Errors are relative: of a velocity, and of its mean square's gradient by the adapters (1 - cosine),
+against bfloat16 without autocast ("float32": that itself, against float32). "batch" is how far a
+velocity moves when another row is computed with it: rollout and training pass differ by so much.
+"adapters off" is the size of what adapters do. fp8 is left out unless it is asked for (`--ways
+quantize=fp8`): torch's products of float8 on a CPU are slow.
 """
 
 from __future__ import annotations
@@ -52,8 +53,14 @@ WAYS: dict[str, dict[str, Any]] = {
 def blocks(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Seconds and errors of every way, on the true width."""
     device = torch.device(args.device)
-    side = 16 * round((args.tokens * 0.75) ** 0.5)  # three quarters of the tokens are the picture's, as at 1024 pixels
-    size = {"height": side, "width": side, "max_sequence_length": args.tokens // 4, "lora_rank": args.rank}
+    # three quarters of the tokens are the picture's, as at 1024 pixels
+    side = 16 * round((args.tokens * 0.75) ** 0.5)
+    size = {
+        "height": side,
+        "width": side,
+        "max_sequence_length": args.tokens // 4,
+        "lora_rank": args.rank,
+    }
     shape = shape_of("black-forest-labs/FLUX.1-dev", args.tiny, blocks=1)
     pipeline = random_pipeline(shape, device, torch.bfloat16)
 
@@ -61,11 +68,15 @@ def blocks(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         config = PolicyConfig(path="", dtype=dtype, **size, **options)
         made = DiffusersPolicy.of(flux)(copy.deepcopy(pipeline), config, device=device)
         for number, parameter in enumerate(made.trainable_parameters()):
-            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator_for(number)).to(device)
+            parameter.data = 0.02 * torch.randn(
+                parameter.shape, generator=generator_for(number)
+            ).to(device)
         return made
 
     wide, exact = answers(policy("float32"), 1), answers(policy(autocast=False), 1)
-    found = {"float32": {"error": relative(exact[0], wide[0]), "gradient": 1 - cosine(exact[1], wide[1])}}
+    found = {
+        "float32": {"error": relative(exact[0], wide[0]), "gradient": 1 - cosine(exact[1], wide[1])}
+    }
     for name in args.ways:
         made = policy(**WAYS[name])
         if name == "adapters merged":
@@ -99,11 +110,16 @@ def seconds(policy: DiffusersPolicy, repeats: int) -> float:
         policy.velocity(*asked)
         if policy.device.type == "cuda":
             torch.cuda.synchronize()
-        least = min(least, (time.process_time() if policy.device.type == "cpu" else time.perf_counter()) - began)
+        least = min(
+            least,
+            (time.process_time() if policy.device.type == "cpu" else time.perf_counter()) - began,
+        )
     return least
 
 
-def compared(policy: DiffusersPolicy, exact: tuple[Tensor, Tensor], repeats: int, trained: bool) -> dict[str, float]:
+def compared(
+    policy: DiffusersPolicy, exact: tuple[Tensor, Tensor], repeats: int, trained: bool
+) -> dict[str, float]:
     with torch.no_grad():
         alone, among = (policy.velocity(*question(policy, rows)).float()[:1] for rows in (1, 2))
     found = {
@@ -126,18 +142,26 @@ def relative(got: Tensor, exact: Tensor) -> float:
 
 
 def embedded(ways: list[str], prompts: int, steps: int = 10) -> dict[str, dict[str, float]]:
-    """Pictures of the embedded model by every way against float32: mean absolute error of [0, 1], and rewards."""
+    """Pictures of the embedded model by every way against float32: mean absolute error of [0, 1],
+    and rewards."""
     names = build_prompts("testbed:heldout", "prompts")[:prompts]
-    rewards = build_rewards({name: RewardConfig(kind=name) for name in ("scene_accuracy", "scene_preference")})
+    rewards = build_rewards(
+        {name: RewardConfig(kind=name) for name in ("scene_accuracy", "scene_preference")}
+    )
     found: dict[str, dict[str, float]] = {}
     exact = None
-    for name, options in {"float32": {"dtype": "float32"}, **{name: WAYS[name] for name in ways}}.items():
+    for name, options in {
+        "float32": {"dtype": "float32"},
+        **{name: WAYS[name] for name in ways},
+    }.items():
         if name.startswith("adapters"):
             continue
         policy = resolve(settings("scenes")).policy.model_copy(
             update={"device": "cpu", "tuning": "lora", "dtype": "bfloat16", **options}
         )
-        pictures = Sampler(policy=build_policy(policy, tuning="frozen"), shift=3.0, num_steps=steps).pictures(names)
+        pictures = Sampler(
+            policy=build_policy(policy, tuning="frozen"), shift=3.0, num_steps=steps
+        ).pictures(names)
         exact = pictures if exact is None else exact
         scores = {reward: float(score(pictures, names).mean()) for reward, score in rewards.items()}
         found[name] = {"picture": float((pictures - exact).abs().mean()), **scores}
@@ -158,9 +182,17 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=256, help="of picture and text together")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[way for way in WAYS if "fp8" not in way], metavar="WAY")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=[way for way in WAYS if "fp8" not in way],
+        metavar="WAY",
+    )
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=64, help="of the embedded model")

@@ -2,8 +2,9 @@
 
     python examples/gaussian.py [PICTURE.png]
 
-The "model" is flow matching between noise and a Gaussian, with the exact velocity; what is trained is the Gaussian's mean.
-The reward is highest for one grey, so the optimal mean is known; the picture shows how training approaches it.
+The "model" is flow matching between noise and a Gaussian, with the exact velocity; what is trained
+is the Gaussian's mean. The reward is highest for one grey, so the optimal mean is known; the
+picture shows how training approaches it.
 """
 
 import sys
@@ -29,7 +30,14 @@ sigmas = sigma_grid(STEPS, shift=3.0)
 kernel = algorithm.kernel(sigmas)
 optimizer = torch.optim.Adam(policy.trainable_parameters(), lr=0.1)
 sizes = batch_sizes("auto", "auto", 64, policy.device, print)
-updater = Updater(policy=policy, algorithm=algorithm, optimizer=optimizer, sigmas=sigmas, sizes=sizes, max_grad_norm=1.0)
+updater = Updater(
+    policy=policy,
+    algorithm=algorithm,
+    optimizer=optimizer,
+    sigmas=sigmas,
+    sizes=sizes,
+    max_grad_norm=1.0,
+)
 
 
 def greyness(images, prompts):
@@ -46,15 +54,25 @@ def pictures(number=200):
 before, curve, spread = pictures(), [], []
 prompts = ["0", "0"]  # to this policy a prompt is a number that shifts the mean
 for iteration in range(ITERATIONS):
-    engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas)  # anchors, branches, tails
-    rollouts = engine.rollout(algorithm.plans(STEPS), algorithm.group_size, kernel, partial(generator_for, iteration))
-    rewards = score_rollouts(policy, rollouts, {"grey": greyness}, prompts, sizes)  # [groups, 1, granularities, G]
+    # anchors, branches, tails
+    engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas)
+    rollouts = engine.rollout(
+        algorithm.plans(STEPS), algorithm.group_size, kernel, partial(generator_for, iteration)
+    )
+    # [groups, 1, granularities, G]
+    rewards = score_rollouts(policy, rollouts, {"grey": greyness}, prompts, sizes)
     advantages = algorithm.advantages(rewards, torch.ones(1))  # [groups, G]
-    draw = partial(generator_for, iteration, "train")  # for losses that draw noise; this one does not
-    examples = [e for rollout, own in zip(rollouts, advantages, strict=True) for e in algorithm.examples(rollout, own, draw)]
+    # for losses that draw noise; this one does not
+    draw = partial(generator_for, iteration, "train")
+    examples = [
+        e
+        for rollout, own in zip(rollouts, advantages, strict=True)
+        for e in algorithm.examples(rollout, own, draw)
+    ]
     updater.update(examples, policy.encode(prompts))
     curve.append(rewards.mean().item())
-    spread.append(rewards.std(-1).mean(dim=(1, 2)).reshape(len(prompts), -1).mean(0))  # by branch step
+    # by branch step
+    spread.append(rewards.std(-1).mean(dim=(1, 2)).reshape(len(prompts), -1).mean(0))
 after = pictures()
 
 target = torch.logit(torch.tensor(GREY)).item()
@@ -66,7 +84,12 @@ figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.2), layout="co
 left.plot(curve)
 left.set(title="reward of the explored pictures", xlabel="iteration")
 middle.hist(
-    [before.flatten(), after.flatten()], bins=60, density=True, label=["before", "after"], histtype="stepfilled", alpha=0.7
+    [before.flatten(), after.flatten()],
+    bins=60,
+    density=True,
+    label=["before", "after"],
+    histtype="stepfilled",
+    alpha=0.7,
 )
 middle.axvline(GREY, color="black", linestyle=":", label="wanted")
 middle.set(title="pixels", xlabel="grey")

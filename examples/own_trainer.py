@@ -1,4 +1,5 @@
-"""A trainer of your own on the package's: here another rule decides which pictures of a group are good.
+"""A trainer of your own on the package's: here another rule decides which pictures of a group are
+good.
 
 python examples/own_trainer.py        # seconds, on a policy with a closed form
 
@@ -29,7 +30,8 @@ def brightness(images, prompts):
 
 
 def best_against_worst(rewards):
-    """1 for the best picture of each group, -1 for the worst, 0 for the others: [N, R, M, G] -> [N, G]."""
+    """1 for the best picture of each group, -1 for the worst, 0 for the others: [N, R, M, G] -> [N,
+    G]."""
     scores = rewards.mean((1, 2))
     advantages = torch.zeros_like(scores)
     advantages[torch.arange(len(scores)), scores.argmax(1)] = 1
@@ -37,7 +39,11 @@ def best_against_worst(rewards):
     return advantages
 
 
-settings = ["trainer.prompts_per_iteration=2", "optim.learning_rate=0.1", "evaluation.num_prompts=2"]
+settings = [
+    "trainer.prompts_per_iteration=2",
+    "optim.learning_rate=0.1",
+    "evaluation.num_prompts=2",
+]
 trainer = api.trainer(
     "scenes",
     settings,
@@ -55,4 +61,6 @@ with trainer.listening():  # with a run_dir it writes the log
         trainer.learn_from(groups, best_against_worst(groups.rewards))
     after = trainer.evaluate()
 
-print(f"brightness of held-out pictures: {before['reward/bright']:.2f} -> {after['reward/bright']:.2f}")
+print(
+    f"brightness of held-out pictures: {before['reward/bright']:.2f} -> {after['reward/bright']:.2f}"
+)

@@ -1,4 +1,5 @@
-"""A model of your own: a network for 8x8 pictures in pixel space as a `Policy`, its pretraining, and 20 iterations of G2RPO.
+"""A model of your own: a network for 8x8 pictures in pixel space as a `Policy`, its pretraining,
+and 20 iterations of G2RPO.
 
 python examples/pixels.py        # a few seconds; the mean saturation rises from 0.67 to 0.96
 """
@@ -19,18 +20,27 @@ COLOURS = ["red", "green", "blue"]
 
 
 class PixelPolicy:
-    """An 8x8 picture of one colour, in pixel space; a prompt is a sentence that names the colour."""
+    """An 8x8 picture of one colour, in pixel space; a prompt is a sentence that names the
+    colour."""
 
     device = torch.device("cpu")
     shift = 1.0  # of the sigma grid that it is meant for
 
     def __init__(self):
         inputs = 3 + len(COLOURS) + 1
-        self.trained = nn.Sequential(nn.Conv2d(inputs, 32, 3, padding=1), nn.SiLU(), nn.Conv2d(32, 3, 3, padding=1))
+        self.trained = nn.Sequential(
+            nn.Conv2d(inputs, 32, 3, padding=1), nn.SiLU(), nn.Conv2d(32, 3, 3, padding=1)
+        )
         self.active = self.trained
 
     def encode(self, prompts):
-        return Cond({"colour": torch.tensor([[float(colour in prompt) for colour in COLOURS] for prompt in prompts])})
+        return Cond(
+            {
+                "colour": torch.tensor(
+                    [[float(colour in prompt) for colour in COLOURS] for prompt in prompts]
+                )
+            }
+        )
 
     def noise(self, generators):
         return torch.stack([torch.randn(3, 8, 8, generator=generator) for generator in generators])
@@ -79,7 +89,8 @@ def pretrained(steps=400):
 
 config = resolve(
     {
-        "policy": {"path": "pixels", "height": 8, "width": 8},  # for the record; the trainer is given the object
+        # for the record; the trainer is given the object
+        "policy": {"path": "pixels", "height": 8, "width": 8},
         "algorithm": {"group_size": 8, "branch_steps": [0, 1, 2], "granularities": [1, 2]},
         "rewards": {"saturation": 1.0},
         "prompts": {"train": "colours"},
@@ -90,7 +101,13 @@ config = resolve(
     }
 )
 prompts = [f"something {colour}" for colour in COLOURS]
-trainer = Trainer(config=config, policy=pretrained(), rewards={"saturation": Saturation()}, prompts=prompts, heldout=prompts)
+trainer = Trainer(
+    config=config,
+    policy=pretrained(),
+    rewards={"saturation": Saturation()},
+    prompts=prompts,
+    heldout=prompts,
+)
 for _ in range(config.trainer.iterations):
     row = trainer.iterate()
     print(row["iteration"], round(row["reward/saturation"], 3))

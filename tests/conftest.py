@@ -11,10 +11,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The suite tries the same examples every time. `--hypothesis-profile=long` tries new ones, many of them (docs/security.md).
+# The suite tries the same examples every time. `--hypothesis-profile=long` tries new ones, many of
+# them (docs/security.md).
 _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile("suite", max_examples=30, derandomize=True, deadline=None, suppress_health_check=_QUIET)
-settings.register_profile("long", max_examples=1000, deadline=None, suppress_health_check=_QUIET, print_blob=True)
+settings.register_profile(
+    "suite", max_examples=30, derandomize=True, deadline=None, suppress_health_check=_QUIET
+)
+settings.register_profile(
+    "long", max_examples=1000, deadline=None, suppress_health_check=_QUIET, print_blob=True
+)
 settings.load_profile("suite")
 
 
@@ -28,14 +33,31 @@ QUICK = (
         "cli/test_main.py",
         "algorithms",
     ),
-    *("config/test_config.py", "monitor/test_diagnostics.py", "prompts", "rollout/test_engine.py", "rollout/test_tails.py"),
+    *(
+        "config/test_config.py",
+        "monitor/test_diagnostics.py",
+        "prompts",
+        "rollout/test_engine.py",
+        "rollout/test_tails.py",
+    ),
     *("run/test_checkpoint.py", "training/test_golden.py", "training/test_learner.py"),
     *("training/test_moving_average.py", "training/test_trainer.py"),
 )
-"""`pytest -m quick`: formulas, algorithms, what a config refuses, runs of the Gaussian policy and of a tiny FLUX, commands."""
+"""`pytest -m quick`: formulas, algorithms, what a config refuses, runs of the Gaussian policy and
+of a tiny FLUX, commands."""
 LONGEST = (
-    *("fake_device", "runtime/test_sharding.py", "lab/demo/test_demo_browser.py", "policies/test_any_pipeline.py"),
-    *("lab/plan/test_plan.py", "export/test_export.py", "lab/compare/test_compare.py", "runtime/test_distributed.py"),
+    *(
+        "fake_device",
+        "runtime/test_sharding.py",
+        "lab/demo/test_demo_browser.py",
+        "policies/test_any_pipeline.py",
+    ),
+    *(
+        "lab/plan/test_plan.py",
+        "export/test_export.py",
+        "lab/compare/test_compare.py",
+        "runtime/test_distributed.py",
+    ),
     *("training/test_faults.py", "lab/plan", "rewards", "app", "policies"),
 )
 """Begun first, so that no process is left with a long file when the others have finished."""
@@ -43,14 +65,17 @@ LONGEST = (
 
 @cache
 def place_in(path, names):
-    """The place of the first of `names` that is `path` or a folder above it; len(names) if none is."""
-    return next((place for place, name in enumerate(names) if path.is_relative_to(HERE / name)), len(names))
+    """The place of the first of `names` that is `path` or a folder above it; len(names) if none
+    is."""
+    return next(
+        (place for place, name in enumerate(names) if path.is_relative_to(HERE / name)), len(names)
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Files stay whole, and all that fork ranks go to one process, all that fork commands to another: what these are forked
-    from takes 6 s to start."""
+    """Files stay whole, and all that fork ranks go to one process, all that fork commands to
+    another: what these are forked from takes 6 s to start."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
@@ -77,7 +102,11 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: place_in(item.path, LONGEST))
-    slow = {line for line in (HERE / "slow.txt").read_text("utf-8").splitlines() if not line.startswith("#")}
+    slow = {
+        line
+        for line in (HERE / "slow.txt").read_text("utf-8").splitlines()
+        if not line.startswith("#")
+    }
     for item in items:
         if place_in(item.path, QUICK) < len(QUICK):
             item.add_marker("quick")
@@ -85,7 +114,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
     whole = config.args == config.getini("testpaths") and config.option.markexpr != "quick"
     if whole and (unknown := slow - {item.nodeid for item in items}):
-        raise pytest.UsageError(f"tests/slow.txt names tests that there are not: {', '.join(sorted(unknown))}")
+        raise pytest.UsageError(
+            f"tests/slow.txt names tests that there are not: {', '.join(sorted(unknown))}"
+        )
 
 
 def pytest_collection():
@@ -101,7 +132,8 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish():
-    """The process ends: what pytest and Python would still look through, for seconds, is gone with it."""
+    """The process ends: what pytest and Python would still look through, for seconds, is gone with
+    it."""
     gc.freeze()
 
 
@@ -144,7 +176,8 @@ def sd3_directory(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def deep(tmp_path_factory):
-    """Tiny models with more blocks than a plan traces: FLUX with 3 + 4, SD3.5 with 2 dual, 2 plain and the last one."""
+    """Tiny models with more blocks than a plan traces: FLUX with 3 + 4, SD3.5 with 2 dual, 2 plain
+    and the last one."""
     from tests.support.tiny import flux_pipeline, sd3_pipeline
 
     folders = {}

@@ -1,6 +1,8 @@
-"""Runs functions of published code beside this package's on the same latents, scores and tiny FLUX, and prints how far apart.
+"""Runs functions of published code beside this package's on the same latents, scores and tiny FLUX,
+and prints how far apart.
 
-The published code is not part of this package. Clone the repositories of METHODS first, and name the folders:
+The published code is not part of this package. Clone the repositories of METHODS first, and name
+the folders:
 
     git clone https://github.com/Bujiazi/GRPO-Series
     python -m tools.beside_published pave_grpo=GRPO-Series adagrpo=GRPO-Series
@@ -44,24 +46,53 @@ FORWARD = (f"algorithm.group_size={GROUP}", "sampling.num_steps=5")
 def pave_grpo(folder: Path, code: Path) -> Beside:
     """src/method_pavegrpo.py: compute_loss."""
     method = _module(code, "src.method_pavegrpo")
-    options = ("algorithm.name=pave_grpo", f"algorithm.group_size={GROUP}", f"algorithm.branch_steps={list(STEPS)}")
+    options = (
+        "algorithm.name=pave_grpo",
+        f"algorithm.group_size={GROUP}",
+        f"algorithm.branch_steps={list(STEPS)}",
+    )
     trainer = tiny(folder, *options)
-    args = Namespace(group_size=GROUP, sde_stepidx=list(STEPS), sde_eta=0.8, seg_list=[2, 3], adv_clip_max=5.0)
-    return Beside(trainer, _groups(trainer, lambda models, *given: method.compute_loss(args, models.trained, *given)))
+    args = Namespace(
+        group_size=GROUP, sde_stepidx=list(STEPS), sde_eta=0.8, seg_list=[2, 3], adv_clip_max=5.0
+    )
+    return Beside(
+        trainer,
+        _groups(trainer, lambda models, *given: method.compute_loss(args, models.trained, *given)),
+    )
 
 
 def e_grpo(folder: Path, code: Path) -> Beside:
-    """fastvideo: FluxSampler.compute_log_prob, RolloutBuffer.compute_advantages, GRPOTrainer._compute_grpo_loss."""
+    """fastvideo: FluxSampler.compute_log_prob, RolloutBuffer.compute_advantages,
+    GRPOTrainer._compute_grpo_loss."""
     merged = {0: 1, 3: 3}
-    options = (f"algorithm.branch_steps={list(merged)}", f"algorithm.merged_steps={list(merged.values())}")
+    options = (
+        f"algorithm.branch_steps={list(merged)}",
+        f"algorithm.merged_steps={list(merged.values())}",
+    )
     trainer = tiny(folder, "algorithm.name=e_grpo", f"algorithm.group_size={GROUP}", *options)
-    typing = {"Dict": dict, "List": list, "Tuple": tuple, "Iterator": Any, "Any": Any, "Optional": Optional}
-    stubs = dict.fromkeys(("BaseSampler", "BaseTrainer", "DataLoader", "RewardManager"), object) | {"math": math, **typing}
-    buffer = _functions(code / "fastvideo/workers/rollout_buffer.py", "RolloutBuffer", dataclass=dataclass, **typing)
+    typing = {
+        "Dict": dict,
+        "List": list,
+        "Tuple": tuple,
+        "Iterator": Any,
+        "Any": Any,
+        "Optional": Optional,
+    }
+    stubs = dict.fromkeys(("BaseSampler", "BaseTrainer", "DataLoader", "RewardManager"), object) | {
+        "math": math,
+        **typing,
+    }
+    buffer = _functions(
+        code / "fastvideo/workers/rollout_buffer.py", "RolloutBuffer", dataclass=dataclass, **typing
+    )
     stubs |= {"RolloutBuffer": buffer["RolloutBuffer"]}
-    sampler = _functions(code / "fastvideo/workers/sampler/flux_sampler.py", "FluxSampler", **stubs)["FluxSampler"]
+    sampler = _functions(
+        code / "fastvideo/workers/sampler/flux_sampler.py", "FluxSampler", **stubs
+    )["FluxSampler"]
     stubs |= {"FluxSampler": sampler}
-    method = _functions(code / "fastvideo/trainer/grpo_trainer.py", "GRPOTrainer", **stubs)["GRPOTrainer"]
+    method = _functions(code / "fastvideo/trainer/grpo_trainer.py", "GRPOTrainer", **stubs)[
+        "GRPOTrainer"
+    ]
     sampling = sampler.__new__(sampler)
     sampling.eta = 0.7
     lists = {"eta_step_list": list(merged), "eta_step_merge_list": list(merged.values())}
@@ -70,15 +101,20 @@ def e_grpo(folder: Path, code: Path) -> Beside:
     def term(models: Models, rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:
         (taken,) = rollout.transitions
 
-        def at_every_step(values: torch.Tensor) -> torch.Tensor:  # its tensors are [members, steps, ...]
+        # its tensors are [members, steps, ...]
+        def at_every_step(values: torch.Tensor) -> torch.Tensor:
             return values[:, None].expand(GROUP, len(merged), *values.shape[1:])
 
-        made = buffer["RolloutBuffer"](rewards=[at_every_step(rewards[0, 0])], sigma_schedule=trainer.sigmas)
+        made = buffer["RolloutBuffer"](
+            rewards=[at_every_step(rewards[0, 0])], sigma_schedule=trainer.sigmas
+        )
         made.compute_advantages(num_generations=GROUP)
         made.latents, made.next_latents = at_every_step(taken.x), at_every_step(taken.x_next)
         made.log_probs = at_every_step(taken.old_log_prob)
         velocity = models.velocity("trained", taken.x, trainer.sigmas[taken.step], rollout.prompt)
-        return method._compute_grpo_loss(given, velocity.repeat(GROUP, 1, 1), made, list(merged).index(taken.step))[0]
+        return method._compute_grpo_loss(
+            given, velocity.repeat(GROUP, 1, 1), made, list(merged).index(taken.step)
+        )[0]
 
     def terms(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
         pairs = zip(seen.rollouts, seen.rewards, strict=True)
@@ -90,9 +126,15 @@ def e_grpo(folder: Path, code: Path) -> Beside:
 def adagrpo(folder: Path, code: Path) -> Beside:
     """src/method_adagrpo.py: sample_evaluate_and_select_ema, compute_loss."""
     method = _module(code, "src.method_adagrpo")
-    options = ("algorithm.name=adagrpo", f"algorithm.group_size={GROUP}", f"algorithm.branch_steps={list(STEPS)}")
+    options = (
+        "algorithm.name=adagrpo",
+        f"algorithm.group_size={GROUP}",
+        f"algorithm.branch_steps={list(STEPS)}",
+    )
     trainer = tiny(folder, *options, "algorithm.candidates=3", "trainer.prompts_per_iteration=1")
-    args = Namespace(group_size=GROUP, sde_stepidx=list(STEPS), sde_eta=0.7, adv_clip_max=5.0, ema_alpha=0.8)
+    args = Namespace(
+        group_size=GROUP, sde_stepidx=list(STEPS), sde_eta=0.7, adv_clip_max=5.0, ema_alpha=0.8
+    )
     known: dict[str, Any] = {"mean": None, "variance": None}
 
     def choose(seen: Seen) -> None:
@@ -101,11 +143,24 @@ def adagrpo(folder: Path, code: Path) -> Beside:
         method.sample_anchor = lambda *given: [[], [], [], list(prompts), None]
         method.sample_group = lambda *given: None
         rows = torch.zeros(len(prompts), 1)
-        given = (args, None, None, rows, rows, list(prompts), None, None, None, lambda *of: rewards[:, 0])
+        given = (
+            args,
+            None,
+            None,
+            rows,
+            rows,
+            list(prompts),
+            None,
+            None,
+            None,
+            lambda *of: rewards[:, 0],
+        )
         taken = method.sample_evaluate_and_select_ema(*given, known["mean"], known["variance"])
         known.update(mean=taken["new_ema_avg"], variance=taken["new_ema_var"])
         if taken["captions"] != list(seen.prompts):
-            raise AssertionError(f"another prompt is chosen there: {taken['captions']}, here {seen.prompts}")
+            raise AssertionError(
+                f"another prompt is chosen there: {taken['captions']}, here {seen.prompts}"
+            )
 
     def objective(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
         choose(seen)
@@ -126,66 +181,140 @@ def diffusion_nft(folder: Path, code: Path) -> Beside:
     def term(models: Models, given: dict[str, Any]) -> torch.Tensor:
         names = {"torch": torch, "config": config, "j_idx": 0, **given}
         names["train_sample_batch"] = {"advantages": given["advantages"][:, None]}
-        names.update(forward_prediction=given["v"], old_prediction=given["old"], ref_forward_prediction=given["base"])
+        names.update(
+            forward_prediction=given["v"],
+            old_prediction=given["old"],
+            ref_forward_prediction=given["base"],
+        )
         exec(block, names)
         return names["loss"]
 
     def trail(models: Models, updates: int) -> None:
-        _trail(models, return_decay(400 * updates, 1))  # late in the published schedule, where old and trained weights differ
+        # late in the published schedule, where old and trained weights differ
+        _trail(models, return_decay(400 * updates, 1))
 
-    trainer = tiny(folder, "algorithm.name=diffusion_nft", "algorithm.old_schedule=[0,0.4,0.5]", *FORWARD)
+    trainer = tiny(
+        folder, "algorithm.name=diffusion_nft", "algorithm.old_schedule=[0,0.4,0.5]", *FORWARD
+    )
     return Beside(trainer, _forward(trainer, code, term), trail)
 
 
 def awm(folder: Path, code: Path) -> Beside:
-    """scripts/train_sd3_awm.py: compute_log_prob_awm, loss; DiffusionNFT's statistics of rewards, which are Flow-GRPO's."""
+    """scripts/train_sd3_awm.py: compute_log_prob_awm, loss; DiffusionNFT's statistics of rewards,
+    which are Flow-GRPO's."""
     script = code / "advantage_weighted_matching/scripts/train_sd3_awm.py"
     block = _between(script, "# grpo logic", 'info["clipfrac"]')
     log_prob_of = _functions(script, "compute_log_prob_awm")["compute_log_prob_awm"]
-    train = Namespace(cfg=False, ghuber_power=0.25, adv_clip_max=5.0, advantage_max=1, loss_type="exp_first", clip_range=1)
-    train.train_timesteps, train.beta, train.ema_beta, train.kl_weight, train.kl_ema_weight = 1, 0.003, 1, "Uniform", "Uniform"
+    train = Namespace(
+        cfg=False,
+        ghuber_power=0.25,
+        adv_clip_max=5.0,
+        advantage_max=1,
+        loss_type="exp_first",
+        clip_range=1,
+    )
+    train.train_timesteps, train.beta, train.ema_beta, train.kl_weight, train.kl_ema_weight = (
+        1,
+        0.003,
+        1,
+        "Uniform",
+        "Uniform",
+    )
     config = Namespace(train=train)
 
     def term(models: Models, given: dict[str, Any]) -> torch.Tensor:
         transformer = lambda **named: [given["v"]]  # noqa: E731
         sigma, x, image, noise = given["t_expanded"], given["xt"], given["x0"], given["noise"]
-        log_prob, output, std = log_prob_of(transformer, None, None, sigma, None, None, config, x, image, noise, "ghuber")
-        sample = {"advantages": given["advantages"][:, None], "log_probs": log_prob[None], "std_dev_t": std}
+        log_prob, output, std = log_prob_of(
+            transformer, None, None, sigma, None, None, config, x, image, noise, "ghuber"
+        )
+        sample = {
+            "advantages": given["advantages"][:, None],
+            "log_probs": log_prob[None],
+            "std_dev_t": std,
+        }
         sample["old_log_probs"] = log_prob[None].detach()
-        for name, value in (("model_output", output), ("model_output_ref", given["base"]), ("model_output_ema", given["old"])):
+        for name, value in (
+            ("model_output", output),
+            ("model_output_ref", given["base"]),
+            ("model_output_ema", given["old"]),
+        ):
             sample[name] = value.double()[None, ..., None]
-        names = {"torch": torch, "config": config, "sample": sample, "accelerator": Namespace(is_main_process=False)}
+        names = {
+            "torch": torch,
+            "config": config,
+            "sample": sample,
+            "accelerator": Namespace(is_main_process=False),
+        }
         exec(block, names)
         return names["loss"]
 
-    trainer = tiny(folder, "algorithm.name=awm", "algorithm.times=2", "algorithm.old_schedule=[0,0.2,0.3]", *FORWARD)
-    return Beside(trainer, _forward(trainer, code, term), lambda models, updates: _trail(models, min(0.3, 0.2 * updates)))
+    trainer = tiny(
+        folder,
+        "algorithm.name=awm",
+        "algorithm.times=2",
+        "algorithm.old_schedule=[0,0.2,0.3]",
+        *FORWARD,
+    )
+    return Beside(
+        trainer,
+        _forward(trainer, code, term),
+        lambda models, updates: _trail(models, min(0.3, 0.2 * updates)),
+    )
 
 
 def dgpo(folder: Path, code: Path) -> Beside:
-    """scripts/train_sd3_dgpo.py: its loss, compute_group_dgpo_loss_allreduce; flow_grpo/stat_tracking.py."""
+    """scripts/train_sd3_dgpo.py: its loss, compute_group_dgpo_loss_allreduce;
+    flow_grpo/stat_tracking.py."""
     script = code / "scripts/train_sd3_dgpo.py"
     block = _between(script, "ref_dgpo_v = ref_old_v", 'info["policy_loss"]')
     alone = Namespace(all_reduce=lambda *given, **named: None, ReduceOp=Namespace(SUM=None))
     summed = _functions(script, "compute_group_dgpo_loss_allreduce", dist=alone)
-    train, sample = Namespace(adv_clip_max=5.0, beta=0.02, beta_dpo=100.0), Namespace(num_image_per_prompt=GROUP)
-    config = Namespace(clip_dsm=True, clip_kl=False, clip_range=1e-5, use_ema_ref=False, train=train, sample=sample)
+    train, sample = (
+        Namespace(adv_clip_max=5.0, beta=0.02, beta_dpo=100.0),
+        Namespace(num_image_per_prompt=GROUP),
+    )
+    config = Namespace(
+        clip_dsm=True, clip_kl=False, clip_range=1e-5, use_ema_ref=False, train=train, sample=sample
+    )
     whole = {"local_group_indices": torch.zeros(GROUP).long(), "num_groups": 1}
 
     def objective(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
         advantages = _tracked(code, seen.rewards[:, 0, 0])
-        return [partial(one, models, example, advantages[example.prompt], 1 / len(seen.examples)) for example in seen.examples]
+        return [
+            partial(one, models, example, advantages[example.prompt], 1 / len(seen.examples))
+            for example in seen.examples
+        ]
 
-    def one(models: Models, example: Example, advantages: torch.Tensor, share: float) -> torch.Tensor:
+    def one(
+        models: Models, example: Example, advantages: torch.Tensor, share: float
+    ) -> torch.Tensor:
         image, noise = example.x, example.data["noise"]
         sigma = trainer.sigmas[example.data["step"]].reshape(-1, 1, 1)
         x = (1 - sigma) * image + sigma * noise
 
         def velocity(which: str) -> torch.Tensor:
-            return torch.cat([models.velocity(which, x[g : g + 1], sigma[g], example.prompt) for g in range(GROUP)])
+            return torch.cat(
+                [
+                    models.velocity(which, x[g : g + 1], sigma[g], example.prompt)
+                    for g in range(GROUP)
+                ]
+            )
 
-        names = {**summed, "torch": torch, "config": config, "use_old": True, "j": 0, "x0": image, "group_info": whole}
-        names |= {"sample": {"advantages": advantages[:, None]}, "target_v": noise - image, "accelerator": None}
+        names = {
+            **summed,
+            "torch": torch,
+            "config": config,
+            "use_old": True,
+            "j": 0,
+            "x0": image,
+            "group_info": whole,
+        }
+        names |= {
+            "sample": {"advantages": advantages[:, None]},
+            "target_v": noise - image,
+            "accelerator": None,
+        }
         with torch.no_grad():
             names |= {"ref_old_v": velocity("base"), "old_v": velocity("old")}
         names |= {"model_v": velocity("trained"), "info": defaultdict(list)}
@@ -193,16 +322,30 @@ def dgpo(folder: Path, code: Path) -> Beside:
         return share * names["loss"]
 
     small = (f"algorithm.group_size={GROUP}", "algorithm.times=2", "algorithm.clip_range=1e-5")
-    trainer = tiny(folder, "algorithm.name=dgpo", *small, "algorithm.old_schedule=[1,0.2,0.3]", "sampling.num_steps=5")
-    return Beside(trainer, objective, lambda models, updates: _trail(models, min(0.3, 0.2 * (updates - 1))))
+    trainer = tiny(
+        folder,
+        "algorithm.name=dgpo",
+        *small,
+        "algorithm.old_schedule=[1,0.2,0.3]",
+        "sampling.num_steps=5",
+    )
+    return Beside(
+        trainer, objective, lambda models, updates: _trail(models, min(0.3, 0.2 * (updates - 1)))
+    )
 
 
 def fdfo(folder: Path, code: Path) -> Beside:
-    """fdfo/train_loop.py: its differences and its loss; fdfo/sampling.py: edm_step, whose latents have to be ours."""
+    """fdfo/train_loop.py: its differences and its loss; fdfo/sampling.py: edm_step, whose latents
+    have to be ours."""
     script = code / "fdfo/train_loop.py"
     differences = _between(script, "rewards_branch_1, rewards_branch_2 =", "repeat = lambda")
-    blocks = _between(script, "v_ref, dx_dR =", "if config.train"), _between(script, 'dR = sample["dR"]', "loss = torch.mean")
-    edm_step = _functions(code / "fdfo/sampling.py", "edm_step", FlowMatchEulerDiscreteScheduler=Any)["edm_step"]
+    blocks = (
+        _between(script, "v_ref, dx_dR =", "if config.train"),
+        _between(script, 'dR = sample["dR"]', "loss = torch.mean"),
+    )
+    edm_step = _functions(
+        code / "fdfo/sampling.py", "edm_step", FlowMatchEulerDiscreteScheduler=Any
+    )["edm_step"]
     trainer = tiny(folder, "algorithm.name=fdfo", "algorithm.update_every=rollout")
     schedule = Namespace(index_for_timestep=lambda step: step, sigmas=trainer.sigmas)
 
@@ -213,21 +356,36 @@ def fdfo(folder: Path, code: Path) -> Beside:
             pair = {"torch": torch, "rewards": rewards[0, 0], "xs": xs}
             exec(differences, pair)
             share = 1 / (len(seen.rollouts) * len(rollout.transitions))
-            made += [partial(one, models, rollout.prompt, taken, pair, share) for taken in rollout.transitions]
+            made += [
+                partial(one, models, rollout.prompt, taken, pair, share)
+                for taken in rollout.transitions
+            ]
         return made
 
-    def one(models: Models, prompt: int, taken: Transition, pair: dict[str, Any], share: float) -> torch.Tensor:
+    def one(
+        models: Models, prompt: int, taken: Transition, pair: dict[str, Any], share: float
+    ) -> torch.Tensor:
         sigma, after = trainer.sigmas[taken.step : taken.step + 2]
         v = torch.cat([models.velocity("trained", x[None], sigma, prompt) for x in taken.x])
         x, still = taken.x[..., None], v.detach()[..., None]  # its latents have four dimensions
         torch.manual_seed(0)
-        landed = edm_step(schedule, still, taken.step, x, torch.full([2], 0.0025 if after > 0 else 0.0))
+        landed = edm_step(
+            schedule, still, taken.step, x, torch.full([2], 0.0025 if after > 0 else 0.0)
+        )
         torch.manual_seed(0)
         torch.testing.assert_close(
-            landed, trainer.algorithm.kernel(trainer.sigmas)(x, still, sigma, after).sample(torch.randn_like(x))
+            landed,
+            trainer.algorithm.kernel(trainer.sigmas)(x, still, sigma, after).sample(
+                torch.randn_like(x)
+            ),
         )
         sample = {"velocities": v.detach(), "dx_dR": pair["dx_dR"], "dR": pair["dR"]}
-        names = {"torch": torch, "config": Namespace(train=Namespace(clip_range=0.03)), "sample": sample, "v": v}
+        names = {
+            "torch": torch,
+            "config": Namespace(train=Namespace(clip_range=0.03)),
+            "sample": sample,
+            "v": v,
+        }
         for block in blocks:
             exec(block, names)
         return share * names["policy_loss"].mean()
@@ -236,11 +394,22 @@ def fdfo(folder: Path, code: Path) -> Beside:
 
 
 def refl(folder: Path, code: Path) -> Beside:
-    """flowbp/trainers/flux1/leapalign.py: get_reward_loss, on x - sigma v as its scheduler predicts it."""
-    found = _functions(code / "flowbp/trainers/flux1/leapalign.py", "get_reward_loss", "unpack_latents", F=functional)
+    """flowbp/trainers/flux1/leapalign.py: get_reward_loss, on x - sigma v as its scheduler predicts
+    it."""
+    found = _functions(
+        code / "flowbp/trainers/flux1/leapalign.py",
+        "get_reward_loss",
+        "unpack_latents",
+        F=functional,
+    )
     small = ("algorithm.name=refl", f"algorithm.group_size={GROUP}")
-    trainer = tiny(folder, *small, "algorithm.ceiling=2", "rewards={bright: 1.0}", rewards=(bright,))
-    vae, args = trainer.policy.pipeline.vae, Namespace(w=128, h=128, use_hpsv2=True, loss_relu_clip=2.0, loss_grad_scale=1.0)
+    trainer = tiny(
+        folder, *small, "algorithm.ceiling=2", "rewards={bright: 1.0}", rewards=(bright,)
+    )
+    vae, args = (
+        trainer.policy.pipeline.vae,
+        Namespace(w=128, h=128, use_hpsv2=True, loss_relu_clip=2.0, loss_grad_scale=1.0),
+    )
 
     def decode(latents: torch.Tensor, return_dict: bool) -> Any:
         """The tiny VAE has other numbers than FLUX.1's, which the published code contains."""
@@ -255,8 +424,20 @@ def refl(folder: Path, code: Path) -> Beside:
 
     def one(models: Models, example: Example, share: float) -> torch.Tensor:
         sigma = trainer.sigmas[example.step]
-        v = torch.cat([models.velocity("trained", example.x[g : g + 1], sigma, example.prompt) for g in range(GROUP)])
-        given = (Namespace(decode=decode), features, lambda caption: torch.ones(GROUP, 1), "", lambda images: images, None)
+        v = torch.cat(
+            [
+                models.velocity("trained", example.x[g : g + 1], sigma, example.prompt)
+                for g in range(GROUP)
+            ]
+        )
+        given = (
+            Namespace(decode=decode),
+            features,
+            lambda caption: torch.ones(GROUP, 1),
+            "",
+            lambda images: images,
+            None,
+        )
         return share * found["get_reward_loss"](args, example.x - sigma * v, *given)[0]
 
     return Beside(trainer, objective)
@@ -280,56 +461,106 @@ class Function:
     def differences(self) -> dict[str, float]:
         losses = [of(self.at) for of in (self.ours, self.published)]
         one, other = (torch.autograd.grad(loss, self.at)[0] for loss in losses)
-        found = {"loss": abs(float((losses[0] - losses[1]).detach())), "gradient": float((one - other).norm() / other.norm())}
+        found = {
+            "loss": abs(float((losses[0] - losses[1]).detach())),
+            "gradient": float((one - other).norm() / other.norm()),
+        }
         return {**found, "weights": math.nan}
 
 
 def flow_dppo(folder: Path, code: Path) -> Function:
-    """verl_omni/trainer/diffusion/diffusion_algos.py: FlowDPPOLoss.compute_loss, by log-probs of 4096 members."""
-    stubs = dict.fromkeys(("Optional", "TensorDict", "DiffusionActorConfig", "DiffusionLossResult"), Any)
-    stubs |= {"Optional": Optional, "Any": Any, "DiffusionLossFn": object, "register_diffusion_loss": lambda _: lambda it: it}
-    found = _functions(code / "verl_omni/trainer/diffusion/diffusion_algos.py", "FlowDPPOLoss", **stubs)["FlowDPPOLoss"]
+    """verl_omni/trainer/diffusion/diffusion_algos.py: FlowDPPOLoss.compute_loss, by log-probs of
+    4096 members."""
+    stubs = dict.fromkeys(
+        ("Optional", "TensorDict", "DiffusionActorConfig", "DiffusionLossResult"), Any
+    )
+    stubs |= {
+        "Optional": Optional,
+        "Any": Any,
+        "DiffusionLossFn": object,
+        "register_diffusion_loss": lambda _: lambda it: it,
+    }
+    found = _functions(
+        code / "verl_omni/trainer/diffusion/diffusion_algos.py", "FlowDPPOLoss", **stubs
+    )["FlowDPPOLoss"]
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     log_prob = (1e-3 * normal(4096)).requires_grad_()
-    old, advantages, std, dsigma = 1e-3 * normal(4096), normal(4096), normal(4096).abs() + 0.1, normal(4096).abs() + 0.1
+    old, advantages, std, dsigma = (
+        1e-3 * normal(4096),
+        normal(4096),
+        normal(4096).abs() + 0.1,
+        normal(4096).abs() + 0.1,
+    )
     old_mean = normal(4096, 16)
     mean = old_mean + 4e-3 * std[:, None] * normal(4096, 1).abs()
 
     def published(log_prob: torch.Tensor) -> torch.Tensor:
-        config = Namespace(diffusion_loss=Namespace(kl_mask_threshold=1e-5, add_kl_coefficient=True))
-        given = {"old_prev_sample_mean": old_mean, "prev_sample_mean": mean, "std_dev_t": (std / dsigma.sqrt())[:, None]}
-        given |= {"old_log_prob": old, "log_prob": log_prob, "advantages": advantages, "sqrt_dt": dsigma.sqrt()}
+        config = Namespace(
+            diffusion_loss=Namespace(kl_mask_threshold=1e-5, add_kl_coefficient=True)
+        )
+        given = {
+            "old_prev_sample_mean": old_mean,
+            "prev_sample_mean": mean,
+            "std_dev_t": (std / dsigma.sqrt())[:, None],
+        }
+        given |= {
+            "old_log_prob": old,
+            "log_prob": log_prob,
+            "advantages": advantages,
+            "sqrt_dt": dsigma.sqrt(),
+        }
         return found.compute_loss(config=config, **given)[0]
 
     def ours(log_prob: torch.Tensor) -> torch.Tensor:
         kl = kernel_kl(Normal(mean, std), Normal(old_mean, std))
         given = {"log_prob": log_prob, "old_log_prob": old, "old_kl": kl, "advantages": advantages}
-        return FlowDPPO().policy_loss(TakenSteps(**given, std=std, dsigma=dsigma, step=torch.zeros(4096).long())).mean()
+        return (
+            FlowDPPO()
+            .policy_loss(TakenSteps(**given, std=std, dsigma=dsigma, step=torch.zeros(4096).long()))
+            .mean()
+        )
 
     return Function(ours, published, log_prob)
 
 
-def _forward(trainer: Trainer, code: Path, term: Callable[[Models, dict[str, Any]], torch.Tensor]) -> Objective:
-    """An objective of a published loss on finished latents, one member at one time after the other."""
+def _forward(
+    trainer: Trainer, code: Path, term: Callable[[Models, dict[str, Any]], torch.Tensor]
+) -> Objective:
+    """An objective of a published loss on finished latents, one member at one time after the
+    other."""
 
     def terms(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
         advantages = _tracked(code, seen.rewards[:, 0, 0])
         share = 1 / sum(len(example.advantages) for example in seen.examples)
-        members = [(example, g) for example in seen.examples for g in range(len(example.advantages))]
+        members = [
+            (example, g) for example in seen.examples for g in range(len(example.advantages))
+        ]
         return [partial(one, models, *member, advantages, share) for member in members]
 
-    def one(models: Models, example: Example, g: int, advantages: torch.Tensor, share: float) -> torch.Tensor:
+    def one(
+        models: Models, example: Example, g: int, advantages: torch.Tensor, share: float
+    ) -> torch.Tensor:
         image, noise = example.x[g : g + 1], example.data["noise"][g : g + 1]
         sigma = trainer.sigmas[example.data["step"][g]].reshape(1, 1, 1)
         x = (1 - sigma) * image + sigma * noise
-        given = {"x0": image, "noise": noise, "xt": x, "t_expanded": sigma, "advantages": advantages[example.prompt, g : g + 1]}
+        given = {
+            "x0": image,
+            "noise": noise,
+            "xt": x,
+            "t_expanded": sigma,
+            "advantages": advantages[example.prompt, g : g + 1],
+        }
         with torch.no_grad():
-            given |= {which: models.velocity(which, x, sigma, example.prompt) for which in ("old", "base")}
-        return share * term(models, {**given, "v": models.velocity("trained", x, sigma, example.prompt)})
+            given |= {
+                which: models.velocity(which, x, sigma, example.prompt) for which in ("old", "base")
+            }
+        return share * term(
+            models, {**given, "v": models.velocity("trained", x, sigma, example.prompt)}
+        )
 
     return terms
 
@@ -340,7 +571,9 @@ def _tracked(code: Path, scores: torch.Tensor) -> torch.Tensor:
         return (scores - scores.mean(1, keepdim=True)) / (scores.std(correction=0) + 1e-4)
     prompts = [str(prompt) for prompt in range(len(scores)) for _ in scores[0]]
     tracker = _module(code, "flow_grpo.stat_tracking").PerPromptStatTracker(global_std=True)
-    return torch.from_numpy(tracker.update(prompts, scores.flatten().numpy())).view_as(scores).float()
+    return (
+        torch.from_numpy(tracker.update(prompts, scores.flatten().numpy())).view_as(scores).float()
+    )
 
 
 def _trail(models: Models, decay: float) -> None:
@@ -358,29 +591,42 @@ def _between(script: Path, first: str, last: str) -> CodeType:
 
 
 def _functions(script: Path, *names: str, **known: Any) -> dict[str, Any]:
-    """Functions and classes of a script that cannot be imported here; `known` is what they need of it."""
+    """Functions and classes of a script that cannot be imported here; `known` is what they need of
+    it."""
     tree = ast.parse(script.read_text())
-    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
+    tree.body = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names
+    ]
     found: dict[str, Any] = {"torch": torch, **known}
     exec(compile(tree, str(script), "exec"), found)
     return found
 
 
 def _groups(trainer: Trainer, loss: Callable) -> Objective:
-    """An objective of GRPO-Series: a loss for each prompt and branch step, with the published code's own arguments."""
+    """An objective of GRPO-Series: a loss for each prompt and branch step, with the published
+    code's own arguments."""
 
     def terms(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
         made = []
         for prompt, text in enumerate(models.text):
             own = [index for index, rollout in enumerate(seen.rollouts) if rollout.prompt == prompt]
-            rewards = torch.cat([torch.zeros(1), *(seen.rewards[index, 0, 0] for index in own)])  # the anchor's comes first
+            # the anchor's comes first
+            rewards = torch.cat([torch.zeros(1), *(seen.rewards[index, 0, 0] for index in own)])
             latents: list = [None] * (max(STEPS) + 1)
             landed = {}
             for index in own:
                 (taken,) = seen.rollouts[index].transitions
                 latents[taken.step], landed[str(taken.step)] = taken.x, [taken.x_next]
             places = torch.cartesian_prod(torch.arange(1), torch.arange(8), torch.arange(8)).float()
-            given = (rewards, text["prompt_embeds"], text["pooled_prompt_embeds"], torch.full([1], 3.5), trainer.sigmas)
+            given = (
+                rewards,
+                text["prompt_embeds"],
+                text["pooled_prompt_embeds"],
+                torch.full([1], 3.5),
+                trainer.sigmas,
+            )
             made += [
                 lambda step=step, anchor=[latents, places], landed=landed, given=given: (
                     loss(models, anchor, landed, *given, step) / len(seen.rollouts)
@@ -395,7 +641,9 @@ def _groups(trainer: Trainer, loss: Callable) -> Objective:
 def _module(code: Path, name: str):
     """A module of a clone; only what was named at the command line is imported."""
     if not (code / Path(*name.split("."))).with_suffix(".py").is_file():
-        raise UserError(f"{code}: has no {name.replace('.', '/')}.py; clone the repository that this tool's help names")
+        raise UserError(
+            f"{code}: has no {name.replace('.', '/')}.py; clone the repository that this tool's help names"
+        )
     sys.path.insert(0, str(code))
     try:
         return __import__(name, fromlist=["_"])
@@ -405,7 +653,8 @@ def _module(code: Path, name: str):
 
 @dataclass
 class Method:
-    """What is compared, under the name that the page has; `compare` is documented by what it runs of the repository."""
+    """What is compared, under the name that the page has; `compare` is documented by what it runs
+    of the repository."""
 
     label: str
     repository: str
@@ -436,7 +685,8 @@ PAGE = Path(__file__).parents[1] / "benchmarks/results/published.md"
 
 
 def with_rows(page: str, rows: dict[str, str]) -> str:
-    """The page with these rows, by label, in the place of those that its table has; those of others stay."""
+    """The page with these rows, by label, in the place of those that its table has; those of others
+    stay."""
     before, _, rest = page.partition(HEAD)
     table, _, after = rest.partition("\n\n")
     old = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
@@ -447,7 +697,9 @@ def with_rows(page: str, rows: dict[str, str]) -> str:
 def main(words: list[str]) -> None:
     given = [word for word in words if word != "--write"]
     if not given or any(word.partition("=")[0] not in METHODS for word in given):
-        repositories = "\n".join(f"{name}: https://github.com/{method.repository}" for name, method in METHODS.items())
+        repositories = "\n".join(
+            f"{name}: https://github.com/{method.repository}" for name, method in METHODS.items()
+        )
         raise SystemExit(f"{__doc__}\n{repositories}")
     rows = {}
     with tempfile.TemporaryDirectory() as folder:

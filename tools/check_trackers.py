@@ -1,4 +1,5 @@
-"""Drives a run that is killed and resumed into the real wandb (offline) and trackio, and reads back what arrived there.
+"""Drives a run that is killed and resumed into the real wandb (offline) and trackio, and reads back
+what arrived there.
 
 The tests know these libraries as stand-ins only. In an environment that has them:
 
@@ -19,7 +20,15 @@ from g2rpo.run.run import Run
 from tests.monitor.test_trackers import cut_short
 
 BLOCK = 32768
-EXPECTED = [("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4), ("eval", 4)]
+EXPECTED = [
+    ("eval", 0),
+    ("train", 1),
+    ("train", 2),
+    ("eval", 2),
+    ("train", 3),
+    ("train", 4),
+    ("eval", 4),
+]
 
 
 def records(path: Path) -> Iterator[bytes]:
@@ -46,8 +55,15 @@ def in_wandb(run: Path) -> tuple[list[tuple[str, int]], int]:
         for data in records(path):
             record = Record()
             record.ParseFromString(data)
-            items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-            rows += [(kind, items["iteration"]) for kind in ("train", "eval") if f"{kind}/seconds" in items]
+            items = {
+                "/".join(i.nested_key) or i.key: json.loads(i.value_json)
+                for i in record.history.item
+            }
+            rows += [
+                (kind, items["iteration"])
+                for kind in ("train", "eval")
+                if f"{kind}/seconds" in items
+            ]
     return rows, len(list(run.glob("wandb/offline-run-*/files/media/images/eval/*.png")))
 
 
@@ -56,7 +72,12 @@ def in_trackio(home: Path) -> tuple[list[tuple[str, int]], int]:
     (path,) = home.glob("g2rpo.db")
     with sqlite3.connect(path) as database:
         stored = database.execute("select step, metrics from metrics order by id").fetchall()
-    rows = [(kind, step) for step, text in stored for kind in ("train", "eval") if f"{kind}/seconds" in json.loads(text)]
+    rows = [
+        (kind, step)
+        for step, text in stored
+        for kind in ("train", "eval")
+        if f"{kind}/seconds" in json.loads(text)
+    ]
     return rows, len(list(home.glob("media/**/*.png")))
 
 

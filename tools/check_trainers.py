@@ -1,17 +1,20 @@
-"""Compares `g2rpo export --format kohya` and `ai-toolkit` with the code by which those trainers load and save LoRA files.
+"""Compares `g2rpo export --format kohya` and `ai-toolkit` with the code by which those trainers
+load and save LoRA files.
 
     python tools/check_trainers.py SD_SCRIPTS AI_TOOLKIT [MUSUBI_TUNER]
 
-These are checkouts of github.com/kohya-ss/sd-scripts, ostris/ai-toolkit and kohya-ss/musubi-tuner; their requirements need not
-be installed. No weights are needed: models have the rows of the real ones where a converter fixes them, and two columns. For
-every class that has a format
+These are checkouts of github.com/kohya-ss/sd-scripts, ostris/ai-toolkit and kohya-ss/musubi-tuner;
+their requirements need not be installed. No weights are needed: models have the rows of the real
+ones where a converter fixes them, and two columns. For every class that has a format
 
-1. read: the trainer loads an exported random LoRA of all modules that the format has names for, and leaves out no tensor;
-2. written: it makes a random LoRA and saves it, and `read_adapter` reads it; ai-toolkit's is of all modules (of Wan, of the
-   blocks), kohya's of the default ones and with alpha / rank 2.
+1. read: the trainer loads an exported random LoRA of all modules that the format has names for, and
+   leaves out no tensor;
+2. written: it makes a random LoRA and saves it, and `read_adapter` reads it; ai-toolkit's is of all
+   modules (of Wan, of the blocks), kohya's of the default ones and with alpha / rank 2.
 
-The weights of the trainer's model are then what its modules compute of unit vectors. After diffusers' single-file converter has
-named them, they must be W + up @ down of our merging. Exit code 1 if anything differs.
+The weights of the trainer's model are then what its modules compute of unit vectors. After
+diffusers' single-file converter has named them, they must be W + up @ down of our merging. Exit
+code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -45,7 +48,17 @@ from g2rpo.policies.comfyui import FLUX, replaced_name
 
 COLUMNS, RANK = 2, 3
 ABSENT = {
-    *("albumentations", "av", "einops", "ftfy", "imagesize", "optimum", "toml", "torchaudio", "torchvision"),
+    *(
+        "albumentations",
+        "av",
+        "einops",
+        "ftfy",
+        "imagesize",
+        "optimum",
+        "toml",
+        "torchaudio",
+        "torchvision",
+    ),
     *("library.lpw_stable_diffusion", "library.sdxl_lpw_stable_diffusion"),  # need transformers 4
 }
 """What the trainers import and the code that runs here does not need."""
@@ -54,8 +67,8 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """The trainer's model of a class of diffusers, its config, and what gives its tensors diffusers' names; `code` is kohya's
-    module for its LoRA, or ai-toolkit's class around it."""
+    """The trainer's model of a class of diffusers, its config, and what gives its tensors
+    diffusers' names; `code` is kohya's module for its LoRA, or ai-toolkit's class around it."""
 
     kind: str
     trainer: str
@@ -66,27 +79,69 @@ class Case:
 
 
 def cases() -> list[Case]:
-    sd, musubi, ostris, extension = "sd-scripts", "musubi-tuner", "ai-toolkit", "extensions_built_in.diffusion_models"
+    sd, musubi, ostris, extension = (
+        "sd-scripts",
+        "musubi-tuner",
+        "ai-toolkit",
+        "extensions_built_in.diffusion_models",
+    )
     any_model = "toolkit.stable_diffusion_model:StableDiffusion"
-    kinds = [f"{each}Transformer2DModel" for each in ("Flux", "Chroma", "Flux2", "QwenImage", "ZImage")]
+    kinds = [
+        f"{each}Transformer2DModel" for each in ("Flux", "Chroma", "Flux2", "QwenImage", "ZImage")
+    ]
     flux, chroma, flux2, qwen, z_image, wan = (*kinds, "WanTransformer3DModel")
     convert = [
-        getattr(converters, f"convert_{each}_transformer_checkpoint_to_diffusers") for each in ("flux", "chroma", "flux2")
+        getattr(converters, f"convert_{each}_transformer_checkpoint_to_diffusers")
+        for each in ("flux", "chroma", "flux2")
     ]
-    of_flux, of_chroma, of_flux2, of_wan = (*convert, converters.convert_wan_transformer_to_diffusers)
+    of_flux, of_chroma, of_flux2, of_wan = (
+        *convert,
+        converters.convert_wan_transformer_to_diffusers,
+    )
     large = {
         "in_channels": 64, "context_in_dim": 16, "hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 1,
         "depth_single_blocks": 1, "theta": 10, "axes_dim": [16, 56, 56], "qkv_bias": True, "guidance_embed": True,
     }  # fmt: skip
-    approximator = {"approximator_in_dim": 64, "approximator_depth": 2, "approximator_hidden_size": 96, "_use_compiled": False}
+    approximator = {
+        "approximator_in_dim": 64,
+        "approximator_depth": 2,
+        "approximator_hidden_size": 96,
+        "_use_compiled": False,
+    }
     small = {"num_attention_heads": 2, "num_layers": 2}
     of = {
-        flux2: {"context_in_dim": 16, "hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 2},
+        flux2: {
+            "context_in_dim": 16,
+            "hidden_size": 256,
+            "num_heads": 2,
+            "depth": 2,
+            "depth_single_blocks": 2,
+        },
         qwen: {**small, "joint_attention_dim": 32},
-        z_image: {"dim": 256, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 32},
-        wan: {"dim": 256, "ffn_dim": 64, "num_heads": 2, "num_layers": 2, "text_dim": 32, "model_type": "i2v"},
+        z_image: {
+            "dim": 256,
+            "n_layers": 2,
+            "n_refiner_layers": 1,
+            "n_heads": 2,
+            "n_kv_heads": 2,
+            "cap_feat_dim": 32,
+        },
+        wan: {
+            "dim": 256,
+            "ffn_dim": 64,
+            "num_heads": 2,
+            "num_layers": 2,
+            "text_dim": 32,
+            "model_type": "i2v",
+        },
     }
-    of_diffusers = {**small, "ffn_dim": 64, "text_dim": 32, "added_kv_proj_dim": 256, "image_dim": 32}
+    of_diffusers = {
+        **small,
+        "ffn_dim": 64,
+        "text_dim": 32,
+        "added_kv_proj_dim": 256,
+        "image_dim": 32,
+    }
     rows = [
         (flux, sd, "library.flux_models:Flux", {**large, "vec_in_dim": 8}, of_flux, "networks.lora_flux"),
         (chroma, sd, "library.chroma_models:Chroma", {**large, **approximator}, of_chroma, "networks.lora_flux"),
@@ -113,7 +168,8 @@ class Stubs:
 
     @staticmethod
     def create_module(spec: Any) -> Any:
-        return MagicMock(__spec__=spec, __path__=[], QTensor=nn.Identity)  # a class that no tensor is of
+        # a class that no tensor is of
+        return MagicMock(__spec__=spec, __path__=[], QTensor=nn.Identity)
 
     @staticmethod
     def exec_module(module: Any) -> None: ...
@@ -134,7 +190,9 @@ def model_of(case: Case) -> nn.Module:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, nn.Linear(COLUMNS, child.out_features, child.bias is not None))
+                setattr(
+                    parent, name, nn.Linear(COLUMNS, child.out_features, child.bias is not None)
+                )
         for name, value in list(parent.named_parameters(recurse=False)):
             setattr(parent, name, nn.Parameter(torch.randn(value.shape)))
     return model
@@ -145,7 +203,9 @@ def weights_of(case: Case, model: nn.Module) -> Weights:
     found = {name: value.clone() for name, value in model.named_parameters()}
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
-            found[f"{name}.weight"] = (module(torch.eye(COLUMNS)) - module(torch.zeros(COLUMNS, COLUMNS))).T
+            found[f"{name}.weight"] = (
+                module(torch.eye(COLUMNS)) - module(torch.zeros(COLUMNS, COLUMNS))
+            ).T
     return case.convert(found)
 
 
@@ -164,9 +224,17 @@ def kohya(case: Case, model: nn.Module, file: Path | None) -> Any:
 
 
 def ai_toolkit(case: Case, model: nn.Module, file: Path | None) -> Any:
-    """ai-toolkit's. It has one rank, here the file's largest. Of Wan diffusers reads no modules outside the blocks."""
-    network_kind, flux = _find("toolkit.lora_special:LoRASpecialNetwork"), case.kind == FLUX.transformer
-    rank = max(len(value) for name, value in load_file(file).items() if "lora_A" in name) if file else RANK
+    """ai-toolkit's. It has one rank, here the file's largest. Of Wan diffusers reads no modules
+    outside the blocks."""
+    network_kind, flux = (
+        _find("toolkit.lora_special:LoRASpecialNetwork"),
+        case.kind == FLUX.transformer,
+    )
+    rank = (
+        max(len(value) for name, value in load_file(file).items() if "lora_A" in name)
+        if file
+        else RANK
+    )
     around = object.__new__(_find(case.code))  # without what loads weights
     around.use_old_lokr_format = True
     network = network_kind(
@@ -183,13 +251,26 @@ def ai_toolkit(case: Case, model: nn.Module, file: Path | None) -> Any:
 def check(case: Case, file: Path) -> tuple[float, float]:
     """The largest differences: of what the trainer reads, and of what it writes."""
     names, format = names_for(case.kind), "ai-toolkit" if case.trainer == "ai-toolkit" else "kohya"
-    put, diffusers_own = ai_toolkit if format == "ai-toolkit" else kohya, (names, format) == (FLUX, "ai-toolkit")
+    put, diffusers_own = (
+        ai_toolkit if format == "ai-toolkit" else kohya,
+        (names, format) == (FLUX, "ai-toolkit"),
+    )
     model = model_of(case)
     before = weights_of(case, model)
-    matrices = {n.removesuffix(".weight"): v for n, v in before.items() if n.endswith(".weight") and v.ndim == 2}
-    with_name = {m: v for m, v in matrices.items() if diffusers_own or replaced_name(names.original or {}, m)}
-    adapter = Adapter({m: (torch.randn(RANK, COLUMNS), torch.randn(len(v), RANK)) for m, v in with_name.items()})
-    write_tensors(file, adapter.tensors(PREFIX) if diffusers_own else tensors_for(adapter, names, format), {})
+    matrices = {
+        n.removesuffix(".weight"): v
+        for n, v in before.items()
+        if n.endswith(".weight") and v.ndim == 2
+    }
+    with_name = {
+        m: v for m, v in matrices.items() if diffusers_own or replaced_name(names.original or {}, m)
+    }
+    adapter = Adapter(
+        {m: (torch.randn(RANK, COLUMNS), torch.randn(len(v), RANK)) for m, v in with_name.items()}
+    )
+    write_tensors(
+        file, adapter.tensors(PREFIX) if diffusers_own else tensors_for(adapter, names, format), {}
+    )
     network = put(case, model, file)  # in ai-toolkit its modules have a weak reference to it
     left = network.load_weights(str(file))
     if left := left if format == "ai-toolkit" else left.unexpected_keys + left.missing_keys:
@@ -201,7 +282,9 @@ def check(case: Case, file: Path) -> tuple[float, float]:
     for value in network.parameters():
         value.normal_()
     network.save_weights(str(file), torch.float32, {})
-    pipeline = next(getattr(diffusers, spec.pipeline_class) for spec in SPECS.values() if spec.comfyui is names)
+    pipeline = next(
+        getattr(diffusers, spec.pipeline_class) for spec in SPECS.values() if spec.comfyui is names
+    )
     return read, difference(case, model, read_adapter(file, pipeline), before)
 
 
@@ -209,14 +292,18 @@ def difference(case: Case, model: nn.Module, adapter: Adapter, before: Weights) 
     theirs, tuned = weights_of(case, model), TunedWeights(case.kind, adapter)
     if missing := set(tuned.names) - (before.keys() & theirs.keys()):
         raise ValueError(f"{case.kind}: {case.trainer} has no {sorted(missing)}")
-    return max(float((theirs[name] - tuned.change(name, value)).abs().max()) for name, value in before.items())
+    return max(
+        float((theirs[name] - tuned.change(name, value)).abs().max())
+        for name, value in before.items()
+    )
 
 
 def main(sd_scripts: str, ai_toolkit: str, musubi_tuner: str = "") -> int:
     sys.path[:0] = [sd_scripts, ai_toolkit, *([f"{musubi_tuner}/src"] if musubi_tuner else [])]
     sys.meta_path.insert(0, Stubs)  # type: ignore[arg-type]
     torch.cuda.current_device = lambda: 0  # the default of an argument in musubi-tuner
-    package = types.ModuleType("extensions_built_in.diffusion_models")  # its own would import every model
+    # its own would import every model
+    package = types.ModuleType("extensions_built_in.diffusion_models")
     package.__path__ = [f"{ai_toolkit}/extensions_built_in/diffusion_models"]
     sys.modules[package.__name__] = package
     torch.manual_seed(0)

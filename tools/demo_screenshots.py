@@ -1,7 +1,8 @@
-"""Takes the pictures of docs/demo.md: `python -m tools.demo_screenshots runs/quickstart` (needs a Chromium).
+"""Takes the pictures of docs/demo.md: `python -m tools.demo_screenshots runs/quickstart` (needs a
+Chromium).
 
-Starts `g2rpo demo` on a finished run of an embedded model, looks at what each tab opens with, on a desktop and on a phone, and
-writes demo.png and demo_phone.png.
+Starts `g2rpo demo` on a finished run of an embedded model, looks at what each tab opens with, on a
+desktop and on a phone, and writes demo.png and demo_phone.png.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def served(*arguments: str) -> Iterator[str]:
     command = [sys.executable, "-m", "g2rpo", *arguments, "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            address = next((line.split()[0] for line in process.stdout or () if line.startswith("http")), None)
+            address = next(
+                (line.split()[0] for line in process.stdout or () if line.startswith("http")), None
+            )
             if address is None:
                 sys.exit(f"{' '.join(command)} did not start")
             yield address
@@ -51,7 +54,9 @@ def screens(browser: Browser, address: str, size: tuple[int, int]) -> Iterator[I
     page.wait_for_selector("#group img", timeout=MINUTE)
     yield _shot(page, "#group")
     page.get_by_role("tab", name="The run").click()
-    page.frame_locator("iframe.g2-report").get_by_role("heading", name="Pictures").first.wait_for(timeout=MINUTE)
+    page.frame_locator("iframe.g2-report").get_by_role("heading", name="Pictures").first.wait_for(
+        timeout=MINUTE
+    )
     yield _shot(page, None)
     page.close()
 
@@ -66,7 +71,9 @@ def _shot(page: Page, top: str | None) -> Image.Image:
 def beside(pictures: Sequence[Image.Image]) -> Image.Image:
     """The pictures from left to right, on grey."""
     sheet = Image.new(
-        "RGB", (sum(p.width for p in pictures) + GAP * (len(pictures) + 1), pictures[0].height + 2 * GAP), "#c8ccd4"
+        "RGB",
+        (sum(p.width for p in pictures) + GAP * (len(pictures) + 1), pictures[0].height + 2 * GAP),
+        "#c8ccd4",
     )
     left = GAP
     for picture in pictures:
@@ -76,7 +83,9 @@ def beside(pictures: Sequence[Image.Image]) -> Image.Image:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     given = parser.parse_args()

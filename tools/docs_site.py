@@ -1,7 +1,8 @@
 """Pages of the documentation site that are made while it is built: a hook of mkdocs (mkdocs.yml).
 
-README.md becomes the start page, benchmarks/results/*.md the results, examples/*.ipynb pages with their code. Config keys come
-from the schema, commands from typer, the API from docstrings. Links out of docs/ lead to these pages or to the repository.
+README.md becomes the start page, benchmarks/results/*.md the results, examples/*.ipynb pages with
+their code. Config keys come from the schema, commands from typer, the API from docstrings. Links
+out of docs/ lead to these pages or to the repository.
 """
 
 from __future__ import annotations
@@ -35,14 +36,23 @@ def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that are made, and puts them into the navigation."""
     from mkdocs.structure.files import File
 
-    made = {page: (text, source) for section in SECTIONS.values() for page, (text, source) in section().items()}
+    made = {
+        page: (text, source)
+        for section in SECTIONS.values()
+        for page, (text, source) in section().items()
+    }
     made["index.md"] = ((ROOT / "README.md").read_text(encoding="utf-8"), "README.md")
     for page, (text, source) in made.items():
-        file = File.generated(config, page, content=moved_links(text, source, page) if source else text)
+        file = File.generated(
+            config, page, content=moved_links(text, source, page) if source else text
+        )
         files.append(file)
     for entry in config.nav:
         for title in entry.keys() & SECTIONS.keys():
-            entry[title] = [*entry[title], *(page for page in made if page.startswith(f"{title.lower()}/"))]
+            entry[title] = [
+                *entry[title],
+                *(page for page in made if page.startswith(f"{title.lower()}/")),
+            ]
     return files
 
 
@@ -55,7 +65,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def moved_links(text: str, source: str, page: str) -> str:
-    """`text` of the repository's file `source`, with links that are right on the site's page `page`."""
+    """`text` of the repository's file `source`, with links that are right on the site's page
+    `page`."""
 
     def moved(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
@@ -81,7 +92,13 @@ def site_page(path: str) -> str | None:
 def results() -> dict[str, tuple[str, str | None]]:
     """benchmarks/results/*.md, after the page that explains them."""
     found = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
-    return {f"results/{file.name}": (file.read_text(encoding="utf-8"), f"benchmarks/results/{file.name}") for file in found}
+    return {
+        f"results/{file.name}": (
+            file.read_text(encoding="utf-8"),
+            f"benchmarks/results/{file.name}",
+        )
+        for file in found
+    }
 
 
 def reference() -> dict[str, tuple[str, str | None]]:
@@ -93,14 +110,20 @@ def reference() -> dict[str, tuple[str, str | None]]:
     }
     for title, modules in API.items():
         body = "\n\n".join(f"::: g2rpo.{module}" for module in modules)
-        made[f"reference/api-{modules[0].removeprefix('core.').split('.')[0]}.md"] = (f"# {title}\n\n{body}\n", None)
+        made[f"reference/api-{modules[0].removeprefix('core.').split('.')[0]}.md"] = (
+            f"# {title}\n\n{body}\n",
+            None,
+        )
     return made
 
 
 def notebooks() -> dict[str, tuple[str, str | None]]:
     """examples/*.ipynb as pages: text and code, without outputs."""
     found = sorted((ROOT / "examples").glob("*.ipynb"))
-    return {f"notebooks/{file.stem}.md": (notebook_page(file), f"examples/{file.name}") for file in found}
+    return {
+        f"notebooks/{file.stem}.md": (notebook_page(file), f"examples/{file.name}")
+        for file in found
+    }
 
 
 SECTIONS = {"Results": results, "Reference": reference, "Notebooks": notebooks}
@@ -109,13 +132,36 @@ SECTIONS = {"Results": results, "Reference": reference, "Notebooks": notebooks}
 def notebook_page(file: Path) -> str:
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
     parts = [
-        ("{}" if cell["cell_type"] == "markdown" else "```python\n{}\n```").format("".join(cell["source"])) for cell in cells
+        ("{}" if cell["cell_type"] == "markdown" else "```python\n{}\n```").format(
+            "".join(cell["source"])
+        )
+        for cell in cells
     ]
-    return "\n\n".join([*parts[:1], f"Open it with Jupyter: [`examples/{file.name}`]({file.name}).", *parts[1:]]) + "\n"
+    return (
+        "\n\n".join(
+            [
+                *parts[:1],
+                f"Open it with Jupyter: [`examples/{file.name}`]({file.name}).",
+                *parts[1:],
+            ]
+        )
+        + "\n"
+    )
 
 
 def commands_page() -> str:
-    command = [sys.executable, "-m", "typer", "g2rpo.cli.main", "utils", "docs", "--name", "g2rpo", "--title", "Commands"]
+    command = [
+        sys.executable,
+        "-m",
+        "typer",
+        "g2rpo.cli.main",
+        "utils",
+        "docs",
+        "--name",
+        "g2rpo",
+        "--title",
+        "Commands",
+    ]
     done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, check=True)
     return done.stdout.replace("&#x27;", "'")
 
@@ -128,29 +174,37 @@ def config_page() -> str:
 
     schema = Config.model_json_schema()
     source = griffe.load("g2rpo.config.schema", search_paths=[str(ROOT / "src")])
-    intro = (
-        "Every key that a recipe, a config.yaml or an override `KEY=VALUE` may have; made from `src/g2rpo/config/schema.py`. "
-    )
-    parts = [f"# Config keys\n\n{intro}The keys below `algorithm` are those of [its algorithm](algorithms.md)."]
+    intro = "Every key that a recipe, a config.yaml or an override `KEY=VALUE` may have; made from `src/g2rpo/config/schema.py`. "
+    parts = [
+        f"# Config keys\n\n{intro}The keys below `algorithm` are those of [its algorithm](algorithms.md)."
+    ]
     below = [("", schema, "Config"), *sections(schema, schema)]
     for name, part, kind in below:
         doc = source.members[kind].docstring if kind in source.members else None
         text = doc.value if doc else as_markdown(part.get("description", ""))
         fields = source.members[kind].members if kind in source.members else {}
-        reasons = {key: member.docstring.value for key, member in fields.items() if member.docstring}
-        parts.append(f"## {f'`{name}`' if name else 'Top level'}\n\n{text}\n\n{table(part, reasons)}")
+        reasons = {
+            key: member.docstring.value for key, member in fields.items() if member.docstring
+        }
+        parts.append(
+            f"## {f'`{name}`' if name else 'Top level'}\n\n{text}\n\n{table(part, reasons)}"
+        )
     return "\n\n".join(parts) + "\n"
 
 
 def sections(part: dict, schema: dict, prefix: str = "") -> list[tuple[str, dict, str]]:
-    """(name, schema, class) of the groups of keys below `part`, in order; `NAME` stands for a reward's own name."""
+    """(name, schema, class) of the groups of keys below `part`, in order; `NAME` stands for a
+    reward's own name."""
     found = []
     for key, entry in part["properties"].items():
         inner = next(iter(entry.get("patternProperties", {}).values()), entry)
         name = f"{prefix}{key}" + (".NAME" if inner is not entry else "")
         if "$ref" in inner:
             kind = inner["$ref"].rpartition("/")[2]
-            found += [(name, schema["$defs"][kind], kind), *sections(schema["$defs"][kind], schema, f"{name}.")]
+            found += [
+                (name, schema["$defs"][kind], kind),
+                *sections(schema["$defs"][kind], schema, f"{name}."),
+            ]
     return found
 
 
@@ -165,7 +219,9 @@ def algorithms_page() -> str:
     parts = [f"# Algorithms and their keys\n\n{intro}"]
     for name, kind in ALGORITHMS.items():
         schema = TypeAdapter(kind).json_schema()
-        parts.append(f"## `{name}`\n\n{as_markdown(schema.get('description', ''))}\n\n{table(schema, {})}")
+        parts.append(
+            f"## `{name}`\n\n{as_markdown(schema.get('description', ''))}\n\n{table(schema, {})}"
+        )
         parts += [
             f"### {inner['title']} of `{name}`\n\n{as_markdown(inner.get('description', ''))}\n\n{table(inner, {})}"
             for inner in schema.get("$defs", {}).values()
@@ -181,11 +237,21 @@ def as_markdown(docstring: str) -> str:
 
 def table(schema: dict, reasons: dict[str, str]) -> str:
     """Keys of a JSON schema as a table."""
-    rows = ["| key | type | default |" + (" |" if reasons else ""), "|---|---|---|" + ("---|" if reasons else "")]
+    rows = [
+        "| key | type | default |" + (" |" if reasons else ""),
+        "|---|---|---|" + ("---|" if reasons else ""),
+    ]
     for key, entry in schema["properties"].items():
         default = shown_default(entry, key in schema.get("required", ()))
-        cells = [f"`{key}`", shown_type(entry), default, *([reasons.get(key, "")] if reasons else [])]
-        rows.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |")
+        cells = [
+            f"`{key}`",
+            shown_type(entry),
+            default,
+            *([reasons.get(key, "")] if reasons else []),
+        ]
+        rows.append(
+            "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+        )
     return "\n".join(rows)
 
 

@@ -1,4 +1,5 @@
-"""How large the differences from published code are that docs/algorithm.md keeps, on the tiny FLUX and SD3.
+"""How large the differences from published code are that docs/algorithm.md keeps, on the tiny FLUX
+and SD3.
 
 python -m tools.kept_differences        # a few minutes; "apart" is a share of the way that the weights, or latents, have come
 """
@@ -36,13 +37,26 @@ def guard(directory):
     for rate in (1e-4, 1e-3):
         ways = []
         for correction in ("member", "batch"):
-            policy = policies.load(directory, height=32, width=32, max_sequence_length=12, lora_rank=4)
-            options = ("algorithm.name=grpo_guard", "algorithm.group_size=8", "algorithm.update_every=4")
-            more = ("sampling.num_steps=5", "sampling.shift=scheduler", f"optim.learning_rate={rate}", "rewards={tilt: 1.0}")
+            policy = policies.load(
+                directory, height=32, width=32, max_sequence_length=12, lora_rank=4
+            )
+            options = (
+                "algorithm.name=grpo_guard",
+                "algorithm.group_size=8",
+                "algorithm.update_every=4",
+            )
+            more = (
+                "sampling.num_steps=5",
+                "sampling.shift=scheduler",
+                f"optim.learning_rate={rate}",
+                "rewards={tilt: 1.0}",
+            )
             own = ("trainer.prompts_per_iteration=4", "evaluation.rewards={}")
             GRPOGuard.correction = correction
             rewards = {"tilt": windows.tilt}
-            t = trainer(None, *options, *more, *own, policy=policy, rewards=rewards, prompts=windows.PROMPTS)
+            t = trainer(
+                None, *options, *more, *own, policy=policy, rewards=rewards, prompts=windows.PROMPTS
+            )
             before = [p.detach().clone() for p in t.learner.parameters]
             for _ in range(3):
                 t.iterate()
@@ -68,7 +82,10 @@ def halves(directory):
     walks = test_flow_grpo.Walks(directory, (), beta=0.04, per_time=True)
     ours = walks.restate().moved
     theirs = [walks.restate(updates=shuffled(seed)).moved for seed in range(3)]
-    line("Flow-GRPO: half of each group, and half of all members", [side_by_side.distance(ours, way) for way in theirs])
+    line(
+        "Flow-GRPO: half of each group, and half of all members",
+        [side_by_side.distance(ours, way) for way in theirs],
+    )
     line("           two shuffles of all members", between(theirs))
 
 
@@ -77,11 +94,17 @@ def own_steps(seed):
 
     def updates(network, learner, groups, trained, sigmas, step, *, accumulate, clip):
         draw = random.Random(seed)
-        drawn = {id(member): draw.sample(range(len(sigmas) - 2), len(trained)) for group in groups for member in group}
+        drawn = {
+            id(member): draw.sample(range(len(sigmas) - 2), len(trained))
+            for group in groups
+            for member in group
+        }
         share = accumulate * len(trained) * len(groups)
         for start in range(0, len(groups[0]), accumulate):
             losses = [
-                lambda member=member, i=i: neighbours.surrogate(network, member, i, sigmas, step, clip)[0] / share
+                lambda member=member, i=i: (
+                    neighbours.surrogate(network, member, i, sigmas, step, clip)[0] / share
+                )
                 for group in groups
                 for member in group[start : start + accumulate]
                 for i in drawn[id(member)]
@@ -97,20 +120,25 @@ def trained_steps(directory):
     run = windows.Windows(directory, setting, None, step, accumulate=4, mix=test_dancegrpo.summed)
     ours = run.restate().moved
     theirs = [run.restate(updates=own_steps(seed)).moved for seed in range(3)]
-    line("DanceGRPO: trained steps of an iteration, and of each member", [side_by_side.distance(ours, way) for way in theirs])
+    line(
+        "DanceGRPO: trained steps of an iteration, and of each member",
+        [side_by_side.distance(ours, way) for way in theirs],
+    )
     line("           two draws for each member", between(theirs))
 
 
 def flash_points(num_steps, last, ratio, shift):
-    """MixGRPO-Flash's sigmas behind the last stochastic step: int(max((T - l) ratio, 1)) points, even before the shift."""
+    """MixGRPO-Flash's sigmas behind the last stochastic step: int(max((T - l) ratio, 1)) points,
+    even before the shift."""
     u = torch.linspace(1 - (last + 1) / num_steps, 0, int(max((num_steps - last) * ratio, 1)))
     return shift * u / (1 + (shift - 1) * u)
 
 
 @torch.no_grad()
 def flash_tail(network, prompt, x, points, before):
-    """DPM-Solver++(2M) on predicted images along `points`. The first step extrapolates from `before`, the last stochastic
-    step's (sigma, predicted image), across the noise that entered there. The last step is of first order."""
+    """DPM-Solver++(2M) on predicted images along `points`. The first step extrapolates from
+    `before`, the last stochastic step's (sigma, predicted image), across the noise that entered
+    there. The last step is of first order."""
 
     def half_log_snr(sigma):
         return math.log((1 - sigma) / sigma)
@@ -120,7 +148,10 @@ def flash_tail(network, prompt, x, points, before):
         image = x - sigma * network(x, points[k], prompt)
         target = image
         if to > 0:
-            h, h_before = half_log_snr(to) - half_log_snr(sigma), half_log_snr(sigma) - half_log_snr(before[0])
+            h, h_before = (
+                half_log_snr(to) - half_log_snr(sigma),
+                half_log_snr(sigma) - half_log_snr(before[0]),
+            )
             target = image + 0.5 * h / h_before * (image - before[1])
         x = to / sigma * x + (1 - to - to / sigma * (1 - sigma)) * target
         before = (sigma, image)
@@ -128,7 +159,8 @@ def flash_tail(network, prompt, x, points, before):
 
 
 def flash(directory):
-    """Final latents of six members at all windows of 300 iterations: ours, published, and with Euler at every step."""
+    """Final latents of six members at all windows of 300 iterations: ours, published, and with
+    Euler at every step."""
     policy = policies.load(directory, height=32, width=32, max_sequence_length=12, tuning="frozen")
     sigmas, cond = sigma_grid(25, 3.0), policy.encode(["a red circle"])
     for compression in (0.4, 0.2):
@@ -139,10 +171,18 @@ def flash(directory):
             points = flash_points(25, plan.merge - 1, compression, 3.0)
             if len(points) < 2:  # published, these never reach the image
                 continue
-            whole = Plan(plan.branch, plan.merge, (tuple(range(plan.merge, 26)),), shared_noise=plan.shared_noise)
+            whole = Plan(
+                plan.branch,
+                plan.merge,
+                (tuple(range(plan.merge, 26)),),
+                shared_noise=plan.shared_noise,
+            )
             kernel = algorithm.kernel(sigmas)
             (ours,), (every,) = (
-                Engine(policy=policy, cond=cond, sigmas=sigmas).rollout([p], 6, kernel, generator_for) for p in (plan, whole)
+                Engine(policy=policy, cond=cond, sigmas=sigmas).rollout(
+                    [p], 6, kernel, generator_for
+                )
+                for p in (plan, whole)
             )
             last = ours.transitions[-1]
 
@@ -151,7 +191,9 @@ def flash(directory):
 
             with torch.no_grad():
                 image = last.x - sigmas[last.step] * network(last.x, sigmas[last.step], 0)
-            published = flash_tail(network, 0, last.x_next, points, (float(sigmas[last.step]), image))
+            published = flash_tail(
+                network, 0, last.x_next, points, (float(sigmas[last.step]), image)
+            )
             found["ours, published"].append(side_by_side.distance(ours.finals[0], published))
             found["published, every step"].append(side_by_side.distance(published, every.finals[0]))
             found["ours, every step"].append(side_by_side.distance(ours.finals[0], every.finals[0]))

@@ -1,10 +1,11 @@
-"""Changes one formula or rule at a time in a copy of the repository, and runs the tests that should fail then.
+"""Changes one formula or rule at a time in a copy of the repository, and runs the tests that should
+fail then.
 
     python -m tools.mutations                # all: a minute or two on an idle core; exits with 1 if a change survives
     python -m tools.mutations flow updater   # those whose file has one of these words in its path
 
-A change that survives is a behaviour that no named test guards. Each is tried in a process that is forked before g2rpo is
-imported, so libraries are loaded once.
+A change that survives is a behaviour that no named test guards. Each is tried in a process that is
+forked before g2rpo is imported, so libraries are loaded once.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ class Mutation:
     tests: str
 
     def applied(self, text: str) -> str:
-        """`text` with the change. White space and a comma before a closing bracket, which the formatter sets, do not count."""
+        """`text` with the change. White space and a comma before a closing bracket, which the
+        formatter sets, do not count."""
         parts = [re.escape(part) for part in re.findall(r"\w+|[^\w\s]", self.old)]
-        pattern = r"\s*".join(rf",?\s*{part}" if part in (r"\)", r"\]", r"\}") else part for part in parts)
+        pattern = r"\s*".join(
+            rf",?\s*{part}" if part in (r"\)", r"\]", r"\}") else part for part in parts
+        )
         found = re.findall(pattern, text)
         if len(found) != 1:
             raise SystemExit(f"{self.file}: {len(found)} times, not once: {self.old}")
@@ -47,14 +51,23 @@ FLOW, OBJECTIVES = "tests/core/test_flow.py", "tests/core/test_objectives.py"
 NEIGHBOURS = "tests/algorithms/test_neighbours.py tests/algorithms/test_published_values.py"
 FIELDS, SCHEDULE = "tests/algorithms/test_fields.py", "tests/algorithms/test_branch_schedule.py"
 DPPO, FORWARD = "tests/algorithms/test_flow_dppo.py", "tests/algorithms/test_forward_process.py"
-PAVE, ADA, NFT, E = (f"tests/published/test_{name}.py" for name in ("pave_grpo", "adagrpo", "forward_process", "e_grpo"))
+PAVE, ADA, NFT, E = (
+    f"tests/published/test_{name}.py"
+    for name in ("pave_grpo", "adagrpo", "forward_process", "e_grpo")
+)
 FDFO = "tests/published/test_fdfo.py"
 ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
-DROPPED, AVERAGE = "tests/algorithms/test_dropped_members.py", "tests/training/test_moving_average.py"
+DROPPED, AVERAGE = (
+    "tests/algorithms/test_dropped_members.py",
+    "tests/training/test_moving_average.py",
+)
 SCORES = "tests/monitor/test_scores.py"
 CHECKPOINT, ALARMS = "tests/run/test_checkpoint.py", "tests/monitor/test_alarms.py"
-QUANTIZED, STATISTICS = "tests/policies/test_quantized.py", "tests/core/test_statistics.py tests/training/test_rows.py"
+QUANTIZED, STATISTICS = (
+    "tests/policies/test_quantized.py",
+    "tests/core/test_statistics.py tests/training/test_rows.py",
+)
 
 MUTATIONS = [
     Mutation(
@@ -63,20 +76,52 @@ MUTATIONS = [
         "return scale > 1",
         "tests/training/test_guidance.py -k begins",
     ),
-    Mutation("training/learner.py", "{name: tensors[name][index] for", '{name: tensors["exp_avg"][index] for', TRAINER),
-    Mutation("monitor/scores.py", "for row in rows]) for name", "for row in rows[::-1]]) for name", SCORES),
+    Mutation(
+        "training/learner.py",
+        "{name: tensors[name][index] for",
+        '{name: tensors["exp_avg"][index] for',
+        TRAINER,
+    ),
+    Mutation(
+        "monitor/scores.py",
+        "for row in rows]) for name",
+        "for row in rows[::-1]]) for name",
+        SCORES,
+    ),
     Mutation("core/flow.py", "of_x = 1 + g**2", "of_x = 1 - g**2", FLOW),
     Mutation("core/flow.py", "of_v = 1 + g**2", "of_v = 1 - g**2", FLOW),
-    Mutation("core/flow.py", "Normal(mean, g * (sigma - sigma_next).sqrt())", "Normal(mean, g * (sigma - sigma_next))", FLOW),
-    Mutation("core/flow.py", "eta * (sigma / (1 - clamped)).sqrt()", "eta * (sigma / (1 - clamped))", FLOW),
+    Mutation(
+        "core/flow.py",
+        "Normal(mean, g * (sigma - sigma_next).sqrt())",
+        "Normal(mean, g * (sigma - sigma_next))",
+        FLOW,
+    ),
+    Mutation(
+        "core/flow.py",
+        "eta * (sigma / (1 - clamped)).sqrt()",
+        "eta * (sigma / (1 - clamped))",
+        FLOW,
+    ),
     Mutation("core/flow.py", "below_one = sigmas[1]", "below_one = sigmas[2]", FLOW),
     Mutation(
-        "core/flow.py", "    sigmas = shift * u / (1 + (shift - 1) * u)\n", "    sigmas = shift * u / (1 + shift * u)\n", FLOW
+        "core/flow.py",
+        "    sigmas = shift * u / (1 + (shift - 1) * u)\n",
+        "    sigmas = shift * u / (1 + shift * u)\n",
+        FLOW,
     ),
-    Mutation("core/flow.py", "lowest = shift * 0.001 / (1 + (shift - 1) * 0.001)", "lowest = 0.001", FLOW),
-    Mutation("core/flow.py", "dsigma = sigma_next - sigma\n    narrow", "dsigma = sigma - sigma_next\n    narrow", FLOW),
+    Mutation(
+        "core/flow.py", "lowest = shift * 0.001 / (1 + (shift - 1) * 0.001)", "lowest = 0.001", FLOW
+    ),
+    Mutation(
+        "core/flow.py",
+        "dsigma = sigma_next - sigma\n    narrow",
+        "dsigma = sigma - sigma_next\n    narrow",
+        FLOW,
+    ),
     Mutation("core/flow.py", "strided[:-1] if end", "strided[:] if end", FLOW),
-    Mutation("core/flow.py", "share = math.sin(eta * math.pi / 2)", "share = math.sin(eta)", NEIGHBOURS),
+    Mutation(
+        "core/flow.py", "share = math.sin(eta * math.pi / 2)", "share = math.sin(eta)", NEIGHBOURS
+    ),
     Mutation("core/flow.py", "math.sqrt(1 - share**2)", "(1 - share)", NEIGHBOURS),
     Mutation(
         "core/flow.py",
@@ -84,9 +129,21 @@ MUTATIONS = [
         "precise(self.mean)) ** 2).flatten(1).sum(1)",
         NEIGHBOURS,
     ),
-    Mutation("core/objectives.py", "(n - unbiased).clamp(min=1)).sqrt()", "n.clamp(min=1)).sqrt()", OBJECTIVES),
-    Mutation("core/objectives.py", "lowest, deviation / (std", "lowest, (r - mean) / (std", OBJECTIVES),
-    Mutation("core/objectives.py", "torch.where(highest > lowest, ", "torch.where(highest >= lowest, ", OBJECTIVES),
+    Mutation(
+        "core/objectives.py",
+        "(n - unbiased).clamp(min=1)).sqrt()",
+        "n.clamp(min=1)).sqrt()",
+        OBJECTIVES,
+    ),
+    Mutation(
+        "core/objectives.py", "lowest, deviation / (std", "lowest, (r - mean) / (std", OBJECTIVES
+    ),
+    Mutation(
+        "core/objectives.py",
+        "torch.where(highest > lowest, ",
+        "torch.where(highest >= lowest, ",
+        OBJECTIVES,
+    ),
     Mutation("core/objectives.py", "return torch.maximum(", "return torch.minimum(", OBJECTIVES),
     Mutation("core/objectives.py", "1 + clip_range)", "1 + 2 * clip_range)", OBJECTIVES),
     Mutation("core/objectives.py", "0.5 * difference", "difference", OBJECTIVES),
@@ -97,43 +154,124 @@ MUTATIONS = [
         "normalize(weighted(rewards, weights).sum(-3))",
         OBJECTIVES,
     ),
-    Mutation("core/objectives.py", "(all_n - unbiased).clamp(min=1)", "all_n.clamp(min=1)", NEIGHBOURS),
+    Mutation(
+        "core/objectives.py", "(all_n - unbiased).clamp(min=1)", "all_n.clamp(min=1)", NEIGHBOURS
+    ),
     Mutation("core/plain.py", "Field(ge=2, le=10_000)", "Field(ge=1, le=10_000)", FIELDS),
     Mutation("core/plain.py", "len(set(values)) < len(values)", "False", FIELDS),
-    Mutation("algorithms/g2rpo.py", "num_steps, size, self.tail", "num_steps, 1, self.tail", f"{ENGINE} {SCHEDULE}"),
-    Mutation("algorithms/g2rpo.py", "turn % len(plans)", "0", SCHEDULE),
-    Mutation("algorithms/g2rpo.py", ".clamp(-self.advantage_clip, self.advantage_clip)", "", OBJECTIVES),
     Mutation(
-        "algorithms/policy_gradient.py", "steps.log_prob - steps.old_log_prob", "steps.old_log_prob - steps.log_prob", TRAINER
+        "algorithms/g2rpo.py",
+        "num_steps, size, self.tail",
+        "num_steps, 1, self.tail",
+        f"{ENGINE} {SCHEDULE}",
     ),
-    Mutation("algorithms/policy_gradient.py", "values + self.kl_weight * self", "values + self", f"{NEIGHBOURS} {TRAINER}"),
-    Mutation("algorithms/flow_grpo.py", "kl * steps.dsigma", "kl / steps.dsigma", "tests/published/test_flow_grpo.py"),
+    Mutation("algorithms/g2rpo.py", "turn % len(plans)", "0", SCHEDULE),
+    Mutation(
+        "algorithms/g2rpo.py", ".clamp(-self.advantage_clip, self.advantage_clip)", "", OBJECTIVES
+    ),
+    Mutation(
+        "algorithms/policy_gradient.py",
+        "steps.log_prob - steps.old_log_prob",
+        "steps.old_log_prob - steps.log_prob",
+        TRAINER,
+    ),
+    Mutation(
+        "algorithms/policy_gradient.py",
+        "values + self.kl_weight * self",
+        "values + self",
+        f"{NEIGHBOURS} {TRAINER}",
+    ),
+    Mutation(
+        "algorithms/flow_grpo.py",
+        "kl * steps.dsigma",
+        "kl / steps.dsigma",
+        "tests/published/test_flow_grpo.py",
+    ),
     Mutation("algorithms/flow_grpo.py", "weights / total", "weights", NEIGHBOURS),
-    Mutation("algorithms/flow_grpo.py", "self.window_size, num_steps - 2)", "self.window_size, num_steps - 1)", NEIGHBOURS),
-    Mutation("algorithms/flow_grpo.py", "round(way * jump / jumps)", "int(way * jump / jumps)", NEIGHBOURS),
+    Mutation(
+        "algorithms/flow_grpo.py",
+        "self.window_size, num_steps - 2)",
+        "self.window_size, num_steps - 1)",
+        NEIGHBOURS,
+    ),
+    Mutation(
+        "algorithms/flow_grpo.py",
+        "round(way * jump / jumps)",
+        "int(way * jump / jumps)",
+        NEIGHBOURS,
+    ),
     Mutation("algorithms/flow_grpo.py", "noisy * self.trained_fraction", "noisy", NEIGHBOURS),
-    Mutation("algorithms/flow_grpo.py", "tuple(range(last))", "tuple(range(num_steps))", NEIGHBOURS),
-    Mutation("algorithms/flow_grpo.py", "log_ratio(steps) + bias", "log_ratio(steps) - bias", NEIGHBOURS),
-    Mutation("algorithms/flow_grpo.py", "policy_loss(steps) / steps.dsigma", "policy_loss(steps)", NEIGHBOURS),
-    Mutation("algorithms/flow_grpo.py", "self.noise_weight * steps.std *", "self.noise_weight *", NEIGHBOURS),
-    Mutation("algorithms/flow_grpo.py", ">= self.divergence_limit", "< self.divergence_limit", DPPO),
-    Mutation("algorithms/flow_grpo.py", "(ratio > 1) & (advantages > 0)", "(ratio < 1) & (advantages > 0)", DPPO),
-    Mutation("algorithms/g2rpo_variants.py", "(after - here) / n", "(after - here) / (n + 1)", PAVE),
-    Mutation("algorithms/g2rpo_variants.py", "return step + self.merged", "return step + 1 + 0 * self.merged", E),
-    Mutation("rollout/engine.py", "self.sigmas[group.plan.after(step)]", "self.sigmas[step + 1]", E),
+    Mutation(
+        "algorithms/flow_grpo.py", "tuple(range(last))", "tuple(range(num_steps))", NEIGHBOURS
+    ),
+    Mutation(
+        "algorithms/flow_grpo.py", "log_ratio(steps) + bias", "log_ratio(steps) - bias", NEIGHBOURS
+    ),
+    Mutation(
+        "algorithms/flow_grpo.py",
+        "policy_loss(steps) / steps.dsigma",
+        "policy_loss(steps)",
+        NEIGHBOURS,
+    ),
+    Mutation(
+        "algorithms/flow_grpo.py",
+        "self.noise_weight * steps.std *",
+        "self.noise_weight *",
+        NEIGHBOURS,
+    ),
+    Mutation(
+        "algorithms/flow_grpo.py", ">= self.divergence_limit", "< self.divergence_limit", DPPO
+    ),
+    Mutation(
+        "algorithms/flow_grpo.py",
+        "(ratio > 1) & (advantages > 0)",
+        "(ratio < 1) & (advantages > 0)",
+        DPPO,
+    ),
+    Mutation(
+        "algorithms/g2rpo_variants.py", "(after - here) / n", "(after - here) / (n + 1)", PAVE
+    ),
+    Mutation(
+        "algorithms/g2rpo_variants.py",
+        "return step + self.merged",
+        "return step + 1 + 0 * self.merged",
+        E,
+    ),
+    Mutation(
+        "rollout/engine.py", "self.sigmas[group.plan.after(step)]", "self.sigmas[step + 1]", E
+    ),
     Mutation("algorithms/g2rpo_variants.py", "argmin(1)", "argmax(1)", ADA),
-    Mutation("algorithms/g2rpo_variants.py", "self.algorithm.forget * known + (1", "known + (1", ADA),
-    Mutation("algorithms/forward_process.py", "(1 + b) * noised.old - b", "(1 - b) * noised.old - b", NFT),
+    Mutation(
+        "algorithms/g2rpo_variants.py", "self.algorithm.forget * known + (1", "known + (1", ADA
+    ),
+    Mutation(
+        "algorithms/forward_process.py", "(1 + b) * noised.old - b", "(1 - b) * noised.old - b", NFT
+    ),
     Mutation("algorithms/forward_process.py", "-noised.advantages /", "noised.advantages /", NFT),
     Mutation("algorithms/reward_gradient.py", "velocity - old + d)", "velocity - old - d)", FDFO),
     Mutation("algorithms/reward_gradient.py", "noise * (1 - s))", "noise * (1 + s))", FDFO),
-    Mutation("rollout/engine.py", "math.sqrt(1 - plan.common**2)", "math.sqrt(1 - plan.common)", FDFO),
     Mutation(
-        "algorithms/forward_process.py", "((1 - per_row(sigma, image)) * image", "(per_row(sigma, image) * image", FORWARD
+        "rollout/engine.py", "math.sqrt(1 - plan.common**2)", "math.sqrt(1 - plan.common)", FDFO
+    ),
+    Mutation(
+        "algorithms/forward_process.py",
+        "((1 - per_row(sigma, image)) * image",
+        "(per_row(sigma, image) * image",
+        FORWARD,
     ),
     Mutation("algorithms/forward_process.py", "(updates - flat)", "updates", FORWARD),
-    Mutation("rollout/engine.py", "landing.log_prob(x_next)", "landing.log_prob(landing.mean)", f"{ENGINE} {TRAINER}"),
-    Mutation("rollout/reference.py", "sigmas[step], sigmas[following])", "sigmas[step], sigmas[step + 1])", ENGINE),
+    Mutation(
+        "rollout/engine.py",
+        "landing.log_prob(x_next)",
+        "landing.log_prob(landing.mean)",
+        f"{ENGINE} {TRAINER}",
+    ),
+    Mutation(
+        "rollout/reference.py",
+        "sigmas[step], sigmas[following])",
+        "sigmas[step], sigmas[step + 1])",
+        ENGINE,
+    ),
     Mutation("rollout/engine.py", "max(branch_steps) + 1)", "max(branch_steps))", ENGINE),
     Mutation("rollout/tails.py", "/ (2 * (_log_snr(now)", "/ (1 * (_log_snr(now)", TAILS),
     Mutation("rollout/tails.py", "velocity + (sigma - near)", "velocity - (sigma - near)", TAILS),
@@ -143,11 +281,21 @@ MUTATIONS = [
         "values",
         "tests/training/test_faults.py::test_scores_that_are_no_numbers_teach_nothing_and_are_counted",
     ),
-    Mutation("rollout/scoring.py", "clips[:, :: frames.every]", "clips", "tests/rollout/test_frames.py"),
-    Mutation("lab/plan/rewards.py", "* parse_dtype(dtype).itemsize", "* 4", "tests/rewards/test_declarations.py"),
+    Mutation(
+        "rollout/scoring.py", "clips[:, :: frames.every]", "clips", "tests/rollout/test_frames.py"
+    ),
+    Mutation(
+        "lab/plan/rewards.py",
+        "* parse_dtype(dtype).itemsize",
+        "* 4",
+        "tests/rewards/test_declarations.py",
+    ),
     Mutation("core/seeding.py", "repr(key)", "repr(key[:2])", "tests/core/test_seeding.py"),
     Mutation(
-        "prompts/order.py", "self._shuffle(place // len(self.prompts))", "self._shuffle(0)", "tests/prompts/test_prompts.py"
+        "prompts/order.py",
+        "self._shuffle(place // len(self.prompts))",
+        "self._shuffle(0)",
+        "tests/prompts/test_prompts.py",
     ),
     Mutation("training/updater.py", "max(1, counted)", "max(1, len(counts))", TRAINER),
     Mutation("training/updater.py", "self.optimizer.zero_grad(set_to_none=True)", "pass", TRAINER),
@@ -158,9 +306,14 @@ MUTATIONS = [
         "if True",
         "tests/training/test_faults.py::test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights",
     ),
-    Mutation("training/updater.py", "counted=alive[item.prompt]", "counted=item.advantages != 0", DROPPED),
     Mutation(
-        "training/learner.py", "get_ema_multi_avg_fn(self.ema_decay)", "get_ema_multi_avg_fn(1 - self.ema_decay)", AVERAGE
+        "training/updater.py", "counted=alive[item.prompt]", "counted=item.advantages != 0", DROPPED
+    ),
+    Mutation(
+        "training/learner.py",
+        "get_ema_multi_avg_fn(self.ema_decay)",
+        "get_ema_multi_avg_fn(1 - self.ema_decay)",
+        AVERAGE,
     ),
     Mutation("training/learner.py", "(1 + self.steps) / (10", "(2 + self.steps) / (10", AVERAGE),
     Mutation("training/learner.py", "(self.steps + 1) % every", "self.steps % every", AVERAGE),
@@ -185,7 +338,10 @@ MUTATIONS = [
     Mutation("run/checkpoint.py", "if _digest(file) != digest:", "if False:", TRAINER),
     Mutation("run/checkpoint.py", "kept < keep and _is_intact(path)", "kept < keep", CHECKPOINT),
     Mutation(
-        "training/collector.py", "spec.first + rows[prompt]", "spec.first + prompt", "tests/rollout/test_prompts_at_once.py"
+        "training/collector.py",
+        "spec.first + rows[prompt]",
+        "spec.first + prompt",
+        "tests/rollout/test_prompts_at_once.py",
     ),
     Mutation(
         "core/data.py",
@@ -195,24 +351,74 @@ MUTATIONS = [
     ),
     Mutation("monitor/alarms.py", "SILENT, MASKED = 0.5, 0.1", "SILENT, MASKED = 0.6, 0.1", ALARMS),
     Mutation("monitor/alarms.py", "or value <= limit", "or not value > limit", ALARMS),
-    Mutation("monitor/alarms.py", "LEVEL / (len(now) * looks * looks * (looks + 1))", "LEVEL", ALARMS),
-    Mutation("core/statistics.py", "stdtr(self.count - 1, self", "stdtr(self.count - 1, -self", ALARMS),
+    Mutation(
+        "monitor/alarms.py", "LEVEL / (len(now) * looks * looks * (looks + 1))", "LEVEL", ALARMS
+    ),
+    Mutation(
+        "core/statistics.py", "stdtr(self.count - 1, self", "stdtr(self.count - 1, -self", ALARMS
+    ),
     Mutation("monitor/alarms.py", "crowd(count) - 0.5", "crowd(count) + 0.5", ALARMS),
     Mutation("policies/quantized.py", "/ 127.5)", "/ 255)", QUANTIZED),
-    Mutation("policies/replay.py", "[without.detach(), toward]", "[without, toward]", "tests/policies/test_sd3.py"),
-    Mutation("policies/anyflow.py", "if not self.truncates:", "if True:", "tests/policies/test_any_pipeline.py -k whole"),
-    Mutation("policies/spec.py", "mask.long()", "1 - mask.long()", "tests/policies/test_any_pipeline.py -k same_seed"),
-    Mutation("policies/quantized.py", "grad @ ctx.layer.dense()", "2 * grad @ ctx.layer.dense()", QUANTIZED),
-    Mutation("core/statistics.py", "square().sum(-1) / (count - 1)", "square().sum(-1) / count", STATISTICS),
-    Mutation("core/statistics.py", "((other == one).sum(-1) + 1) / 2", "((other == one).sum(-1) + 0) / 2", STATISTICS),
     Mutation(
-        "runtime/memory.py", "setattr(self, kind, size // 2)", "setattr(self, kind, size - 1)", "tests/runtime/test_memory.py"
+        "policies/replay.py",
+        "[without.detach(), toward]",
+        "[without, toward]",
+        "tests/policies/test_sd3.py",
     ),
-    Mutation("rewards/taste.py", "meant @ (z[:, 0] - mean)", "meant @ (mean - z[:, 0])", "tests/rewards/test_taste.py"),
     Mutation(
-        "rewards/taste.py", "if self.agreement.low > TRUSTED", "if self.agreement.mean > TRUSTED", "tests/rewards/test_taste.py"
+        "policies/anyflow.py",
+        "if not self.truncates:",
+        "if True:",
+        "tests/policies/test_any_pipeline.py -k whole",
     ),
-    Mutation("rewards/taste.py", "if group not in part]", "if True]", "tests/rewards/test_taste.py -k random_clicks"),
+    Mutation(
+        "policies/spec.py",
+        "mask.long()",
+        "1 - mask.long()",
+        "tests/policies/test_any_pipeline.py -k same_seed",
+    ),
+    Mutation(
+        "policies/quantized.py",
+        "grad @ ctx.layer.dense()",
+        "2 * grad @ ctx.layer.dense()",
+        QUANTIZED,
+    ),
+    Mutation(
+        "core/statistics.py",
+        "square().sum(-1) / (count - 1)",
+        "square().sum(-1) / count",
+        STATISTICS,
+    ),
+    Mutation(
+        "core/statistics.py",
+        "((other == one).sum(-1) + 1) / 2",
+        "((other == one).sum(-1) + 0) / 2",
+        STATISTICS,
+    ),
+    Mutation(
+        "runtime/memory.py",
+        "setattr(self, kind, size // 2)",
+        "setattr(self, kind, size - 1)",
+        "tests/runtime/test_memory.py",
+    ),
+    Mutation(
+        "rewards/taste.py",
+        "meant @ (z[:, 0] - mean)",
+        "meant @ (mean - z[:, 0])",
+        "tests/rewards/test_taste.py",
+    ),
+    Mutation(
+        "rewards/taste.py",
+        "if self.agreement.low > TRUSTED",
+        "if self.agreement.mean > TRUSTED",
+        "tests/rewards/test_taste.py",
+    ),
+    Mutation(
+        "rewards/taste.py",
+        "if group not in part]",
+        "if True]",
+        "tests/rewards/test_taste.py -k random_clicks",
+    ),
     Mutation(
         "lab/teach/pupil.py",
         "one.change < -FALL",
@@ -232,7 +438,10 @@ MUTATIONS = [
         "tests/lab/teach/test_session.py -k alone",
     ),
     Mutation(
-        "evaluation/work.py", "TRAINED_LATENT * trained + base", "trained + base", "tests/lab/compare/test_compare.py -k work"
+        "evaluation/work.py",
+        "TRAINED_LATENT * trained + base",
+        "trained + base",
+        "tests/lab/compare/test_compare.py -k work",
     ),
 ]
 
@@ -242,7 +451,11 @@ def copied(folder: Path) -> Path:
     made = {"runs", "build", "dist", "site"}
 
     def unread(place: str, names: list[str]) -> set[str]:
-        return {name for name in names if name[0] == "." or name == "__pycache__" or (Path(place) == ROOT and name in made)}
+        return {
+            name
+            for name in names
+            if name[0] == "." or name == "__pycache__" or (Path(place) == ROOT and name in made)
+        }
 
     return Path(shutil.copytree(ROOT, folder / "copy", ignore=unread))
 
@@ -276,19 +489,30 @@ def _tested(copy: Path, tests: str) -> int:
         *(place for place in sys.path if Path(place or ".").resolve() not in (ROOT, ROOT / "src")),
     ]
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-    quick = int(pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests.split()]))
+    quick = int(
+        pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests.split()])
+    )
     none_is_quick = quick == pytest.ExitCode.NO_TESTS_COLLECTED
-    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests.split()])) if none_is_quick else quick
+    return (
+        int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests.split()]))
+        if none_is_quick
+        else quick
+    )
 
 
 def main(words: list[str]) -> int:
-    sys.dont_write_bytecode = True  # a change within a second has the modification time of what it replaces
+    # a change within a second has the modification time of what it replaces
+    sys.dont_write_bytecode = True
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     import diffusers.pipelines.flux  # noqa: F401
     import peft  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 
-    chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.file for word in words)]
+    chosen = [
+        mutation
+        for mutation in MUTATIONS
+        if not words or any(word in mutation.file for word in words)
+    ]
     if not chosen:
         raise SystemExit(f"no file that is changed has {' or '.join(words)} in its path")
     survived = []
@@ -296,7 +520,9 @@ def main(words: list[str]) -> int:
         copy = copied(Path(folder))
         for tests in dict.fromkeys(mutation.tests for mutation in chosen):
             if code := outcome(copy, tests):
-                raise SystemExit(f"without any change, {tests} ends with {code}:\n{(copy / 'said.txt').read_text()[-2000:]}")
+                raise SystemExit(
+                    f"without any change, {tests} ends with {code}:\n{(copy / 'said.txt').read_text()[-2000:]}"
+                )
         for mutation in chosen:
             file = copy / PACKAGE / mutation.file
             text = file.read_text(encoding="utf-8")
@@ -306,7 +532,10 @@ def main(words: list[str]) -> int:
             verdict = {0: "SURVIVED", 1: "killed"}.get(code, f"BROKEN ({code})")
             if code != 1:
                 survived.append(mutation)
-            print(f"{verdict:9} {mutation.file}: {mutation.old.strip()}  ->  {mutation.new.strip()}", flush=True)
+            print(
+                f"{verdict:9} {mutation.file}: {mutation.old.strip()}  ->  {mutation.new.strip()}",
+                flush=True,
+            )
     print(f"{len(chosen) - len(survived)} of {len(chosen)} killed")
     return 1 if survived else 0
 

@@ -1,12 +1,13 @@
 """Record how upstream scores random detections, for tests/rewards/test_geneval.py (run by hand).
 
-The whole of Flow-GRPO's reward server for GenEval (gen_eval.py) runs on detections, pictures and a small CLIP from
-tests/rewards/geneval_cases.py, and GenEval's own evaluate_images.py beside it; only the models and libraries that they load are
-replaced. Colours are named without autocast.
+The whole of Flow-GRPO's reward server for GenEval (gen_eval.py) runs on detections, pictures and a
+small CLIP from tests/rewards/geneval_cases.py, and GenEval's own evaluate_images.py beside it; only
+the models and libraries that they load are replaced. Colours are named without autocast.
 
-    git clone https://github.com/djghosh13/geneval; git clone https://github.com/yifan123/reward-server
-    pip install --no-deps --target FOLDER clip-benchmark==1.6.2
-    python tools/record_geneval_oracle.py --geneval geneval/evaluation --server reward-server/reward_server --libraries FOLDER
+    git clone https://github.com/djghosh13/geneval; git clone
+    https://github.com/yifan123/reward-server pip install --no-deps --target FOLDER
+    clip-benchmark==1.6.2 python tools/record_geneval_oracle.py --geneval geneval/evaluation
+    --server reward-server/reward_server --libraries FOLDER
 """
 
 from __future__ import annotations
@@ -56,17 +57,23 @@ def replace_libraries(folder: Path) -> None:
     sys.path.insert(0, str(folder))
     for name in ("mmdet", "mmdet.apis", "open_clip", "pandas", "sklearn", "sklearn.metrics"):
         sys.modules[name] = types.ModuleType(name)
-    sys.modules["sklearn.metrics"].classification_report = sys.modules["sklearn.metrics"].balanced_accuracy_score = None
+    sys.modules["sklearn.metrics"].classification_report = sys.modules[
+        "sklearn.metrics"
+    ].balanced_accuracy_score = None
     sys.modules["mmdet"].__file__ = "."
     sys.modules["mmdet.apis"].init_detector = lambda *args, **options: None
-    sys.modules["mmdet.apis"].inference_detector = lambda model, what: [found] * len(what) if isinstance(what, list) else found
+    sys.modules["mmdet.apis"].inference_detector = lambda model, what: (
+        [found] * len(what) if isinstance(what, list) else found
+    )
     clip = sys.modules["open_clip"]
     transform = lambda picture: torch.from_numpy(see(picture))  # noqa: E731
     clip.create_model_and_transforms = lambda *args, **options: (SmallCLIP(), None, transform)
     clip.get_tokenizer = lambda name: tokenize
     torch.utils.data.DataLoader = functools.partial(torch.utils.data.DataLoader, num_workers=0)
     loader = torch.utils.data.DataLoader.func
-    torch.utils.data.DataLoader = lambda data, batch_size, num_workers: loader(data, batch_size=batch_size)
+    torch.utils.data.DataLoader = lambda data, batch_size, num_workers: loader(
+        data, batch_size=batch_size
+    )
     import clip_benchmark.metrics.zeroshot_classification as zsc
 
     for name in ("zero_shot_classifier", "run_classification"):
@@ -88,10 +95,19 @@ def geneval(folder: Path) -> Any:
     torch.cuda.is_available = lambda: False
     module.args = argparse.Namespace(options={}, model_config="", model_path="")
     module.DEVICE = "cpu"
-    module.object_detector, (module.clip_model, module.transform, module.tokenizer), _ = module.load_models(module.args)
+    module.object_detector, (module.clip_model, module.transform, module.tokenizer), _ = (
+        module.load_models(module.args)
+    )
     module.classnames = list(CLASSES)
-    names = ("THRESHOLD", "COUNTING_THRESHOLD", "MAX_OBJECTS", "NMS_THRESHOLD", "POSITION_THRESHOLD")
-    for name, value in zip(names, (0.3, 0.9, 16, 1.0, 0.1), strict=True):  # the defaults of its last lines
+    names = (
+        "THRESHOLD",
+        "COUNTING_THRESHOLD",
+        "MAX_OBJECTS",
+        "NMS_THRESHOLD",
+        "POSITION_THRESHOLD",
+    )
+    # the defaults of its last lines
+    for name, value in zip(names, (0.3, 0.9, 16, 1.0, 0.1), strict=True):
         setattr(module, name, value)
     return module
 
@@ -109,7 +125,9 @@ def server(folder: Path) -> Any:
 
 def main() -> None:
     global found
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("geneval", "server", "libraries"):
         parser.add_argument(f"--{name}", type=lambda text: Path(text).resolve(), required=True)
     arguments = parser.parse_args()
@@ -120,7 +138,10 @@ def main() -> None:
         file = str(Path(place) / "picture.png")
         for seed in range(CASES):
             pixels, metadata, boxes, masks = case(seed)
-            found = ([boxes[name] for name in CLASSES], masks and [list(masks[name]) for name in CLASSES])
+            found = (
+                [boxes[name] for name in CLASSES],
+                masks and [list(masks[name]) for name in CLASSES],
+            )
             Image.fromarray(pixels).save(file)
             score, right, strict, *_ = other([Image.fromarray(pixels)], [metadata])
             assert bool(right[0]) == one.evaluate_image(file, metadata)["correct"], seed
@@ -128,8 +149,12 @@ def main() -> None:
             scores.append(score[0])
             correct.append(int(right[0]))
     path = ROOT / "tests" / "rewards" / "fixtures" / "geneval.json"
-    path.write_text(json.dumps({"partial": scores, "correct": correct}, separators=(",", ":")) + "\n")
-    print(f"{path.relative_to(ROOT)}: {sum(correct)} of {CASES} correct, mean score {np.mean(scores):.3f}")
+    path.write_text(
+        json.dumps({"partial": scores, "correct": correct}, separators=(",", ":")) + "\n"
+    )
+    print(
+        f"{path.relative_to(ROOT)}: {sum(correct)} of {CASES} correct, mean score {np.mean(scores):.3f}"
+    )
 
 
 if __name__ == "__main__":

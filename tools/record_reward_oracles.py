@@ -1,19 +1,22 @@
-"""Record what the upstream reward models answer, for tests/rewards (run by hand; the tests only read the result).
+"""Record what the upstream reward models answer, for tests/rewards (run by hand; the tests only
+read the result).
 
 Upstream's own classes and preprocessing run on tiny configurations with the fixed weights of
-tests/rewards/oracle_inputs.py; their scores, features, pixels and token ids go to tests/rewards/fixtures/*.json, with the
-versions. Names and shapes of the full-size published state dicts are recorded from upstream's classes as well.
+tests/rewards/oracle_inputs.py; their scores, features, pixels and token ids go to
+tests/rewards/fixtures/*.json, with the versions. Names and shapes of the full-size published state
+dicts are recorded from upstream's classes as well.
 
-torchvision's CPU wheels do not work beside a CPU-only torch wheel, so the environment is Debian 12's torch 1.13 and
-torchvision 0.14.1, outside this repository:
+torchvision's CPU wheels do not work beside a CPU-only torch wheel, so the environment is Debian
+12's torch 1.13 and torchvision 0.14.1, outside this repository:
 
     apt-get update && apt-get install --no-install-recommends python3-torchvision python3-venv
-    /usr/bin/python3 -m venv --system-site-packages /tmp/oracle
-    /tmp/oracle/bin/pip install --no-deps open_clip_torch==2.24.0 timm==0.9.16 hpsv2==1.2.0 image-reward==1.5 \\
-        openai-clip==1.0.1 fairscale==0.4.13 transformers==4.40.2 tokenizers==0.19.1 huggingface_hub==0.23.5 \\
-        clint args ftfy regex sentencepiece safetensors tqdm wcwidth fsspec filelock packaging
-    cd /tmp/oracle/lib/python3.11/site-packages && cp open_clip/bpe_simple_vocab_16e6.txt.gz hpsv2/src/open_clip/
-    /tmp/oracle/bin/python tools/record_reward_oracles.py
+    /usr/bin/python3 -m venv --system-site-packages /tmp/oracle /tmp/oracle/bin/pip install
+    --no-deps open_clip_torch==2.24.0 timm==0.9.16 hpsv2==1.2.0 image-reward==1.5 \\
+        openai-clip==1.0.1 fairscale==0.4.13 transformers==4.40.2 tokenizers==0.19.1
+        huggingface_hub==0.23.5 \\ clint args ftfy regex sentencepiece safetensors tqdm wcwidth
+        fsspec filelock packaging
+    cd /tmp/oracle/lib/python3.11/site-packages && cp open_clip/bpe_simple_vocab_16e6.txt.gz
+    hpsv2/src/open_clip/ /tmp/oracle/bin/python tools/record_reward_oracles.py
 
 (The copied vocabulary is missing from the hpsv2 wheel, which cannot be imported without it.)
 """
@@ -37,8 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = ROOT / "tests" / "rewards" / "fixtures"
 sys.path.insert(0, str(ROOT / "tests" / "rewards"))
 
-# hpsv2 imports a name it never uses from `turtle` (which needs tkinter); ImageReward's package imports its diffusion
-# trainer. Neither takes part in a score.
+# hpsv2 imports a name it never uses from `turtle` (which needs tkinter); ImageReward's package
+# imports its diffusion trainer. Neither takes part in a score.
 sys.modules["turtle"] = types.ModuleType("turtle")
 sys.modules["turtle"].forward = None  # type: ignore[attr-defined]
 sys.modules["ImageReward.ReFL"] = types.ModuleType("ImageReward.ReFL")
@@ -62,7 +65,8 @@ from oracle_inputs import (  # noqa: E402
     fixed_state,
 )
 
-image_reward = sys.modules["ImageReward.ImageReward"]  # the module; the package binds its class to the same name
+# the module; the package binds its class to the same name
+image_reward = sys.modules["ImageReward.ImageReward"]
 BPE = Path(open_clip.__file__).parent / "bpe_simple_vocab_16e6.txt.gz"
 
 
@@ -72,7 +76,8 @@ def shapes_of(module: torch.nn.Module) -> dict[str, list[int]]:
 
 
 def fill(module: torch.nn.Module, gain: float = 1.0) -> dict[str, list[int]]:
-    """Give `module` the fixed weights and return the names and shapes that were filled; integer buffers stay."""
+    """Give `module` the fixed weights and return the names and shapes that were filled; integer
+    buffers stay."""
     shapes = {n: list(v.shape) for n, v in module.state_dict().items() if v.is_floating_point()}
     state = {n: torch.from_numpy(np.array(v)) for n, v in fixed_state(shapes, gain).items()}
     missing, unexpected = module.load_state_dict(state, strict=False)
@@ -88,28 +93,41 @@ def picture(name: str) -> Image.Image:
 
 def numbers(tensor: torch.Tensor) -> list:
     """A nested list of floats with 8 significant digits: float32 has 7."""
-    return json.loads(json.dumps(tensor.double().tolist()), parse_float=lambda text: float(f"{float(text):.8g}"))
+    return json.loads(
+        json.dumps(tensor.double().tolist()), parse_float=lambda text: float(f"{float(text):.8g}")
+    )
 
 
 def write(name: str, content: dict, packages: list[str]) -> None:
-    content = {"versions": {p: importlib.metadata.version(p) for p in [*packages, "torch", "torchvision", "Pillow"]}, **content}
+    content = {
+        "versions": {
+            p: importlib.metadata.version(p) for p in [*packages, "torch", "torchvision", "Pillow"]
+        },
+        **content,
+    }
     path = FIXTURES / f"{name}.json"
     path.write_text(json.dumps(content, separators=(",", ":"), ensure_ascii=True) + "\n")
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
 
 
-# --- tokenizers ---------------------------------------------------------------------------------------------------
+# --- tokenizers -----------------------------------------------------------------------------------
 
 
 def small_bpe(folder: Path) -> Path:
-    """The part of CLIP's vocabulary that the prompts use, as upstream's file; and as vocab.json + merges.txt.
+    """The part of CLIP's vocabulary that the prompts use, as upstream's file; and as vocab.json +
+    merges.txt.
 
-    BPE applies the best-ranked merge that is possible. Keeping just the merges that the full vocabulary applies to these
-    prompts, in rank order, therefore cuts them into the same pieces; that is asserted below.
+    BPE applies the best-ranked merge that is possible. Keeping just the merges that the full
+    vocabulary applies to these prompts, in rank order, therefore cuts them into the same pieces;
+    that is asserted below.
     """
     full = open_clip.tokenizer.SimpleTokenizer(bpe_path=str(BPE))
     header, *lines = gzip.decompress(BPE.read_bytes()).decode("utf-8").split("\n")
-    vocab = {token for prompt in TOKEN_PROMPTS for token in (full.decoder[i] for i in full.encode(prompt))}
+    vocab = {
+        token
+        for prompt in TOKEN_PROMPTS
+        for token in (full.decoder[i] for i in full.encode(prompt))
+    }
     used: set[str] = set()
     produced = {a + b: (a, b) for a, b in full.bpe_ranks}
 
@@ -139,19 +157,45 @@ def small_bpe(folder: Path) -> Path:
 
 
 def bert_vocabulary() -> Path:
-    """A WordPiece vocabulary of letters, a few words and suffixes; the last two ids are left for [DEC] and [ENC]."""
+    """A WordPiece vocabulary of letters, a few words and suffixes; the last two ids are left for
+    [DEC] and [ENC]."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,'!-/&;\"\u00e9"
-    words = ["a", "an", "and", "are", "at", "dog", "blue", "circle", "red", "star", "photo", "of", "riding", "horse"]
+    words = [
+        "a",
+        "an",
+        "and",
+        "are",
+        "at",
+        "dog",
+        "blue",
+        "circle",
+        "red",
+        "star",
+        "photo",
+        "of",
+        "riding",
+        "horse",
+    ]
     words += ["castle", "river", "birds", "light", "long", "two", "small", "left"]
     pieces = ["##s", "##ing", "##er", "##y", "##ed"]
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters), *words, *pieces]
+    vocab = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *letters,
+        *(f"##{c}" for c in letters),
+        *words,
+        *pieces,
+    ]
     target = FIXTURES / "bert_tokenizer"
     target.mkdir(parents=True, exist_ok=True)
     (target / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
     return target
 
 
-# --- rewards ------------------------------------------------------------------------------------------------------
+# --- rewards --------------------------------------------------------------------------------------
 
 
 def record_open_clip(bpe: Path) -> None:
@@ -195,14 +239,17 @@ def record_open_clip(bpe: Path) -> None:
 
 
 def record_hpsv2(bpe: Path) -> None:
-    """HPSv2's own fork of open_clip, its padding preprocessing, and torchvision's antialias off (0.14's default) and on."""
+    """HPSv2's own fork of open_clip, its padding preprocessing, and torchvision's antialias off
+    (0.14's default) and on."""
     tokenizer = hps_open_clip.tokenizer.SimpleTokenizer(bpe_path=str(bpe))
     hps_open_clip.tokenizer._tokenizer = tokenizer
     config = json.loads(json.dumps(TINY_OPEN_CLIP))
     config["text_cfg"]["vocab_size"] = tokenizer.vocab_size
     model = hps_open_clip.CLIP(**config, output_dict=True)
     shapes = fill(model)
-    ids = hps_open_clip.tokenizer.tokenize(list(PROMPTS), context_length=config["text_cfg"]["context_length"])
+    ids = hps_open_clip.tokenizer.tokenize(
+        list(PROMPTS), context_length=config["text_cfg"]["context_length"]
+    )
     plain = hps_transform.F.resize
     cases = []
     for antialias in (False, True):
@@ -225,7 +272,9 @@ def record_hpsv2(bpe: Path) -> None:
         "model_cfg": config,
         "state_dict": shapes,
         "token_ids": ids.tolist(),
-        "published_model_cfg": json.loads((Path(hps_open_clip.__file__).parent / "model_configs/ViT-H-14.json").read_text()),
+        "published_model_cfg": json.loads(
+            (Path(hps_open_clip.__file__).parent / "model_configs/ViT-H-14.json").read_text()
+        ),
         "published_state_dict": shapes_of(hps_full_size()),
         "cases": cases,
     }
@@ -233,19 +282,42 @@ def record_hpsv2(bpe: Path) -> None:
 
 
 def hps_full_size() -> torch.nn.Module:
-    config = json.loads((Path(hps_open_clip.__file__).parent / "model_configs/ViT-H-14.json").read_text())
+    config = json.loads(
+        (Path(hps_open_clip.__file__).parent / "model_configs/ViT-H-14.json").read_text()
+    )
     return hps_open_clip.CLIP(**config)
 
 
 def record_pickscore() -> None:
-    """PickScore as on its model card: transformers' AutoModel and CLIP processor, exp(logit_scale) * cosine."""
+    """PickScore as on its model card: transformers' AutoModel and CLIP processor, exp(logit_scale)
+    * cosine."""
     folder = FIXTURES / "clip_tokenizer"
     tokenizer = transformers.CLIPTokenizerFast.from_pretrained(folder)
-    tiny_text = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
-    tiny_vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
+    tiny_text = {
+        "hidden_size": 24,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    }
+    tiny_vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    special = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": 1,
+    }
     config = transformers.CLIPConfig(
-        text_config={**tiny_text, **special, "vocab_size": len(tokenizer), "max_position_embeddings": 24, "hidden_act": "gelu"},
+        text_config={
+            **tiny_text,
+            **special,
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": 24,
+            "hidden_act": "gelu",
+        },
         vision_config={**tiny_vision, "image_size": 32, "patch_size": 8, "hidden_act": "gelu"},
         projection_dim=16,
     )
@@ -254,8 +326,12 @@ def record_pickscore() -> None:
         model = transformers.AutoModel.from_pretrained(directory)
         config_json = json.loads((Path(directory) / "config.json").read_text())
     shapes = fill(model)
-    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    tokens = tokenizer(list(PROMPTS), padding=True, truncation=True, max_length=24, return_tensors="pt")
+    processor = transformers.CLIPImageProcessor(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
+    tokens = tokenizer(
+        list(PROMPTS), padding=True, truncation=True, max_length=24, return_tensors="pt"
+    )
     cases = []
     with torch.no_grad():
         text = model.get_text_features(**tokens)
@@ -265,7 +341,13 @@ def record_pickscore() -> None:
             image = model.get_image_features(pixel_values=pixels)
             image = image / torch.norm(image, dim=-1, keepdim=True)
             scores = model.logit_scale.exp() * (text @ image.T)[:, 0]
-            cases.append({"image": size, "pixel_rows": numbers(pixels[0, :, ::8, ::8]), "scores": numbers(scores)})
+            cases.append(
+                {
+                    "image": size,
+                    "pixel_rows": numbers(pixels[0, :, ::8, ::8]),
+                    "scores": numbers(scores),
+                }
+            )
     content = {
         "config": config_json,
         "preprocessor_config": processor.to_dict(),
@@ -277,7 +359,8 @@ def record_pickscore() -> None:
 
 
 def tiny_image_reward(folder: Path, vocabulary: Path) -> torch.nn.Module:
-    """Upstream's ImageReward with a small BLIP: only what it hard-codes (ViT-L, 768, a tokenizer's name) is replaced."""
+    """Upstream's ImageReward with a small BLIP: only what it hard-codes (ViT-L, 768, a tokenizer's
+    name) is replaced."""
     tokenizer = transformers.BertTokenizer(vocabulary / "vocab.txt")
     config = folder / "med_config.json"
     config.write_text(json.dumps({**TINY_MED, "vocab_size": len(tokenizer) + 2}))
@@ -301,8 +384,12 @@ def record_image_reward(folder: Path, vocabulary: Path) -> None:
             image = picture(size)
             pixels = model.preprocess(image)
             scores = [model.score(prompt, image) for prompt in PROMPTS]
-            cases.append({"image": size, "pixel_rows": numbers(pixels[:, ::56, ::56]), "scores": scores})
-    tokens = model.blip.tokenizer(list(PROMPTS), padding="max_length", truncation=True, max_length=35)
+            cases.append(
+                {"image": size, "pixel_rows": numbers(pixels[:, ::56, ::56]), "scores": scores}
+            )
+    tokens = model.blip.tokenizer(
+        list(PROMPTS), padding="max_length", truncation=True, max_length=35
+    )
     content = {
         "med_config": json.loads((folder / "med_config.json").read_text()),
         "vision": TINY_BLIP_VIT,
@@ -311,18 +398,45 @@ def record_image_reward(folder: Path, vocabulary: Path) -> None:
         "cases": cases,
     }
     blip_pretrain.create_vit = create_vit
-    med = {**TINY_MED, "hidden_size": 768, "intermediate_size": 3072, "max_position_embeddings": 512}
-    med.update({"num_attention_heads": 12, "num_hidden_layers": 12, "vocab_size": 30524, "encoder_width": 1024})
+    med = {
+        **TINY_MED,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 512,
+    }
+    med.update(
+        {
+            "num_attention_heads": 12,
+            "num_hidden_layers": 12,
+            "vocab_size": 30524,
+            "encoder_width": 1024,
+        }
+    )
     (folder / "med_full.json").write_text(json.dumps(med))
     blip_pretrain.init_tokenizer = lambda: None
-    content["published_state_dict"] = shapes_of(image_reward.ImageReward(str(folder / "med_full.json")))
+    content["published_state_dict"] = shapes_of(
+        image_reward.ImageReward(str(folder / "med_full.json"))
+    )
     write("image_reward", content, ["image-reward", "transformers", "timm"])
 
 
 def record_aesthetic() -> None:
-    """LAION's aesthetic predictor: OpenAI CLIP's image encoder (quick_gelu), unit-length features, a linear MLP."""
-    sizes = {"embed_dim": 16, "image_resolution": 32, "vision_layers": 2, "vision_width": 64, "vision_patch_size": 8}
-    text = {"context_length": 8, "vocab_size": 50, "transformer_width": 16, "transformer_heads": 2, "transformer_layers": 1}
+    """LAION's aesthetic predictor: OpenAI CLIP's image encoder (quick_gelu), unit-length features,
+    a linear MLP."""
+    sizes = {
+        "embed_dim": 16,
+        "image_resolution": 32,
+        "vision_layers": 2,
+        "vision_width": 64,
+        "vision_patch_size": 8,
+    }
+    text = {
+        "context_length": 8,
+        "vocab_size": 50,
+        "transformer_width": 16,
+        "transformer_heads": 2,
+        "transformer_layers": 1,
+    }
     model = clip.model.CLIP(**sizes, **text)
     shapes = fill(model)
     mlp = AestheticMLP(16)
@@ -333,7 +447,13 @@ def record_aesthetic() -> None:
         for size in SIZES:
             pixels = transform(picture(size))[None]
             features = torch.nn.functional.normalize(model.encode_image(pixels)).float()
-            cases.append({"image": size, "pixel_rows": numbers(pixels[0, :, ::8, ::8]), "score": mlp(features).item()})
+            cases.append(
+                {
+                    "image": size,
+                    "pixel_rows": numbers(pixels[0, :, ::8, ::8]),
+                    "score": mlp(features).item(),
+                }
+            )
     content = {
         "clip": {**sizes, **text},
         "clip_state_dict": shapes,

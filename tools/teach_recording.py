@@ -1,8 +1,10 @@
-"""Records a session of `g2rpo teach words` as an animation: `python -m tools.teach_recording` (needs a Chromium).
+"""Records a session of `g2rpo teach words` as an animation: `python -m tools.teach_recording`
+(needs a Chromium).
 
-A simulated person of benchmarks.teach answers in a browser: those words that are spelt best. A frame for each answer: the group
-and what is chosen, the fixed prompt before and now, and what the page says. Writes teach.gif, and the run to `--run-dir`.
-The recording of docs/teach.md: of 96 unseen words 40 % are spelt right before and 80 % after 20 groups.
+A simulated person of benchmarks.teach answers in a browser: those words that are spelt best. A
+frame for each answer: the group and what is chosen, the fixed prompt before and now, and what the
+page says. Writes teach.gif, and the run to `--run-dir`. The recording of docs/teach.md: of 96
+unseen words 40 % are spelt right before and 80 % after 20 groups.
 """
 
 from __future__ import annotations
@@ -25,22 +27,30 @@ WINDOW, WIDTH = (1180, 590), 720
 SLOW, LAST = 700, 4000
 """Milliseconds of a frame, and of the last."""
 SETTLED = "() => !document.querySelector('#status').innerText.includes('Learning …')"
-ASKED = "() => [...document.querySelectorAll('#asked [data-member] img')].map(picture => picture.src)"
+ASKED = (
+    "() => [...document.querySelectorAll('#asked [data-member] img')].map(picture => picture.src)"
+)
 
 
 def pictures_of(page: Page) -> torch.Tensor:
     """Those of the group that is asked, [G, 3, H, W] in [0, 1]."""
-    files = [io.BytesIO(base64.b64decode(source.split(",", 1)[1])) for source in page.evaluate(ASKED)]
+    files = [
+        io.BytesIO(base64.b64decode(source.split(",", 1)[1])) for source in page.evaluate(ASKED)
+    ]
     pictures = [np.asarray(Image.open(file).convert("RGB")) for file in files]
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
 
 
 def shot(page: Page) -> Image.Image:
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    return picture.resize((WIDTH, WIDTH * picture.height // picture.width), Image.Resampling.LANCZOS)
+    return picture.resize(
+        (WIDTH, WIDTH * picture.height // picture.width), Image.Resampling.LANCZOS
+    )
 
 
-def recorded(page: Page, taste: str, person: str, seed: int, groups: int, strength: float) -> list[Image.Image]:
+def recorded(
+    page: Page, taste: str, person: str, seed: int, groups: int, strength: float
+) -> list[Image.Image]:
     """A frame for each answer, when what was learnt from the one before is done."""
     frames = []
     page.locator("input[type=number]").fill(f"{strength:g}")
@@ -70,7 +80,9 @@ def recorded(page: Page, taste: str, person: str, seed: int, groups: int, streng
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world", choices=WORLDS, default="words")
     parser.add_argument("--taste", choices=[*TASTES, SPELT], default=SPELT)
     parser.add_argument("--person", choices=["clicks", "several"], default="several")
@@ -80,7 +92,14 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/taught"))
     parser.add_argument("--out", type=Path, default=Path("docs/images/teach.gif"))
     given = parser.parse_args()
-    session = ["teach", given.world, *WORLDS[given.world][0], f"trainer.seed={given.seed}", "--run-dir", str(given.run_dir)]
+    session = [
+        "teach",
+        given.world,
+        *WORLDS[given.world][0],
+        f"trainer.seed={given.seed}",
+        "--run-dir",
+        str(given.run_dir),
+    ]
     with served(*session) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
         page = browser.new_page(viewport={"width": WINDOW[0], "height": WINDOW[1]})
@@ -93,7 +112,9 @@ def main() -> None:
         browser.close()
     small = [frame.quantize(64, kmeans=1) for frame in frames]
     times = [SLOW] * (len(small) - 1) + [LAST]
-    small[0].save(given.out, save_all=True, append_images=small[1:], duration=times, loop=0, optimize=True)
+    small[0].save(
+        given.out, save_all=True, append_images=small[1:], duration=times, loop=0, optimize=True
+    )
     print(f"{given.out}: {given.out.stat().st_size / 1000:.0f} kB")
 
 

@@ -1,3 +1,4 @@
-"""Granular-GRPO (G2RPO, arXiv 2510.01982): online RL fine-tuning of flow-matching image generators."""
+"""Granular-GRPO (G2RPO, arXiv 2510.01982): online RL fine-tuning of flow-matching image
+generators."""
 
 __version__ = "0.3.0"

@@ -8,7 +8,8 @@ from g2rpo.app.process import EXIT_CODES, end_at_once
 
 
 def main() -> None:
-    """Runs the command line. Signals are handled before its libraries are imported, which takes half a second."""
+    """Runs the command line. Signals are handled before its libraries are imported, which takes
+    half a second."""
     for number in EXIT_CODES:
         signal.signal(number, lambda number, frame: end_at_once(number))
     from g2rpo.cli.main import main as command_line

@@ -61,10 +61,11 @@ def trainer(
 ) -> Trainer:
     """A trainer as `g2rpo train` builds it; objects replace what the recipe names.
 
-    `rewards` are trained on, with the weights that the config has for these names, else 1; `judges` only score held-out
-    pictures. Without a `run_dir` nothing is written; one that contains a run needs `resume`, and `accept_changes` if prompts or
-    reward code have changed. Its config.yaml only mentions objects (as "object:module.Class"), so commands that need them
-    refuse: resume such a run from the program that began it. Raises UserError as the command does.
+    `rewards` are trained on, with the weights that the config has for these names, else 1; `judges`
+    only score held-out pictures. Without a `run_dir` nothing is written; one that contains a run
+    needs `resume`, and `accept_changes` if prompts or reward code have changed. Its config.yaml
+    only mentions objects (as "object:module.Class"), so commands that need them refuse: resume such
+    a run from the program that began it. Raises UserError as the command does.
     """
     objects = {
         "algorithm": algorithm,
@@ -83,7 +84,9 @@ def trainer(
     config = _mentioning(config, given)
     if policy is None:
         _quiet()
-    request = Request(config=config, given=given, resume=resume, accept_changes=accept_changes, notify=notify)
+    request = Request(
+        config=config, given=given, resume=resume, accept_changes=accept_changes, notify=notify
+    )
     if run_dir is None:
         return build(request)
     with entered(config, Path(run_dir), resume, notify) as directory:
@@ -97,28 +100,38 @@ def _quiet() -> None:
 
 
 def _check(**given: Any) -> None:
-    """Refuses one text where a list of texts is wanted, whose characters would be the list; a list of no prompts; rewards
-    without names; and names, classes and values in place of objects."""
+    """Refuses one text where a list of texts is wanted, whose characters would be the list; a list
+    of no prompts; rewards without names; and names, classes and values in place of objects."""
     for name, thing in given.items():
         objects = {name: thing}
         if name in ("overrides", "prompts", "heldout"):
             if isinstance(thing, str | Mapping) or not all(isinstance(text, str) for text in thing):
                 example = "trainer.iterations=2" if name == "overrides" else "a red circle"
-                raise UserError(f"{name}: should be a list of texts, such as ['{example}'], is {thing!r:.80}")
+                raise UserError(
+                    f"{name}: should be a list of texts, such as ['{example}'], is {thing!r:.80}"
+                )
             if name != "overrides" and not thing:
                 raise UserError(f"{name}: is empty; give at least one prompt")
         if isinstance(thing, str) and name in ("algorithm", "policy"):
             path = "algorithm.name" if name == "algorithm" else "policy.path"
-            raise UserError(f"{name}: should be an object; a name goes into the overrides: ['{path}={thing}']")
+            raise UserError(
+                f"{name}: should be an object; a name goes into the overrides: ['{path}={thing}']"
+            )
         if name in ("rewards", "judges"):
             if not isinstance(thing, Mapping):
-                raise UserError(f"{name}: should be a mapping from names to functions or objects, is {thing!r:.80}")
+                raise UserError(
+                    f"{name}: should be a mapping from names to functions or objects, is {thing!r:.80}"
+                )
             objects = {f"{name}[{key!r}]": reward for key, reward in thing.items()}
         for place, it in objects.items():
             if isinstance(it, type):
-                raise UserError(f"{place}: is a class; give an object of it, such as {it.__name__}()")
+                raise UserError(
+                    f"{place}: is a class; give an object of it, such as {it.__name__}()"
+                )
             if place != name and not callable(it):
-                raise UserError(f"{place}: should be a function or an object that can be called, is {it!r:.80}")
+                raise UserError(
+                    f"{place}: should be a function or an object that can be called, is {it!r:.80}"
+                )
 
 
 def _mentioning(config: Config, given: Mapping[str, Any]) -> Config:
@@ -126,7 +139,9 @@ def _mentioning(config: Config, given: Mapping[str, Any]) -> Config:
     evaluation = config.evaluation
     changes: dict[str, Any] = {key: given[key] for key in ("algorithm",) if key in given}
     if "policy" in given:
-        changes["policy"] = config.policy.model_copy(update={"path": mention(given["policy"]), "pipeline": None})
+        changes["policy"] = config.policy.model_copy(
+            update={"path": mention(given["policy"]), "pipeline": None}
+        )
     if "prompts" in given:
         changes["prompts"] = config.prompts.model_copy(update={"train": OBJECT})
     if "heldout" in given:
@@ -134,19 +149,26 @@ def _mentioning(config: Config, given: Mapping[str, Any]) -> Config:
     if "rewards" in given:
         changes["rewards"] = _mentioned(given["rewards"], config.rewards)
     if "judges" in given:
-        evaluation = evaluation.model_copy(update={"rewards": _mentioned(given["judges"], evaluation.rewards)})
+        evaluation = evaluation.model_copy(
+            update={"rewards": _mentioned(given["judges"], evaluation.rewards)}
+        )
     return config.model_copy(update={**changes, "evaluation": evaluation})
 
 
-def _mentioned(rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
+def _mentioned(
+    rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig]
+) -> dict[str, RewardConfig]:
     """Mentions of `rewards`, with the weight and frames that `table` has for their names."""
     known = {name: entry.model_dump(include={"weight", "frames"}) for name, entry in table.items()}
-    return {name: RewardConfig(kind=mention(reward), **known.get(name, {})) for name, reward in rewards.items()}
+    return {
+        name: RewardConfig(kind=mention(reward), **known.get(name, {}))
+        for name, reward in rewards.items()
+    }
 
 
 def sampler(run: str | Path, *, base: bool = False, seed: int = 0) -> Sampler:
-    """A finished run's model, with its tuned weights unless `base`, as its evaluations sample it: `policy`, `sigmas`,
-    `pictures(prompts)`."""
+    """A finished run's model, with its tuned weights unless `base`, as its evaluations sample it:
+    `policy`, `sigmas`, `pictures(prompts)`."""
     return painter(_config_of(run, base, seed))
 
 
@@ -158,7 +180,8 @@ def _config_of(run: str | Path, base: bool, seed: int) -> SampleConfig:
 def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed: int = 0) -> Tensor:
     """Pictures [B, 3, H, W] in [0, 1], or clips [B, T, 3, H, W], by a finished run's model.
 
-    Picture i starts from noise (seed, i). A model that edits takes `Prompt("make it red", ["in.png"])`.
+    Picture i starts from noise (seed, i). A model that edits takes `Prompt("make it red",
+    ["in.png"])`.
     """
     _check(prompts=prompts)
     check_inputs(prompts)
@@ -166,17 +189,23 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
     return replace(sampled, decode_batch_size=PICTURES_AT_ONCE).pictures(prompts)
 
 
-def evaluate(run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[str], *, seed: int = 0) -> dict[str, Comparison]:
-    """Base against tuned for any rewards on any prompts, from the same noise. Bootstrap intervals: `g2rpo evaluate`."""
+def evaluate(
+    run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[str], *, seed: int = 0
+) -> dict[str, Comparison]:
+    """Base against tuned for any rewards on any prompts, from the same noise. Bootstrap intervals:
+    `g2rpo evaluate`."""
     _check(prompts=prompts, rewards=rewards)
     check_inputs(prompts)
     config = _config_of(run, False, seed)
     compares = any(reward.group for reward in as_rewards(rewards).values())
     loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
-    cached = policy_after_encoding(loaded, Run(Path(run)).read_config().prompts.cache, prompts, print)
+    cached = policy_after_encoding(
+        loaded, Run(Path(run)).read_config().prompts.cache, prompts, print
+    )
     sampled = replace(config.sampler(cached, config.steps), decode_batch_size=PICTURES_AT_ONCE)
     base = sampled.evaluate(prompts, rewards)
-    tune(cached.policy, config)  # base and tuned one after the other: only one model is on the device
+    # base and tuned one after the other: only one model is on the device
+    tune(cached.policy, config)
     return compare_evaluations(base, sampled.evaluate(prompts, rewards))
 
 
@@ -195,10 +224,16 @@ def study(
 ) -> dict[str, Any]:
     """Runs `g2rpo compare` in processes of their own; returns the content of results.json.
 
-    `cells` has overrides by name, "budget=20000" among them for a budget of a cell's own. Called again, it finishes what is
-    missing in `out`. Raises UserError and Stopped as the command does.
+    `cells` has overrides by name, "budget=20000" among them for a budget of a cell's own. Called
+    again, it finishes what is missing in `out`. Raises UserError and Stopped as the command does.
     """
-    options: dict[str, Any] = {"find_rate": find_rate, "seeds": seeds, "steps": steps, "jobs": jobs, "controls": controls}
+    options: dict[str, Any] = {
+        "find_rate": find_rate,
+        "seeds": seeds,
+        "steps": steps,
+        "jobs": jobs,
+        "controls": controls,
+    }
     folder = compare_cells(recipe, overrides, cells, parse_budget(budget), out=Path(out), **options)
     return read_as(dict[str, Any], folder.results)
 
@@ -219,4 +254,6 @@ def export(
 ) -> Path:
     """Writes what `g2rpo export` writes, and returns where."""
     which = None if checkpoint is None else str(checkpoint)
-    return write_export(Path(run), format, which, Path(out) if out is not None else None, learnt, assistant)[0]
+    return write_export(
+        Path(run), format, which, Path(out) if out is not None else None, learnt, assistant
+    )[0]

@@ -13,7 +13,12 @@ from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.planning import count_evaluations, count_per_prompt
 from tests.support.runs import trainer
 
-SMALL = ("algorithm.name=adagrpo", "algorithm.candidates=3", "algorithm.branch_steps=[0,2]", "algorithm.group_size=6")
+SMALL = (
+    "algorithm.name=adagrpo",
+    "algorithm.candidates=3",
+    "algorithm.branch_steps=[0,2]",
+    "algorithm.group_size=6",
+)
 ONE = torch.ones(1)
 
 
@@ -27,7 +32,9 @@ def made(*overrides, run_dir=None, **more):
 def test_a_group_is_balanced_to_one_on_either_side():
     z = torch.tensor([3.0, 1.0, -0.5, 0.0, -1.5])
     torch.testing.assert_close(balanced(z), torch.tensor([0.75, 0.25, -0.25, 0.0, -0.75]))
-    torch.testing.assert_close(balanced(torch.stack([z, -z])), torch.stack([balanced(z), -balanced(z)]))
+    torch.testing.assert_close(
+        balanced(torch.stack([z, -z])), torch.stack([balanced(z), -balanced(z)])
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +43,8 @@ def test_a_group_is_balanced_to_one_on_either_side():
         ([1, 2, 6], [-2, -1, 3]),  # centred, where a sign is missing
         ([-4, -1e-7, 1e-7], [-8 / 3, 4 / 3, 4 / 3]),
         ([2, 2, 2, 2], [0, 0, 0, 0]),
-        ([3, math.nan, 1, -2], [0.75, 0, 0.25, -1]),  # a member without a score neither counts nor learns
+        # a member without a score neither counts nor learns
+        ([3, math.nan, 1, -2], [0.75, 0, 0.25, -1]),
         ([3, math.nan, 1], [1, 0, -1]),
         ([math.nan] * 3, [0, 0, 0]),
     ],
@@ -67,7 +75,11 @@ def test_the_choice_costs_a_walk_and_a_picture_a_candidate(more):
     t = made(*more)
     row, tails = t.iterate(), len(t.algorithm.granularities)
     plans = t.plans(0)
-    assert row["evaluations"] == 2 * count_per_prompt(t.algorithm, plans) == 2 * (3 * 6 + count_evaluations(plans, 6))
+    assert (
+        row["evaluations"]
+        == 2 * count_per_prompt(t.algorithm, plans)
+        == 2 * (3 * 6 + count_evaluations(plans, 6))
+    )
     assert row["images"] == 2 * (3 + 6 * 2 * tails)
     ((iteration, _),) = count(t.config, 3).kinds
     assert (iteration.evaluations, iteration.images) == (row["evaluations"], row["images"])
@@ -93,7 +105,10 @@ class Wrong(Level):
 def test_a_choice_that_is_none_is_refused():
     t = trainer(None, "sampling.num_steps=9")
     t.loop.algorithm = Choosy(group_size=4, branch_steps=(0,))
-    for memory, fact in ((None, "NoneType"), (Wrong(AdaGRPO()), r"choose should return 2 numbers from 0 to 2, .* \[0, 3\]")):
+    for memory, fact in (
+        (None, "NoneType"),
+        (Wrong(AdaGRPO()), r"choose should return 2 numbers from 0 to 2, .* \[0, 3\]"),
+    ):
         t.loop.memory = memory
         with pytest.raises(UserError, match=fact):
             t.iterate()

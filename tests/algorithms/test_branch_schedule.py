@@ -12,7 +12,10 @@ STEPS = (0, 2, 3, 5)
 
 def taken(algorithm, iterations, seed=0):
     """The branch steps of each iteration."""
-    return [tuple(plan.branch for plan in algorithm.plans(10, iteration, seed)) for iteration in range(iterations)]
+    return [
+        tuple(plan.branch for plan in algorithm.plans(10, iteration, seed))
+        for iteration in range(iterations)
+    ]
 
 
 def test_all_of_them_are_taken_unless_said_otherwise():
@@ -20,8 +23,14 @@ def test_all_of_them_are_taken_unless_said_otherwise():
 
 
 def test_turns_follow_the_order_and_begin_anew():
-    assert taken(GranularGRPO(branch_steps=STEPS, branch_schedule="turns"), 9) == [(s,) for s in (*STEPS, *STEPS, 0)]
-    assert taken(GranularGRPO(branch_steps=(3, 0), branch_schedule="turns"), 3) == [(3,), (0,), (3,)]
+    assert taken(GranularGRPO(branch_steps=STEPS, branch_schedule="turns"), 9) == [
+        (s,) for s in (*STEPS, *STEPS, 0)
+    ]
+    assert taken(GranularGRPO(branch_steps=(3, 0), branch_schedule="turns"), 3) == [
+        (3,),
+        (0,),
+        (3,),
+    ]
 
 
 def test_random_takes_each_equally_often_and_is_a_function_of_the_seed():
@@ -30,7 +39,8 @@ def test_random_takes_each_equally_often_and_is_a_function_of_the_seed():
     assert drawn == taken(algorithm, 2000) and drawn != taken(algorithm, 2000, seed=1)
     often = Counter(drawn)
     assert set(often) == {(step,) for step in STEPS}
-    assert all(abs(n - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for n in often.values())  # five standard deviations
+    # five standard deviations
+    assert all(abs(n - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for n in often.values())
 
 
 def test_an_iteration_costs_its_anchor_and_its_members_tails():

@@ -1,4 +1,5 @@
-"""What an algorithm returns is what its method promises, or one message says what is wrong: nothing broadcasts in silence."""
+"""What an algorithm returns is what its method promises, or one message says what is wrong: nothing
+broadcasts in silence."""
 
 from dataclasses import dataclass, replace
 
@@ -45,7 +46,12 @@ def trained(algorithm):
     """Rows of a short run on the policy of three numbers."""
     trainer = api.trainer(
         "scenes",
-        ["trainer.iterations=1", f"sampling.num_steps={STEPS}", "trainer.prompts_per_iteration=2", "evaluation.rewards={}"],
+        [
+            "trainer.iterations=1",
+            f"sampling.num_steps={STEPS}",
+            "trainer.prompts_per_iteration=2",
+            "evaluation.rewards={}",
+        ],
         algorithm=algorithm,
         policy=GaussianPolicy(),
         rewards={"bright": brightness},
@@ -62,7 +68,12 @@ def test_an_algorithm_that_keeps_its_promises_trains():
 
 def short(plan):
     """`plan` whose tails end a step before the image."""
-    return replace(plan, tails=tuple((*tail[:-1], STEPS - 1) if tail[-2] < STEPS - 1 else tail[:-1] for tail in plan.tails))
+    return replace(
+        plan,
+        tails=tuple(
+            (*tail[:-1], STEPS - 1) if tail[-2] < STEPS - 1 else tail[:-1] for tail in plan.tails
+        ),
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,11 +90,18 @@ def short(plan):
         ("advantages", lambda a: a / 0, "16 that are NaN or infinite"),
         ("values", lambda loss: loss.mean(), r"returned shape \[\]"),
         ("values", lambda loss: loss.detach(), "without a gradient"),
-        ("values", lambda loss: loss.where(loss != loss, torch.inf), r"NaN or infinity for \d+ members"),
+        (
+            "values",
+            lambda loss: loss.where(loss != loss, torch.inf),
+            r"NaN or infinity for \d+ members",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_the_algorithms_name(method, wrong, fact):
-    with pytest.raises(UserError, match=f"^algorithm mine: {method.replace('values', 'loss')} should return .*{fact}"):
+    with pytest.raises(
+        UserError,
+        match=f"^algorithm mine: {method.replace('values', 'loss')} should return .*{fact}",
+    ):
         trained(Mine(method=method, wrong=wrong))
 
 
@@ -92,7 +110,10 @@ def test_what_is_wrong_is_said_with_the_algorithms_name(method, wrong, fact):
     [
         (lambda plans: None, "TypeError: 'NoneType' object is not iterable"),
         (lambda plans: plans.nothing, r"AttributeError: .* \(in <lambda>, .*test_contracts\.py"),
-        (lambda plans: [Plan(7, 8, (tuple(range(8, STEPS + 1)),))], r"a tail must start at merge=8 and increase, got \(\)"),
+        (
+            lambda plans: [Plan(7, 8, (tuple(range(8, STEPS + 1)),))],
+            r"a tail must start at merge=8 and increase, got \(\)",
+        ),
     ],
 )
 def test_plans_that_fail_are_one_message(wrong, fact):
@@ -108,7 +129,9 @@ def test_update_every_is_no_other_word():
 def test_plans_that_do_not_fit_the_steps_are_refused():
     with pytest.raises(UserError, match=r"^algorithm: branch_steps must lie in 0\.\.4"):
         plans_of(GranularGRPO(branch_steps=(5,)), 6)
-    assert plans_of(GranularGRPO(branch_steps=(4,), granularities=(1,)), 6) == [Plan(4, 5, ((5, 6),))]
+    assert plans_of(GranularGRPO(branch_steps=(4,), granularities=(1,)), 6) == [
+        Plan(4, 5, ((5, 6),))
+    ]
 
 
 @dataclass(frozen=True)
@@ -124,7 +147,10 @@ class HalfChoosing(Mine):
     candidates: int = 3
 
 
-@pytest.mark.parametrize(("kind", "message"), [(HalfOld, "needs old_decay and samples_old"), (HalfChoosing, "needs memory")])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(HalfOld, "needs old_decay and samples_old"), (HalfChoosing, "needs memory")],
+)
 def test_a_part_of_a_capability_is_refused(kind, message):
     with pytest.raises(UserError, match=f"algorithm {kind.__name__}: .*{message}"):
         trained(kind())

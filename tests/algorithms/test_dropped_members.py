@@ -1,4 +1,5 @@
-"""Members without any advantage: Flow-GRPO and its kin filter them out before an update, others count them."""
+"""Members without any advantage: Flow-GRPO and its kin filter them out before an update, others
+count them."""
 
 from dataclasses import replace
 
@@ -16,18 +17,30 @@ DROPPING = {"flow_dppo", "flow_grpo", "flow_grpo_fast", "flow_cps", "grpo_guard"
 
 
 def experienced(name, *overrides):
-    """(a trainer whose weights are not the base's, one iteration's experience, its conditioning); two prompts of four are
-    silent."""
+    """(a trainer whose weights are not the base's, one iteration's experience, its conditioning);
+    two prompts of four are silent."""
 
     def half_blind(images, prompts):
-        return torch.where(torch.tensor([prompt in ("0.2", "-0.2") for prompt in prompts]), 1.0, brightness(images, prompts))
+        return torch.where(
+            torch.tensor([prompt in ("0.2", "-0.2") for prompt in prompts]),
+            1.0,
+            brightness(images, prompts),
+        )
 
-    options = (f"algorithm.name={name}", "algorithm.kl_weight=0.3", "trainer.prompts_per_iteration=4", *ONCE, *overrides)
+    options = (
+        f"algorithm.name={name}",
+        "algorithm.kl_weight=0.3",
+        "trainer.prompts_per_iteration=4",
+        *ONCE,
+        *overrides,
+    )
     t = trainer(None, *options, rewards={"bright": half_blind}, prompts=["0", "0.1", "0.2", "-0.2"])
     t.policy.mean.data += 0.1  # away from the base, or the KL has no gradient
     seen = []
     update = t.updater.update
-    t.updater.update = lambda experience, cond: seen.extend((list(experience), cond)) or update(experience, cond)
+    t.updater.update = lambda experience, cond: (
+        seen.extend((list(experience), cond)) or update(experience, cond)
+    )
     t.iterate()
     t.updater.update = update
     return t, *seen
@@ -40,13 +53,17 @@ def gradient(t, experience, cond):
 
 
 def test_flow_grpo_and_its_kin_drop_them():
-    assert {name for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient) and drops_members(kind())} == DROPPING
+    assert {
+        name
+        for name, kind in ALGORITHMS.items()
+        if issubclass(kind, PolicyGradient) and drops_members(kind())
+    } == DROPPING
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "flow_dppo", "tempflow_grpo", "mixgrpo"])
 def test_an_update_is_the_one_without_them_where_they_are_dropped(name):
-    """Half of the prompts say nothing: an update is the same as from the other half. Where members are counted, the policy's
-    part is half as large and the KL term is not."""
+    """Half of the prompts say nothing: an update is the same as from the other half. Where members
+    are counted, the policy's part is half as large and the KL term is not."""
     t, experience, cond = experienced(name)
     silent = {item.prompt for item in experience if not item.advantages.any()}
     assert len(silent) == 2
@@ -62,7 +79,8 @@ def test_an_update_is_the_one_without_them_where_they_are_dropped(name):
 
 
 def test_a_member_counts_at_every_step_if_any_of_its_steps_has_an_advantage():
-    """The published code sums |advantage| over the steps. TempFlow's groups at different steps have advantages of their own."""
+    """The published code sums |advantage| over the steps. TempFlow's groups at different steps have
+    advantages of their own."""
     _, experience, _ = experienced("tempflow_grpo")
     mine = [item for item in experience if item.prompt == experience[0].prompt]
     mine[-1].advantages.zero_()
@@ -71,7 +89,11 @@ def test_a_member_counts_at_every_step_if_any_of_its_steps_has_an_advantage():
     for item in mine:
         item.advantages[2] = 0
     for item in without_zero_advantages(mine):
-        assert item.mask.tolist() == [place != 2 for place in range(6)] == item.members(0, 6).mask.tolist()
+        assert (
+            item.mask.tolist()
+            == [place != 2 for place in range(6)]
+            == item.members(0, 6).mask.tolist()
+        )
 
 
 def test_nothing_but_silence_moves_nothing():

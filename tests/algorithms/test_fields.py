@@ -1,4 +1,5 @@
-"""Hyper-parameters out of range: refused for every algorithm, by the same limits in a config and in Python."""
+"""Hyper-parameters out of range: refused for every algorithm, by the same limits in a config and in
+Python."""
 
 import dataclasses
 import re
@@ -25,15 +26,29 @@ WRONG = {
     **{key: [0, 1.5] for key in ("compression", "share", "power")},
     **{
         key: [0, -1e-4]
-        for key in ("churn", "eta", "clip_range", "advantage_clip", "divergence_limit", "noise_weight", "mixing")
+        for key in (
+            "churn",
+            "eta",
+            "clip_range",
+            "advantage_clip",
+            "divergence_limit",
+            "noise_weight",
+            "mixing",
+        )
     },
     **dict.fromkeys(("window_size", "window_iterations", "times"), COUNT),
 }
-FIELDS = {(each.name, str(each.type)): (name, each) for name, kind in ALGORITHMS.items() for each in dataclasses.fields(kind)}
+FIELDS = {
+    (each.name, str(each.type)): (name, each)
+    for name, kind in ALGORITHMS.items()
+    for each in dataclasses.fields(kind)
+}
 """Every field with every limit that it has, and an algorithm with it."""
 
 
-@pytest.mark.parametrize(("name", "field"), FIELDS.values(), ids=lambda part: getattr(part, "name", part))
+@pytest.mark.parametrize(
+    ("name", "field"), FIELDS.values(), ids=lambda part: getattr(part, "name", part)
+)
 def test_a_value_out_of_range_is_refused_by_its_key(name, field):
     """All fields that hold numbers; words and switches have no other values."""
     chosen = getattr(ALGORITHMS[name](), field.name)
@@ -66,7 +81,9 @@ def test_the_message_says_what_would_be_right(overrides, fact):
 
 
 def test_updates_may_be_a_share_of_a_rollout():
-    assert config("algorithm.name=fdfo", "algorithm.update_every=0.5").algorithm == FDFO(update_every=0.5)
+    assert config("algorithm.name=fdfo", "algorithm.update_every=0.5").algorithm == FDFO(
+        update_every=0.5
+    )
     for wrong in ("1.5", "-0.5"):
         with pytest.raises(UserError, match=r"^config: algorithm\.update_every"):
             config("algorithm.name=fdfo", f"algorithm.update_every={wrong}")

@@ -24,7 +24,9 @@ def test_a_member_counts_unless_it_would_go_further_away():
     for (a, side, divergence), value, slope in zip(cases, loss, gradient, strict=True):
         left_out = divergence >= LIMIT and a * side > 0
         expected = 0.0 if left_out else -a * torch.tensor(side).exp()
-        assert float(value.detach()) == pytest.approx(float(expected)) and float(slope) == pytest.approx(float(expected))
+        assert float(value.detach()) == pytest.approx(float(expected)) and float(
+            slope
+        ) == pytest.approx(float(expected))
 
 
 def moved(*overrides):
@@ -39,4 +41,7 @@ def test_in_a_run_the_limit_acts_after_the_first_update_of_a_rollout():
     never, published = moved("algorithm.divergence_limit=1e6"), moved()
     assert not torch.allclose(never, published, atol=1e-3)
     once = ["algorithm.update_every=rollout"]  # the only update of a rollout is the first
-    assert torch.equal(moved(*once, "algorithm.divergence_limit=1e6"), moved(*once, "algorithm.divergence_limit=1e-15"))
+    assert torch.equal(
+        moved(*once, "algorithm.divergence_limit=1e6"),
+        moved(*once, "algorithm.divergence_limit=1e-15"),
+    )

@@ -1,4 +1,5 @@
-"""Losses on finished latents: DiffusionNFT, AWM and DGPO, the times they learn from, the old weights, counts and fields."""
+"""Losses on finished latents: DiffusionNFT, AWM and DGPO, the times they learn from, the old
+weights, counts and fields."""
 
 import pytest
 import torch
@@ -28,7 +29,14 @@ def noised(velocity, old=None, advantages=None, size=3, group_sum=None):
     x = (1 - sigma[:, None]) * image + sigma[:, None] * noise
     advantages = torch.linspace(-2, 3, size) if advantages is None else advantages
     return Noised(
-        image=image, noise=noise, x=x, sigma=sigma, advantages=advantages, velocity=velocity, old=old, group_sum=group_sum
+        image=image,
+        noise=noise,
+        x=x,
+        sigma=sigma,
+        advantages=advantages,
+        velocity=velocity,
+        old=old,
+        group_sum=group_sum,
     )
 
 
@@ -38,18 +46,27 @@ def noised(velocity, old=None, advantages=None, size=3, group_sum=None):
 def test_dgpos_gradient_is_the_groups_weight_times_the_advantage_times_that_of_the_error():
     """And nothing where exp(e_old - e) has passed 1 +- clip_range on the side of the advantage."""
     v, v_old = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(6))
-    given = noised(v.requires_grad_(), v_old, torch.tensor([-2.0, 1.0, 0.0, 3.0, -1.0]), 5, torch.tensor([0.0, 1, 2, -3, 4]))
+    given = noised(
+        v.requires_grad_(),
+        v_old,
+        torch.tensor([-2.0, 1.0, 0.0, 3.0, -1.0]),
+        5,
+        torch.tensor([0.0, 1, 2, -3, 4]),
+    )
     off = v.detach() - (given.noise - given.image)
     moved = ((v_old - given.noise + given.image) ** 2).mean(1) - (off**2).mean(1)
     far = (moved.sign() == given.advantages.sign()) & (moved.exp() - 1).abs().gt(0.3)
     assert 0 < int(far.sum()) < 4
     DGPO(clip_range=0.3).member_loss(given).sum().backward()
     weight = given.advantages / (1 + (-given.group_sum).exp())
-    torch.testing.assert_close(v.grad, torch.where(far, 0, weight)[:, None] * off)  # d e / dv = 2 off / 2 entries
+    # d e / dv = 2 off / 2 entries
+    torch.testing.assert_close(v.grad, torch.where(far, 0, weight)[:, None] * off)
 
 
 def test_dgpos_group_sum_is_its_formula():
-    t = made("dgpo", "algorithm.times=1", "trainer.prompts_per_iteration=1", "optim.learning_rate=0.2")
+    t = made(
+        "dgpo", "algorithm.times=1", "trainer.prompts_per_iteration=1", "optim.learning_rate=0.2"
+    )
     t.iterate()
     mean, seen = t.policy.mean.detach().clone(), []
     batches = t.updater._batches
@@ -60,11 +77,15 @@ def test_dgpos_group_sum_is_its_formula():
     trained = GaussianPolicy()
     trained.mean.data = mean
     sigma = t.sigmas[example.data["step"]]
-    assert len(example.data["noise"]) == 1 and len(set(sigma.tolist())) == 1  # one noise and one time for a group
+    # one noise and one time for a group
+    assert len(example.data["noise"]) == 1 and len(set(sigma.tolist())) == 1
     x = example.x + sigma[:, None, None, None] * (example.data["noise"] - example.x)
     with torch.no_grad():
         errors = [
-            (policy.velocity(x, sigma, cond) - example.data["noise"] + example.x).square().flatten(1).mean(1)
+            (policy.velocity(x, sigma, cond) - example.data["noise"] + example.x)
+            .square()
+            .flatten(1)
+            .mean(1)
             for policy in (trained, base)
         ]
     for advantage, new, old in zip(example.advantages, *errors, strict=True):
@@ -79,8 +100,12 @@ def test_advantages_are_flow_grpos():
     expected = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(correction=0) + 1e-4)
     got = DiffusionNFT().advantages(rewards, torch.ones(1))
     torch.testing.assert_close(got, expected[:, 0, 0].clamp(-5, 5))
-    by_group = type("ByGroup", (DiffusionNFT,), {"batch_std": False})().advantages(rewards, torch.ones(1))
-    torch.testing.assert_close(by_group, group_normalize(rewards[:, 0, 0], 1e-4, population_std=True))
+    by_group = type("ByGroup", (DiffusionNFT,), {"batch_std": False})().advantages(
+        rewards, torch.ones(1)
+    )
+    torch.testing.assert_close(
+        by_group, group_normalize(rewards[:, 0, 0], 1e-4, population_std=True)
+    )
 
 
 # --- fresh times and noise
@@ -91,11 +116,13 @@ def drawn(algorithm, num_steps, key=0):
 
 
 def test_nft_draws_different_times_for_each_member_all_alike_often():
-    steps = torch.stack([drawn(DiffusionNFT(group_size=4), 10, key) for key in range(400)])  # [400, 9, 4]
+    # [400, 9, 4]
+    steps = torch.stack([drawn(DiffusionNFT(group_size=4), 10, key) for key in range(400)])
     assert steps.shape == (400, 9, 4)
     assert all(len(set(own.tolist())) == 9 for sample in steps[:20] for own in sample.T)
     assert not torch.equal(steps[0, :, 0], steps[0, :, 1])
-    counts = steps.flatten().bincount(minlength=10) / (400 * 4)  # each of ten is taken nine times in ten: std .0075
+    # each of ten is taken nine times in ten: std .0075
+    counts = steps.flatten().bincount(minlength=10) / (400 * 4)
     assert float((counts - 0.9).abs().max()) < 0.04
 
 
@@ -124,15 +151,26 @@ class AWMAlone(AWM):
         (DiffusionNFT(share=0.5), 25, 24 * 25, 24 * 12, 2 * 24 * 12),
         (AWM(), 14, 24 * 14, 24 * 6, 2 * 24 * 6),
         (AWMAlone(kl_weight=0), 14, 24 * 14, 24 * 6, 0),
-        (DGPO(group_size=24), 10, 24 * 10, 24 * 4, 4 * 24 * 4),  # old, untrained, and both errors of the group's weight
+        # old, untrained, and both errors of the group's weight
+        (DGPO(group_size=24), 10, 24 * 10, 24 * 4, 4 * 24 * 4),
     ],
     ids=str,
 )
-def test_rollouts_and_updates_cost_this_much(algorithm, num_steps, evaluations, rows, without_gradient):
+def test_rollouts_and_updates_cost_this_much(
+    algorithm, num_steps, evaluations, rows, without_gradient
+):
     plans = algorithm.plans(num_steps)
     assert count_evaluations(plans, algorithm.group_size) == evaluations
     assert count_trained(algorithm, plans, num_steps) == (rows, without_gradient)
-    assert len(algorithm.examples(dry_rollout(plans[0], algorithm.group_size), torch.zeros(24), generator_for)) * 24 == rows
+    assert (
+        len(
+            algorithm.examples(
+                dry_rollout(plans[0], algorithm.group_size), torch.zeros(24), generator_for
+            )
+        )
+        * 24
+        == rows
+    )
 
 
 # --- old weights
@@ -151,7 +189,8 @@ OLD = ("algorithm.old_schedule=[0,0.2,0.5]", "optim.learning_rate=0.2")
 
 
 def test_old_weights_sample_and_trail_the_trained_ones():
-    """After t updates: old <- d old + (1 - d) trained, d = min(.2 t, .5); the next rollout is made with old."""
+    """After t updates: old <- d old + (1 - d) trained, d = min(.2 t, .5); the next rollout is made
+    with old."""
     sampled = []
 
     class Watching(GaussianPolicy):
@@ -179,7 +218,9 @@ def test_awm_samples_with_the_trained_weights():
     for _ in range(3):
         t.iterate()
     walk = t.collector.collect
-    t.collector.collect = lambda *given: sampled.append(t.policy.mean.detach().clone()) or walk(*given)
+    t.collector.collect = lambda *given: (
+        sampled.append(t.policy.mean.detach().clone()) or walk(*given)
+    )
     trained = t.policy.mean.detach().clone()
     assert not torch.equal(t.learner.old[0], trained)
     t.iterate()
@@ -193,6 +234,10 @@ def test_without_an_algorithm_that_uses_them_no_old_weights_are_kept():
 
 def test_times_that_a_grid_does_not_have_are_refused():
     assert AWM(times=3).plans(5)
-    for algorithm, num_steps, key in ((AWM(), 5, "times"), (DGPO(), 5, "times"), (DiffusionNFT(share=0.3), 3, "share")):
+    for algorithm, num_steps, key in (
+        (AWM(), 5, "times"),
+        (DGPO(), 5, "times"),
+        (DiffusionNFT(share=0.3), 3, "share"),
+    ):
         with pytest.raises(ValueError, match=key):
             algorithm.plans(num_steps)

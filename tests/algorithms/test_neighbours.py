@@ -1,4 +1,5 @@
-"""The neighbours of G2RPO: their plans, steps and losses against the published descriptions, closed forms and each other."""
+"""The neighbours of G2RPO: their plans, steps and losses against the published descriptions, closed
+forms and each other."""
 
 import itertools
 import math
@@ -41,12 +42,16 @@ def weights(t):
 # --- every algorithm
 
 
-@pytest.mark.parametrize("name", [name for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient)])
+@pytest.mark.parametrize(
+    "name", [name for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient)]
+)
 def test_the_ratio_is_exactly_one_before_the_first_update_and_the_weights_move(name):
     t = named(name, *ONCE)
     before = weights(t)
     row = t.iterate()
-    assert row["ratio_deviation"] == 0 and row["log_prob_drift"] == 0 and row["skipped_updates"] == 0
+    assert (
+        row["ratio_deviation"] == 0 and row["log_prob_drift"] == 0 and row["skipped_updates"] == 0
+    )
     assert not torch.equal(weights(t), before)
 
 
@@ -57,9 +62,11 @@ def test_the_ratio_is_exactly_one_before_the_first_update_and_the_weights_move(n
         (FlowGRPOFast(), 10, 240),
         (FlowCPS(), 10, 240),
         (GRPOGuard(), 10, 240),
-        (DanceGRPO(), 16, 181),  # 1 + 12 * 15: the members share their noise, and so the first velocity
+        # 1 + 12 * 15: the members share their noise, and so the first velocity
+        (DanceGRPO(), 16, 181),
         (MixGRPO(), 25, 289),  # 1 + 12 * 24
-        (MixGRPOFlash(), 25, 121),  # 1 + 12 * (3 + 7): 11 evaluations a member, published; the first is shared here
+        # 1 + 12 * (3 + 7): 11 evaluations a member, published; the first is shared here
+        (MixGRPOFlash(), 25, 121),
         (MixGRPOFlash(schedule="frozen", compression=0.2), 25, 73),  # Flash*: 7
         (TempFlowGRPO(), 10, 279),  # 9 + 6 * 45
         (GranularGRPO(), 16, 1700),
@@ -72,7 +79,8 @@ def test_the_cost_of_the_published_settings(algorithm, num_steps, evaluations):
 
 @pytest.mark.parametrize("name", ["flow_grpo", "mixgrpo"])
 def test_an_update_is_the_same_in_one_pass_or_in_many(name):
-    """Members with latents of their own may be split over passes, which see at most micro_batch_size latents."""
+    """Members with latents of their own may be split over passes, which see at most
+    micro_batch_size latents."""
 
     class Watched(GaussianPolicy):
         widest = 0
@@ -84,7 +92,9 @@ def test_an_update_is_the_same_in_one_pass_or_in_many(name):
 
     policies = {size: Watched() for size in (1, 4, 64)}
     for size, policy in policies.items():
-        named(name, "algorithm.group_size=6", f"trainer.micro_batch_size={size}", policy=policy).iterate()
+        named(
+            name, "algorithm.group_size=6", f"trainer.micro_batch_size={size}", policy=policy
+        ).iterate()
         torch.testing.assert_close(policy.mean, policies[1].mean, atol=1e-5, rtol=0)
     assert (policies[1].widest, policies[4].widest) == (1, 4)
 
@@ -112,9 +122,17 @@ def test_updates_after_so_many_members_deal_the_group(every, sizes):
     ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, name, options):
-    """Two iterations, a stop and two more are four: with windows, old weights and an algorithm's memory."""
-    options = [f"algorithm.name={name}", "algorithm.group_size=4", "sampling.num_steps=10", *options]
-    straight, stopped, resumed = (trainer(tmp_path / folder, *options) for folder in ("straight", "cut", "cut"))
+    """Two iterations, a stop and two more are four: with windows, old weights and an algorithm's
+    memory."""
+    options = [
+        f"algorithm.name={name}",
+        "algorithm.group_size=4",
+        "sampling.num_steps=10",
+        *options,
+    ]
+    straight, stopped, resumed = (
+        trainer(tmp_path / folder, *options) for folder in ("straight", "cut", "cut")
+    )
     list(straight.train())
     for row in stopped.train():
         if row["kind"] == "train" and row["iteration"] == 3:
@@ -135,7 +153,10 @@ def test_mixgrpo_divides_the_rewards_weights_by_their_sum():
     """As published (tests/published/test_mixgrpo.py); 0 where all weights are."""
     rewards = torch.randn(3, 2, 1, 4, generator=torch.Generator().manual_seed(0))
     mix = MixGRPO()
-    assert torch.equal(mix.advantages(rewards, torch.tensor([2.0, 6.0])), mix.advantages(rewards, torch.tensor([0.25, 0.75])))
+    assert torch.equal(
+        mix.advantages(rewards, torch.tensor([2.0, 6.0])),
+        mix.advantages(rewards, torch.tensor([0.25, 0.75])),
+    )
     assert not mix.advantages(rewards, torch.zeros(2)).any()
 
 
@@ -148,12 +169,16 @@ def test_mixgrpo_with_a_window_of_one_is_g2rpo_with_one_branch_and_the_fine_tail
         t = named(name, *ONCE, *options)
         seen = []
         update = t.updater.update
-        t.updater.update = lambda examples, cond, update=update, seen=seen: seen.extend(examples) or update(examples, cond)
+        t.updater.update = lambda examples, cond, update=update, seen=seen: (
+            seen.extend(examples) or update(examples, cond)
+        )
         rows = [t.iterate() for _ in range(3)]
         runs.append((seen, [row["loss"] for row in rows], weights(t)))
     (a, losses, end), (b, other_losses, other_end) = runs
     for x, y in zip(a, b, strict=True):
-        assert torch.equal(x.data["x_next"], y.data["x_next"]) and torch.equal(x.advantages, y.advantages)
+        assert torch.equal(x.data["x_next"], y.data["x_next"]) and torch.equal(
+            x.advantages, y.advantages
+        )
     assert losses == other_losses and torch.equal(end, other_end)
 
 
@@ -161,8 +186,9 @@ def test_mixgrpo_with_a_window_of_one_is_g2rpo_with_one_branch_and_the_fine_tail
 
 
 def published_windows(num_steps, iterations, *, size, stay, stride, rule="progressive"):
-    """The published scheduler from its description: a counter of iterations and the window's first step; the steps of a window
-    end before num_steps - 2. `rule` is how long the window stays at a step."""
+    """The published scheduler from its description: a counter of iterations and the window's first
+    step; the steps of a window end before num_steps - 2. `rule` is how long the window stays at a
+    step."""
     last, start, counter, windows = num_steps - 2, 0, 0, []
     for _ in range(iterations):
         windows.append(list(range(start, min(start + size, last))))
@@ -202,12 +228,15 @@ class Far(MixGRPO):
         (Far(window_iterations=10), {"size": 4, "stay": 10, "stride": 4}),
         (Far(schedule="decay"), {"size": 4, "stay": (10, 1), "stride": 4, "rule": "decay"}),
         (MixGRPO(schedule="decay"), {"size": 4, "stay": (10, 1), "stride": 1, "rule": "decay"}),
-        (Far(schedule="exp_decay", window_iterations=12), {"size": 4, "stay": 12, "stride": 4, "rule": "exp"}),
+        (
+            Far(schedule="exp_decay", window_iterations=12),
+            {"size": 4, "stay": 12, "stride": 4, "rule": "exp"},
+        ),
     ],
 )
 def test_the_window_moves_as_published(algorithm, published):
-    """On all of 300 iterations; or, with stride 1 far enough, until the published window is empty (where its code fails and
-    this one rolls back)."""
+    """On all of 300 iterations; or, with stride 1 far enough, until the published window is empty
+    (where its code fails and this one rolls back)."""
     theirs, ours = published_windows(25, 300, **published), windows(algorithm)
     until = theirs.index([]) if [] in theirs else 300
     assert ours[:until] == theirs[:until] and until > 100
@@ -216,19 +245,26 @@ def test_the_window_moves_as_published(algorithm, published):
 
 def test_a_random_window_lies_anywhere_before_the_end():
     starts = Counter(window[0] for window in windows(MixGRPO(schedule="random"), iterations=600))
-    assert set(starts) == set(range(20))  # 23 - 4 + 1 places; one is missed with probability 20 (19/20)^600 < 1e-12
-    assert all(window[-1] < 23 and len(window) == 4 for window in windows(MixGRPO(schedule="random")))
+    # 23 - 4 + 1 places; one is missed with probability 20 (19/20)^600 < 1e-12
+    assert set(starts) == set(range(20))
+    assert all(
+        window[-1] < 23 and len(window) == 4 for window in windows(MixGRPO(schedule="random"))
+    )
     assert windows(MixGRPO(schedule="random"), seed=1) != windows(MixGRPO(schedule="random"))
 
 
 def test_a_grid_too_short_for_a_window_is_refused():
-    for algorithm, num_steps, key in ((FlowGRPOFast(), 4, "window_size"), (MixGRPO(), 2, "num_steps")):
+    for algorithm, num_steps, key in (
+        (FlowGRPOFast(), 4, "window_size"),
+        (MixGRPO(), 2, "num_steps"),
+    ):
         with pytest.raises(ValueError, match=key):
             algorithm.plans(num_steps)
 
 
 def test_dancegrpo_trains_random_steps_and_never_the_last():
-    """9 of 15, each drawn with probability 0.6: over 400 iterations the share has a standard error of 0.0245; 5 of them."""
+    """9 of 15, each drawn with probability 0.6: over 400 iterations the share has a standard error
+    of 0.0245; 5 of them."""
     drawn = [DanceGRPO().plans(16, iteration)[0].trained for iteration in range(400)]
     assert all(len(set(steps)) == 9 and set(steps) <= set(range(15)) for steps in drawn)
     shares = Counter(step for steps in drawn for step in steps)
@@ -237,8 +273,8 @@ def test_dancegrpo_trains_random_steps_and_never_the_last():
 
 @pytest.mark.parametrize("compression", [0.05, 0.2, 0.4, 0.7, 1.0])
 def test_flash_tails_have_the_published_number_of_points_and_reach_the_image(compression):
-    """n = int(max((T - l) ratio, 1)) points for l the last stochastic step. The published n = 1 never reaches the image; here
-    two points are the least."""
+    """n = int(max((T - l) ratio, 1)) points for l the last stochastic step. The published n = 1
+    never reaches the image; here two points are the least."""
     for iteration in range(0, 1000, 7):
         (plan,) = MixGRPOFlash(compression=compression).plans(25, iteration)
         (tail,) = plan.tails
@@ -263,15 +299,20 @@ def test_the_cps_step_is_the_published_one():
     sigmas = sigma_grid(10, 3.0).double()
     for sigma, sigma_next in itertools.pairwise(sigmas):
         s = sigma_next * math.sin(0.8 * math.pi / 2)
-        mean = (x - sigma * v) * (1 - sigma_next) + (x + v * (1 - sigma)) * torch.sqrt(sigma_next**2 - s**2)
+        mean = (x - sigma * v) * (1 - sigma_next) + (x + v * (1 - sigma)) * torch.sqrt(
+            sigma_next**2 - s**2
+        )
         landing = cps_kernel(0.8)(x, v, sigma, sigma_next)
         torch.testing.assert_close(landing.mean, mean, atol=1e-14, rtol=0)
         torch.testing.assert_close(landing.std, s, atol=1e-15, rtol=0)
-        torch.testing.assert_close(landing.log_prob(taken), -((taken - mean) ** 2).mean(1), atol=1e-14, rtol=0)
+        torch.testing.assert_close(
+            landing.log_prob(taken), -((taken - mean) ** 2).mean(1), atol=1e-14, rtol=0
+        )
 
 
 def coefficients(kernel, sigma, sigma_next):
-    """(of the image, of the noise) in a step from x = (1 - sigma) image + sigma noise, where the mean is linear in both."""
+    """(of the image, of the noise) in a step from x = (1 - sigma) image + sigma noise, where the
+    mean is linear in both."""
     one, zero = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
     image = kernel((1 - sigma) * one, -one, sigma, sigma_next)  # image 1, noise 0: v = -1
     noise = kernel(sigma * one, one, sigma, sigma_next)
@@ -281,7 +322,8 @@ def coefficients(kernel, sigma, sigma_next):
 
 @pytest.mark.parametrize("eta", [0.2, 0.7, 0.95])
 def test_cps_preserves_the_coefficients_and_flow_sde_does_not(eta):
-    """From a point of the straight path the next one has 1 - sigma' of the image and sigma' of noise, old and new together."""
+    """From a point of the straight path the next one has 1 - sigma' of the image and sigma' of
+    noise, old and new together."""
     sigmas = sigma_grid(10, 3.0).double()
     excess = []
     for i in range(9):
@@ -295,7 +337,8 @@ def test_cps_preserves_the_coefficients_and_flow_sde_does_not(eta):
 
 
 def kept(kernel_of, num_steps, shift, std=0.6):
-    """The samples' share of the std of a Gaussian target. Its exact velocity is linear in x, so the variance is a recursion."""
+    """The samples' share of the std of a Gaussian target. Its exact velocity is linear in x, so the
+    variance is a recursion."""
     sigmas, one = sigma_grid(num_steps, shift).double(), torch.ones(1, 1, dtype=torch.float64)
     kernel, variance = kernel_of(sigmas), 1.0
     for sigma, sigma_next in itertools.pairwise(sigmas):
@@ -324,21 +367,28 @@ def test_what_cps_and_the_sde_keep_of_a_gaussian(kernel_of, num_steps, shift, pe
 
 @pytest.mark.parametrize("eta", [0.3, 0.8])
 def test_cps_and_the_sde_keep_what_small_steps_tend_to(eta):
-    """With c = cos(eta pi / 2), many small steps near sigma bring the variance to sin^2 sigma^2 / (1 - a^2), where a step keeps
-    a = 1 - (1 - c) sigma^2 / std^2 of x to second order: (1 + c) / 2 of the target's, a std of cos(eta pi / 4), 80.9 % at .8.
-    What remains is of the order of a step, 1 / 4096 (measured: 4 of them)."""
-    assert kept(lambda sigmas: cps_kernel(eta), 4096, 1.0) == pytest.approx(math.cos(eta * math.pi / 4), abs=8 / 4096)
-    assert kept(lambda sigmas: sde_kernel(flow_sde(sigmas, eta)), 4096, 1.0) == pytest.approx(1, abs=8 / 4096)
+    """With c = cos(eta pi / 2), many small steps near sigma bring the variance to sin^2 sigma^2 /
+    (1 - a^2), where a step keeps a = 1 - (1 - c) sigma^2 / std^2 of x to second order: (1 + c) / 2
+    of the target's, a std of cos(eta pi / 4), 80.9 % at .8. What remains is of the order of a step,
+    1 / 4096 (measured: 4 of them)."""
+    assert kept(lambda sigmas: cps_kernel(eta), 4096, 1.0) == pytest.approx(
+        math.cos(eta * math.pi / 4), abs=8 / 4096
+    )
+    assert kept(lambda sigmas: sde_kernel(flow_sde(sigmas, eta)), 4096, 1.0) == pytest.approx(
+        1, abs=8 / 4096
+    )
 
 
 # --- losses
 
 
 def gaussian_kl(shift, sigma, sigma_next, g, std=0.6):
-    """KL of two steps whose policies' image means differ by `shift`, per entry: Flow-GRPO's Eq. 14 with v - v' =
-    -sigma shift / variance (the Gaussian policy's velocity is linear in its mean)."""
+    """KL of two steps whose policies' image means differ by `shift`, per entry: Flow-GRPO's Eq. 14
+    with v - v' = -sigma shift / variance (the Gaussian policy's velocity is linear in its mean)."""
     dsigma, variance = sigma - sigma_next, (1 - sigma) ** 2 * std**2 + sigma**2
-    return dsigma / 2 * (g * (1 - sigma) / (2 * sigma) + 1 / g) ** 2 * (sigma / variance * shift) ** 2
+    return (
+        dsigma / 2 * (g * (1 - sigma) / (2 * sigma) + 1 / g) ** 2 * (sigma / variance * shift) ** 2
+    )
 
 
 def test_the_kl_to_the_base_is_the_papers():
@@ -357,14 +407,22 @@ def test_the_kl_to_the_base_is_the_papers():
 def steps_of(size, **given):
     """What a loss is told about `size` members; what is not given is 0, std and dsigma are 1."""
     told = {field.name: torch.zeros(size) for field in fields(TakenSteps)}
-    told |= {"std": torch.ones(size), "dsigma": torch.ones(size), "step": torch.zeros(size, dtype=torch.int64)}
+    told |= {
+        "std": torch.ones(size),
+        "dsigma": torch.ones(size),
+        "step": torch.zeros(size, dtype=torch.int64),
+    }
     return TakenSteps(**told | given)
 
 
 def steps_between(new, old, x_next, **given):
     """Of the transition to `x_next`, by its kernels with the weights now and when it was taken."""
     ones = torch.ones(len(x_next))
-    known = {"log_prob": new.log_prob(x_next), "old_log_prob": old.log_prob(x_next), "old_kl": kernel_kl(new, old) * ones}
+    known = {
+        "log_prob": new.log_prob(x_next),
+        "old_log_prob": old.log_prob(x_next),
+        "old_kl": kernel_kl(new, old) * ones,
+    }
     return steps_of(len(x_next), **known, std=new.std * ones, **given)
 
 
@@ -372,24 +430,40 @@ def collected(monkeypatch, kind):
     """What the losses of `kind` are given from now on."""
     seen = []
     loss = kind.policy_loss
-    monkeypatch.setattr(kind, "policy_loss", lambda self, steps: seen.append(steps) or loss(self, steps))
+    monkeypatch.setattr(
+        kind, "policy_loss", lambda self, steps: seen.append(steps) or loss(self, steps)
+    )
     return seen
 
 
 def test_a_loss_is_told_how_far_the_weights_have_gone(monkeypatch):
-    """After a shift of the policy between two updates, old_kl is the KL of the two policies' steps, in closed form."""
+    """After a shift of the policy between two updates, old_kl is the KL of the two policies' steps,
+    in closed form."""
     seen = collected(monkeypatch, GRPOGuard)
     policy = GaussianPolicy(mean=0.1)
-    t = named("grpo_guard", "algorithm.group_size=4", "algorithm.update_every=2", "sampling.num_steps=6", policy=policy)
+    t = named(
+        "grpo_guard",
+        "algorithm.group_size=4",
+        "algorithm.update_every=2",
+        "sampling.num_steps=6",
+        policy=policy,
+    )
     t.learner.optimizer.step = lambda: policy.mean.data.add_(0.2)
     seen.clear()  # of what counts the run's evaluations
     t.iterate()
     first, second = seen
-    assert torch.equal(first.old_kl, torch.zeros_like(first.old_kl)) and torch.equal(first.log_prob, first.old_log_prob)
+    assert torch.equal(first.old_kl, torch.zeros_like(first.old_kl)) and torch.equal(
+        first.log_prob, first.old_log_prob
+    )
     sigmas = t.sigmas.double()
     g = flow_sde(sigmas, 0.7)
-    expected = [float(gaussian_kl(0.2, sigmas[i], sigmas[i + 1], g(sigmas[i]))) for i in range(5) for _ in range(2)]
-    torch.testing.assert_close(second.old_kl, torch.tensor(expected * 2), rtol=1e-3, atol=0)  # two prompts
+    expected = [
+        float(gaussian_kl(0.2, sigmas[i], sigmas[i + 1], g(sigmas[i])))
+        for i in range(5)
+        for _ in range(2)
+    ]
+    # two prompts
+    torch.testing.assert_close(second.old_kl, torch.tensor(expected * 2), rtol=1e-3, atol=0)
 
 
 def test_tempflow_weighs_a_step_by_its_noise(monkeypatch):
@@ -401,16 +475,26 @@ def test_tempflow_weighs_a_step_by_its_noise(monkeypatch):
     sigmas = t.sigmas
     std = flow_sde(sigmas, 0.7)(sigmas[:7]) * (sigmas[:7] - sigmas[1:8]).sqrt()
     torch.testing.assert_close(steps.std, std.repeat_interleave(6).repeat(2))
-    torch.testing.assert_close(steps.dsigma, (sigmas[:7] - sigmas[1:8]).repeat_interleave(6).repeat(2))
+    torch.testing.assert_close(
+        steps.dsigma, (sigmas[:7] - sigmas[1:8]).repeat_interleave(6).repeat(2)
+    )
     plain = clipped_surrogate(steps.log_prob - steps.old_log_prob, steps.advantages, 1e-4)
-    torch.testing.assert_close(TempFlowGRPO(group_size=6).policy_loss(steps), 2.25 * steps.std * plain)
+    torch.testing.assert_close(
+        TempFlowGRPO(group_size=6).policy_loss(steps), 2.25 * steps.std * plain
+    )
 
 
 def test_the_std_of_the_batch_is_over_all_groups():
     rewards = torch.tensor([[1.0, 3.0], [10.0, 10.2]])
     center = rewards.mean()
     std = ((rewards - center) ** 2).sum().div(3).sqrt()
-    torch.testing.assert_close(group_normalize(rewards, batch_std=True), (rewards - rewards.mean(1, keepdim=True)) / std)
+    torch.testing.assert_close(
+        group_normalize(rewards, batch_std=True), (rewards - rewards.mean(1, keepdim=True)) / std
+    )
     tied = torch.tensor([[0.1, 0.1, 0.1], [0.0, 1.0, float("nan")]])
     advantages = group_normalize(tied, batch_std=True)
-    assert torch.equal(advantages[0], torch.zeros(3)) and advantages[1, 2] == 0 and advantages[1, 1] == -advantages[1, 0] > 0
+    assert (
+        torch.equal(advantages[0], torch.zeros(3))
+        and advantages[1, 2] == 0
+        and advantages[1, 1] == -advantages[1, 0] > 0
+    )

@@ -19,9 +19,18 @@ SIGMAS = sigma_grid(6, 3.0)
 def example(step, members=3):
     """A group that branched at `step`, from noise."""
     generator = torch.Generator().manual_seed(step)
-    x, landed = torch.randn(1, 3, 2, 2, generator=generator), torch.randn(members, 3, 2, 2, generator=generator)
+    x, landed = (
+        torch.randn(1, 3, 2, 2, generator=generator),
+        torch.randn(members, 3, 2, 2, generator=generator),
+    )
     advantages = torch.tensor([1.0, -0.5, -2.0])[:members]
-    return Example(0, step, x, advantages, {"x_next": landed, "old_mean": 0 * x, "old_log_prob": torch.zeros(members)})
+    return Example(
+        0,
+        step,
+        x,
+        advantages,
+        {"x_next": landed, "old_mean": 0 * x, "old_log_prob": torch.zeros(members)},
+    )
 
 
 def loss(algorithm, policy, step):
@@ -31,22 +40,28 @@ def loss(algorithm, policy, step):
 
 def test_without_segments_it_is_g2rpo():
     policy = GaussianPolicy(size=2)
-    ours, plain = (loss(kind(eta=0.8, **more), policy, 1) for kind, more in ((PaveGRPO, {"segments": ()}), (GranularGRPO, {})))
+    ours, plain = (
+        loss(kind(eta=0.8, **more), policy, 1)
+        for kind, more in ((PaveGRPO, {"segments": ()}), (GranularGRPO, {}))
+    )
     assert torch.equal(ours, plain)
-    assert not torch.allclose(loss(PaveGRPO(eta=0.8), policy, 1), plain)  # the value is -2 A instead of -A
+    # the value is -2 A instead of -A
+    assert not torch.allclose(loss(PaveGRPO(eta=0.8), policy, 1), plain)
 
 
 @pytest.mark.parametrize(
     ("more", "evaluations", "rows"),
     [
         ({}, 7 + 12 * (15 + 13 + 11 + 9), 4 * (1 + 1 + 2)),
-        ({"granularities": (1, 2)}, 7 + 12 * (48 + (8 + 7 + 6 + 5) - 4 * 2), 4 * (1 + 1 + 2)),  # the first two are shared
+        # the first two are shared
+        ({"granularities": (1, 2)}, 7 + 12 * (48 + (8 + 7 + 6 + 5) - 4 * 2), 4 * (1 + 1 + 2)),
         ({"segments": (4,)}, 7 + 12 * 48, 4 * (1 + 3)),
         ({"segments": ()}, 7 + 12 * 48, 4),
     ],
 )
 def test_rollouts_cost_what_g2rpos_do_and_an_update_so_many_sub_steps_more(more, evaluations, rows):
-    """Rows of the training pass: 1 + sum of (n - 1) for each branch step, whatever the group's size."""
+    """Rows of the training pass: 1 + sum of (n - 1) for each branch step, whatever the group's
+    size."""
     algorithm = PaveGRPO(**more)
     plans = algorithm.plans(16)
     assert count_evaluations(plans, 12) == evaluations
@@ -59,6 +74,8 @@ def test_the_kl_term_is_that_of_the_whole_step_alone():
     policy = GaussianPolicy(mean=0.2, size=2)
     policy._base_mean = torch.zeros_like(policy.mean)
     plain, held = (loss(replace(PaveGRPO(), kl_weight=weight), policy, 1) for weight in (0.0, 0.5))
-    alone, also = (loss(replace(GranularGRPO(eta=0.8), kl_weight=weight), policy, 1) for weight in (0.0, 0.5))
+    alone, also = (
+        loss(replace(GranularGRPO(eta=0.8), kl_weight=weight), policy, 1) for weight in (0.0, 0.5)
+    )
     torch.testing.assert_close(held - plain, also - alone)
     assert float((held - plain).detach().min()) > 0

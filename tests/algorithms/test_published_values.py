@@ -1,4 +1,5 @@
-"""The neighbours' published numbers: where they come from, and that a rule of the published code is kept."""
+"""The neighbours' published numbers: where they come from, and that a rule of the published code is
+kept."""
 
 import math
 
@@ -32,12 +33,19 @@ def test_tempflows_weights_average_to_one_over_the_trained_steps(sigmas, eta, we
 
 
 def test_the_kl_of_a_squared_distance_is_one_too():
-    """Its log-prob -(x - mean)^2 is that of a normal of variance 1/2, whose KL is |mean - mean'|^2: the published one."""
+    """Its log-prob -(x - mean)^2 is that of a normal of variance 1/2, whose KL is |mean - mean'|^2:
+    the published one."""
     x, v, w = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
-    now, base = (cps_kernel(0.7)(x, velocity, torch.tensor(0.7), torch.tensor(0.6)) for velocity in (v, w))
+    now, base = (
+        cps_kernel(0.7)(x, velocity, torch.tensor(0.7), torch.tensor(0.6)) for velocity in (v, w)
+    )
     torch.testing.assert_close(kernel_kl(now, base), (now.mean - base.mean).square().mean(1))
-    variance_half = [torch.distributions.Normal(kernel.mean, math.sqrt(0.5)) for kernel in (now, base)]
-    torch.testing.assert_close(kernel_kl(now, base), torch.distributions.kl_divergence(*variance_half).mean(1))
+    variance_half = [
+        torch.distributions.Normal(kernel.mean, math.sqrt(0.5)) for kernel in (now, base)
+    ]
+    torch.testing.assert_close(
+        kernel_kl(now, base), torch.distributions.kl_divergence(*variance_half).mean(1)
+    )
 
 
 def last_steps(algorithm, num_steps=6, solver="euler"):
@@ -45,7 +53,9 @@ def last_steps(algorithm, num_steps=6, solver="euler"):
     policy, sigmas = GaussianPolicy(mean=0.3), sigma_grid(num_steps, 3.0)
     tails = Tails(solver=solver)
     engine = Engine(policy=policy, cond=policy.encode(["0"]), sigmas=sigmas, tails=tails)
-    (rollout,) = engine.rollout(algorithm.plans(num_steps), 5, algorithm.kernel(sigmas), generator_for)
+    (rollout,) = engine.rollout(
+        algorithm.plans(num_steps), 5, algorithm.kernel(sigmas), generator_for
+    )
     x = rollout.transitions[-1].x_next
     with torch.no_grad():
         return rollout, engine.velocity(x, [num_steps - 1] * 5, [0] * 5), sigmas, engine.evaluations
@@ -53,45 +63,67 @@ def last_steps(algorithm, num_steps=6, solver="euler"):
 
 @pytest.mark.parametrize(("kind", "solver"), [(FlowGRPO, "euler"), (GRPOGuard, "dpmpp2m")])
 def test_the_last_step_is_stochastic_as_published_and_not_trained(kind, solver):
-    """The published pipelines take one stochastic step after another down to sigma = 0, and train 99 % of them: 9 of 10."""
+    """The published pipelines take one stochastic step after another down to sigma = 0, and train
+    99 % of them: 9 of 10."""
     noisy, v, sigmas, evaluations = last_steps(kind(), solver=solver)
-    still, *_, as_many = last_steps(type("Still", (kind,), {"noisy_last_step": False})(), solver=solver)
-    assert [t.step for t in noisy.transitions] == [t.step for t in still.transitions] == [0, 1, 2, 3, 4]
+    still, *_, as_many = last_steps(
+        type("Still", (kind,), {"noisy_last_step": False})(), solver=solver
+    )
+    assert (
+        [t.step for t in noisy.transitions]
+        == [t.step for t in still.transitions]
+        == [0, 1, 2, 3, 4]
+    )
     for a, b in zip(noisy.transitions, still.transitions, strict=True):
         assert torch.equal(a.x_next, b.x_next) and torch.equal(a.old_log_prob, b.old_log_prob)
-    x, noise = noisy.transitions[-1].x_next, torch.randn(noisy.finals[0].shape, generator=generator_for(0, "branch", 0, 5))
+    x, noise = (
+        noisy.transitions[-1].x_next,
+        torch.randn(noisy.finals[0].shape, generator=generator_for(0, "branch", 0, 5)),
+    )
     sigma, g = sigmas[5], 0.7 * math.sqrt(float(sigmas[5] / (1 - sigmas[5])))
-    mean = x * (1 - g**2 / 2) - v * (sigma + g**2 * (1 - sigma) / 2)  # the published step with sigma' = 0
+    # the published step with sigma' = 0
+    mean = x * (1 - g**2 / 2) - v * (sigma + g**2 * (1 - sigma) / 2)
     torch.testing.assert_close(noisy.finals[0], mean + g * sigma.sqrt() * noise)
     torch.testing.assert_close(still.finals[0], x - sigma * v)
-    assert evaluations == as_many == 5 * 6 + 5  # every member at every step, and the five asked for above
+    # every member at every step, and the five asked for above
+    assert evaluations == as_many == 5 * 6 + 5
 
 
 def published_guard(new, old, x_next, advantages, std, dsigma, correction, clip=2e-6):
-    """The loss of GRPO-Guard for one step of a batch: its code averages the correction over everything, the batch too, and the
-    paper over each member's entries."""
+    """The loss of GRPO-Guard for one step of a batch: its code averages the correction over
+    everything, the batch too, and the paper over each member's entries."""
     log_ratio = ((x_next - old) ** 2 - (x_next - new) ** 2).mean(1) / (2 * std**2)
     moved = (new - old) ** 2
-    ratio = ((log_ratio + (moved.mean() if correction == "batch" else moved.mean(1)) / (2 * std**2)) * std).exp()
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip)) / dsigma
+    ratio = (
+        (log_ratio + (moved.mean() if correction == "batch" else moved.mean(1)) / (2 * std**2))
+        * std
+    ).exp()
+    return (
+        torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip)) / dsigma
+    )
 
 
 @pytest.mark.parametrize("correction", ["batch", "member"])
 def test_guards_loss_is_the_published_one(correction):
-    """Two steps in one pass, each a batch of its own; values and gradients, the correction's own gradient among them."""
+    """Two steps in one pass, each a batch of its own; values and gradients, the correction's own
+    gradient among them."""
     generator = torch.Generator().manual_seed(0)
     new = torch.randn(2, 5, 8, generator=generator, requires_grad=True)
     old, x_next = new.detach() + 0.1 * torch.randn(2, 2, 5, 8, generator=generator)
     advantages, stds, dsigmas = torch.randn(2, 5, generator=generator), (0.3, 0.5), (0.08, 0.11)
     each = zip(new, old, x_next, advantages, stds, dsigmas, strict=True)
     expected = torch.cat([published_guard(*of, correction) for of in each])
-    std, dsigma, step = (torch.tensor(pair).repeat_interleave(5) for pair in (stds, dsigmas, (3, 7)))
+    std, dsigma, step = (
+        torch.tensor(pair).repeat_interleave(5) for pair in (stds, dsigmas, (3, 7))
+    )
     now, before = Normal(new.flatten(0, 1), std), Normal(old.flatten(0, 1), std)
     more = {"advantages": advantages.flatten(), "dsigma": dsigma, "step": step}
     kind = type("Guard", (GRPOGuard,), {"correction": correction})
     loss = kind().policy_loss(steps_between(now, before, x_next.flatten(0, 1), **more))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    theirs, ours = (torch.autograd.grad(values.sum(), new, retain_graph=True)[0] for values in (expected, loss))
+    theirs, ours = (
+        torch.autograd.grad(values.sum(), new, retain_graph=True)[0] for values in (expected, loss)
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -99,7 +131,9 @@ def test_guards_loss_is_the_published_one(correction):
 def test_a_loss_knows_which_step_each_of_its_rows_is(monkeypatch, kind):
     """With latents of their own or a shared one; passes are cut anywhere."""
     seen = collected(monkeypatch, kind)
-    t = trainer(None, f"algorithm.name={kind.name}", "algorithm.group_size=6", "trainer.micro_batch_size=4")
+    t = trainer(
+        None, f"algorithm.name={kind.name}", "algorithm.group_size=6", "trainer.micro_batch_size=4"
+    )
     seen.clear()  # of what counts the run's evaluations
     t.iterate()
     assert sum(len(steps.step) for steps in seen) == 2 * 6 * 5
@@ -109,8 +143,8 @@ def test_a_loss_knows_which_step_each_of_its_rows_is(monkeypatch, kind):
 
 
 def tracked(rewards, whole_batch):
-    """Flow-GRPO's per-prompt statistics from their description: the group's mean, numpy's std of the group or of the whole
-    batch, and 1e-4 more."""
+    """Flow-GRPO's per-prompt statistics from their description: the group's mean, numpy's std of
+    the group or of the whole batch, and 1e-4 more."""
     groups = rewards.double().numpy()
     spread = groups.std() if whole_batch else groups.std(1, keepdims=True)
     return torch.from_numpy((groups - groups.mean(1, keepdims=True)) / (spread + 1e-4)).float()
@@ -118,12 +152,16 @@ def tracked(rewards, whole_batch):
 
 @pytest.mark.parametrize("kind", [FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, TempFlowGRPO])
 def test_flow_grpo_and_its_kin_normalise_as_published(kind):
-    """Scores as small as PickScore / 26 in one group of SD3.5's: the 1e-4 is seen. Guard's and TempFlow's configs have
-    global_std off."""
+    """Scores as small as PickScore / 26 in one group of SD3.5's: the 1e-4 is seen. Guard's and
+    TempFlow's configs have global_std off."""
     algorithm = kind()
-    rewards = 0.8 + 0.01 * torch.randn(6, algorithm.group_size, generator=torch.Generator().manual_seed(2))
+    rewards = 0.8 + 0.01 * torch.randn(
+        6, algorithm.group_size, generator=torch.Generator().manual_seed(2)
+    )
     rewards[3] = rewards[3, 0]
     advantages = algorithm.advantages(rewards[:, None, None], torch.ones(1))
     assert algorithm.batch_std == (kind not in (GRPOGuard, TempFlowGRPO))
-    torch.testing.assert_close(advantages, tracked(rewards, algorithm.batch_std), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        advantages, tracked(rewards, algorithm.batch_std), rtol=1e-5, atol=1e-7
+    )
     assert torch.equal(advantages[3], torch.zeros(algorithm.group_size))

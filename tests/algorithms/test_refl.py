@@ -1,4 +1,5 @@
-"""ReFL: its gradient in closed form and by finite differences, the step that is drawn, missing scores, rewards refused."""
+"""ReFL: its gradient in closed form and by finite differences, the step that is drawn, missing
+scores, rewards refused."""
 
 import math
 
@@ -16,7 +17,8 @@ SMALL = ("algorithm.name=refl", "algorithm.group_size=6", "algorithm.ceiling=2")
 
 
 class Smooth:
-    """The mean of all channels of all pixels, unrounded; no score for prompts that are negative numbers."""
+    """The mean of all channels of all pixels, unrounded; no score for prompts that are negative
+    numbers."""
 
     differentiable = True
 
@@ -34,13 +36,16 @@ def watched(t):
     seen, examples, update = [], [], t.updater.update
     t.updater.update = lambda given, cond: update(examples.extend([given]) or given, cond)
     t.learner.optimizer.register_step_pre_hook(
-        lambda *_: seen.append((torch.cat([p.grad.flatten() for p in t.learner.parameters]), examples[-1]))
+        lambda *_: seen.append(
+            (torch.cat([p.grad.flatten() for p in t.learner.parameters]), examples[-1])
+        )
     )
     return seen
 
 
 def test_the_gradient_is_that_of_the_predicted_image_in_closed_form():
-    """x0 = x - sigma v, dv/dm = -(1 - sigma)(sigma - (1 - sigma) s^2)/var - 1; r is the mean of sigmoid(x0)."""
+    """x0 = x - sigma v, dv/dm = -(1 - sigma)(sigma - (1 - sigma) s^2)/var - 1; r is the mean of
+    sigmoid(x0)."""
     t = made(prompts=["0", "0.1", "0.2"])
     seen = watched(t)
     row = t.iterate()
@@ -54,7 +59,9 @@ def test_the_gradient_is_that_of_the_predicted_image_in_closed_form():
         deviation = (example.x - (1 - sigma) * shift) / variance
         image = example.x - sigma * (sigma * deviation - shift - (1 - sigma) * s**2 * deviation)
         rewards.append(image.sigmoid().flatten(1).mean(1))
-        expected -= (image.sigmoid() * (1 - image.sigmoid()) * sigma * slope / 48).sum(0) / (6 * len(examples))
+        expected -= (image.sigmoid() * (1 - image.sigmoid()) * sigma * slope / 48).sum(0) / (
+            6 * len(examples)
+        )
     torch.testing.assert_close(gradient, expected.flatten(), atol=1e-8, rtol=1e-4)
     assert row["predicted_reward"] == pytest.approx(float(torch.cat(rewards).mean()), abs=1e-6)
     assert row["loss"] == pytest.approx(2 - row["predicted_reward"], abs=1e-6)
@@ -67,7 +74,8 @@ def test_beyond_the_ceiling_nothing_is_learnt():
 
 
 def test_a_member_without_a_score_does_not_count():
-    """Prompt -0.1 has none: the gradient is that of prompt 0 alone, for all that NaN flows back from the other."""
+    """Prompt -0.1 has none: the gradient is that of prompt 0 alone, for all that NaN flows back
+    from the other."""
     gradients = []
     for prompts in (["0", "-0.1"], ["0"]):
         t = made(f"trainer.prompts_per_iteration={len(prompts)}", prompts=prompts, heldout=["0"])
@@ -84,7 +92,9 @@ def test_the_step_is_one_of_the_last_and_the_walk_is_the_odes():
     assert {steps.count(step) > 70 for step in (4, 5, 6)} == {True} and len(set(steps)) == 3
     t = made("trainer.prompts_per_iteration=1")
     cond = t.policy.encode(["0.1"])
-    (rollout,) = t.collector.collect(t.collector.own_spec(t.algorithm, 0), cond, ["0.1"], Stopwatch()).rollouts
+    (rollout,) = t.collector.collect(
+        t.collector.own_spec(t.algorithm, 0), cond, ["0.1"], Stopwatch()
+    ).rollouts
     start = t.policy.noise([t.collector.noise(0, 0, "initial", member) for member in range(6)])
     x = start
     for sigma, after in zip(t.sigmas[:-1], t.sigmas[1:], strict=True):
@@ -110,7 +120,11 @@ def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded():
 def test_a_prediction_without_a_score_teaches_nothing():
     def sometimes(images, prompts):
         scores = images.flatten(1).mean(1)
-        return torch.where(torch.arange(len(scores)) % 2 == 0, scores, math.nan) if torch.is_grad_enabled() else scores
+        return (
+            torch.where(torch.arange(len(scores)) % 2 == 0, scores, math.nan)
+            if torch.is_grad_enabled()
+            else scores
+        )
 
     sometimes.differentiable = True
     row = trainer(None, "algorithm.name=refl", rewards={"bright": sometimes}).iterate()

@@ -1,4 +1,5 @@
-"""Evaluations in a folder: the same pictures and numbers however they are cut, and nothing mixed up or overwritten."""
+"""Evaluations in a folder: the same pictures and numbers however they are cut, and nothing mixed up
+or overwritten."""
 
 import json
 
@@ -51,7 +52,11 @@ def run(judged, chunks=None, rewards=None):
 
 
 def files(directory):
-    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(directory): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_results_are_the_means_and_intervals_of_the_scores(tmp_path, monkeypatch):
@@ -68,12 +73,23 @@ def test_results_are_the_means_and_intervals_of_the_scores(tmp_path, monkeypatch
             policy = GaussianPolicy(mean=mean)
             images = Sampler(policy=policy, shift=3.0, num_steps=steps, seed=5).pictures(PROMPTS)
             scores.append(brightness(images, PROMPTS).double().numpy())
-        line = next(line for line in report["results"] if (line["steps"], line["reward"]) == (steps, "bright"))
-        for name, values in (("base", scores[0]), ("tuned", scores[1]), ("change", scores[1] - scores[0])):
+        line = next(
+            line
+            for line in report["results"]
+            if (line["steps"], line["reward"]) == (steps, "bright")
+        )
+        for name, values in (
+            ("base", scores[0]),
+            ("tuned", scores[1]),
+            ("change", scores[1] - scores[0]),
+        ):
             expected = interval(values)
             assert line[name]["count"] == 7
             for key in ("mean", "low", "high"):  # float32 pictures in batches of 3 or 7
-                assert line[name][key] == pytest.approx(getattr(expected, key), abs=1e-6), (name, key)
+                assert line[name][key] == pytest.approx(getattr(expected, key), abs=1e-6), (
+                    name,
+                    key,
+                )
         assert line["change"]["low"] > 0
 
 
@@ -81,13 +97,17 @@ def test_pictures_do_not_depend_on_how_they_are_cut(tmp_path):
     one, many = judging(tmp_path / "one", batch_size=100), judging(tmp_path / "many", batch_size=1)
     for judged in (one, many):
         run(judged)
-    scores = [[row["scores"]["bright"] for row in sorted(j.rows(), key=lambda row: row["picture"])] for j in (one, many)]
+    scores = [
+        [row["scores"]["bright"] for row in sorted(j.rows(), key=lambda row: row["picture"])]
+        for j in (one, many)
+    ]
     assert scores[0] == pytest.approx(scores[1], abs=1e-6)
 
 
 @pytest.mark.parametrize("when", [1, 7])
 def test_resumed_equals_uninterrupted(tmp_path, when):
-    """Stopped in the middle of each side and step count: the same bytes in every file, and no chunk done twice."""
+    """Stopped in the middle of each side and step count: the same bytes in every file, and no chunk
+    done twice."""
     calls = []
 
     def stopping(images, prompts):
@@ -110,12 +130,20 @@ def test_resumed_equals_uninterrupted(tmp_path, when):
 
 def test_the_draws_of_the_controls_begin_from_noises_of_their_own(tmp_path):
     """Each draw is that of the sampler, and the best of them is no worse than the base."""
-    judged = judging(tmp_path, weights=None, steps=[2], controls=[{"draw": draw} for draw in (1, 2, 3)])
+    judged = judging(
+        tmp_path, weights=None, steps=[2], controls=[{"draw": draw} for draw in (1, 2, 3)]
+    )
     policy = run(judged)
     sampler = judged.config.sampler(policy, 2)
     for draw in (1, 2, 3):
-        own = sampler.evaluate(PROMPTS, {"bright": brightness}, control=Control(draw=draw)).scores["bright"]
-        assert torch.allclose(scores_where(list(judged.rows()), control=f"draw {draw}")["bright"].float(), own, atol=1e-6)
+        own = sampler.evaluate(PROMPTS, {"bright": brightness}, control=Control(draw=draw)).scores[
+            "bright"
+        ]
+        assert torch.allclose(
+            scores_where(list(judged.rows()), control=f"draw {draw}")["bright"].float(),
+            own,
+            atol=1e-6,
+        )
     assert len({row["scores"]["bright"] for row in judged.rows()}) == 4 * len(PROMPTS)
     means = {way.name: way.means["bright"] for way in judged.controls().ways}
     assert means["best of 4"] != means["base"]
@@ -167,11 +195,32 @@ def test_a_full_disk_is_named_and_finished_chunks_are_kept(tmp_path):
 def model(tmp_path, flux_directory):
     """Arguments that judge the tiny FLUX by a reward from a Python file."""
     (tmp_path / "asked.txt").write_text("a red circle\ntwo blue square\na square\n")
-    (tmp_path / "mine.py").write_text("def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
-    rewards = {"red": {"kind": "function", "options": {"target": f"{tmp_path / 'mine.py'}:redness"}}}
+    (tmp_path / "mine.py").write_text(
+        "def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
+    )
+    rewards = {
+        "red": {"kind": "function", "options": {"target": f"{tmp_path / 'mine.py'}:redness"}}
+    }
     (tmp_path / "rewards.yaml").write_text(yaml.safe_dump(rewards))
-    files = ["--plugin", tmp_path / "mine.py", "--prompts", tmp_path / "asked.txt", "--rewards", tmp_path / "rewards.yaml"]
-    return ["evaluate", "--model", flux_directory, "--size", 32, "--batch-size", 2, *files, "policy.max_sequence_length=12"]
+    files = [
+        "--plugin",
+        tmp_path / "mine.py",
+        "--prompts",
+        tmp_path / "asked.txt",
+        "--rewards",
+        tmp_path / "rewards.yaml",
+    ]
+    return [
+        "evaluate",
+        "--model",
+        flux_directory,
+        "--size",
+        32,
+        "--batch-size",
+        2,
+        *files,
+        "policy.max_sequence_length=12",
+    ]
 
 
 def adapter(tiny_config, directory, capsys):
@@ -179,7 +228,10 @@ def adapter(tiny_config, directory, capsys):
     done(capsys, "train", tiny_config, "trainer.iterations=1", "--run-dir", directory)
     path = directory / "adapter" / "pytorch_lora_weights.safetensors"
     generator = torch.Generator().manual_seed(0)
-    stronger = {name: value + 0.3 * torch.randn(value.shape, generator=generator) for name, value in load_file(path).items()}
+    stronger = {
+        name: value + 0.3 * torch.randn(value.shape, generator=generator)
+        for name, value in load_file(path).items()
+    }
     save_file(stronger, path, metadata={"format": "pt"})
     return directory
 
@@ -195,7 +247,10 @@ def test_evaluate_from_the_command_line(model, tiny_config, tmp_path, capsys):
     assert abs(change["mean"]) > 1e-4
     words = " ".join(shown.split())
     assert "95 % intervals" in words and f"{change['mean']:+.3f}" in words
-    assert {path.name for path in out.glob("grid_*.png")} == {"grid_steps_002.png", "grid_steps_003.png"}
+    assert {path.name for path in out.glob("grid_*.png")} == {
+        "grid_steps_002.png",
+        "grid_steps_003.png",
+    }
 
     before = files(out)
     again = done(capsys, *arguments)
@@ -216,16 +271,27 @@ def test_evaluate_from_the_command_line(model, tiny_config, tmp_path, capsys):
         (["rewards.red.options.target=x"], "unknown"),
     ],
 )
-def test_changed_settings_are_refused_and_nothing_is_overwritten(model, tmp_path, capsys, change, message):
+def test_changed_settings_are_refused_and_nothing_is_overwritten(
+    model, tmp_path, capsys, change, message
+):
     out = tmp_path / "out"
     done(capsys, *model, "--steps", "2", "--out", out)
     before = files(out)
-    err = refused(capsys, *model, *(["--steps", "2"] if "--steps" not in change else []), *change, "--out", out)
+    err = refused(
+        capsys,
+        *model,
+        *(["--steps", "2"] if "--steps" not in change else []),
+        *change,
+        "--out",
+        out,
+    )
     assert files(out) == before
     assert message in err or "rewards.red.options.target" in err
 
 
-def test_changed_prompts_and_weights_under_the_same_name_are_refused(model, tiny_config, tmp_path, capsys):
+def test_changed_prompts_and_weights_under_the_same_name_are_refused(
+    model, tiny_config, tmp_path, capsys
+):
     weights = adapter(tiny_config, tmp_path / "run", capsys) / "adapter"
     arguments = [*model, "--weights", weights, "--steps", "2", "--out", tmp_path / "out"]
     done(capsys, *arguments)
@@ -239,10 +305,17 @@ def test_changed_prompts_and_weights_under_the_same_name_are_refused(model, tiny
 
 
 def test_a_run_is_judged_as_it_judged_itself(tiny_config, tmp_path, capsys, monkeypatch):
-    """Same prompts, noise, steps and batches: the run's own table, up to the order of float32 additions."""
-    (tmp_path / "mine.py").write_text("def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
+    """Same prompts, noise, steps and batches: the run's own table, up to the order of float32
+    additions."""
+    (tmp_path / "mine.py").write_text(
+        "def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
+    )
     run_dir = tmp_path / "run"
-    reward = ["rewards.scene_accuracy=", "rewards.red.kind=function", f"rewards.red.options.target={tmp_path}/mine.py:redness"]
+    reward = [
+        "rewards.scene_accuracy=",
+        "rewards.red.kind=function",
+        f"rewards.red.options.target={tmp_path}/mine.py:redness",
+    ]
     done(capsys, "train", tiny_config, *reward, "optim.learning_rate=0.1", "--run-dir", run_dir)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evaluation").mkdir()
@@ -263,16 +336,24 @@ def test_a_run_is_judged_as_it_judged_itself(tiny_config, tmp_path, capsys, monk
         (["--steps", "ten"], "--steps ten: should be numbers"),
         (["--steps", "0"], "steps.0: input should be greater than or equal to 1"),
         (["--num-prompts", "9" * 20], "num_prompts: input should be less than or equal to 1000000"),
-        (["--steps", "2", "strength=1e39"], "strength: should be 0, or from 1e-18 to 1e+18 in size, got 1e+39"),
+        (
+            ["--steps", "2", "strength=1e39"],
+            "strength: should be 0, or from 1e-18 to 1e+18 in size, got 1e+39",
+        ),
         ([], "'steps' is missing"),
         (["--steps", "2", "--rewards", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["--steps", "2", "--weights", "nowhere"], "weights nowhere: is no folder"),
         (["--steps", "2", "guidance_scale=3"], "Did you mean 'policy.guidance_scale'?"),
         (["--steps", "2", "policy.height=31"], "multiples of"),
-        (["--steps", "2", "controls=[{stps: 3}]"], "unknown key 'controls.0.stps'. Did you mean 'controls.0.steps'?"),
+        (
+            ["--steps", "2", "controls=[{stps: 3}]"],
+            "unknown key 'controls.0.stps'. Did you mean 'controls.0.steps'?",
+        ),
     ],
 )
-def test_wrong_input_is_one_message_and_nothing_is_begun(model, tmp_path, capsys, arguments, message):
+def test_wrong_input_is_one_message_and_nothing_is_begun(
+    model, tmp_path, capsys, arguments, message
+):
     assert message in refused(capsys, *model, *arguments, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -286,8 +367,11 @@ def test_the_controls_of_a_model_are_guided_where_the_model_says(tmp_path, scale
 
 
 def offered_guidance(policy):
-    """Whether the default controls of a model change its own guidance; guidance by hand is offered else."""
-    config = with_controls(JudgingConfig.model_validate({**PLAIN, "policy": policy, "prompts": "starter:heldout"}))
+    """Whether the default controls of a model change its own guidance; guidance by hand is offered
+    else."""
+    config = with_controls(
+        JudgingConfig.model_validate({**PLAIN, "policy": policy, "prompts": "starter:heldout"})
+    )
     own = any(control.guidance is not None for control in config.controls)
     assert own or any(control.cfg is not None for control in config.controls)
     return own
@@ -295,9 +379,17 @@ def offered_guidance(policy):
 
 @pytest.mark.parametrize("build", [flux_pipeline, klein])
 def test_models_whose_scale_does_nothing_are_offered_no_other_scale(tmp_path, build):
-    """FLUX.1-schnell has no input for it, distilled klein ignores it; FLUX.1-dev and klein-base do not."""
+    """FLUX.1-schnell has no input for it, distilled klein ignores it; FLUX.1-dev and klein-base do
+    not."""
     for acts in (True, False):
-        pipeline = build(guidance_embeds=acts) if build is flux_pipeline else build(distilled=not acts)
+        pipeline = (
+            build(guidance_embeds=acts) if build is flux_pipeline else build(distilled=not acts)
+        )
         folder = tmp_path / str(acts)
         pipeline.save_pretrained(folder)
-        assert offered_guidance({"path": str(folder), "height": 32, "width": 32, "guidance_scale": 3.5}) is acts
+        assert (
+            offered_guidance(
+                {"path": str(folder), "height": 32, "width": 32, "guidance_scale": 3.5}
+            )
+            is acts
+        )

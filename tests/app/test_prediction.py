@@ -32,14 +32,24 @@ def test_a_run_reports_its_plan_once_and_keeps_it(tmp_path, monkeypatch):
         type(t),
         "iterate",
         lambda self: (
-            own(self) | {"memory_peak": 2**30, "seconds": [9.0, 1.0, 5.0][self.iteration - 1] if self.iteration < 4 else 1.0}
+            own(self)
+            | {
+                "memory_peak": 2**30,
+                "seconds": [9.0, 1.0, 5.0][self.iteration - 1] if self.iteration < 4 else 1.0,
+            }
         ),
     )
     train_all(t, said.append, planned)
     (line,) = [event.text for event in said if isinstance(event, Line) and "by plan" in event.text]
     assert line == "by plan on a card: 2 s an iteration (3 s measured), 3.0 GiB (1.0 GiB measured)"
-    assert asked == [(64, 1, 3)] and json.loads((tmp_path / "plan.json").read_text())["measured_seconds"] == 3.0
-    assert "on a card, 2 s an iteration (3 s measured)" in write_page([tmp_path], tmp_path / "page.html").read_text()
+    assert (
+        asked == [(64, 1, 3)]
+        and json.loads((tmp_path / "plan.json").read_text())["measured_seconds"] == 3.0
+    )
+    assert (
+        "on a card, 2 s an iteration (3 s measured)"
+        in write_page([tmp_path], tmp_path / "page.html").read_text()
+    )
     again = trainer(tmp_path, "sampling.batch_size=auto", "trainer.iterations=8")
     again.resume()
     train_all(again, said.append, planned)
@@ -50,21 +60,34 @@ def test_a_run_reports_its_plan_once_and_keeps_it(tmp_path, monkeypatch):
 
 
 def test_the_plan_of_a_run_is_that_of_the_command_and_a_cpu_has_none(tiny_config, monkeypatch):
-    config = load_config(str(tiny_config), ["policy.device=cpu", "sampling.batch_size=8", "sampling.decode_batch_size=1"])
+    config = load_config(
+        str(tiny_config),
+        ["policy.device=cpu", "sampling.batch_size=8", "sampling.decode_batch_size=1"],
+    )
     prompts, heldout = [f"a {n}" for n in range(6)], [f"the {n}" for n in range(3)]
     assert predict(config, 1, prompts, heldout) is None
     target = Target("a card", True, True, 2**40, CARDS["h100"])
     monkeypatch.setattr("g2rpo.lab.plan.plan.find_target", lambda device: target)
-    plan = make_plan(config, cuda=True, heldout=3, distinct_prompts=len(prompts_to_come(config, prompts, heldout)))
+    plan = make_plan(
+        config,
+        cuda=True,
+        heldout=3,
+        distinct_prompts=len(prompts_to_come(config, prompts, heldout)),
+    )
     found = predict(config, 1, prompts, heldout)
-    assert found.seconds == sum(plan.seconds(CARDS["h100"]).iteration.values()) and found.card == CARDS["h100"].name
+    assert (
+        found.seconds == sum(plan.seconds(CARDS["h100"]).iteration.values())
+        and found.card == CARDS["h100"].name
+    )
     assert found.memory == max(plan.memory.moments.values()) < plan.memory.needed
     monkeypatch.setattr("g2rpo.lab.plan.plan.make_plan", lambda *args, **more: 1 / 0)
     with pytest.raises(UserError, match="no plan stands beside this run: division by zero"):
         predict(config, 1, prompts, heldout)
 
 
-@pytest.mark.parametrize(("free", "used"), [(79, ""), (60, ", of whose 79.1 GiB other programs use 19.1 GiB")])
+@pytest.mark.parametrize(
+    ("free", "used"), [(79, ""), (60, ", of whose 79.1 GiB other programs use 19.1 GiB")]
+)
 def test_what_is_free_of_a_card_here_is_what_a_run_has(monkeypatch, free, used):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)

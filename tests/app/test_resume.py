@@ -1,4 +1,5 @@
-"""`g2rpo resume`: a run goes on with its own config, and with what its names stood for when it began."""
+"""`g2rpo resume`: a run goes on with its own config, and with what its names stood for when it
+began."""
 
 import sys
 import time
@@ -21,7 +22,8 @@ REWARD = "def it(images, prompts):\n    return images.flatten(1).mean(1)\n"
 
 @pytest.fixture
 def begun(capsys, tmp_path, tiny_config):
-    """A run of 2 iterations with overrides and a reward in a file; its directory and what began it."""
+    """A run of 2 iterations with overrides and a reward in a file; its directory and what began
+    it."""
     (tmp_path / "reward.py").write_text(REWARD)
     reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:it}}}}"
     (tmp_path / "train.txt").write_text("a red circle\na blue square\n")
@@ -44,10 +46,16 @@ def test_a_run_goes_on_by_its_directory_alone(capsys, begun, tmp_path):
     run, command = begun
     out = done(capsys, "resume", run, "trainer.iterations=3", "sampling.batch_size=5")
     assert "resuming after iteration 2" in out
-    assert Run(run).read_config().algorithm.group_size == 4 and Run(run).read_config().sampling.batch_size == 5
+    assert (
+        Run(run).read_config().algorithm.group_size == 4
+        and Run(run).read_config().sampling.batch_size == 5
+    )
     assert [start.iteration for start in Run(run).read_starts()] == [0, 2]
     done(capsys, *command[:-1], tmp_path / "straight", "trainer.iterations=3")
-    one, two = (load_file(folder / "adapter" / "pytorch_lora_weights.safetensors") for folder in (run, tmp_path / "straight"))
+    one, two = (
+        load_file(folder / "adapter" / "pytorch_lora_weights.safetensors")
+        for folder in (run, tmp_path / "straight")
+    )
     assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
 
 
@@ -61,24 +69,48 @@ def test_the_longer_form_needs_no_recipe_and_no_override_again(capsys, begun, wo
 def test_a_recipes_name_needs_no_override_again_if_it_is_the_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     removed = "evaluation.rewards.scene_clip="
-    few = ["trainer.iterations=1", "trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "algorithm.group_size=3"]
+    few = [
+        "trainer.iterations=1",
+        "trainer.prompts_per_iteration=1",
+        "evaluation.num_prompts=2",
+        "algorithm.group_size=3",
+    ]
     done(capsys, "train", "scenes", *few, removed, "--run-dir", "run")
     done(capsys, "train", "scenes", "--run-dir", "run", "--resume")
-    err = refused(capsys, "train", "scenes", "algorithm.group_size=4", "--run-dir", "run", "--resume")
-    assert "algorithm.group_size: 3 there, 4 here" in err and "`g2rpo resume run` continues that run" in err
-    assert "another config" in refused(capsys, "train", "scenes-fast", "--run-dir", "run", "--resume")
+    err = refused(
+        capsys, "train", "scenes", "algorithm.group_size=4", "--run-dir", "run", "--resume"
+    )
+    assert (
+        "algorithm.group_size: 3 there, 4 here" in err
+        and "`g2rpo resume run` continues that run" in err
+    )
+    assert "another config" in refused(
+        capsys, "train", "scenes-fast", "--run-dir", "run", "--resume"
+    )
 
 
 def test_the_same_command_again_makes_of_a_killed_run_the_one_that_was_not(tiny_config, tmp_path):
-    """What torchrun --max-restarts, Kubernetes and SkyPilot do. Bit for bit, with whatever was unfinished."""
+    """What torchrun --max-restarts, Kubernetes and SkyPilot do. Bit for bit, with whatever was
+    unfinished."""
 
     def start(run):
-        words = ["train", str(tiny_config), "trainer.iterations=4", "--run-dir", str(run), "--resume=auto"]
+        words = [
+            "train",
+            str(tiny_config),
+            "trainer.iterations=4",
+            "--run-dir",
+            str(run),
+            "--resume=auto",
+        ]
         with (tmp_path / "log.txt").open("ab") as out:
             return Forked([sys.executable, "-P", "-m", "g2rpo", *words], stdout=out, env={})
 
     def trained(run):
-        return len([row for row in Run(run).read_log() if row["kind"] == "train"]) if (run / "metrics.jsonl").exists() else 0
+        return (
+            len([row for row in Run(run).read_log() if row["kind"] == "train"])
+            if (run / "metrics.jsonl").exists()
+            else 0
+        )
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole).wait(200) == 0, (tmp_path / "log.txt").read_text()
@@ -130,7 +162,8 @@ def test_prompts_that_have_changed_are_refused_and_held_out_ones_for_good(capsys
     err = refused(capsys, "resume", run)
     assert "prompts.train: 2 prompts, sha256" in err and "1 prompts, sha256" in err
     done(capsys, "resume", run, "--accept-changes")
-    (tmp_path / "prompts.txt").write_text("two blue squares\na red circle\n")  # held out; the same ones in another order
+    # held out; the same ones in another order
+    (tmp_path / "prompts.txt").write_text("two blue squares\na red circle\n")
     err = refused(capsys, "resume", run, "--accept-changes")
     assert "evaluation.prompts: 2 prompts, sha256" in err and "begin another run" in err
 
@@ -145,11 +178,15 @@ def test_objects_are_known_by_their_source(tmp_path, tiny_config):
         return images.flatten(1).mean(1) * 2
 
     def made(reward, **more):
-        return api.trainer(str(tiny_config), run_dir=tmp_path / "run", rewards={"bright": reward}, **more)
+        return api.trainer(
+            str(tiny_config), run_dir=tmp_path / "run", rewards={"bright": reward}, **more
+        )
 
     made(first)
     assert made(first, resume=True).iteration == 0
-    with pytest.raises(UserError, match=r"rewards\.bright: source of test_objects.*bright, sha256 \w+ then"):
+    with pytest.raises(
+        UserError, match=r"rewards\.bright: source of test_objects.*bright, sha256 \w+ then"
+    ):
         made(bright, resume=True)
     said = []
     made(bright, resume=True, accept_changes=True, notify=said.append)

@@ -19,12 +19,16 @@ def test_only_this_machine_needs_no_token(monkeypatch):
     monkeypatch.setenv("SHORT", "s3cret")
     assert [token_for(host, None) for host in ("127.0.0.1", "localhost", "::1")] == [None] * 3
     assert token_for("0.0.0.0", "SECRET") == "s3cret-of-16-char"
-    with pytest.raises(UserError, match="--token-env SHORT: a token has at least 16 characters") as refused:
+    with pytest.raises(
+        UserError, match="--token-env SHORT: a token has at least 16 characters"
+    ) as refused:
         token_for("127.0.0.1", "SHORT")
     assert "s3cret" not in str(refused.value)
     with pytest.raises(UserError, match="serving on 0.0.0.0 without a token"):
         token_for("0.0.0.0", None)
-    with pytest.raises(UserError, match="--token-env names an environment variable that is not set") as refused:
+    with pytest.raises(
+        UserError, match="--token-env names an environment variable that is not set"
+    ) as refused:
         token_for("127.0.0.1", "hf_pasted")
     assert "hf_pasted" not in str(refused.value)  # what is given as a name may be the token itself
 
@@ -40,13 +44,23 @@ def test_an_address_can_be_listened_on_or_is_refused():
 
 @pytest.mark.parametrize(("kind", "name"), [("{}/own.py:redness", "redness"), ("hpsv2", "hpsv2")])
 def test_the_overrides_that_it_prints_are_taken(capsys, monkeypatch, tmp_path, kind, name):
-    (tmp_path / "own.py").write_text("def redness(images, prompts): return images.mean((1, 2, 3))\n")
+    (tmp_path / "own.py").write_text(
+        "def redness(images, prompts): return images.mean((1, 2, 3))\n"
+    )
     kind = kind.format(tmp_path)
     if name == "hpsv2":
-        monkeypatch.setattr(serving, "build_rewards", lambda table: dict.fromkeys(table, lambda images, prompts: None))
-    monkeypatch.setattr(RewardServer, "serve_forever", lambda server: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(
+            serving,
+            "build_rewards",
+            lambda table: dict.fromkeys(table, lambda images, prompts: None),
+        )
+    monkeypatch.setattr(
+        RewardServer, "serve_forever", lambda server: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     monkeypatch.setenv("SCORES", "secret" * 3)
-    code, out, _ = g2rpo(capsys, "serve-reward", kind, "--port", free_port(), "--token-env", "SCORES")
+    code, out, _ = g2rpo(
+        capsys, "serve-reward", kind, "--port", free_port(), "--token-env", "SCORES"
+    )
     (line,) = [line for line in out.splitlines() if line.startswith("  rewards.")]
     reward = load_config("flux1-dev-lora", shlex.split(line)).rewards[name]
     assert code == 0 and reward.kind == "http" and reward.options.keys() == {"url", "endpoint"}

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM at any moment: a message, an exit code, and a run that goes on to what it would have become."""
+"""Ctrl-C and SIGTERM at any moment: a message, an exit code, and a run that goes on to what it
+would have become."""
 
 import multiprocessing
 import os
@@ -42,7 +43,8 @@ def brightness(images, prompts):
             os.kill(os.getpid(), int(number))
     return images.flatten(1).mean(1)
 """
-# Its calls: the base's evaluation; iteration 1, its evaluation; iteration 2, its evaluation; resumed, base against tuned
+# Its calls: the base's evaluation; iteration 1, its evaluation; iteration 2, its evaluation;
+# resumed, base against tuned
 SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
 
 
@@ -55,9 +57,20 @@ def no_trial(monkeypatch):
 def train(capsys, folder, flux_directory):
     """Begins a run with that reward."""
     (folder / "reward.py").write_text(REWARD)
-    reward = f"rewards.it={{kind: function, options: {{target: {folder / 'reward.py'}:brightness}}}}"
+    reward = (
+        f"rewards.it={{kind: function, options: {{target: {folder / 'reward.py'}:brightness}}}}"
+    )
     plugin = ["--plugin", folder / "reward.py"]
-    return g2rpo(capsys, "train", write_tiny(folder, flux_directory), "rewards=", reward, "--run-dir", folder / "run", *plugin)
+    return g2rpo(
+        capsys,
+        "train",
+        write_tiny(folder, flux_directory),
+        "rewards=",
+        reward,
+        "--run-dir",
+        folder / "run",
+        *plugin,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +78,17 @@ def straight(tmp_path_factory, flux_directory):
     """The run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("straight")
     (folder / "reward.py").write_text(REWARD)
-    reward = f"rewards.it={{kind: function, options: {{target: {folder / 'reward.py'}:brightness}}}}"
-    command = ["train", str(write_tiny(folder, flux_directory)), "rewards=", reward, "--run-dir", str(folder / "run")]
+    reward = (
+        f"rewards.it={{kind: function, options: {{target: {folder / 'reward.py'}:brightness}}}}"
+    )
+    command = [
+        "train",
+        str(write_tiny(folder, flux_directory)),
+        "rewards=",
+        reward,
+        "--run-dir",
+        str(folder / "run"),
+    ]
     command += ["--plugin", str(folder / "reward.py")]
     with pytest.raises(SystemExit) as done:
         main(command)
@@ -88,7 +110,9 @@ def straight(tmp_path_factory, flux_directory):
             (6, [SIGTERM], 75, "all iterations are done", 2),
             (6, [SIGINT], 130, "all iterations are done", 2),
         ],
-        lambda case: case[:2] in ((1, [SIGTERM]), (2, [SIGINT]), (4, [SIGINT, SIGINT]), (6, [SIGTERM])),
+        lambda case: (
+            case[:2] in ((1, [SIGTERM]), (2, [SIGINT]), (4, [SIGINT, SIGINT]), (6, [SIGTERM]))
+        ),
     ),
 )
 def test_a_run_that_is_stopped_says_how_to_go_on_and_comes_to_the_same_end(
@@ -102,8 +126,17 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_comes_to_the_same_end(
         assert stopped == 0
         stopped, _, err = g2rpo(capfd, "resume", run)
     command = f"resume {run} --plugin {tmp_path / 'reward.py'}"
-    assert stopped == code and message in err and f"`g2rpo {command}`" in err and "Traceback" not in err, err
-    asked = "stopping after this iteration; press again to stop at once" if signals[0] == SIGINT else "(SIGTERM)"
+    assert (
+        stopped == code
+        and message in err
+        and f"`g2rpo {command}`" in err
+        and "Traceback" not in err
+    ), err
+    asked = (
+        "stopping after this iteration; press again to stop at once"
+        if signals[0] == SIGINT
+        else "(SIGTERM)"
+    )
     assert (asked in err) == (call != 6)
     assert newest_iteration(run / "checkpoints") == iteration
     assert all(signal.getsignal(number) != Stopping.handle for number in EXIT_CODES)
@@ -111,25 +144,56 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_comes_to_the_same_end(
     forget_code()  # as for another process
     done(capfd, *command.split())
     assert log(run) == log(straight)
-    one, two = (load_file(folder / "adapter" / "pytorch_lora_weights.safetensors") for folder in (run, straight))
+    one, two = (
+        load_file(folder / "adapter" / "pytorch_lora_weights.safetensors")
+        for folder in (run, straight)
+    )
     assert all(torch.equal(one[name], two[name]) for name in two)
 
 
 @pytest.mark.parametrize("number", EXIT_CODES)
-def test_a_signal_while_a_run_starts_leaves_nothing_behind(capsys, tmp_path, flux_directory, number):
-    (tmp_path / "reward.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\ndef it(images, prompts): pass\n")
+def test_a_signal_while_a_run_starts_leaves_nothing_behind(
+    capsys, tmp_path, flux_directory, number
+):
+    (tmp_path / "reward.py").write_text(
+        f"import os\nos.kill(os.getpid(), {int(number)})\ndef it(images, prompts): pass\n"
+    )
     reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:it}}}}"
     config = write_tiny(tmp_path, flux_directory)
-    words = ["train", config, "rewards=", reward, "--run-dir", tmp_path / "run", "--plugin", tmp_path / "reward.py"]
+    words = [
+        "train",
+        config,
+        "rewards=",
+        reward,
+        "--run-dir",
+        tmp_path / "run",
+        "--plugin",
+        tmp_path / "reward.py",
+    ]
     code, _, err = g2rpo(capsys, *words)
-    assert code == EXIT_CODES[number] and "stopped before training began" in err and "Traceback" not in err
+    assert (
+        code == EXIT_CODES[number]
+        and "stopped before training began" in err
+        and "Traceback" not in err
+    )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_signal_while_libraries_are_loaded_is_handled_too(tmp_path):
     """Sent when Python says that it has begun to load torch."""
-    command = [sys.executable, "-v", "-m", "g2rpo", "train", "scenes", "--run-dir", str(tmp_path / "run")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace") as process:
+    command = [
+        sys.executable,
+        "-v",
+        "-m",
+        "g2rpo",
+        "train",
+        "scenes",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace"
+    ) as process:
         for line in process.stderr:
             if "import 'torch._utils_internal'" in line or "torch/_utils_internal" in line:
                 process.send_signal(SIGTERM)
@@ -140,22 +204,31 @@ def test_a_signal_while_libraries_are_loaded_is_handled_too(tmp_path):
 
 
 @pytest.mark.parametrize("number", EXIT_CODES)
-@pytest.mark.parametrize("importing", ["typer/__init__", "rich/console", "g2rpo/core/errors", "g2rpo/cli/models"])
+@pytest.mark.parametrize(
+    "importing", ["typer/__init__", "rich/console", "g2rpo/core/errors", "g2rpo/cli/models"]
+)
 def test_a_signal_while_the_command_line_is_imported_ends_it_with_one_line(importing, number):
-    """Sent when Python says that it has begun to load that module: a delay in seconds would depend on the machine's load."""
+    """Sent when Python says that it has begun to load that module: a delay in seconds would depend
+    on the machine's load."""
     command = [sys.executable, "-v", "-m", "g2rpo", "plan", "words"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace") as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace"
+    ) as process:
         for line in process.stderr:
             if importing in line:
                 process.send_signal(number)
                 break
-        said = process.stderr.read()  # the line may stand behind one of Python's, cut where the pipe was full
+        # the line may stand behind one of Python's, cut where the pipe was full
+        said = process.stderr.read()
     assert process.returncode == NOTHING_KEPT[number]
-    assert said.count(f"g2rpo: {stopped_by(number)}\n") == 1 and "Traceback (most recent" not in said
+    assert (
+        said.count(f"g2rpo: {stopped_by(number)}\n") == 1 and "Traceback (most recent" not in said
+    )
 
 
 def test_a_signal_while_torch_is_imported_raises_nothing():
-    """What is raised in a call of torch's C++ at that time ends in std::terminate, one time in fifty."""
+    """What is raised in a call of torch's C++ at that time ends in std::terminate, one time in
+    fifty."""
     imports = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
     code = f"""
 from g2rpo.app.stopping import *
@@ -185,7 +258,12 @@ def test_a_run_is_stopped_within_an_evaluation_and_goes_on_with_it(tmp_path, fir
         calls = 0
 
         def velocity(self, x, sigma, cond):
-            if len(x) == 3 and not x.requires_grad and len(cond) == 3 and t.iteration == (0 if first else 2):
+            if (
+                len(x) == 3
+                and not x.requires_grad
+                and len(cond) == 3
+                and t.iteration == (0 if first else 2)
+            ):
                 self.calls += 1
                 t.stopping = self.calls == 3
             return super().velocity(x, sigma, cond)
@@ -195,7 +273,9 @@ def test_a_run_is_stopped_within_an_evaluation_and_goes_on_with_it(tmp_path, fir
     t = trainer(tmp_path / "run", policy=Policy())
     with pytest.raises(Preempted, match=f"stopped after iteration {0 if first else 2}, as asked"):
         list(t.train())
-    assert [row["kind"] for row in log(tmp_path / "run")] == ([] if first else ["eval", "train", "train"])
+    assert [row["kind"] for row in log(tmp_path / "run")] == (
+        [] if first else ["eval", "train", "train"]
+    )
     assert newest_iteration(tmp_path / "run" / "checkpoints") == (0 if first else 2)
     again = trainer(tmp_path / "run")
     again.resume()
@@ -204,7 +284,9 @@ def test_a_run_is_stopped_within_an_evaluation_and_goes_on_with_it(tmp_path, fir
     assert torch.equal(again.policy.mean, straight.policy.mean)
 
 
-def test_an_evaluation_that_is_stopped_is_finished_by_the_same_command(capsys, tmp_path, flux_directory):
+def test_an_evaluation_that_is_stopped_is_finished_by_the_same_command(
+    capsys, tmp_path, flux_directory
+):
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "signals").write_text(str(int(SIGTERM)))
     (tmp_path / "call").write_text("2")
@@ -212,7 +294,16 @@ def test_an_evaluation_that_is_stopped_is_finished_by_the_same_command(capsys, t
     (tmp_path / "rewards.yaml").write_text(
         f"it: {{kind: function, options: {{target: {tmp_path / 'reward.py'}:brightness}}}}\n"
     )
-    pictures = ["--size", "32", "--prompts", tmp_path / "prompts.txt", "--steps", "2", "--batch-size", "1"]
+    pictures = [
+        "--size",
+        "32",
+        "--prompts",
+        tmp_path / "prompts.txt",
+        "--steps",
+        "2",
+        "--batch-size",
+        "1",
+    ]
     rewards = ["--rewards", tmp_path / "rewards.yaml", "--plugin", tmp_path / "reward.py"]
     words = [
         "evaluate",
@@ -229,7 +320,9 @@ def test_an_evaluation_that_is_stopped_is_finished_by_the_same_command(capsys, t
     assert g2rpo(capsys, *words)[0] == 0 and (tmp_path / "calls").read_text() == "3"
 
 
-def test_the_jobs_of_a_study_end_with_it_and_import_nothing_of_the_current_folder(tmp_path, monkeypatch):
+def test_the_jobs_of_a_study_end_with_it_and_import_nothing_of_the_current_folder(
+    tmp_path, monkeypatch
+):
     """A server stands for a run: it would not end by itself."""
     log = tmp_path / "server.log"
     monkeypatch.chdir(tmp_path)
@@ -253,7 +346,9 @@ def test_the_jobs_of_a_study_end_with_it_and_import_nothing_of_the_current_folde
 # --- code that is not ours
 
 
-def test_code_that_calls_exit_does_not_end_a_command_as_if_it_were_done(capsys, tmp_path, flux_directory):
+def test_code_that_calls_exit_does_not_end_a_command_as_if_it_were_done(
+    capsys, tmp_path, flux_directory
+):
     for place, lines, said in (
         ("call", "def it(images, prompts):\n    exit(0)\n", "SystemExit: 0"),
         ("load", "import sys\nsys.exit(0)\n", "sys.exit(0)"),
@@ -261,7 +356,16 @@ def test_code_that_calls_exit_does_not_end_a_command_as_if_it_were_done(capsys, 
         (tmp_path / f"{place}.py").write_text(lines)
         reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / place}.py:it}}}}"
         config = write_tiny(tmp_path, flux_directory)
-        words = ["train", config, "rewards=", reward, "--run-dir", tmp_path / place, "--plugin", tmp_path / f"{place}.py"]
+        words = [
+            "train",
+            config,
+            "rewards=",
+            reward,
+            "--run-dir",
+            tmp_path / place,
+            "--plugin",
+            tmp_path / f"{place}.py",
+        ]
         code, _, err = g2rpo(capsys, *words)
         assert code != 0 and said in err and f"{place}.py" in err and "Traceback" not in err
     with pytest.raises(Stopped, match=r"sys\.exit\(0\)"), stoppable("stopped"):
@@ -282,8 +386,17 @@ def test_what_a_reward_does_to_its_pictures_and_prompts_stays_with_it():
 
     rewards = {"bright": brightness, "last": brightness}
     names = ["rewards.vandal=1", "rewards.last=1"]
-    before, after = (trainer(None, *names, rewards={"vandal": one, **rewards}).evaluate() for one in (brightness, vandal))
-    assert after["reward/bright"] == after["reward/last"] == after["reward/vandal"] == before["reward/bright"] > 0
+    before, after = (
+        trainer(None, *names, rewards={"vandal": one, **rewards}).evaluate()
+        for one in (brightness, vandal)
+    )
+    assert (
+        after["reward/bright"]
+        == after["reward/last"]
+        == after["reward/vandal"]
+        == before["reward/bright"]
+        > 0
+    )
 
 
 def swallowing():
@@ -326,4 +439,7 @@ def test_every_command_ends_on_a_signal_with_one_line(command, number, monkeypat
     monkeypatch.setattr(target, lambda *given, **more: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
     code, _, err = g2rpo(capsys, command, *arguments)
-    assert (code, err) == (NOTHING_KEPT[number], f"g2rpo: {stopped_by(number)}\n") and signal.getsignal(number) is before
+    assert (code, err) == (
+        NOTHING_KEPT[number],
+        f"g2rpo: {stopped_by(number)}\n",
+    ) and signal.getsignal(number) is before

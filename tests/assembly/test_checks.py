@@ -48,7 +48,8 @@ LACKING = [
 
 
 def answering(status, may_answer=None):
-    """A server that answers everything with `status`, once the event `may_answer` is set if there is one."""
+    """A server that answers everything with `status`, once the event `may_answer` is set if there
+    is one."""
 
     def answer(handler, count):
         if may_answer is not None:
@@ -69,8 +70,14 @@ try:
 finally:
     sys.stderr.write("loaded: " + " ".join(m for m in ("diffusers", "transformers", "peft") if m in sys.modules))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr and not (tmp_path / "run").exists()
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (
+        ended.returncode == 2
+        and "Traceback" not in ended.stderr
+        and not (tmp_path / "run").exists()
+    )
     lines = [line for line in ended.stderr.splitlines() if "still working" not in line]
     assert lines[0] == "g2rpo: 12 things are missing or wrong:" and lines[-1] == "loaded: "
     for wanted in (
@@ -93,7 +100,8 @@ finally:
 def test_a_run_whose_rewards_all_have_weight_0_is_refused():
     config = load_config("scenes-fast", ["rewards.scene_accuracy=0"])
     with pytest.raises(
-        UserError, match="every weight is 0, so nothing is learned; set one, for example rewards.scene_accuracy=1"
+        UserError,
+        match="every weight is 0, so nothing is learned; set one, for example rewards.scene_accuracy=1",
     ):
         check(config)
 
@@ -104,13 +112,22 @@ def test_what_can_be_downloaded_is_a_block_of_commands(monkeypatch):
         check(load_config("flux1-dev-lora", []))
     lines = str(refusal.value).splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("To download all of it"))
-    assert lines[place + 1 : place + 3] == ["hf download black-forest-labs/FLUX.1-dev", "hf download xswu/HPSv2"]
-    assert len(lines[place:]) == len({*lines[place:]}) and all(line.startswith("hf download ") for line in lines[place + 1 :])
+    assert lines[place + 1 : place + 3] == [
+        "hf download black-forest-labs/FLUX.1-dev",
+        "hf download xswu/HPSv2",
+    ]
+    assert len(lines[place:]) == len({*lines[place:]}) and all(
+        line.startswith("hf download ") for line in lines[place + 1 :]
+    )
 
 
 @pytest.mark.parametrize(
     ("train", "heldout", "said"),
-    [("mine.txt", "starter:heldout", True), ("starter:train", "starter:heldout", False), ("mine.txt", "own.txt", False)],
+    [
+        ("mine.txt", "starter:heldout", True),
+        ("starter:train", "starter:heldout", False),
+        ("mine.txt", "own.txt", False),
+    ],
 )
 def test_prompts_of_ones_own_that_are_judged_on_others_are_mentioned(train, heldout, said):
     assert ("evaluation.prompts=FILE" in (starter_caution(train, heldout) or "")) == said
@@ -119,12 +136,19 @@ def test_prompts_of_ones_own_that_are_judged_on_others_are_mentioned(train, held
 def test_heldout_prompts_that_are_trained_on_are_counted():
     edit = Prompt("make it red", ["a.png"])
     assert trained_on(["a cat", edit], ["a dog", Prompt("make it red", ["b.png"])]) is None
-    assert (trained_on(["a cat", "a cat", edit], ["a dog", "a cat", edit]) or "").startswith("2 of 3 held-out prompts are")
-    assert (trained_on(["a cat"], ["a cat"]) or "").startswith("1 of 1 held-out prompt is a training prompt too")
+    assert (trained_on(["a cat", "a cat", edit], ["a dog", "a cat", edit]) or "").startswith(
+        "2 of 3 held-out prompts are"
+    )
+    assert (trained_on(["a cat"], ["a cat"]) or "").startswith(
+        "1 of 1 held-out prompt is a training prompt too"
+    )
 
 
-def test_no_model_is_built_and_an_endpoint_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch):
-    """Such endpoints may be busy, and are not reported; this one answers only after the check has ended."""
+def test_no_model_is_built_and_an_endpoint_that_says_nothing_is_not_waited_for(
+    tmp_path, monkeypatch
+):
+    """Such endpoints may be busy, and are not reported; this one answers only after the check has
+    ended."""
     built, made, ended = [], torch.nn.Module.__init__, threading.Event()
 
     def counted(module, *arguments, **options):
@@ -135,14 +159,20 @@ def test_no_model_is_built_and_an_endpoint_that_says_nothing_is_not_waited_for(t
     with answering(200, ended) as (silent, _):
         try:
             message = check_in_vain(
-                load_config("scenes", [*LACKING, f"rewards.slow={{kind: http, options: {{url: '{silent}'}}}}"]), tmp_path
+                load_config(
+                    "scenes",
+                    [*LACKING, f"rewards.slow={{kind: http, options: {{url: '{silent}'}}}}"],
+                ),
+                tmp_path,
             )
         finally:
             ended.set()
     assert built == [] and "rewards.slow" not in message and "rewards.http" in message
 
 
-def test_what_a_large_model_refuses_is_told_before_it_is_loaded(capsys, tmp_path, monkeypatch, tiny_config):
+def test_what_a_large_model_refuses_is_told_before_it_is_loaded(
+    capsys, tmp_path, monkeypatch, tiny_config
+):
     monkeypatch.setattr(checks, "LARGE_TRANSFORMER", 0)
     monkeypatch.setattr(components, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
     wrong = ["policy.width=33", "rewards.brightnes=1"]
@@ -166,13 +196,17 @@ def check_in_vain(config, directory):
         ("text_encoder_2/model.safetensors", "text_encoder_2/ has no weights (*.safetensors)"),
     ],
 )
-def test_a_pipeline_without_one_of_its_parts_is_named(flux_directory, tiny_config, tmp_path, take, wanted):
+def test_a_pipeline_without_one_of_its_parts_is_named(
+    flux_directory, tiny_config, tmp_path, take, wanted
+):
     pipeline = shutil.copytree(flux_directory, tmp_path / "pipe")
     assert list(missing_parts(pipeline)) == []
     part = pipeline / take
     shutil.rmtree(part) if part.is_dir() else part.unlink()
     assert list(missing_parts(pipeline)) == [wanted]
-    with pytest.raises(UserError, match=rf"^policy.path={pipeline}: {wanted.replace('(*', '.*')[:20]}"):
+    with pytest.raises(
+        UserError, match=rf"^policy.path={pipeline}: {wanted.replace('(*', '.*')[:20]}"
+    ):
         check(load_config(str(tiny_config), [f"policy.path={pipeline}"]))
 
 
@@ -180,31 +214,54 @@ def test_every_shard_that_an_index_names_must_be_there(flux_directory, tmp_path)
     pipeline = shutil.copytree(flux_directory, tmp_path / "pipe")
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (pipeline / "vae" / "diffusion_pytorch_model.safetensors").rename(pipeline / "vae" / names["a"])
-    (pipeline / "vae" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (pipeline / "vae" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": names})
+    )
     assert list(missing_parts(pipeline)) == ["vae/model-00002-of-00002.safetensors is missing"]
 
 
 @pytest.mark.parametrize(
-    "options", [{"tuning": "full"}, {"lora_rank": 3}, {"lora_rank": 4, "lora_targets": ["to_q", "net.2"]}], ids=str
+    "options",
+    [{"tuning": "full"}, {"lora_rank": 3}, {"lora_rank": 4, "lora_targets": ["to_q", "net.2"]}],
+    ids=str,
 )
 @pytest.mark.parametrize("model", ["flux_directory", "sd3_directory"])
 def test_trained_parameters_are_those_of_the_policy(request, model, options):
     path = request.getfixturevalue(model)
-    config = PolicyConfig(path=str(path), height=32, width=32, max_sequence_length=12, device="cpu", **options)
+    config = PolicyConfig(
+        path=str(path), height=32, width=32, max_sequence_length=12, device="cpu", **options
+    )
     policy = components.build_policy(config)
     trained = {name: each.shape for name, each in policy.tuning.named().items()}
     assert {name: each.shape for name, each in trained_on_meta(config)[1].items()} == trained
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_named(tiny_config, tmp_path, monkeypatch, capsys):
+def test_a_disk_without_room_for_the_checkpoints_is_named(
+    tiny_config, tmp_path, monkeypatch, capsys
+):
     """What a run writes is what was reckoned with, but for pictures, curves and a few headers."""
-    words = [str(tiny_config), "trainer.keep_checkpoints=2", "policy.tuning=full", "optim.ema_decay=0.5"]
+    words = [
+        str(tiny_config),
+        "trainer.keep_checkpoints=2",
+        "policy.tuning=full",
+        "optim.ema_decay=0.5",
+    ]
     done(capsys, "train", *words, "--run-dir", tmp_path / "run")
-    folders = [*(tmp_path / "run" / "checkpoints").glob("iteration_*"), tmp_path / "run" / "transformer"]
-    tensors = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".safetensors", ".pt")]
+    folders = [
+        *(tmp_path / "run" / "checkpoints").glob("iteration_*"),
+        tmp_path / "run" / "transformer",
+    ]
+    tensors = [
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in (".safetensors", ".pt")
+    ]
     size = sum(path.stat().st_size for path in tensors)
     config = load_config(words[0], words[1:])
-    reckoned = 4 * sum(each.numel() for each in trained_on_meta(config.policy)[1].values()) * (2 * 4 + 1)
+    reckoned = (
+        4 * sum(each.numel() for each in trained_on_meta(config.policy)[1].values()) * (2 * 4 + 1)
+    )
     assert reckoned == pytest.approx(size, rel=0.15)
 
     free = namedtuple("usage", "free")
@@ -214,7 +271,9 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(tiny_config, tmp_path,
         if room == with_one_more:
             check(config, {}, tmp_path / "new" / "run")
         else:
-            with pytest.raises(UserError, match=r"new/run: checkpoints and weights take .*, .* are free; free some"):
+            with pytest.raises(
+                UserError, match=r"new/run: checkpoints and weights take .*, .* are free; free some"
+            ):
                 check(config, {}, tmp_path / "new" / "run")
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: free(with_one_more))
     old_too = load_config(words[0], [*words[1:], "algorithm.name=diffusion_nft"])
@@ -222,7 +281,10 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(tiny_config, tmp_path,
         check(old_too, {}, tmp_path / "new" / "run")
 
 
-@pytest.mark.parametrize(("status", "why"), [(401, "refuses it .*401"), (403, "refuses it .*403"), (200, None), (500, None)])
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [(401, "refuses it .*401"), (403, "refuses it .*403"), (200, None), (500, None)],
+)
 def test_a_repository_that_the_hub_refuses_is_known_at_once(monkeypatch, status, why):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with answering(status) as (address, _):
@@ -231,10 +293,16 @@ def test_a_repository_that_the_hub_refuses_is_known_at_once(monkeypatch, status,
         if why is None:
             assert said is None
         else:
-            with pytest.raises(UserError, match=f"policy.path=me/mine: is no local directory, and is not in .* the hub {why}"):
+            with pytest.raises(
+                UserError,
+                match=f"policy.path=me/mine: is no local directory, and is not in .* the hub {why}",
+            ):
                 components.locate_pipeline("me/mine")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert hub.obstacle("me/mine") == "is not in the local hub cache, and http://127.0.0.1:9 cannot be reached"
+    assert (
+        hub.obstacle("me/mine")
+        == "is not in the local hub cache, and http://127.0.0.1:9 cannot be reached"
+    )
 
 
 def test_starter_prompts_are_many_different_and_apart():
@@ -242,23 +310,33 @@ def test_starter_prompts_are_many_different_and_apart():
     assert (len(train), len(heldout)) == (200, 64)
     assert len({str(prompt).casefold() for prompt in (*train, *heldout)}) == 264
     assert all(3 <= len(str(prompt).split()) <= 30 for prompt in (*train, *heldout))
-    with pytest.raises(UserError, match="prompts.train=starter:tran: unknown list. Did you mean 'starter:train'"):
+    with pytest.raises(
+        UserError, match="prompts.train=starter:tran: unknown list. Did you mean 'starter:train'"
+    ):
         build_prompts("starter:tran", "prompts.train")
 
 
 def test_metadata_that_a_reward_cannot_read_are_refused_ahead(tmp_path):
-    options = f"rewards.geneval={{options: {{detector: {tmp_path / 'detector'}, clip: {tmp_path}}}}}"
+    options = (
+        f"rewards.geneval={{options: {{detector: {tmp_path / 'detector'}, clip: {tmp_path}}}}}"
+    )
     overrides = [f"prompts.train={tmp_path}/prompts.jsonl", options]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a cat"}')
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"rewards.geneval.options.detector: \S* is neither a file, a folder, nor"):
+    with pytest.raises(
+        UserError, match=r"rewards.geneval.options.detector: \S* is neither a file, a folder, nor"
+    ):
         check(load_config("scenes", overrides))
     (tmp_path / "detector").mkdir()
     (tmp_path / "detector" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"none of 1 prompts has metadata in GenEval's format.*\(.*prompts.jsonl\)"):
+    with pytest.raises(
+        UserError, match=r"none of 1 prompts has metadata in GenEval's format.*\(.*prompts.jsonl\)"
+    ):
         check(load_config("scenes", overrides))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a cat", "include": [{"class": "cat"}]}')
-    with pytest.raises(UserError, match="the metadata of prompt 'a cat': include.0.count: Field required"):
+    with pytest.raises(
+        UserError, match="the metadata of prompt 'a cat': include.0.count: Field required"
+    ):
         check(load_config("scenes", overrides))
 
 
@@ -267,12 +345,20 @@ def test_metadata_that_a_reward_cannot_read_are_refused_ahead(tmp_path):
     [
         ["policy.height=128"],
         ["evaluation.width=32"],
-        ["policy.height=128", "evaluation.height=64", "evaluation.rewards.scene_clip=", "rewards.scene_clip=1"],
+        [
+            "policy.height=128",
+            "evaluation.height=64",
+            "evaluation.rewards.scene_clip=",
+            "rewards.scene_clip=1",
+        ],
     ],
 )
 def test_a_reward_of_one_size_is_refused_where_pictures_have_another(changes):
     """Trained ones see both sizes, judges the held-out pictures alone."""
-    with pytest.raises(UserError, match=r"rewards\.scene_clip: scene_clip takes pictures of 64x64, and here they have"):
+    with pytest.raises(
+        UserError,
+        match=r"rewards\.scene_clip: scene_clip takes pictures of 64x64, and here they have",
+    ):
         check(load_config("scenes", changes))
     check(load_config("scenes", ["policy.height=128", "evaluation.height=64"]))
 
@@ -280,22 +366,32 @@ def test_a_reward_of_one_size_is_refused_where_pictures_have_another(changes):
 def test_a_machine_without_a_gpu_is_told_once_what_works(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError) as refused:
-        check(load_config("flux1-dev-evening", ["evaluation.rewards.pickscore.options.device=cuda"]))
+        check(
+            load_config("flux1-dev-evening", ["evaluation.rewards.pickscore.options.device=cuda"])
+        )
     keys = ("rewards.hpsv2", "rewards.clip_score", "evaluation.rewards.pickscore")
     (line,) = [line for line in str(refused.value).split("\n") if "no GPU" in line]
-    assert "`g2rpo train words`" in line and line.endswith(" ".join(f"{key}.options.device=cpu" for key in keys))
+    assert "`g2rpo train words`" in line and line.endswith(
+        " ".join(f"{key}.options.device=cpu" for key in keys)
+    )
     again = ["evaluation.rewards.pickscore.options.device=cuda", *line.split(": ")[-1].split()]
     with pytest.raises(UserError, match="^(?!.*GPU)"):
         check(load_config("flux1-dev-evening", again))
-    assert "evaluation.rewards.image_reward.options.path=THUDM/ImageReward: " in str(refused.value)  # its own key
+    # its own key
+    assert "evaluation.rewards.image_reward.options.path=THUDM/ImageReward: " in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["motion", "clip_consistency", "video_align"])
 @pytest.mark.parametrize("key", ["rewards", "evaluation.rewards"])
 def test_rewards_of_clips_are_refused_for_pictures_ahead(kind, key):
-    with pytest.raises(UserError, match=f"rewards.moves: {kind} scores clips, and here are pictures"):
+    with pytest.raises(
+        UserError, match=f"rewards.moves: {kind} scores clips, and here are pictures"
+    ):
         check(load_config("scenes", [f"{key}.moves.kind={kind}"]))
-    check_clips({"moves": RewardConfig(kind=kind)}, PolicyConfig(path="x", height=64, width=64, num_frames=5))
+    check_clips(
+        {"moves": RewardConfig(kind=kind)},
+        PolicyConfig(path="x", height=64, width=64, num_frames=5),
+    )
 
 
 def named_with(recipe, name):
@@ -308,7 +404,9 @@ def named_with(recipe, name):
 @pytest.mark.parametrize("recipe", ["scenes", "words"])
 def test_which_algorithms_a_recipe_can_be_given_by_name_alone(recipe):
     """README.md names those that are refused."""
-    sentence = re.search(r"`algorithm.name=` puts any of [^;]*;", (ROOT / "README.md").read_text())[0]
+    sentence = re.search(r"`algorithm.name=` puts any of [^;]*;", (ROOT / "README.md").read_text())[
+        0
+    ]
     refused_ones, policies = set(), {}
     for name in ALGORITHMS:
         config, _ = named_with(recipe, name)
@@ -333,9 +431,14 @@ def test_what_a_name_brings_is_told_and_all_else_is_published_or_the_recipes(rec
         checks.check_plans(config.algorithm, config.sampling)
         published = config.model_copy(update={"algorithm": ALGORITHMS[name]()})
         changed = differences(config, published) | {
-            key: values for key, values in differences(config, own).items() if not key.startswith("algorithm.")
+            key: values
+            for key, values in differences(config, own).items()
+            if not key.startswith("algorithm.")
         }
-        assert changed.keys() == set(re.findall(r"([\w.]+)=", told)) - {"algorithm.name", "sampling.num_steps"}, name
+        assert changed.keys() == set(re.findall(r"([\w.]+)=", told)) - {
+            "algorithm.name",
+            "sampling.num_steps",
+        }, name
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""From a config's names to objects: policies by the pipeline's class, options that fit, and a whole iteration on SD3."""
+"""From a config's names to objects: policies by the pipeline's class, options that fit, and a whole
+iteration on SD3."""
 
 import json
 import re
@@ -20,7 +21,9 @@ SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "device": "cpu"}
 
 def test_the_pipelines_class_chooses_the_policy(flux_directory, sd3_directory):
     one = components.build_policy(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen")
-    other = components.build_policy(PolicyConfig(path=str(sd3_directory), **SIZE, negative_prompt="blue"), tuning="frozen")
+    other = components.build_policy(
+        PolicyConfig(path=str(sd3_directory), **SIZE, negative_prompt="blue"), tuning="frozen"
+    )
     assert one.spec is flux and other.spec is sd3
     assert other.text.options.negative_prompt == "blue" and other.guided
 
@@ -55,7 +58,16 @@ def test_a_pipeline_with_a_damaged_part_is_one_message(flux_directory, tmp_path,
         components.build_policy(PolicyConfig(path=str(pipeline), **SIZE), tuning="frozen")
 
 
-LEARNED = ("hpsv3", "hpsv3pp", "video_align", "pickscore", "clip_score", "image_reward", "aesthetic", "geneval")
+LEARNED = (
+    "hpsv3",
+    "hpsv3pp",
+    "video_align",
+    "pickscore",
+    "clip_score",
+    "image_reward",
+    "aesthetic",
+    "geneval",
+)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +77,10 @@ LEARNED = ("hpsv3", "hpsv3pp", "video_align", "pickscore", "clip_score", "image_
         ("hpsv2", "batch_size", True, "got True"),
         ("hpsv2", "device", "gpu", "=gpu: is no device; write cpu, cuda"),
         ("hpsv2", "device", "cuda:7", "=cpu"),
-        *((name, "dtype", "float64", "float32.*bfloat16.*got 'float64'") for name in ("hpsv2", *LEARNED)),
+        *(
+            (name, "dtype", "float64", "float32.*bfloat16.*got 'float64'")
+            for name in ("hpsv2", *LEARNED)
+        ),
     ],
 )
 def test_shared_options_are_checked_before_anything_is_loaded(name, option, value, fact):
@@ -85,7 +100,10 @@ APPLE = "policy.device=mps"
         ([], []),
         (["policy.dtype=bfloat16"], ["autocast is not supported"]),
         (["policy.dtype=bfloat16", "policy.autocast=false"], []),
-        (["policy.quantize=int8", "policy.compile=true"], ["policy.quantize=int8", "policy.compile=true"]),
+        (
+            ["policy.quantize=int8", "policy.compile=true"],
+            ["policy.quantize=int8", "policy.compile=true"],
+        ),
         (["policy.tuning=full", "trainer.sharding=full"], ["trainer.sharding=full"]),
     ],
 )
@@ -93,7 +111,9 @@ def test_what_apples_gpus_lack_is_refused_by_name(monkeypatch, overrides, facts)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     said = list(components.lacks_of_device(load_config("words", [APPLE, *overrides])))
     assert len(said) == len(facts)
-    assert all(each.startswith(APPLE) and fact in each for each, fact in zip(said, facts, strict=True))
+    assert all(
+        each.startswith(APPLE) and fact in each for each, fact in zip(said, facts, strict=True)
+    )
 
 
 def test_apples_gpu_is_for_one_process_on_its_machine(monkeypatch):
@@ -107,6 +127,8 @@ def test_apples_gpu_is_for_one_process_on_its_machine(monkeypatch):
 
 def test_a_model_of_another_kind_than_the_recipes_is_refused(tmp_path):
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
-    with pytest.raises(UserError, match="is a StableDiffusion3Pipeline, but this recipe is for a FluxPipeline"):
+    with pytest.raises(
+        UserError, match="is a StableDiffusion3Pipeline, but this recipe is for a FluxPipeline"
+    ):
         components.locate_pipeline(str(tmp_path), load_config("flux1-dev-lora", []).policy.pipeline)
     assert components.locate_pipeline(str(tmp_path))[1] == "StableDiffusion3Pipeline"

@@ -1,4 +1,5 @@
-"""Pipelines that cannot be trained are refused by their small files, in one message; distilled ones get a caution."""
+"""Pipelines that cannot be trained are refused by their small files, in one message; distilled ones
+get a caution."""
 
 import json
 import shutil
@@ -24,7 +25,12 @@ FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
 
 def folder_of(tmp_path, kind="QwenImagePipeline", scheduler=FLOW, missing=(), **entries):
     """The small files of a pipeline."""
-    index = {"_class_name": kind, "text_encoder": ["transformers", "Qwen3Model"], "transformer": ["diffusers", "X"], **entries}
+    index = {
+        "_class_name": kind,
+        "text_encoder": ["transformers", "Qwen3Model"],
+        "transformer": ["diffusers", "X"],
+        **entries,
+    }
     for name in ("scheduler", "text_encoder", "transformer"):
         if name not in missing:
             (tmp_path / name).mkdir()
@@ -35,7 +41,10 @@ def folder_of(tmp_path, kind="QwenImagePipeline", scheduler=FLOW, missing=(), **
 
 DDIM = {"_class_name": "EulerDiscreteScheduler", "prediction_type": "epsilon"}
 CASES = {
-    "no flow": ({"scheduler": DDIM}, "EulerDiscreteScheduler with prediction_type=epsilon, is not for flow matching"),
+    "no flow": (
+        {"scheduler": DDIM},
+        "EulerDiscreteScheduler with prediction_type=epsilon, is not for flow matching",
+    ),
     "text encoder left empty": ({"text_encoder": [None, None]}, "has no text_encoder"),
     "unknown class": ({"kind": "QwenImagPipeline"}, "has no policy here.*QwenImagePipeline"),
     "known, and refused": ({"kind": "HunyuanImagePipeline"}, "momentum"),
@@ -53,7 +62,11 @@ def test_what_cannot_be_trained_is_refused_before_it_is_loaded(tmp_path, case):
     "scheduler",
     [
         FLOW,
-        {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True},
+        {
+            "_class_name": "UniPCMultistepScheduler",
+            "prediction_type": "flow_prediction",
+            "use_flow_sigmas": True,
+        },
         {"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True},
     ],
 )
@@ -92,7 +105,11 @@ def test_distilled_models_get_one_caution(tmp_path, name, index, cautioned):
 @pytest.mark.parametrize(
     ("kind", "images", "message"),
     [
-        ("FluxKontextPipeline", [], "prompt 'make it red': has 0 input pictures, but this model takes one input picture"),
+        (
+            "FluxKontextPipeline",
+            [],
+            "prompt 'make it red': has 0 input pictures, but this model takes one input picture",
+        ),
         ("QwenImageEditPlusPipeline", ["a.png"] * 4, "takes one to 3 input pictures"),
         ("QwenImagePipeline", ["a.png"], "takes no input picture"),
     ],
@@ -131,7 +148,9 @@ LONG = ("a million layers", "blocks for minutes", "a million blocks")
 
 
 @pytest.mark.parametrize("case", few(WRONG, lambda case: case not in LONG))
-def test_wrong_values_of_config_files_are_one_message_of_plan_and_of_a_run(flux_directory, tmp_path, capsys, case):
+def test_wrong_values_of_config_files_are_one_message_of_plan_and_of_a_run(
+    flux_directory, tmp_path, capsys, case
+):
     part, changes = WRONG[case]
     folder = shutil.copytree(flux_directory, tmp_path / "pipeline")
     (file,) = (folder / part).glob("*index.json" if not part else "*config.json")
@@ -165,7 +184,9 @@ def as_pointers(part):
 
 
 def config_as_pointer(part):
-    (part / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (part / "config.json").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
 
 
 ABSENT = {
@@ -179,7 +200,9 @@ ABSENT = {
 
 @pytest.mark.parametrize("change", ABSENT)
 @pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
-def test_weights_that_are_not_loaded_are_named_with_the_cure(flux_directory, tmp_path, part, change):
+def test_weights_that_are_not_loaded_are_named_with_the_cure(
+    flux_directory, tmp_path, part, change
+):
     folder = shutil.copytree(flux_directory, tmp_path / "pipeline")
     change(folder / part)
     with pytest.raises(UserError, match=rf"(?s){part}/.*{ABSENT[change]}"):
@@ -187,7 +210,8 @@ def test_weights_that_are_not_loaded_are_named_with_the_cure(flux_directory, tmp
 
 
 def test_of_several_copies_of_weights_the_loaded_one_is_read(flux_directory, tmp_path):
-    """diffusers takes shards that an index names before a whole file, and a variant only if it is asked for."""
+    """diffusers takes shards that an index names before a whole file, and a variant only if it is
+    asked for."""
     folder = shutil.copytree(flux_directory / "transformer", tmp_path / "transformer")
     whole = folder / "diffusion_pytorch_model.safetensors"
     shutil.copy(whole, folder / "diffusion_pytorch_model.fp16.safetensors")
@@ -199,12 +223,17 @@ def test_of_several_copies_of_weights_the_loaded_one_is_read(flux_directory, tmp
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard.name)}
     (folder / f"{whole.name}.index.json").write_text(json.dumps(index))
     assert weight_files(folder) == [shard]
-    assert not any(value.any() for value in FluxTransformer2DModel.from_pretrained(folder).state_dict().values())
+    assert not any(
+        value.any()
+        for value in FluxTransformer2DModel.from_pretrained(folder).state_dict().values()
+    )
     (folder / f"{whole.name}.index.json").write_text('{"weight_map": {"x": 3}}')
     with pytest.raises(UserError, match=r"weight_map.x: Input should be a valid string"):
         weight_files(folder)
 
 
 def test_a_plan_names_a_part_that_this_transformers_lacks():
-    with pytest.raises(UserError, match="names NoSuchEncoder, which is no model of the transformers installed here"):
+    with pytest.raises(
+        UserError, match="names NoSuchEncoder, which is no model of the transformers installed here"
+    ):
         blueprint.on_meta(("transformers:NoSuchEncoder", {}))

@@ -1,4 +1,5 @@
-"""Every pipeline class of the installed diffusers has a policy, or is refused with a reason that is true of it."""
+"""Every pipeline class of the installed diffusers has a policy, or is refused with a reason that is
+true of it."""
 
 import inspect
 
@@ -13,7 +14,8 @@ EVERY = sorted(
     {
         kind.__name__
         for name in dir(diffusers)
-        if name.endswith("Pipeline") and issubclass(kind := getattr(diffusers, name), diffusers.DiffusionPipeline)
+        if name.endswith("Pipeline")
+        and issubclass(kind := getattr(diffusers, name), diffusers.DiffusionPipeline)
     }
 )
 TRUE = {
@@ -32,7 +34,8 @@ TRUE = {
     "it makes sound": "audio",
     "it makes videos of input pictures": "video",
 }
-"""What the source of a class must say where a reason begins so; other reasons are read from its signature."""
+"""What the source of a class must say where a reason begins so; other reasons are read from its
+signature."""
 
 
 def reasons_for(name):
@@ -40,19 +43,31 @@ def reasons_for(name):
 
 
 def test_every_class_is_supported_or_refused_for_a_reason():
-    """No reason fits a class that has a policy, so each tells something; and each listed class is there."""
+    """No reason fits a class that has a policy, so each tells something; and each listed class is
+    there."""
     assert len(EVERY) > 200
     assert {name for names in refusals.NAMED.values() for name in names} <= {*EVERY}
     for name in EVERY:
-        found, source = reasons_for(name), inspect.getsource(inspect.getmodule(getattr(diffusers, name)))
+        found, source = (
+            reasons_for(name),
+            inspect.getsource(inspect.getmodule(getattr(diffusers, name))),
+        )
         if name in SPECS:
             assert not found, (name, found)
         for reason in found[:1]:
-            assert all(text in source for start, text in TRUE.items() if reason.startswith(start)), (name, reason)
+            assert all(
+                text in source for start, text in TRUE.items() if reason.startswith(start)
+            ), (name, reason)
 
 
 DESCRIBABLE = (
-    *("BriaPipeline", "PRXPipeline", "AuraFlowPipeline", "NucleusMoEImagePipeline", "SkyReelsV2Pipeline"),
+    *(
+        "BriaPipeline",
+        "PRXPipeline",
+        "AuraFlowPipeline",
+        "NucleusMoEImagePipeline",
+        "SkyReelsV2Pipeline",
+    ),
     *("SanaVideoPipeline",),
 )
 """Classes that `DiffusersPolicy` runs by a description, or would by their source."""

@@ -15,7 +15,13 @@ from g2rpo.cli.output import Heard, Output
 @pytest.fixture
 def fast(monkeypatch):
     """A hundredth of the usual patience."""
-    for name, seconds in {"FIRST_SILENCE": 0.05, "EVERY": 0.1, "LATER": 1e9, "PATIENT": 0.6, "POLL": 0.01}.items():
+    for name, seconds in {
+        "FIRST_SILENCE": 0.05,
+        "EVERY": 0.1,
+        "LATER": 1e9,
+        "PATIENT": 0.6,
+        "POLL": 0.01,
+    }.items():
         monkeypatch.setattr(life, name, seconds)
 
 
@@ -45,7 +51,10 @@ def test_what_is_printed_is_a_sign_of_life(fast, capsys, monkeypatch):
 
 def test_bars_and_servers_are_waited_for_in_silence(fast, capsys):
     show = Output(Console(file=io.StringIO()))
-    for event in (events.Progress("encoding", "prompts", 0, 9), events.Serving("at http://127.0.0.1")):
+    for event in (
+        events.Progress("encoding", "prompts", 0, 9),
+        events.Serving("at http://127.0.0.1"),
+    ):
         with life.LIFE.of("plan"):
             show(event)
             show.console.print("a line beside it")

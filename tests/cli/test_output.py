@@ -15,7 +15,11 @@ from g2rpo.cli.results import command, run_table
 from g2rpo.core.statistics import Comparison
 from tests.support.runs import brightness, trainer
 
-ITEMS = [("scene_accuracy", "0.633"), ("scene_clip", "-0.083"), ("a_reward_with_a_very_long_name", "27.559")]
+ITEMS = [
+    ("scene_accuracy", "0.633"),
+    ("scene_clip", "-0.083"),
+    ("a_reward_with_a_very_long_name", "27.559"),
+]
 
 
 def terminal(width):
@@ -31,7 +35,10 @@ def written(console):
 
 
 def test_items_are_fitted_by_shorter_names_then_by_fewer_items_and_numbers_stay_whole():
-    assert fit_in_line(ITEMS, 200) == "scene_accuracy 0.633  scene_clip -0.083  a_reward_with_a_very_long_name 27.559"
+    assert (
+        fit_in_line(ITEMS, 200)
+        == "scene_accuracy 0.633  scene_clip -0.083  a_reward_with_a_very_long_name 27.559"
+    )
     assert fit_in_line(ITEMS, 55) == "scene_acc… 0.633  scene_clip -0.083  a_reward_… 27.559"
     assert fit_in_line(ITEMS, 25) == "sc… 0.633  sc… -0.083  +1"
     for width in range(100):
@@ -48,8 +55,13 @@ def test_the_line_of_training_is_one_line_with_whole_numbers(width):
     """A bar, rewards with long names, an alarm, rate and time left."""
     names = [f"a_reward_with_a_very_long_name_{i}" for i in range(4)]
     console = terminal(width)
-    rewards = {name: (lambda images, prompts, i=i: brightness(images, prompts) + i) for i, name in enumerate(names)}
-    run = trainer(None, *(f"rewards.{name}=1" for name in names), "rewards.bright=", rewards=rewards)
+    rewards = {
+        name: (lambda images, prompts, i=i: brightness(images, prompts) + i)
+        for i, name in enumerate(names)
+    }
+    run = trainer(
+        None, *(f"rewards.{name}=1" for name in names), "rewards.bright=", rewards=rewards
+    )
     iterate = run.iterate
     run.iterate = lambda: {**iterate(), "alarms": {"silent": "", "masked": ""}}
     with Output(console) as output:
@@ -73,11 +85,14 @@ def test_a_bar_ends_with_its_work_or_with_the_output():
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", written(console)) if line.strip()]
     assert "the disk is [nearly] full" in lines and lines[-1] == "[scenes] on 2 ranks"
     ends = [line for line in lines if re.match(r"encoding .* 1/3|judging .* 2/2", line)]
-    assert [line.split()[0] for line in ends][-1] == "judging" and lines.index(ends[-1]) < len(lines) - 1
+    assert [line.split()[0] for line in ends][-1] == "judging" and lines.index(ends[-1]) < len(
+        lines
+    ) - 1
 
 
 def test_training_writes_plain_lines_into_a_pipe():
-    """Iteration, rewards, rate and time left; evaluations too; and a line however long an iteration takes."""
+    """Iteration, rewards, rate and time left; evaluations too; and a line however long an iteration
+    takes."""
     console = pipe()
     run = trainer(None, "trainer.iterations=2")
     slow, began = run.iterate, time.monotonic()
@@ -93,7 +108,8 @@ def test_training_writes_plain_lines_into_a_pipe():
     assert time.monotonic() - began > 1 and "\x1b" not in console.file.getvalue()
     assert sum(line.startswith("held-out pictures after iteration") for line in lines) >= 2
     training = [line for line in lines if " iterations, " in line]
-    assert any("  0/2 iterations, 0.0 %" in line for line in training)  # while the first iteration goes on
+    # while the first iteration goes on
+    assert any("  0/2 iterations, 0.0 %" in line for line in training)
     told = next(line for line in training if "  1/2 iterations, 50.0 %" in line)
     assert re.search(r"  bright [\d.]+  ", told)
     assert re.search(r"  [\d.,e+]+ evaluations/s  \d+:\d\d:\d\d left$", told)
@@ -107,19 +123,30 @@ def test_names_and_numbers_of_a_table_are_never_cut(width, name):
     text = written(console)
     assert "…" not in text and all(len(line) <= width for line in text.splitlines())
     assert name in text or len(name) > width // 4  # in one piece where there is room
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    cells = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in text.splitlines()
+        if "│" in line
+    ]
     columns = ["".join(row[i] for row in cells) for i in range(5)]
-    assert columns[0] == name and columns[1] == "0.123" and columns[3].replace(" ", "") == "+0.309±0.098"
+    assert (
+        columns[0] == name
+        and columns[1] == "0.123"
+        and columns[3].replace(" ", "") == "+0.309±0.098"
+    )
 
 
 def test_the_interval_is_that_of_the_report():
-    """By Student's t: 2.365 standard errors of 8 prompts, 1.96 of very many; of fewer than 8 there is none."""
+    """By Student's t: 2.365 standard errors of 8 prompts, 1.96 of very many; of fewer than 8 there
+    is none."""
     for count, errors in ((8, 2.365), (64, 1.998), (10**6, 1.96)):
         assert Comparison(0.0, 1.0, 0.05, count).margin == pytest.approx(errors * 0.05, rel=1e-3)
     assert Comparison(0.1, 0.2, 3.6e-6, 2).within == ""
 
 
-@pytest.mark.parametrize("prompt", ["'barn' in purple", "a $ and 'b'", 'a "b"', "plain", "it's `x`!"])
+@pytest.mark.parametrize(
+    "prompt", ["'barn' in purple", "a $ and 'b'", 'a "b"', "plain", "it's `x`!"]
+)
 def test_suggested_commands_are_read_back_by_a_shell(prompt):
     assert shlex.split(command("sample", prompt)) == ["g2rpo", "sample", prompt]
     assert command("sample", "'barn' in purple") == """g2rpo sample "'barn' in purple\""""

@@ -42,15 +42,30 @@ def test_an_override_can_take_a_reward_out():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.gruop_size=4", "unknown key 'algorithm.gruop_size'. Did you mean 'algorithm.group_size'?"),
+        (
+            "algorithm.gruop_size=4",
+            "unknown key 'algorithm.gruop_size'. Did you mean 'algorithm.group_size'?",
+        ),
         ("learning_rate=1", "unknown key 'learning_rate'. Did you mean 'optim.learning_rate'?"),
-        ("rewards.brigt=", "rewards.brigt=: there is no reward 'brigt' to remove. Did you mean 'bright'?"),
-        ("rewards.own/mine.py:tilt=1", "is a reward's kind, not its name; write rewards.tilt.kind=own/mine.py:tilt"),
+        (
+            "rewards.brigt=",
+            "rewards.brigt=: there is no reward 'brigt' to remove. Did you mean 'bright'?",
+        ),
+        (
+            "rewards.own/mine.py:tilt=1",
+            "is a reward's kind, not its name; write rewards.tilt.kind=own/mine.py:tilt",
+        ),
         ("evaluation.rewards.own.mine:tilt=1", "write evaluation.rewards.tilt.kind=own.mine:tilt"),
         ("trainer={FLUX.1: 1}", "unknown key 'trainer.FLUX.1'. Known: checkpoint_every"),
-        ("rewards={bright:1.0}", "rewards.bright:1.0 is no name: write letters, digits and . _ + -; YAML needs a space after"),
+        (
+            "rewards={bright:1.0}",
+            "rewards.bright:1.0 is no name: write letters, digits and . _ + -; YAML needs a space after",
+        ),
         ("algorithm.group_size=many", "algorithm.group_size: input should be a valid integer"),
-        ("algorithm.name=mixgpro", "algorithm.name: unknown algorithm 'mixgpro'. Did you mean 'mixgrpo' or 'mixgrpo_flash'?"),
+        (
+            "algorithm.name=mixgpro",
+            "algorithm.name: unknown algorithm 'mixgpro'. Did you mean 'mixgrpo' or 'mixgrpo_flash'?",
+        ),
         ("nonsense", "'nonsense' is no override; write key=value"),
         ("trainer.iterations=[1", "'[1' is no value"),
     ],
@@ -63,7 +78,8 @@ def test_wrong_overrides_are_refused_with_a_hint(override, message):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_another_algorithm_comes_with_its_own_defaults(name):
-    """What a recipe says about one algorithm says nothing about another; what the command line says, counts, in any order."""
+    """What a recipe says about one algorithm says nothing about another; what the command line
+    says, counts, in any order."""
     heard, key = [], {"refl": "ceiling", "fdfo": "churn"}.get(name, "advantage_clip")
     overrides = [f"algorithm.{key}=3", f"algorithm.name={name}", "algorithm.group_size=8"]
     built = resolve(PLAIN, overrides, "here", heard.append)
@@ -73,8 +89,12 @@ def test_another_algorithm_comes_with_its_own_defaults(name):
     else:
         expected = ALGORITHMS[name](group_size=8, **{key: 3})
         (note,) = heard
-        assert note.startswith(f"algorithm.name={name}: its published defaults; here's ") and note.endswith(" are left out")
-        assert "branch_steps=[0, 1, 2]" in note and ("group_size=6" in note) == (ALGORITHMS[name].group_size != 6)
+        assert note.startswith(
+            f"algorithm.name={name}: its published defaults; here's "
+        ) and note.endswith(" are left out")
+        assert "branch_steps=[0, 1, 2]" in note and ("group_size=6" in note) == (
+            ALGORITHMS[name].group_size != 6
+        )
     assert built.algorithm == expected and type(built.algorithm) is type(expected)
     assert resolve(yaml.safe_load(built.to_yaml())) == built
 
@@ -82,14 +102,23 @@ def test_another_algorithm_comes_with_its_own_defaults(name):
 def test_naming_the_algorithm_that_it_is_changes_nothing():
     assert config("algorithm.name=g2rpo") == config()
     mix = resolve({**PLAIN, "algorithm": {"name": "mixgrpo", "window_size": 2}})
-    assert resolve(yaml.safe_load(mix.to_yaml()), ["algorithm.name=mixgrpo"]) == mix and mix.algorithm.window_size == 2
+    assert (
+        resolve(yaml.safe_load(mix.to_yaml()), ["algorithm.name=mixgrpo"]) == mix
+        and mix.algorithm.window_size == 2
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm.granularities=[1]"], "unknown key 'algorithm.granularities'. Known: advantage_clip"),
-        (["algorithm.update_every=often"], "algorithm.update_every: input should be 'rollout' or 'branch', got 'often'"),
+        (
+            ["algorithm.granularities=[1]"],
+            "unknown key 'algorithm.granularities'. Known: advantage_clip",
+        ),
+        (
+            ["algorithm.update_every=often"],
+            "algorithm.update_every: input should be 'rollout' or 'branch', got 'often'",
+        ),
     ],
 )
 def test_keys_and_values_are_the_named_algorithms(overrides, message):
@@ -163,7 +192,11 @@ def test_a_folder_with_other_things_is_no_run(tmp_path):
 
 def test_fresh_runs_number_themselves(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert [open_run(config(), None, False).name for _ in range(3)] == ["gaussian", "gaussian-2", "gaussian-3"]
+    assert [open_run(config(), None, False).name for _ in range(3)] == [
+        "gaussian",
+        "gaussian-2",
+        "gaussian-3",
+    ]
 
 
 def test_differences_are_dotted():
@@ -192,12 +225,16 @@ def test_a_variant_of_the_recipes_algorithm_keeps_what_it_does_not_redefine(body
     heard = []
     algorithm = resolve(PLAIN, [f"algorithm.name={source}:Own"], "here", heard.append).algorithm
     assert {key: getattr(algorithm, key) for key in kept} == kept and algorithm.pause == 1
-    assert heard[0].startswith(f"algorithm.name={source}:Own: a GranularGRPO, so here's ") and heard[0].endswith(" stay")
+    assert heard[0].startswith(
+        f"algorithm.name={source}:Own: a GranularGRPO, so here's "
+    ) and heard[0].endswith(" stay")
     other = resolve(PLAIN, [f"algorithm.name={tmp_path}/mix.py:Own"], "here").algorithm
     assert other.group_size == ALGORITHMS["mixgrpo"].group_size
 
 
-@pytest.mark.parametrize("override", ["trackers=[{}:It]", "trackers={}:It", "rewards.mine={{kind: {}:it}}"])
+@pytest.mark.parametrize(
+    "override", ["trackers=[{}:It]", "trackers={}:It", "rewards.mine={{kind: {}:it}}"]
+)
 def test_code_that_the_command_line_names_is_allowed_wherever_it_stands(override, tmp_path):
     """In a list and in a mapping too."""
     (tmp_path / "own.py").write_text("class It: ...\n\n\ndef it(images, prompts): ...\n")

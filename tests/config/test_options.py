@@ -1,4 +1,5 @@
-"""THE list of options: everything that a config accepts. A new one is a decision: it is added here, and explained in docs/."""
+"""THE list of options: everything that a config accepts. A new one is a decision: it is added here,
+and explained in docs/."""
 
 import dataclasses
 import inspect
@@ -157,11 +158,18 @@ trainer.sharding: memory against communication
 def leaves(kind, prefix):
     """The dotted keys below a group; of rewards, which evaluations have too, those in one place."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        fields = {name: field.annotation for name, field in kind.model_fields.items() if name not in ("algorithm", "options")}
+        fields = {
+            name: field.annotation
+            for name, field in kind.model_fields.items()
+            if name not in ("algorithm", "options")
+        }
     elif dataclasses.is_dataclass(kind):
-        fields = {field.name: get_type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
+        fields = {
+            field.name: get_type_hints(kind)[field.name] for field in dataclasses.fields(kind)
+        }
     else:
-        group = next((each for each in get_args(kind) if dataclasses.is_dataclass(each)), None)  # an optional one
+        # an optional one
+        group = next((each for each in get_args(kind) if dataclasses.is_dataclass(each)), None)
         yield from leaves(group, prefix) if group else [prefix]
         return
     for name, inner in fields.items():
@@ -183,4 +191,6 @@ def options():
 
 
 def test_options_are_those_of_the_list():
-    assert sorted(options()) == sorted(line.partition(": ")[0] for line in OPTIONS.strip().splitlines())
+    assert sorted(options()) == sorted(
+        line.partition(": ")[0] for line in OPTIONS.strip().splitlines()
+    )

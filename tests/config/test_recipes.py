@@ -1,4 +1,5 @@
-"""Recipes for real models: complete, explained, and clear about what is missing where they are run."""
+"""Recipes for real models: complete, explained, and clear about what is missing where they are
+run."""
 
 import re
 import shlex
@@ -20,7 +21,11 @@ from g2rpo.training.listeners.evaluations import FIRST_LOOK
 from tests.support.commands import refused
 
 ROOT = Path(__file__).parents[2]
-REAL = [name for name in recipes.names() if not re.search(r"path: (testbed|words)\b", recipes.text(name))]
+REAL = [
+    name
+    for name in recipes.names()
+    if not re.search(r"path: (testbed|words)\b", recipes.text(name))
+]
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -66,19 +71,32 @@ def test_a_prompt_costs_what_the_comments_say(name, prompts, evaluations, images
 
 @pytest.mark.parametrize("name", ["flux1-dev-lora", "flux2-klein-lora", "z-image-lora"])
 def test_a_recipe_for_24_gb_differs_in_memory_alone(name):
-    """Smaller batches, frozen weights in int8, rewards in bfloat16, judges on the CPU; and what is kept and judged by the
-    clock, as a crash should lose half an hour at most and a first look come within the first hour."""
+    """Smaller batches, frozen weights in int8, rewards in bfloat16, judges on the CPU; and what is
+    kept and judged by the clock, as a crash should lose half an hour at most and a first look come
+    within the first hour."""
     large, small = (load_config(recipe, []).model_dump() for recipe in (name, f"{name}-24gb"))
-    for table in (large["rewards"], small["rewards"], large["evaluation"]["rewards"], small["evaluation"]["rewards"]):
+    for table in (
+        large["rewards"],
+        small["rewards"],
+        large["evaluation"]["rewards"],
+        small["evaluation"]["rewards"],
+    ):
         for reward in table.values():
-            reward["options"] = {key: value for key, value in reward["options"].items() if key not in ("dtype", "device")}
+            reward["options"] = {
+                key: value
+                for key, value in reward["options"].items()
+                if key not in ("dtype", "device")
+            }
     sizes = {
         "policy": ["quantize"],
         "sampling": ["batch_size", "decode_batch_size"],
         "trainer": ["micro_batch_size", "checkpoint_minutes"],
         "evaluation": ["every_minutes"],
     }
-    assert small["trainer"]["checkpoint_minutes"] <= 30 and small["evaluation"]["every_minutes"] * FIRST_LOOK <= 30
+    assert (
+        small["trainer"]["checkpoint_minutes"] <= 30
+        and small["evaluation"]["every_minutes"] * FIRST_LOOK <= 30
+    )
     for config in (large, small):
         config.pop("recipe")
         for group, keys in sizes.items():
@@ -92,7 +110,8 @@ PUBLISHED = {"flux1-dev-hps": "reference", "flux1-dev-hps-clip": "reference-hps-
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED.values()])
 def test_who_follows_the_paper_or_its_code_makes_eight_optimizer_steps_a_rollout(name):
-    """The published scripts step after every branch step; their rate and their 300 iterations are for that."""
+    """The published scripts step after every branch step; their rate and their 300 iterations are
+    for that."""
     config = load_config(name, [])
     ((iteration, times),) = count(config, 400).kinds
     assert (iteration.optimizer_steps, times) == (8, config.trainer.iterations)
@@ -101,7 +120,10 @@ def test_who_follows_the_paper_or_its_code_makes_eight_optimizer_steps_a_rollout
 
 @pytest.mark.parametrize("paper", PUBLISHED)
 def test_the_reference_differs_from_the_paper_in_the_codes_quirks_only(paper):
-    ours, theirs = load_config(paper, []).model_dump(), load_config(PUBLISHED[paper], []).model_dump()
+    ours, theirs = (
+        load_config(paper, []).model_dump(),
+        load_config(PUBLISHED[paper], []).model_dump(),
+    )
     changed = {
         f"{group}.{key}"
         for group in ("policy", "algorithm", "sampling", "optim", "trainer", "evaluation")
@@ -115,20 +137,31 @@ def test_the_reference_differs_from_the_paper_in_the_codes_quirks_only(paper):
         "sampling.precision",
         "trainer.iterations",
     }
-    assert [reward["options"]["dtype"] for reward in theirs["rewards"].values()] == ["float16"] * len(ours["rewards"])
+    assert [reward["options"]["dtype"] for reward in theirs["rewards"].values()] == [
+        "float16"
+    ] * len(ours["rewards"])
     assert list(theirs["rewards"]) == list(ours["rewards"])
 
 
 def test_flow_grpos_recipe_is_its_pickscore_config():
-    """The algorithm's defaults are those of its OCR and GenEval configs, which differ in the weight of the KL term alone."""
+    """The algorithm's defaults are those of its OCR and GenEval configs, which differ in the weight
+    of the KL term alone."""
     config = load_config("sd35-medium-flow-grpo", [])
     assert config.algorithm == FlowGRPO(kl_weight=0.01)
     assert config.sampling.shift == "scheduler" and config.sampling.num_steps == 10
-    assert (config.optim.ema_decay, config.optim.ema_every, config.optim.ema_warmup) == (0.9, 8, True)
+    assert (config.optim.ema_decay, config.optim.ema_every, config.optim.ema_warmup) == (
+        0.9,
+        8,
+        True,
+    )
     assert config.rewards["pickscore"].weight == pytest.approx(1 / 26, abs=5e-7)  # six digits
 
 
-ROWS = re.findall(r"^\| ([\w-]+) \| `([\w-]+)` \| `([^`]+)` \|", (ROOT / "docs/recipes.md").read_text(), flags=re.MULTILINE)
+ROWS = re.findall(
+    r"^\| ([\w-]+) \| `([\w-]+)` \| `([^`]+)` \|",
+    (ROOT / "docs/recipes.md").read_text(),
+    flags=re.MULTILINE,
+)
 """(algorithm, recipe, overrides) of the table of published values over the nearest recipe."""
 
 SD35 = {
@@ -138,9 +171,25 @@ SD35 = {
     "optim.ema_warmup": True,
 }
 LORA = {"policy.tuning": "lora", "policy.lora_init": "gaussian", "optim.learning_rate": 3e-4}
-PICKSCORE = {"rewards": ["pickscore"], "policy.guidance_scale": 1.0, "policy.height": 512, "optim.weight_decay": 1e-4}
-FLUX_LORA = ["attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj"]
-FLUX_LORA += ["attn.to_add_out", *(f"{ff}.{layer}" for ff in ("ff", "ff_context") for layer in ("net.0.proj", "net.2"))]
+PICKSCORE = {
+    "rewards": ["pickscore"],
+    "policy.guidance_scale": 1.0,
+    "policy.height": 512,
+    "optim.weight_decay": 1e-4,
+}
+FLUX_LORA = [
+    "attn.to_k",
+    "attn.to_q",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_k_proj",
+    "attn.add_q_proj",
+    "attn.add_v_proj",
+]
+FLUX_LORA += [
+    "attn.to_add_out",
+    *(f"{ff}.{layer}" for ff in ("ff", "ff_context") for layer in ("net.0.proj", "net.2")),
+]
 GRPO_SERIES = {
     "policy.max_sequence_length": 256, "policy.tuning": "full", "policy.lora_rank": 64, "policy.lora_alpha": 128,
     "policy.lora_targets": FLUX_LORA, "policy.lora_init": "gaussian", "policy.guidance_scale": 3.5, "sampling.num_steps": 16,
@@ -152,7 +201,8 @@ FROM_THE_CODE = {
         **SD35, **LORA, **PICKSCORE, "policy.truncate_timesteps": "rollout", "algorithm.group_size": 24,
         "algorithm.kl_weight": 1e-4, "trainer.prompts_per_iteration": 48, "optim.ema_decay": 0.9, "optim.ema_every": 1,
     },
-    "AWM": {  # be51372, pickscore_sd3_no_cfg: 6 pictures on each of 8 GPUs 12 times, in groups of 24
+    # be51372, pickscore_sd3_no_cfg: 6 pictures on each of 8 GPUs 12 times, in groups of 24
+    "AWM": {
         **SD35, **LORA, **PICKSCORE, "sampling.num_steps": 14, "trainer.prompts_per_iteration": 6 * 8 * 12 // 24,
         "algorithm.group_size": 24, "algorithm.times": 6, "algorithm.kl_weight": 1e-4, "algorithm.power": 0.25,
         "optim.ema_decay": 0.99, "optim.ema_every": 1, "policy.lora_rank": 32,
@@ -204,7 +254,10 @@ def test_a_recipe_or_row_has_the_values_of_the_published_code(name):
 def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(capsys, flux_directory):
     path = f"policy.path={flux_directory}"
     err = refused(capsys, "train", "flux1-dev-hps", path, "--run-dir", "never-made")
-    for key, file, own in (("prompts.train", "train", "train"), ("evaluation.prompts", "test", "heldout")):
+    for key, file, own in (
+        ("prompts.train", "train", "train"),
+        ("evaluation.prompts", "test", "heldout"),
+    ):
         assert f"{key}=prompts/hpdv2_{file}.txt" in err and f"name your own with {key}=FILE" in err
         assert f"for a model without input pictures {key}=starter:{own}" in err
 
@@ -213,17 +266,22 @@ def test_missing_weights_are_a_user_error_that_says_what_to_fetch(tmp_path, flux
     """The hub is offline here (tests/conftest.py), so nothing can be downloaded."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle\n")
-    given = [f"prompts.train={prompts}", f"evaluation.prompts={prompts}", f"policy.path={flux_directory}"]
+    given = [
+        f"prompts.train={prompts}",
+        f"evaluation.prompts={prompts}",
+        f"policy.path={flux_directory}",
+    ]
     config = load_config("flux1-dev-hps", given)
     repository = config.rewards["hpsv2"].options["path"]
     with pytest.raises(UserError) as refusal:
         build(Request(config=config))
-    wanted = (
-        f"rewards.hpsv2.options.path={repository}: is not in the local hub cache, and HF_HUB_OFFLINE forbids to download it"
-    )
+    wanted = f"rewards.hpsv2.options.path={repository}: is not in the local hub cache, and HF_HUB_OFFLINE forbids to download it"
     assert f"{wanted}; `hf download {repository}` fetches it" in str(refusal.value)
 
 
 def test_a_model_that_is_not_there_is_named():
-    with pytest.raises(UserError, match=r"policy\.path=black-forest-labs/FLUX\.1-dev.*\n  .hf download black-forest-labs/FLUX"):
+    with pytest.raises(
+        UserError,
+        match=r"policy\.path=black-forest-labs/FLUX\.1-dev.*\n  .hf download black-forest-labs/FLUX",
+    ):
         build(Request(config=load_config("flux1-dev-lora", [])))

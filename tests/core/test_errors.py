@@ -10,7 +10,8 @@ def test_near_matches_come_before_words_that_contain_it_before_all_that_are_know
     known = ["flux2-klein-lora", "scenes", "words"]
     assert did_you_mean("scnes", known) == " Did you mean 'scenes'?"
     assert did_you_mean("klein", known) == " Did you mean 'flux2-klein-lora'?"
-    assert did_you_mean("le", known) == " Known: flux2-klein-lora, scenes, words."  # too short to be a part of a name
+    # too short to be a part of a name
+    assert did_you_mean("le", known) == " Known: flux2-klein-lora, scenes, words."
     assert did_you_mean("x", []) == " There are none."
 
 

@@ -1,4 +1,5 @@
-"""The mathematics of flow.py against closed forms, published formulas and diffusers' own scheduler."""
+"""The mathematics of flow.py against closed forms, published formulas and diffusers' own
+scheduler."""
 
 import itertools
 import math
@@ -17,26 +18,32 @@ from g2rpo.policies.gaussian import GaussianPolicy
 
 @pytest.mark.parametrize("shift", [1.0, 1.15, 1.5, 2.0, 2.5, 3.0, 3.5, 5.0, 6.0, 7.0, 12.0, 17.0])
 def test_sigma_grid_has_the_bits_of_published_code(shift):
-    """It computes in float32, and floor(1000 sigma), which the network sees, hangs on the last bit: of 10 steps at shift 3 one
-    has 874, where float64 has 875. The first sigma is 1, also where the shift makes it 1 - 6e-8. In all
-    1,200 grids."""
+    """It computes in float32, and floor(1000 sigma), which the network sees, hangs on the last bit:
+    of 10 steps at shift 3 one has 874, where float64 has 875. The first sigma is 1, also where the
+    shift makes it 1 - 6e-8. In all 1,200 grids."""
     for steps in range(1, 101):
         u = torch.linspace(1, 0, steps + 1)
         published = (shift * u) / (1 + (shift - 1) * u)
-        assert [int(sigma * 1000) for sigma in sigma_grid(steps, shift)] == [int(sigma * 1000) for sigma in published]
+        assert [int(sigma * 1000) for sigma in sigma_grid(steps, shift)] == [
+            int(sigma * 1000) for sigma in published
+        ]
         assert torch.equal(sigma_grid(steps, shift)[1:], published[1:])
     assert sigma_grid(4, 1.111)[0] == 1
 
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")]),
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")],
+    ),
 ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_narrow_product_is_rounded_as_torch_rounds_it(device):
-    """The published loop multiplies bfloat16 tensors with float32 ones without dimensions; a batch here has a number a row."""
+    """The published loop multiplies bfloat16 tensors with float32 ones without dimensions; a batch
+    here has a number a row."""
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
     values = torch.tensor([-0.0217391, 1.245], device=device)
     theirs = torch.stack([x[0] * values[0], x[1] * values[1]])
@@ -46,13 +53,16 @@ def test_a_narrow_product_is_rounded_as_torch_rounds_it(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("dtype", "narrow", "error"), [(torch.float64, torch.float64, 1e-14), (torch.float32, torch.bfloat16, 0)]
+    ("dtype", "narrow", "error"),
+    [(torch.float64, torch.float64, 1e-14), (torch.float32, torch.bfloat16, 0)],
 )
 def test_steps_are_the_published_expressions(device, dtype, narrow, error):
-    """Flow-GRPO's SDE step, mean and sample, the ODE step, and the image x - sigma v; with a velocity in bfloat16 term by term
-    as torch evaluates them."""
+    """Flow-GRPO's SDE step, mean and sample, the ODE step, and the image x - sigma v; with a
+    velocity in bfloat16 term by term as torch evaluates them."""
     same = partial(torch.testing.assert_close, atol=error, rtol=0)
-    x, v, e = torch.randn(3, 1, 5, 16, generator=torch.Generator().manual_seed(6), dtype=dtype).to(device)
+    x, v, e = torch.randn(3, 1, 5, 16, generator=torch.Generator().manual_seed(6), dtype=dtype).to(
+        device
+    )
     v, e, sigmas = v.to(narrow), e.to(narrow), sigma_grid(16, 3.0).to(device, dtype)
     for i in range(8):
         sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
@@ -67,12 +77,15 @@ def test_steps_are_the_published_expressions(device, dtype, narrow, error):
 
 @pytest.mark.parametrize("shift", [1.0, 1.111, 3.0, 7.0])
 def test_the_schedulers_grid_is_diffusers(shift):
-    """At every number of steps; it is not the even grid, where the last step is a wide one. Two roundings of float32: diffusers
-    keeps its lowest and highest sigma in float32, the latter 1 - 1.2e-7 for some shifts, and shifts them again."""
+    """At every number of steps; it is not the even grid, where the last step is a wide one. Two
+    roundings of float32: diffusers keeps its lowest and highest sigma in float32, the latter 1 -
+    1.2e-7 for some shifts, and shifts them again."""
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     for steps in range(1, 101):
         scheduler.set_timesteps(steps)
-        torch.testing.assert_close(scheduler_grid(steps, shift), scheduler.sigmas, atol=1.3e-7, rtol=0)
+        torch.testing.assert_close(
+            scheduler_grid(steps, shift), scheduler.sigmas, atol=1.3e-7, rtol=0
+        )
         assert scheduler_grid(steps, shift)[0] == 1 and scheduler_grid(steps, shift)[-1] == 0
     assert (scheduler_grid(10, shift) - sigma_grid(10, shift)).abs().max() > 0.09
     for wrong in ((0, 3.0), (10, 0.0)):
@@ -89,12 +102,14 @@ def test_without_noise_the_sde_step_is_the_ode_step_bit_for_bit():
 
 
 def marginal_error(kernel_on, num_steps: int, samples: int) -> tuple[float, float]:
-    """(|mean error|, |std error|) of the SDE's samples at sigma = 0 on a Gaussian target, every step stochastic."""
+    """(|mean error|, |std error|) of the SDE's samples at sigma = 0 on a Gaussian target, every
+    step stochastic."""
     policy = GaussianPolicy(mean=0.8, std=0.6, size=1)
     cond = policy.encode(["0"])
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples // 3, 3, 1, 1, generator=generator)
-    # The last sigma of the start is just below 1, where Flow-GRPO's g is finite, and the noise level is exactly that of x.
+    # The last sigma of the start is just below 1, where Flow-GRPO's g is finite, and the noise
+    # level is exactly that of x.
     sigmas = torch.linspace(0.98, 0.0, num_steps + 1)
     x = (1 - sigmas[0]) * 0.8 + ((1 - sigmas[0]) ** 2 * 0.36 + sigmas[0] ** 2).sqrt() * x
     kernel = kernel_on(sigmas)
@@ -106,13 +121,19 @@ def marginal_error(kernel_on, num_steps: int, samples: int) -> tuple[float, floa
     return abs(float(x.mean()) - 0.8), abs(float(x.std()) - 0.6)
 
 
-@pytest.mark.parametrize("algorithm", [GranularGRPO(), FlowGRPO(), DanceGRPO(eta=0.6)], ids=lambda algorithm: algorithm.name)
+@pytest.mark.parametrize(
+    "algorithm",
+    [GranularGRPO(), FlowGRPO(), DanceGRPO(eta=0.6)],
+    ids=lambda algorithm: algorithm.name,
+)
 def test_sde_reaches_the_marginals_of_the_ode(algorithm):
-    """The only test that notices a wrong SDE: shapes, ratio = 1 and rising rewards survive a flipped score.
+    """The only test that notices a wrong SDE: shapes, ratio = 1 and rising rewards survive a
+    flipped score.
 
-    Two parts: the error shrinks with the step (Euler-Maruyama is of weak order 1, so 8 times the steps should divide a bias
-    by about 8; a factor 4 is asked), and the limit is right. With n = 240,000 entries the standard error of the mean is
-    0.6 / sqrt(n) = 1.2e-3 and of the std 0.6 / sqrt(2n) = 9e-4; the bound is four of them plus the bias left at 400 steps.
+    Two parts: the error shrinks with the step (Euler-Maruyama is of weak order 1, so 8 times the
+    steps should divide a bias by about 8; a factor 4 is asked), and the limit is right. With n =
+    240,000 entries the standard error of the mean is 0.6 / sqrt(n) = 1.2e-3 and of the std 0.6 /
+    sqrt(2n) = 9e-4; the bound is four of them plus the bias left at 400 steps.
     """
     coarse = marginal_error(algorithm.kernel, 25, 240_000)
     fine = marginal_error(algorithm.kernel, 400, 240_000)
@@ -121,10 +142,20 @@ def test_sde_reaches_the_marginals_of_the_ode(algorithm):
 
 @pytest.mark.parametrize("num_steps", [16, 1024])
 def test_the_first_stochastic_steps_widen_the_marginal_on_every_grid(num_steps):
-    """From the exact marginal: the variance after step i is too large by eta^4 / (4 i^2), step 0 as step 1, and by what falls
-    with the grid; at step 0 exactly eta^4 / 4 + eta^2 h - h^2 s^2, h the step's width, s the image's spread."""
-    policy, sigmas, eta, spread = GaussianPolicy(std=0.6, size=1), sigma_grid(num_steps, 3.0), 0.7, 0.6
-    kernel, cond, ends = GranularGRPO(eta=eta).kernel(sigmas), policy.encode(["0", "0"]), torch.tensor([0.0, 1.0])
+    """From the exact marginal: the variance after step i is too large by eta^4 / (4 i^2), step 0 as
+    step 1, and by what falls with the grid; at step 0 exactly eta^4 / 4 + eta^2 h - h^2 s^2, h the
+    step's width, s the image's spread."""
+    policy, sigmas, eta, spread = (
+        GaussianPolicy(std=0.6, size=1),
+        sigma_grid(num_steps, 3.0),
+        0.7,
+        0.6,
+    )
+    kernel, cond, ends = (
+        GranularGRPO(eta=eta).kernel(sigmas),
+        policy.encode(["0", "0"]),
+        torch.tensor([0.0, 1.0]),
+    )
     x, excess = ends.reshape(2, 1, 1, 1).expand(2, 3, 1, 1), []
     wanted = []
     for now, after in itertools.pairwise(sigmas[:10]):
@@ -137,7 +168,9 @@ def test_the_first_stochastic_steps_widen_the_marginal_on_every_grid(num_steps):
     h = float(1 - sigmas[1])
     assert excess[0] == pytest.approx(eta**4 / 4 + eta**2 * h - h**2 * spread**2, abs=2e-6)
     if num_steps == 1024:
-        assert excess == [pytest.approx(eta**4 / (4 * max(1, step) ** 2), abs=1e-3) for step in range(9)]
+        assert excess == [
+            pytest.approx(eta**4 / (4 * max(1, step) ** 2), abs=1e-3) for step in range(9)
+        ]
     else:  # relative to the exact variance, to the digits of docs/algorithm.md
         shares = [excess[step] / wanted[step] for step in (0, 1)]
         assert shares == pytest.approx([0.074, 0.092], abs=5e-4)
@@ -151,19 +184,28 @@ def test_log_prob_is_the_mean_over_entries_of_torchs_normal():
 
 
 def test_log_prob_gradient_matches_finite_differences():
-    """d log_prob / d velocity through sde_step; float64, where central differences of a quadratic leave 1e-16 / 1e-4."""
+    """d log_prob / d velocity through sde_step; float64, where central differences of a quadratic
+    leave 1e-16 / 1e-4."""
     generator = torch.Generator().manual_seed(0)
     x, v, x_next = torch.randn(3, 2, 6, generator=generator, dtype=torch.float64)
-    sigma, sigma_next, g = torch.tensor([0.7, 0.4]), torch.tensor([0.6, 0.3]), torch.tensor([0.8, 0.5])
+    sigma, sigma_next, g = (
+        torch.tensor([0.7, 0.4]),
+        torch.tensor([0.6, 0.3]),
+        torch.tensor([0.8, 0.5]),
+    )
     v.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda v: sde_step(x, v, sigma, sigma_next, g).log_prob(x_next), (v,), eps=1e-4, atol=1e-9, rtol=1e-9
+        lambda v: sde_step(x, v, sigma, sigma_next, g).log_prob(x_next),
+        (v,),
+        eps=1e-4,
+        atol=1e-9,
+        rtol=1e-9,
     )
 
 
 def published_tail(branch: int, num_steps: int, stride: int) -> list[int]:
-    """The published schedule by its own recipe: the concatenated list of sigmas, all of whose entries but the last are
-    evaluated, and the image is predicted from the last evaluated one."""
+    """The published schedule by its own recipe: the concatenated list of sigmas, all of whose
+    entries but the last are evaluated, and the image is predicted from the last evaluated one."""
     indices = [*range(branch + 2), *range(branch + 2, num_steps + 1, stride)]
     return [*indices[branch + 1 : -1], num_steps]
 
@@ -181,4 +223,9 @@ def test_closed_tails_never_jump_further_than_their_granularity():
         for granularity in (1, 2, 3, 5):
             steps = tail(start, 16, granularity, "closed")
             jumps = [b - a for a, b in itertools.pairwise(steps)]
-            assert steps[0] == start and steps[-1] == 16 and jumps[0] == 1 and max(jumps) <= granularity
+            assert (
+                steps[0] == start
+                and steps[-1] == 16
+                and jumps[0] == 1
+                and max(jumps) <= granularity
+            )

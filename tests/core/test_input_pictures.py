@@ -27,7 +27,16 @@ from g2rpo.rewards.analytic import Similarity
 from g2rpo.rollout.scoring import score
 from g2rpo.run.run import Run
 from tests.support.commands import g2rpo, refused
-from tests.support.runs import PLAIN, Editing, Loaded, brightness, config, finished, picture, trainer
+from tests.support.runs import (
+    PLAIN,
+    Editing,
+    Loaded,
+    brightness,
+    config,
+    finished,
+    picture,
+    trainer,
+)
 
 
 def write_prompts(path, *records):
@@ -40,16 +49,21 @@ def test_pictures_are_read_upright_in_rgb(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
     picture(tmp_path / "turned.jpg", exif=exif)
-    grey, turned = read_inputs(Prompt("a", [str(tmp_path / "grey.webp"), str(tmp_path / "turned.jpg")]))
+    grey, turned = read_inputs(
+        Prompt("a", [str(tmp_path / "grey.webp"), str(tmp_path / "turned.jpg")])
+    )
     assert (grey.mode, grey.getpixel((0, 0)), turned.size) == ("RGB", (9, 9, 9), (4, 6))
     assert read_inputs("a") == read_inputs(Prompt("a")) == []
 
 
 def png(depth, kind, row, transparent=b"", palette=b""):
-    """A PNG of one row of two pixels, by the specification: `kind` 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGBA."""
+    """A PNG of one row of two pixels, by the specification: `kind` 0 grey, 2 RGB, 3 palette, 4 grey
+    and alpha, 6 RGBA."""
 
     def chunk(name, data):
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
 
     parts = {
         b"IHDR": struct.pack(">IIBBBBB", 2, 1, depth, kind, 0, 0, 0),
@@ -57,7 +71,11 @@ def png(depth, kind, row, transparent=b"", palette=b""):
         b"tRNS": transparent,
         b"IDAT": zlib.compress(b"\0" + row),
     }
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts.items() if part[1]) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + b"".join(chunk(*part) for part in parts.items() if part[1])
+        + chunk(b"IEND", b"")
+    )
 
 
 WHITE, MIDDLE = (255, 255, 255), (128, 128, 128)
@@ -90,7 +108,8 @@ def in_16_bits(*levels):
     ],
 )
 def test_what_is_transparent_is_white_and_16_bits_become_8(tmp_path, content, pixels):
-    """Every depth and colour type of PNG that has 16 bits or transparency, against levels by hand."""
+    """Every depth and colour type of PNG that has 16 bits or transparency, against levels by
+    hand."""
     (tmp_path / "a.png").write_bytes(content)
     (read,) = read_inputs(Prompt("a", [str(tmp_path / "a.png")]))
     assert [read.getpixel((x, 0)) for x in (0, 1)] == pixels
@@ -100,7 +119,10 @@ def test_transparent_webp_and_cmyk_jpeg(tmp_path):
     Image.new("RGBA", (2, 2), (9, 9, 9, 0)).save(tmp_path / "a.webp", lossless=True, exact=True)
     Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "b.jpg", quality=100)
     clear, red = read_inputs(Prompt("a", [str(tmp_path / "a.webp"), str(tmp_path / "b.jpg")]))
-    assert clear.getpixel((0, 0)) == WHITE and red.getpixel((0, 0)) == pytest.approx((255, 0, 0), abs=3)  # JPEG's rounding
+    # JPEG's rounding
+    assert clear.getpixel((0, 0)) == WHITE and red.getpixel((0, 0)) == pytest.approx(
+        (255, 0, 0), abs=3
+    )
 
 
 def damaged(path, how):
@@ -133,7 +155,9 @@ def damaged(path, how):
 def test_unusable_pictures_are_refused_by_file_and_line(tmp_path, monkeypatch, how, message):
     monkeypatch.setattr(input_pictures, "MAX_PIXELS", 80)
     damaged(tmp_path / "in.png", how)
-    file = write_prompts(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "make it red", "image": "in.png"})
+    file = write_prompts(
+        tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "make it red", "image": "in.png"}
+    )
     with pytest.raises(UserError, match=rf"p\.jsonl, line 2: input picture .*in\.png: .*{message}"):
         read_prompts(file)
 
@@ -143,8 +167,12 @@ def test_a_record_reaches_no_picture_outside_its_folder(tmp_path, path):
     picture(tmp_path / "private.png", format="PNG")
     (tmp_path / "prompts" / "deep").mkdir(parents=True)
     (tmp_path / "prompts" / "linked").symlink_to(tmp_path / "prompts" / "deep")
-    file = write_prompts(tmp_path / "prompts" / "p.jsonl", {"prompt": "a", "image": path.format(tmp_path)})
-    with pytest.raises(UserError, match=r"line 1: input picture .*private\.png is outside .*prompts"):
+    file = write_prompts(
+        tmp_path / "prompts" / "p.jsonl", {"prompt": "a", "image": path.format(tmp_path)}
+    )
+    with pytest.raises(
+        UserError, match=r"line 1: input picture .*private\.png is outside .*prompts"
+    ):
         read_prompts(file)
     above = write_prompts(tmp_path / "p.jsonl", {"prompt": "a", "image": f"{tmp_path}/private.png"})
     assert read_prompts(above)[0].images == (f"{tmp_path}/private.png",)
@@ -152,15 +180,21 @@ def test_a_record_reaches_no_picture_outside_its_folder(tmp_path, path):
 
 def test_training_refuses_missing_pictures_before_anything_is_loaded(tmp_path, capsys):
     file = write_prompts(tmp_path / "p.jsonl", {"prompt": "make it red", "image": "gone.png"})
-    assert f"{file}, line 1: input picture {tmp_path / 'gone.png'}: there is no such file" in refused(
-        capsys, "train", "scenes", f"prompts.train={file}", "--run-dir", tmp_path / "run"
+    assert (
+        f"{file}, line 1: input picture {tmp_path / 'gone.png'}: there is no such file"
+        in refused(
+            capsys, "train", "scenes", f"prompts.train={file}", "--run-dir", tmp_path / "run"
+        )
     )
     assert not (tmp_path / "run").exists()
 
 
 def test_prompts_given_as_objects_are_checked_too(tmp_path):
     """Pictures that are not there, and prompts that lack the picture that a model needs."""
-    gone, own = Prompt("make it red", [str(tmp_path / "gone.png")]), Prompt("a", [picture(tmp_path / "a.png")])
+    gone, own = (
+        Prompt("make it red", [str(tmp_path / "gone.png")]),
+        Prompt("a", [picture(tmp_path / "a.png")]),
+    )
     for prompts, heldout, message in (
         ([gone], ["0"], r"prompt 'make it red': input picture .*gone\.png: there is no such file"),
         (["0"], [gone], r"prompt 'make it red': input picture .*gone\.png: there is no such file"),
@@ -185,11 +219,14 @@ class Counting:
 
 
 def test_embeddings_are_kept_by_the_content_of_pictures(tmp_path):
-    """The same text with another picture is another row, the same picture elsewhere is not; a changed one is encoded anew."""
+    """The same text with another picture is another row, the same picture elsewhere is not; a
+    changed one is encoded anew."""
     red, blue = picture(tmp_path / "red.png"), picture(tmp_path / "blue.png", (0, 0, 99))
     shutil.copy(red, tmp_path / "copy.png")
     encoder = Counting()
-    cached = CachedEncoder(encoder, EmbeddingStore(tmp_path / "store", {}, reserve=0), notify=pytest.fail)
+    cached = CachedEncoder(
+        encoder, EmbeddingStore(tmp_path / "store", {}, reserve=0), notify=pytest.fail
+    )
     first = cached.encode([Prompt("a", [red]), Prompt("a", [blue])]).tensors["shift"]
     assert encoder.count == 2 and first[0] != first[1]
     again = cached.encode([Prompt("a", [str(tmp_path / "copy.png")])]).tensors["shift"]
@@ -217,8 +254,13 @@ def test_a_run_is_held_to_the_content_of_its_pictures(tmp_path):
 
 
 def test_similarity_is_one_for_the_input_picture_itself(tmp_path):
-    white, grey = picture(tmp_path / "white.png", "white", (9, 5)), picture(tmp_path / "grey.png", (51, 51, 51))
-    images = torch.stack([torch.ones(3, 4, 4), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
+    white, grey = (
+        picture(tmp_path / "white.png", "white", (9, 5)),
+        picture(tmp_path / "grey.png", (51, 51, 51)),
+    )
+    images = torch.stack(
+        [torch.ones(3, 4, 4), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4), torch.ones(3, 4, 4)]
+    )
     prompts = [Prompt("a", [white]), Prompt("a", [white]), Prompt("a", [grey, white]), "a"]
     scores = Similarity()(images, prompts)
     assert scores[:3].tolist() == pytest.approx([1, 0, 0.8]) and scores[3].isnan()
@@ -230,13 +272,27 @@ def test_similarity_is_one_for_the_input_picture_itself(tmp_path):
 
 def test_a_run_shows_input_pictures_beside_what_was_made_of_them(tmp_path):
     colours = {"red": (255, 0, 0), "grey": (128, 128, 128), "blue": (0, 0, 255)}
-    prompts = [Prompt(name, [picture(tmp_path / f"{name}.png", colour, (30, 60))]) for name, colour in colours.items()]
+    prompts = [
+        Prompt(name, [picture(tmp_path / f"{name}.png", colour, (30, 60))])
+        for name, colour in colours.items()
+    ]
     Run(tmp_path / "run").claim(config())
     Run(tmp_path / "run").record_start(0, torch.device("cpu"))
-    finished(trainer(tmp_path / "run", policy=Editing(), prompts=prompts, rewards={"bright": Similarity()}))
-    kept = [Image.open(tmp_path / "run" / "samples" / "iteration_000000" / f"{i:06d}_input.png") for i in range(3)]
+    finished(
+        trainer(
+            tmp_path / "run", policy=Editing(), prompts=prompts, rewards={"bright": Similarity()}
+        )
+    )
+    kept = [
+        Image.open(tmp_path / "run" / "samples" / "iteration_000000" / f"{i:06d}_input.png")
+        for i in range(3)
+    ]
     assert [each.size for each in kept] == [(128, 256)] * 3
-    assert [each.getpixel((60, 120)) for each in kept] == [(255, 0, 0), (128, 128, 128), (0, 0, 255)]
+    assert [each.getpixel((60, 120)) for each in kept] == [
+        (255, 0, 0),
+        (128, 128, 128),
+        (0, 0, 255),
+    ]
     page = render(read_runs([tmp_path / "run"]))
     assert page.count('alt="Input picture: ') == 3 and "From the left the input picture" in page
     card = (tmp_path / "run" / "adapter" / "README.md").read_text()
@@ -249,12 +305,17 @@ def test_sample_takes_an_input_picture(tmp_path, capsys, monkeypatch):
     code, _, _ = g2rpo(capsys, "sample", "darker", "--image", picture(tmp_path / "a.png"), *options)
     (line,) = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
     assert code == 0 and json.loads(line)["images"] == ["0000_input0.png"]
-    assert read_inputs(read_prompts(tmp_path / "out" / "prompts.jsonl")[0])[0].getpixel((0, 0)) == (255, 0, 0)
+    assert read_inputs(read_prompts(tmp_path / "out" / "prompts.jsonl")[0])[0].getpixel((0, 0)) == (
+        255,
+        0,
+        0,
+    )
     assert Image.open(tmp_path / "out" / "grid.png").getpixel((66, 48)) == (255, 0, 0)
 
 
 def test_embeddings_of_edits_depend_on_the_size_and_the_vae(tmp_path):
-    """The VAE encodes input pictures, some models at the size of the output; text does not depend on either."""
+    """The VAE encodes input pictures, some models at the size of the output; text does not depend
+    on either."""
 
     def folder(pictured, height=64):
         text = Counting()
@@ -264,5 +325,9 @@ def test_embeddings_of_edits_depend_on_the_size_and_the_vae(tmp_path):
 
     assert folder(()) == folder((), height=32)
     assert len({folder(()), folder(("image_latents",)), folder(("image_latents",), height=32)}) == 3
-    contents = [json.loads((path / "identity.json").read_text())["content"] for path in tmp_path.iterdir() if path.is_dir()]
+    contents = [
+        json.loads((path / "identity.json").read_text())["content"]
+        for path in tmp_path.iterdir()
+        if path.is_dir()
+    ]
     assert len(set(contents)) == 2  # with the VAE, and without

@@ -5,7 +5,13 @@ import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.flow import Normal
-from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl, mix_rewards, without_rounding
+from g2rpo.core.objectives import (
+    clipped_surrogate,
+    group_normalize,
+    kernel_kl,
+    mix_rewards,
+    without_rounding,
+)
 
 NAN = float("nan")
 
@@ -30,7 +36,8 @@ def test_ties_have_exactly_no_advantage(value):
 
 
 def reordered_sums(count, members=24, offset=0.0):
-    """Scores of one picture of `count` numbers, each summed in another order, as in another place of a batch."""
+    """Scores of one picture of `count` numbers, each summed in another order, as in another place
+    of a batch."""
     generator = torch.Generator().manual_seed(count)
     picture = torch.rand(count, generator=generator)
     orders = [torch.randperm(count, generator=generator) for _ in range(members)]
@@ -40,8 +47,8 @@ def reordered_sums(count, members=24, offset=0.0):
 @pytest.mark.parametrize("count", [768, 3 * 64 * 64, 3 * 512 * 512])
 @pytest.mark.parametrize("mix", ["advantages", "rewards", "gdpo"])
 def test_scores_that_differ_by_rounding_are_a_tie(count, mix):
-    """With the published eps of 1e-8 they would be advantages of size 1; in a sum of rewards also where the larger parts
-    cancel."""
+    """With the published eps of 1e-8 they would be advantages of size 1; in a sum of rewards also
+    where the larger parts cancel."""
     scores = reordered_sums(count)
     assert len(scores.unique()) > 1
     rewards = torch.stack([scores, -reordered_sums(count)[torch.randperm(24)]])[None, :, None]
@@ -55,7 +62,9 @@ def test_scores_that_differ_by_rounding_are_a_tie(count, mix):
 def test_scores_that_differ_by_more_than_rounding_are_normalised_as_they_are(largest, dtype):
     eps = torch.finfo(dtype).eps
     differing = torch.tensor([largest, largest * (1 - 10 * eps), NAN], dtype=dtype)
-    torch.testing.assert_close(without_rounding(differing), differing, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(
+        without_rounding(differing), differing, atol=0, rtol=0, equal_nan=True
+    )
     tie = torch.tensor([largest, largest * (1 - 6 * eps), NAN], dtype=dtype)
     assert torch.equal(group_normalize(tie), torch.zeros(3, dtype=dtype))
 
@@ -96,26 +105,36 @@ def test_kernel_kl_is_torchs_per_entry():
 
 
 UP = torch.tensor([0.0, 1.0, 2.0])  # normalises to -1, 0, 1
-GROUPS = torch.stack([torch.stack([UP, UP]), torch.stack([10 * UP, -10 * UP])])[None]  # [N=1, R=2, M=2, G=3]
+# [N=1, R=2, M=2, G=3]
+GROUPS = torch.stack([torch.stack([UP, UP]), torch.stack([10 * UP, -10 * UP])])[None]
 
 
 def test_advantages_sum_over_rewards_and_granularities_then_clamp():
     algorithm = GranularGRPO(group_size=3, granularities=(1, 2), advantage_clip=1.5)
-    torch.testing.assert_close(algorithm.advantages(GROUPS, torch.ones(2)), torch.tensor([[-1.5, 0.0, 1.5]]))
-    torch.testing.assert_close(algorithm.advantages(GROUPS, torch.tensor([0.25, 1.0])), torch.tensor([[-0.5, 0.0, 0.5]]))
+    torch.testing.assert_close(
+        algorithm.advantages(GROUPS, torch.ones(2)), torch.tensor([[-1.5, 0.0, 1.5]])
+    )
+    torch.testing.assert_close(
+        algorithm.advantages(GROUPS, torch.tensor([0.25, 1.0])), torch.tensor([[-0.5, 0.0, 0.5]])
+    )
 
 
 def test_mixing_rewards_before_normalising_lets_their_scales_matter():
-    """Granularity 1: UP + 10 UP rises; granularity 2: UP - 10 UP falls; they cancel. With weight 0 there is one ramp."""
+    """Granularity 1: UP + 10 UP rises; granularity 2: UP - 10 UP falls; they cancel. With weight 0
+    there is one ramp."""
     torch.testing.assert_close(mix_rewards(GROUPS, torch.ones(2), "rewards"), torch.zeros(1, 3))
-    torch.testing.assert_close(mix_rewards(GROUPS, torch.tensor([1.0, 0.0]), "rewards"), torch.tensor([[-2.0, 0.0, 2.0]]))
+    torch.testing.assert_close(
+        mix_rewards(GROUPS, torch.tensor([1.0, 0.0]), "rewards"), torch.tensor([[-2.0, 0.0, 2.0]])
+    )
 
 
 def test_gdpo_whitens_the_batch_of_summed_advantages():
     groups = torch.randn(4, 2, 1, 6, generator=torch.Generator().manual_seed(0))
     weights = torch.tensor([1.0, 0.5])
     summed = mix_rewards(groups, weights, "advantages")
-    torch.testing.assert_close(mix_rewards(groups, weights, "gdpo"), (summed - summed.mean()) / summed.std())
+    torch.testing.assert_close(
+        mix_rewards(groups, weights, "gdpo"), (summed - summed.mean()) / summed.std()
+    )
 
 
 @pytest.mark.parametrize("mix", ["advantages", "rewards", "gdpo"])
@@ -136,7 +155,10 @@ def test_a_reward_of_weight_0_may_have_no_score(mix):
     rewards = torch.rand(2, 2, 1, 4)
     rewards[:, 1] = math.nan
     alone = mix_rewards(rewards[:, :1], torch.ones(1), mix)
-    assert torch.equal(mix_rewards(rewards, torch.tensor([1.0, 0.0]), mix), alone) and alone.abs().min() > 0
+    assert (
+        torch.equal(mix_rewards(rewards, torch.tensor([1.0, 0.0]), mix), alone)
+        and alone.abs().min() > 0
+    )
 
 
 def test_gdpo_leaves_groups_of_equal_rewards_and_members_without_a_score_at_0():

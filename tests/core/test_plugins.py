@@ -1,4 +1,5 @@
-"""Code from outside the package, by name: algorithms of every kind, rewards, and what is refused."""
+"""Code from outside the package, by name: algorithms of every kind, rewards, and what is
+refused."""
 
 import re
 import shlex
@@ -23,7 +24,12 @@ from tests.support.commands import done, forget_code, g2rpo, refused
 from tests.support.runs import config, mean, trainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
-SHORT = ("trainer.iterations=1", "trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "sampling.num_steps=5")
+SHORT = (
+    "trainer.iterations=1",
+    "trainer.prompts_per_iteration=1",
+    "evaluation.num_prompts=2",
+    "sampling.num_steps=5",
+)
 KINDS = {"forward": "Forward", "substeps": "SubSteps", "baseline": "Baseline"}
 
 
@@ -32,13 +38,19 @@ def named(kind: str) -> str:
 
 
 def trained(kind, *overrides, run_dir=None):
-    options = (f"algorithm.name={named(kind)}", "algorithm.group_size=4", "sampling.num_steps=9", *overrides)
+    options = (
+        f"algorithm.name={named(kind)}",
+        "algorithm.group_size=4",
+        "sampling.num_steps=9",
+        *overrides,
+    )
     return trainer(run_dir, *options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_algorithm_of_each_kind_moves_the_weights_toward_the_reward(kind):
-    """Brightness is trained: the mean of the pictures is to rise, in every entry that the policy has."""
+    """Brightness is trained: the mean of the pictures is to rise, in every entry that the policy
+    has."""
     t = trained(kind, "trainer.iterations=6", "optim.learning_rate=0.05")
     before = mean(t)
     rows = [row for row in t.train() if row["kind"] == "train"]
@@ -55,19 +67,27 @@ def test_state_is_in_the_checkpoint(tmp_path):
     list(second.train())
     assert second.loop.memory.state == straight.loop.memory.state != {}
     assert torch.equal(second.policy.mean, straight.policy.mean)
-    averages = [row["baseline/average"] for row in Run(tmp_path / "parts").read_log() if row["kind"] == "train"]
+    averages = [
+        row["baseline/average"]
+        for row in Run(tmp_path / "parts").read_log()
+        if row["kind"] == "train"
+    ]
     assert len(set(averages)) == 4
 
 
 def test_fields_are_validated_with_near_matches():
-    with pytest.raises(UserError, match=r"unknown key 'algorithm.dekay'. Did you mean 'algorithm.decay'"):
+    with pytest.raises(
+        UserError, match=r"unknown key 'algorithm.dekay'. Did you mean 'algorithm.decay'"
+    ):
         config(f"algorithm.name={named('baseline')}", "algorithm.dekay=0.5")
     with pytest.raises(UserError, match=r"algorithm.decay: .*got 'much'"):
         config(f"algorithm.name={named('baseline')}", "algorithm.decay=much")
 
 
 def test_a_config_that_mentions_code_is_refused_until_the_user_names_it(tmp_path):
-    given = config(f"algorithm.name={named('baseline')}", "algorithm.decay=0.25", "algorithm.branch_steps=[0]")
+    given = config(
+        f"algorithm.name={named('baseline')}", "algorithm.decay=0.25", "algorithm.branch_steps=[0]"
+    )
     (tmp_path / "config.yaml").write_text(given.to_yaml())
     forget_code()
     source = named("baseline").partition(":")[0]
@@ -80,7 +100,9 @@ def test_a_config_that_mentions_code_is_refused_until_the_user_names_it(tmp_path
     assert Run(tmp_path).read_config(mention=False).algorithm == given.algorithm
 
 
-def test_a_file_that_was_allowed_once_may_run_in_later_processes_until_it_changes(tmp_path, monkeypatch):
+def test_a_file_that_was_allowed_once_may_run_in_later_processes_until_it_changes(
+    tmp_path, monkeypatch
+):
     mine, other = tmp_path / "mine.py", tmp_path / "other.py"
     for file in (mine, other):
         file.write_text("def it(images, prompts): ...\n")
@@ -109,7 +131,13 @@ def test_a_file_that_was_allowed_once_may_run_in_later_processes_until_it_change
 
 
 def test_all_code_of_a_config_is_refused_in_one_message():
-    entries = [("name", "a.py:A"), ("kind", "b.py:B"), ("target", "c.py:c"), ("detector", "d.py:D"), ("trackers", ["e.py:E"])]
+    entries = [
+        ("name", "a.py:A"),
+        ("kind", "b.py:B"),
+        ("target", "c.py:c"),
+        ("detector", "d.py:D"),
+        ("trackers", ["e.py:E"]),
+    ]
     with pytest.raises(plugins.CodeNotAllowed) as caught:
         plugins.require_all(codes_in([{key: value} for key, value in entries]))
     assert caught.value.options == [word for each in "abcde" for word in ("--plugin", f"{each}.py")]
@@ -125,9 +153,14 @@ def test_modules_of_pythons_own_are_refused_too(module):
 def test_a_function_that_a_config_names_is_refused_however_it_is_written(tmp_path, target):
     file = tmp_path / target.rpartition(":")[0]
     file.parent.mkdir(exist_ok=True)
-    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef it(images, prompts): ...\né = it\n", encoding="utf-8")
+    file.write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\ndef it(images, prompts): ...\né = it\n",
+        encoding="utf-8",
+    )
     with pytest.raises(UserError):
-        build_rewards({"it": RewardConfig(kind="function", options={"target": f"{tmp_path}/{target}"})})
+        build_rewards(
+            {"it": RewardConfig(kind="function", options={"target": f"{tmp_path}/{target}"})}
+        )
     assert not (tmp_path / "ran").exists()
 
 
@@ -155,7 +188,12 @@ def test_an_algorithm_is_one_file(tmp_path, monkeypatch, capsys):
     """Written as the built-in ones are; planned, and tried and checked before a run begins."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)
-    chosen = ["scenes", "algorithm.name=mine.py:Mine", "algorithm.group_size=2", "algorithm.noisy=3"]
+    chosen = [
+        "scenes",
+        "algorithm.name=mine.py:Mine",
+        "algorithm.group_size=2",
+        "algorithm.noisy=3",
+    ]
     code, out, err = g2rpo(capsys, "plan", *chosen, "--json")
     assert code == 0, err
     assert parse_json(out)["counts"]["evaluations_per_prompt"] == 2 * 10
@@ -170,7 +208,10 @@ def test_an_algorithm_is_one_file(tmp_path, monkeypatch, capsys):
     [
         ("def f(:\n", "SyntaxError"),
         ("class Other: ...\n", "no 'Mine'.*Known: Other"),
-        ("from dataclasses import dataclass\n@dataclass\nclass Mine:\n    x: int = 0\n", "lacks plans, advantages, examples"),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass Mine:\n    x: int = 0\n",
+            "lacks plans, advantages, examples",
+        ),
     ],
 )
 def test_code_that_is_no_algorithm_is_one_message(tmp_path, code, message):
@@ -190,7 +231,8 @@ def test_plugins_may_be_allowed_anywhere_on_the_command_line():
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """The example as an installer leaves it, with the entry points of its pyproject.toml: found by Python while a test runs."""
+    """The example as an installer leaves it, with the entry points of its pyproject.toml: found by
+    Python while a test runs."""
     site = tmp_path / "site"
     settings = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())
     for package in settings["tool"]["setuptools"]["packages"]:
@@ -199,7 +241,10 @@ def installed(tmp_path, monkeypatch):
     about = site / "g2rpo_example-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1\n")
-    groups = [f"[{group}]\n" + "\n".join(map(" = ".join, names.items())) for group, names in project["entry-points"].items()]
+    groups = [
+        f"[{group}]\n" + "\n".join(map(" = ".join, names.items()))
+        for group, names in project["entry-points"].items()
+    ]
     (about / "entry_points.txt").write_text("\n".join(groups))
     monkeypatch.syspath_prepend(site)
     yield
@@ -208,7 +253,8 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_an_installed_package_offers_names(installed, capsys, tmp_path, monkeypatch):
-    """`forward` and `redness` by entry point, in train and the model card; misspelt, with a near match."""
+    """`forward` and `redness` by entry point, in train and the model card; misspelt, with a near
+    match."""
     monkeypatch.chdir(tmp_path)
     small = ["algorithm.name=forward", "algorithm.group_size=2", "rewards.redness=1", *SHORT]
     done(capsys, "train", "scenes", *small, "--run-dir", "run")
@@ -217,10 +263,20 @@ def test_an_installed_package_offers_names(installed, capsys, tmp_path, monkeypa
     assert "Did you mean 'forward'?" in refused(capsys, "plan", "scenes", "algorithm.name=forwrad")
 
 
-def test_suggested_commands_allow_the_code_that_they_need(capsys, tmp_path, monkeypatch, tiny_config):
+def test_suggested_commands_allow_the_code_that_they_need(
+    capsys, tmp_path, monkeypatch, tiny_config
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("from g2rpo.policies.catalogue import flux as Mine\n")
-    out = done(capsys, "train", tiny_config, "policy.kind=mine.py:Mine", "trainer.iterations=1", "--run-dir", "run")
+    out = done(
+        capsys,
+        "train",
+        tiny_config,
+        "policy.kind=mine.py:Mine",
+        "trainer.iterations=1",
+        "--run-dir",
+        "run",
+    )
     for what in ("draw", "repeat"):
         (command,) = re.findall(f" +{what}  g2rpo (.*)", out)
         forget_code()

@@ -1,4 +1,5 @@
-"""Draws that are keyed by their purpose: by hand from the digest, and different wherever a part of the key is."""
+"""Draws that are keyed by their purpose: by hand from the digest, and different wherever a part of
+the key is."""
 
 import hashlib
 
@@ -13,7 +14,16 @@ def test_a_seed_is_63_bits_of_the_keys_digest():
 
 
 def test_every_part_of_a_key_counts_and_so_does_its_kind():
-    keys = [(0, "a", 1), (1, "a", 1), (0, "b", 1), (0, "a", 2), (0, "a"), (0, 1, "a"), (0, "a", "1"), (0, "a1")]
+    keys = [
+        (0, "a", 1),
+        (1, "a", 1),
+        (0, "b", 1),
+        (0, "a", 2),
+        (0, "a"),
+        (0, 1, "a"),
+        (0, "a", "1"),
+        (0, "a1"),
+    ]
     assert len({seed_for(*key) for key in keys}) == len(keys)
     assert len({float(torch.randn((), generator=generator_for(*key))) for key in keys}) == len(keys)
 
@@ -21,10 +31,17 @@ def test_every_part_of_a_key_counts_and_so_does_its_kind():
 def test_draws_are_functions_of_their_key():
     one, other = (torch.randn(3, generator=generator_for(7, "picture", 0)) for _ in range(2))
     assert torch.equal(one, other)
-    assert draw_below(1000, 7, "window", 0) == draw_below(1000, 7, "window", 0) != draw_below(1000, 7, "window", 1)
+    assert (
+        draw_below(1000, 7, "window", 0)
+        == draw_below(1000, 7, "window", 0)
+        != draw_below(1000, 7, "window", 1)
+    )
 
 
 def test_every_number_below_is_as_likely_as_any_other():
-    """1400 draws of 7: a count has mean 200 and standard deviation 13.1; six of them are allowed."""
-    counts = torch.bincount(torch.tensor([draw_below(7, 0, "x", i) for i in range(1400)]), minlength=7)
+    """1400 draws of 7: a count has mean 200 and standard deviation 13.1; six of them are
+    allowed."""
+    counts = torch.bincount(
+        torch.tensor([draw_below(7, 0, "x", i) for i in range(1400)]), minlength=7
+    )
     assert len(counts) == 7 and all(abs(int(count) - 200) < 79 for count in counts)

@@ -1,4 +1,5 @@
-"""Intervals against scipy's and by their coverage; samples in proportion; ranks and their correlation by hand."""
+"""Intervals against scipy's and by their coverage; samples in proportion; ranks and their
+correlation by hand."""
 
 import math
 
@@ -7,7 +8,15 @@ import pytest
 import torch
 from scipy.stats import ttest_1samp
 
-from g2rpo.core.statistics import FEWEST_VALUES, group_std, in_proportion, interval, paired, ranks, spearman
+from g2rpo.core.statistics import (
+    FEWEST_VALUES,
+    group_std,
+    in_proportion,
+    interval,
+    paired,
+    ranks,
+    spearman,
+)
 
 NAN = math.nan
 
@@ -19,7 +28,11 @@ def sample(count, seed=0, scale=2.0):
 def study(seed):
     """Seed effect + prompt effect + noise, 12 seeds by 40 prompts; the true mean is 0."""
     random = np.random.default_rng(seed)
-    return random.normal(0, 0.3, (12, 1)) + random.normal(0, 0.5, (1, 40)) + random.normal(0, 0.5, (12, 40))
+    return (
+        random.normal(0, 0.3, (12, 1))
+        + random.normal(0, 0.5, (1, 40))
+        + random.normal(0, 0.5, (12, 40))
+    )
 
 
 @pytest.mark.parametrize("count", [8, 400])
@@ -27,18 +40,26 @@ def test_over_prompts_the_interval_is_students(count):
     values = sample(count)
     low, high = ttest_1samp(values, 0).confidence_interval(0.95)
     found = interval(values)
-    assert (found.mean, found.low, found.high) == pytest.approx((values.mean(), low, high), rel=1e-12) and found.count == count
+    assert (found.mean, found.low, found.high) == pytest.approx(
+        (values.mean(), low, high), rel=1e-12
+    ) and found.count == count
     assert interval(values[None]) == found == interval([*values, math.nan])
 
 
 def test_over_seeds_the_interval_covers_the_truth_as_often_as_it_says():
-    """200 studies of 90 % intervals. At 12 seeds their spread is underestimated by 11/12 and the noise is counted up to three
-    times, so about 176 should hold the truth; the standard deviation of that count is 4.6, and 4 of them are allowed. Intervals
-    over prompts alone hold it far less often."""
+    """200 studies of 90 % intervals. At 12 seeds their spread is underestimated by 11/12 and the
+    noise is counted up to three times, so about 176 should hold the truth; the standard deviation
+    of that count is 4.6, and 4 of them are allowed. Intervals over prompts alone hold it far less
+    often."""
     studies = [study(seed) for seed in range(200)]
-    over_seeds = [interval(values, level=0.9, resamples=400, seed=seed) for seed, values in enumerate(studies)]
+    over_seeds = [
+        interval(values, level=0.9, resamples=400, seed=seed) for seed, values in enumerate(studies)
+    ]
     over_prompts = [interval(values.mean(0), level=0.9) for values in studies]
-    held, alone = (sum(each.low <= 0 <= each.high for each in intervals) for intervals in (over_seeds, over_prompts))
+    held, alone = (
+        sum(each.low <= 0 <= each.high for each in intervals)
+        for intervals in (over_seeds, over_prompts)
+    )
     assert 158 <= held <= 194 and alone < 158
 
 
@@ -47,11 +68,16 @@ def test_missing_scores_are_left_out():
     wider = np.concatenate([values, np.full((3, 1), np.nan)], 1)
     assert interval(wider).mean == interval(values).mean and interval(wider).count == 60
     values[1] = np.nan
-    assert interval(values).mean == pytest.approx(np.nanmean(values)) and interval(values).count == 40
+    assert (
+        interval(values).mean == pytest.approx(np.nanmean(values)) and interval(values).count == 40
+    )
 
 
 def test_few_values_give_no_interval():
-    assert (f"{interval([1.0, 3.0])}", f"{interval([0.5] * 8):+}") == ("2.000", "+0.500 [+0.500, +0.500]")
+    assert (f"{interval([1.0, 3.0])}", f"{interval([0.5] * 8):+}") == (
+        "2.000",
+        "+0.500 [+0.500, +0.500]",
+    )
     for few, mean, count in (
         ([1.0, 3.0, 2.0], 2.0, 3),
         ([1.0], 1.0, 1),
@@ -59,12 +85,14 @@ def test_few_values_give_no_interval():
         (np.full((2, 3), np.nan), math.nan, 0),
     ):
         found = interval(few)
-        assert (found.mean, found.count) == pytest.approx((mean, count), nan_ok=True) and math.isnan(found.low)
+        assert (found.mean, found.count) == pytest.approx(
+            (mean, count), nan_ok=True
+        ) and math.isnan(found.low)
 
 
 def test_a_sample_is_in_proportion():
-    """5 of 12 with outcomes 6, 3, 2, 1 times: 2.5, 1.25, .83 and .42 of them. Rounded down 2, 1, 0, 0; two remainders are
-    largest."""
+    """5 of 12 with outcomes 6, 3, 2, 1 times: 2.5, 1.25, .83 and .42 of them. Rounded down 2, 1, 0,
+    0; two remainders are largest."""
     stays, gains, fails, loses = (True, True), (False, True), (False, False), (True, False)
     outcomes = [fails, stays, stays, gains, stays, loses, stays, gains, stays, fails, stays, gains]
     assert in_proportion(outcomes, 5) == [0, 1, 2, 3, 4]
@@ -83,27 +111,34 @@ def test_ranks_by_hand():
     [
         ([1.0, 2.0, 3.0], [5.0, 4.0, -3.0], -1.0),
         ([1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 1.0, 4.0, 3.0, 5.0], 0.8),  # 1 - 6 * (4 * 1) / (5 * 24)
-        ([1.0, 2.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], 4.5 / math.sqrt(4.5 * 5)),  # ranks 1 2.5 2.5 4 against 1 2 3 4
-        ([1.0, NAN, 3.0, 2.0], [9.0, 6.0, 5.0, 7.0], -1.0),  # the member without a score is out of both rankings
+        # ranks 1 2.5 2.5 4 against 1 2 3 4
+        ([1.0, 2.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], 4.5 / math.sqrt(4.5 * 5)),
+        # the member without a score is out of both rankings
+        ([1.0, NAN, 3.0, 2.0], [9.0, 6.0, 5.0, 7.0], -1.0),
         ([1.0, NAN, NAN], [1.0, 2.0, 3.0], NAN),
     ],
 )
 def test_spearman_by_hand(a, b, expected):
-    """Ranks are halves and sums of few of them: float64 is exact up to the root and the quotient."""
+    """Ranks are halves and sums of few of them: float64 is exact up to the root and the
+    quotient."""
     a, b = torch.tensor(a), torch.tensor(b)
-    for value in (spearman(a, b), spearman(b, a), spearman(a.exp(), b)):  # symmetric, and blind to what keeps the order
+    # symmetric, and blind to what keeps the order
+    for value in (spearman(a, b), spearman(b, a), spearman(a.exp(), b)):
         assert float(value) == pytest.approx(expected, abs=1e-12, nan_ok=True)
 
 
 def test_group_std_leaves_missing_scores_out():
-    std = group_std(torch.tensor([[1.0, NAN, 3.0, NAN], [2.0, 2.0, 2.0, 2.0], [1.0, NAN, NAN, NAN]]))
+    std = group_std(
+        torch.tensor([[1.0, NAN, 3.0, NAN], [2.0, 2.0, 2.0, 2.0], [1.0, NAN, NAN, NAN]])
+    )
     assert std[:2].tolist() == [pytest.approx(math.sqrt(2)), 0.0] and std[2].isnan()
     values = torch.rand(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(group_std(values), values.std(-1))
 
 
 def test_a_paired_comparison_is_of_the_prompts_that_both_have_in_float64():
-    """Scores near 20 that differ by a thousandth: float32, which rounds each by 2e-6, keeps three digits of the error."""
+    """Scores near 20 that differ by a thousandth: float32, which rounds each by 2e-6, keeps three
+    digits of the error."""
     random = np.random.default_rng(0)
     before = torch.tensor(20 + random.normal(size=64), dtype=torch.float32)
     after = before + torch.tensor(1e-3 * random.normal(size=64), dtype=torch.float32)
@@ -113,10 +148,17 @@ def test_a_paired_comparison_is_of_the_prompts_that_both_have_in_float64():
     assert found.count == 62 and found.spread == pytest.approx(base.std(ddof=1), rel=1e-12)
     assert found.error == pytest.approx((tuned - base).std(ddof=1) / math.sqrt(62), rel=1e-12)
     assert (found.base, found.tuned) == pytest.approx((base.mean(), tuned.mean()), rel=1e-14)
-    assert found.margin == pytest.approx((interval(tuned - base).high - interval(tuned - base).low) / 2, rel=1e-9)
+    assert found.margin == pytest.approx(
+        (interval(tuned - base).high - interval(tuned - base).low) / 2, rel=1e-9
+    )
 
 
 def test_too_few_values_have_no_interval_and_no_fall():
     for count in (0, 1, FEWEST_VALUES - 1):
         found = paired(torch.ones(count), torch.zeros(count))
-        assert math.isnan(found.margin) and found.within == "" and found.chance_of_fall == 1 and found.count == count
+        assert (
+            math.isnan(found.margin)
+            and found.within == ""
+            and found.chance_of_fall == 1
+            and found.count == count
+        )

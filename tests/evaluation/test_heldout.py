@@ -38,7 +38,10 @@ class Least(Reward):
 
 
 def test_right_is_what_all_say_who_can():
-    scores = {name: torch.tensor(values) for name, values in {"a": [1.0, 0.5, 1.0, NAN], "b": [3.0, 3.0, 2.0, 3.0]}.items()}
+    scores = {
+        name: torch.tensor(values)
+        for name, values in {"a": [1.0, 0.5, 1.0, NAN], "b": [3.0, 3.0, 2.0, 3.0]}.items()
+    }
     scores["c"] = torch.full((4,), NAN)
     said = verdicts({"a": Least(1), "b": Least(2.5), "c": as_reward(brightness)}, scores)
     assert said[:3].tolist() == [1, 0, 0] and said[3].isnan()
@@ -56,8 +59,12 @@ class Moving(Least):
 
 def test_held_out_pictures_are_scored_on_one_scale():
     rewards = {"one": Least(None), "moving": Moving(None), "wrapped": CallableReward(Moving(None))}
-    scores = Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4).evaluate(["0"] * 2, rewards).scores
-    assert torch.equal(scores["moving"], scores["one"]) and torch.equal(scores["wrapped"], scores["one"])
+    scores = (
+        Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4).evaluate(["0"] * 2, rewards).scores
+    )
+    assert torch.equal(scores["moving"], scores["one"]) and torch.equal(
+        scores["wrapped"], scores["one"]
+    )
 
 
 @pytest.mark.parametrize("wrong", [Least("1"), Least(1, 3), Least(1, "{} and {}")])
@@ -67,32 +74,46 @@ def test_what_cannot_say_what_is_right_is_named(wrong):
 
 
 def test_a_scene_is_right_if_all_that_was_asked_is_right():
-    """For every share of partial credit, a picture without a fault scores exactly what counts as right."""
+    """For every share of partial credit, a picture without a fault scores exactly what counts as
+    right."""
     for partial in (0, 1 / 3, 0.1, 0.7, 0.9, 1):
         reward = SceneAccuracy(partial=partial)
         blank = reward(torch.ones(1, 3, 64, 64), ["a red circle"])
-        assert float(torch.tensor(reward.partial * 3 / 3 + (1 - reward.partial))) >= reward.right > float(blank)
+        assert (
+            float(torch.tensor(reward.partial * 3 / 3 + (1 - reward.partial)))
+            >= reward.right
+            > float(blank)
+        )
 
 
 def test_rewards_say_in_words_what_is_right():
     spells, draws, colour, alone = (
-        Least(1, words) for words in ("Spells {} texts", "Draws {} things", "in the asked colour", "alone")
+        Least(1, words)
+        for words in ("Spells {} texts", "Draws {} things", "in the asked colour", "alone")
     )
     silent, undefined = Least(1), as_reward(brightness)
     for rewards, words in (
-        ([spells, Least(1, "Spells {} texts"), undefined, Least(None, "unheard")], "Spells {} texts"),
+        (
+            [spells, Least(1, "Spells {} texts"), undefined, Least(None, "unheard")],
+            "Spells {} texts",
+        ),
         ([colour, spells], "Spells {} texts in the asked colour"),
         ([colour, spells, alone], "Spells {} texts in the asked colour and alone"),
         ([OCR, WordColour], "Spells {} texts in the asked colour"),
         ([SceneAccuracy, GenEval], "Draws what {} prompts ask for"),
-        *(([*each], None) for each in ([spells, draws], [spells, silent], [colour], [silent], [undefined])),
+        *(
+            ([*each], None)
+            for each in ([spells, draws], [spells, silent], [colour], [silent], [undefined])
+        ),
     ):
         assert right_in_words(dict(enumerate(rewards))) == words
 
 
 def test_evaluations_keep_their_verdicts(tmp_path):
     rewards = {"bright": Least(0.4), "other": brightness}
-    judged = Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4, seed=1).evaluate(["0", "0.9", "-0.9"], rewards)
+    judged = Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4, seed=1).evaluate(
+        ["0", "0.9", "-0.9"], rewards
+    )
     assert judged.right.tolist() == [float(score >= 0.4) for score in judged.scores["bright"]]
     assert 0 < judged.right.sum() < 3
     save_evaluation(tmp_path / "e.safetensors", judged)
@@ -105,7 +126,9 @@ def test_shares_of_right_pictures_are_compared_prompt_by_prompt():
         values = None if right is None else torch.tensor(right)
         return Evaluation(("",) * 5, torch.zeros(5, 3, 2, 2), {}, values)
 
-    change = compare_right(evaluation([0.0, 0.0, 1.0, 1.0, NAN]), evaluation([1.0, 0.0, 1.0, 1.0, 1.0]))
+    change = compare_right(
+        evaluation([0.0, 0.0, 1.0, 1.0, NAN]), evaluation([1.0, 0.0, 1.0, 1.0, 1.0])
+    )
     assert (change.base, change.tuned) == (0.5, 0.75)
     assert change.error == pytest.approx(torch.tensor([1.0, 0.0, 0.0, 0.0]).std().item() / 2)
     assert compare_right(evaluation(None), evaluation([1.0] * 5)) is None

@@ -1,4 +1,5 @@
-"""The best of n pictures: expectations from one set of pictures against enumeration of every choice of n."""
+"""The best of n pictures: expectations from one set of pictures against enumeration of every choice
+of n."""
 
 import itertools
 
@@ -43,10 +44,16 @@ def test_a_picture_without_a_score_of_the_judge_is_left_out():
 
 
 def test_pictures_are_chosen_by_the_trained_rewards_alone():
-    """Each in units of its deviation within a prompt; a missing score counts as the prompt's mean."""
-    scores = {"a": torch.tensor([[0.0, 1.0, torch.nan]]), "b": torch.tensor([[10.0, -10.0, 0.0]]), "judge": torch.eye(3)[:1]}
+    """Each in units of its deviation within a prompt; a missing score counts as the prompt's
+    mean."""
+    scores = {
+        "a": torch.tensor([[0.0, 1.0, torch.nan]]),
+        "b": torch.tensor([[10.0, -10.0, 0.0]]),
+        "judge": torch.eye(3)[:1],
+    }
     weights = {"a": 1.0, "b": 0.4}
     expected = torch.tensor([[-0.5, 0.5, 0.0]]) / 0.5**0.5 + 0.4 * torch.tensor([[1.0, -1.0, 0.0]])
     torch.testing.assert_close(utility(scores, weights), expected.double())
     assert float(best_of(scores, weights, 3)["judge"]) == 0.0  # the second is chosen
-    assert float(best_of({**scores, "a": torch.ones(1, 3)}, weights, 3)["judge"]) == 1.0  # the first, by b
+    # the first, by b
+    assert float(best_of({**scores, "a": torch.ones(1, 3)}, weights, 3)["judge"]) == 1.0

@@ -1,6 +1,7 @@
-"""Adapters under ComfyUI's keys: its rule (W + up @ down at the weight that a key names) on original weights, which diffusers'
-own converters then read, against our merging in diffusers' layout. `tools/check_comfyui.py` runs ComfyUI's own loader, and
-tests/policies/test_adapters.py reads files of these keys with diffusers'."""
+"""Adapters under ComfyUI's keys: its rule (W + up @ down at the weight that a key names) on
+original weights, which diffusers' own converters then read, against our merging in diffusers'
+layout. `tools/check_comfyui.py` runs ComfyUI's own loader, and tests/policies/test_adapters.py
+reads files of these keys with diffusers'."""
 
 import pytest
 import torch
@@ -28,7 +29,10 @@ def random_adapter(shapes):
     """A LoRA on modules of these weights' shapes."""
     generator = torch.Generator().manual_seed(1)
     layers = {
-        module: (torch.randn(RANK, shape[1], generator=generator), torch.randn(shape[0], RANK, generator=generator))
+        module: (
+            torch.randn(RANK, shape[1], generator=generator),
+            torch.randn(shape[0], RANK, generator=generator),
+        )
         for module, shape in shapes.items()
     }
     return Adapter(layers)
@@ -66,11 +70,18 @@ def tiny(kind):
     with torch.device("meta"):
         model = kind(**TINY[kind])
     generator = torch.Generator().manual_seed(2)
-    return {name: torch.randn(value.shape, generator=generator) for name, value in model.state_dict().items()}
+    return {
+        name: torch.randn(value.shape, generator=generator)
+        for name, value in model.state_dict().items()
+    }
 
 
 def linear(tensors):
-    return {n.removesuffix(".weight"): v.shape for n, v in tensors.items() if n.endswith(".weight") and v.ndim == 2}
+    return {
+        n.removesuffix(".weight"): v.shape
+        for n, v in tensors.items()
+        if n.endswith(".weight") and v.ndim == 2
+    }
 
 
 BACK = {
@@ -83,7 +94,9 @@ BACK = {
 def test_keys_of_original_weights_add_up_to_our_merging(kind):
     """ComfyUI's generic keys: "diffusion_model." and the name of the original weight."""
     before = tiny(kind)
-    original = {whole_names(names_for(kind.__name__))(name): value for name, value in before.items()}
+    original = {
+        whole_names(names_for(kind.__name__))(name): value for name, value in before.items()
+    }
     adapter = random_adapter(linear(before))
     for key, (down, up) in exported(adapter, kind).items():
         name = key.removeprefix("diffusion_model.") + ".weight"
@@ -98,14 +111,21 @@ def lumina():
     block = {"attn.to_q": 2304, "attn.to_k": 768, "attn.to_v": 768, "attn.to_out.0": 5}
     block |= {f"feed_forward.linear_{number}": 4 for number in (1, 2, 3)}
     shapes = {f"context_refiner.0.{name}": (rows, 3) for name, rows in block.items()}
-    return shapes | {f"layers.0.{name}": (rows, 3) for name, rows in {**block, "norm1.linear": 6}.items()}
+    return shapes | {
+        f"layers.0.{name}": (rows, 3) for name, rows in {**block, "norm1.linear": 6}.items()
+    }
 
 
 def test_projections_that_are_one_matrix_become_one_lora():
-    """Lumina2, with diffusers' own reader of the original layout: its q, k and v share the downs, and each has its own ups."""
+    """Lumina2, with diffusers' own reader of the original layout: its q, k and v share the downs,
+    and each has its own ups."""
     adapter = random_adapter(lumina())
     keys = exported(adapter, Lumina2Transformer2DModel)
-    written = {f"{key}.lora_{side}.weight": pair[side == "B"] for key, pair in keys.items() for side in "AB"}
+    written = {
+        f"{key}.lora_{side}.weight": pair[side == "B"]
+        for key, pair in keys.items()
+        for side in "AB"
+    }
     assert {name.rpartition(".")[2] for name in keys} == {"qkv", "out", "w1", "w2", "w3", "1"}
     theirs = lora_converters._convert_non_diffusers_lumina2_lora_to_diffusers(written)
     for module in adapter.layers:
@@ -128,8 +148,12 @@ def test_every_linear_module_has_a_key_of_its_own(kind):
 
 @pytest.mark.parametrize("kind", ["ChromaTransformer2DModel", "FluxTransformer2DModel"])
 def test_a_module_that_comfyui_would_leave_out_is_refused(kind):
-    with pytest.raises(UserError, match=r"no key for distilled_guidance_layer\.in_proj.*policy\.lora_targets"):
-        tensors_for(random_adapter({"distilled_guidance_layer.in_proj": (4, 3)}), names_for(kind), "comfyui")
+    with pytest.raises(
+        UserError, match=r"no key for distilled_guidance_layer\.in_proj.*policy\.lora_targets"
+    ):
+        tensors_for(
+            random_adapter({"distilled_guidance_layer.in_proj": (4, 3)}), names_for(kind), "comfyui"
+        )
 
 
 OUTSIDE = [
@@ -142,7 +166,9 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("format", ["kohya", "ai-toolkit"])
 @pytest.mark.parametrize(("kind", "inside", "outside"), OUTSIDE)
-def test_a_module_outside_the_blocks_which_trainers_would_leave_out_is_refused(kind, inside, outside, format):
+def test_a_module_outside_the_blocks_which_trainers_would_leave_out_is_refused(
+    kind, inside, outside, format
+):
     names = names_for(kind.__name__)
     assert tensors_for(random_adapter({inside: (4, 3)}), names, format)
     with pytest.raises(UserError, match=f"--format {format}: its loader has no key for {outside}"):
@@ -151,7 +177,12 @@ def test_a_module_outside_the_blocks_which_trainers_would_leave_out_is_refused(k
 
 def test_models_without_names_are_refused():
     for kind in ("SanaTransformer2DModel", "MineModel"):
-        with pytest.raises(UserError, match=f"{kind}: ComfyUI has no such model, or its names are not known here; --format"):
+        with pytest.raises(
+            UserError,
+            match=f"{kind}: ComfyUI has no such model, or its names are not known here; --format",
+        ):
             names_for(kind)
-    with pytest.raises(UserError, match="Flux2Transformer2DModel: no conversion of a whole model is known"):
+    with pytest.raises(
+        UserError, match="Flux2Transformer2DModel: no conversion of a whole model is known"
+    ):
         whole_names(names_for("Flux2Transformer2DModel"))

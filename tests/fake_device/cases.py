@@ -1,4 +1,5 @@
-"""What runs on the fake device, each in a process that has registered it: functions of (world, folder, ...)."""
+"""What runs on the fake device, each in a process that has registered it: functions of (world,
+folder, ...)."""
 
 import json
 import math
@@ -27,13 +28,29 @@ from tests.fake_device import device
 
 PROMPTS = ["a red circle", "two blue circle", "a blue square left of a red circle", "red square"]
 DATA = {
-    "policy": {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2, "device": "fakegpu"},
-    "algorithm": {"group_size": 3, "branch_steps": [0, 1], "granularities": [1, 2], "kl_weight": 0.01},
+    "policy": {
+        "height": 32,
+        "width": 32,
+        "max_sequence_length": 12,
+        "lora_rank": 2,
+        "device": "fakegpu",
+    },
+    "algorithm": {
+        "group_size": 3,
+        "branch_steps": [0, 1],
+        "granularities": [1, 2],
+        "kl_weight": 0.01,
+    },
     "rewards": {"brightness": 1.0, "jpeg_size": 0.1},
     "prompts": {"train": "none"},
     "sampling": {"num_steps": 4, "batch_size": 5, "decode_batch_size": 4},
     "optim": {"learning_rate": 1e-3, "ema_decay": 0.9},
-    "trainer": {"iterations": 2, "prompts_per_iteration": 2, "checkpoint_every": 1, "micro_batch_size": 2},
+    "trainer": {
+        "iterations": 2,
+        "prompts_per_iteration": 2,
+        "checkpoint_every": 1,
+        "micro_batch_size": 2,
+    },
     "evaluation": {"prompts": "none", "num_prompts": 3, "every": 2},
     "trackers": [],
 }
@@ -42,25 +59,37 @@ DATA = {
 def config(folder: Path, model: Path, *overrides):
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     sources = [f"{key}={folder / 'prompts.txt'}" for key in ("prompts.train", "evaluation.prompts")]
-    return resolve(DATA, [f"policy.path={model}", f"prompts.cache={folder / 'embeddings'}", *sources, *overrides])
+    return resolve(
+        DATA,
+        [f"policy.path={model}", f"prompts.cache={folder / 'embeddings'}", *sources, *overrides],
+    )
 
 
 def build(world, folder, model, *overrides, **options):
     (folder / "run").mkdir(exist_ok=True)
-    return built(Request(config=config(folder, model, *overrides), run_dir=folder / "run", world=world, **options))
+    return built(
+        Request(
+            config=config(folder, model, *overrides), run_dir=folder / "run", world=world, **options
+        )
+    )
 
 
 def assert_placed(trainer):
-    """The transformer and the VAE are on the device; the text encoders, whose prompts are all encoded, are not."""
+    """The transformer and the VAE are on the device; the text encoders, whose prompts are all
+    encoded, are not."""
     policy = getattr(trainer.policy, "policy", trainer.policy)
     for name, part in policy.pipeline.components.items():
         if isinstance(part, torch.nn.Module):
             places = {tensor.device.type for tensor in (*part.parameters(), *part.buffers())}
-            assert places == {"cpu" if name.startswith("text_encoder") else "fakegpu"}, (name, places)
+            assert places == {"cpu" if name.startswith("text_encoder") else "fakegpu"}, (
+                name,
+                places,
+            )
 
 
 def train(world, folder, model, *overrides):
-    """A run from its base model's evaluation to its weights, and one more iteration of it, resumed."""
+    """A run from its base model's evaluation to its weights, and one more iteration of it,
+    resumed."""
     trainer = build(world, folder, model, *overrides)
     assert_placed(trainer)
     rows = [row for row in trainer.train() if row["kind"] == "train"]
@@ -70,14 +99,18 @@ def train(world, folder, model, *overrides):
     assert again.resume() == [] and again.iteration == 2
     rows.append(again.iterate())
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows), rows
-    others = sum(torch.fakegpu.memory_allocated(i) for i in range(2) if i != torch.fakegpu.current_device())
+    others = sum(
+        torch.fakegpu.memory_allocated(i) for i in range(2) if i != torch.fakegpu.current_device()
+    )
     return {
         "ratio": max(row["ratio_deviation"] for row in rows),
         "drift": max(row["log_prob_drift"] for row in rows),
         "reward": rows[-1]["reward/brightness"],
         "halved": rows[-1]["out_of_memory"],
         "elsewhere": others,
-        "weights": float(sum(p.detach().cpu().double().abs().sum() for p in again.learner.parameters)),
+        "weights": float(
+            sum(p.detach().cpu().double().abs().sum() for p in again.learner.parameters)
+        ),
     }
 
 
@@ -90,8 +123,8 @@ def iterate(world, folder, model, *many):
 
 
 def apple(world, folder, recipe, *overrides):
-    """What differs from the same run on the CPU after two iterations, relative to the moves of the weights, on a device with
-    the limits of Apple's; of the embedded model."""
+    """What differs from the same run on the CPU after two iterations, relative to the moves of the
+    weights, on a device with the limits of Apple's; of the embedded model."""
     data.NO_FLOAT64.add("fakegpu")
     torch.fakegpu.__class__ = device.Apple
     small = ["trainer.prompts_per_iteration=2", f"prompts.cache={folder}", "trackers=[]"]
@@ -106,16 +139,26 @@ def apple(world, folder, recipe, *overrides):
         assert all(math.isfinite(row["loss"]) for row in rows), rows
         assert "memory_peak" not in rows[0]
         ends = [parameter.detach().cpu() for parameter in trainer.learner.parameters]
-        moves.append(torch.cat([(end - start).flatten() for start, end in zip(begin, ends, strict=True)]))
+        moves.append(
+            torch.cat([(end - start).flatten() for start, end in zip(begin, ends, strict=True)])
+        )
     return float((moves[1] - moves[0]).norm() / moves[0].norm())
 
 
-FAULTS = ("a number", "a mask", "conditioning on the host", "many small tensors", "a tensor kept", "float64")
+FAULTS = (
+    "a number",
+    "a mask",
+    "conditioning on the host",
+    "many small tensors",
+    "a tensor kept",
+    "float64",
+)
 
 
 def count_costs(world, folder, model):
-    """Of three iterations without a fault and one with each of `FAULTS`: the calls of the network, the waits and copies to the
-    device in them and in all, and the bytes that stay on the device; or what the device raises."""
+    """Of three iterations without a fault and one with each of `FAULTS`: the calls of the network,
+    the waits and copies to the device in them and in all, and the bytes that stay on the device; or
+    what the device raises."""
     trainer, kept, found, fault = build(world, folder, model), [], {}, None
     inner, inside = trainer.policy.velocity, []
 
@@ -157,8 +200,12 @@ def count_costs(world, folder, model):
 
 
 def run_out(world, folder, model):
-    """An iteration for which a third of the memory that it would take is there; returns its row's sizes and its prompts'."""
-    large = [f"{key}=64" for key in ("sampling.batch_size", "sampling.decode_batch_size", "trainer.micro_batch_size")]
+    """An iteration for which a third of the memory that it would take is there; returns its row's
+    sizes and its prompts'."""
+    large = [
+        f"{key}=64"
+        for key in ("sampling.batch_size", "sampling.decode_batch_size", "trainer.micro_batch_size")
+    ]
     trainer = build(world, folder, model, *large)
     trainer.iterate()
     standing = torch.fakegpu.memory_allocated()
@@ -166,12 +213,15 @@ def run_out(world, folder, model):
     trainer.iterate()
     torch.fakegpu.limit(standing + (torch.fakegpu.max_memory_allocated() - standing) // 3)
     row = trainer.iterate()
-    return {key: row[key] for key in ("out_of_memory", "batch_size", "decode_batch_size", "micro_batch_size", "loss")}
+    return {
+        key: row[key]
+        for key in ("out_of_memory", "batch_size", "decode_batch_size", "micro_batch_size", "loss")
+    }
 
 
 def encode(world, folder, model, *overrides):
-    """Bytes on the device at the peak of building a trainer, and after it; those of its transformer and VAE, and of its text
-    encoders; and how many prompts were encoded."""
+    """Bytes on the device at the peak of building a trainer, and after it; those of its transformer
+    and VAE, and of its text encoders; and how many prompts were encoded."""
     torch.fakegpu.reset_peak_memory_stats()
     trainer = build(world, folder, model, *overrides)
     pipeline = trainer.policy.policy.pipeline
@@ -185,8 +235,8 @@ def encode(world, folder, model, *overrides):
 
 
 def peaks(world, folder, model, *overrides):
-    """Bytes at the peaks of a trainer's second iteration and evaluation; and, beyond what stays, of a training pass of 4 rows,
-    of a network call of 8, and of decoding 4."""
+    """Bytes at the peaks of a trainer's second iteration and evaluation; and, beyond what stays, of
+    a training pass of 4 rows, of a network call of 8, and of decoding 4."""
     settings = config(folder, model, *overrides)
     trainer = build(world, folder, model, *overrides)
     found = {}
@@ -216,8 +266,8 @@ def peaks(world, folder, model, *overrides):
 
 
 def use(world, folder, model):
-    """What a finished run is used for: pictures, evaluations, the demo. Returns a held-out picture's mean from each, and how
-    many models' memory `api.evaluate` takes."""
+    """What a finished run is used for: pictures, evaluations, the demo. Returns a held-out
+    picture's mean from each, and how many models' memory `api.evaluate` takes."""
     settings = config(folder, model)
     run, prompt = folder / "run", PROMPTS[0]
     trainer = build(world, folder, model)
@@ -228,7 +278,9 @@ def use(world, folder, model):
     own = trainer.sample([prompt])
 
     places, inner = [], components.Loaded.policy
-    components.Loaded.policy = lambda loaded, *given: places.append(str(loaded.text.modules[0].device)) or inner(loaded, *given)
+    components.Loaded.policy = lambda loaded, *given: (
+        places.append(str(loaded.text.modules[0].device)) or inner(loaded, *given)
+    )
     sample([prompt], sample_config(run_settings(run), seed=0, batch_size=2), folder / "sampled")
     components.Loaded.policy = inner
     evaluate(run_settings(run), [], folder / "evaluated")
@@ -236,10 +288,14 @@ def use(world, folder, model):
     torch.fakegpu.reset_peak_memory_stats()
     table = api.evaluate(run, trainer.rewards, [prompt])
     pipeline = trainer.policy.policy.pipeline
-    peak = (torch.fakegpu.max_memory_allocated() - standing) / (size_of(pipeline.transformer) + size_of(pipeline.vae))
+    peak = (torch.fakegpu.max_memory_allocated() - standing) / (
+        size_of(pipeline.transformer) + size_of(pipeline.vae)
+    )
 
     session = open_model(Run(run).read_config(mention=False), Run(run).weights, print)
-    drawing = draw(session, prompt, seed=0, control=Control(steps=settings.sampling.num_steps, guidance=3.5))
+    drawing = draw(
+        session, prompt, seed=0, control=Control(steps=settings.sampling.num_steps, guidance=3.5)
+    )
     group = trace_group(session, prompt, seed=0, plan=0, tuned=True)
     assert group.finals.shape[:2] == (2, 3)
     return {
@@ -253,10 +309,23 @@ def use(world, folder, model):
 
 
 def measure(world, folder, *arguments):
-    """What `benchmarks.first_gpu` leaves on this device: its JSON and the exit code. Its forks have the device, too."""
+    """What `benchmarks.first_gpu` leaves on this device: its JSON and the exit code. Its forks have
+    the device, too."""
     code = 0
     try:
-        first_gpu.main(["first", *arguments, "--minutes", "60", "--tiny", "--device", "fakegpu", "--out", str(folder)])
+        first_gpu.main(
+            [
+                "first",
+                *arguments,
+                "--minutes",
+                "60",
+                "--tiny",
+                "--device",
+                "fakegpu",
+                "--out",
+                str(folder),
+            ]
+        )
     except SystemExit as ended:
         code = ended.code
     (result,) = folder.glob("gpu_*.json")

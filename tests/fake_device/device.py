@@ -1,6 +1,8 @@
-"""A GPU in host memory, as torch's device "fakegpu": device.cpp, and the module torch.fakegpu with CUDA's functions.
+"""A GPU in host memory, as torch's device "fakegpu": device.cpp, and the module torch.fakegpu with
+CUDA's functions.
 
-A process that has registered it keeps it for good, so tests do that in processes of their own (`tests.support.ranks`).
+A process that has registered it keeps it for good, so tests do that in processes of their own
+(`tests.support.ranks`).
 """
 
 import hashlib
@@ -27,7 +29,8 @@ def compilers_missing() -> list[str]:
 
 
 def build(cache: Path) -> Path:
-    """The compiled library, below `cache`: from an earlier session, or made now, which takes half a minute.
+    """The compiled library, below `cache`: from an earlier session, or made now, which takes half a
+    minute.
 
     By a process of its own, for torch loads what it has compiled.
     """
@@ -36,7 +39,12 @@ def build(cache: Path) -> Path:
     if not library.is_file():
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             command = [sys.executable, "-m", "tests.fake_device.device", folder]
-            made = subprocess.run(command, cwd=SOURCE.parents[2], env={**os.environ, "PATH": _path()}, capture_output=True)
+            made = subprocess.run(
+                command,
+                cwd=SOURCE.parents[2],
+                env={**os.environ, "PATH": _path()},
+                capture_output=True,
+            )
             assert made.returncode == 0, made.stderr.decode()
             os.replace(Path(folder) / "fake_device.so", library)
     return library
@@ -48,12 +56,15 @@ def _path() -> str:
 
 
 def register(library: Path) -> None:
-    """Makes "fakegpu" a device of this process, in which nothing is compiled: it has no compiler's backend."""
+    """Makes "fakegpu" a device of this process, in which nothing is compiled: it has no compiler's
+    backend."""
     torch._dynamo.config.disable = True
     torch.ops.load_library(str(library))
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, Module(f"torch.{NAME}"))
-    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True, for_module=True, for_storage=True
+    )
     dist.Backend.default_device_backend_map[NAME] = "gloo"
 
 
@@ -61,7 +72,8 @@ class Module(types.ModuleType):
     """torch.cuda's functions for the fake device, as far as torch, its libraries and g2rpo ask."""
 
     CAPACITY = 2**28
-    """Bytes of a device, as far as `mem_get_info` knows; what it refuses to exceed is set by `limit`."""
+    """Bytes of a device, as far as `mem_get_info` knows; what it refuses to exceed is set by
+    `limit`."""
     _initialized = True
 
     def is_available(self):
@@ -99,9 +111,12 @@ class Module(types.ModuleType):
     manual_seed = manual_seed_all
 
     def get_rng_state(self, device=None):
-        """As on CUDA this would begin to use the device, and a rank has no business on another's."""
+        """As on CUDA this would begin to use the device, and a rank has no business on
+        another's."""
         if _index(device) != self.current_device():
-            raise RuntimeError(f"the generator of fakegpu:{_index(device)} is asked by who works on {self.current_device()}")
+            raise RuntimeError(
+                f"the generator of fakegpu:{_index(device)} is asked by who works on {self.current_device()}"
+            )
         return torch.get_rng_state()
 
     def set_rng_state(self, state, device=None):
@@ -140,37 +155,61 @@ class Module(types.ModuleType):
 
 
 class Apple(Module):
-    """The same without what torch.mps lacks: no memory statistics, names and current device to choose."""
+    """The same without what torch.mps lacks: no memory statistics, names and current device to
+    choose."""
 
     def device_count(self):
         return 1
 
     def __getattribute__(self, name):
         asked_by = sys._getframe(1).f_globals.get("__name__", "")
-        if asked_by.startswith("g2rpo.") and not name.startswith("_") and not hasattr(torch.mps, name):
+        if (
+            asked_by.startswith("g2rpo.")
+            and not name.startswith("_")
+            and not hasattr(torch.mps, name)
+        ):
             raise AttributeError(f"torch.mps has no {name}")
         return super().__getattribute__(name)
 
 
 class OwnFloat64(TorchDispatchMode):
-    """Refuses tensors of float64 on the device that this package makes; diffusers knows Apple's devices by name."""
+    """Refuses tensors of float64 on the device that this package makes; diffusers knows Apple's
+    devices by name."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dtype == torch.float64 and made.device.type == NAME:
+        if (
+            isinstance(made, torch.Tensor)
+            and made.dtype == torch.float64
+            and made.device.type == NAME
+        ):
             frame = sys._getframe(1)
             while f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
                 frame = frame.f_back
-            assert f"{os.sep}g2rpo{os.sep}" not in frame.f_code.co_filename, f"{func}: float64 on the device"
+            assert f"{os.sep}g2rpo{os.sep}" not in frame.f_code.co_filename, (
+                f"{func}: float64 on the device"
+            )
         return made
 
 
 def _index(device) -> int:
-    index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+    index = (
+        device
+        if isinstance(device, int)
+        else None
+        if device is None
+        else torch.device(device).index
+    )
     return torch.ops.fake_device.current_device() if index is None else index
 
 
 if __name__ == "__main__":
     from torch.utils.cpp_extension import load
 
-    load("fake_device", [str(SOURCE)], build_directory=sys.argv[1], extra_cflags=["-O0"], is_python_module=False)
+    load(
+        "fake_device",
+        [str(SOURCE)],
+        build_directory=sys.argv[1],
+        extra_cflags=["-O0"],
+        is_python_module=False,
+    )

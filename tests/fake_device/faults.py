@@ -1,4 +1,5 @@
-"""Mistakes that a CPU forgives and CUDA does not. Each is a function that fails on the fake device; `MENDED` does not."""
+"""Mistakes that a CPU forgives and CUDA does not. Each is a function that fails on the fake device;
+`MENDED` does not."""
 
 import threading
 
@@ -43,7 +44,8 @@ def norms(device, dtype=None):
 
 
 def free(call):
-    """Raises RuntimeError if a call with a tensor of the device waits for it or copies something to it."""
+    """Raises RuntimeError if a call with a tensor of the device waits for it or copies something to
+    it."""
     x = zeros(3)
     before = torch.fakegpu.costs()
     call(x)
@@ -57,17 +59,23 @@ FAULTS = {
     "a row of two devices": lambda folder: torch.cat([zeros(3), torch.zeros(3)]),
     "a stack with a number on the CPU": lambda folder: torch.stack([zeros(()), torch.zeros(())]),
     "a layer with weights on the CPU": lambda folder: F.linear(zeros(1, 3), torch.zeros(2, 3)),
-    "a convolution with weights on the CPU": lambda folder: F.conv2d(zeros(1, 3, 4, 4), torch.zeros(2, 3, 1, 1)),
+    "a convolution with weights on the CPU": lambda folder: F.conv2d(
+        zeros(1, 3, 4, 4), torch.zeros(2, 3, 1, 1)
+    ),
     "a norm with weights on the CPU": lambda folder: F.rms_norm(zeros(1, 3), (3,), torch.ones(3)),
     "attention to keys on the CPU": lambda folder: F.scaled_dot_product_attention(
         zeros(1, 2, 4, 8), *[torch.zeros(1, 2, 4, 8)] * 2
     ),
     "a CPU tensor indexed by the device": lambda folder: torch.zeros(3)[zeros(1).long()],
     "NumPy": lambda folder: zeros(3).numpy(),
-    "a generator of the CPU": lambda folder: torch.randn(3, generator=torch.Generator(), device="fakegpu"),
+    "a generator of the CPU": lambda folder: torch.randn(
+        3, generator=torch.Generator(), device="fakegpu"
+    ),
     "a copy to another rank's device": lambda folder: zeros(3).to("fakegpu:1"),
     "generators of all devices": lambda folder: torch.random.fork_rng().__enter__(),
-    "a thread on another device": lambda folder: torch.fakegpu.set_device(1) or in_thread(lambda: None),
+    "a thread on another device": lambda folder: (
+        torch.fakegpu.set_device(1) or in_thread(lambda: None)
+    ),
     "a checkpoint on another rank's device": written_and_read,
     "bfloat16 expected of a norm under autocast": lambda folder: norms("fakegpu"),
     "rows in float64": lambda folder: zeros(4, 16, 64).double(),
@@ -83,7 +91,9 @@ MENDED = {
     "numbers": lambda folder: (zeros(3) + 1.0) * torch.tensor(2.0),
     "a conjugate": lambda folder: torch.view_as_complex(zeros(3, 2)).conj() * 2,
     "a CPU index": lambda folder: zeros(3)[torch.tensor([0, 2])],
-    "a generator of the CPU": lambda folder: torch.randn(3, generator=torch.Generator()).to("fakegpu"),
+    "a generator of the CPU": lambda folder: torch.randn(3, generator=torch.Generator()).to(
+        "fakegpu"
+    ),
     "own generators": lambda folder: torch.random.fork_rng(devices=[]).__enter__(),
     "a thread on the same device": lambda folder: (
         torch.fakegpu.set_device(1) or in_thread(same_device(torch.device("fakegpu")))
@@ -92,7 +102,9 @@ MENDED = {
     "a norm's dtype is said": lambda folder: norms("fakegpu", torch.bfloat16),
     "a CPU's norms under autocast": lambda folder: norms("cpu"),
     "positions in float64": lambda folder: torch.outer(zeros(28).double(), zeros(8).double()),
-    "what stays on the device": lambda folder: free(lambda x: torch.where(x == 0, x, F.rms_norm(x, (3,)) + 1)[1:].clone()),
+    "what stays on the device": lambda folder: free(
+        lambda x: torch.where(x == 0, x, F.rms_norm(x, (3,)) + 1)[1:].clone()
+    ),
 }
 
 
@@ -130,5 +142,8 @@ def autocast_dtypes(world, folder):
     found = {}
     for device in ("fakegpu", "cpu"):
         with torch.autocast(device, torch.bfloat16):
-            found[device] = {name: str(run(x.to(device)).dtype).removeprefix("torch.") for name, run in operations.items()}
+            found[device] = {
+                name: str(run(x.to(device)).dtype).removeprefix("torch.")
+                for name, run in operations.items()
+            }
     return found

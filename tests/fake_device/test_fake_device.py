@@ -1,4 +1,5 @@
-"""Everything that will run on CUDA runs here on a device with CUDA's rules, which lies in host memory (tests/fake_device)."""
+"""Everything that will run on CUDA runs here on a device with CUDA's rules, which lies in host
+memory (tests/fake_device)."""
 
 import os
 from functools import partial
@@ -18,7 +19,8 @@ CHECKPOINTED = "policy.gradient_checkpointing=true"
 NEEDED = bool(os.environ.get("G2RPO_NEEDS_COMPILER"))  # set by .ci/run
 MISSING = device.compilers_missing()
 pytestmark = pytest.mark.skipif(
-    bool(MISSING) and not NEEDED, reason=f"{', '.join(MISSING)} missing (Debian: apt-get install g++)"
+    bool(MISSING) and not NEEDED,
+    reason=f"{', '.join(MISSING)} missing (Debian: apt-get install g++)",
 )
 
 
@@ -30,25 +32,33 @@ def library(request):
 
 @pytest.fixture
 def run(library, tmp_path):
-    """A function that runs a case in `size` processes, each of which takes the device of its rank."""
+    """A function that runs a case in `size` processes, each of which takes the device of its
+    rank."""
 
     def run(case, *arguments, size=1, patience_s=120.0):
-        options = {"device": device.NAME, "prepare": partial(device.register, library), "patience_s": patience_s}
+        options = {
+            "device": device.NAME,
+            "prepare": partial(device.register, library),
+            "patience_s": patience_s,
+        }
         return ranks.run(size, case, tmp_path, *arguments, **options)
 
     return run
 
 
-# --- the device notices what CUDA would, and nothing else ------------------------------------------------------------------
+# --- the device notices what CUDA would, and nothing else -----------------------------------------
 
 
 def test_planted_faults_are_noticed_and_what_mends_them_is_not(run):
     (found,) = run(faults.outcomes)
-    assert {name for name, error in found.items() if error is None} == {f"mended: {name}" for name in faults.MENDED}
+    assert {name for name, error in found.items() if error is None} == {
+        f"mended: {name}" for name in faults.MENDED
+    }
 
 
 def test_autocast_is_cudas(run):
-    """https://docs.pytorch.org/docs/stable/amp.html: products in bfloat16; norms, powers and sums in float32."""
+    """https://docs.pytorch.org/docs/stable/amp.html: products in bfloat16; norms, powers and sums
+    in float32."""
     (found,) = run(faults.autocast_dtypes)
     lower = {name for name, dtype in found["fakegpu"].items() if dtype == "bfloat16"}
     assert lower == {"linear", "matmul", "attention", "gelu", "mul"}
@@ -57,19 +67,36 @@ def test_autocast_is_cudas(run):
     }  # fmt: skip
 
 
-# --- what runs on CUDA ------------------------------------------------------------------------------------------------------
+# --- what runs on CUDA ----------------------------------------------------------------------------
 
 
 def check(answer):
-    """Nothing was put on another rank's device; the first update's ratio is 1 and log-probs are the rollout's."""
+    """Nothing was put on another rank's device; the first update's ratio is 1 and log-probs are the
+    rollout's."""
     assert answer["elsewhere"] == 0 and answer["ratio"] == 0 and answer["drift"] < 1e-6
 
 
 TRAINED = [
-    ("flux", ["policy.dtype=bfloat16", "policy.tuning=full", "sampling.batch_size=auto", "sampling.decode_batch_size=auto"]),
+    (
+        "flux",
+        [
+            "policy.dtype=bfloat16",
+            "policy.tuning=full",
+            "sampling.batch_size=auto",
+            "sampling.decode_batch_size=auto",
+        ],
+    ),
     ("sd3", ["policy.dtype=bfloat16", "policy.quantize=fp8"]),
     ("sd3", ["policy.tuning=full", CHECKPOINTED]),
-    ("flux", ["policy.dtype=bfloat16", "policy.quantize=int8", CHECKPOINTED, "sampling.tails.forecast=true"]),
+    (
+        "flux",
+        [
+            "policy.dtype=bfloat16",
+            "policy.quantize=int8",
+            CHECKPOINTED,
+            "sampling.tails.forecast=true",
+        ],
+    ),
     ("flux", ["policy.dtype=bfloat16", "policy.quantize=nf4"]),
 ]
 
@@ -81,8 +108,22 @@ def test_a_model_trains_and_resumes(run, flux_directory, sd3_directory, model, o
 
 
 def test_every_algorithm_and_every_way_of_sampling_iterates(run, flux_directory):
-    names = ("mixgrpo", "mixgrpo_flash", "flow_grpo", "flow_grpo_fast", "dancegrpo", "flow_cps", "grpo_guard", "tempflow_grpo")
-    small = ["sampling.num_steps=6", "algorithm.group_size=2", "trainer.prompts_per_iteration=1", "trainer.micro_batch_size=8"]
+    names = (
+        "mixgrpo",
+        "mixgrpo_flash",
+        "flow_grpo",
+        "flow_grpo_fast",
+        "dancegrpo",
+        "flow_cps",
+        "grpo_guard",
+        "tempflow_grpo",
+    )
+    small = [
+        "sampling.num_steps=6",
+        "algorithm.group_size=2",
+        "trainer.prompts_per_iteration=1",
+        "trainer.micro_batch_size=8",
+    ]
     algorithms = [[f"algorithm.name={name}", *small] for name in names]
     ways = [
         ["sampling.tails.solver=dpmpp2m", "policy.truncate_timesteps=true"],
@@ -92,12 +133,21 @@ def test_every_algorithm_and_every_way_of_sampling_iterates(run, flux_directory)
     assert run(cases.iterate, flux_directory, *algorithms, *ways) == [len(algorithms) + len(ways)]
 
 
-def test_two_ranks_train_with_learned_rewards_and_keep_to_their_devices(run, flux_directory, tmp_path):
+def test_two_ranks_train_with_learned_rewards_and_keep_to_their_devices(
+    run, flux_directory, tmp_path
+):
     """Pictures of a prompt are scored by a thread while the next prompt's are sampled."""
     (models := tmp_path / "models").mkdir()
     options = save_learned(models)
-    rewards = [f"rewards.{name}.options.{key}={value}" for name, own in options.items() for key, value in own.items()]
-    rewards += [f"rewards.{name}.kind=tests.rewards.learned:{kind.__name__}" for name, kind in LEARNED.items()]
+    rewards = [
+        f"rewards.{name}.options.{key}={value}"
+        for name, own in options.items()
+        for key, value in own.items()
+    ]
+    rewards += [
+        f"rewards.{name}.kind=tests.rewards.learned:{kind.__name__}"
+        for name, kind in LEARNED.items()
+    ]
     each = ["trainer.prompts_per_iteration=4", "evaluation.num_prompts=4"]
     one, other = run(cases.train, flux_directory, *each, *rewards, size=2)
     check(one)
@@ -110,11 +160,13 @@ def test_a_finished_run_is_used_for_pictures_evaluations_and_the_demo(run, flux_
     assert answer["sample"] == pytest.approx(answer["trainer"], abs=1e-5)
     assert answer["demo"] == pytest.approx(answer["api"], abs=1e-5)
     assert answer["models"] < 2  # it judges base and tuned one after the other
-    assert answer["encoders"] == ["cpu", "cpu"]  # before g2rpo sample builds the transformer, and between the demo's prompts
+    # before g2rpo sample builds the transformer, and between the demo's prompts
+    assert answer["encoders"] == ["cpu", "cpu"]
 
 
 def test_calls_of_the_network_never_wait_and_iterations_keep_nothing(run, flux_directory):
-    """An iteration waits less often than it calls the network and copies to the device at most about ten times a call.
+    """An iteration waits less often than it calls the network and copies to the device at most
+    about ten times a call.
 
     The first iteration is not asked: gradients and moments are made in it.
     """
@@ -144,25 +196,41 @@ def test_calls_of_the_network_never_wait_and_iterations_keep_nothing(run, flux_d
 
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
-    [("words", []), ("scenes", ["algorithm.name=diffusion_nft", "algorithm.group_size=4", "sampling.tails.solver=dpmpp2m"])],
+    [
+        ("words", []),
+        (
+            "scenes",
+            [
+                "algorithm.name=diffusion_nft",
+                "algorithm.group_size=4",
+                "sampling.tails.solver=dpmpp2m",
+            ],
+        ),
+    ],
     ids=str,
 )
 def test_a_device_with_the_limits_of_apples_trains_as_a_cpu_does(run, recipe, overrides):
-    """No float64 and no statistics of memory. Both compute with the CPU's kernels; sums are in another order."""
+    """No float64 and no statistics of memory. Both compute with the CPU's kernels; sums are in
+    another order."""
     (apart,) = run(cases.apple, recipe, *overrides)
     assert apart < 1e-3
 
 
 def test_memory_that_runs_out_halves_batches(run, flux_directory):
     (row,) = run(cases.run_out, flux_directory)
-    assert row["out_of_memory"] > 0 and min(row["batch_size"], row["decode_batch_size"], row["micro_batch_size"]) < 64
+    assert (
+        row["out_of_memory"] > 0
+        and min(row["batch_size"], row["decode_batch_size"], row["micro_batch_size"]) < 64
+    )
 
 
 def test_a_checkpoint_of_the_device_is_gone_on_with_on_a_cpu(run, flux_directory, tmp_path):
     ways = ["policy.vae_tiling=true"]
     (answer,) = run(cases.train, flux_directory, *ways)
     check(answer)
-    settings = cases.config(tmp_path, flux_directory, *ways, "policy.device=cpu", "trainer.iterations=3")
+    settings = cases.config(
+        tmp_path, flux_directory, *ways, "policy.device=cpu", "trainer.iterations=3"
+    )
     trainer = build(Request(config=settings, run_dir=tmp_path / "run"))
     assert trainer.resume() == [] and trainer.iteration == 2
     trainer.iterate()
@@ -172,16 +240,25 @@ def test_a_checkpoint_of_the_device_is_gone_on_with_on_a_cpu(run, flux_directory
 
 def test_text_encoders_leave_before_the_transformer_comes(run, flux_directory):
     (cold,) = run(cases.encode, flux_directory)
-    assert cold["now"] < cold["painting"] * 1.1 and cold["peak"] < max(cold["painting"] * 1.1, cold["encoding"] * 1.5)
-    assert cold["peak"] < cold["painting"] + cold["encoding"] and cold["encoded"] == len(cases.PROMPTS) + 1  # and the empty one
+    assert cold["now"] < cold["painting"] * 1.1 and cold["peak"] < max(
+        cold["painting"] * 1.1, cold["encoding"] * 1.5
+    )
+    # and the empty one
+    assert (
+        cold["peak"] < cold["painting"] + cold["encoding"]
+        and cold["encoded"] == len(cases.PROMPTS) + 1
+    )
 
 
 def test_embeddings_that_a_cpu_has_made_serve_the_device(run, flux_directory, tmp_path):
     settings = cases.config(tmp_path, flux_directory, "policy.device=cpu")
     text = components.load_pipeline(settings.policy, tuning="frozen").text
-    cache_embeddings(text, settings.policy, settings.prompts.cache, print).encode([*cases.PROMPTS, ""])
+    cache_embeddings(text, settings.policy, settings.prompts.cache, print).encode(
+        [*cases.PROMPTS, ""]
+    )
     (warm,) = run(cases.encode, flux_directory)
-    assert warm["encoded"] == 0 and warm["peak"] < warm["painting"] * 1.1  # text encoders never come
+    # text encoders never come
+    assert warm["encoded"] == 0 and warm["peak"] < warm["painting"] * 1.1
 
 
 @pytest.mark.parametrize(
@@ -199,30 +276,56 @@ def test_embeddings_that_a_cpu_has_made_serve_the_device(run, flux_directory, tm
     ids=str,
 )
 def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, model, overrides):
-    """Network calls and decoding to the byte; training passes within 3 %, for two blocks stand for all.
+    """Network calls and decoding to the byte; training passes within 3 %, for two blocks stand for
+    all.
 
-    A run needs no more than planned and at most a tenth less, a fifth where FLUX's weights are quantised: a plan takes all
-    latents of a rollout to be there at its largest call, and in so small a model they weigh something.
+    A run needs no more than planned and at most a tenth less, a fifth where FLUX's weights are
+    quantised: a plan takes all latents of a rollout to be there at its largest call, and in so
+    small a model they weigh something.
     """
-    sizes = ["trainer.prompts_per_iteration=4", "trainer.micro_batch_size=4", "sampling.batch_size=8"]
+    sizes = [
+        "trainer.prompts_per_iteration=4",
+        "trainer.micro_batch_size=4",
+        "sampling.batch_size=8",
+    ]
     asked = ["policy.dtype=bfloat16", *overrides, *sizes, "evaluation.num_prompts=8"]
     (measured,) = run(cases.peaks, deep[model], *asked)
-    planned = make_plan(cases.config(tmp_path, deep[model], *asked), cuda=True, heldout=4, distinct_prompts=4).memory
-    nf4 = "policy.quantize=nf4" in overrides  # bitsandbytes has no kernel for this device and makes intermediate results
-    assert measured["velocity"] == pytest.approx(planned.working["network call"], rel=0.05 if nf4 else 0)
+    planned = make_plan(
+        cases.config(tmp_path, deep[model], *asked), cuda=True, heldout=4, distinct_prompts=4
+    ).memory
+    # bitsandbytes has no kernel for this device and makes intermediate results
+    nf4 = "policy.quantize=nf4" in overrides
+    assert measured["velocity"] == pytest.approx(
+        planned.working["network call"], rel=0.05 if nf4 else 0
+    )
     assert measured["decode"] == planned.working["decoding"]
-    assert measured["training"] == pytest.approx(planned.working["training pass"], rel=0.05 if nf4 else 0.03)
+    assert measured["training"] == pytest.approx(
+        planned.working["training pass"], rel=0.05 if nf4 else 0.03
+    )
     in_all = max(measured["evaluation in all"], measured["iteration in all"])
     light = model == "flux" and any("quantize" in override for override in overrides)
     assert (0.8 if light else 0.9) < in_all / max(planned.moments.values()) < 1
 
 
-REHEARSED = ("resumed", "drift", "scenes", "forecast", "cudnn", "int8", "exact", "sd35", "klein", "wan", "nf4")
+REHEARSED = (
+    "resumed",
+    "drift",
+    "scenes",
+    "forecast",
+    "cudnn",
+    "int8",
+    "exact",
+    "sd35",
+    "klein",
+    "wan",
+    "nf4",
+)
 
 
 @pytest.mark.parametrize("only", few(REHEARSED, lambda only: only in ("resumed", "drift")))
 def test_the_first_minutes_with_a_gpu_are_rehearsed(run, only):
-    """No case fails, no check is beyond its limit, memory is the plan's, and what this device cannot have is refused."""
+    """No case fails, no check is beyond its limit, memory is the plan's, and what this device
+    cannot have is refused."""
     ((result, code),) = run(cases.measure, "--only", only, patience_s=900)
     assert code == 0, result
     for name, case in result["cases"].items():
@@ -230,5 +333,9 @@ def test_the_first_minutes_with_a_gpu_are_rehearsed(run, only):
         assert case["state"] == ("refused" if lacking else "done"), (name, case)
         apart = "nf4" in name or "qwen" in name  # intermediate results; a table that is kept
         for figure, value in case.get("measured", {}).items():
-            if figure in ("weights, bytes", "decode, bytes", "evaluations") or (figure == "velocity, bytes" and not apart):
-                assert value == pytest.approx(case["planned"][figure], rel=0.1 if "z-image" in name else 0.01), (name, figure)
+            if figure in ("weights, bytes", "decode, bytes", "evaluations") or (
+                figure == "velocity, bytes" and not apart
+            ):
+                assert value == pytest.approx(
+                    case["planned"][figure], rel=0.1 if "z-image" in name else 0.01
+                ), (name, figure)

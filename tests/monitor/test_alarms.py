@@ -1,4 +1,5 @@
-"""Alarms: silent where nothing is wrong, raised where something is, the same ones after a resume and on every rank."""
+"""Alarms: silent where nothing is wrong, raised where something is, the same ones after a resume
+and on every rank."""
 
 import json
 import math
@@ -38,7 +39,17 @@ from g2rpo.run.checkpoint import checkpoints
 from g2rpo.run.run import Run
 from tests.support import ranks
 from tests.support.commands import done, g2rpo
-from tests.support.runs import brightness, config, cut, log, mean, resumed, trainer, untimed, with_precision
+from tests.support.runs import (
+    brightness,
+    config,
+    cut,
+    log,
+    mean,
+    resumed,
+    trainer,
+    untimed,
+    with_precision,
+)
 from tests.support.variants import few
 
 BFLOAT16 = 2 * torch.finfo(torch.bfloat16).eps
@@ -62,20 +73,37 @@ def training_alarms(rows, limit=1.0):
 
 @pytest.mark.parametrize(
     ("name", "key", "limit"),
-    [("silent", "silent_groups", SILENT), ("masked", "masked_groups", MASKED), ("saturated", "advantage_clipped", SATURATED)],
+    [
+        ("silent", "silent_groups", SILENT),
+        ("masked", "masked_groups", MASKED),
+        ("saturated", "advantage_clipped", SATURATED),
+    ],
 )
 def test_shares_are_averaged_over_a_window(name, key, limit):
     def alarms(share, count=WINDOW):
-        quiet = {"kind": "train", "silent_groups": 0.0, "masked_groups": 0.0, "advantage_clipped": 0.0}
-        return training_alarms([quiet | {key: share * (0.5 if i % 2 else 1.5)} for i in range(count)])
+        quiet = {
+            "kind": "train",
+            "silent_groups": 0.0,
+            "masked_groups": 0.0,
+            "advantage_clipped": 0.0,
+        }
+        return training_alarms(
+            [quiet | {key: share * (0.5 if i % 2 else 1.5)} for i in range(count)]
+        )
 
-    assert (alarms(limit * 1.01), alarms(limit * 0.99), alarms(limit * 1.01, WINDOW - 1)) == ({name}, set(), set())
+    assert (alarms(limit * 1.01), alarms(limit * 0.99), alarms(limit * 1.01, WINDOW - 1)) == (
+        {name},
+        set(),
+        set(),
+    )
 
 
 @pytest.mark.parametrize(("name", "limit"), [("silent", SILENT), ("masked", MASKED)])
 def test_limits_that_were_chosen_are_those_of_the_page(name, limit):
     page = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
-    assert re.search(rf"^\| `{name}` \| .* \| ([.\d]+) \(a choice\)", page, re.MULTILINE)[1] == f"{limit:.1f}".lstrip("0")
+    assert re.search(rf"^\| `{name}` \| .* \| ([.\d]+) \(a choice\)", page, re.MULTILINE)[
+        1
+    ] == f"{limit:.1f}".lstrip("0")
 
 
 def test_a_drift_that_is_not_a_number_is_one_and_an_older_log_has_none():
@@ -96,20 +124,29 @@ def test_half_the_clip_range_is_what_a_later_update_can_bear():
         assert limit_of("algorithm.update_every=branch", rounding=rounding) == pytest.approx(0.5e-4)
     flow = ("algorithm.name=flow_grpo", "algorithm.group_size=6", "algorithm.clip_range=0.01")
     assert limit_of(*flow, "algorithm.update_every=3") == pytest.approx(0.5e-2)
-    assert limit_of(*flow, "algorithm.update_every=6", "algorithm.clip_range=1e-9") > 1e-4  # one update
+    # one update
+    assert limit_of(*flow, "algorithm.update_every=6", "algorithm.clip_range=1e-9") > 1e-4
     # GRPO-Guard clips std times the log-ratio; the largest std of the grid counts
     guard = ("algorithm.name=grpo_guard", "algorithm.update_every=3", "algorithm.group_size=6")
     algorithm, sigmas, one = config(*guard).algorithm, sigma_grid(6, 3.0), torch.ones(1, 1)
     stds = [float(algorithm.kernel(sigmas)(one, one, a, b).std) for a, b in pairwise(sigmas[:-1])]
-    assert limit_of(*guard, rounding=2**-22) == pytest.approx(algorithm.clip_range / 2 / max(stds), rel=1e-5)
+    assert limit_of(*guard, rounding=2**-22) == pytest.approx(
+        algorithm.clip_range / 2 / max(stds), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dancegrpo", "flow_cps"])
 @pytest.mark.parametrize("entries", [48, 4096])
 def test_the_limit_of_rounding_is_that_of_velocities_with_an_error(name, entries):
-    """300 members whose velocity is off by two eps of sqrt 2: the largest drift of all steps is within the limit, and not
-    below a third of it (the maximum of 300 normals is 2 to 4 standard deviations)."""
-    options = (f"algorithm.name={name}", "algorithm.update_every=rollout", "algorithm.group_size=6", "algorithm.eta=0.7")
+    """300 members whose velocity is off by two eps of sqrt 2: the largest drift of all steps is
+    within the limit, and not below a third of it (the maximum of 300 normals is 2 to 4 standard
+    deviations)."""
+    options = (
+        f"algorithm.name={name}",
+        "algorithm.update_every=rollout",
+        "algorithm.group_size=6",
+        "algorithm.eta=0.7",
+    )
     options = (*options, "algorithm.clip_range=1e-9")
     sigmas = sigma_grid(6, 3.0)
     kernel = config(*options).algorithm.kernel(sigmas)
@@ -117,7 +154,9 @@ def test_the_limit_of_rounding_is_that_of_velocities_with_an_error(name, entries
     error = BFLOAT16 * math.sqrt(2) * random(300, entries, seed=3).sign()
     worst = 0.0
     for step in range(5):
-        sampled, trained = (kernel(x, velocity, sigmas[step], sigmas[step + 1]) for velocity in (v, v + error))
+        sampled, trained = (
+            kernel(x, velocity, sigmas[step], sigmas[step + 1]) for velocity in (v, v + error)
+        )
         x_next = sampled.sample(random(300, entries, seed=4 + step))
         worst = max(worst, float((trained.log_prob(x_next) - sampled.log_prob(x_next)).abs().max()))
     limit = limit_of(*options, entries=entries)
@@ -127,9 +166,14 @@ def test_the_limit_of_rounding_is_that_of_velocities_with_an_error(name, entries
 def test_rounding_is_of_the_coarsest_dtype_and_float8_inputs_count():
     narrow = ("policy.dtype=bfloat16", "policy.tuning=lora")
     assert rounding_of(config()) == 2**-22
-    assert rounding_of(config("sampling.precision=published")) == rounding_of(config(*narrow)) == 2**-6
-    assert rounding_of(config(*narrow, "policy.quantize=int8")) == 2**-6  # weights alone are rounded, once for all calls
-    assert rounding_of(config(*narrow, "policy.quantize=fp8")) == pytest.approx(math.sqrt(2 * 0.125**2 / 12))
+    assert (
+        rounding_of(config("sampling.precision=published")) == rounding_of(config(*narrow)) == 2**-6
+    )
+    # weights alone are rounded, once for all calls
+    assert rounding_of(config(*narrow, "policy.quantize=int8")) == 2**-6
+    assert rounding_of(config(*narrow, "policy.quantize=fp8")) == pytest.approx(
+        math.sqrt(2 * 0.125**2 / 12)
+    )
 
 
 class Apart(GaussianPolicy):
@@ -147,8 +191,8 @@ class Apart(GaussianPolicy):
 @pytest.mark.parametrize("update_every", ["rollout", "branch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_training_pass_that_sees_another_model_raises_an_alarm(update_every, dtype):
-    """A fifth of the velocity is beyond rounding in bfloat16 too. With later updates, bfloat16 itself takes half the clip
-    range of 1e-4 on a latent of 48 entries, and the alarm says so."""
+    """A fifth of the velocity is beyond rounding in bfloat16 too. With later updates, bfloat16
+    itself takes half the clip range of 1e-4 on a latent of 48 entries, and the alarm says so."""
     precision = "published" if dtype == "bfloat16" else dtype
     options = (f"algorithm.update_every={update_every}", f"sampling.precision={precision}")
 
@@ -173,21 +217,34 @@ def test_a_fall_by_hand():
     t = -0.1 / math.sqrt(0.04 / 7 / 8)  # differences -.1 0 -.2 -.1, twice
     assert chance_of_fall(before, after) == pytest.approx(float(student.cdf(t, 7)), rel=1e-5)
     nan = torch.tensor([math.nan])
-    assert chance_of_fall(torch.cat([before, nan]), torch.cat([after, -nan])) == pytest.approx(chance_of_fall(before, after))
-    few = torch.tensor([0.999, 0.998, 0.997])  # of so few prompts the report says no more than the means
+    assert chance_of_fall(torch.cat([before, nan]), torch.cat([after, -nan])) == pytest.approx(
+        chance_of_fall(before, after)
+    )
+    # of so few prompts the report says no more than the means
+    few = torch.tensor([0.999, 0.998, 0.997])
     assert chance_of_fall(before[:1], after[:1]) == chance_of_fall(few, 0.001 * few) == 1
-    assert chance_of_fall(torch.ones(10), torch.zeros(10)) == 2**-10 and chance_of_fall(torch.zeros(10), torch.ones(10)) == 1
+    assert (
+        chance_of_fall(torch.ones(10), torch.zeros(10)) == 2**-10
+        and chance_of_fall(torch.zeros(10), torch.ones(10)) == 1
+    )
 
 
 def test_the_pilot_that_was_gamed_is_noticed():
-    """LOG.md, 2026-11-21: partial +.028 ± .019 and strict -.133 ± .045, standard errors; and without the gain."""
+    """LOG.md, 2026-11-21: partial +.028 ± .019 and strict -.133 ± .045, standard errors; and
+    without the gain."""
     steps = random(2, 128, seed=1)
-    steps = (steps - steps.mean(1, keepdim=True)) / steps.std(1, keepdim=True) * math.sqrt(128)  # standard errors of 1
+    # standard errors of 1
+    steps = (steps - steps.mean(1, keepdim=True)) / steps.std(1, keepdim=True) * math.sqrt(128)
     base = {"partial": torch.zeros(128), "strict": torch.zeros(128)}
     tuned = {"partial": 0.032 + 0.019 * steps[0], "strict": -0.133 + 0.045 * steps[1]}
     raised = fallen_rewards(history(base, tuned), ["partial"])
-    assert set(raised) == {"hacking"} and "strict -0.133 ± 0.088 since iteration 0 while partial rose" in raised["hacking"]
-    assert set(fallen_rewards(history(base, base | {"strict": tuned["strict"]}), ["partial"])) == {"decline"}
+    assert (
+        set(raised) == {"hacking"}
+        and "strict -0.133 ± 0.088 since iteration 0 while partial rose" in raised["hacking"]
+    )
+    assert set(fallen_rewards(history(base, base | {"strict": tuned["strict"]}), ["partial"])) == {
+        "decline"
+    }
     for evaluations in (history(base), history(base, base | {"partial": tuned["partial"]})):
         assert fallen_rewards(evaluations, ["partial"]) == {}
 
@@ -195,18 +252,27 @@ def test_the_pilot_that_was_gamed_is_noticed():
 def test_a_fall_from_the_peak_counts_though_the_base_was_worse():
     noise = [0.3 * random(100, seed=i) for i in range(8)]
     judged = [0.0, 1.0, 0.5]
-    scores = [{"trained": float(i) + noise[2 * i], "judged": level + noise[2 * i + 1]} for i, level in enumerate(judged)]
+    scores = [
+        {"trained": float(i) + noise[2 * i], "judged": level + noise[2 * i + 1]}
+        for i, level in enumerate(judged)
+    ]
     raised = fallen_rewards(history(*scores), ["trained"])
-    assert set(raised) == {"hacking"} and "since iteration 1 while trained rose" in raised["hacking"]
+    assert (
+        set(raised) == {"hacking"} and "since iteration 1 while trained rose" in raised["hacking"]
+    )
     fell_too = scores[2] | {"trained": scores[1]["trained"] - 1 + noise[7]}
     assert set(fallen_rewards(history(*scores[:2], fell_too), ["trained"])) == {"decline"}
 
 
 def test_a_fall_counts_less_the_more_evaluations_it_is_sought_in():
-    """The level of the second look is a / (1 reward * 2 * 2 * 3), that of the first a / 2: this fall lies in between."""
+    """The level of the second look is a / (1 reward * 2 * 2 * 3), that of the first a / 2: this
+    fall lies in between."""
     noise = torch.tensor([1.0, -1.0]).repeat(10).double()
     base = torch.zeros(20, dtype=torch.float64)
-    fallen = min((noise - shift / 100 for shift in range(100)), key=lambda now: abs(chance_of_fall(base, now) - LEVEL / 4))
+    fallen = min(
+        (noise - shift / 100 for shift in range(100)),
+        key=lambda now: abs(chance_of_fall(base, now) - LEVEL / 4),
+    )
     assert LEVEL / 12 < chance_of_fall(base, fallen) < LEVEL / 2
     base, fallen = {"r": base}, {"r": fallen}
     assert fallen_rewards(history(base, fallen), []).keys() == {"decline"}
@@ -215,25 +281,43 @@ def test_a_fall_counts_less_the_more_evaluations_it_is_sought_in():
 
 @pytest.mark.parametrize("coarse", ["network", "anchor", "sample", "step"])
 def test_the_rounding_of_a_run_is_that_of_its_coarsest_dtype(coarse):
-    assert Precision(**{coarse: torch.bfloat16}).eps == torch.finfo(torch.bfloat16).eps > Precision().eps
+    assert (
+        Precision(**{coarse: torch.bfloat16}).eps
+        == torch.finfo(torch.bfloat16).eps
+        > Precision().eps
+    )
 
 
 def test_runs_that_change_nothing_rarely_raise_a_false_alarm():
-    """100 runs of 6 evaluations of 3 rewards on 40 prompts whose scores wander without a direction: at most LEVEL of them, and
-    three standard errors (.065) for chance. At the plain level every second one would ring, as the second count shows."""
+    """100 runs of 6 evaluations of 3 rewards on 40 prompts whose scores wander without a direction:
+    at most LEVEL of them, and three standard errors (.065) for chance. At the plain level every
+    second one would ring, as the second count shows."""
     false = plain = 0
     for run in range(100):
         walk = random(6, 3, 40, seed=run).cumsum(0)
         scores = [{"trained": w[0], "a": w[1], "b": w[2]} for w in walk]
         false += any(fallen_rewards(history(*scores[: i + 1]), ["trained"]) for i in range(1, 6))
         if run < 50:
-            plain += any(chance_of_fall(x[n], y[n]) < LEVEL for i, y in enumerate(scores) for x in scores[:i] for n in y)
+            plain += any(
+                chance_of_fall(x[n], y[n]) < LEVEL
+                for i, y in enumerate(scores)
+                for x in scores[:i]
+                for n in y
+            )
     assert false / 100 < LEVEL + 3 * math.sqrt(LEVEL * (1 - LEVEL) / 100) and plain > 15
 
 
 def test_judged_gain_is_in_the_bases_own_units(recwarn):
-    base = {"a": torch.tensor([0.0, 2.0, math.nan]), "b": torch.tensor([10.0, 30.0, 20.0]), "flat": torch.ones(3)}
-    tuned = {"a": torch.tensor([0.5, 2.5, 9.0]), "b": torch.tensor([5.0, 25.0, 15.0]), "flat": torch.full((3,), 1.25)}
+    base = {
+        "a": torch.tensor([0.0, 2.0, math.nan]),
+        "b": torch.tensor([10.0, 30.0, 20.0]),
+        "flat": torch.ones(3),
+    }
+    tuned = {
+        "a": torch.tensor([0.5, 2.5, 9.0]),
+        "b": torch.tensor([5.0, 25.0, 15.0]),
+        "flat": torch.full((3,), 1.25),
+    }
     assert judged_gain(base, tuned, ["a"]) == pytest.approx(0.5)  # +.5, the base's std is 1
     assert judged_gain(base, tuned, ["a", "b"]) == pytest.approx((0.5 - 5 / math.sqrt(200 / 3)) / 2)
     assert judged_gain(base, tuned, ["flat"]) == pytest.approx(0.25)
@@ -245,7 +329,9 @@ def test_an_evaluation_in_which_a_reward_gives_no_score_raises_masked_at_once():
     watch = Alarms(["r"], ["other"], drift_limit=1.0)
     some, none = torch.tensor([1.0, torch.nan]), torch.full((2,), torch.nan)
     assert watch.see({"kind": "eval", "iteration": 0}, {"r": some, "other": some}) == []
-    assert watch.see(row := {"kind": "eval", "iteration": 1}, {"r": some, "other": none}) == ["masked"]
+    assert watch.see(row := {"kind": "eval", "iteration": 1}, {"r": some, "other": none}) == [
+        "masked"
+    ]
     assert row["alarms"] == {"masked": "other gave no score for any of 2 pictures"}
 
 
@@ -260,7 +346,14 @@ def scenes(seed, count=100):
 
 
 def picture_alarm(row, count):
-    return outside(Alarms([], [], 1.0, rows=[{"iteration": 1, **row}], history={1: {"r": torch.zeros(count)}})) or ""
+    return (
+        outside(
+            Alarms(
+                [], [], 1.0, rows=[{"iteration": 1, **row}], history={1: {"r": torch.zeros(count)}}
+            )
+        )
+        or ""
+    )
 
 
 def test_pictures_that_leave_the_bases_range():
@@ -282,18 +375,28 @@ def test_pictures_that_leave_the_bases_range():
         "brightness": (base + 0.25).clamp(0, 1),
     }.items():
         assert f"{said} " in alarm_of(pictures), said
-        assert f"{said} " in alarm_of(torch.where(half, pictures, base)), f"{said}, two fifths of the pictures"
+        assert f"{said} " in alarm_of(torch.where(half, pictures, base)), (
+            f"{said}, two fifths of the pictures"
+        )
 
 
 def test_a_crowd_of_pictures_raises_the_alarm_and_one_less_does_not():
     for count, enough in ((64, 22), (20, 13)):  # as docs/alarms.md has it
-        row = {"image/detail": 0.5, "image/detail/low": 0.1, "image/detail/high": 0.4, "image/detail/below": 0.0}
+        row = {
+            "image/detail": 0.5,
+            "image/detail/low": 0.1,
+            "image/detail/high": 0.4,
+            "image/detail/below": 0.0,
+        }
         for beyond, raised in ((enough - 1, False), (enough, True)):
-            assert bool(picture_alarm(row | {"image/detail/above": beyond / count}, count)) == raised, (count, beyond)
+            assert (
+                bool(picture_alarm(row | {"image/detail/above": beyond / count}, count)) == raised
+            ), (count, beyond)
 
 
 def test_a_crowd_is_more_than_other_noise_brings():
-    """Ranks are all that counts, so uniform numbers stand for any statistic; both ends, 1e-4 each, of 10,000 draws."""
+    """Ranks are all that counts, so uniform numbers stand for any statistic; both ends, 1e-4 each,
+    of 10,000 draws."""
     assert crowd(3) == crowd(5) == math.inf
     assert [crowd(n) for n in (192, 400)] == [48, 100]  # a quarter
     generator = torch.Generator().manual_seed(0)
@@ -302,7 +405,8 @@ def test_a_crowd_is_more_than_other_noise_brings():
         base, tuned = torch.rand(2, 10_000, n, generator=generator, dtype=torch.float64)
         low = base.quantile(0.05, dim=1, keepdim=True)
         beyond = (tuned < low).sum(1)
-        assert int((beyond >= crowd(n)).sum()) <= 5  # one is expected at most; 6 or more has a chance of 6e-4
+        # one is expected at most; 6 or more has a chance of 6e-4
+        assert int((beyond >= crowd(n)).sum()) <= 5
         assert int((beyond >= crowd(n) - 4).sum()) >= 1  # and it is not far too many either
 
 
@@ -310,8 +414,11 @@ def test_a_crowd_is_more_than_other_noise_brings():
 
 
 def peaked(images, prompts):
-    """Brightness up to .02 more than the base has, and then it falls three times as fast as that rises."""
-    more = brightness(images, prompts) - torch.tensor([0.5 + 0.2 * float(prompt) for prompt in prompts])
+    """Brightness up to .02 more than the base has, and then it falls three times as fast as that
+    rises."""
+    more = brightness(images, prompts) - torch.tensor(
+        [0.5 + 0.2 * float(prompt) for prompt in prompts]
+    )
     return torch.minimum(more, 0.02 - 3 * (more - 0.02))
 
 
@@ -323,10 +430,20 @@ def alarmed(run_dir, *overrides, heard=None, make=trainer, **more):
     options = (
         "trainer.iterations=10",
         "trainer.checkpoint_every=5",
-        "alarms.pictures=off",  # sixteen grey pictures of nearly one brightness leave its range at once
+        # sixteen grey pictures of nearly one brightness leave its range at once
+        "alarms.pictures=off",
     )
     said = {"notify": (heard if heard is not None else []).append}
-    return make(run_dir, *options, *overrides, prompts=prompts, heldout=prompts, judges={"dark": peaked}, **said, **more)
+    return make(
+        run_dir,
+        *options,
+        *overrides,
+        prompts=prompts,
+        heldout=prompts,
+        judges={"dark": peaked},
+        **said,
+        **more,
+    )
 
 
 def rows_of(t):
@@ -342,7 +459,8 @@ def rows_of(t):
 
 @pytest.fixture(scope="module")
 def warned(tmp_path_factory):
-    """The run if it is only told: (directory, rows, what it was told, weights, iteration of the first alarm)."""
+    """The run if it is only told: (directory, rows, what it was told, weights, iteration of the
+    first alarm)."""
     folder, heard = tmp_path_factory.mktemp("warned"), []
     t = alarmed(folder, heard=heard)
     rows, stop = rows_of(t)
@@ -355,16 +473,23 @@ def test_an_alarm_is_logged_in_every_row_and_told_once(warned):
     folder, rows, heard, _, at = warned
     gains = {row["iteration"]: row["judged_gain"] for row in rows if row["kind"] == "eval"}
     assert 0 < max(gains, key=gains.get) < at < 10, gains  # it rises, and then falls
-    alarms = {(row["kind"], row["iteration"]): set(row["alarms"]) for row in rows if "alarms" in row}
+    alarms = {
+        (row["kind"], row["iteration"]): set(row["alarms"]) for row in rows if "alarms" in row
+    }
     assert alarms == {("eval", iteration): {"hacking"} for iteration in range(at, 11, 2)}
     (told,) = [message for message in heard if "hacking" in message]
-    assert f"alarm after iteration {at}: hacking: dark -" in told and ALARMS["hacking"].helps in told
+    assert (
+        f"alarm after iteration {at}: hacking: dark -" in told and ALARMS["hacking"].helps in told
+    )
     assert log(folder) == json.loads(json.dumps(rows))
-    assert any(b"alarms/hacking" in path.read_bytes() for path in (folder / "tensorboard").iterdir())
+    assert any(
+        b"alarms/hacking" in path.read_bytes() for path in (folder / "tensorboard").iterdir()
+    )
 
 
 def test_a_resumed_run_raises_the_same_alarms(tmp_path, warned):
-    """Cut between the checkpoint of 5 and the end: the rows after it are made again, and are the same, alarms included."""
+    """Cut between the checkpoint of 5 and the end: the rows after it are made again, and are the
+    same, alarms included."""
     _, rows, _, _, at = warned
     cut(alarmed(tmp_path), "train", 9)
     heard = []
@@ -375,7 +500,9 @@ def test_a_resumed_run_raises_the_same_alarms(tmp_path, warned):
 def test_stop_saves_and_ends_and_a_resume_goes_on(tmp_path, warned):
     _, rows, _, weights, at = warned
     stopped_rows, stop = rows_of(alarmed(tmp_path, "alarms.action=stop"))
-    assert isinstance(stop, Stopped) and stop.exit_code == 1 and f"after iteration {at}" in str(stop)
+    assert (
+        isinstance(stop, Stopped) and stop.exit_code == 1 and f"after iteration {at}" in str(stop)
+    )
     assert checkpoints(tmp_path / "checkpoints")[-1].name == f"iteration_{at:06d}"
     again = alarmed(tmp_path, "alarms.action=stop", make=resumed)
     more, stop = rows_of(again)
@@ -385,12 +512,17 @@ def test_stop_saves_and_ends_and_a_resume_goes_on(tmp_path, warned):
 
 @pytest.mark.parametrize("ema", few([0.0, 0.5], bool))
 def test_rollback_takes_the_best_evaluations_weights_and_a_resume_goes_on(tmp_path, ema):
-    """Against a run of the same config that stops at the best evaluation, and one that is only told."""
+    """Against a run of the same config that stops at the best evaluation, and one that is only
+    told."""
     options = (f"optim.ema_decay={ema}", "optim.learning_rate=0.06")
     told = alarmed(tmp_path / "told", *options)
     rows, _ = rows_of(told)
     at = next(row["iteration"] for row in rows if "alarms" in row)
-    before = {row["iteration"]: row["judged_gain"] for row in rows if row["kind"] == "eval" and row["iteration"] < at}
+    before = {
+        row["iteration"]: row["judged_gain"]
+        for row in rows
+        if row["kind"] == "eval" and row["iteration"] < at
+    }
     best = max(before, key=before.get)
     assert 0 < best < at
     reference = alarmed(tmp_path / "reference", *options)
@@ -398,10 +530,15 @@ def test_rollback_takes_the_best_evaluations_weights_and_a_resume_goes_on(tmp_pa
     reference.export()
     t = alarmed(tmp_path / "back", *options, "alarms.hacking=rollback")
     _, stop = rows_of(t)
-    assert isinstance(stop, RolledBack) and f"after iteration {at}; the weights are those of iteration {best}" in str(stop)
+    assert isinstance(
+        stop, RolledBack
+    ) and f"after iteration {at}; the weights are those of iteration {best}" in str(stop)
     t.finish()
     t.export()
-    exported, wanted = (load_file(tmp_path / name / "adapter/gaussian.safetensors") for name in ("back", "reference"))
+    exported, wanted = (
+        load_file(tmp_path / name / "adapter/gaussian.safetensors")
+        for name in ("back", "reference")
+    )
     assert torch.equal(exported["mean"], wanted["mean"])
     results = json.loads((tmp_path / "back" / "results.json").read_text())
     assert (results["iteration"], results["rolled_back_from"]) == (best, at)
@@ -415,7 +552,9 @@ def test_rollback_takes_the_best_evaluations_weights_and_a_resume_goes_on(tmp_pa
 def test_an_evaluation_with_an_alarm_is_never_the_best():
     watch = Alarms(["r"], [], drift_limit=1.0)
     for gain, alarm in ((0.0, False), (0.3, False), (0.9, True), (0.2, False), (0.5, False)):
-        watch.rows.append({"kind": "eval", "judged_gain": gain} | ({"alarms": {"pictures": ""}} if alarm else {}))
+        watch.rows.append(
+            {"kind": "eval", "judged_gain": gain} | ({"alarms": {"pictures": ""}} if alarm else {})
+        )
         assert watch.best_so_far == (gain in (0.0, 0.3, 0.5)), gain
 
 
@@ -427,7 +566,11 @@ def test_going_back_needs_a_place_to_keep_the_best():
 def train_alarmed(world, folder):
     t = alarmed(folder, "alarms.action=rollback", world=world)
     rows, stop = rows_of(t)
-    return [[row["iteration"], row.get("alarms")] for row in rows], str(stop), t.policy.mean.sum().item()
+    return (
+        [[row["iteration"], row.get("alarms")] for row in rows],
+        str(stop),
+        t.policy.mean.sum().item(),
+    )
 
 
 def test_all_ranks_raise_the_same_alarms_and_go_back_together(tmp_path, warned):
@@ -441,8 +584,13 @@ def test_all_ranks_raise_the_same_alarms_and_go_back_together(tmp_path, warned):
 
 def test_every_alarm_has_an_action_and_advice():
     assert set(get_args(Alarm)) == {"action", *ALARMS}
-    c = config("alarms.action=stop", "alarms.pictures=off", "alarms.drift=rollback")  # YAML reads off as false
-    assert [c.action_of(name) for name in ("hacking", "pictures", "drift")] == ["stop", "off", "rollback"]
+    # YAML reads off as false
+    c = config("alarms.action=stop", "alarms.pictures=off", "alarms.drift=rollback")
+    assert [c.action_of(name) for name in ("hacking", "pictures", "drift")] == [
+        "stop",
+        "off",
+        "rollback",
+    ]
     with pytest.raises(UserError, match=r"alarms\.action"):
         config("alarms.action=halt")
 
@@ -458,10 +606,14 @@ def falling(images, prompts):
 
 
 def test_the_command_goes_back_writes_the_weights_and_exits_with_1(capsys, tmp_path, tiny_config):
-    """A judge that likes pictures less each time that it is asked: base, after iteration 1 and, resumed, after 2."""
+    """A judge that likes pictures less each time that it is asked: base, after iteration 1 and,
+    resumed, after 2."""
     run, judge = tmp_path / "run", tmp_path / "judge.py"
     judge.write_text(FALLING)
-    options = [f"evaluation.rewards.falling.{option}" for option in ("kind=function", f"options.target={judge}:falling")]
+    options = [
+        f"evaluation.rewards.falling.{option}"
+        for option in ("kind=function", f"options.target={judge}:falling")
+    ]
     (tmp_path / "eight.txt").write_text("a red circle\n" * 8)
     options += [f"evaluation.prompts={tmp_path / 'eight.txt'}", "evaluation.num_prompts=8"]
     go_back = ("alarms.decline=rollback", "alarms.hacking=rollback")
@@ -470,7 +622,8 @@ def test_the_command_goes_back_writes_the_weights_and_exits_with_1(capsys, tmp_p
     assert "alarm after iteration 1: " in out and "falling -" in out
     assert "stopped by an alarm after iteration 1; the weights are those of iteration 0" in err
     adapter = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
-    assert not any(value.any() for name, value in adapter.items() if "lora_B" in name)  # the base model's
+    # the base model's
+    assert not any(value.any() for name, value in adapter.items() if "lora_B" in name)
     done(capsys, "train", tiny_config, *options, "alarms.action=stop", "--run-dir", run, "--resume")
     assert [row["iteration"] for row in Run(run).read_log()] == [0, 1, 1, 2, 2]
     results = json.loads((run / "results.json").read_text())
@@ -486,7 +639,10 @@ def test_an_evaluation_without_a_gain_is_never_the_best():
 
 
 def test_diversity_is_compared_with_the_bases_alone():
-    rows = [{"kind": "eval", "iteration": iteration, "diversity": value} for iteration, value in ((60, 0.4), (80, 0.1))]
+    rows = [
+        {"kind": "eval", "iteration": iteration, "diversity": value}
+        for iteration, value in ((60, 0.4), (80, 0.1))
+    ]
     log = Alarms([], [], 1.0, rows=rows)
     assert alike(log) is None
     log.rows[0]["iteration"] = 0

@@ -12,7 +12,15 @@ from g2rpo.assembly import components
 from g2rpo.core.images import to_uint8
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
-from g2rpo.monitor.clips import CLIP_FRAMES, CLIP_SIDE, read_clip, read_webp, reduced, save_clip, stills
+from g2rpo.monitor.clips import (
+    CLIP_FRAMES,
+    CLIP_SIDE,
+    read_clip,
+    read_webp,
+    reduced,
+    save_clip,
+    stills,
+)
 from g2rpo.monitor.image_statistics import image_statistics
 from g2rpo.monitor.pictures import PictureRow, _canvas, save_grid
 from g2rpo.run.run import Run
@@ -31,12 +39,23 @@ def flat(*values, side=16):
 def test_a_reduced_clip_has_few_small_frames():
     clip = torch.arange(81).reshape(1, 81, 1, 1, 1).expand(1, 81, 3, 480, 832) / 81
     few = reduced(clip)
-    assert few.shape == (1, 21, 3, 148, 256) and few.shape[1] <= CLIP_FRAMES and max(few.shape[-2:]) == CLIP_SIDE
+    assert (
+        few.shape == (1, 21, 3, 148, 256)
+        and few.shape[1] <= CLIP_FRAMES
+        and max(few.shape[-2:]) == CLIP_SIDE
+    )
     assert few[0, :, 0, 5, 5].tolist() == [round(255 * number / 81) for number in range(0, 81, 4)]
-    chess = (torch.arange(512)[:, None] + torch.arange(512)).remainder(2).float().expand(1, 2, 3, 512, 512)
+    chess = (
+        (torch.arange(512)[:, None] + torch.arange(512))
+        .remainder(2)
+        .float()
+        .expand(1, 2, 3, 512, 512)
+    )
     assert reduced(chess).unique().tolist() == [128]  # means of pixels, not some of them
     small, pictures = torch.rand(2, 5, 3, 4, 6), torch.rand(2, 3, 300, 4)
-    assert torch.equal(reduced(small), to_uint8(small)) and torch.equal(reduced(pictures), to_uint8(pictures))
+    assert torch.equal(reduced(small), to_uint8(small)) and torch.equal(
+        reduced(pictures), to_uint8(pictures)
+    )
     assert torch.equal(stills(small), small[:, 2]) and torch.equal(stills(pictures), pictures)
 
 
@@ -47,12 +66,19 @@ def test_a_saved_clip_moves_and_lasts_as_long_as_it_should(tmp_path):
     for frame, value in zip(frames, (0.1, 0.9, 0.5), strict=True):
         assert np.abs(np.asarray(frame).astype(int) - 255 * value).max() <= LOSSY
     again, seconds = read_clip(tmp_path / "clip.webp", frames=6)
-    assert again[:, 0, 0, 0].tolist() == pytest.approx([25.5, 25.5, 229.5, 229.5, 127.5, 127.5], abs=LOSSY) and seconds == 1.5
+    assert (
+        again[:, 0, 0, 0].tolist()
+        == pytest.approx([25.5, 25.5, 229.5, 229.5, 127.5, 127.5], abs=LOSSY)
+        and seconds == 1.5
+    )
 
 
 def test_a_moving_grid_has_every_clip_in_its_place(tmp_path):
     values = [[(0.0, 0.4), (0.2, 0.6)], [(0.8, 0.1), (1.0, 0.5)]]
-    strips = [PictureRow(torch.stack([flat(*clip) for clip in row]), label) for row, label in zip(values, "ab", strict=True)]
+    strips = [
+        PictureRow(torch.stack([flat(*clip) for clip in row]), label)
+        for row, label in zip(values, "ab", strict=True)
+    ]
     save_grid(tmp_path / "grid.png", strips, ["one", "two"], seconds=2)
     frames, durations = read_webp(tmp_path / "grid.webp")
     assert durations == [1000, 1000]
@@ -87,13 +113,19 @@ def test_a_run_keeps_its_clips(run):
     baseline = load_file(run / "baseline.safetensors")["images"]
     assert baseline.shape == (3, 3, 3, 4, 4) and baseline.dtype == torch.uint8
     rows = [row for row in Run(run).read_log() if row["kind"] == "eval"]
-    assert rows[0]["image/motion"] == pytest.approx(float(image_statistics(baseline)["motion"].mean())) != 0
+    assert (
+        rows[0]["image/motion"]
+        == pytest.approx(float(image_statistics(baseline)["motion"].mean()))
+        != 0
+    )
     assert {"image/motion/low", "image/motion/below", "image/brightness"} <= rows[-1].keys()
 
 
 def test_the_report_shows_them_moving_and_stills_to_who_asked_for_no_motion(run):
     page = render(read_runs([run]))
-    shown = page.count('<picture><source media="(prefers-reduced-motion: reduce), print" srcset="data:image/webp;base64,')
+    shown = page.count(
+        '<picture><source media="(prefers-reduced-motion: reduce), print" srcset="data:image/webp;base64,'
+    )
     assert shown == 3 * 3 and page.count('loading="lazy"') == shown  # prompts, evaluations
     assert "Motion" in page
 
@@ -103,16 +135,22 @@ def test_an_evaluation_keeps_whole_clips_and_a_moving_grid(tmp_path):
     policy = Clips(frames=30)
 
     def judge():
-        judged.run(judged.missing(), policy, lambda: None, {"bright": brightness, "dark": brightness})
+        judged.run(
+            judged.missing(), policy, lambda: None, {"bright": brightness, "dark": brightness}
+        )
 
     judge()
     rows = list(judged.rows())
-    assert [row["clip"] for row in rows] == [row["picture"].replace(".png", ".webp") for row in rows] and len(rows) == 7
+    assert [row["clip"] for row in rows] == [
+        row["picture"].replace(".png", ".webp") for row in rows
+    ] and len(rows) == 7
     first = tmp_path / rows[0]["clip"]
     assert read_webp(first)[1][0] % 50 == 0 and read_clip(first)[1] == 1.5  # 30 frames
     _save_grid(judged, 2)
     durations = read_webp(tmp_path / "grid_steps_002.webp")[1]
-    assert 9 < len(durations) <= CLIP_FRAMES and sum(durations) == pytest.approx(1500, abs=CLIP_FRAMES)
+    assert 9 < len(durations) <= CLIP_FRAMES and sum(durations) == pytest.approx(
+        1500, abs=CLIP_FRAMES
+    )
     (tmp_path / rows[4]["clip"]).unlink()
     assert [chunk.start for chunk in judged.missing()] == [3]
     judge()
@@ -120,8 +158,22 @@ def test_an_evaluation_keeps_whole_clips_and_a_moving_grid(tmp_path):
 
 
 def sampled(capsys, monkeypatch, tmp_path, *options, policy=None):
-    monkeypatch.setattr(components, "load_pipeline", lambda *args, **more: Loaded(policy or Clips(frames=5)))
-    return g2rpo(capsys, "sample", "0", "0.5", "--model", "testbed", "--steps", 2, "--out", tmp_path / "out", *options)
+    monkeypatch.setattr(
+        components, "load_pipeline", lambda *args, **more: Loaded(policy or Clips(frames=5))
+    )
+    return g2rpo(
+        capsys,
+        "sample",
+        "0",
+        "0.5",
+        "--model",
+        "testbed",
+        "--steps",
+        2,
+        "--out",
+        tmp_path / "out",
+        *options,
+    )
 
 
 def test_sample_writes_clips_and_a_moving_grid(tmp_path, capsys, monkeypatch):
@@ -133,24 +185,37 @@ def test_sample_writes_clips_and_a_moving_grid(tmp_path, capsys, monkeypatch):
     ]  # fmt: skip
     frames, durations = read_webp(folder / "0001.webp")
     assert len(frames) == 5 and durations == [300] * 5
-    names = [json.loads(line)["file"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    names = [
+        json.loads(line)["file"] for line in (folder / "prompts.jsonl").read_text().splitlines()
+    ]
     assert names == ["0000.webp", "0001.webp"] and len(read_webp(folder / "grid.webp")[0]) == 5
 
 
 def test_sample_writes_mp4_if_asked(tmp_path, capsys, monkeypatch):
     imageio = pytest.importorskip("imageio.v3")
     pytest.importorskip("imageio_ffmpeg")
-    code, _, _ = sampled(capsys, monkeypatch, tmp_path, "--video", "mp4", policy=Clips(frames=6, size=32))
+    code, _, _ = sampled(
+        capsys, monkeypatch, tmp_path, "--video", "mp4", policy=Clips(frames=6, size=32)
+    )
     assert code == 0
     clip = tmp_path / "out" / "0000.mp4"
-    fps, frames = imageio.immeta(clip, plugin="FFMPEG")["fps"], list(imageio.imiter(clip, plugin="FFMPEG"))
+    fps, frames = (
+        imageio.immeta(clip, plugin="FFMPEG")["fps"],
+        list(imageio.imiter(clip, plugin="FFMPEG")),
+    )
     assert fps == pytest.approx(4) and len(frames) == 6
 
 
 @pytest.mark.parametrize(
-    ("video", "message"), [("mp4", "pip install imageio imageio-ffmpeg"), ("gif", "video: input should be 'webp' or 'mp4'")]
+    ("video", "message"),
+    [
+        ("mp4", "pip install imageio imageio-ffmpeg"),
+        ("gif", "video: input should be 'webp' or 'mp4'"),
+    ],
 )
-def test_videos_that_cannot_be_written_are_refused_first(tmp_path, capsys, monkeypatch, video, message):
+def test_videos_that_cannot_be_written_are_refused_first(
+    tmp_path, capsys, monkeypatch, video, message
+):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = sampled(capsys, monkeypatch, tmp_path, "--video", video)
     assert code == 2 and message in err and not (tmp_path / "out").exists()

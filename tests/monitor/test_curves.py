@@ -29,7 +29,9 @@ def test_panels_fill_the_picture(count, rows_of):
     assert [len(own) for own in lines] == rows_of
     for own in lines:  # from edge to edge, none drawn over another
         assert (own[0].x0 * wide, (1 - own[-1].x1) * wide) == pytest.approx((LEFT, RIGHT))
-        assert [(b.x0 - a.x1) * wide for a, b in itertools.pairwise(own)] == pytest.approx([BESIDE] * (len(own) - 1))
+        assert [(b.x0 - a.x1) * wide for a, b in itertools.pairwise(own)] == pytest.approx(
+            [BESIDE] * (len(own) - 1)
+        )
     assert all(above[0].y0 > below[0].y1 for above, below in itertools.pairwise(lines))
 
 
@@ -46,7 +48,11 @@ def test_bands_are_95_percent_intervals_of_the_change():
 
 
 def test_runs_without_errors_or_scores_are_drawn(tmp_path):
-    for logged in (rows(1, errors=False), [], [{"kind": "eval", "iteration": 0, "reward/a": None, "stderr/a": math.nan}]):
+    for logged in (
+        rows(1, errors=False),
+        [],
+        [{"kind": "eval", "iteration": 0, "reward/a": None, "stderr/a": math.nan}],
+    ):
         save_figure(tmp_path / "curves.png", curves(logged, [], 4))
         with Image.open(tmp_path / "curves.png") as picture:
             assert picture.width > 100

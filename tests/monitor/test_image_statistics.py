@@ -28,13 +28,17 @@ def test_what_is_stored_has_the_same_statistics():
     """The base's pictures come back from disk in 8 bit: a resumed run must log the same bits."""
     pictures = torch.rand(10, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     again = image_statistics((pictures * 255).round().to(torch.uint8))
-    assert all(torch.equal(values, again[name]) for name, values in image_statistics(pictures).items())
+    assert all(
+        torch.equal(values, again[name]) for name, values in image_statistics(pictures).items()
+    )
 
 
 def test_statistics_of_clips_are_means_over_frames_and_motion():
     noise = torch.rand(3, 3, 8, 8)
     moving = torch.tensor([0.0, 0.2, 0.6, 0.4])[:, None, None, None].expand(-1, 3, 8, 8)
-    found = image_statistics(torch.stack([moving, noise[:1].expand(4, -1, -1, -1), torch.cat([noise, noise[:1]])]))
+    found = image_statistics(
+        torch.stack([moving, noise[:1].expand(4, -1, -1, -1), torch.cat([noise, noise[:1]])])
+    )
     assert found["motion"].tolist()[:2] == pytest.approx([0.8 / 3, 0]) and found["motion"][2] > 0.1
     alone = image_statistics(noise)
     for name, values in alone.items():
@@ -44,7 +48,8 @@ def test_statistics_of_clips_are_means_over_frames_and_motion():
 
 
 def test_spread_by_hand():
-    """Two prompts: equal pictures, and pictures whose pixels all differ by .5, .5 and 0; a chessboard averages to grey."""
+    """Two prompts: equal pictures, and pictures whose pixels all differ by .5, .5 and 0; a
+    chessboard averages to grey."""
     pictures = torch.zeros(2, 3, 3, 4, 4)
     pictures[1, 2] = 0.5
     assert spread(pictures) == pytest.approx((0 + (0 + 0.5 + 0.5) / 3) / 2)

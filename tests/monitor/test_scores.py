@@ -15,7 +15,9 @@ SCORES = {"one": torch.tensor([0.1, NAN, -3e30]), "two": torch.tensor([1.0, 2.0,
 
 
 def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name].nan_to_num(7), b[name].nan_to_num(7)) for name in a)
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name].nan_to_num(7), b[name].nan_to_num(7)) for name in a
+    )
 
 
 def test_a_table_has_exactly_the_scores_that_were_written(tmp_path):
@@ -26,9 +28,15 @@ def test_a_table_has_exactly_the_scores_that_were_written(tmp_path):
         (4, "é\n", None), (5, "b", ["in.png"]), (6, "c", None),
     ]  # fmt: skip
     expected = {**SCORES, "two": torch.tensor([1.0, 2.0, NAN])}  # JSON has no infinity
-    assert same(scores.scores_of(rows), expected) and [row["right"] for row in rows] == [True, None, False]
+    assert same(scores.scores_of(rows), expected) and [row["right"] for row in rows] == [
+        True,
+        None,
+        False,
+    ]
     assert scores.right_of(rows).nan_to_num(7).tolist() == [1, 7, 0]
-    assert scores.right_of(scores.score_rows(prompts, SCORES)) is None and scores.scores_of([]) == {}
+    assert (
+        scores.right_of(scores.score_rows(prompts, SCORES)) is None and scores.scores_of([]) == {}
+    )
     lines = (tmp_path / "a" / "t.jsonl").read_text().splitlines()
     assert json.loads(lines[1])["scores"] == {"one": None, "two": 2.0}
 
@@ -44,7 +52,10 @@ ROW = '{"index": 0, "prompt": "a", "scores": {"a": 1}}'
         (ROW.replace("1}", "true}"), "line 1: scores.a: Input should be a valid number, got True"),
         (ROW.replace("1}", "1e39}"), "line 1: scores.a: Input should be less than"),
         (ROW.replace(": 0", ": -1"), "line 1: index: Input should be greater than"),
-        (ROW + "\n" + ROW.replace('"a": 1', '"b": 1'), "line 2: has other scores than the first row"),
+        (
+            ROW + "\n" + ROW.replace('"a": 1', '"b": 1'),
+            "line 2: has other scores than the first row",
+        ),
         (ROW + "\n" + ROW[:-1] + ', "right": true}', "line 2: has other scores than the first row"),
         ("{", "line 1: is no JSON"),
         ("", "line 1: is no JSON"),
@@ -60,7 +71,9 @@ def test_a_damaged_table_is_refused(tmp_path, text, said):
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 4, 3, 6, 8)])
 def test_pictures_are_kept_without_loss_and_clips_move(tmp_path, shape):
-    images = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = torch.randint(
+        256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     if len(shape) == 5:
         images = images[..., :1, :1].expand(shape).contiguous()  # WebP is lossy
     scores.save_pictures(tmp_path / "a", images, [3, 9], seconds=1)

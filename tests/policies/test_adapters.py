@@ -1,4 +1,5 @@
-"""Adapters that people bring: read, continued, held against, and written in every format as diffusers itself reads them."""
+"""Adapters that people bring: read, continued, held against, and written in every format as
+diffusers itself reads them."""
 
 import dataclasses
 import json
@@ -36,33 +37,50 @@ CASES = [(kind, format) for format, kinds in READ.items() for kind in kinds]
 
 
 @pytest.mark.parametrize(("kind", "format"), few(CASES, lambda each: each[0] == QUICK[1]))
-def test_velocities_with_a_file_are_diffusers_own_whether_it_is_read_or_written(kind, format, tmp_path):
+def test_velocities_with_a_file_are_diffusers_own_whether_it_is_read_or_written(
+    kind, format, tmp_path
+):
     """Products of float32 in another order; the files are exact."""
     assert max(differences(kind, format, tmp_path)) < 1e-4
 
 
 def flux_of_real_width():
-    """An adapter with the matrices of FLUX.1's first blocks, for which diffusers' kohya converter has the widths."""
+    """An adapter with the matrices of FLUX.1's first blocks, for which diffusers' kohya converter
+    has the widths."""
     width, draw = 3072, torch.Generator().manual_seed(0)
     joint = {f"attn.to_{each}": (width, width) for each in "qkv"}
-    feed = {"ff.net.0.proj": (width, 4 * width), "ff.net.2": (4 * width, width), "attn.to_out.0": (width, width)}
+    feed = {
+        "ff.net.0.proj": (width, 4 * width),
+        "ff.net.2": (4 * width, width),
+        "attn.to_out.0": (width, width),
+    }
     modules = {f"transformer_blocks.0.{name}": size for name, size in (joint | feed).items()}
     modules |= {f"transformer_blocks.0.attn.add_{each}_proj": (width, width) for each in "qkv"}
     modules |= {f"single_transformer_blocks.0.{name}": size for name, size in joint.items()}
     modules |= {"single_transformer_blocks.0.proj_out": (5 * width, width)}
-    pairs = {m: (torch.randn(2, i, generator=draw), torch.randn(o, 2, generator=draw)) for m, (i, o) in modules.items()}
+    pairs = {
+        m: (torch.randn(2, i, generator=draw), torch.randn(o, 2, generator=draw))
+        for m, (i, o) in modules.items()
+    }
     return type(random_adapter(flux_pipeline().transformer))(pairs)
 
 
 def test_a_kohya_file_of_flux_has_joint_matrices_and_comes_back_exactly(tmp_path):
-    """What is absent of a joint matrix, here the mlp of the block of one stream, comes back as no change."""
+    """What is absent of a joint matrix, here the mlp of the block of one stream, comes back as no
+    change."""
     adapter = flux_of_real_width()
-    write_tensors(tmp_path / "kohya.safetensors", tensors_for(adapter, SPECS[KIND].comfyui, "kohya"), {})
-    assert "lora_unet_single_blocks_0_linear1.lora_up.weight" in load_file(tmp_path / "kohya.safetensors")
+    write_tensors(
+        tmp_path / "kohya.safetensors", tensors_for(adapter, SPECS[KIND].comfyui, "kohya"), {}
+    )
+    assert "lora_unet_single_blocks_0_linear1.lora_up.weight" in load_file(
+        tmp_path / "kohya.safetensors"
+    )
     back = read_adapter(tmp_path / "kohya.safetensors", FluxPipeline)
     assert back.layers.keys() == adapter.layers.keys() | {"single_transformer_blocks.0.proj_mlp"}
     for module, (down, up) in adapter.layers.items():
-        assert torch.equal(back.layers[module][0], down) and torch.equal(back.layers[module][1], up), module
+        assert torch.equal(back.layers[module][0], down) and torch.equal(
+            back.layers[module][1], up
+        ), module
     assert not back.layers["single_transformer_blocks.0.proj_mlp"][1].any()
 
 
@@ -83,14 +101,19 @@ def as_peft(adapter, folder):
     tensors = load_file(folder / "adapter_model.safetensors")
     raw = {name: value / 2 if name.endswith(UP) else value for name, value in tensors.items()}
     save_file(raw, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"r": 3, "lora_alpha": 6, "rank_pattern": {}}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"r": 3, "lora_alpha": 6, "rank_pattern": {}})
+    )
     return folder / "adapter_model.safetensors"
 
 
 def with_alphas(adapter, folder):
     """As some trainers save: diffusers' names with alphas."""
     adapter.write(folder / "alphas.safetensors", PREFIX)
-    raw = {name: value / 2 if name.endswith(UP) else value for name, value in load_file(folder / "alphas.safetensors").items()}
+    raw = {
+        name: value / 2 if name.endswith(UP) else value
+        for name, value in load_file(folder / "alphas.safetensors").items()
+    }
     alphas = {f"{PREFIX}{module}.alpha": torch.tensor(6.0) for module in adapter.layers}
     save_file(raw | alphas, folder / "alphas.safetensors")
     return folder / "alphas.safetensors"
@@ -104,35 +127,50 @@ def as_kohya(adapter, folder):
     return folder / "kohya.safetensors"
 
 
-@pytest.mark.parametrize(("kind", "make"), [(KIND, as_peft), (KIND, with_alphas), ("ZImagePipeline", as_kohya)])
+@pytest.mark.parametrize(
+    ("kind", "make"), [(KIND, as_peft), (KIND, with_alphas), ("ZImagePipeline", as_kohya)]
+)
 def test_alpha_is_the_files_and_factors_are_as_they_were_trained(kind, make, tmp_path):
     pipeline = tiny_pipeline(kind)
     adapter = random_adapter(pipeline.transformer, ENDS)
     read = read_adapter(make(adapter, tmp_path), type(pipeline))
     assert (read.scale, read.rank) == (2.0, 3) and read.layers.keys() == adapter.layers.keys()
-    assert all(torch.equal(a, b) for m in adapter.layers for a, b in zip(read.layers[m], adapter.layers[m], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for m in adapter.layers
+        for a, b in zip(read.layers[m], adapter.layers[m], strict=True)
+    )
 
 
 def test_the_last_modulation_of_flux2_is_read_with_scale_before_shift(tmp_path):
-    """As diffusers has it; the original weights, and so ai-toolkit's files, have the shift first."""
+    """As diffusers has it; the original weights, and so ai-toolkit's files, have the shift
+    first."""
     pipeline = tiny_pipeline("Flux2KleinPipeline")
     adapter = random_adapter(pipeline.transformer, ["norm_out.linear"])
     ((down, up),) = adapter.layers.values()
-    swapped = type(adapter)({"final_layer.adaLN_modulation.1": (down, torch.cat(up.chunk(2)[::-1]))})
+    swapped = type(adapter)(
+        {"final_layer.adaLN_modulation.1": (down, torch.cat(up.chunk(2)[::-1]))}
+    )
     swapped.write(tmp_path / "it.safetensors", "diffusion_model.")
     read = read_adapter(tmp_path / "it.safetensors", type(pipeline)).layers
     assert read.keys() == adapter.layers.keys()
-    assert torch.equal(read["norm_out.linear"][0], down) and torch.equal(read["norm_out.linear"][1], up)
+    assert torch.equal(read["norm_out.linear"][0], down) and torch.equal(
+        read["norm_out.linear"][1], up
+    )
 
 
 def moved(policy, size=0.1):
     with torch.no_grad():
         for number, value in enumerate(policy.trainable_parameters()):
-            value.add_(size * torch.randn(value.shape, generator=torch.Generator().manual_seed(number)))
+            value.add_(
+                size * torch.randn(value.shape, generator=torch.Generator().manual_seed(number))
+            )
     return policy
 
 
-def test_the_start_stays_while_the_adapter_is_trained_and_strength_leads_from_one_to_the_other(file, tmp_path):
+def test_the_start_stays_while_the_adapter_is_trained_and_strength_leads_from_one_to_the_other(
+    file, tmp_path
+):
     policy = policy_of(KIND, flux_pipeline(), "lora", adapter=str(file), **CONTINUED)
     start = velocity(policy)
     plain = velocity(policy_of(KIND, flux_pipeline()))
@@ -162,13 +200,17 @@ def test_the_start_stays_while_the_adapter_is_trained_and_strength_leads_from_on
 
 @pytest.fixture
 def helper(tmp_path):
-    adapter = random_adapter(flux_pipeline().transformer, ["to_q", "ff.net.2"], rank=2, seed="assistant")
+    adapter = random_adapter(
+        flux_pipeline().transformer, ["to_q", "ff.net.2"], rank=2, seed="assistant"
+    )
     adapter.write(tmp_path / "helper.safetensors", PREFIX)
     return tmp_path / "helper.safetensors"
 
 
 @pytest.mark.parametrize("deployed", [False, True])
-def test_an_assistant_acts_where_it_should_and_is_neither_trained_nor_saved(file, helper, tmp_path, deployed):
+def test_an_assistant_acts_where_it_should_and_is_neither_trained_nor_saved(
+    file, helper, tmp_path, deployed
+):
     options = {"adapter": str(file), "assistant": str(helper), "assistant_in_evaluation": deployed}
     policy = policy_of(KIND, flux_pipeline(), "lora", **options, **CONTINUED)
     alone = velocity(policy_of(KIND, fused(flux_pipeline(), file)))
@@ -183,8 +225,15 @@ def test_an_assistant_acts_where_it_should_and_is_neither_trained_nor_saved(file
     moved(policy)
     with policy.assisted(), policy.base():
         torch.testing.assert_close(velocity(policy), both, atol=1e-5, rtol=0)
-    names = {name.removeprefix(PREFIX).partition(".lora")[0] for name in load_file(policy.save(tmp_path / "out"))}
-    assert names == {name.partition(".lora")[0] for name in policy.tuning.named()} == read_adapter(file).layers.keys()
+    names = {
+        name.removeprefix(PREFIX).partition(".lora")[0]
+        for name in load_file(policy.save(tmp_path / "out"))
+    }
+    assert (
+        names
+        == {name.partition(".lora")[0] for name in policy.tuning.named()}
+        == read_adapter(file).layers.keys()
+    )
 
 
 @pytest.mark.parametrize("named", ["", "/lora/adapter_model.safetensors"])
@@ -227,9 +276,16 @@ def test_plans_and_checks_with_fewer_blocks_take_an_adapter_of_the_last_ones(tmp
     pipeline = tiny_pipeline("ZImagePipeline")
     assert len(pipeline.transformer.layers) == 3
     pipeline.save_pretrained(tmp_path / "model")
-    adapter = random_adapter(pipeline.transformer, ["layers.2.attention.to_q", "layers.2.feed_forward.w2"])
+    adapter = random_adapter(
+        pipeline.transformer, ["layers.2.attention.to_q", "layers.2.feed_forward.w2"]
+    )
     adapter.write(tmp_path / "last.safetensors", PREFIX)
-    size = [f"policy.path={tmp_path / 'model'}", "policy.height=32", "policy.width=32", "policy.max_sequence_length=24"]
+    size = [
+        f"policy.path={tmp_path / 'model'}",
+        "policy.height=32",
+        "policy.width=32",
+        "policy.max_sequence_length=24",
+    ]
     own = [*size, f"policy.adapter={tmp_path / 'last.safetensors'}", "policy.device=cpu"]
     config = completed(load_config("z-image-lora", own))
     assert config.policy.lora_targets == ["2.attention.to_q", "2.feed_forward.w2"]
@@ -239,15 +295,28 @@ def test_plans_and_checks_with_fewer_blocks_take_an_adapter_of_the_last_ones(tmp
 
 
 def test_a_config_is_read_without_opening_the_adapter_that_it_names():
-    """The recipe's own values are left out; those that the user sets stay, to be compared with the adapter's."""
+    """The recipe's own values are left out; those that the user sets stay, to be compared with the
+    adapter's."""
     notes = []
-    policy = load_config("z-image-lora", ["policy.adapter=absent.safetensors", "policy.lora_alpha=3"], notes.append).policy
+    policy = load_config(
+        "z-image-lora", ["policy.adapter=absent.safetensors", "policy.lora_alpha=3"], notes.append
+    ).policy
     assert not {"lora_rank", "lora_targets"} & policy.model_fields_set and policy.lora_alpha == 3
-    assert any("policy.adapter=absent.safetensors: its own rank" in note and "lora_rank=" in note for note in notes)
-    with pytest.raises(UserError, match=r"policy.adapter=absent.safetensors: there is no such file"):
+    assert any(
+        "policy.adapter=absent.safetensors: its own rank" in note and "lora_rank=" in note
+        for note in notes
+    )
+    with pytest.raises(
+        UserError, match=r"policy.adapter=absent.safetensors: there is no such file"
+    ):
         completed(
             load_config(
-                "z-image-lora", ["policy.adapter=absent.safetensors", f"policy.path={pipeline_dir()}", "policy.pipeline="]
+                "z-image-lora",
+                [
+                    "policy.adapter=absent.safetensors",
+                    f"policy.path={pipeline_dir()}",
+                    "policy.pipeline=",
+                ],
             )
         )
 
@@ -272,10 +341,17 @@ def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
 ):
     """lora_rank=2 of the config file disagrees with the adapter's 3, so it is taken out."""
     run, own = tmp_path / "run", [f"policy.adapter={file}", f"policy.assistant={helper}"]
-    kl = ["algorithm.kl_weight=0.1", "rewards.brightness=1", "optim.learning_rate=0.02", "evaluation.controls=true"]
+    kl = [
+        "algorithm.kl_weight=0.1",
+        "rewards.brightness=1",
+        "optim.learning_rate=0.02",
+        "evaluation.controls=true",
+    ]
     kl += ["algorithm.name=flow_grpo", "algorithm.group_size=4", "optim.ema_decay=0.5"]
     tiny_config.write_text(tiny_config.read_text().replace("lora_rank: 2", ""))
-    code, out, err = g2rpo(capsys, "train", tiny_config, *own, *kl, "trainer.iterations=1", "--run-dir", run)
+    code, out, err = g2rpo(
+        capsys, "train", tiny_config, *own, *kl, "trainer.iterations=1", "--run-dir", run
+    )
     assert code == 0, err
     assert "rank 3, alpha 3 and 7 modules" in " ".join((out + err).split())
     code, _, err = g2rpo(capsys, "resume", run, "trainer.iterations=2")
@@ -284,7 +360,9 @@ def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
     config = api.sampler(run, base=True).policy.options
     assert (config.lora_rank, config.lora_alpha, config.lora_targets) == (3, 3.0, sorted(ENDS))
     prompts = ["a red circle"]
-    start = policy_of(KIND, fused(FluxPipeline.from_pretrained(flux_directory), file), max_sequence_length=12)
+    start = policy_of(
+        KIND, fused(FluxPipeline.from_pretrained(flux_directory), file), max_sequence_length=12
+    )
     base, tuned = velocity(api.sampler(run, base=True).policy), velocity(api.sampler(run).policy)
     torch.testing.assert_close(base, velocity(start), atol=1e-5, rtol=0)
     assert float((base - tuned).abs().max()) > 1e-4
@@ -292,17 +370,28 @@ def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
     assert not torch.equal(pictures, api.sample(run, prompts))
 
     both, learnt = (
-        read_adapter(api.export(run, "diffusers", learnt=each) / "pytorch_lora_weights.safetensors") for each in (0, 1)
+        read_adapter(api.export(run, "diffusers", learnt=each) / "pytorch_lora_weights.safetensors")
+        for each in (0, 1)
     )
     assert (both.rank, learnt.rank) == (3, 6)
-    loaded = fused(fused(FluxPipeline.from_pretrained(flux_directory), file), api.export(run, "comfyui", learnt=True))
-    torch.testing.assert_close(velocity(policy_of(KIND, loaded, max_sequence_length=12)), tuned, atol=1e-5, rtol=0)
-    last = read_adapter(api.export(run, "comfyui", checkpoint="last", out=tmp_path / "last.safetensors"))
+    loaded = fused(
+        fused(FluxPipeline.from_pretrained(flux_directory), file),
+        api.export(run, "comfyui", learnt=True),
+    )
+    torch.testing.assert_close(
+        velocity(policy_of(KIND, loaded, max_sequence_length=12)), tuned, atol=1e-5, rtol=0
+    )
+    last = read_adapter(
+        api.export(run, "comfyui", checkpoint="last", out=tmp_path / "last.safetensors")
+    )
     assert last.layers.keys() == both.layers.keys()
     added = read_adapter(api.export(run, "comfyui", assistant=True))
     assert added.rank == 5 and added.layers.keys() > both.layers.keys()
 
-    assert find_adapter("policy.adapter", str(run)) == run / "adapter" / "pytorch_lora_weights.safetensors"
+    assert (
+        find_adapter("policy.adapter", str(run))
+        == run / "adapter" / "pytorch_lora_weights.safetensors"
+    )
     card = (run / "adapter" / "README.md").read_text()
     assert "It continues `brought.safetensors`" in card and "assistant `helper.safetensors`" in card
     out = done(capsys, "plan", tiny_config, *own)
@@ -328,16 +417,33 @@ def wider(folder):
 
 REFUSED = {
     "missing": (lambda folder: None, "there is no such file or folder"),
-    "another model's": (other_model, "is for another model than this FluxTransformer2DModel: of its"),
-    "other widths": (wider, "have another shape, such as single_transformer_blocks.0.attn.to_k [32, 7] (the model: [32, 32])"),
-    "a merged model": (lambda folder: saved(folder, ["transformer_blocks.0.attn.to_q.weight"]), "a merged model is no adapter"),
-    "DoRA": (lambda folder: saved(folder, ["x.lora_A.weight", "x.lora_B.weight", "x.dora_scale"]), "is a DoRA"),
-    "no safetensors": (lambda folder: (folder / "x.safetensors").write_bytes(b"no"), "cannot be read"),
+    "another model's": (
+        other_model,
+        "is for another model than this FluxTransformer2DModel: of its",
+    ),
+    "other widths": (
+        wider,
+        "have another shape, such as single_transformer_blocks.0.attn.to_k [32, 7] (the model: [32, 32])",
+    ),
+    "a merged model": (
+        lambda folder: saved(folder, ["transformer_blocks.0.attn.to_q.weight"]),
+        "a merged model is no adapter",
+    ),
+    "DoRA": (
+        lambda folder: saved(folder, ["x.lora_A.weight", "x.lora_B.weight", "x.dora_scale"]),
+        "is a DoRA",
+    ),
+    "no safetensors": (
+        lambda folder: (folder / "x.safetensors").write_bytes(b"no"),
+        "cannot be read",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_adapter_of_the_model_is_said_in_one_message(case, tiny_config, tmp_path, capsys):
+def test_what_is_no_adapter_of_the_model_is_said_in_one_message(
+    case, tiny_config, tmp_path, capsys
+):
     make, message = REFUSED[case]
     make(tmp_path)
     for key in ("adapter", "assistant"):
@@ -346,32 +452,52 @@ def test_what_is_no_adapter_of_the_model_is_said_in_one_message(case, tiny_confi
     assert not (tmp_path / "runs").exists()
 
 
-def test_settings_that_contradict_an_adapter_are_refused(tiny_config, file, tmp_path, capsys, monkeypatch):
+def test_settings_that_contradict_an_adapter_are_refused(
+    tiny_config, file, tmp_path, capsys, monkeypatch
+):
     own = f"policy.adapter={file}"
-    assert f"policy.lora_rank=2: the adapter {file} has 3; take it out" in refused(capsys, "train", tiny_config, own)
+    assert f"policy.lora_rank=2: the adapter {file} has 3; take it out" in refused(
+        capsys, "train", tiny_config, own
+    )
     assert "policy.lora_targets=" in refused(
         capsys, "train", tiny_config, own, "policy.lora_rank=3", "policy.lora_targets=[to_q]"
     )
-    assert "there is none" in refused(capsys, "train", tiny_config, "policy.assistant_in_evaluation=true")
-    assert "set policy.tuning=lora" in refused(capsys, "train", tiny_config, f"policy.assistant={file}", "policy.tuning=full")
+    assert "there is none" in refused(
+        capsys, "train", tiny_config, "policy.assistant_in_evaluation=true"
+    )
+    assert "set policy.tuning=lora" in refused(
+        capsys, "train", tiny_config, f"policy.assistant={file}", "policy.tuning=full"
+    )
     for name in ("x.pt", "x.bin"):
         (tmp_path / name).write_bytes(b"")
-        assert "a pickle could run code" in refused(capsys, "train", tiny_config, f"policy.adapter={tmp_path / name}")
+        assert "a pickle could run code" in refused(
+            capsys, "train", tiny_config, f"policy.adapter={tmp_path / name}"
+        )
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/x.bin").write_bytes(b"")
-    assert "holds pickles only" in refused(capsys, "train", tiny_config, f"policy.adapter={tmp_path / 'folder'}")
+    assert "holds pickles only" in refused(
+        capsys, "train", tiny_config, f"policy.adapter={tmp_path / 'folder'}"
+    )
     (tmp_path / "folder" / "config.yaml").touch()
-    assert "is a run without an adapter" in refused(capsys, "train", tiny_config, f"policy.adapter={tmp_path / 'folder'}")
+    assert "is a run without an adapter" in refused(
+        capsys, "train", tiny_config, f"policy.adapter={tmp_path / 'folder'}"
+    )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for name in ("someone/theirs", "someone/theirs/it.safetensors"):
         said = refused(capsys, "train", tiny_config, f"policy.adapter={name}")
-        assert f"policy.adapter={name}: is no file or folder here, and is not in the local hub cache" in said
+        assert (
+            f"policy.adapter={name}: is no file or folder here, and is not in the local hub cache"
+            in said
+        )
 
 
 AS_TRAINED = {
     "alpha": {},
     "rsLoRA": {"use_rslora": True},
-    "ranks and alphas by module": {"rank_pattern": {"to_q": 2, "attn.to_k": 4}, "alpha_pattern": {"to_v": 1.5, "to_q": 5}},
+    "ranks and alphas by module": {
+        "rank_pattern": {"to_q": 2, "attn.to_k": 4},
+        "alpha_pattern": {"to_v": 1.5, "to_q": 5},
+    },
     "an ending in an expression": {"alpha_pattern": {r"transformer_blocks\.0\.attn\.to_q": 2.5}},
     "other initial values": {"init_lora_weights": "orthogonal"},
 }
@@ -379,58 +505,97 @@ AS_TRAINED = {
 
 @pytest.mark.parametrize("how", AS_TRAINED)
 def test_the_change_of_weights_is_that_of_peft_whoever_wrote_the_file(tmp_path, how):
-    """By diffusers' models, whose header has names without a prefix; by peft; and its weights with a model's own names.
-    Products of float32 in another order."""
+    """By diffusers' models, whose header has names without a prefix; by peft; and its weights with
+    a model's own names. Products of float32 in another order."""
     transformer = flux_pipeline().transformer
     config = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": ENDS, **AS_TRAINED[how]})
-    config.r = 3 if config.init_lora_weights is True else 4  # peft's orthogonal values need an even rank
+    # peft's orthogonal values need an even rank
+    config.r = 3 if config.init_lora_weights is True else 4
     transformer.add_adapter(config)
-    layers = {name: module for name, module in transformer.named_modules() if hasattr(module, "lora_A")}
+    layers = {
+        name: module for name, module in transformer.named_modules() if hasattr(module, "lora_A")
+    }
     for number, layer in enumerate(layers.values()):
         for value in (*layer.lora_A.parameters(), *layer.lora_B.parameters()):
             torch.nn.init.normal_(value, generator=torch.Generator().manual_seed(number))
     transformer.save_lora_adapter(tmp_path / "diffusers", weight_name="x.safetensors")
-    written = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    written = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
     tensors = load_file(tmp_path / "diffusers/x.safetensors")
     for name, prefix in (("peft", "base_model.model."), ("own names", "")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text(json.dumps(written))
-        save_file({prefix + key: value for key, value in tensors.items()}, tmp_path / name / "adapter_model.safetensors")
+        save_file(
+            {prefix + key: value for key, value in tensors.items()},
+            tmp_path / name / "adapter_model.safetensors",
+        )
     for file in tmp_path.glob("*/*.safetensors"):
         read = read_adapter(file, FluxPipeline, flux_pipeline().transformer)
         assert read.layers.keys() == layers.keys()
         for name, layer in layers.items():
-            torch.testing.assert_close(read.delta(name), layer.get_delta_weight("default"), atol=1e-5, rtol=1e-5)
-        read.write(tmp_path / "again.safetensors", PREFIX)  # what is in the weights is in no header any more
+            torch.testing.assert_close(
+                read.delta(name), layer.get_delta_weight("default"), atol=1e-5, rtol=1e-5
+            )
+        # what is in the weights is in no header any more
+        read.write(tmp_path / "again.safetensors", PREFIX)
         assert is_same(read_adapter(tmp_path / "again.safetensors"), read)
 
 
 @pytest.mark.parametrize(
-    "odd", [{"use_dora": True}, {"bias": "all"}, {"rank_pattern": {"to_q": 8}}, {"alpha_pattern": {"(a+)+": 1}}]
+    "odd",
+    [
+        {"use_dora": True},
+        {"bias": "all"},
+        {"rank_pattern": {"to_q": 8}},
+        {"alpha_pattern": {"(a+)+": 1}},
+    ],
 )
 def test_a_header_with_factors_of_another_kind_is_refused(file, tmp_path, odd):
     tensors, config = load_file(file), {"r": 3, "lora_alpha": 3, **odd}
-    header = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
+    header = {
+        "lora_adapter_metadata": json.dumps(
+            {f"transformer.{key}": value for key, value in config.items()}
+        )
+    }
     save_file(tensors, tmp_path / "odd.safetensors", metadata=header)
     with pytest.raises(
-        UserError, match=f"{next(iter(odd))}, which is not supported|has rank 3, but r=8|alpha_pattern.*should match"
+        UserError,
+        match=f"{next(iter(odd))}, which is not supported|has rank 3, but r=8|alpha_pattern.*should match",
     ):
         read_adapter(tmp_path / "odd.safetensors", FluxPipeline)
 
 
 NOT_DEFAULT = {
-    "init_lora_weights": ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "eva", "lora_ga", "mica"],
+    "init_lora_weights": [
+        "pissa",
+        "pissa_niter_4",
+        "olora",
+        "corda",
+        "loftq",
+        "eva",
+        "lora_ga",
+        "mica",
+    ],
     "bias": ["all", "lora_only"],
     "peft_type": ["LOHA"],
 }
 SETTINGS = {field.name for field in dataclasses.fields(LoraConfig)} - PeftConfig.model_fields.keys()
 JUDGED = sorted(name for name in SETTINGS if HARMLESS.get(name, ()) is not None)
 CHANGED = [(name, value) for name in JUDGED for value in NOT_DEFAULT.get(name, [{"x": 1}, True])]
-PLAIN = [("init_lora_weights", "gaussian"), ("init_lora_weights", False), ("peft_type", "LORA"), ("of_later", None)]
+PLAIN = [
+    ("init_lora_weights", "gaussian"),
+    ("init_lora_weights", False),
+    ("peft_type", "LORA"),
+    ("of_later", None),
+]
 
 
 @pytest.mark.parametrize(("name", "value"), [*CHANGED, ("of_a_later_peft", 1)])
-def test_a_setting_of_peft_that_is_not_known_to_be_harmless_is_refused_by_name(brought, tmp_path, name, value):
+def test_a_setting_of_peft_that_is_not_known_to_be_harmless_is_refused_by_name(
+    brought, tmp_path, name, value
+):
     """Every field of the installed LoraConfig but those that are used, or listed as harmless."""
     file = as_peft(brought, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -441,16 +606,30 @@ def test_a_setting_of_peft_that_is_not_known_to_be_harmless_is_refused_by_name(b
 
 def test_what_peft_writes_of_a_plain_lora_is_read(brought, tmp_path):
     file = as_peft(brought, tmp_path)
-    config = LoraConfig(r=3, lora_alpha=6, target_modules=ENDS, exclude_modules=["x"], lora_dropout=0.1, inference_mode=True)
+    config = LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_modules=ENDS,
+        exclude_modules=["x"],
+        lora_dropout=0.1,
+        inference_mode=True,
+    )
     for name, value in PLAIN:
-        written = {key: sorted(entry) if isinstance(entry, set) else entry for key, entry in config.to_dict().items()}
+        written = {
+            key: sorted(entry) if isinstance(entry, set) else entry
+            for key, entry in config.to_dict().items()
+        }
         (tmp_path / "adapter_config.json").write_text(json.dumps({**written, name: value}))
         read = read_adapter(file, FluxPipeline, flux_pipeline().transformer)
         assert read.scale == 2.0 and is_same(read, brought)
 
 
 @pytest.mark.parametrize("kind", [KIND, *QUICK])
-@pytest.mark.parametrize("changes", [{"r": 4}, {"lora_alpha": 0}, {"lora_alpha": float("nan")}, {"r": None}, None], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"r": 4}, {"lora_alpha": 0}, {"lora_alpha": float("nan")}, {"r": None}, None],
+    ids=str,
+)
 def test_a_file_of_peft_needs_its_config(tmp_path, kind, changes):
     pipeline = tiny_pipeline(kind)
     file = as_peft(random_adapter(pipeline.transformer, ENDS), tmp_path)
@@ -459,7 +638,9 @@ def test_a_file_of_peft_needs_its_config(tmp_path, kind, changes):
         beside.unlink()
     else:
         beside.write_text(json.dumps({**json.loads(beside.read_text()), **changes}))
-    with pytest.raises(UserError, match=r"adapter_config.json; put|r=4 in the config|lora_alpha: Input|r: Input"):
+    with pytest.raises(
+        UserError, match=r"adapter_config.json; put|r=4 in the config|lora_alpha: Input|r: Input"
+    ):
         read_adapter(file, type(pipeline), pipeline.transformer)
 
 
@@ -473,7 +654,9 @@ def is_same(one, other):
 
 def kohya(prefix):
     return lambda module, end: (
-        prefix + module.replace(".", "_") + end.replace("lora_A", "lora_down").replace("lora_B", "lora_up")
+        prefix
+        + module.replace(".", "_")
+        + end.replace("lora_A", "lora_down").replace("lora_B", "lora_up")
     )
 
 
@@ -485,14 +668,26 @@ WRITTEN = {
     **{
         prefix: before(prefix)
         for prefix in (
-            *("", "transformer.", "diffusion_model.", "model.diffusion_model.", "unet.", "module.", "_orig_mod."),
+            *(
+                "",
+                "transformer.",
+                "diffusion_model.",
+                "model.diffusion_model.",
+                "unet.",
+                "module.",
+                "_orig_mod.",
+            ),
             *("module._orig_mod.", "transformer._fsdp_wrapped_module.", "transformer.module."),
         )
     },
     **{prefix: kohya(prefix) for prefix in ("lora_transformer_", "lora_unet_", "lycoris_")},
-    "default": lambda module, end: f"transformer.{module}{end.replace('.weight', '.default.weight')}",
+    "default": lambda module, end: (
+        f"transformer.{module}{end.replace('.weight', '.default.weight')}"
+    ),
     "no weight": lambda module, end: f"transformer.{module}{end.removesuffix('.weight')}",
-    "old diffusers": lambda module, end: f"{module}{end.replace('lora_A', 'lora.down').replace('lora_B', 'lora.up')}",
+    "old diffusers": lambda module, end: (
+        f"{module}{end.replace('lora_A', 'lora.down').replace('lora_B', 'lora.up')}"
+    ),
     "inside": lambda module, end: (
         f"transformer.{module.replace('.0.', '.0._fsdp_wrapped_module._checkpoint_wrapped_module.')}{end}"
     ),
@@ -505,9 +700,15 @@ def test_names_are_the_models_whatever_trainers_and_wrappers_put_around_them(kin
     pipeline = tiny_pipeline(kind)
     adapter = random_adapter(pipeline.transformer, ENDS)
     for how, name in WRITTEN.items():
-        pairs = {name(m, end): value for m in adapter.layers for end, value in zip((DOWN, UP), adapter.layers[m], strict=True)}
+        pairs = {
+            name(m, end): value
+            for m in adapter.layers
+            for end, value in zip((DOWN, UP), adapter.layers[m], strict=True)
+        }
         save_file(pairs, tmp_path / "x.safetensors")
-        assert is_same(read_adapter(tmp_path / "x.safetensors", type(pipeline), pipeline.transformer), adapter), how
+        assert is_same(
+            read_adapter(tmp_path / "x.safetensors", type(pipeline), pipeline.transformer), adapter
+        ), how
         foreign = {f"weird.{key}": value for key, value in pairs.items()}
         save_file(foreign, tmp_path / "x.safetensors")
         with pytest.raises(UserError, match=r"(?s)such as weird.*The model has |leaves out"):
@@ -530,32 +731,57 @@ def test_diffusion_model_is_no_diff_and_whole_weights_beside_are_refused(brought
         (".lora_A.scale_weight", "in fewer bits"),
         (".comfy_quant", "in fewer bits"),
     ):
-        save_file({**tensors, f"model.diffusion_model.{module}{end}": torch.ones(2)}, tmp_path / "y.safetensors")
+        save_file(
+            {**tensors, f"model.diffusion_model.{module}{end}": torch.ones(2)},
+            tmp_path / "y.safetensors",
+        )
         with pytest.raises(UserError, match=kind):
             read_adapter(tmp_path / "y.safetensors", FluxPipeline, flux_pipeline().transformer)
 
 
 @pytest.mark.parametrize(
-    "part", ["lora_te1_text_model.x", "text_encoder_2.x", "clip_l.x", "t5xxl.x", "umt5xxl.x", "qwen25_7b.x", "vae.decoder.x"]
+    "part",
+    [
+        "lora_te1_text_model.x",
+        "text_encoder_2.x",
+        "clip_l.x",
+        "t5xxl.x",
+        "umt5xxl.x",
+        "qwen25_7b.x",
+        "vae.decoder.x",
+    ],
 )
 def test_factors_of_other_parts_are_refused_as_such(brought, tmp_path, part):
     beside = {f"{part}{DOWN}": torch.ones(3, 8), f"{part}{UP}": torch.ones(8, 3)}
     save_file({**brought.tensors(PREFIX), **beside}, tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match=f"changes text encoders or a VAE too .2 of .*such as {part}"):
+    with pytest.raises(
+        UserError, match=f"changes text encoders or a VAE too .2 of .*such as {part}"
+    ):
         read_adapter(tmp_path / "x.safetensors", FluxPipeline, flux_pipeline().transformer)
 
 
 def test_prefixes_may_differ_and_of_several_adapters_none_is_chosen(brought, tmp_path):
     ours, file = brought.tensors(PREFIX), tmp_path / "x.safetensors"
     half = {
-        (name.replace(PREFIX, "diffusion_model.") if number % 4 < 2 else name): ours[name] for number, name in enumerate(ours)
+        (name.replace(PREFIX, "diffusion_model.") if number % 4 < 2 else name): ours[name]
+        for number, name in enumerate(ours)
     }
     save_file(half, file)
     assert is_same(read_adapter(file, FluxPipeline, flux_pipeline().transformer), brought)
-    named = {name.replace(".weight", f".{which}.weight"): value.clone() for which in "ab" for name, value in ours.items()}
-    wrapped = {name.replace(PREFIX, f"{PREFIX}_orig_mod."): value.clone() for name, value in ours.items()}
+    named = {
+        name.replace(".weight", f".{which}.weight"): value.clone()
+        for which in "ab"
+        for name, value in ours.items()
+    }
+    wrapped = {
+        name.replace(PREFIX, f"{PREFIX}_orig_mod."): value.clone() for name, value in ours.items()
+    }
     other = {name.replace(PREFIX, "unet."): value.clone() for name, value in ours.items()}
-    for tensors, said in ((named, "several adapters, a, b"), (ours | wrapped, "twice"), (ours | other, "two adapters of")):
+    for tensors, said in (
+        (named, "several adapters, a, b"),
+        (ours | wrapped, "twice"),
+        (ours | other, "two adapters of"),
+    ):
         save_file(tensors, file)
         with pytest.raises(UserError, match=said):
             read_adapter(file, FluxPipeline, flux_pipeline().transformer)
@@ -564,7 +790,10 @@ def test_prefixes_may_differ_and_of_several_adapters_none_is_chosen(brought, tmp
 def test_a_module_that_diffusers_would_leave_out_is_named(tmp_path):
     adapter = flux_of_real_width()
     tensors = tensors_for(adapter, SPECS[KIND].comfyui, "kohya")
-    odd = {"lora_unet_odd.lora_down.weight": torch.ones(2, 8), "lora_unet_odd.lora_up.weight": torch.ones(8, 2)}
+    odd = {
+        "lora_unet_odd.lora_down.weight": torch.ones(2, 8),
+        "lora_unet_odd.lora_up.weight": torch.ones(8, 2),
+    }
     save_file({**tensors, **odd}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="in no format.*lora_unet_odd"):
         read_adapter(tmp_path / "x.safetensors", FluxPipeline)
@@ -580,9 +809,16 @@ NO_ADAPTER = {
     "a vector": (IN[0], OUT, None),
     "of two ranks": (IN, torch.ones(8, 3), None),
     "4-d up alone": (IN, OUT[..., None, None], None),
-    "a kernel in up": (IN[..., None, None].expand(2, 8, 3, 3), OUT[..., None, None].expand(8, 2, 3, 3), None),
+    "a kernel in up": (
+        IN[..., None, None].expand(2, 8, 3, 3),
+        OUT[..., None, None].expand(8, 2, 3, 3),
+        None,
+    ),
     "whole numbers": (IN.to(torch.int8), OUT, None),
-    **{f"alpha {value}": (IN, OUT, torch.tensor(value)) for value in (float("nan"), float("inf"), -2.0, 0.0, 1e-45)},
+    **{
+        f"alpha {value}": (IN, OUT, torch.tensor(value))
+        for value in (float("nan"), float("inf"), -2.0, 0.0, 1e-45)
+    },
     "alpha beyond float32": (IN, OUT, torch.tensor(1e300, dtype=torch.float64)),
     "alpha that overflows": (IN, OUT * 1e30, torch.tensor(1e30)),
     "two alphas": (IN, OUT, torch.ones(2)),
@@ -592,8 +828,14 @@ NO_ADAPTER = {
 @pytest.mark.parametrize("case", NO_ADAPTER)
 def test_what_is_no_finite_change_of_weights_is_refused_where_it_is_read(case, tmp_path):
     down, up, alpha = NO_ADAPTER[case]
-    tensors = {"transformer.m.lora_A.weight": down.contiguous(), "transformer.m.lora_B.weight": up.contiguous()}
-    save_file(tensors | ({} if alpha is None else {"transformer.m.alpha": alpha}), tmp_path / "x.safetensors")
+    tensors = {
+        "transformer.m.lora_A.weight": down.contiguous(),
+        "transformer.m.lora_B.weight": up.contiguous(),
+    }
+    save_file(
+        tensors | ({} if alpha is None else {"transformer.m.alpha": alpha}),
+        tmp_path / "x.safetensors",
+    )
     with pytest.raises(UserError, match=r"x.safetensors: transformer.m\."):
         read_adapter(tmp_path / "x.safetensors", FluxPipeline)
     if alpha is None and down.is_floating_point():
@@ -626,12 +868,18 @@ def test_a_header_with_values_that_no_adapter_has_is_refused(file, tmp_path, hea
 def test_factors_of_every_floating_point_type_are_read_exactly(brought, tmp_path, dtype):
     small = {name: value.to(dtype) for name, value in brought.tensors(PREFIX).items()}
     save_file(small, tmp_path / "x.safetensors")
-    read = read_adapter(tmp_path / "x.safetensors", FluxPipeline, flux_pipeline().transformer).tensors(PREFIX)
+    read = read_adapter(
+        tmp_path / "x.safetensors", FluxPipeline, flux_pipeline().transformer
+    ).tensors(PREFIX)
     assert all(torch.equal(read[name], value.float()) for name, value in small.items())
 
 
 def test_a_pointer_in_the_place_of_an_adapter_is_named(tmp_path):
-    (tmp_path / "x.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (tmp_path / "x.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
     for use in (read_adapter, policy_of(KIND, flux_pipeline()).load):
-        with pytest.raises(UserError, match=r"x.safetensors: is a pointer of git-lfs, .*`git lfs pull`"):
+        with pytest.raises(
+            UserError, match=r"x.safetensors: is a pointer of git-lfs, .*`git lfs pull`"
+        ):
             use(tmp_path / "x.safetensors")

@@ -1,4 +1,5 @@
-"""`DiffusersPolicy` for every class of the catalogue, on tiny random pipelines, against diffusers' own pipelines."""
+"""`DiffusersPolicy` for every class of the catalogue, on tiny random pipelines, against diffusers'
+own pipelines."""
 
 import copy
 import functools
@@ -36,12 +37,20 @@ PROMPTS = ["a red circle", "two blue square left of a circle"]
 SIZE = {"height": 32, "width": 48, "max_sequence_length": 24}
 FRAMES = 3
 STEPS = 5
-DIFFERENT = ("FluxPipeline", "StableDiffusion3Pipeline", "ZImagePipeline", "QwenImageEditPlusPipeline", "WanPipeline")
+DIFFERENT = (
+    "FluxPipeline",
+    "StableDiffusion3Pipeline",
+    "ZImagePipeline",
+    "QwenImageEditPlusPipeline",
+    "WanPipeline",
+)
 """Packed latents, plain ones, lists of latents, input pictures, clips."""
 BOTH = list(product(CLASSES, ("on", "off")))
 LONGEST = "HunyuanVideo15Pipeline"
 """Two text encoders, and a guider's copies: a quarter of the time of all classes."""
-GUIDED_AND_SOME_NOT = few(BOTH, lambda each: each[0] in DIFFERENT or (each[1] == "on" and each[0] != LONGEST))
+GUIDED_AND_SOME_NOT = few(
+    BOTH, lambda each: each[0] in DIFFERENT or (each[1] == "on" and each[0] != LONGEST)
+)
 A_FEW = few(CLASSES, DIFFERENT.__contains__)
 
 
@@ -55,7 +64,8 @@ def pipeline_of(kind):
 
 
 def scale_of(kind, guided):
-    """The class's own guidance scale (4 where that is none), or none; where it is an input of the network, another one."""
+    """The class's own guidance scale (4 where that is none), or none; where it is an input of the
+    network, another one."""
     spec = SPECS[kind]
     on = spec.guidance if spec.guides(spec.guidance) else 4.0
     return on if guided == "on" else spec.unguided if spec.unguided is not None else 1.5
@@ -75,9 +85,15 @@ def pictures_to_edit(tmp_path_factory):
 def small():
     """Pipelines that edit bring input pictures to a megapixel; while entered, to a thousandth."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(32, 32), (24, 40), (40, 24)])
+        patch.setattr(
+            pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(32, 32), (24, 40), (40, 24)]
+        )
         for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
-            patch.setattr(module, "calculate_dimensions", functools.partial(smaller, module.calculate_dimensions))
+            patch.setattr(
+                module,
+                "calculate_dimensions",
+                functools.partial(smaller, module.calculate_dimensions),
+            )
         yield
 
 
@@ -96,20 +112,40 @@ def smaller(dimensions, area, ratio):
 def prompts(kind, pictures_to_edit):
     """Two prompts of different lengths; for models that edit, with pictures."""
     most = SPECS[kind].most_pictures if SPECS[kind].pictured else 0
-    images = [[pictures_to_edit / "tall.png"], [pictures_to_edit / "wide.png", pictures_to_edit / "tall.png"][:most]]
-    return [Prompt(text, list(map(str, paths)) if most else []) for text, paths in zip(PROMPTS, images, strict=True)]
+    images = [
+        [pictures_to_edit / "tall.png"],
+        [pictures_to_edit / "wide.png", pictures_to_edit / "tall.png"][:most],
+    ]
+    return [
+        Prompt(text, list(map(str, paths)) if most else [])
+        for text, paths in zip(PROMPTS, images, strict=True)
+    ]
 
 
 def size_of(kind):
-    """LTX-Video, Sana and Qwen-Image-2.1 want multiples of 32, whatever their tiny VAEs could do."""
-    size = {**SIZE, "width": 64} if kind in ("LTXPipeline", "SanaPipeline", "QwenImage21Pipeline") else SIZE
+    """LTX-Video, Sana and Qwen-Image-2.1 want multiples of 32, whatever their tiny VAEs could
+    do."""
+    size = (
+        {**SIZE, "width": 64}
+        if kind in ("LTXPipeline", "SanaPipeline", "QwenImage21Pipeline")
+        else SIZE
+    )
     if "max_sequence_length" not in parameters_of(getattr(diffusers, kind)):
         size = {name: value for name, value in size.items() if name != "max_sequence_length"}
-    return {**size, "num_frames": 5 if kind == "HunyuanVideoPipeline" else FRAMES} if SPECS[kind].video else size
+    return (
+        {**size, "num_frames": 5 if kind == "HunyuanVideoPipeline" else FRAMES}
+        if SPECS[kind].video
+        else size
+    )
 
 
 def load(kind, guided="on", **options):
-    options = {**size_of(kind), "tuning": "frozen", "guidance_scale": scale_of(kind, guided), **options}
+    options = {
+        **size_of(kind),
+        "tuning": "frozen",
+        "guidance_scale": scale_of(kind, guided),
+        **options,
+    }
     return make(CLASSES[kind], pipeline_of(kind), **options)
 
 
@@ -120,7 +156,9 @@ def pictures(policy, prompts):
 def sampler(policy):
     """On the scheduler's grid; SD3's is another one than its shift makes."""
     shift = "scheduler" if policy.spec is SPECS["StableDiffusion3Pipeline"] else "model"
-    return Sampler(policy=policy, shift=shift, num_steps=STEPS, seed=5, batch_size=3, decode_batch_size=2)
+    return Sampler(
+        policy=policy, shift=shift, num_steps=STEPS, seed=5, batch_size=3, decode_batch_size=2
+    )
 
 
 def theirs(pipeline, kind, prompts, guided="on"):
@@ -135,8 +173,8 @@ def difference(a, b):
 
 @pytest.mark.parametrize(("kind", "guided"), GUIDED_AND_SOME_NOT)
 def test_pictures_equal_the_pipelines_own_at_the_same_seed(kind, guided, prompts):
-    """The same network, noise, grid and Euler steps; sums in another order differ by a few 1e-7 of [0, 1], which guidance
-    multiplies by up to 5."""
+    """The same network, noise, grid and Euler steps; sums in another order differ by a few 1e-7 of
+    [0, 1], which guidance multiplies by up to 5."""
     pipeline = pipeline_of(kind)
     expected = theirs(pipeline, kind, prompts, guided)
     policy = load(kind, guided)
@@ -153,7 +191,8 @@ def inputs(policy, prompts):
 @pytest.mark.parametrize("truncate", [False, True])
 @torch.no_grad()
 def test_times_in_bfloat16_are_those_of_the_pipeline_or_truncated_and_whole(truncate):
-    """FLUX's pipeline rounds 1000 sigma to bfloat16 (834.8 to 836); truncated times, 834, are not (to 832)."""
+    """FLUX's pipeline rounds 1000 sigma to bfloat16 (834.8 to 836); truncated times, 834, are not
+    (to 832)."""
     kind = "FluxPipeline"
     policy = load(kind, dtype=torch.bfloat16, truncate_timesteps=truncate)
     x, cond = policy.noise([generator_for(0)]), policy.encode(PROMPTS[:1])
@@ -181,7 +220,9 @@ def test_rows_are_independent_and_counted(kind, guided, prompts):
     x, sigma, cond = inputs(policy, prompts)
     together = policy.velocity(x, sigma, cond)
     assert sum(seen) == 2 * policy.shapes(12).rows
-    alone = torch.cat([policy.velocity(x[i : i + 1], sigma[i : i + 1], cond.rows([i])) for i in range(2)])
+    alone = torch.cat(
+        [policy.velocity(x[i : i + 1], sigma[i : i + 1], cond.rows([i])) for i in range(2)]
+    )
     torch.testing.assert_close(together, alone, atol=2e-5, rtol=1e-5)
 
 
@@ -198,7 +239,9 @@ def test_shapes_are_those_of_what_there_is(kind, prompts):
         assert all(value.shape[1:] == shapes.cond[name][1:] for value in values)
         assert name == PICTURE_SIZES or max(len(value) for value in values) <= shapes.cond[name][0]
     blank = policy.blank(1, 24)
-    assert {name: value.dtype for name, value in blank.tensors.items()} == {n: v.dtype for n, v in cond.tensors.items()}
+    assert {name: value.dtype for name, value in blank.tensors.items()} == {
+        n: v.dtype for n, v in cond.tensors.items()
+    }
 
 
 def checked(kind, folder):
@@ -218,7 +261,11 @@ def test_every_class_passes_check_model(kind, tmp_path):
     found = {check.name: check for check in checked(kind, tmp_path)}
     assert [name for name in REMEDIES if name != "plan"] == list(found)
     assert all(check.passed for check in found.values()), found
-    assert found["pictures"].error <= 1e-5 and found["velocity"].error <= 2e-5 and found["noise"].error == 0
+    assert (
+        found["pictures"].error <= 1e-5
+        and found["velocity"].error <= 2e-5
+        and found["noise"].error == 0
+    )
 
 
 def louder(path):
@@ -235,16 +282,25 @@ FAULTS = {
     "gradient": ("velocity", lambda velocity: velocity.detach() / 2 + velocity / 2),
     "weights": ("save", louder),
 }
-"""For each check a method of a policy, and what is done to its result so that the check must fail."""
+"""For each check a method of a policy, and what is done to its result so that the check must
+fail."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_check_model_finds_each_fault(name, tmp_path):
     method, fault = FAULTS[name]
     own = CLASSES["QwenImagePipeline"]
-    broken = type("Broken", (own,), {method: lambda self, *args: fault(getattr(own, method)(self, *args))})
+    broken = type(
+        "Broken", (own,), {method: lambda self, *args: fault(getattr(own, method)(self, *args))}
+    )
     options = PolicyConfig(path="", **size_of("QwenImagePipeline"), lora_rank=4)
-    made = checks(lambda: pipeline_of("QwenImagePipeline"), broken, options, prompts_for(own.spec, tmp_path), tmp_path)
+    made = checks(
+        lambda: pipeline_of("QwenImagePipeline"),
+        broken,
+        options,
+        prompts_for(own.spec, tmp_path),
+        tmp_path,
+    )
     first = next(check for check in reported(made) if not check.passed)
     assert (first.name, first.remedy) == (name, REMEDIES[name])
 
@@ -259,12 +315,20 @@ def test_check_model_names_one_time_where_a_call_takes_a_single_time(tmp_path):
         return pipeline
 
     options = PolicyConfig(path="", **size_of("WanPipeline"), lora_rank=4)
-    found = list(reported(checks(timed, DiffusersPolicy.of(spec), options, prompts_for(spec, tmp_path), tmp_path)))
+    found = list(
+        reported(
+            checks(timed, DiffusersPolicy.of(spec), options, prompts_for(spec, tmp_path), tmp_path)
+        )
+    )
     assert [check.name for check in found if not check.passed] == ["velocity"]
     assert len(found) == len(REMEDIES) - 1 and "one_time=lambda pipeline: True" in found[2].found
     policy = DiffusersPolicy.of(spec)(timed(), options)
-    cond, noise = policy.encode(PROMPTS), policy.noise([generator_for(index) for index in range(len(PROMPTS))])
-    with pytest.raises(UserError, match="WanPipeline: .*one_time=lambda pipeline: True"):  # in a run too
+    cond, noise = (
+        policy.encode(PROMPTS),
+        policy.noise([generator_for(index) for index in range(len(PROMPTS))]),
+    )
+    # in a run too
+    with pytest.raises(UserError, match="WanPipeline: .*one_time=lambda pipeline: True"):
         policy.velocity(noise, torch.tensor([0.5, 0.7]), cond)
 
 
@@ -295,18 +359,25 @@ def test_fully_tuned_weights_load_with_from_pretrained(kind, prompts, tmp_path):
     ("kind", "tuning", "dtype"),
     few(
         product(CLASSES, ("lora", "full"), (torch.float32, torch.bfloat16)),
-        lambda each: each[0] == "FluxPipeline" or (each[1:] == ("lora", torch.bfloat16) and each[0] in DIFFERENT),
+        lambda each: (
+            each[0] == "FluxPipeline"
+            or (each[1:] == ("lora", torch.bfloat16) and each[0] in DIFFERENT)
+        ),
     ),
 )
 def test_ratio_is_exactly_one_before_the_first_update(kind, prompts, tuning, dtype):
-    """The rollout's log-prob against the training pass, bit for bit, with blocks that are computed anew in backward."""
+    """The rollout's log-prob against the training pass, bit for bit, with blocks that are computed
+    anew in backward."""
     anew = "gradient_checkpointing" not in SPECS[kind].unsupported
     policy = load(kind, tuning=tuning, dtype=dtype, gradient_checkpointing=anew)
     algorithm = GranularGRPO(group_size=2, branch_steps=(1,), granularities=(1,))
     sigmas = policy.grid(3)
     kernel = algorithm.kernel(sigmas)
     engine = Engine(
-        policy=policy, cond=policy.encode(prompts[:1]), sigmas=sigmas, precision=Precision(anchor=dtype, sample=dtype)
+        policy=policy,
+        cond=policy.encode(prompts[:1]),
+        sigmas=sigmas,
+        precision=Precision(anchor=dtype, sample=dtype),
     )
     (rollout,) = engine.rollout(algorithm.plans(3), 2, kernel, generator_for)
     (t,) = rollout.transitions
@@ -322,7 +393,8 @@ def test_ratio_is_exactly_one_before_the_first_update(kind, prompts, tuning, dty
 @pytest.mark.parametrize("kind", A_FEW)
 @torch.no_grad()
 def test_calls_in_several_threads_do_not_meet(kind, prompts):
-    """Decoding and scoring run beside the rollout; pipelines keep the state of a call on themselves."""
+    """Decoding and scoring run beside the rollout; pipelines keep the state of a call on
+    themselves."""
     policy = load(kind)
     x, sigma, cond = inputs(policy, prompts)
     calls = [
@@ -337,14 +409,21 @@ def test_calls_in_several_threads_do_not_meet(kind, prompts):
 
 
 FLOW_SOLVERS = {
-    "WanPipeline": (UniPCMultistepScheduler, {"prediction_type": "flow_prediction", "flow_shift": 3.0}),
-    "SanaPipeline": (DPMSolverMultistepScheduler, {"prediction_type": "flow_prediction", "flow_shift": 3.0}),
+    "WanPipeline": (
+        UniPCMultistepScheduler,
+        {"prediction_type": "flow_prediction", "flow_shift": 3.0},
+    ),
+    "SanaPipeline": (
+        DPMSolverMultistepScheduler,
+        {"prediction_type": "flow_prediction", "flow_shift": 3.0},
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", FLOW_SOLVERS)
 def test_the_grid_of_another_solver_of_flows_is_walked_from_exactly_one(kind):
-    """UniPC and DPM++ begin just below 1, where the diffusion of a stochastic step would be many times as large."""
+    """UniPC and DPM++ begin just below 1, where the diffusion of a stochastic step would be many
+    times as large."""
     solver, options = FLOW_SOLVERS[kind]
     policy = load(kind)
     policy.pipeline.scheduler = solver(use_flow_sigmas=True, **options)
@@ -369,13 +448,17 @@ def test_wan_that_times_every_token_takes_rows_of_one_sigma_at_a_time():
         return pipeline.transformer(x, times, cond.tensors[name], return_dict=False)[0]
 
     without, toward = network("negative_prompt_embeds"), network("prompt_embeds")
-    torch.testing.assert_close(policy.velocity(x, sigma, cond), without + 5 * (toward - without), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        policy.velocity(x, sigma, cond), without + 5 * (toward - without), atol=2e-5, rtol=1e-5
+    )
 
 
 def test_distilled_klein_ignores_the_scale_as_its_pipeline_does():
     pipeline = pipeline_of("Flux2KleinPipeline")
     pipeline.register_to_config(is_distilled=True)
-    policy = make(CLASSES["Flux2KleinPipeline"], pipeline, **SIZE, tuning="frozen", guidance_scale=4.0)
+    policy = make(
+        CLASSES["Flux2KleinPipeline"], pipeline, **SIZE, tuning="frozen", guidance_scale=4.0
+    )
     assert not policy.guided and policy.shapes(12).rows == 1
     assert set(policy.encode(PROMPTS).tensors) == {"prompt_embeds", "text_ids"}
 
@@ -384,27 +467,39 @@ def test_what_a_model_card_calls_is_what_was_sampled():
     """Qwen-Image is guided by true_cfg_scale, and only if there is a negative prompt."""
     assert load("QwenImagePipeline").deployed == {"true_cfg_scale": 4.0, "negative_prompt": ""}
     assert load("QwenImagePipeline", "off").deployed == {"true_cfg_scale": 1.0}
-    assert load("WanPipeline").deployed == {"guidance_scale": 5.0, "num_frames": FRAMES, "negative_prompt": ""}
+    assert load("WanPipeline").deployed == {
+        "guidance_scale": 5.0,
+        "num_frames": FRAMES,
+        "negative_prompt": "",
+    }
     assert load("Flux2KleinPipeline").deployed == {"guidance_scale": 4.0}
     assert load("FluxKontextPipeline").deployed == {"guidance_scale": 3.5, "max_area": 32 * 48}
 
 
-@pytest.mark.parametrize("kind", few(CLASSES, ("FluxPipeline", "QwenImagePipeline", "WanPipeline").__contains__))
+@pytest.mark.parametrize(
+    "kind", few(CLASSES, ("FluxPipeline", "QwenImagePipeline", "WanPipeline").__contains__)
+)
 @torch.no_grad()
 def test_flash_attention_is_refused_exactly_where_a_mask_is_passed(kind, prompts):
     """Before anything is loaded; what it would do is asked of a policy without the check."""
-    size = {name: 64 if name == "max_sequence_length" else value for name, value in size_of(kind).items()}
+    size = {
+        name: 64 if name == "max_sequence_length" else value
+        for name, value in size_of(kind).items()
+    }
     policy = make(CLASSES[kind], pipeline_of(kind), **size, tuning="frozen")
     try:
         choose_attention(policy.pipeline.transformer, "flash")
     except UserError as error:
         assert "has no choice of attention" in str(error)
         return
-    long = Prompt("two blue square left of a circle " * 6, prompts[0].images)  # Z-Image pads to multiples of 32 tokens
+    # Z-Image pads to multiples of 32 tokens
+    long = Prompt("two blue square left of a circle " * 6, prompts[0].images)
     x, sigma, cond = inputs(policy, [prompts[0], long])
     with pytest.raises(ValueError, match="attn_mask") if SPECS[kind].is_masked else nullcontext():
         policy.velocity(x, sigma, cond)
-    with pytest.raises(UserError, match="takes no mask") if SPECS[kind].is_masked else nullcontext():
+    with (
+        pytest.raises(UserError, match="takes no mask") if SPECS[kind].is_masked else nullcontext()
+    ):
         check_options(SPECS[kind], PolicyConfig(path="", **size_of(kind), attention="flash"))
 
 
@@ -412,9 +507,12 @@ def test_an_option_that_a_model_cannot_follow_is_refused_from_python_too():
     pipeline = pipeline_of("ChromaPipeline")
     with pytest.raises(UserError, match=r"policy\.gradient_checkpointing"):
         make(CLASSES["ChromaPipeline"], pipeline, **SIZE, gradient_checkpointing=True)
-    own = replace(SPECS["SanaPipeline"], scale="real_guidance_scale")  # which its call does not have
+    # which its call does not have
+    own = replace(SPECS["SanaPipeline"], scale="real_guidance_scale")
     check_options(own, PolicyConfig(path="", **SIZE))
-    with pytest.raises(UserError, match=r"policy\.guidance_scale: the call of a SanaPipeline has no such argument"):
+    with pytest.raises(
+        UserError, match=r"policy\.guidance_scale: the call of a SanaPipeline has no such argument"
+    ):
         check_options(own, PolicyConfig(path="", **SIZE, guidance_scale=1.0))
     with pytest.raises(UserError, match=r"policy\.num_frames"):
         check_options(SPECS["FluxPipeline"], PolicyConfig(path="", **SIZE, num_frames=5))

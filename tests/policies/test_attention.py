@@ -1,4 +1,5 @@
-"""`policy.attention`: the same numbers from another kernel, and an answer where it cannot be had."""
+"""`policy.attention`: the same numbers from another kernel, and an answer where it cannot be
+had."""
 
 import contextlib
 from typing import ClassVar
@@ -19,7 +20,10 @@ SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "tuning": "frozen"
 
 def velocity(directory, **options):
     policy = policies.load(directory, **SIZE, **options)
-    x, cond = policy.noise([generator_for(i) for i in range(2)]), policy.encode(["a red circle", "a square"])
+    x, cond = (
+        policy.noise([generator_for(i) for i in range(2)]),
+        policy.encode(["a red circle", "a square"]),
+    )
     with torch.no_grad():
         return policy.velocity(x, torch.tensor([0.9, 0.5]), cond)
 
@@ -32,8 +36,14 @@ def test_every_kernel_of_this_machine_gives_the_same_velocity(flux_directory, mo
     inner = attention_dispatch._AttentionBackendRegistry._backends
     for kind in set(attention_kinds("cpu")) - {"auto"}:
         name = attention_dispatch.AttentionBackendName(BACKENDS[kind])
-        monkeypatch.setitem(inner, name, lambda *a, _run=inner[name], _kind=kind, **k: ran.append(_kind) or _run(*a, **k))
-        torch.testing.assert_close(velocity(flux_directory, attention=kind), exact, atol=1e-5, rtol=1e-5)
+        monkeypatch.setitem(
+            inner,
+            name,
+            lambda *a, _run=inner[name], _kind=kind, **k: ran.append(_kind) or _run(*a, **k),
+        )
+        torch.testing.assert_close(
+            velocity(flux_directory, attention=kind), exact, atol=1e-5, rtol=1e-5
+        )
         assert ran and set(ran) == {kind}
         ran.clear()
 
@@ -45,7 +55,9 @@ def test_diffusers_has_every_kernel_that_can_be_named():
 
 
 def test_what_is_missing_is_refused_before_anything_is_loaded(tmp_path, capsys, tiny_config):
-    err = refused(capsys, "train", tiny_config, "policy.attention=flash3", "--run-dir", tmp_path / "run")
+    err = refused(
+        capsys, "train", tiny_config, "policy.attention=flash3", "--run-dir", tmp_path / "run"
+    )
     assert "flash_attn_interface" in err and "auto, flash, math" in err
 
 
@@ -53,11 +65,14 @@ def test_a_model_without_the_choice_says_so(sd3_directory):
     from diffusers import SD3Transformer2DModel
 
     with pytest.raises(UserError, match=r"SD3Transformer2DModel has no choice of attention"):
-        choose_attention(SD3Transformer2DModel.from_pretrained(sd3_directory / "transformer"), "math")
+        choose_attention(
+            SD3Transformer2DModel.from_pretrained(sd3_directory / "transformer"), "math"
+        )
 
 
 class StaleLayout(torch.autograd.Function):
-    """Attention whose backward pass reads every output gradient with the strides of the first one, as torch 2.11 with cuDNN."""
+    """Attention whose backward pass reads every output gradient with the strides of the first one,
+    as torch 2.11 with cuDNN."""
 
     strides: ClassVar[list[tuple[int, ...]]] = []
 
@@ -71,14 +86,18 @@ class StaleLayout(torch.autograd.Function):
         StaleLayout.strides.append(out.stride())
         with torch.enable_grad():
             given = [each.detach().requires_grad_() for each in ctx.saved_tensors]
-            return torch.autograd.grad(attend(*given), given, out.as_strided(out.shape, StaleLayout.strides[0]))
+            return torch.autograd.grad(
+                attend(*given), given, out.as_strided(out.shape, StaleLayout.strides[0])
+            )
 
 
 attend = torch.nn.functional.scaled_dot_product_attention
 
 
 @pytest.mark.parametrize(("kernel", "wrong"), [(attend, False), (StaleLayout.apply, True)])
-def test_cudnn_is_refused_where_it_takes_one_gradient_layout_for_another(monkeypatch, kernel, wrong):
+def test_cudnn_is_refused_where_it_takes_one_gradient_layout_for_another(
+    monkeypatch, kernel, wrong
+):
     """Measured with torch 2.11.0: benchmarks/results/gpu_nvidia-h200_2026-11-26.json."""
     StaleLayout.strides.clear()
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)

@@ -21,10 +21,18 @@ def graphs():
 
 def test_blocks_of_a_kind_share_a_graph_for_sampling_and_one_for_training(flux_directory, graphs):
     """Whatever the rows; a call of one row has its own."""
-    size = {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2, "gradient_checkpointing": True}
+    size = {
+        "height": 32,
+        "width": 32,
+        "max_sequence_length": 12,
+        "lora_rank": 2,
+        "gradient_checkpointing": True,
+    }
     policy = policies.load(flux_directory, tuning="lora", dtype=torch.float32, **size)
-    policy.pipeline.transformer.transformer_blocks = torch.nn.ModuleList()  # one kind of block is enough, and half the time
-    policy.pipeline.transformer.train()  # gradient checkpointing works in this mode only; there is no dropout
+    # one kind of block is enough, and half the time
+    policy.pipeline.transformer.transformer_blocks = torch.nn.ModuleList()
+    # gradient checkpointing works in this mode only; there is no dropout
+    policy.pipeline.transformer.train()
     for number, parameter in enumerate(policy.trainable_parameters()):
         parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator_for(number))
 
@@ -33,7 +41,9 @@ def test_blocks_of_a_kind_share_a_graph_for_sampling_and_one_for_training(flux_d
         return policy.velocity(x, torch.linspace(0.2, 0.9, rows), policy.encode(PROMPTS[:rows]))
 
     def trained(rows):
-        gradients = torch.autograd.grad(sampled(rows).square().mean(), policy.trainable_parameters())
+        gradients = torch.autograd.grad(
+            sampled(rows).square().mean(), policy.trainable_parameters()
+        )
         return torch.cat([gradient.flatten() for gradient in gradients])
 
     with torch.no_grad():

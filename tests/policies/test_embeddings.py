@@ -34,11 +34,14 @@ def complain(message):
 def cached(path, cache="auto", notify=complain, **options):
     """The text encoders of the tiny FLUX in `path` behind the cache."""
     config = PolicyConfig(path=str(path), **{**SIZE, **options})
-    return cache_embeddings(components.load_pipeline(config, tuning="frozen").text, config, str(cache), notify)
+    return cache_embeddings(
+        components.load_pipeline(config, tuning="frozen").text, config, str(cache), notify
+    )
 
 
 class Parked(GaussianPolicy):
-    """The Gaussian policy as its own text encoder, with a note of every time it was to leave its device."""
+    """The Gaussian policy as its own text encoder, with a note of every time it was to leave its
+    device."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +56,9 @@ def gaussian(store, notify=complain):
 
 
 def equal(a, b):
-    return a.tensors.keys() == b.tensors.keys() and all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
+    return a.tensors.keys() == b.tensors.keys() and all(
+        torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors
+    )
 
 
 @pytest.fixture
@@ -63,27 +68,42 @@ def store(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_found_is_what_was_made_bit_for_bit(flux_directory, dtype):
-    cold, warm, off = (cached(flux_directory, cache, dtype=dtype) for cache in ("auto", "auto", "off"))
+    cold, warm, off = (
+        cached(flux_directory, cache, dtype=dtype) for cache in ("auto", "auto", "off")
+    )
     made, found, without = cold.encode(TEXTS), warm.encode(TEXTS), off.encode(TEXTS)
     assert (cold.encoded, warm.encoded, off.encoded) == (3, 0, 3)
     assert equal(made, found) and equal(made, without)
     assert made.tensors["prompt_embeds"].dtype == getattr(torch, dtype)
     torch.testing.assert_close(
-        made.tensors, cold.encoder.encode(TEXTS).tensors, atol=1e-2 if dtype == "bfloat16" else 1e-5, rtol=0
+        made.tensors,
+        cold.encoder.encode(TEXTS).tensors,
+        atol=1e-2 if dtype == "bfloat16" else 1e-5,
+        rtol=0,
     )
 
 
 def test_a_row_depends_on_nothing_but_its_prompt(flux_directory):
-    together, alone = cached(flux_directory, "off").encode([*TEXTS, TEXTS[0]]), cached(flux_directory, "off").encode(TEXTS[1:2])
-    assert len(together) == 4 and equal(together.rows([1]), alone) and equal(together.rows([0]), together.rows([3]))
+    together, alone = (
+        cached(flux_directory, "off").encode([*TEXTS, TEXTS[0]]),
+        cached(flux_directory, "off").encode(TEXTS[1:2]),
+    )
+    assert (
+        len(together) == 4
+        and equal(together.rows([1]), alone)
+        and equal(together.rows([0]), together.rows([3]))
+    )
 
 
 def test_negative_prompts_are_kept_with_the_prompt(sd3_directory):
-    """Stable Diffusion 3 with guidance is conditioned on two prompts, without on one; each finds its own."""
+    """Stable Diffusion 3 with guidance is conditioned on two prompts, without on one; each finds
+    its own."""
     for scale, names in ((4.5, 4), (1.0, 2)):
         cold, warm = (cached(sd3_directory, guidance_scale=scale) for _ in range(2))
         made, found = cold.encode(TEXTS), warm.encode(TEXTS)
-        assert (cold.encoded, warm.encoded, len(made.tensors)) == (3, 0, names) and equal(made, found)
+        assert (cold.encoded, warm.encoded, len(made.tensors)) == (3, 0, names) and equal(
+            made, found
+        )
     assert cached(sd3_directory, negative_prompt="blue").missing(TEXTS) == TEXTS
 
 
@@ -92,7 +112,10 @@ def test_negative_prompts_are_kept_with_the_prompt(sd3_directory):
     [
         ({"max_sequence_length": 8}, False),
         ({"dtype": "bfloat16"}, False),
-        *(({key: value}, True) for key, value in {"guidance_scale": 1.0, "tuning": "full", "height": 48}.items()),
+        *(
+            ({key: value}, True)
+            for key, value in {"guidance_scale": 1.0, "tuning": "full", "height": 48}.items()
+        ),
         ({"lora_above": 0.5}, True),
     ],
 )
@@ -101,7 +124,9 @@ def test_only_settings_that_embeddings_depend_on_miss(flux_directory, change, fo
     assert cached(flux_directory, **change).missing(TEXTS) == ([] if found else TEXTS)
 
 
-def test_other_text_encoders_and_tokenizers_miss_and_another_transformer_finds(flux_directory, tmp_path):
+def test_other_text_encoders_and_tokenizers_miss_and_another_transformer_finds(
+    flux_directory, tmp_path
+):
     cached(flux_directory).encode(TEXTS)
     assert cached(flux_directory).missing([*TEXTS, "two"]) == ["two"]
     assert cached(save_flux(tmp_path / "other", seed=1)).missing(TEXTS) == TEXTS
@@ -109,7 +134,8 @@ def test_other_text_encoders_and_tokenizers_miss_and_another_transformer_finds(f
     shutil.copytree(tmp_path / "other" / "transformer", moved / "transformer", dirs_exist_ok=True)
     assert cached(moved).missing(TEXTS) == []
     encoder = tmp_path / "other" / "text_encoder_2" / "model.safetensors"
-    shutil.copy(encoder, moved / "text_encoder_2" / "model.safetensors")  # the same size: only its content tells
+    # the same size: only its content tells
+    shutil.copy(encoder, moved / "text_encoder_2" / "model.safetensors")
     assert cached(moved).missing(TEXTS) == TEXTS
     copy = shutil.copytree(flux_directory, tmp_path / "copy")
     words = copy / "tokenizer_2" / "tokenizer.json"
@@ -155,7 +181,9 @@ def test_a_full_disk_is_said_once_and_training_goes_on_to_the_same_weights(tmp_p
 
 def test_embeddings_that_will_not_fit_are_not_begun(tmp_path, monkeypatch):
     warnings = []
-    encoder = CachedEncoder(Parked(), EmbeddingStore(tmp_path, {}, reserve=0), notify=warnings.append)
+    encoder = CachedEncoder(
+        Parked(), EmbeddingStore(tmp_path, {}, reserve=0), notify=warnings.append
+    )
     monkeypatch.setattr(EmbeddingStore, "fits", lambda store, prompts, like: prompts < 4)
     assert not encode_ahead(encoder, PROMPTS)
     assert encoder.encoded == 1 and not encoder.encoder.times and "5 prompts need" in warnings[0]
@@ -164,7 +192,11 @@ def test_embeddings_that_will_not_fit_are_not_begun(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("more", "most"), [((), 4), (("algorithm.name=adagrpo", "algorithm.candidates=3", "algorithm.branch_steps=[0]"), 12)]
+    ("more", "most"),
+    [
+        ((), 4),
+        (("algorithm.name=adagrpo", "algorithm.candidates=3", "algorithm.branch_steps=[0]"), 12),
+    ],
 )
 def test_a_run_asks_for_the_prompts_it_was_said_to_ask_for(more, most):
     asked = set()
@@ -185,7 +217,9 @@ def test_a_run_asks_for_the_prompts_it_was_said_to_ask_for(more, most):
 
 def test_parked_encoders_come_back_for_a_new_prompt_only(flux_directory, tmp_path):
     """On "cpu:0", which is the CPU by another name, so that moves can be told apart."""
-    text = components.load_pipeline(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen").text
+    text = components.load_pipeline(
+        PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen"
+    ).text
     text.device, moves = torch.device("cpu:0"), []
     for module in text.modules:
         module.to = lambda device, *more: moves.append(str(device))
@@ -205,12 +239,21 @@ def test_text_encoders_and_nothing_else_leave_the_device(kind, request):
     config = PolicyConfig(path=str(request.getfixturevalue(f"{kind}_directory")), **SIZE)
     loaded = components.load_pipeline(config, tuning="frozen")
     policy = loaded.policy()
-    weights = [[weight.data_ptr() for weight in module.parameters()] for module in loaded.text.modules]
+    weights = [
+        [weight.data_ptr() for weight in module.parameters()] for module in loaded.text.modules
+    ]
     loaded.text._move(torch.device("meta"))
-    parts = {name for name, part in policy.pipeline.components.items() if getattr(part, "device", None) == torch.device("meta")}
+    parts = {
+        name
+        for name, part in policy.pipeline.components.items()
+        if getattr(part, "device", None) == torch.device("meta")
+    }
     assert parts == {name for name in policy.pipeline.components if name.startswith("text_encoder")}
-    loaded.text.park()  # what was loaded, not a copy of what was on the device, and shared embeddings once
-    assert weights == [[weight.data_ptr() for weight in module.parameters()] for module in loaded.text.modules]
+    # what was loaded, not a copy of what was on the device, and shared embeddings once
+    loaded.text.park()
+    assert weights == [
+        [weight.data_ptr() for weight in module.parameters()] for module in loaded.text.modules
+    ]
 
 
 def test_digests_are_remembered_until_a_file_changes(tmp_path):
@@ -234,9 +277,12 @@ def test_a_folder_that_cannot_be_written_is_refused(flux_directory, tmp_path):
         cached(flux_directory, tmp_path / "file")
 
 
-def test_encode_fills_the_cache_and_training_then_encodes_nothing(tiny_config, capsys, monkeypatch, tmp_path):
+def test_encode_fills_the_cache_and_training_then_encodes_nothing(
+    tiny_config, capsys, monkeypatch, tmp_path
+):
     out = done(capsys, "encode", tiny_config)
-    assert "3 prompts are stored, 3 of them new" in out  # a training and a held-out one, and the empty one of controls
+    # a training and a held-out one, and the empty one of controls
+    assert "3 prompts are stored, 3 of them new" in out
     out = done(capsys, "encode", tiny_config)
     assert "0 of them new" in out
 
@@ -245,20 +291,33 @@ def test_encode_fills_the_cache_and_training_then_encodes_nothing(tiny_config, c
 
     monkeypatch.setattr("diffusers.FluxPipeline.encode_prompt", refuse)
     out = done(capsys, "train", tiny_config, "--run-dir", tmp_path / "run")
-    for wrong, fact in (("prompts.cache=off", "no cache to fill"), ("prompts.train=missing.txt", "missing.txt")):
+    for wrong, fact in (
+        ("prompts.cache=off", "no cache to fill"),
+        ("prompts.train=missing.txt", "missing.txt"),
+    ):
         assert fact in refused(capsys, "encode", tiny_config, wrong)
 
 
 def test_text_of_any_length_is_kept_row_by_row(tmp_path):
     """Ragged conditioning: stored, joined, picked, padded."""
-    rows = [Cond({"pooled": torch.full((1, 2), float(n))}, {"sequence": (torch.full((n, 3), float(n)),)}) for n in (2, 4)]
+    rows = [
+        Cond(
+            {"pooled": torch.full((1, 2), float(n))}, {"sequence": (torch.full((n, 3), float(n)),)}
+        )
+        for n in (2, 4)
+    ]
     store = EmbeddingStore(tmp_path, {"of": "test"}, reserve=0)
     for prompt, row in zip("ab", rows, strict=True):
         store.write(prompt, row)
     both = Cond.join([store.read(prompt) for prompt in "ab"])
-    assert len(both) == 2 and [tuple(value.shape) for value in both.ragged["sequence"]] == [(2, 3), (4, 3)]
+    assert len(both) == 2 and [tuple(value.shape) for value in both.ragged["sequence"]] == [
+        (2, 3),
+        (4, 3),
+    ]
     picked = both.rows([1, 0, 1])
-    assert [len(value) for value in picked.ragged["sequence"]] == [4, 2, 4] and len(picked.tensors["pooled"]) == 3
+    assert [len(value) for value in picked.ragged["sequence"]] == [4, 2, 4] and len(
+        picked.tensors["pooled"]
+    ) == 3
     padded, mask = picked.padded("sequence")
     assert padded.shape == (3, 4, 3) and mask.sum(1).tolist() == [4, 2, 4]
     assert torch.equal(padded[1], torch.tensor([2.0, 2.0, 0.0, 0.0])[:, None].expand(4, 3))
@@ -266,15 +325,20 @@ def test_text_of_any_length_is_kept_row_by_row(tmp_path):
 
 @torch.inference_mode()
 def published_folder(place, pipeline, texts, dtype=torch.float32):
-    """As G2RPO's published preprocessing writes it: a .pt file of one row for each tensor, and a list of captions."""
+    """As G2RPO's published preprocessing writes it: a .pt file of one row for each tensor, and a
+    list of captions."""
     pipe = FluxPipeline.from_pretrained(pipeline, torch_dtype=dtype)
     entries = []
     for number, text in enumerate(texts):
         made = pipe.encode_prompt(prompt=[text], prompt_2=[text])
-        for part, tensor in zip(("prompt_embed", "pooled_prompt_embeds", "text_ids"), made, strict=True):
+        for part, tensor in zip(
+            ("prompt_embed", "pooled_prompt_embeds", "text_ids"), made, strict=True
+        ):
             (place / part).mkdir(parents=True, exist_ok=True)
             torch.save(tensor[0], place / part / f"{number}.pt")
-        files = dict.fromkeys(("prompt_embed_path", "text_ids", "pooled_prompt_embeds_path"), f"{number}.pt")
+        files = dict.fromkeys(
+            ("prompt_embed_path", "text_ids", "pooled_prompt_embeds_path"), f"{number}.pt"
+        )
         entries.append({**files, "caption": text})
     (place / "videos2caption.json").write_text(json.dumps(entries, indent=4))
     return place
@@ -282,18 +346,27 @@ def published_folder(place, pipeline, texts, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cache", ["auto", "off"])
-def test_a_folder_of_the_published_preprocessing_has_our_own_rows(flux_directory, tmp_path, dtype, cache):
-    """Bit for bit, and its prompts are neither encoded nor stored again; those that are not in it are."""
+def test_a_folder_of_the_published_preprocessing_has_our_own_rows(
+    flux_directory, tmp_path, dtype, cache
+):
+    """Bit for bit, and its prompts are neither encoded nor stored again; those that are not in it
+    are."""
     folder = published_folder(tmp_path / "rows", flux_directory, TEXTS[:2], getattr(torch, dtype))
     prompts = read_prompts(folder)
     assert prompts == TEXTS[:2] == read_prompts(folder / "videos2caption.json")
-    options = {"dtype": dtype, "max_sequence_length": 512}  # diffusers' default, which the published code keeps
+    # diffusers' default, which the published code keeps
+    options = {"dtype": dtype, "max_sequence_length": 512}
     encoder = cached(flux_directory, cache, **options)
     assert encoder.missing([*prompts, TEXTS[2]]) == TEXTS[2:]
     encode_ahead(encoder, [*prompts, TEXTS[2]])
-    found, own = encoder.encode([*prompts, TEXTS[2]]), cached(flux_directory, "off", **options).encode(TEXTS)
+    found, own = (
+        encoder.encode([*prompts, TEXTS[2]]),
+        cached(flux_directory, "off", **options).encode(TEXTS),
+    )
     assert equal(found, own) and encoder.encoded == 1
-    assert {name: value.dtype for name, value in found.tensors.items()} == {name: v.dtype for name, v in own.tensors.items()}
+    assert {name: value.dtype for name, value in found.tensors.items()} == {
+        name: v.dtype for name, v in own.tensors.items()
+    }
 
 
 class Call:
@@ -306,18 +379,38 @@ class Call:
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
-        (lambda folder: torch.save(Call(), folder / "prompt_embed" / "0.pt"), "0.pt: .*more than tensors"),
-        (lambda folder: torch.save({"a": torch.ones(1)}, folder / "text_ids" / "0.pt"), "0.pt: is dict"),
-        (lambda folder: torch.save(torch.ones(3, 2), folder / "prompt_embed" / "0.pt"), r"0.pt: is \[3, 2\]"),
+        (
+            lambda folder: torch.save(Call(), folder / "prompt_embed" / "0.pt"),
+            "0.pt: .*more than tensors",
+        ),
+        (
+            lambda folder: torch.save({"a": torch.ones(1)}, folder / "text_ids" / "0.pt"),
+            "0.pt: is dict",
+        ),
+        (
+            lambda folder: torch.save(torch.ones(3, 2), folder / "prompt_embed" / "0.pt"),
+            r"0.pt: is \[3, 2\]",
+        ),
         (lambda folder: (folder / "prompt_embed" / "0.pt").write_bytes(b"x"), "0.pt: "),
-        (lambda folder: (folder / "text_ids" / "0.pt").unlink(), "entry 1: .*0.pt is no file of this folder"),
-        (lambda folder: renamed(folder, "../text_ids/0.pt"), "entry 1: .* is no file of this folder"),
-        (lambda folder: (folder / "videos2caption.json").write_text('[{"caption": "a"}]'), "prompt_embed_path"),
+        (
+            lambda folder: (folder / "text_ids" / "0.pt").unlink(),
+            "entry 1: .*0.pt is no file of this folder",
+        ),
+        (
+            lambda folder: renamed(folder, "../text_ids/0.pt"),
+            "entry 1: .* is no file of this folder",
+        ),
+        (
+            lambda folder: (folder / "videos2caption.json").write_text('[{"caption": "a"}]'),
+            "prompt_embed_path",
+        ),
         (lambda folder: (folder / "videos2caption.json").write_text("[]"), "is empty"),
         (lambda folder: swapped(folder), "0.pt: differs by .* of its size"),
     ],
 )
-def test_embeddings_that_are_none_or_of_other_encoders_are_refused(flux_directory, tmp_path, change, fact, capsys):
+def test_embeddings_that_are_none_or_of_other_encoders_are_refused(
+    flux_directory, tmp_path, change, fact, capsys
+):
     folder = published_folder(tmp_path / "rows", flux_directory, TEXTS[:2])
     change(folder)
     with pytest.raises(UserError, match=fact):
@@ -327,7 +420,9 @@ def test_embeddings_that_are_none_or_of_other_encoders_are_refused(flux_director
 
 def renamed(folder, name):
     listed = folder / "videos2caption.json"
-    listed.write_text(listed.read_text().replace('"prompt_embed_path": "0.pt"', f'"prompt_embed_path": "{name}"'))
+    listed.write_text(
+        listed.read_text().replace('"prompt_embed_path": "0.pt"', f'"prompt_embed_path": "{name}"')
+    )
 
 
 def swapped(folder):

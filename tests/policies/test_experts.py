@@ -1,4 +1,5 @@
-"""Wan2.2-A14B's two experts: each acts on its side of the boundary as in diffusers' own pipeline, and one is trained."""
+"""Wan2.2-A14B's two experts: each acts on its side of the boundary as in diffusers' own pipeline,
+and one is trained."""
 
 import copy
 from contextlib import nullcontext
@@ -32,15 +33,25 @@ def original():
 
 
 def load(original, tuning="frozen", **options):
-    return make(CLASSES[WAN], copy.deepcopy(original), **SIZE, tuning=tuning, lora_rank=4, **options)
+    return make(
+        CLASSES[WAN], copy.deepcopy(original), **SIZE, tuning=tuning, lora_rank=4, **options
+    )
 
 
 def pictures(policy):
-    return Sampler(policy=policy, shift="model", num_steps=STEPS, seed=5, batch_size=3, decode_batch_size=2).pictures(PROMPTS)
+    return Sampler(
+        policy=policy, shift="model", num_steps=STEPS, seed=5, batch_size=3, decode_batch_size=2
+    ).pictures(PROMPTS)
 
 
 def theirs(pipeline, **options):
-    return drawn_by(copy.deepcopy(pipeline), SPECS[WAN], PolicyConfig(path="", **SIZE, **options), PROMPTS, STEPS).pictures
+    return drawn_by(
+        copy.deepcopy(pipeline),
+        SPECS[WAN],
+        PolicyConfig(path="", **SIZE, **options),
+        PROMPTS,
+        STEPS,
+    ).pictures
 
 
 GUIDED = [{}, {"guidance_scale": 4.0, "guidance_scale_2": 2.0}, {"guidance_scale": 1.0}]
@@ -49,7 +60,8 @@ GUIDED = [{}, {"guidance_scale": 4.0, "guidance_scale_2": 2.0}, {"guidance_scale
 @pytest.mark.parametrize("options", GUIDED)
 def test_pictures_equal_the_pipelines_own(original, options):
     policy = load(original, **options)
-    assert {policy.trains_at(float(sigma)) for sigma in policy.grid(STEPS)[:-1]} == {True, False}  # both act
+    # both act
+    assert {policy.trains_at(float(sigma)) for sigma in policy.grid(STEPS)[:-1]} == {True, False}
     torch.testing.assert_close(pictures(policy), theirs(original, **options), atol=1e-5, rtol=0)
 
 
@@ -64,16 +76,27 @@ def test_both_scales_and_both_experts_are_seen(original):
 @torch.no_grad()
 def test_rows_of_both_experts_share_no_call(original):
     policy = load(original)
-    x, cond = policy.noise([generator_for(i) for i in range(3)]), policy.encode([*PROMPTS, PROMPTS[0]])
+    x, cond = (
+        policy.noise([generator_for(i) for i in range(3)]),
+        policy.encode([*PROMPTS, PROMPTS[0]]),
+    )
     sigma = torch.tensor([0.95, 0.3, BOUNDARY])
-    alone = torch.cat([policy.velocity(x[i : i + 1], sigma[i : i + 1], cond.rows([i])) for i in range(3)])
+    alone = torch.cat(
+        [policy.velocity(x[i : i + 1], sigma[i : i + 1], cond.rows([i])) for i in range(3)]
+    )
     torch.testing.assert_close(policy.velocity(x, sigma, cond), alone, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("expert", ["high", "low"])
 def test_check_model_passes_for_either_expert(original, expert, tmp_path):
     options = PolicyConfig(path="", **SIZE, lora_rank=4, expert=expert)
-    made = checks(lambda: copy.deepcopy(original), CLASSES[WAN], options, prompts_for(SPECS[WAN], tmp_path), tmp_path)
+    made = checks(
+        lambda: copy.deepcopy(original),
+        CLASSES[WAN],
+        options,
+        prompts_for(SPECS[WAN], tmp_path),
+        tmp_path,
+    )
     found = list(made)
     assert all(check.passed for check in found) and len(found) == 8, found
 
@@ -95,19 +118,27 @@ def test_an_adapter_draws_the_same_in_plain_diffusers_in_its_own_expert_alone(or
 def test_a_loss_of_the_frozen_expert_is_refused(original):
     policy = load(original, "lora")
     x, cond = policy.noise([generator_for(0)]), policy.encode(PROMPTS[:1])
-    with policy.in_loss(), pytest.raises(UserError, match="sigma 0.300, where the trained weights do not act"):
+    with (
+        policy.in_loss(),
+        pytest.raises(UserError, match="sigma 0.300, where the trained weights do not act"),
+    ):
         policy.velocity(x, torch.tensor([0.3]), cond)
 
 
 def test_the_grid_of_unipc_is_switched_where_the_pipeline_does(original):
     """Its times are whole numbers."""
     pipeline = copy.deepcopy(original)
-    pipeline.scheduler = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
+    pipeline.scheduler = UniPCMultistepScheduler(
+        use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0
+    )
     policy = make(CLASSES[WAN], pipeline, **SIZE, tuning="frozen")
     sigmas = policy.grid(40)
     pipeline.scheduler.set_timesteps(40)
     high = [bool(time >= 1000 * BOUNDARY) for time in pipeline.scheduler.timesteps]
-    assert [policy.trains_at(float(sigma)) for sigma in sigmas[:-1]] == high and {*high} == {True, False}
+    assert [policy.trains_at(float(sigma)) for sigma in sigmas[:-1]] == high and {*high} == {
+        True,
+        False,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -129,12 +160,23 @@ def test_a_plan_counts_the_frozen_expert(original, recipe):
     frozen = size_of(original.transformer_2)
     assert plan.memory.parts["frozen expert"] == plan.memory.parts["frozen weights"] == frozen
     assert plan.memory.host > 2 * frozen
-    with pytest.raises(UserError, match="trains at sigma 0.800, where the trained weights do not act"):
-        make_plan(load_config(recipe[0], [*recipe[1], "sampling.shift=1"]), cuda=False, heldout=1, distinct_prompts=1)
+    with pytest.raises(
+        UserError, match="trains at sigma 0.800, where the trained weights do not act"
+    ):
+        make_plan(
+            load_config(recipe[0], [*recipe[1], "sampling.shift=1"]),
+            cuda=False,
+            heldout=1,
+            distinct_prompts=1,
+        )
 
 
 REFUSED = [
-    ("high", "algorithm.branch_steps=[0,3]", r"g2rpo trains at sigma 0.824.*steps \[0, 1, 2\] of 10"),
+    (
+        "high",
+        "algorithm.branch_steps=[0,3]",
+        r"g2rpo trains at sigma 0.824.*steps \[0, 1, 2\] of 10",
+    ),
     ("high", "algorithm.name=diffusion_nft", "diffusion_nft trains at"),
     ("low", "algorithm.branch_steps=[3,4]", None),
     ("low", "algorithm.branch_steps=[2,3]", "g2rpo trains at sigma 0.889"),

@@ -25,14 +25,16 @@ SCHEDULERS = {  # the published scheduler_config.json of both models
 
 
 def test_shifts_of_the_published_models():
-    """FLUX.1-dev: mu = 0.5 at 256 tokens and 1.15 at 4096, linear between; 720x720 pixels are 45 * 45 tokens."""
+    """FLUX.1-dev: mu = 0.5 at 256 tokens and 1.15 at 4096, linear between; 720x720 pixels are 45 *
+    45 tokens."""
     assert deployed_shift(SCHEDULERS["dev"], 64 * 64) == pytest.approx(3.158, abs=1e-3)
     assert deployed_shift(SCHEDULERS["dev"], 45 * 45) == pytest.approx(2.224, abs=1e-3)
     assert deployed_shift(SCHEDULERS["schnell"], 45 * 45) == 1.0
 
 
 def test_adapters_start_gaussian_where_that_is_asked_for(flux_directory):
-    """Their first factor has std 1 / rank, as published codes have it; peft's default is uniform, and narrower here."""
+    """Their first factor has std 1 / rank, as published codes have it; peft's default is uniform,
+    and narrower here."""
     spreads = []
     for init in ("gaussian", "kaiming"):
         policy = load(flux_directory, tuning="lora", lora_rank=4, lora_init=init)
@@ -44,23 +46,37 @@ def test_adapters_start_gaussian_where_that_is_asked_for(flux_directory):
 
 
 def test_weights_that_are_trained_start_as_the_checkpoint_has_them(flux_directory):
-    """The file is float32, and so are masters, whatever the calls compute in; weights under an adapter are the calls'."""
-    stored = FluxTransformer2DModel.from_pretrained(flux_directory, subfolder="transformer").state_dict()
-    masters = load(flux_directory, tuning="full", dtype=torch.bfloat16).pipeline.transformer.state_dict()
+    """The file is float32, and so are masters, whatever the calls compute in; weights under an
+    adapter are the calls'."""
+    stored = FluxTransformer2DModel.from_pretrained(
+        flux_directory, subfolder="transformer"
+    ).state_dict()
+    masters = load(
+        flux_directory, tuning="full", dtype=torch.bfloat16
+    ).pipeline.transformer.state_dict()
     assert all(torch.equal(masters[name], weight) for name, weight in stored.items())
-    under = load(flux_directory, tuning="lora", dtype=torch.bfloat16).pipeline.transformer.named_parameters()
+    under = load(
+        flux_directory, tuning="lora", dtype=torch.bfloat16
+    ).pipeline.transformer.named_parameters()
     assert {weight.dtype for name, weight in under if "lora_" not in name} == {torch.bfloat16}
 
 
 def test_published_pictures_are_those_of_diffusers_image_processor(flux_directory):
-    """x / 2 + 1 / 2 in bfloat16, to the grey level; in float32 an eighth of the pixels and more have another level."""
+    """x / 2 + 1 / 2 in bfloat16, to the grey level; in float32 an eighth of the pixels and more
+    have another level."""
     policy = load(flux_directory, dtype=torch.bfloat16, published_pictures=True)
     vae, latents = policy.pipeline.vae, 2 * policy.noise([generator_for(i) for i in range(4)])
     unpacked = policy.pipeline._unpack_latents(latents, 32, 32, policy.pipeline.vae_scale_factor)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        decoded = vae.decode(unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
+        decoded = vae.decode(
+            unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False
+        )[0]
     theirs = VaeImageProcessor(16).postprocess(decoded)
-    levels = torch.stack([torch.from_numpy(np.array(picture)) for picture in theirs]).permute(0, 3, 1, 2)
+    levels = torch.stack([torch.from_numpy(np.array(picture)) for picture in theirs]).permute(
+        0, 3, 1, 2
+    )
     assert torch.equal(to_uint8(policy.decode(latents)), levels)
-    exact = to_uint8(load(flux_directory, dtype=torch.bfloat16).decode(latents)).int() - levels.int()
+    exact = (
+        to_uint8(load(flux_directory, dtype=torch.bfloat16).decode(latents)).int() - levels.int()
+    )
     assert 0.125 < float((exact != 0).float().mean()) < 0.5 and int(exact.abs().max()) == 1

@@ -1,4 +1,5 @@
-"""`policy.lora_above`: the adapter acts at early steps alone, in training, in samples, and in plain diffusers by the card."""
+"""`policy.lora_above`: the adapter acts at early steps alone, in training, in samples, and in plain
+diffusers by the card."""
 
 import copy
 import re
@@ -47,7 +48,14 @@ def original():
 
 
 def load(original, **options):
-    policy = make(CLASSES["FluxPipeline"], copy.deepcopy(original), height=32, width=32, lora_rank=4, **options)
+    policy = make(
+        CLASSES["FluxPipeline"],
+        copy.deepcopy(original),
+        height=32,
+        width=32,
+        lora_rank=4,
+        **options,
+    )
     perturb(policy)
     return policy
 
@@ -55,14 +63,19 @@ def load(original, **options):
 @torch.no_grad()
 def test_velocities_are_the_adapters_above_and_the_bases_below(original):
     everywhere, early = load(original), load(original, lora_above=ABOVE)
-    x, cond = early.noise([generator_for(i) for i in range(3)]), early.encode([*PROMPTS, PROMPTS[0]])
+    x, cond = (
+        early.noise([generator_for(i) for i in range(3)]),
+        early.encode([*PROMPTS, PROMPTS[0]]),
+    )
     sigma = torch.tensor([0.9, ABOVE, 0.2])
     tuned = everywhere.velocity(x, sigma, cond)
     with everywhere.base():
         base = everywhere.velocity(x, sigma, cond)
     assert (tuned - base).flatten(1).abs().amax(1).min() > 1e-3  # at all three sigmas
     found = early.velocity(x, sigma, cond)
-    torch.testing.assert_close(found, torch.stack([tuned[0], base[1], base[2]]), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        found, torch.stack([tuned[0], base[1], base[2]]), atol=2e-6, rtol=1e-5
+    )
     with early.base():
         torch.testing.assert_close(early.velocity(x, sigma, cond), base, atol=2e-6, rtol=1e-5)
     assert [early.trains_at(value) for value in (0.9, ABOVE, 0.2)] == [True, False, False]
@@ -78,7 +91,9 @@ def test_what_a_policy_saves_says_where_it_acts(original, tmp_path):
     with torch.no_grad(), policy.base():
         base = policy.velocity(x, sigma, cond)
     torch.testing.assert_close(again.velocity(x, sigma, cond), base, atol=2e-6, rtol=1e-5)
-    with pytest.raises(UserError, match=r"policy.adapter acts at all steps, and the saved adapter would hold both"):
+    with pytest.raises(
+        UserError, match=r"policy.adapter acts at all steps, and the saved adapter would hold both"
+    ):
         load(original, lora_above=ABOVE, adapter=str(load(original).save(tmp_path / "everywhere")))
 
 
@@ -112,15 +127,24 @@ def drawn(run):
 
 
 def test_the_card_draws_the_same_in_plain_diffusers(capsys, run, drawn):
-    """The code of the card is run; only the prompt, its noise and the base model's folder are put in."""
+    """The code of the card is run; only the prompt, its noise and the base model's folder are put
+    in."""
     card = Run(run).weights / "README.md"
     code, pictures = re.search(r"```python\n(.*?)```", card.read_text(), re.DOTALL)[1], {}
     code = code.replace("'testbed'", f"{str(pipeline_dir())!r}, torch_dtype='float32'")
     code = code.replace("THIS FOLDER OR REPOSITORY", str(card.parent))
     assert "callback_on_step_end=until" in code
-    for name, text in {"card": code, "everywhere": code.replace(", callback_on_step_end=until", "")}.items():
+    for name, text in {
+        "card": code,
+        "everywhere": code.replace(", callback_on_step_end=until", ""),
+    }.items():
         namespace = {"prompt": PROMPT, "noise": generator_for(3, "picture", 0)}
-        exec(text.replace('"..."', 'prompt, generator=noise, output_type="pt"').replace(".images[0]", "[0]"), namespace)
+        exec(
+            text.replace('"..."', 'prompt, generator=noise, output_type="pt"').replace(
+                ".images[0]", "[0]"
+            ),
+            namespace,
+        )
         pictures[name] = namespace["picture"].float().cpu()
     off = {name: float((picture - drawn[0]).abs().max()) for name, picture in pictures.items()}
     assert off["card"] < 1e-4 < 1e-2 < off["everywhere"], off
@@ -135,7 +159,9 @@ def test_the_file_alone_says_where_it_acts(run, drawn):
     policy = build_policy(config.policy.model_copy(update={"lora_above": 0.0}), tuning="frozen")
     load_weights(policy, Run(run).weights, "testbed")
     assert policy.options.lora_above == ABOVE
-    assert torch.equal(sampler_of(config, policy, seed=3, decode_batch_size=8).pictures([PROMPT]), drawn[0])
+    assert torch.equal(
+        sampler_of(config, policy, seed=3, decode_batch_size=8).pictures([PROMPT]), drawn[0]
+    )
 
 
 def test_a_run_that_continues_it_begins_with_its_pictures(run, drawn):
@@ -152,7 +178,11 @@ def test_a_run_that_continues_it_begins_with_its_pictures(run, drawn):
 
 
 REFUSED = [
-    ("policy.lora_above=0.5", "algorithm.branch_steps=[0,8]", r"trains at sigma 0.429.*policy.lora_above=0.5"),
+    (
+        "policy.lora_above=0.5",
+        "algorithm.branch_steps=[0,8]",
+        r"trains at sigma 0.429.*policy.lora_above=0.5",
+    ),
     ("policy.lora_above=0.5", "algorithm.name=diffusion_nft", "diffusion_nft trains at sigma"),
     ("policy.lora_above=0.5", "algorithm.branch_steps=[0,7]", None),
 ]
@@ -173,4 +203,7 @@ def test_it_is_for_adapters(original):
     with pytest.raises(UserError, match="policy.lora_above: is for adapters"):
         load(original, tuning="full", lora_above=ABOVE)
     with pytest.raises(UserError, match="policy.lora_above: is for adapters"):
-        check_options(SPECS["FluxPipeline"], load_config("scenes", ["policy.lora_above=0.5", "policy.tuning=full"]).policy)
+        check_options(
+            SPECS["FluxPipeline"],
+            load_config("scenes", ["policy.lora_above=0.5", "policy.tuning=full"]).policy,
+        )

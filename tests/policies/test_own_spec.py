@@ -7,7 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import BriaPipeline, BriaTransformer2DModel, ErnieImagePipeline, PRXTransformer2DModel
+from diffusers import (
+    BriaPipeline,
+    BriaTransformer2DModel,
+    ErnieImagePipeline,
+    PRXTransformer2DModel,
+)
 from diffusers.pipelines.prx import pipeline_prx
 from safetensors.torch import load_file
 
@@ -73,7 +78,9 @@ def bria(tmp_path):
 def plain(pipeline):
     pipeline.set_progress_bar_config(disable=True)
     generators = [generator_for(5, "picture", i) for i in range(len(PROMPTS))]
-    return pipeline(PROMPTS, num_inference_steps=4, generator=generators, output_type="pt", **SIZE).images
+    return pipeline(
+        PROMPTS, num_inference_steps=4, generator=generators, output_type="pt", **SIZE
+    ).images
 
 
 def own(policy):
@@ -86,12 +93,16 @@ def test_check_model_tells_whether_the_description_is_right(bria, capsys, right,
     folder, kind = bria
     file = Path(kind.partition(":")[0])
     if not right:  # a result of encode_prompt is left out
-        file.write_text(file.read_text().replace('"negative_prompt_embeds", "text_ids"', '"text_ids"'))
+        file.write_text(
+            file.read_text().replace('"negative_prompt_embeds", "text_ids"', '"text_ids"')
+        )
     size = [f"policy.{name}={value}" for name, value in SIZE.items()]
     found, out, err = g2rpo(capsys, "check-model", folder, "--kind", kind, *size)
     assert found == code, out + err
     assert re.findall(r"FAILED +(\w+)", out) == failed
-    assert ("LoRA of rank 32 at 32x48, float32 needs" in out) == (not failed) and ("`encoded`" in out) == bool(failed)
+    assert ("LoRA of rank 32 at 32x48, float32 needs" in out) == (not failed) and (
+        "`encoded`" in out
+    ) == bool(failed)
 
 
 @pytest.fixture
@@ -110,7 +121,12 @@ def published(bria):
 
 def test_published_sizes_and_licence_are_known_from_the_value(published, capsys):
     """By a hub id that is nowhere."""
-    options = ["policy.height=32", "policy.width=48", f"policy.kind={published[1]}", "policy.pipeline="]
+    options = [
+        "policy.height=32",
+        "policy.width=48",
+        f"policy.kind={published[1]}",
+        "policy.pipeline=",
+    ]
     out = done(capsys, "plan", "scenes", "policy.path=briaai/BRIA-3.2", *options)
     assert "briaai/BRIA-3.2: A licence" in out
 
@@ -121,7 +137,16 @@ def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, 
     few = ["trainer.iterations=1", "evaluation.num_prompts=1", "algorithm.group_size=2"]
     run, size = tmp_path / "run", ["policy.height=32", "policy.width=48"]
     few += ["rewards.scene_accuracy=", "rewards.brightness=1", "optim.learning_rate=0.01"]
-    done(capsys, "train", write_tiny(tmp_path, folder), f"policy.kind={kind}", *few, *size, "--run-dir", run)
+    done(
+        capsys,
+        "train",
+        write_tiny(tmp_path, folder),
+        f"policy.kind={kind}",
+        *few,
+        *size,
+        "--run-dir",
+        run,
+    )
     plugins.allow(kind)
     policy = components.build_policy(Run(run).read_config().policy, tuning="frozen")
     base = own(policy)
@@ -141,17 +166,27 @@ def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, 
     torch.testing.assert_close(plain(pipe), tuned, atol=1e-5, rtol=0)
     names = load_file(api.export(run, "comfyui"))
     assert names and all(name.startswith("mine.") for name in names)
-    sample = ["sample", run, "--plugin", kind.partition(":")[0], "--out", tmp_path / "drawn", "a red circle"]
+    sample = [
+        "sample",
+        run,
+        "--plugin",
+        kind.partition(":")[0],
+        "--out",
+        tmp_path / "drawn",
+        "a red circle",
+    ]
     done(capsys, *sample)
 
 
 @pytest.fixture
 def prx(tmp_path):
-    """(the pipeline's folder, FILE.py:NAME, options): a class whose transformer has no methods for adapters in diffusers."""
+    """(the pipeline's folder, FILE.py:NAME, options): a class whose transformer has no methods for
+    adapters in diffusers."""
     Path(tmp_path / "own.py").write_text(PRX)
     kind = f"{tmp_path / 'own.py'}:Prx"
     plugins.allow(kind)
-    size = {name: value for name, value in SIZE.items() if name != "max_sequence_length"}  # which its call does not take
+    # which its call does not take
+    size = {name: value for name, value in SIZE.items() if name != "max_sequence_length"}
     return save_tiny("PRXPipeline", tmp_path / "prx"), kind, size
 
 
@@ -161,21 +196,41 @@ def test_layers_that_a_transformer_lacks_are_named_before_it_is_loaded(prx):
         weights.unlink()
     missing = {"lora_targets": ["to_q", "to_k"]}
     with pytest.raises(
-        UserError, match=r"no layer of a PRXTransformer2DModel is named to_q, to_k; .* img_qkv_proj, .*tuning=full"
+        UserError,
+        match=r"no layer of a PRXTransformer2DModel is named to_q, to_k; .* img_qkv_proj, .*tuning=full",
     ):
         components.load_pipeline(PolicyConfig(path=str(folder), kind=kind, **size, **missing))
     with pytest.raises(UserError, match=r"img_qkv_proj"):  # from Python too
-        make(DiffusersPolicy.of(plugins.load(kind)), tiny_pipeline("PRXPipeline"), **size, **missing)
+        make(
+            DiffusersPolicy.of(plugins.load(kind)), tiny_pipeline("PRXPipeline"), **size, **missing
+        )
 
 
 @pytest.mark.slow  # half a minute, and one more class that a file describes
-def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(prx, tmp_path, capsys, monkeypatch):
+def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(
+    prx, tmp_path, capsys, monkeypatch
+):
     folder, kind, size = prx
-    monkeypatch.setattr(pipeline_prx, "ftfy", SimpleNamespace(fix_text=str), raising=False)  # with which it cleans prompts
+    # with which it cleans prompts
+    monkeypatch.setattr(pipeline_prx, "ftfy", SimpleNamespace(fix_text=str), raising=False)
     run, given = tmp_path / "run", [f"policy.{name}={value}" for name, value in size.items()]
-    few = ["trainer.iterations=1", "evaluation.num_prompts=1", "algorithm.group_size=2", "policy.max_sequence_length="]
+    few = [
+        "trainer.iterations=1",
+        "evaluation.num_prompts=1",
+        "algorithm.group_size=2",
+        "policy.max_sequence_length=",
+    ]
     few += ["rewards.scene_accuracy=", "rewards.brightness=1", "optim.learning_rate=0.01"]
-    done(capsys, "train", write_tiny(tmp_path, folder), f"policy.kind={kind}", *few, *given, "--run-dir", run)
+    done(
+        capsys,
+        "train",
+        write_tiny(tmp_path, folder),
+        f"policy.kind={kind}",
+        *few,
+        *given,
+        "--run-dir",
+        run,
+    )
     policy = components.build_policy(Run(run).read_config().policy, tuning="frozen")
     base = own(policy)
     policy.load(run / "adapter")
@@ -184,7 +239,8 @@ def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(prx, tmp_path,
     with policy.base():
         torch.testing.assert_close(own(policy), base, atol=1e-6, rtol=0)
     assert (
-        'AutoModel.from_pretrained("FOLDER OF g2rpo export RUN --format merged")' in (run / "adapter" / "README.md").read_text()
+        'AutoModel.from_pretrained("FOLDER OF g2rpo export RUN --format merged")'
+        in (run / "adapter" / "README.md").read_text()
     )
     transformer = PRXTransformer2DModel.from_pretrained(api.export(run, "merged"))
     merged = components.load_pipeline(Run(run).read_config().policy, tuning="frozen")
@@ -197,7 +253,9 @@ def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(prx, tmp_path,
 def test_a_pipeline_that_draws_noise_inside_its_call_is_refused():
     """ErnieImagePipeline does: its own noise would be taken for a velocity."""
     pipeline = object.__new__(ErnieImagePipeline)
-    with pytest.raises(UserError, match="ErnieImagePipeline: has no method prepare_latents, so no PipelineSpec can"):
+    with pytest.raises(
+        UserError, match="ErnieImagePipeline: has no method prepare_latents, so no PipelineSpec can"
+    ):
         replay(pipeline, Script(None, None), {}, device="cpu", parts={})
 
 
@@ -208,7 +266,9 @@ class Unimported(BriaPipeline):
 
 def test_a_library_that_diffusers_did_not_find_is_named():
     """As for PRX and SkyReels-V2."""
-    with pytest.raises(UserError, match="Unimported: needs ftfy, which is not installed: pip install ftfy"):
+    with pytest.raises(
+        UserError, match="Unimported: needs ftfy, which is not installed: pip install ftfy"
+    ):
         replay(object.__new__(Unimported), Script(None, None), {}, device="cpu", parts={})
 
 

@@ -1,4 +1,5 @@
-"""Frozen weights in fewer bits: the nearest that can be stored, used by rollout, tails and training alike."""
+"""Frozen weights in fewer bits: the nearest that can be stored, used by rollout, tails and training
+alike."""
 
 import json
 import sys
@@ -11,7 +12,12 @@ from torch import nn
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.policies.quantized import QUANTIZED_LINEARS, QuantizedLinear, check_quantization, weights_of
+from g2rpo.policies.quantized import (
+    QUANTIZED_LINEARS,
+    QuantizedLinear,
+    check_quantization,
+    weights_of,
+)
 from tests.support import policies
 from tests.support.commands import done, refused
 from tests.support.variants import few
@@ -24,13 +30,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.fixture(params=sorted(QUANTIZED_LINEARS))
 def kind(request):
     if request.param == "nf4":
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes, of the extra 'quantized', is not installed")
+        pytest.importorskip(
+            "bitsandbytes", reason="bitsandbytes, of the extra 'quantized', is not installed"
+        )
     return request.param
 
 
 def layer(dtype=torch.float32, rows=32, columns=128):
     linear = nn.Linear(columns, rows, dtype=dtype)
-    values = torch.randn(rows, columns, generator=generator_for("weights")) * torch.linspace(0.01, 3, rows)[:, None]
+    values = (
+        torch.randn(rows, columns, generator=generator_for("weights"))
+        * torch.linspace(0.01, 3, rows)[:, None]
+    )
     with torch.no_grad():
         linear.weight.copy_(values)
         linear.weight[3] = 0
@@ -38,11 +49,18 @@ def layer(dtype=torch.float32, rows=32, columns=128):
 
 
 def test_weights_are_the_nearest_that_can_be_stored(kind):
-    """No weight is off by more than half a gap: of its row's largest, of itself, or of its block's of 64. The largest of NF4's
-    blocks are stored too, within half the widest gap, 0.014, of bitsandbytes' 8-bit numbers times their spread."""
+    """No weight is off by more than half a gap: of its row's largest, of itself, or of its block's
+    of 64. The largest of NF4's blocks are stored too, within half the widest gap, 0.014, of
+    bitsandbytes' 8-bit numbers times their spread."""
     linear = layer()
-    weight, stored = linear.weight.detach(), QUANTIZED_LINEARS[kind](linear, torch.device("cpu")).dense()
-    row, block = weight.abs().amax(1, keepdim=True), weight.reshape(-1, 64).abs().amax(1).repeat_interleave(64).view_as(weight)
+    weight, stored = (
+        linear.weight.detach(),
+        QUANTIZED_LINEARS[kind](linear, torch.device("cpu")).dense(),
+    )
+    row, block = (
+        weight.abs().amax(1, keepdim=True),
+        weight.reshape(-1, 64).abs().amax(1).repeat_interleave(64).view_as(weight),
+    )
     allowed = {
         "int8": row / 127.5 / 2,
         "fp8": (weight.abs() * 2**-3).maximum(row / 448 * 2**-9) / 2,
@@ -53,59 +71,82 @@ def test_weights_are_the_nearest_that_can_be_stored(kind):
 
 
 def test_int8_and_float8_are_torchaos():
-    """To the bit in float8. torchao's int8 multiplies by the scale's reciprocal: a weight between two codes may get either."""
+    """To the bit in float8. torchao's int8 multiplies by the scale's reciprocal: a weight between
+    two codes may get either."""
     torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     linear = layer()
     with torch.no_grad():
         linear.weight[3] = 1  # of a row of zeros torchao 0.18 makes NaN in float8
-    int8, float8 = (QUANTIZED_LINEARS[kind](linear, torch.device("cpu")) for kind in ("int8", "fp8"))
+    int8, float8 = (
+        QUANTIZED_LINEARS[kind](linear, torch.device("cpu")) for kind in ("int8", "fp8")
+    )
     theirs = torchao.Float8Tensor.from_hp(linear.weight)
-    assert torch.equal(float8.codes.float(), theirs.qdata.float()) and torch.equal(float8.scale, theirs.scale)
+    assert torch.equal(float8.codes.float(), theirs.qdata.float()) and torch.equal(
+        float8.scale, theirs.scale
+    )
     theirs = torchao.Int8Tensor.from_hp(linear.weight, torchao.PerRow())
     off = (int8.codes.int() - theirs.qdata.int()).abs()
-    assert off.max() <= 1 and off.count_nonzero() <= 40  # a row's largest, 127.5 steps, is between two codes
+    # a row's largest, 127.5 steps, is between two codes
+    assert off.max() <= 1 and off.count_nonzero() <= 40
     torch.testing.assert_close(int8.scale, theirs.scale, rtol=1e-6, atol=0)
 
 
 def test_inputs_get_the_gradient_of_the_stored_weight(kind):
-    """x -> x W' + b is linear, but for fp8's rounding of x: its gradient is that of the same product with a dense W'."""
-    quantized, dtype = QUANTIZED_LINEARS[kind](layer(torch.bfloat16), torch.device("cpu")), torch.bfloat16
+    """x -> x W' + b is linear, but for fp8's rounding of x: its gradient is that of the same
+    product with a dense W'."""
+    quantized, dtype = (
+        QUANTIZED_LINEARS[kind](layer(torch.bfloat16), torch.device("cpu")),
+        torch.bfloat16,
+    )
     x = torch.randn(2, 5, 128, generator=generator_for("x")).to(dtype).requires_grad_()
     grad = torch.randn(2, 5, 32, generator=generator_for("grad")).to(dtype)
     mine = torch.autograd.grad(y := quantized(x), x, grad)[0]
     answer = nn.functional.linear(x, quantized.dense(), quantized.bias)
     assert torch.equal(mine, torch.autograd.grad(answer, x, grad)[0])
     error = relative_error(answer.detach(), y.detach())
-    assert error == 0 if kind != "fp8" else 0.005 < error < 0.03  # half of 2^-3, uniform within gaps of two sizes: 2.6 %
+    # half of 2^-3, uniform within gaps of two sizes: 2.6 %
+    assert error == 0 if kind != "fp8" else 0.005 < error < 0.03
     with torch.no_grad():
         assert torch.equal(quantized(x), y)
 
 
 def test_what_waits_for_the_backward_pass_is_no_dense_weight(kind):
     quantized, saved = QUANTIZED_LINEARS[kind](layer(), torch.device("cpu")), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t, lambda t: t
+    ):
         quantized(torch.randn(4, 128, requires_grad=True)).sum().backward()
     assert sum(saved) == 0
 
 
-# --- of a policy ------------------------------------------------------------------------------------------------------------
+# --- of a policy ----------------------------------------------------------------------------------
 
 
 def load(directory, **options):
-    policy = policies.load(directory, **{**SIZE, "dtype": torch.bfloat16, "tuning": "lora", **options})
+    policy = policies.load(
+        directory, **{**SIZE, "dtype": torch.bfloat16, "tuning": "lora", **options}
+    )
     for number, parameter in enumerate(policy.trainable_parameters()):
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator_for(number))
     return policy
 
 
 def question(policy):
-    return policy.noise([generator_for(i) for i in range(3)]), torch.tensor([0.9, 0.5, 0.1]), policy.encode(PROMPTS)
+    return (
+        policy.noise([generator_for(i) for i in range(3)]),
+        torch.tensor([0.9, 0.5, 0.1]),
+        policy.encode(PROMPTS),
+    )
 
 
 def test_layers_of_blocks_are_quantised_and_adapters_are_not(flux_directory, kind):
     policy, whole = load(flux_directory, quantize=kind), load(flux_directory)
     transformer = policy.pipeline.transformer
-    left = {name for name, module in transformer.named_modules() if type(module) is nn.Linear and "lora_" not in name}
+    left = {
+        name
+        for name, module in transformer.named_modules()
+        if type(module) is nn.Linear and "lora_" not in name
+    }
     assert left and not any("blocks" in name for name in left)
     assert all(p.dtype == torch.float32 for p in policy.trainable_parameters())
     assert weights_of(transformer) == weights_of(whole.pipeline.transformer)
@@ -114,7 +155,12 @@ def test_layers_of_blocks_are_quantised_and_adapters_are_not(flux_directory, kin
         for n, m in whole.pipeline.transformer.named_modules()
         if "blocks" in n and type(m) is nn.Linear and "lora_" not in n
     )
-    buffers = sum(b.nbytes for m in transformer.modules() if isinstance(m, QuantizedLinear) for b in m.buffers())
+    buffers = sum(
+        b.nbytes
+        for m in transformer.modules()
+        if isinstance(m, QuantizedLinear)
+        for b in m.buffers()
+    )
     assert buffers < inside * 1.6  # tiny layers: scales weigh as much as codes
 
 
@@ -126,11 +172,14 @@ def test_one_base_serves_rollout_training_and_the_untrained_model(request, model
         rollout = policy.velocity(x, sigma, cond)
         with policy.base():
             base = policy.velocity(x, sigma, cond)
-    policy.pipeline.transformer.train()  # gradient checkpointing works in this mode only; there is no dropout
+    # gradient checkpointing works in this mode only; there is no dropout
+    policy.pipeline.transformer.train()
     trained = policy.velocity(x, sigma, cond)
     assert torch.equal(rollout, trained) and not torch.equal(rollout, base)
     trained.float().square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.trainable_parameters())
+    assert all(
+        p.grad is not None and p.grad.isfinite().all() for p in policy.trainable_parameters()
+    )
 
 
 def relative_error(exact, got):
@@ -138,8 +187,8 @@ def relative_error(exact, got):
 
 
 def test_nearly_equal_inputs_are_rounded_apart_to_float8():
-    """Inputs one bfloat16 eps apart come out further apart than two eps, and no further than two independent roundings to
-    numbers at most eps of themselves apart do: sqrt(2 / 12) eps."""
+    """Inputs one bfloat16 eps apart come out further apart than two eps, and no further than two
+    independent roundings to numbers at most eps of themselves apart do: sqrt(2 / 12) eps."""
     fp8 = QUANTIZED_LINEARS["fp8"](layer(torch.bfloat16), torch.device("cpu"))
     x = torch.randn(256, 128, generator=generator_for("inputs"))
     near = x + 2**-7 * x.abs() * torch.randn(256, 128, generator=generator_for("signs")).sign()
@@ -151,18 +200,24 @@ def test_nearly_equal_inputs_are_rounded_apart_to_float8():
 
 
 def test_adapters_of_a_quantised_base_are_plain_ones(flux_directory, tmp_path, kind):
-    """Loaded again they give the same velocities to the bit; diffusers' own pipeline draws with them on the base as it was."""
+    """Loaded again they give the same velocities to the bit; diffusers' own pipeline draws with
+    them on the base as it was."""
     policy = load(flux_directory, quantize=kind)
     policy.save(tmp_path)
     again = load(flux_directory, quantize=kind, tuning="frozen")
     again.load(tmp_path)
     with torch.no_grad():
         assert torch.equal(policy.velocity(*question(policy)), again.velocity(*question(again)))
-    whole, pipeline = load(flux_directory, tuning="frozen"), FluxPipeline.from_pretrained(flux_directory)
+    whole, pipeline = (
+        load(flux_directory, tuning="frozen"),
+        FluxPipeline.from_pretrained(flux_directory),
+    )
     whole.load(tmp_path)
     pipeline.load_lora_weights(tmp_path, weight_name="pytorch_lora_weights.safetensors")
     assert not any(isinstance(module, QuantizedLinear) for module in pipeline.transformer.modules())
-    drawn = [Sampler(policy=p, shift=3.0, num_steps=4, seed=5).pictures(PROMPTS) for p in (whole, again)]
+    drawn = [
+        Sampler(policy=p, shift=3.0, num_steps=4, seed=5).pictures(PROMPTS) for p in (whole, again)
+    ]
     assert float((drawn[0] - drawn[1]).abs().mean()) < 0.1
 
 
@@ -171,13 +226,19 @@ def test_a_whole_transformer_does_not_fit_a_quantised_base(flux_directory):
         load(flux_directory, quantize="int8", tuning="frozen").load(flux_directory / "transformer")
 
 
-# --- of a run ---------------------------------------------------------------------------------------------------------------
+# --- of a run -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", few(["int8", "fp8", "nf4"], "fp8".__eq__), indirect=True)
 def test_a_run_on_a_quantised_base_keeps_its_ratio(tmp_path, capsys, tiny_config, kind):
-    """1 to the bit before the first update; the drift is what bfloat16 leaves, and the alarm is silent."""
-    options = [f"policy.quantize={kind}", "policy.dtype=bfloat16", "policy.gradient_checkpointing=true", "alarms.drift=stop"]
+    """1 to the bit before the first update; the drift is what bfloat16 leaves, and the alarm is
+    silent."""
+    options = [
+        f"policy.quantize={kind}",
+        "policy.dtype=bfloat16",
+        "policy.gradient_checkpointing=true",
+        "alarms.drift=stop",
+    ]
     done(capsys, "train", tiny_config, *options, "--run-dir", tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     trained = [row for row in rows if row["kind"] == "train"]
@@ -194,7 +255,13 @@ WRONG = {
 @pytest.mark.parametrize("override", WRONG)
 def test_what_cannot_be_had_is_refused(tmp_path, capsys, tiny_config, override):
     assert WRONG[override] in refused(
-        capsys, "train", tiny_config, "policy.quantize=int8", override, "--run-dir", tmp_path / "run"
+        capsys,
+        "train",
+        tiny_config,
+        "policy.quantize=int8",
+        override,
+        "--run-dir",
+        tmp_path / "run",
     )
 
 
@@ -209,11 +276,14 @@ def test_float8_takes_a_card_that_has_it(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX A6000")
     with pytest.raises(UserError, match=r"RTX A6000 has no float8"):
         check_quantization("fp8", tuning="lora", dtype="bfloat16", device="cuda")
-    assert "RTX 3090 has no float8" in refused(capsys, "plan", "flux1-dev-lora", "policy.quantize=fp8", "--device", "rtx3090")
+    assert "RTX 3090 has no float8" in refused(
+        capsys, "plan", "flux1-dev-lora", "policy.quantize=fp8", "--device", "rtx3090"
+    )
 
 
 def test_float8_is_tried_before_a_run_begins(monkeypatch):
-    """A build of torch may lack the kernel for a card that has float8, and CUDA says so in the product."""
+    """A build of torch may lack the kernel for a card that has float8, and CUDA says so in the
+    product."""
 
     def lacking(*arguments, **more):
         raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")

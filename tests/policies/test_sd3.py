@@ -23,18 +23,27 @@ def load(directory, **options):
 
 
 def pictures(policy, shift=3.0):
-    return Sampler(policy=policy, shift=shift, num_steps=STEPS, seed=5, batch_size=3).pictures(PROMPTS)
+    return Sampler(policy=policy, shift=shift, num_steps=STEPS, seed=5, batch_size=3).pictures(
+        PROMPTS
+    )
 
 
 def theirs(pipeline, negative_prompt=None, **more):
-    """With our grid: left alone, SD3's pipeline takes one of its own (`test_the_deployed_grid...`)."""
+    """With our grid: left alone, SD3's pipeline takes one of its own
+    (`test_the_deployed_grid...`)."""
     pipeline.set_progress_bar_config(disable=True)
     options = {
         "negative_prompt": negative_prompt and [negative_prompt] * len(PROMPTS),
         "sigmas": np.linspace(1, 1 / STEPS, STEPS),
         "generator": [generator_for(5, "picture", i) for i in range(len(PROMPTS))],
     }
-    options |= {"num_inference_steps": STEPS, "guidance_scale": 4.5, "output_type": "pt", **SIZE, **more}
+    options |= {
+        "num_inference_steps": STEPS,
+        "guidance_scale": 4.5,
+        "output_type": "pt",
+        **SIZE,
+        **more,
+    }
     return pipeline(PROMPTS, **options).images
 
 
@@ -44,8 +53,8 @@ def difference(a, b):
 
 @pytest.mark.parametrize("t5", [True, False], ids=["t5", "no t5"])
 def test_pictures_with_a_negative_prompt_equal_the_pipelines_own(tmp_path, t5):
-    """Same float32 network, noise and Euler steps; only the order of a few additions differs (measured: below 1e-6), and
-    guidance multiplies that by up to 4.5: 1e-5 of [0, 1]."""
+    """Same float32 network, noise and Euler steps; only the order of a few additions differs
+    (measured: below 1e-6), and guidance multiplies that by up to 4.5: 1e-5 of [0, 1]."""
     directory, negative = save_sd3(tmp_path, t5=t5), "two blue circle"
     without = {} if t5 else {"text_encoder_3": None, "tokenizer_3": None}
     pipeline = StableDiffusion3Pipeline.from_pretrained(directory, **without)
@@ -56,8 +65,9 @@ def test_pictures_with_a_negative_prompt_equal_the_pipelines_own(tmp_path, t5):
 
 
 def test_the_deployed_grid_is_another_one_and_the_policy_can_walk_it(sd3_directory):
-    """diffusers' scheduler shifts the lower end of a static-shift grid twice (huggingface/diffusers#13243), so a pipeline
-    that is not given `sigmas` spends its last step at sigma = 0.0089."""
+    """diffusers' scheduler shifts the lower end of a static-shift grid twice
+    (huggingface/diffusers#13243), so a pipeline that is not given `sigmas` spends its last step at
+    sigma = 0.0089."""
     pipeline = StableDiffusion3Pipeline.from_pretrained(sd3_directory)
     expected = theirs(pipeline, sigmas=None)
     sigmas = pipeline.scheduler.sigmas
@@ -88,14 +98,19 @@ def test_times_truncated_in_rollouts_alone_are_exact_in_a_loss(sd3_directory):
 
 
 def test_a_detached_negative_prediction_passes_no_gradient(sd3_directory):
-    """FlowBP's cfg_detach_neg: the same velocity, and the gradient of the prediction with the prompt times the scale."""
+    """FlowBP's cfg_detach_neg: the same velocity, and the gradient of the prediction with the
+    prompt times the scale."""
     gradients, velocities = [], []
     for options in ({}, {"detach_negative": True}, {"guidance_scale": 1.0}):
         policy = load(sd3_directory, **{"guidance_scale": 3.5, "tuning": "full", **options})
         cond, x = policy.encode(PROMPTS[:1]), policy.noise([generator_for(0)])
         v = policy.velocity(x, torch.tensor([0.6]), cond)
         v.square().sum().backward() if not velocities else v.backward(2 * velocities[0])
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None]))
+        gradients.append(
+            torch.cat(
+                [p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None]
+            )
+        )
         velocities.append(v.detach())
     plain, detached, prompted = gradients
     assert torch.equal(velocities[0], velocities[1])
@@ -103,7 +118,9 @@ def test_a_detached_negative_prediction_passes_no_gradient(sd3_directory):
     assert float((plain - detached).norm()) > 0.1 * float(plain.norm())
 
 
-@pytest.mark.parametrize(("size", "message"), [({"height": 34}, "multiples of 4"), ({"width": 52}, "up to 48 pixels")])
+@pytest.mark.parametrize(
+    ("size", "message"), [({"height": 34}, "multiples of 4"), ({"width": 52}, "up to 48 pixels")]
+)
 def test_a_size_the_model_cannot_draw_is_refused(sd3_directory, size, message):
     with pytest.raises(ValueError, match=message):
         load(sd3_directory, **size)

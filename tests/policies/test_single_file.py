@@ -1,4 +1,5 @@
-"""Tuned weights in a single .safetensors file: a whole transformer, as published checkpoints are, or an adapter."""
+"""Tuned weights in a single .safetensors file: a whole transformer, as published checkpoints are,
+or an adapter."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ WHOLE, ADAPTER = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.sa
 
 
 def built(folder, tuning="frozen"):
-    return components.build_policy(PolicyConfig(path=str(folder), lora_rank=2, **SIZE), tuning=tuning, keep_base=True)
+    return components.build_policy(
+        PolicyConfig(path=str(folder), lora_rank=2, **SIZE), tuning=tuning, keep_base=True
+    )
 
 
 def trained(folder, tuning, to):
@@ -22,7 +25,9 @@ def trained(folder, tuning, to):
     policy = built(folder, tuning)
     with torch.no_grad():
         for number, parameter in enumerate(policy.trainable_parameters()):
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+            parameter.add_(
+                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            )
     policy.save(to)
     return policy
 
@@ -34,10 +39,18 @@ def velocity(policy):
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer.", "module.model."])
-def test_a_whole_transformer_is_read_whatever_stands_before_all_names(flux_directory, tmp_path, prefix):
+def test_a_whole_transformer_is_read_whatever_stands_before_all_names(
+    flux_directory, tmp_path, prefix
+):
     policy = trained(flux_directory, "full", tmp_path / "transformer")
     file = tmp_path / "released.safetensors"
-    save_file({prefix + name: value for name, value in load_file(tmp_path / "transformer" / WHOLE).items()}, file)
+    save_file(
+        {
+            prefix + name: value
+            for name, value in load_file(tmp_path / "transformer" / WHOLE).items()
+        },
+        file,
+    )
     sampling = built(flux_directory)
     base = velocity(sampling)
     sampling.load(file)
@@ -55,8 +68,14 @@ def test_an_adapter_is_read_whatever_its_file_is_called(flux_directory, tmp_path
 
 
 CHANGES = {
-    "another model": (lambda tensors: {f"x{name}": value for name, value in tensors.items()}, "are missing, .* are unknown"),
-    "another size": (lambda tensors: {**tensors, "x_embedder.bias": torch.zeros(7)}, "1 have another shape.*x_embedder.bias"),
+    "another model": (
+        lambda tensors: {f"x{name}": value for name, value in tensors.items()},
+        "are missing, .* are unknown",
+    ),
+    "another size": (
+        lambda tensors: {**tensors, "x_embedder.bias": torch.zeros(7)},
+        "1 have another shape.*x_embedder.bias",
+    ),
 }
 
 
@@ -79,16 +98,43 @@ def test_commands_take_a_file(capsys, flux_directory, tmp_path):
     drawn = {}
     for weights in (file, file.parent):
         out = tmp_path / f"drawn{len(drawn)}"
-        done(capsys, "sample", *model, "a red circle", "--steps", 2, "--weights", weights, "--out", out)
+        done(
+            capsys,
+            "sample",
+            *model,
+            "a red circle",
+            "--steps",
+            2,
+            "--weights",
+            weights,
+            "--out",
+            out,
+        )
         drawn[weights] = (out / "0000.png").read_bytes()
     assert drawn[file] == drawn[file.parent]
     (tmp_path / "prompts.txt").write_text("a red circle\n")
-    judged = ["evaluate", *model, "--prompts", tmp_path / "prompts.txt", "--rewards", "brightness", "--steps", 2]
+    judged = [
+        "evaluate",
+        *model,
+        "--prompts",
+        tmp_path / "prompts.txt",
+        "--rewards",
+        "brightness",
+        "--steps",
+        2,
+    ]
     judged += ["--weights", file, "--out", tmp_path / "judged"]
     out = done(capsys, *judged)
     assert "tuned" in out
     file.write_bytes((flux_directory / "transformer" / WHOLE).read_bytes())
     assert "other settings" in refused(capsys, *judged)  # another file of this name
     assert "is no folder and no .safetensors file" in refused(
-        capsys, "sample", *model, "x", "--weights", tmp_path / "prompts.txt", "--out", tmp_path / "none"
+        capsys,
+        "sample",
+        *model,
+        "x",
+        "--weights",
+        tmp_path / "prompts.txt",
+        "--out",
+        tmp_path / "none",
     )

@@ -1,4 +1,5 @@
-"""`policy.autocast=false`: calls as diffusers' pipelines make them, with adapters rounded as autocast rounds them."""
+"""`policy.autocast=false`: calls as diffusers' pipelines make them, with adapters rounded as
+autocast rounds them."""
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ from g2rpo.core.seeding import generator_for
 from tests.support import policies
 from tests.support.commands import refused
 
-SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2, "dtype": torch.bfloat16}
+SIZE = {
+    "height": 32,
+    "width": 32,
+    "max_sequence_length": 12,
+    "lora_rank": 2,
+    "dtype": torch.bfloat16,
+}
 
 
 def load(directory, **options):
@@ -25,7 +32,9 @@ def question(policy):
 
 def test_the_untrained_model_computes_what_diffusers_own_does(flux_directory):
     policy = load(flux_directory, autocast=False)
-    network = FluxTransformer2DModel.from_pretrained(flux_directory / "transformer", dtype=torch.bfloat16)
+    network = FluxTransformer2DModel.from_pretrained(
+        flux_directory / "transformer", dtype=torch.bfloat16
+    )
     x, sigma, cond = question(policy)
     with torch.no_grad(), policy.base():
         mine = policy.velocity(x, sigma, cond)
@@ -44,13 +53,16 @@ def test_the_untrained_model_computes_what_diffusers_own_does(flux_directory):
 
 @pytest.mark.parametrize("model", ["flux_directory", "sd3_directory"])
 def test_adapters_compute_in_bfloat16_and_learn_in_float32(request, model):
-    """Both ways are off from float32 by what bfloat16 rounds, and by about as much; gradients reach the float32 factors."""
+    """Both ways are off from float32 by what bfloat16 rounds, and by about as much; gradients reach
+    the float32 factors."""
     directory = request.getfixturevalue(model)
     plain, cast = load(directory, autocast=False), load(directory)
     products = []
     for name, module in plain.pipeline.transformer.named_modules():
         if name.endswith("lora_A.default"):
-            module.register_forward_hook(lambda module, given, answer: products.append(answer.dtype))
+            module.register_forward_hook(
+                lambda module, given, answer: products.append(answer.dtype)
+            )
     exact = load(directory, **{"autocast": True})
     exact.pipeline.transformer.float()
     exact.dtype = exact._latent_dtype = torch.float32
@@ -58,11 +70,15 @@ def test_adapters_compute_in_bfloat16_and_learn_in_float32(request, model):
         x, sigma, cond = question(plain)
         wide = type(cond)({name: value.float() for name, value in cond.tensors.items()})
         reference = exact.velocity(x, sigma, wide)
-        errors = [float((p.velocity(x, sigma, cond).float() - reference).norm() / reference.norm()) for p in (plain, cast)]
+        errors = [
+            float((p.velocity(x, sigma, cond).float() - reference).norm() / reference.norm())
+            for p in (plain, cast)
+        ]
     assert products and set(products) == {torch.bfloat16}
     assert 0 < errors[0] < 3 * errors[1]
     plain.velocity(x, sigma, cond).float().square().sum().backward()
-    grads = [p.grad for p in plain.trainable_parameters() if p.grad is not None]  # the last block of SD3 gives up the text
+    # the last block of SD3 gives up the text
+    grads = [p.grad for p in plain.trainable_parameters() if p.grad is not None]
     assert len(grads) > 0.8 * len(plain.trainable_parameters())
     assert (
         all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)

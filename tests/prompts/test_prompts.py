@@ -44,7 +44,9 @@ def test_prompts_from_text_and_jsonl(tmp_path):
     assert texts(read_prompts(tmp_path / "b.jsonl")) == ["a", "b"]
     (tmp_path / "c.jsonl").write_text('{"caption": " a "}\n')
     assert texts(read_prompts(f"{tmp_path}/c.jsonl:caption")) == ["a"]
-    with pytest.raises(UserError, match="line 1: has no column 'text'; name one after a colon: caption"):
+    with pytest.raises(
+        UserError, match="line 1: has no column 'text'; name one after a colon: caption"
+    ):
         read_prompts(f"{tmp_path}/c.jsonl:text")
 
 
@@ -75,7 +77,8 @@ def test_tables_and_lists_are_read_by_suffix_and_column(tmp_path, name, content)
 
 
 def test_plain_prompts_keep_what_only_looks_like_another_format(tmp_path):
-    """Quotes, commas, dashes, brackets, numbers, colons, joined emoji and scripts with joiners are usual in prompts."""
+    """Quotes, commas, dashes, brackets, numbers, colons, joined emoji and scripts with joiners are
+    usual in prompts."""
     lines = [
         "a sign, text, more", "3 dogs", "portrait: a man", '"tiger" in red', "- a dash -- and more", "[x] a", "up-to-date",
         "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u0646\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
@@ -93,7 +96,11 @@ def test_plain_prompts_keep_what_only_looks_like_another_format(tmp_path):
         ("a.jsonl", b'{"prompt": "x"}\ny', "line 2: is no JSON"),
         ("a.parquet", b"no parquet at all", "cannot be read as parquet"),
         ("a.csv", b"name,kind\na,b\n", "has no column .*: name, kind"),
-        ("a.csv", b"prompt,caption\na,b\n", "has the columns 'prompt' and 'caption'; .*: prompt, caption"),
+        (
+            "a.csv",
+            b"prompt,caption\na,b\n",
+            "has the columns 'prompt' and 'caption'; .*: prompt, caption",
+        ),
         ("a.csv", b"prompt\na red car, parked\n", "line 2: has 2 cells where the header has 1"),
         ("a.csv", b'prompt\n"open\n', "cannot be read as a table"),
         ("a.csv", b"prompt,n\n  ,1\n", "line 2: should be a prompt"),
@@ -101,8 +108,14 @@ def test_plain_prompts_keep_what_only_looks_like_another_format(tmp_path):
         ("a.json", b"[]", "is empty"),
         ("a.json", b'["a", 3]', "entry 2: should be a prompt"),
         ("a.json", b"3", "should hold a list"),
-        *[(name, b"a", f"{name[1:]} is not read; prompts are read from .txt") for name in ("a.yaml", "a.xlsx", "a.GZ")],
-        *[(name, b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull") for name in ("a.txt", "a.parquet", "a.csv")],
+        *[
+            (name, b"a", f"{name[1:]} is not read; prompts are read from .txt")
+            for name in ("a.yaml", "a.xlsx", "a.GZ")
+        ],
+        *[
+            (name, b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull")
+            for name in ("a.txt", "a.parquet", "a.csv")
+        ],
         *[(name, b"\n<!DOCTYPE html>\n<html>", "is a page") for name in ("a.txt", "a.json")],
         ("a.txt", b"a\x1b[31mb", "line 1: has the control character"),
         ("a.txt", b"a\na cat --w 1024 --n bad", "line 2: has --"),
@@ -127,8 +140,16 @@ def test_unusable_prompt_files_are_refused(tmp_path, name, content, message):
 
 
 def test_prompts_from_parquet(parquet):
-    assert texts(read_prompts(parquet)) == texts(read_prompts(f"{parquet}:caption")) == [text.strip() for text in TEXTS]
-    for column, fact in ((":other", "caption, score, holes"), (":score", "row 1"), (":holes", "row 2")):
+    assert (
+        texts(read_prompts(parquet))
+        == texts(read_prompts(f"{parquet}:caption"))
+        == [text.strip() for text in TEXTS]
+    )
+    for column, fact in (
+        (":other", "caption, score, holes"),
+        (":score", "row 1"),
+        (":holes", "row 2"),
+    ):
         with pytest.raises(UserError, match=fact):
             read_prompts(f"{parquet}{column}")
 
@@ -136,7 +157,9 @@ def test_prompts_from_parquet(parquet):
 def test_prompts_from_a_dataset(parquet, monkeypatch, tmp_path_factory):
     """A folder of parquet files is a dataset too, read by the library that reads the hub's."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
-    assert texts(read_prompts(f"hf:{parquet.parent}:train:caption")) == [text.strip() for text in TEXTS]
+    assert texts(read_prompts(f"hf:{parquet.parent}:train:caption")) == [
+        text.strip() for text in TEXTS
+    ]
     with pytest.raises(UserError, match="no column 'text'; name one after a colon: caption"):
         read_prompts(f"hf:{parquet.parent}:train:text")
     with pytest.raises(UserError, match="cannot be loaded: Unknown split"):
@@ -148,7 +171,9 @@ def test_a_dataset_that_is_not_there_is_named():
         read_prompts("hf:nobody/nothing")
 
 
-@pytest.mark.parametrize(("source", "library"), [("a.parquet", "pyarrow"), ("hf:owner/name", "datasets")])
+@pytest.mark.parametrize(
+    ("source", "library"), [("a.parquet", "pyarrow"), ("hf:owner/name", "datasets")]
+)
 def test_a_missing_extra_is_named(monkeypatch, source, library):
     for name in [name for name in sys.modules if name.split(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
@@ -169,7 +194,11 @@ def test_prompt_order_covers_every_epoch_and_depends_on_nothing_but_the_iteratio
 def test_a_prompt_is_its_text_and_what_belongs_to_it():
     bare, target = Prompt("a sign"), Prompt("a sign", metadata={"target": "STOP"})
     assert bare == "a sign" and isinstance(bare, str) and json.dumps(bare) == '"a sign"'
-    assert target != bare and target != "a sign" and target == Prompt("a sign", metadata={"target": "STOP"})
+    assert (
+        target != bare
+        and target != "a sign"
+        and target == Prompt("a sign", metadata={"target": "STOP"})
+    )
     assert Prompt("a sign", images=["x.png"]) != bare and len({bare, target, "a sign"}) == 2
     again = pickle.loads(pickle.dumps(target))  # noqa: S301 (our own; processes pass prompts on)
     assert again == target and again.metadata == {"target": "STOP"}
@@ -178,7 +207,12 @@ def test_a_prompt_is_its_text_and_what_belongs_to_it():
 
 def test_metadata_and_pictures_come_with_a_prompt(tmp_path):
     rows = [
-        {"prompt": "a sign", "target": "STOP", "metadata": {"count": 2}, "images": ["in.png", str(tmp_path / "abs.png")]},
+        {
+            "prompt": "a sign",
+            "target": "STOP",
+            "metadata": {"count": 2},
+            "images": ["in.png", str(tmp_path / "abs.png")],
+        },
         {"prompt": "a dog", "image": "dog.png"},
     ]
     for name in ("in.png", "abs.png", "dog.png"):
@@ -188,7 +222,11 @@ def test_metadata_and_pictures_come_with_a_prompt(tmp_path):
     first, second = read_prompts(file)
     assert first.metadata == {"target": "STOP", "count": 2}
     assert first.images == (str(tmp_path / "in.png"), str(tmp_path / "abs.png"))
-    assert (second, second.images, second.metadata) == (Prompt("a dog", second.images), (str(tmp_path / "dog.png"),), {})
+    assert (second, second.images, second.metadata) == (
+        Prompt("a dog", second.images),
+        (str(tmp_path / "dog.png"),),
+        {},
+    )
     table = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     columns = {"prompt": ["a sign"], "target": ["STOP"], "picture": [b"\x89PNG"]}
@@ -197,7 +235,9 @@ def test_metadata_and_pictures_come_with_a_prompt(tmp_path):
     assert (str(row), row.metadata) == ("a sign", {"target": "STOP"})  # bytes stay behind
 
 
-@pytest.mark.parametrize(("key", "value"), [("images", [3]), ("images", {"a": 1}), ("metadata", [1])])
+@pytest.mark.parametrize(
+    ("key", "value"), [("images", [3]), ("images", {"a": 1}), ("metadata", [1])]
+)
 def test_what_belongs_to_a_prompt_is_checked(tmp_path, key, value):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "a sign", key: value}) + "\n")
@@ -229,7 +269,9 @@ def test_metadata_goes_over_the_wire():
 
 def test_a_prompt_and_a_file_have_a_largest_size(tmp_path):
     (path := tmp_path / "prompts.txt").write_text("a red circle\n" + "x" * (LONGEST + 1))
-    with pytest.raises(UserError, match=rf"line 2: has {LONGEST + 1} characters; a prompt may have {LONGEST}"):
+    with pytest.raises(
+        UserError, match=rf"line 2: has {LONGEST + 1} characters; a prompt may have {LONGEST}"
+    ):
         read_prompts(path)
     with path.open("wb") as file:
         file.truncate(LARGEST_FILE + 1)  # takes no room

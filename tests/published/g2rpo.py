@@ -1,8 +1,10 @@
-"""One training step of G2RPO as published (arXiv 2510.01982 and its code), restated from formulas, one latent at a time.
+"""One training step of G2RPO as published (arXiv 2510.01982 and its code), restated from formulas,
+one latent at a time.
 
-Nothing of this package is used, and no line is the published code's. With a bfloat16 `dtype` the network runs under autocast
-over float32 weights and answers in bfloat16, and torch itself rounds the products below, because sigmas have no dimension: an
-expression here has its factors in the order of the published one.
+Nothing of this package is used, and no line is the published code's. With a bfloat16 `dtype` the
+network runs under autocast over float32 weights and answers in bfloat16, and torch itself rounds
+the products below, because sigmas have no dimension: an expression here has its factors in the
+order of the published one.
 """
 
 import math
@@ -17,7 +19,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Setting:
-    """The published script's values; `dtype` is the network's and the VAE's, and groups are normalised in `advantage_dtype`."""
+    """The published script's values; `dtype` is the network's and the VAE's, and groups are
+    normalised in `advantage_dtype`."""
 
     steps: int = 16
     shift: float = 3.0
@@ -50,7 +53,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Branch:
-    """What became of one branch step: where it was, where its members landed, their old log-probs, and their finals."""
+    """What became of one branch step: where it was, where its members landed, their old log-probs,
+    and their finals."""
 
     x: Tensor  # [1, tokens, channels]
     landed: list[Tensor]  # members of [1, tokens, channels]
@@ -60,20 +64,28 @@ class Branch:
 
 @torch.no_grad()
 def encode(pipeline, prompt):
-    tokens, pooled, _ = pipeline.encode_prompt(prompt, prompt, max_sequence_length=pipeline.tokenizer_2.model_max_length)
+    tokens, pooled, _ = pipeline.encode_prompt(
+        prompt, prompt, max_sequence_length=pipeline.tokenizer_2.model_max_length
+    )
     return Text(tokens, pooled)
 
 
 def pack(latent):
     """[C, H, W] -> [1, H/2 * W/2, 4C]: a token is a square of 2x2."""
     c, h, w = latent.shape
-    return latent.reshape(c, h // 2, 2, w // 2, 2).permute(1, 3, 0, 2, 4).reshape(1, h * w // 4, 4 * c)
+    return (
+        latent.reshape(c, h // 2, 2, w // 2, 2).permute(1, 3, 0, 2, 4).reshape(1, h * w // 4, 4 * c)
+    )
 
 
 def unpack(x, height):
     """The inverse of `pack`, [1, C, height, W]."""
     rows, columns, c = height // 2, 2 * x.shape[1] // height, x.shape[2] // 4
-    return x.reshape(1, rows, columns, c, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(1, c, height, 2 * columns)
+    return (
+        x.reshape(1, rows, columns, c, 2, 2)
+        .permute(0, 3, 1, 4, 2, 5)
+        .reshape(1, c, height, 2 * columns)
+    )
 
 
 def velocity(model, x, sigma, text, height, setting):
@@ -94,8 +106,9 @@ def velocity(model, x, sigma, text, height, setting):
 
 
 def stochastic_step(x, v, setting, branch):
-    """(mean, std) of one Euler-Maruyama step of dx = (v + g^2 / (2 sigma) (x + (1 - sigma) v)) dsigma + g dw,
-    g = eta sqrt(sigma / (1 - sigma)), where the first sigma, which is 1, has the second in the denominator."""
+    """(mean, std) of one Euler-Maruyama step of dx = (v + g^2 / (2 sigma) (x + (1 - sigma) v))
+    dsigma + g dw, g = eta sqrt(sigma / (1 - sigma)), where the first sigma, which is 1, has the
+    second in the denominator."""
     here, there = setting.sigmas[branch], setting.sigmas[branch + 1]
     below_one = setting.sigmas[1] if branch == 0 else here
     g, dsigma = torch.sqrt(here / (1 - below_one)) * setting.eta, there - here
@@ -105,7 +118,9 @@ def stochastic_step(x, v, setting, branch):
 
 def log_prob(landed, mean, std):
     """The mean over entries of the log density, [1]."""
-    entries = -((landed - mean) ** 2) / (2 * std**2) - torch.log(std) - math.log(math.sqrt(2 * math.pi))
+    entries = (
+        -((landed - mean) ** 2) / (2 * std**2) - torch.log(std) - math.log(math.sqrt(2 * math.pi))
+    )
     return entries.mean(dim=(1, 2))
 
 
@@ -119,10 +134,11 @@ def walk(x, sigmas, ask):
 
 @torch.no_grad()
 def rollout(model, text, noise, draws, height, setting):
-    """An anchor from `noise` [C, H, W]; at each branch a member for each row of `draws[branch]` [members, tokens, channels].
+    """An anchor from `noise` [C, H, W]; at each branch a member for each row of `draws[branch]`
+    [members, tokens, channels].
 
-    A tail of stride g walks sigma_{k+1}, sigma_{k+2}, sigma_{k+2+g}, ...; its last sigma is never walked to: the image is
-    predicted from the one before.
+    A tail of stride g walks sigma_{k+1}, sigma_{k+2}, sigma_{k+2+g}, ...; its last sigma is never
+    walked to: the image is predicted from the one before.
     """
 
     def ask(x, sigma):
@@ -141,7 +157,14 @@ def rollout(model, text, noise, draws, height, setting):
             log_probs.append(log_prob(y, mean, std))
             for stride, images in zip(setting.strides, finals, strict=True):
                 *_, (_, image) = walk(
-                    y, torch.cat([setting.sigmas[branch + 1 : branch + 2], setting.sigmas[branch + 2 :: stride]]), ask
+                    y,
+                    torch.cat(
+                        [
+                            setting.sigmas[branch + 1 : branch + 2],
+                            setting.sigmas[branch + 2 :: stride],
+                        ]
+                    ),
+                    ask,
                 )
                 images.append(image)
         branches.append(Branch(x, landed, log_probs, finals))
@@ -159,7 +182,8 @@ def picture(vae, final, height, setting):
 
 
 def advantages(scores, setting):
-    """[members] of one branch's scores [rewards, strides, members]: Eq. 8 for each reward and stride, Eq. 11, the clamp."""
+    """[members] of one branch's scores [rewards, strides, members]: Eq. 8 for each reward and
+    stride, Eq. 11, the clamp."""
     groups = scores.to(setting.advantage_dtype)
     each = (groups - groups.mean(-1, keepdim=True)) / (groups.std(-1, keepdim=True) + 1e-8)
     return each.float().sum(1).sum(0).clamp(-setting.largest_advantage, setting.largest_advantage)
@@ -167,7 +191,8 @@ def advantages(scores, setting):
 
 @dataclass
 class Update:
-    """What the optimizer steps saw: losses, clipped gradients by tensor, and norms before clipping."""
+    """What the optimizer steps saw: losses, clipped gradients by tensor, and norms before
+    clipping."""
 
     losses: list[float]
     gradients: list[list[Tensor]]
@@ -175,21 +200,30 @@ class Update:
 
 
 def update(model, texts, rollouts, weighed, height, setting):
-    """An optimizer step after every branch, with the average over prompts (there one on each GPU) of Eq. 12's clipped loss.
+    """An optimizer step after every branch, with the average over prompts (there one on each GPU)
+    of Eq. 12's clipped loss.
 
     One forward pass serves the members of a group. `weighed` are advantages by prompt and branch.
     """
     seen = Update([], [], [])
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(
-        weights, lr=setting.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=setting.weight_decay
+        weights,
+        lr=setting.learning_rate,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=setting.weight_decay,
     )
     for place, branch in enumerate(setting.branches):
         for text, branches, groups in zip(texts, rollouts, weighed, strict=True):
             stored, advantage = branches[place], groups[place]
-            v = velocity(model, stored.x, setting.sigmas[branch], text, height, setting).repeat(len(advantage), 1, 1)
+            v = velocity(model, stored.x, setting.sigmas[branch], text, height, setting).repeat(
+                len(advantage), 1, 1
+            )
             mean, std = stochastic_step(stored.x.float(), v, setting, branch)
-            ratio = torch.exp(log_prob(torch.cat(stored.landed), mean, std) - torch.cat(stored.log_probs))
+            ratio = torch.exp(
+                log_prob(torch.cat(stored.landed), mean, std) - torch.cat(stored.log_probs)
+            )
             clipped = ratio.clamp(1 - setting.clip_range, 1 + setting.clip_range)
             loss = torch.maximum(-advantage * ratio, -advantage * clipped).mean() / len(texts)
             loss.backward()

@@ -1,8 +1,9 @@
 """Training steps of DanceGRPO, MixGRPO and Flow-GRPO, restated from their published formulas.
 
-One member, one step and one optimizer step after another, with a batch of one and the bare diffusers transformer. Nothing here
-is g2rpo's: prompts' embeddings, drawn noise and scores of finished latents are given. A restatement runs in the dtype of its
-network's weights, so that float64 tells how much of a difference is rounding.
+One member, one step and one optimizer step after another, with a batch of one and the bare
+diffusers transformer. Nothing here is g2rpo's: prompts' embeddings, drawn noise and scores of
+finished latents are given. A restatement runs in the dtype of its network's weights, so that
+float64 tells how much of a difference is rounding.
 """
 
 import math
@@ -15,7 +16,8 @@ from torch import Tensor
 
 @dataclass
 class Flux:
-    """FLUX's velocity as the published loops of DanceGRPO and MixGRPO call it: floor(1000 sigma), autocast over the weights.
+    """FLUX's velocity as the published loops of DanceGRPO and MixGRPO call it: floor(1000 sigma),
+    autocast over the weights.
 
     Without `truncate` the network sees sigma itself.
     """
@@ -30,12 +32,16 @@ class Flux:
     def __call__(self, x, sigma, prompt):
         given = self.text[prompt]
         dtype = self.autocast or x.dtype
-        rows, columns = torch.meshgrid(torch.arange(self.side), torch.arange(self.side), indexing="ij")
+        rows, columns = torch.meshgrid(
+            torch.arange(self.side), torch.arange(self.side), indexing="ij"
+        )
         places = torch.stack([torch.zeros_like(rows), rows, columns], -1).reshape(-1, 3).to(dtype)
         with torch.autocast("cpu", dtype, enabled=self.autocast is not None):
             return self.transformer(
                 hidden_states=x,
-                timestep=torch.tensor([int(sigma * 1000)]) / 1000 if self.truncate else sigma.reshape(1),
+                timestep=torch.tensor([int(sigma * 1000)]) / 1000
+                if self.truncate
+                else sigma.reshape(1),
                 guidance=torch.tensor([self.guidance], dtype=dtype),
                 encoder_hidden_states=given["prompt_embeds"],
                 pooled_projections=given["pooled_prompt_embeds"],
@@ -47,7 +53,8 @@ class Flux:
 
 @dataclass
 class StableDiffusion3:
-    """SD3's velocity as Flow-GRPO's code calls it: 1000 sigma, and both sides of the guidance in one call."""
+    """SD3's velocity as Flow-GRPO's code calls it: 1000 sigma, and both sides of the guidance in
+    one call."""
 
     transformer: torch.nn.Module
     text: list[dict[str, Tensor]]
@@ -58,8 +65,12 @@ class StableDiffusion3:
         without, with_prompt = self.transformer(
             hidden_states=torch.cat([x, x]),
             timestep=(1000 * sigma).to(x.dtype).repeat(2),
-            encoder_hidden_states=torch.cat([given["negative_prompt_embeds"], given["prompt_embeds"]]),
-            pooled_projections=torch.cat([given["negative_pooled_prompt_embeds"], given["pooled_prompt_embeds"]]),
+            encoder_hidden_states=torch.cat(
+                [given["negative_prompt_embeds"], given["prompt_embeds"]]
+            ),
+            pooled_projections=torch.cat(
+                [given["negative_pooled_prompt_embeds"], given["pooled_prompt_embeds"]]
+            ),
             return_dict=False,
         )[0].chunk(2)
         return without + self.guidance * (with_prompt - without)
@@ -71,8 +82,9 @@ Bound = tuple[Tensor, Tensor]
 
 
 def flow_sde(eta):
-    """Flow-GRPO: mean = x (1 + s^2 / (2 sigma) dt) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt, std = s sqrt(-dt), with
-    s = eta sqrt(sigma / (1 - sigma)) and the second sigma in that denominator at the first step."""
+    """Flow-GRPO: mean = x (1 + s^2 / (2 sigma) dt) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt, std =
+    s sqrt(-dt), with s = eta sqrt(sigma / (1 - sigma)) and the second sigma in that denominator at
+    the first step."""
 
     def step(x, v, sigmas, i):
         sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
@@ -84,7 +96,8 @@ def flow_sde(eta):
 
 
 def dance_sde(eta):
-    """DanceGRPO: mean = x + v dt - eta^2 / 2 score dt, score = -(x - (1 - sigma) x0) / sigma^2; std = eta sqrt(-dt)."""
+    """DanceGRPO: mean = x + v dt - eta^2 / 2 score dt, score = -(x - (1 - sigma) x0) / sigma^2; std
+    = eta sqrt(-dt)."""
 
     def step(x, v, sigmas, i):
         sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
@@ -132,7 +145,8 @@ def sample(network, prompt, x, sigmas, noise, step):
 
 
 def normalised(scores):
-    """DanceGRPO's and MixGRPO's advantages of one group: (r - mean) / (std + 1e-8), the unbiased std."""
+    """DanceGRPO's and MixGRPO's advantages of one group: (r - mean) / (std + 1e-8), the unbiased
+    std."""
     return (scores - scores.mean()) / (scores.std() + 1e-8)
 
 
@@ -168,7 +182,9 @@ class Learner:
     updates: list[Update] = field(default_factory=list)
 
     def __post_init__(self):
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=self.rate, weight_decay=self.weight_decay)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=self.rate, weight_decay=self.weight_decay
+        )
 
     def update(self, losses):
         """One optimizer step along the sum of `losses`, each backwards on its own."""
@@ -184,8 +200,9 @@ class Learner:
 
 
 def window_updates(network, learner, groups, trained, sigmas, step, *, accumulate, clip=1e-4):
-    """The second half of DanceGRPO's and MixGRPO's iteration: every GPU has a group, and the weights move after `accumulate`
-    members of each; a loss is divided by accumulated members and trained steps, and gradients are means over the GPUs."""
+    """The second half of DanceGRPO's and MixGRPO's iteration: every GPU has a group, and the
+    weights move after `accumulate` members of each; a loss is divided by accumulated members and
+    trained steps, and gradients are means over the GPUs."""
     share = accumulate * len(trained) * len(groups)
     for start in range(0, len(groups[0]), accumulate):
         losses = [
@@ -198,27 +215,50 @@ def window_updates(network, learner, groups, trained, sigmas, step, *, accumulat
 
 
 def batch_normalised(scores):
-    """Flow-GRPO's advantages [groups, members]: the group's mean, and the population's std of the whole batch + 1e-4."""
+    """Flow-GRPO's advantages [groups, members]: the group's mean, and the population's std of the
+    whole batch + 1e-4."""
     return (scores - scores.mean(1, keepdim=True)) / (scores.std(correction=0) + 1e-4)
 
 
-def flow_grpo_updates(network, reference, learner, groups, sigmas, step, *, parts, beta, per_time, clip=1e-4):
-    """The second half of Flow-GRPO's iteration: members of zero advantage are filtered out, and for each of `parts` batches the
-    loss is the mean over members and over steps 0 .. T-2 of the surrogate and beta |mean - mean_ref|^2 / (2 std^2) (Eq. 14), or
-    with `per_time` over 2 s^2, without |dt|.
+def flow_grpo_updates(
+    network, reference, learner, groups, sigmas, step, *, parts, beta, per_time, clip=1e-4
+):
+    """The second half of Flow-GRPO's iteration: members of zero advantage are filtered out, and for
+    each of `parts` batches the loss is the mean over members and over steps 0 .. T-2 of the
+    surrogate and beta |mean - mean_ref|^2 / (2 std^2) (Eq. 14), or with `per_time` over 2 s^2,
+    without |dt|.
 
-    The published code shuffles members into the batches; here a batch has equally many of each group.
+    The published code shuffles members into the batches; here a batch has equally many of each
+    group.
     """
     size = len(groups[0]) // parts
     steps = range(len(sigmas) - 2)
     for part in range(parts):
-        batch = [member for group in groups for member in group[part * size : (part + 1) * size] if member.advantage != 0]
+        batch = [
+            member
+            for group in groups
+            for member in group[part * size : (part + 1) * size]
+            if member.advantage != 0
+        ]
 
         def loss(member, i, batch=batch):
             policy, (mean, std) = surrogate(network, member, i, sigmas, step, clip)
             with torch.no_grad():
-                base, _ = step(member.latents[i], reference(member.latents[i], sigmas[i], member.prompt), sigmas, i)
+                base, _ = step(
+                    member.latents[i],
+                    reference(member.latents[i], sigmas[i], member.prompt),
+                    sigmas,
+                    i,
+                )
             time = sigmas[i] - sigmas[i + 1] if per_time else 1.0
-            return (policy + beta * time * ((mean - base) ** 2).mean() / (2 * std**2)) / (len(batch) * len(steps))
+            return (policy + beta * time * ((mean - base) ** 2).mean() / (2 * std**2)) / (
+                len(batch) * len(steps)
+            )
 
-        learner.update([lambda member=member, i=i, loss=loss: loss(member, i) for member in batch for i in steps])
+        learner.update(
+            [
+                lambda member=member, i=i, loss=loss: loss(member, i)
+                for member in batch
+                for i in steps
+            ]
+        )

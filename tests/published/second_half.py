@@ -1,7 +1,8 @@
-"""The second half of an iteration, ours beside a restatement: losses, gradients and weights from the same latents and scores.
+"""The second half of an iteration, ours beside a restatement: losses, gradients and weights from
+the same latents and scores.
 
-What a rollout leaves is taken from the trainer; advantages, losses, gradients and AdamW's steps are computed twice. An
-`objective` is a restatement's, or a published function's.
+What a rollout leaves is taken from the trainer; advantages, losses, gradients and AdamW's steps are
+computed twice. An `objective` is a restatement's, or a published function's.
 """
 
 import copy
@@ -18,7 +19,14 @@ from tests.published.windows import tilt
 from tests.support import policies
 from tests.support.runs import trainer
 
-PROMPTS = ["a red circle", "two blue square left of a circle", "a square", "blue", "a blue circle", "red square"]
+PROMPTS = [
+    "a red circle",
+    "two blue square left of a circle",
+    "a square",
+    "blue",
+    "a blue circle",
+    "red square",
+]
 TINY = (
     "sampling.num_steps=8",
     "trainer.prompts_per_iteration=2",
@@ -44,7 +52,8 @@ class Seen:
 
 @dataclass
 class Models:
-    """Three transformers: `trained`, which moves, the untrained `base`, and `old`, which an objective may move."""
+    """Three transformers: `trained`, which moves, the untrained `base`, and `old`, which an
+    objective may move."""
 
     trained: torch.nn.Module
     base: torch.nn.Module
@@ -53,7 +62,9 @@ class Models:
 
     def velocity(self, which, x, sigma, prompt):
         """Of one row x [1, tokens, channels] at a sigma."""
-        return Flux(getattr(self, which), self.text, side=8, truncate=False)(x, torch.as_tensor(sigma), prompt)
+        return Flux(getattr(self, which), self.text, side=8, truncate=False)(
+            x, torch.as_tensor(sigma), prompt
+        )
 
 
 Objective = Callable[[Models, Seen], list[Callable[[], Tensor]]]
@@ -70,7 +81,8 @@ def tiny(folder, *overrides, rewards=(tilt,), options=(), **more):
 
 @dataclass
 class Beside:
-    """So many iterations of `trainer`, and the same second halves by `objective`; `after(models, steps)` ends an iteration."""
+    """So many iterations of `trainer`, and the same second halves by `objective`; `after(models,
+    steps)` ends an iteration."""
 
     trainer: Trainer
     objective: Objective
@@ -82,7 +94,9 @@ class Beside:
     def __post_init__(self):
         t = self.trainer
         t.learner.optimizer.register_step_pre_hook(
-            lambda *_: self._ours.append(torch.cat([p.grad.flatten() for p in t.learner.parameters]))
+            lambda *_: self._ours.append(
+                torch.cat([p.grad.flatten() for p in t.learner.parameters])
+            )
         )
         start = copy.deepcopy(t.policy.pipeline.transformer)
         self.models = Models(start, copy.deepcopy(start), copy.deepcopy(start))
@@ -121,7 +135,10 @@ class Beside:
 
     def _restate(self, seen, loss):
         tensors = seen.cond.tensors
-        self.models.text = [{name: value[i : i + 1] for name, value in tensors.items()} for i in range(len(seen.cond))]
+        self.models.text = [
+            {name: value[i : i + 1] for name, value in tensors.items()}
+            for i in range(len(seen.cond))
+        ]
         self.learner.update(self.objective(self.models, seen))
         made = self.learner.updates[-1]
         self.losses.append((loss, made.loss))
@@ -129,11 +146,14 @@ class Beside:
         self.after(self.models, len(self.learner.updates))
 
     def differences(self):
-        """The largest difference of a loss, and the relative ones of a gradient and of how far all weights have come."""
+        """The largest difference of a loss, and the relative ones of a gradient and of how far all
+        weights have come."""
         ours, theirs = _flat(self.trainer.learner.parameters), _flat(self.learner.parameters)
         return {
             "loss": max(abs(one - other) for one, other in self.losses),
-            "gradient": max(float((one - other).norm() / other.norm()) for one, other in self.gradients),
+            "gradient": max(
+                float((one - other).norm() / other.norm()) for one, other in self.gradients
+            ),
             "weights": float((ours - theirs).norm() / (theirs - self.start).norm()),
         }
 

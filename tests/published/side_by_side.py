@@ -1,4 +1,5 @@
-"""Ours beside a restatement: the same weights, prompts, noise and scores, and what both made of them."""
+"""Ours beside a restatement: the same weights, prompts, noise and scores, and what both made of
+them."""
 
 import copy
 from dataclasses import dataclass, field
@@ -20,9 +21,11 @@ class Ours:
     sampled: list = field(default_factory=list)  # an entry for each iteration
     examples: list = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)  # of each update, clipped
-    norms: list[float] = field(default_factory=list)  # of gradients before they are clipped, mean over an iteration's updates
+    # of gradients before they are clipped, mean over an iteration's updates
+    norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # mean over an iteration's updates
-    clipped: list[float] = field(default_factory=list)  # share of ratios beyond the clip range, an iteration each
+    # share of ratios beyond the clip range, an iteration each
+    clipped: list[float] = field(default_factory=list)
 
     def __post_init__(self):
         t = self.trainer
@@ -31,7 +34,9 @@ class Ours:
         t.collector.collect = lambda *given: self._keep(self.sampled, sample(*given))
         t.updater.update = lambda examples, cond: update(self._keep(self.examples, examples), cond)
         t.learner.optimizer.register_step_pre_hook(
-            lambda *_: self.gradients.append(torch.cat([p.grad.flatten() for p in t.learner.parameters]))
+            lambda *_: self.gradients.append(
+                torch.cat([p.grad.flatten() for p in t.learner.parameters])
+            )
         )
 
     @staticmethod
@@ -51,10 +56,13 @@ class Ours:
         return moved(self.trainer.learner.parameters, self.before)
 
     def members(self, iteration):
-        """By group, what is to compare of each member: latents before and after trained steps, log-probs, advantage, final."""
+        """By group, what is to compare of each member: latents before and after trained steps,
+        log-probs, advantage, final."""
         groups = []
         for rollout in self.sampled[iteration].rollouts:
-            steps = [example for example in self.examples[iteration] if example.prompt == rollout.prompt]
+            steps = [
+                example for example in self.examples[iteration] if example.prompt == rollout.prompt
+            ]
             groups.append(
                 [
                     {
@@ -87,7 +95,10 @@ class Restated:
     def mean_norm(self, iteration):
         """Of the gradients of an iteration's updates, before they were clipped."""
         count = len(self.learner.updates) // len(self.groups)
-        norms = [update.norm for update in self.learner.updates[iteration * count : (iteration + 1) * count]]
+        norms = [
+            update.norm
+            for update in self.learner.updates[iteration * count : (iteration + 1) * count]
+        ]
         return sum(norms) / count
 
     @property
@@ -113,17 +124,27 @@ def theirs(groups, trained):
 
 
 def walked(t, network, iteration, prompt, sigmas, step, *, noisy, dtype, own=False):
-    """A group's members, one after another, from the noise that an iteration of `t` draws: of their `own`, or one for all;
-    `noisy` are the stochastic steps."""
+    """A group's members, one after another, from the noise that an iteration of `t` draws: of their
+    `own`, or one for all; `noisy` are the stochastic steps."""
 
     def generator(*purpose):
         return generator_for(t.config.trainer.seed, "rollout", iteration, prompt, *purpose)
 
     size = t.algorithm.group_size
     initial = t.policy.noise([generator("initial", *[member] * own) for member in range(size)])
-    noise = {i: torch.randn(initial.shape, generator=generator("branch", noisy[0], i)).to(dtype) for i in noisy}
+    noise = {
+        i: torch.randn(initial.shape, generator=generator("branch", noisy[0], i)).to(dtype)
+        for i in noisy
+    }
     return [
-        sample(network, prompt, initial[g : g + 1].to(dtype), sigmas, {i: n[g : g + 1] for i, n in noise.items()}, step)
+        sample(
+            network,
+            prompt,
+            initial[g : g + 1].to(dtype),
+            sigmas,
+            {i: n[g : g + 1] for i, n in noise.items()},
+            step,
+        )
         for g in range(size)
     ]
 
@@ -131,12 +152,20 @@ def walked(t, network, iteration, prompt, sigmas, step, *, noisy, dtype, own=Fal
 def texts(t, iteration, dtype):
     """The embeddings of an iteration's prompts, a row each."""
     cond = t.policy.encode(t.loop.prompts_of(iteration))
-    return [{name: value[i : i + 1].to(dtype) for name, value in cond.tensors.items()} for i in range(len(cond))]
+    return [
+        {name: value[i : i + 1].to(dtype) for name, value in cond.tensors.items()}
+        for i in range(len(cond))
+    ]
 
 
 def moved(now, before):
     """How far all weights have come."""
-    return torch.cat([(p.detach().double() - b.detach().double()).flatten() for p, b in zip(now, before, strict=True)])
+    return torch.cat(
+        [
+            (p.detach().double() - b.detach().double()).flatten()
+            for p, b in zip(now, before, strict=True)
+        ]
+    )
 
 
 def nudged(transformer, off):
@@ -157,16 +186,23 @@ def apart(ours, others):
     """By quantity, how far all members of all groups are apart."""
 
     def flat(groups, name):
-        return torch.cat([torch.as_tensor(member[name]).double().flatten() for group in groups for member in group])
+        return torch.cat(
+            [
+                torch.as_tensor(member[name]).double().flatten()
+                for group in groups
+                for member in group
+            ]
+        )
 
     return {name: distance(flat(ours, name), flat(others, name)) for name in ours[0][0]}
 
 
 class Pair:
-    """Two iterations of the trainer `t`, ours at once and restated when asked for, by `restate(off)`.
+    """Two iterations of the trainer `t`, ours at once and restated when asked for, by
+    `restate(off)`.
 
-    `off` is the share of itself by which every weight is off: `measure` tells how near is near, and ours may be `share` of what
-    it is apart.
+    `off` is the share of itself by which every weight is off: `measure` tells how near is near, and
+    ours may be `share` of what it is apart.
     """
 
     autocast = None
@@ -189,11 +225,12 @@ class Pair:
 def agree(pair):
     """Ours and restated, by everything that is computed on the way.
 
-    In float32 two orders of the same sums differ by a few roundings, and these grow on the way through network, group
-    normalisation and Adam as one rounding in every weight grows, which `measure` has: four times that is allowed. In bfloat16 a
-    half of what bfloat16 itself changes is allowed, and for advantages all of it: they come of pictures that are decoded in
-    bfloat16, where a group's scores differ by a few roundings. Of gradients and losses the most of all updates is taken, as one
-    of them may be near by chance.
+    In float32 two orders of the same sums differ by a few roundings, and these grow on the way
+    through network, group normalisation and Adam as one rounding in every weight grows, which
+    `measure` has: four times that is allowed. In bfloat16 a half of what bfloat16 itself changes is
+    allowed, and for advantages all of it: they come of pictures that are decoded in bfloat16, where
+    a group's scores differ by a few roundings. Of gradients and losses the most of all updates is
+    taken, as one of them may be near by chance.
     """
     ours, restated, measure = pair.ours, pair.restated, pair.measure
     for iteration in range(2):
@@ -203,19 +240,39 @@ def agree(pair):
             share = 1.0 if name == "advantage" and pair.autocast else pair.share
             _check(f"{name} of iteration {iteration}", value, share * allowed[name])
     updates = restated.learner.updates
-    limit = pair.share * max(distance(off.flat, own.flat) for off, own in zip(measure.learner.updates, updates, strict=True))
+    limit = pair.share * max(
+        distance(off.flat, own.flat)
+        for off, own in zip(measure.learner.updates, updates, strict=True)
+    )
     for number, (own, other) in enumerate(zip(ours.gradients, updates, strict=True)):
         _check(f"gradient of update {number}", distance(own, other.flat), limit)
-    _check("weights", distance(ours.moved, restated.moved), pair.share * distance(measure.moved, restated.moved))
+    _check(
+        "weights",
+        distance(ours.moved, restated.moved),
+        pair.share * distance(measure.moved, restated.moved),
+    )
     if pair.autocast is None:
-        for iteration, norm in enumerate(ours.norms):  # lengths are no further apart than the vectors
-            _check(f"gradient norm of iteration {iteration}", abs(norm / restated.mean_norm(iteration) - 1), limit)
-        losses, others = ([update.loss for update in learner.updates] for learner in (restated.learner, measure.learner))
-        limit = pair.share * max(abs(one - other) for one, other in zip(losses, others, strict=True))
-        for iteration, loss in enumerate(ours.losses):  # a mean over its updates is no further off than the furthest of them
+        # lengths are no further apart than the vectors
+        for iteration, norm in enumerate(ours.norms):
+            _check(
+                f"gradient norm of iteration {iteration}",
+                abs(norm / restated.mean_norm(iteration) - 1),
+                limit,
+            )
+        losses, others = (
+            [update.loss for update in learner.updates]
+            for learner in (restated.learner, measure.learner)
+        )
+        limit = pair.share * max(
+            abs(one - other) for one, other in zip(losses, others, strict=True)
+        )
+        # a mean over its updates is no further off than the furthest of them
+        for iteration, loss in enumerate(ours.losses):
             theirs = losses[len(losses) // 2 * iteration :][: len(losses) // 2]
             _check(f"loss of iteration {iteration}", abs(loss - sum(theirs) / len(theirs)), limit)
-        assert all(0.02 < fraction < 0.48 for fraction in ours.clipped), f"the clip acts on {ours.clipped}, not on some"
+        assert all(0.02 < fraction < 0.48 for fraction in ours.clipped), (
+            f"the clip acts on {ours.clipped}, not on some"
+        )
 
 
 def _check(what, value, limit):

@@ -1,4 +1,5 @@
-"""AdaGRPO's choice of prompts, advantages and training step against a restatement of its formulas, on the tiny FLUX."""
+"""AdaGRPO's choice of prompts, advantages and training step against a restatement of its formulas,
+on the tiny FLUX."""
 
 from functools import partial
 
@@ -33,7 +34,10 @@ class Published:
         z = (scores - self.mean) / (self.variance**0.5 + 1e-8)
         positive, negative = z > 0, z < 0
         if bool(positive.any()) and bool(negative.any()):
-            z[positive], z[negative] = z[positive] / z[positive].sum(), z[negative] / z[negative].abs().sum()
+            z[positive], z[negative] = (
+                z[positive] / z[positive].sum(),
+                z[negative] / z[negative].abs().sum(),
+            )
         else:
             z = z - z.mean()
         return normalised(scores).clamp(-5, 5) + z.clamp(-5, 5)
@@ -41,7 +45,9 @@ class Published:
     def term(self, models, rollout, advantage, g, share):
         (taken,) = rollout.transitions
         v = models.velocity("trained", taken.x, self.sigmas[taken.step], 0)
-        density = log_prob(taken.x_next[g : g + 1], *flow_sde(0.7)(taken.x, v, self.sigmas, taken.step))
+        density = log_prob(
+            taken.x_next[g : g + 1], *flow_sde(0.7)(taken.x, v, self.sigmas, taken.step)
+        )
         return -share * advantage * (density - density.detach()).exp()
 
     def objective(self, models, seen):
@@ -58,7 +64,7 @@ def test_choices_losses_gradients_and_weights_are_the_published_ones(flux_direct
     published = Published(ours.sigmas)
     apart = Beside(ours, published.objective).differences()
     assert all(theirs == own for theirs, own in published.chosen)
-    assert torch.tensor(ours.loop.memory.state["mean"] + ours.loop.memory.state["variance"]).allclose(
-        torch.tensor([published.mean, published.variance]), rtol=1e-5, atol=0
-    )
+    assert torch.tensor(
+        ours.loop.memory.state["mean"] + ours.loop.memory.state["variance"]
+    ).allclose(torch.tensor([published.mean, published.variance]), rtol=1e-5, atol=0)
     assert apart["loss"] < 5e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3

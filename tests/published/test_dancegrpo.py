@@ -1,4 +1,5 @@
-"""DanceGRPO's whole training step against a restatement from its published formulas, on the tiny FLUX."""
+"""DanceGRPO's whole training step against a restatement from its published formulas, on the tiny
+FLUX."""
 
 import pytest
 import torch
@@ -7,7 +8,12 @@ from tests.published import windows
 from tests.published.neighbours import dance_sde
 from tests.support.variants import few
 
-SETTING = ("algorithm.name=dancegrpo", "algorithm.group_size=8", "sampling.num_steps=8", "optim.learning_rate=1e-4")
+SETTING = (
+    "algorithm.name=dancegrpo",
+    "algorithm.group_size=8",
+    "sampling.num_steps=8",
+    "optim.learning_rate=1e-4",
+)
 
 
 def summed(scores):
@@ -16,14 +22,19 @@ def summed(scores):
 
 
 @pytest.fixture(
-    scope="module", params=few([None, torch.bfloat16], lambda dtype: dtype is not None), ids=["float32", "bfloat16"]
+    scope="module",
+    params=few([None, torch.bfloat16], lambda dtype: dtype is not None),
+    ids=["float32", "bfloat16"],
 )
 def side_by_side(request, flux_directory):
-    return windows.Windows(flux_directory, SETTING, request.param, dance_sde(0.3), accumulate=4, mix=summed)
+    return windows.Windows(
+        flux_directory, SETTING, request.param, dance_sde(0.3), accumulate=4, mix=summed
+    )
 
 
 def test_every_step_but_the_last_is_stochastic_and_some_are_trained(side_by_side):
-    """int(0.6 * 7) of steps 0 .. 6, other ones in the second iteration; two optimizer steps an iteration."""
+    """int(0.6 * 7) of steps 0 .. 6, other ones in the second iteration; two optimizer steps an
+    iteration."""
     first, second = side_by_side.restated.trained
     assert len(first) == len(second) == 4 and first != second and max(first + second) < 7
     assert [len(member.log_probs) for member in side_by_side.restated.groups[0][0]] == [7] * 8

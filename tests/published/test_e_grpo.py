@@ -1,4 +1,5 @@
-"""E-GRPO against a restatement of its formulas: lengths of steps, samples, densities, and a training step on the tiny FLUX."""
+"""E-GRPO against a restatement of its formulas: lengths of steps, samples, densities, and a
+training step on the tiny FLUX."""
 
 from ast import literal_eval
 from functools import partial
@@ -29,7 +30,8 @@ SIGMAS, ETA = sigma_grid(8, 3.0), 0.7
 
 
 def over(x, v, sigmas, k, length, eta=ETA):
-    """(mean, std) of one step from sigma_k over so many steps of the grid: every time difference is the whole one."""
+    """(mean, std) of one step from sigma_k over so many steps of the grid: every time difference is
+    the whole one."""
     sigma, dt = sigmas[k], sigmas[k + length] - sigmas[k]
     spread = eta * (sigma / (1 - (sigmas[1] if sigma == 1 else sigma))).sqrt()
     drift = v + spread**2 / (2 * sigma) * (x + (1 - sigma) * v)
@@ -38,16 +40,24 @@ def over(x, v, sigmas, k, length, eta=ETA):
 
 @pytest.mark.parametrize(("steps", "shift"), [(16, 3), (25, 3), (16, 1), (16, 5)])
 def test_lengths_are_the_least_whose_entropy_reaches_the_threshold(steps, shift):
-    """exp of the entropy per entry, sqrt(2 pi e a^2 t_m / (1 - t_m) (t_m - t_{m-l})), t_m = s m / (T + (s - 1) m)."""
+    """exp of the entropy per entry, sqrt(2 pi e a^2 t_m / (1 - t_m) (t_m - t_{m-l})), t_m = s m /
+    (T + (s - 1) m)."""
 
     def entropy(m, length):
         product = shift**2 * steps * m * length
         return sqrt(
-            2 * pi * e * ETA**2 * product / ((steps - m) * (steps + (shift - 1) * m) * (steps + (shift - 1) * (m - length)))
+            2
+            * pi
+            * e
+            * ETA**2
+            * product
+            / ((steps - m) * (steps + (shift - 1) * m) * (steps + (shift - 1) * (m - length)))
         )
 
     first_half = range(1, steps // 2)  # at pure noise, m = T, the formula is infinite
-    wanted = tuple(next(n for n in range(1, steps) if entropy(steps - k, n) >= 2.2) for k in first_half)
+    wanted = tuple(
+        next(n for n in range(1, steps) if entropy(steps - k, n) >= 2.2) for k in first_half
+    )
     assert merges(sigma_grid(steps, shift), ETA, first_half) == wanted
     if (steps, shift) == (16, 3):
         assert EGRPO().merged_steps == (1, *wanted) == merges(sigma_grid(16, 3.0), ETA, range(8))
@@ -57,7 +67,9 @@ def test_lengths_are_the_least_whose_entropy_reaches_the_threshold(steps, shift)
 def test_samples_and_densities_are_those_of_one_step_over_the_span():
     """Exact noise of every member's own draw, the ODE before and after, step by step."""
     policy = GaussianPolicy()
-    algorithm = EGRPO(branch_steps=tuple(MERGED), merged_steps=tuple(MERGED.values()), clip_range=100.0)
+    algorithm = EGRPO(
+        branch_steps=tuple(MERGED), merged_steps=tuple(MERGED.values()), clip_range=100.0
+    )
     cond = policy.encode(["0.3"])
     engine = Engine(policy=policy, cond=cond, sigmas=SIGMAS)
     rollouts = engine.rollout(algorithm.plans(8), 5, algorithm.kernel(SIGMAS), generator_for)
@@ -76,15 +88,22 @@ def test_samples_and_densities_are_those_of_one_step_over_the_span():
         (taken,) = rollout.transitions
         close(taken.x, walk(policy.noise([generator_for(0, "initial")]), 0, k))
         mean, std = over(taken.x, velocity(taken.x, k), SIGMAS, k, length)
-        close(taken.x_next, mean + std * torch.randn(5, *mean.shape[1:], generator=generator_for(0, "branch", k, k)))
+        close(
+            taken.x_next,
+            mean
+            + std * torch.randn(5, *mean.shape[1:], generator=generator_for(0, "branch", k, k)),
+        )
         exact = torch.distributions.Normal(mean, std).log_prob(taken.x_next).flatten(1).mean(1)
         torch.testing.assert_close(taken.old_log_prob, exact, atol=1e-5, rtol=0)
         close(rollout.finals[0], walk(taken.x_next, k + length, 8))
-        policy.mean += 0.05  # the ratio of other weights, which the first update of a rollout cannot show
+        # the ratio of other weights, which the first update of a rollout cannot show
+        policy.mean += 0.05
         mean, std = over(taken.x, velocity(taken.x, k), SIGMAS, k, length)
         moved = torch.distributions.Normal(mean, std).log_prob(taken.x_next).flatten(1).mean(1)
         wanted = -advantages * (moved - exact).exp()
-        batch = Batch.of(algorithm.examples(rollout, advantages, generator_for), SIGMAS, first=False)
+        batch = Batch.of(
+            algorithm.examples(rollout, advantages, generator_for), SIGMAS, first=False
+        )
         torch.testing.assert_close(algorithm.loss(batch, network).values, wanted, atol=1e-4, rtol=0)
         policy.mean -= 0.05
 
@@ -92,8 +111,9 @@ def test_samples_and_densities_are_those_of_one_step_over_the_span():
 @torch.no_grad()
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_a_merged_steps_variance_is_wrong_by_the_square_of_its_width(length):
-    """From the exact marginal of images N(0, s^2), V(t) = (1 - t)^2 s^2 + t^2: the variance after a step of width D is
-    D^2 ((V' + g^2)^2 / (4 V) - 1 - s^2) too large; the mean of the marginal is kept."""
+    """From the exact marginal of images N(0, s^2), V(t) = (1 - t)^2 s^2 + t^2: the variance after a
+    step of width D is D^2 ((V' + g^2)^2 / (4 V) - 1 - s^2) too large; the mean of the marginal is
+    kept."""
     sigmas, k, s = sigma_grid(16, 3.0), 5, 0.6
     policy = GaussianPolicy(std=s, size=1)
     x = torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1).expand(2, 3, 1, 1)
@@ -104,18 +124,22 @@ def test_a_merged_steps_variance_is_wrong_by_the_square_of_its_width(length):
     now, then = ((1 - at) ** 2 * s**2 + at**2 for at in (t, float(after)))
     landed = float((step.mean[1] - step.mean[0]).mean()) ** 2 * now + float(step.std) ** 2
     slope = 2 * t - 2 * (1 - t) * s**2
-    assert landed - then == pytest.approx(width**2 * ((slope + g2) ** 2 / (4 * now) - 1 - s**2), abs=2e-6)
+    assert landed - then == pytest.approx(
+        width**2 * ((slope + g2) ** 2 / (4 * now) - 1 - s**2), abs=2e-6
+    )
     assert float(step.mean[0].abs().max()) < 1e-6
 
 
 @torch.no_grad()
 def test_the_variance_after_the_usual_merges():
-    """Percent above the marginal's, for images of std .6: 6 to 15 at the merged steps 2 to 7, 1 to 3 if they are single."""
+    """Percent above the marginal's, for images of std .6: 6 to 15 at the merged steps 2 to 7, 1 to
+    3 if they are single."""
     sigmas, s, algorithm = sigma_grid(16, 3.0), 0.6, EGRPO()
     marginal, kernel = (1 - sigmas) ** 2 * s**2 + sigmas**2, algorithm.kernel(sigmas)
 
     def excess(k, end):
-        velocity = (sigmas[k] - (1 - sigmas[k]) * s**2) / marginal[k]  # of x = 1: E[noise | x] - E[image | x]
+        # of x = 1: E[noise | x] - E[image | x]
+        velocity = (sigmas[k] - (1 - sigmas[k]) * s**2) / marginal[k]
         step = kernel(torch.ones(1, 1), velocity.reshape(1, 1), sigmas[k], sigmas[end])
         return 100 * (float((step.mean**2 * marginal[k] + step.std**2) / marginal[end]) - 1)
 
@@ -146,8 +170,9 @@ def objective(models, seen):
 
 
 def test_losses_gradients_and_weights_are_the_published_ones(flux_directory):
-    """Two orders of the same float32 sums, as for Pave-GRPO. The first update's gradient does not depend on a step's length:
-    advantages sum to 0, and the drift's width cancels the variance's; the test above has ratios that do."""
+    """Two orders of the same float32 sums, as for Pave-GRPO. The first update's gradient does not
+    depend on a step's length: advantages sum to 0, and the drift's width cancels the variance's;
+    the test above has ratios that do."""
     apart = Beside(tiny(flux_directory, *SETTING), objective).differences()
     assert apart["loss"] < 1e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3
 
@@ -165,8 +190,12 @@ def test_a_merged_plan_has_one_stochastic_step():
 
 @pytest.mark.parametrize(("num_steps", "end"), [(10, 10), (6, 10)])
 def test_a_shorter_grid_is_refused_with_the_lengths_that_fit_it(num_steps, end):
-    with pytest.raises(ValueError, match=f"ends at step {end} of num_steps={num_steps}; .* at shift 3") as refusal:
+    with pytest.raises(
+        ValueError, match=f"ends at step {end} of num_steps={num_steps}; .* at shift 3"
+    ) as refusal:
         EGRPO().plans(num_steps)
     steps, lengths = (literal_eval(text) for text in findall(r"=(\[.*?\])", str(refusal.value)))
-    assert steps == [*range(min(8, num_steps - 1))] and lengths == [*merges(sigma_grid(num_steps, 3.0), ETA, steps)]
+    assert steps == [*range(min(8, num_steps - 1))] and lengths == [
+        *merges(sigma_grid(num_steps, 3.0), ETA, steps)
+    ]
     assert len(EGRPO(branch_steps=steps, merged_steps=lengths).plans(num_steps)) == len(steps)

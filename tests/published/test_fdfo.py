@@ -1,4 +1,5 @@
-"""FDFO against a restatement of its formulas: pairs, losses, gradients and updates; and what its difference is on average."""
+"""FDFO against a restatement of its formulas: pairs, losses, gradients and updates; and what its
+difference is on average."""
 
 from functools import partial
 from itertools import chain
@@ -25,7 +26,9 @@ SIGMAS = sigma_grid(STEPS, 3.0)
 
 def rolled(algorithm, policy, prompts=1):
     engine = Engine(policy=policy, cond=policy.encode(["0.3"] * prompts), sigmas=SIGMAS)
-    return engine.rollout(algorithm.plans(STEPS), algorithm.group_size, algorithm.kernel(SIGMAS), generator_for)
+    return engine.rollout(
+        algorithm.plans(STEPS), algorithm.group_size, algorithm.kernel(SIGMAS), generator_for
+    )
 
 
 def exact(mean, x, t, std=0.6):
@@ -36,14 +39,18 @@ def exact(mean, x, t, std=0.6):
 
 
 def test_a_pair_shares_its_first_noise_and_is_churned_before_every_step_but_the_last():
-    """x / (1 + g) + sqrt(1 - 1 / (1 + g)^2) noise at t = 1; then Euler's step too far, to r = s / (1 + g - g s), which fresh
-    noise of std r sqrt((1 + g)^2 - 1) brings back, all over 1 + g r."""
+    """x / (1 + g) + sqrt(1 - 1 / (1 + g)^2) noise at t = 1; then Euler's step too far, to r = s /
+    (1 + g - g s), which fresh noise of std r sqrt((1 + g)^2 - 1) brings back, all over 1 + g r."""
     (rollout,) = rolled(FDFO(churn=CHURN), GaussianPolicy())
 
     def drawn(*key):
-        return torch.randn(2, 3, 4, 4, generator=generator_for(0, *key), dtype=torch.float32).double()
+        return torch.randn(
+            2, 3, 4, 4, generator=generator_for(0, *key), dtype=torch.float32
+        ).double()
 
-    x = torch.stack([torch.randn(3, 4, 4, generator=generator_for(0, "initial", g)) for g in range(2)]).double()
+    x = torch.stack(
+        [torch.randn(3, 4, 4, generator=generator_for(0, "initial", g)) for g in range(2)]
+    ).double()
     first = torch.randn(3, 4, 4, generator=generator_for(0, "initial")).double()
     x = (first + ((1 + CHURN) ** 2 - 1) ** 0.5 * x) / (1 + CHURN)
     assert [t.step for t in rollout.transitions] == [*range(STEPS)]
@@ -52,7 +59,9 @@ def test_a_pair_shares_its_first_noise_and_is_churned_before_every_step_but_the_
         t, s = SIGMAS[i].double(), SIGMAS[i + 1].double()
         g = CHURN if i < STEPS - 1 else 0.0
         r = s / (1 + g - g * s)
-        x = (x + (r - t) * exact(0.3, x, t) + r * ((1 + g) ** 2 - 1) ** 0.5 * drawn("branch", 0, i)) / (1 + g * r)
+        x = (
+            x + (r - t) * exact(0.3, x, t) + r * ((1 + g) ** 2 - 1) ** 0.5 * drawn("branch", 0, i)
+        ) / (1 + g * r)
     torch.testing.assert_close(rollout.finals[0].double(), x, atol=2e-6, rtol=0)
 
 
@@ -65,14 +74,17 @@ def restated(v, v_old, reward, other_reward, final, other_final, clip=CLIP):
 
 
 def test_losses_of_later_updates_and_their_gradients_are_the_restated_ones():
-    """Gradients against central differences of the restated loss in float64; the weights have moved since the rollout."""
+    """Gradients against central differences of the restated loss in float64; the weights have moved
+    since the rollout."""
     policy, rewards = GaussianPolicy(), torch.tensor([0.4, 0.9])
     algorithm = FDFO(churn=CHURN)
     (rollout,) = rolled(algorithm, policy)
     advantages = algorithm.advantages(rewards[None, None, None], torch.ones(1))[0]
     examples = algorithm.examples(rollout, advantages, generator_for)
     policy.mean.data += 0.01 * torch.randn(3, 4, 4, generator=generator_for("moved"))
-    loss = algorithm.loss(Batch.of(examples, SIGMAS, first=False), Trained(policy, policy.encode(["0.3"])))
+    loss = algorithm.loss(
+        Batch.of(examples, SIGMAS, first=False), Trained(policy, policy.encode(["0.3"]))
+    )
     (ours,) = torch.autograd.grad(loss.values.sum(), policy.mean)
     finals = rollout.finals[0].double()
 
@@ -83,26 +95,41 @@ def test_losses_of_later_updates_and_their_gradients_are_the_restated_ones():
             for g in range(2):
                 x = example.x[g].double()
                 v, old = exact(mean + 0.3, x, t), exact(0.3, x, t)
-                found.append(restated(v, old, rewards[g].double(), rewards[1 - g].double(), finals[g], finals[1 - g]))
+                found.append(
+                    restated(
+                        v,
+                        old,
+                        rewards[g].double(),
+                        rewards[1 - g].double(),
+                        finals[g],
+                        finals[1 - g],
+                    )
+                )
         return torch.stack(found)
 
     mean, small = policy.mean.detach().double(), 1e-5
     torch.testing.assert_close(loss.values.double(), losses(mean), atol=2e-6, rtol=0)
-    assert float((loss.values.detach() + advantages.repeat(STEPS)).abs().max()) > 1e-3  # ratios other than 1
+    # ratios other than 1
+    assert float((loss.values.detach() + advantages.repeat(STEPS)).abs().max()) > 1e-3
     nudges = small * torch.eye(mean.numel(), dtype=torch.float64).reshape(-1, *mean.shape)
-    slopes = torch.stack([(losses(mean + n) - losses(mean - n)).sum() for n in nudges]) / (2 * small)
+    slopes = torch.stack([(losses(mean + n) - losses(mean - n)).sum() for n in nudges]) / (
+        2 * small
+    )
     torch.testing.assert_close(ours.double().flatten(), slopes, atol=2e-6, rtol=2e-4)
 
 
 def test_the_pull_is_the_rewards_gradient_on_average():
-    """For a reward w . x of final latents whose differences have no direction: E[A d / mean d^2] = w, of 2000 pairs of 12
-    entries to sqrt(12 / 2000) = .08. A picture moves against its velocities, so their gradient is + 2 w / 12."""
+    """For a reward w . x of final latents whose differences have no direction: E[A d / mean d^2] =
+    w, of 2000 pairs of 12 entries to sqrt(12 / 2000) = .08. A picture moves against its velocities,
+    so their gradient is + 2 w / 12."""
     policy, algorithm = GaussianPolicy(size=2), FDFO(churn=CHURN)
     w = torch.nn.functional.normalize(torch.randn(12, generator=generator_for("w")), dim=0)
     rollouts = rolled(algorithm, policy, prompts=2000)
     rewards = torch.stack([rollout.finals.flatten(2) @ w for rollout in rollouts])[:, None]
     advantages = algorithm.advantages(rewards, torch.ones(1))
-    examples = [algorithm.examples(*of, generator_for)[0] for of in zip(rollouts, advantages, strict=True)]
+    examples = [
+        algorithm.examples(*of, generator_for)[0] for of in zip(rollouts, advantages, strict=True)
+    ]
     batch = Batch.of(examples, SIGMAS, first=True)
 
     class Network:
@@ -118,14 +145,25 @@ def test_the_pull_is_the_rewards_gradient_on_average():
 
 
 def test_advantages_are_halves_of_the_difference_and_0_without_a_score():
-    rewards = torch.tensor([[[[1.0, 4.0]], [[0.5, 0.0]]], [[[2.0, torch.nan]], [[0.0, 0.0]]], [[[0.1, 0.1]], [[3.0, 3.0]]]])
+    rewards = torch.tensor(
+        [
+            [[[1.0, 4.0]], [[0.5, 0.0]]],
+            [[[2.0, torch.nan]], [[0.0, 0.0]]],
+            [[[0.1, 0.1]], [[3.0, 3.0]]],
+        ]
+    )
     advantages = FDFO().advantages(rewards, torch.tensor([1.0, 2.0]))
     assert advantages.tolist() == [[-1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_every_update_has_its_share_of_each_pairs_steps_in_an_order_of_its_own(share):
-    t, seen = trainer(None, "algorithm.name=fdfo", "sampling.num_steps=8", f"algorithm.update_every={share}"), []
+    t, seen = (
+        trainer(
+            None, "algorithm.name=fdfo", "sampling.num_steps=8", f"algorithm.update_every={share}"
+        ),
+        [],
+    )
     batches = t.updater._batches
     t.updater._batches = lambda given: seen.extend(made := list(batches(given))) or made
     row = t.iterate()
@@ -133,7 +171,16 @@ def test_every_update_has_its_share_of_each_pairs_steps_in_an_order_of_its_own(s
     for prompt in range(2):
         steps = [[item.step for item in batch if item.prompt == prompt] for batch in seen]
         assert {len(own) for own in steps} == {8 * share} and sorted(chain(*steps)) == [*range(8)]
-    assert len({tuple(item.step for item in batch if item.prompt == prompt) for batch in seen for prompt in range(2)}) > 2
+    assert (
+        len(
+            {
+                tuple(item.step for item in batch if item.prompt == prompt)
+                for batch in seen
+                for prompt in range(2)
+            }
+        )
+        > 2
+    )
 
 
 def objective(models, seen):
@@ -144,7 +191,9 @@ def objective(models, seen):
             base = models.velocity("base", x, sigma, rollout.prompt)
         finals = rollout.finals[0]
         policy = restated(v[0], v[0].detach(), rewards[g], rewards[1 - g], finals[g], finals[1 - g])
-        return (policy + 0.05 * ((v - base) ** 2).mean()) / (len(seen.rollouts) * len(rollout.transitions) * 2)
+        return (policy + 0.05 * ((v - base) ** 2).mean()) / (
+            len(seen.rollouts) * len(rollout.transitions) * 2
+        )
 
     return [
         partial(term, rollout, rewards[0, 0], taken, g)
@@ -158,7 +207,12 @@ SIGMAS8 = sigma_grid(8, 3.0)
 
 
 def test_losses_gradients_and_weights_are_the_published_ones(flux_directory):
-    setting = ("algorithm.name=fdfo", "algorithm.churn=0.1", "algorithm.kl_weight=0.05", "algorithm.update_every=rollout")
+    setting = (
+        "algorithm.name=fdfo",
+        "algorithm.churn=0.1",
+        "algorithm.kl_weight=0.05",
+        "algorithm.update_every=rollout",
+    )
     apart = Beside(tiny(flux_directory, *setting), objective).differences()
     assert apart["loss"] < 1e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3
 

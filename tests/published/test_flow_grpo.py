@@ -1,11 +1,18 @@
-"""Flow-GRPO's whole training step, KL term and all, against a restatement from its published formulas, on the tiny SD3."""
+"""Flow-GRPO's whole training step, KL term and all, against a restatement from its published
+formulas, on the tiny SD3."""
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from tests.published import side_by_side
-from tests.published.neighbours import Learner, StableDiffusion3, batch_normalised, flow_grpo_updates, flow_sde
+from tests.published.neighbours import (
+    Learner,
+    StableDiffusion3,
+    batch_normalised,
+    flow_grpo_updates,
+    flow_sde,
+)
 from tests.published.side_by_side import Restated, agree
 from tests.published.windows import tilt
 from tests.support import policies
@@ -29,7 +36,9 @@ SETTING = (
 
 def partial_tilt(images, prompts):
     """The last prompt's pictures are all alike to it."""
-    return torch.where(torch.tensor([prompt == PROMPTS[-1] for prompt in prompts]), 0.5, tilt(images, prompts))
+    return torch.where(
+        torch.tensor([prompt == PROMPTS[-1] for prompt in prompts]), 0.5, tilt(images, prompts)
+    )
 
 
 SDE = flow_sde(0.7)
@@ -42,18 +51,23 @@ class Walks(side_by_side.Pair):
         self.beta, self.per_time = beta, per_time
         size = {"height": 32, "width": 32, "max_sequence_length": 12}
         policy = policies.load(directory, **size, lora_rank=4, guidance_scale=4.5)
-        with torch.no_grad():  # an adapter that has moved, or the first KL is 0 whatever its formula
+        # an adapter that has moved, or the first KL is 0 whatever its formula
+        with torch.no_grad():
             for p in policy.trainable_parameters():
                 p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
         options = (*SETTING, f"algorithm.kl_weight={beta}", *overrides)
-        super().__init__(trainer(None, *options, policy=policy, rewards={"tilt": partial_tilt}, prompts=PROMPTS))
+        super().__init__(
+            trainer(None, *options, policy=policy, rewards={"tilt": partial_tilt}, prompts=PROMPTS)
+        )
 
     def restate(self, off=0.0, beta=None, updates=flow_grpo_updates):
         t, transformer = self.ours.trainer, side_by_side.nudged(self.start, off)
         untrained = side_by_side.nudged(self.start, off)
         untrained.disable_adapters()
         network, base = StableDiffusion3(transformer, []), StableDiffusion3(untrained, [])
-        learner = Learner([p for p in transformer.parameters() if p.requires_grad], t.config.optim.learning_rate)
+        learner = Learner(
+            [p for p in transformer.parameters() if p.requires_grad], t.config.optim.learning_rate
+        )
         scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
         scheduler.set_timesteps(STEPS)
         sigmas, result = scheduler.sigmas, Restated(learner)
@@ -61,12 +75,18 @@ class Walks(side_by_side.Pair):
             network.text = base.text = side_by_side.texts(t, iteration, torch.float32)
             noise = {"noisy": range(STEPS), "dtype": torch.float32, "own": True}
             groups = [
-                side_by_side.walked(t, network, iteration, prompt, sigmas, SDE, **noise) for prompt in range(len(PROMPTS))
+                side_by_side.walked(t, network, iteration, prompt, sigmas, SDE, **noise)
+                for prompt in range(len(PROMPTS))
             ]
             scores = torch.stack(
-                [self._scores(group, words) for group, words in zip(groups, t.loop.prompts_of(iteration), strict=True)]
+                [
+                    self._scores(group, words)
+                    for group, words in zip(groups, t.loop.prompts_of(iteration), strict=True)
+                ]
             )
-            for group, advantages in zip(groups, batch_normalised(scores).clamp(-5, 5), strict=True):
+            for group, advantages in zip(
+                groups, batch_normalised(scores).clamp(-5, 5), strict=True
+            ):
                 for member, advantage in zip(group, advantages, strict=True):
                     member.advantage = advantage
             term = {"beta": self.beta if beta is None else beta, "per_time": self.per_time}
@@ -96,12 +116,15 @@ def test_samples_scores_gradients_and_weights_are_the_published_ones(pair):
 
 
 def test_the_setting_has_what_is_to_be_tested(pair):
-    """All steps are stochastic and the last is not trained; a silent group is filtered out; the KL term is a good part of a
-    gradient; two updates an iteration."""
+    """All steps are stochastic and the last is not trained; a silent group is filtered out; the KL
+    term is a good part of a gradient; two updates an iteration."""
     first = pair.restated.groups[0]
     assert [sorted(member.log_probs) for member in first[0]] == [list(range(STEPS))] * GROUP
     assert pair.ours.sampled[0].rollouts[0].transitions[-1].step == STEPS - 2
     assert sum(all(member.advantage == 0 for member in group) for group in first) == 1
     assert len(pair.ours.gradients) == 4
-    with_kl, without = pair.restated.learner.updates[0].flat, pair.restate(beta=0.0).learner.updates[0].flat
+    with_kl, without = (
+        pair.restated.learner.updates[0].flat,
+        pair.restate(beta=0.0).learner.updates[0].flat,
+    )
     assert side_by_side.distance(without, with_kl) > 0.1

@@ -1,6 +1,8 @@
-"""DiffusionNFT's, AWM's and guided ReFL's training steps against restatements of their formulas, on the tiny FLUX.
+"""DiffusionNFT's, AWM's and guided ReFL's training steps against restatements of their formulas, on
+the tiny FLUX.
 
-The old weights are made to trail by a third to a half after each iteration, so that they differ from the trained ones.
+The old weights are made to trail by a third to a half after each iteration, so that they differ
+from the trained ones.
 """
 
 from functools import partial
@@ -25,7 +27,8 @@ def mean_square(x):
 
 
 def nft(models, example, g, advantage, sigma):
-    """5 (r |x0(v+) - x0|^2 / w+ + (1 - r) |x0(v-) - x0|^2 / w-) / b + kl |v - v_ref|^2, one member at one time; b = 0.5."""
+    """5 (r |x0(v+) - x0|^2 / w+ + (1 - r) |x0(v-) - x0|^2 / w-) / b + kl |v - v_ref|^2, one member
+    at one time; b = 0.5."""
     image, noise, b = example.x[g : g + 1], example.data["noise"][g : g + 1], 0.5
     x = (1 - sigma) * image + sigma * noise
     with torch.no_grad():
@@ -42,7 +45,8 @@ def nft(models, example, g, advantage, sigma):
 
 
 def awm(models, example, g, advantage, sigma):
-    """-A/5 exp(log p - its own value) + kl |v - v_ref|^2 + |v - v_old|^2, log p = -4 sigma ((e + 1e-10)^1/4 - 1e-10^1/4)."""
+    """-A/5 exp(log p - its own value) + kl |v - v_ref|^2 + |v - v_old|^2, log p = -4 sigma ((e +
+    1e-10)^1/4 - 1e-10^1/4)."""
     image, noise = example.x[g : g + 1], example.data["noise"][g : g + 1]
     x = (1 - sigma) * image + sigma * noise
     with torch.no_grad():
@@ -50,7 +54,11 @@ def awm(models, example, g, advantage, sigma):
     v = models.velocity("trained", x, sigma, example.prompt)
     e = mean_square(v.double() - (noise.double() - image.double()))
     log_prob = -4 * sigma * ((e + 1e-10) ** 0.25 - 1e-10**0.25)
-    return -advantage / 5 * (log_prob - log_prob.detach()).exp() + 0.05 * mean_square(v - base) + mean_square(v - old)
+    return (
+        -advantage / 5 * (log_prob - log_prob.detach()).exp()
+        + 0.05 * mean_square(v - base)
+        + mean_square(v - old)
+    )
 
 
 def objective(term, sigmas, models, seen):
@@ -58,7 +66,10 @@ def objective(term, sigmas, models, seen):
     share = 1 / sum(len(example.advantages) for example in seen.examples)
     return [
         lambda example=example, g=g: (
-            share * term(models, example, g, advantages[example.prompt, g], sigmas[example.data["step"][g]])
+            share
+            * term(
+                models, example, g, advantages[example.prompt, g], sigmas[example.data["step"][g]]
+            )
         )
         for example in seen.examples
         for g in range(len(example.advantages))
@@ -73,7 +84,8 @@ def trail(models, updates):
 
 
 def walked(t, models, prompt):
-    """The group of a prompt as DiffusionNFT's sampler walks it: the network sees int(1000 sigma), the step sigma."""
+    """The group of a prompt as DiffusionNFT's sampler walks it: the network sees int(1000 sigma),
+    the step sigma."""
     network = Flux(models.old, models.text, side=8, truncate=True)
     x = t.policy.noise([t.collector.noise(0, prompt, "initial", member) for member in range(3)])
     for sigma, after in pairwise(t.sigmas):
@@ -82,18 +94,30 @@ def walked(t, models, prompt):
 
 
 def test_diffusion_nft_samples_at_whole_thousandths_and_learns_at_exact_times(flux_directory):
-    """Finals by a walk of our own, loss and gradient by the formula at sigma itself; truncated in both they are others."""
+    """Finals by a walk of our own, loss and gradient by the formula at sigma itself; truncated in
+    both they are others."""
     small, apart = ("algorithm.mixing=0.5", "algorithm.share=0.4"), []
     for truncated in ("rollout", True):
-        ours = tiny(flux_directory, "algorithm.name=diffusion_nft", *COMMON, *small, options={"truncate_timesteps": truncated})
+        ours = tiny(
+            flux_directory,
+            "algorithm.name=diffusion_nft",
+            *COMMON,
+            *small,
+            options={"truncate_timesteps": truncated},
+        )
         finals = []
 
         def terms(models, seen, ours=ours, finals=finals):
-            finals += [(example.x, walked(ours, models, example.prompt)) for example in seen.examples]
+            finals += [
+                (example.x, walked(ours, models, example.prompt)) for example in seen.examples
+            ]
             return objective(nft, ours.sigmas, models, seen)
 
         beside = Beside(ours, terms, iterations=1)
-        assert len(finals) == 4 and max(float((one - other).abs().max()) for one, other in finals) < 1e-5
+        assert (
+            len(finals) == 4
+            and max(float((one - other).abs().max()) for one, other in finals) < 1e-5
+        )
         apart.append(beside.differences())
     exact, both = apart
     assert exact["loss"] < 1e-6 and exact["gradient"] < 2e-5 and both["gradient"] > 1e-4
@@ -108,7 +132,9 @@ def guided(models, x, sigma, prompt):
             "encoder_hidden_states": given[f"{which}prompt_embeds"],
             "pooled_projections": given[f"{which}pooled_prompt_embeds"],
         }
-        return models.trained(hidden_states=x, timestep=1000 * sigma.reshape(1), **said, return_dict=False)[0]
+        return models.trained(
+            hidden_states=x, timestep=1000 * sigma.reshape(1), **said, return_dict=False
+        )[0]
 
     with torch.no_grad():
         without = velocity("negative_")
@@ -123,8 +149,8 @@ bright.differentiable = True
 
 
 def test_refl_with_guidance_is_flowbps(sd3_directory):
-    """One picture of each prompt: relu(ceiling - r(decode(x - sigma v))), v with a detached negative prediction; gradients that
-    go through both predictions are far off."""
+    """One picture of each prompt: relu(ceiling - r(decode(x - sigma v))), v with a detached
+    negative prediction; gradients that go through both predictions are far off."""
     small = (
         "algorithm.name=refl",
         "algorithm.group_size=1",
@@ -134,14 +160,24 @@ def test_refl_with_guidance_is_flowbps(sd3_directory):
     apart = []
     for detached in (True, False):
         options = {"guidance_scale": 3.5, "detach_negative": detached}
-        ours = tiny(sd3_directory, *small, "trainer.prompts_per_iteration=3", options=options, rewards=(bright,))
+        ours = tiny(
+            sd3_directory,
+            *small,
+            "trainer.prompts_per_iteration=3",
+            options=options,
+            rewards=(bright,),
+        )
         vae = ours.policy.pipeline.vae
 
         def terms(models, seen, ours=ours, vae=vae):
             def one(example):
                 sigma = ours.sigmas[example.step]
                 latent = example.x - sigma * guided(models, example.x, sigma, example.prompt)
-                picture = vae.decode(latent / vae.config.scaling_factor + vae.config.shift_factor).sample / 2 + 0.5
+                picture = (
+                    vae.decode(latent / vae.config.scaling_factor + vae.config.shift_factor).sample
+                    / 2
+                    + 0.5
+                )
                 return torch.relu(2 - picture.clamp(0, 1).mean()) / len(seen.examples)
 
             return [partial(one, example) for example in seen.examples]
@@ -153,12 +189,16 @@ def test_refl_with_guidance_is_flowbps(sd3_directory):
 
 
 @pytest.mark.parametrize(
-    ("name", "term", "more"), [("diffusion_nft", nft, ("algorithm.mixing=0.5",)), ("awm", awm, ("algorithm.times=2",))]
+    ("name", "term", "more"),
+    [("diffusion_nft", nft, ("algorithm.mixing=0.5",)), ("awm", awm, ("algorithm.times=2",))],
 )
 def test_losses_gradients_and_weights_are_the_published_ones(flux_directory, name, term, more):
     ours = tiny(flux_directory, f"algorithm.name={name}", *COMMON, *more)
     beside = Beside(ours, partial(objective, term, ours.sigmas), trail)
     apart = beside.differences()
-    old, other = (torch.cat([p.detach().flatten() for p in own]) for own in (ours.learner.old, beside.models.old.parameters()))
+    old, other = (
+        torch.cat([p.detach().flatten() for p in own])
+        for own in (ours.learner.old, beside.models.old.parameters())
+    )
     assert float((old - other).norm()) < 2e-3 * float((other - beside.start).norm())
     assert apart["loss"] < 1e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3

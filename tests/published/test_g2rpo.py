@@ -1,4 +1,5 @@
-"""The trainer under `reference` and `reference-hps-clip` is the published G2RPO, to the bit where sums are the same.
+"""The trainer under `reference` and `reference-hps-clip` is the published G2RPO, to the bit where
+sums are the same.
 
 The other side is `tests.published.g2rpo`: formulas written out, a latent at a time.
 """
@@ -16,21 +17,37 @@ ALL = tuple(range(8))
 
 @pytest.mark.parametrize(
     ("dtype", "overrides", "branches"),
-    few([(torch.bfloat16, (), (0, 7)), (torch.bfloat16, (), ALL), (torch.float32, FLOAT32, ALL)], lambda each: each[2] != ALL),
+    few(
+        [(torch.bfloat16, (), (0, 7)), (torch.bfloat16, (), ALL), (torch.float32, FLOAT32, ALL)],
+        lambda each: each[2] != ALL,
+    ),
     ids=["bfloat16, two branches", "bfloat16", "float32"],
 )
-def test_a_training_step_is_the_published_one_to_the_bit(flux_directory, dtype, overrides, branches):
-    """Latents, log-probs, pictures, scores, losses, gradients of every tensor, and weights after an AdamW step a branch.
+def test_a_training_step_is_the_published_one_to_the_bit(
+    flux_directory, dtype, overrides, branches
+):
+    """Latents, log-probs, pictures, scores, losses, gradients of every tensor, and weights after an
+    AdamW step a branch.
 
-    The same operations on tensors of one row, in the same order. Groups are normalised in float64, here and for once there.
+    The same operations on tensors of one row, in the same order. Groups are normalised in float64,
+    here and for once there.
     """
     setting = Setting(dtype=dtype, advantage_dtype=torch.float64, branches=branches)
     steps = f"algorithm.branch_steps={list(branches)}"
-    found = differences(flux_directory, "reference", setting, *ONE_BY_ONE, *overrides, steps, "algorithm.group_size=3")
+    found = differences(
+        flux_directory,
+        "reference",
+        setting,
+        *ONE_BY_ONE,
+        *overrides,
+        steps,
+        "algorithm.group_size=3",
+    )
     assert found == dict.fromkeys(found, 0)
 
 
-@pytest.mark.slow  # float32 advantages are what a size in published.md is of; parity is tested below
+# float32 advantages are what a size in published.md is of; parity is tested below
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "overrides", "gradients", "weights"),
     [(torch.bfloat16, (), 3e-2, 3e-2), (torch.float32, FLOAT32, 1e-4, 1e-3)],
@@ -39,30 +56,51 @@ def test_a_training_step_is_the_published_one_to_the_bit(flux_directory, dtype, 
 def test_what_float32_advantages_make_of_it(flux_directory, dtype, overrides, gradients, weights):
     """All that is sampled is equal, with two rewards and three granularities too.
 
-    Theirs subtract a float32 mean of scores of .3 (1.5e-8 off) and divide by a std of no less than 1e-3, for six groups: 1e-4.
-    Losses and float32 gradients inherit it. In bfloat16 it turns the rounding (2^-9 = 2e-3) of some numbers in the backward
-    pass, which differ by up to some ten of it deep in the network. AdamW's first steps are signs: the way of the weights
-    differs as much as gradients do, and in float32 more, where gradients near nothing change sign.
+    Theirs subtract a float32 mean of scores of .3 (1.5e-8 off) and divide by a std of no less than
+    1e-3, for six groups: 1e-4. Losses and float32 gradients inherit it. In bfloat16 it turns the
+    rounding (2^-9 = 2e-3) of some numbers in the backward pass, which differ by up to some ten of
+    it deep in the network. AdamW's first steps are signs: the way of the weights differs as much as
+    gradients do, and in float32 more, where gradients near nothing change sign.
     """
     setting = Setting(strides=(1, 2, 3), dtype=dtype)
-    found = differences(flux_directory, "reference-hps-clip", setting, *ONE_BY_ONE, *overrides, "algorithm.group_size=3")
+    found = differences(
+        flux_directory,
+        "reference-hps-clip",
+        setting,
+        *ONE_BY_ONE,
+        *overrides,
+        "algorithm.group_size=3",
+    )
     sampled = list(found)[: list(found).index("advantages")]
     assert {name: found[name] for name in sampled} == dict.fromkeys(sampled, 0)
-    assert 0 < found["advantages"] < 1e-4 and found["mean loss"] < 1e-5 and found["optimizer steps"] == 0
+    assert (
+        0 < found["advantages"] < 1e-4
+        and found["mean loss"] < 1e-5
+        and found["optimizer steps"] == 0
+    )
     assert found["gradients"] < gradients and found["weights"] < weights
 
 
-@pytest.mark.slow  # that rows of a batch are as alone is tested in tests/rollout and for every model
+# that rows of a batch are as alone is tested in tests/rollout and for every model
+@pytest.mark.slow
 def test_batches_differ_by_the_order_of_float32_sums(flux_directory):
-    """Products of 24 rows may add in another order than those of one: 6e-8 * sqrt(100) a layer, ten layers, 16 steps, |x| 9."""
+    """Products of 24 rows may add in another order than those of one: 6e-8 * sqrt(100) a layer, ten
+    layers, 16 steps, |x| 9."""
     setting = Setting(strides=(1, 2, 3), dtype=torch.float32)
-    found = differences(flux_directory, "reference-hps-clip", setting, *FLOAT32, "algorithm.group_size=3")
+    found = differences(
+        flux_directory, "reference-hps-clip", setting, *FLOAT32, "algorithm.group_size=3"
+    )
     assert found["finals"] < 1e-3 and found["log-probs"] < 1e-5
 
 
 def small(folder, *overrides):
     setting = Setting(steps=8, branches=(1, 4), strides=(1, 2))
-    options = ("algorithm.group_size=3", "algorithm.branch_steps=[1,4]", "sampling.num_steps=8", *ONE_BY_ONE)
+    options = (
+        "algorithm.group_size=3",
+        "algorithm.branch_steps=[1,4]",
+        "sampling.num_steps=8",
+        *ONE_BY_ONE,
+    )
     return differences(folder, "reference", setting, *options, *overrides)
 
 
@@ -88,5 +126,6 @@ SEEN = [
 
 @pytest.mark.parametrize(("override", "quantity"), few(SEEN, lambda seen: seen[1] == "weights"))
 def test_the_comparison_sees_every_setting(flux_directory, undisturbed, override, quantity):
-    """With one setting of `reference` undone, the quantity that it rules differs: at all, or several times as much."""
+    """With one setting of `reference` undone, the quantity that it rules differs: at all, or
+    several times as much."""
     assert small(flux_directory, override)[quantity] > 3 * undisturbed[quantity]

@@ -1,4 +1,5 @@
-"""MixGRPO's whole training step against a restatement from its published formulas, on the tiny FLUX."""
+"""MixGRPO's whole training step against a restatement from its published formulas, on the tiny
+FLUX."""
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ SETTING = (
     "algorithm.name=mixgrpo",
     "algorithm.group_size=6",
     "algorithm.window_size=3",
-    "algorithm.window_iterations=1",  # so that the second iteration has another window, and an ODE step before it
+    # so that the second iteration has another window, and an ODE step before it
+    "algorithm.window_iterations=1",
     "sampling.num_steps=8",
     "optim.learning_rate=3e-4",
 )
@@ -19,18 +21,25 @@ SETTING = (
 
 def mixed(scores):
     """Weights 3 and 1 are divided by their sum."""
-    return (0.75 * windows.normalised(scores[0]) + 0.25 * windows.normalised(scores[1])).clamp(-5, 5)
+    return (0.75 * windows.normalised(scores[0]) + 0.25 * windows.normalised(scores[1])).clamp(
+        -5, 5
+    )
 
 
 @pytest.fixture(
-    scope="module", params=few([None, torch.bfloat16], lambda dtype: dtype is not None), ids=["float32", "bfloat16"]
+    scope="module",
+    params=few([None, torch.bfloat16], lambda dtype: dtype is not None),
+    ids=["float32", "bfloat16"],
 )
 def side_by_side(request, flux_directory):
-    return windows.Windows(flux_directory, SETTING, request.param, flow_sde(0.7), accumulate=3, mix=mixed)
+    return windows.Windows(
+        flux_directory, SETTING, request.param, flow_sde(0.7), accumulate=3, mix=mixed
+    )
 
 
 def test_windows_are_the_published_ones(side_by_side):
-    """Steps 0-2, then 1-3: the window moves on by one; two optimizer steps of three members each."""
+    """Steps 0-2, then 1-3: the window moves on by one; two optimizer steps of three members
+    each."""
     assert side_by_side.restated.trained == [[0, 1, 2], [1, 2, 3]]
     assert len(side_by_side.ours.gradients) == 4
 
@@ -40,12 +49,16 @@ def test_samples_scores_gradients_and_weights_are_the_published_ones(side_by_sid
 
 
 def test_the_first_rollout_is_bit_equal_in_bfloat16(side_by_side):
-    """Velocities and noise in bfloat16 have the published roundings, so the transitions are equal as long as weights are.
+    """Velocities and noise in bfloat16 have the published roundings, so the transitions are equal
+    as long as weights are.
 
-    A float32 network sums batches of other sizes in another order on some processors: a few roundings of latents of size 1.
+    A float32 network sums batches of other sizes in another order on some processors: a few
+    roundings of latents of size 1.
     """
     exact = side_by_side.autocast is not None
     ours, theirs = side_by_side.ours.members(0), side_by_side.restated.members(0)
-    for a, b in ((a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)):
+    for a, b in (
+        (a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
+    ):
         for name in ("before", "after"):
             torch.testing.assert_close(a[name], b[name], rtol=0, atol=0 if exact else 2**-20)

@@ -18,7 +18,8 @@ def step(x, v, sigma, after):
 
 
 def term(models, rollout, rewards, g, n, weight):
-    """-w A exp(log p - its own value) of member g, where the last of n even parts of the step is the stochastic one."""
+    """-w A exp(log p - its own value) of member g, where the last of n even parts of the step is
+    the stochastic one."""
     (transition,) = rollout.transitions
     x, sigma, after = transition.x, SIGMAS[transition.step], SIGMAS[transition.step + 1]
     stride = (after - sigma) / n
@@ -42,7 +43,8 @@ def objective(models, seen, weights):
 
 
 def test_losses_gradients_and_weights_are_the_published_ones(flux_directory):
-    """Two orders of the same float32 sums: gradients agree to some roundings, weights to what Adam makes of them."""
+    """Two orders of the same float32 sums: gradients agree to some roundings, weights to what Adam
+    makes of them."""
     ours = tiny(flux_directory, *SETTING)
     apart = Beside(ours, partial(objective, weights={1: 1.0, 2: 0.5, 3: 0.5})).differences()
     assert apart["loss"] < 1e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3

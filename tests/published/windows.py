@@ -15,14 +15,16 @@ __all__ = ["Windows", "agree", "normalised"]
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square", "blue"]
 COMMON = (
-    "sampling.batch_size=1",  # a network call has one row there, and in bfloat16 the kernels differ by the batch
+    # a network call has one row there, and in bfloat16 the kernels differ by the batch
+    "sampling.batch_size=1",
     "trainer.micro_batch_size=1",
     "trainer.prompts_per_iteration=2",
     "rewards={tilt: 3.0, spread: 1.0}",
     "evaluation.rewards={}",
 )
 IN_BFLOAT16 = (
-    "algorithm.clip_range=100",  # a clip at 1e-4 of a ratio that is known to 1e-5 depends on the last bit
+    # a clip at 1e-4 of a ratio that is known to 1e-5 depends on the last bit
+    "algorithm.clip_range=100",
 )
 
 
@@ -40,15 +42,21 @@ REWARDS = {"tilt": tilt, "spread": spread}
 class Windows(side_by_side.Pair):
     """Two iterations of one algorithm.
 
-    `step` is the stochastic step, `accumulate` how many members make an update, and `mix` makes one advantage of a group's
-    scores [2, G]. With `autocast`, bfloat16, the measure is what float32 makes of the same, and half of it is allowed.
+    `step` is the stochastic step, `accumulate` how many members make an update, and `mix` makes one
+    advantage of a group's scores [2, G]. With `autocast`, bfloat16, the measure is what float32
+    makes of the same, and half of it is allowed.
     """
 
     def __init__(self, directory, overrides, autocast, step, accumulate, mix):
         self.autocast, self.step, self.accumulate, self.mix = autocast, step, accumulate, mix
         self.share = 0.5 if autocast else 4.0
         size = {"height": 32, "width": 32, "max_sequence_length": 12}
-        more = {"tuning": "full", "keep_base": False, "truncate_timesteps": True, "dtype": autocast or torch.float32}
+        more = {
+            "tuning": "full",
+            "keep_base": False,
+            "truncate_timesteps": True,
+            "dtype": autocast or torch.float32,
+        }
         policy = policies.load(directory, **size, **more)
         options = (*COMMON, *overrides, *(IN_BFLOAT16 if autocast else ()))
         ours = trainer(None, *options, policy=policy, rewards=REWARDS, prompts=PROMPTS)
@@ -73,13 +81,24 @@ class Windows(side_by_side.Pair):
             trained = [i for i in noisy if plan.trains(i)]
             network.text = side_by_side.texts(t, iteration, dtype)
             groups = [
-                side_by_side.walked(t, network, iteration, prompt, t.sigmas, self.step, noisy=noisy, dtype=dtype)
+                side_by_side.walked(
+                    t, network, iteration, prompt, t.sigmas, self.step, noisy=noisy, dtype=dtype
+                )
                 for prompt in range(len(network.text))
             ]
             for group in groups:
                 self._score(group)
             clip = 1e-4 if self.autocast is None else 100.0
-            updates(network, learner, groups, trained, t.sigmas, self.step, accumulate=self.accumulate, clip=clip)
+            updates(
+                network,
+                learner,
+                groups,
+                trained,
+                t.sigmas,
+                self.step,
+                accumulate=self.accumulate,
+                clip=clip,
+            )
             result.groups.append(groups)
             result.trained.append(trained)
         return result

@@ -1,4 +1,5 @@
-"""The table of docs/models.md: every class of the catalogue beside diffusers. `python -m tests.repository.models_table`."""
+"""The table of docs/models.md: every class of the catalogue beside diffusers. `python -m
+tests.repository.models_table`."""
 
 from __future__ import annotations
 
@@ -12,9 +13,14 @@ from tests.support.tiny_pipelines import CLASSES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- python -m tests.repository.models_table -->\n", "<!-- end -->\n"
-HEAD = "| pipeline class | guidance: default, off | pictures | velocity | batch | LoRA | gradient |\n" + 7 * "|---" + "|\n"
+HEAD = (
+    "| pipeline class | guidance: default, off | pictures | velocity | batch | LoRA | gradient |\n"
+    + 7 * "|---"
+    + "|\n"
+)
 COLUMNS = {"pictures": 1e-5, "velocity": 2e-5, "batch": 2e-5, "weights": 1e-4, "gradient": 1e-2}
-"""The checks of `g2rpo check-model` that are columns, with the largest errors that the tests of every class allow."""
+"""The checks of `g2rpo check-model` that are columns, with the largest errors that the tests of
+every class allow."""
 
 
 def guidance_of(kind: str) -> str:

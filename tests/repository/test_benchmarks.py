@@ -1,4 +1,5 @@
-"""Benchmarks measure what they say: the published loop, agreement of rewards, rates, and what is left of cases that fail."""
+"""Benchmarks measure what they say: the published loop, agreement of rewards, rates, and what is
+left of cases that fail."""
 
 import json
 import os
@@ -26,20 +27,29 @@ from tests.rollout.test_engine import SIGMAS, Network, noise
 from tests.support.runs import brightness
 
 
-@pytest.mark.parametrize(("granularities", "published"), [((1,), 1216), ((1, 2), 1792), ((1, 2, 3), 2188)])
-def test_the_published_loop_needs_what_is_published_and_the_engine_gives_its_latents(granularities, published):
+@pytest.mark.parametrize(
+    ("granularities", "published"), [((1,), 1216), ((1, 2), 1792), ((1, 2, 3), 2188)]
+)
+def test_the_published_loop_needs_what_is_published_and_the_engine_gives_its_latents(
+    granularities, published
+):
     """Elementwise float32 arithmetic in another batch: the last bits of |x| ~ 3 over 16 steps."""
     algorithm, policy = GranularGRPO(granularities=granularities), Network(size=1)
     loop = PublishedLoop(policy, SIGMAS, algorithm, {"bright": brightness})
     (finals,) = loop.rollout(["0.1"], noise)
     assert loop.evaluations == published == published_evaluations(algorithm)
     engine = Engine(policy=policy, cond=policy.encode(["0.1"]), sigmas=SIGMAS)
-    rollouts = engine.rollout(algorithm.plans(16), algorithm.group_size, algorithm.kernel(SIGMAS), noise)
-    torch.testing.assert_close(torch.stack([rollout.finals for rollout in rollouts]), finals, atol=1e-5, rtol=0)
+    rollouts = engine.rollout(
+        algorithm.plans(16), algorithm.group_size, algorithm.kernel(SIGMAS), noise
+    )
+    torch.testing.assert_close(
+        torch.stack([rollout.finals for rollout in rollouts]), finals, atol=1e-5, rtol=0
+    )
 
 
 def test_agreement_of_rewards():
-    """By hand: one group keeps its ranks, one turns them round, one is silent; errors are 0, (2 + 0 + 2) / 3 and 1."""
+    """By hand: one group keeps its ranks, one turns them round, one is silent; errors are 0, (2 + 0
+    + 2) / 3 and 1."""
     exact = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.0, 1.0, 1.0]])
     fast = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [2.0, 2.0, 2.0]])
     found = agreement(exact, fast)
@@ -52,7 +62,10 @@ def test_agreement_of_rewards():
 def test_the_rate_of_a_matrix_product_is_counted_right():
     """A clock that says one second for every product: 2 * 1024^3 operations a second."""
     ticks = iter(range(10**6))
-    assert matmul_rate(torch.float32, torch.device("cpu"), lambda: next(ticks), seconds=0.05) == 2 * 1024**3
+    assert (
+        matmul_rate(torch.float32, torch.device("cpu"), lambda: next(ticks), seconds=0.05)
+        == 2 * 1024**3
+    )
 
 
 @pytest.mark.skipif(not available(), reason="tesseract is not installed")
@@ -70,11 +83,21 @@ def stand_in(given):
     if isinstance(asked, list):  # the process that plans
         planned = {case["name"]: {"velocity, s": 2.0} for case in asked}
         left.write_text(
-            json.dumps({"notes": planned, "errors": {"model fine": "no plan of it"} if "model fine" in planned else {}})
+            json.dumps(
+                {
+                    "notes": planned,
+                    "errors": {"model fine": "no plan of it"} if "model fine" in planned else {},
+                }
+            )
         )
         return
     what = asked.get("recipe", "machine")
-    found = {"measured": {"velocity, s": 2.6}, "checks": {}, "notes": {"device": "A Card"}, "errors": {}}
+    found = {
+        "measured": {"velocity, s": 2.6},
+        "checks": {},
+        "notes": {"device": "A Card"},
+        "errors": {},
+    }
     if what == "refuses":
         found["notes"]["refused"] = "no float8"
     if what == "errs":
@@ -83,7 +106,13 @@ def stand_in(given):
         found["checks"]["ratio"] = ["NaN", 0.1]
     left.write_text(json.dumps(found))
     if what == "hangs":
-        subprocess.run([sys.executable, "-c", "import time; open('child', 'w'); time.sleep(3); open('alive', 'w')"])
+        subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import time; open('child', 'w'); time.sleep(3); open('alive', 'w')",
+            ]
+        )
     if what == "crashes":
         print("the last words", flush=True)
         os._exit(3)
@@ -96,7 +125,9 @@ def first_minutes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def run(*names, minutes=8.0, seconds=5):
-        monkeypatch.setattr(first_gpu, "CASES", [first_gpu.case(name, seconds=seconds) for name in names])
+        monkeypatch.setattr(
+            first_gpu, "CASES", [first_gpu.case(name, seconds=seconds) for name in names]
+        )
         monkeypatch.setattr(first_gpu, "BEGAN", time.monotonic())
         code = 0
         try:
@@ -112,10 +143,13 @@ def first_minutes(monkeypatch, tmp_path):
 def test_cases_on_a_gpu_have_names_of_their_own_and_the_first_five_fit():
     names = [case["name"] for case in first_gpu.CASES]
     assert len(set(names)) == len(names)
-    assert sum(case["seconds"] for case in first_gpu.CASES[:5]) < 60 * 6  # the rest of 8 minutes: imports, and one that is late
+    # the rest of 8 minutes: imports, and one that is late
+    assert sum(case["seconds"] for case in first_gpu.CASES[:5]) < 60 * 6
 
 
-def test_a_case_on_a_gpu_that_fails_is_reported_and_the_next_follows(first_minutes, monkeypatch, tmp_path, capsys):
+def test_a_case_on_a_gpu_that_fails_is_reported_and_the_next_follows(
+    first_minutes, monkeypatch, tmp_path, capsys
+):
     monkeypatch.setattr(first_gpu, "PATIENCE", 0.3)
     result, code = first_minutes("crashes", "hangs", "errs", "differs", "refuses", "fine")
     states = {name.removeprefix("model "): case["state"] for name, case in result["cases"].items()}
@@ -123,10 +157,17 @@ def test_a_case_on_a_gpu_that_fails_is_reported_and_the_next_follows(first_minut
         "crashes": "failed: ended with 3", "hangs": "failed: not done after 2 s", "errs": "failed",
         "differs": "done", "refuses": "refused", "fine": "done",
     }  # fmt: skip
-    assert "the last words" in result["cases"]["model crashes"]["log"] and result["cases"]["model hangs"]["measured"]
+    assert (
+        "the last words" in result["cases"]["model crashes"]["log"]
+        and result["cases"]["model hangs"]["measured"]
+    )
     assert result["card"] == "A Card" and result["commit"] and result["date"]
     said = capsys.readouterr().out
-    for line in ("errs: decode: OutOfMemoryError: 80 GB", "differs: ratio: nan, at most 0.1", "fine: plan: no plan of it"):
+    for line in (
+        "errs: decode: OutOfMemoryError: 80 GB",
+        "differs: ratio: nan, at most 0.1",
+        "fine: plan: no plan of it",
+    ):
         assert f"\nmodel {line}\n" in said
     assert "velocity, s: 2.6, planned 2, ratio 1.30 <- beside the plan" in said
     assert (tmp_path / "child").exists()
@@ -140,7 +181,11 @@ def test_cases_that_do_not_fit_are_skipped_and_made_by_the_next_command(first_mi
     assert "model last: skipped, is expected to take 90 s of " in capsys.readouterr().out
     once = first_minutes("refuses")[0]["cases"]["model refuses"]
     result, code = first_minutes("refuses", "last")
-    assert code == 0 and result["cases"]["model last"]["state"] == "done" and result["cases"]["model refuses"] == once
+    assert (
+        code == 0
+        and result["cases"]["model last"]["state"] == "done"
+        and result["cases"]["model refuses"] == once
+    )
 
 
 def test_what_was_measured_is_kept_when_the_command_is_killed(first_minutes, tmp_path):

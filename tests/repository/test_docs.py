@@ -20,18 +20,34 @@ from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from tests.support.figures import cited, figures, sentences
-from tests.support.pages import BEGINS, PAGES, ROOT, blocks, calls, check, environment_of_make, inline, inline_commands, prose
+from tests.support.pages import (
+    BEGINS,
+    PAGES,
+    ROOT,
+    blocks,
+    calls,
+    check,
+    environment_of_make,
+    inline,
+    inline_commands,
+    prose,
+)
 from tests.support.runs import brightness, trainer
 from tests.support.variants import few
 
 QUICK = ("recipes", "train", "sample", "evaluate", "report")
-FEW_PROMPTS = ["trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "evaluation.controls=false"]
+FEW_PROMPTS = [
+    "trainer.prompts_per_iteration=1",
+    "evaluation.num_prompts=2",
+    "evaluation.controls=false",
+]
 SMALLEST = ["algorithm.group_size=2", "sampling.num_steps=6", "trainer.iterations=1", *FEW_PROMPTS]
 page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def save_named(text: str) -> None:
-    """Writes the Python blocks that begin with a file's name into the current folder; commands beside them name it."""
+    """Writes the Python blocks that begin with a file's name into the current folder; commands
+    beside them name it."""
     for block in blocks(text):
         if named := re.match(r"# (\w+\.py)\n", block.code):
             Path(named[1]).write_text(block.code)
@@ -53,7 +69,8 @@ def test_every_command_can_be_given_as_it_stands(page, tmp_path, monkeypatch):
 
 
 def test_the_readme_from_top_to_bottom_in_a_clean_shell(tmp_path):
-    """A reader has what the system has, and what `make` or pip put into .venv: no g2rpo until that is activated."""
+    """A reader has what the system has, and what `make` or pip put into .venv: no g2rpo until that
+    is activated."""
     system, clone = tmp_path / "system", tmp_path / "clone"
     for folder in (system, clone):
         folder.mkdir()
@@ -65,10 +82,16 @@ def test_the_readme_from_top_to_bottom_in_a_clean_shell(tmp_path):
     for program in ("pip", "torchrun"):
         (clone / ".venv" / "bin" / program).unlink()
         (system / "bin" / program).rename(clone / ".venv" / "bin" / program)
-    scripts = [block.code for block in blocks((ROOT / "README.md").read_text(encoding="utf-8")) if block.language == "bash"]
+    scripts = [
+        block.code
+        for block in blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+        if block.language == "bash"
+    ]
     environment = {"PATH": str(system / "bin"), "CALLS": str(tmp_path / "calls"), "TIMEFORMAT": ""}
     command = ["/bin/bash", "-c", "\n".join(scripts)]
-    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=clone, env=environment, capture_output=True, text=True, check=False
+    )
     assert "g2rpo" in (tmp_path / "calls").read_text() and not done.stderr, done.stderr
 
 
@@ -95,12 +118,14 @@ in_the_suite = few(PAGES, lambda page: page.stem not in LONG_PAGES)
 
 @pytest.mark.parametrize("page", in_the_suite, ids=lambda page: page.stem)
 def test_what_a_page_shows_runs(page, tmp_path, monkeypatch):
-    """Python blocks in order, in one namespace and folder, trainers with few prompts; commands of marked blocks in between,
-    at the smallest size."""
+    """Python blocks in order, in one namespace and folder, trainers with few prompts; commands of
+    marked blocks in between, at the smallest size."""
     monkeypatch.chdir(tmp_path)
     trainer_of = api.trainer
     monkeypatch.setattr(
-        api, "trainer", lambda recipe, given=(), *a, **more: trainer_of(recipe, [*given, *FEW_PROMPTS], *a, **more)
+        api,
+        "trainer",
+        lambda recipe, given=(), *a, **more: trainer_of(recipe, [*given, *FEW_PROMPTS], *a, **more),
     )
     names = {"__name__": page.stem}
     for block in blocks(page.read_text(encoding="utf-8")):
@@ -131,7 +156,8 @@ def run(arguments: list[str]) -> None:
 
 @page
 def test_a_page_is_short_and_begins_with_an_example(page):
-    """At most 1,200 words besides code and tables; of docs/, an example within the first 60 words."""
+    """At most 1,200 words besides code and tables; of docs/, an example within the first 60
+    words."""
     text = page.read_text(encoding="utf-8")
     if page.parent.name == "results":
         return  # tables of results
@@ -148,7 +174,9 @@ def test_settings_in_yaml_are_a_config(page):
     """What a page shows of a config, in the place of the testbed recipe's own."""
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language == "yaml":
-            config = resolve({**recipes.settings("scenes"), **yaml.safe_load(block.code)}, source=page.name)
+            config = resolve(
+                {**recipes.settings("scenes"), **yaml.safe_load(block.code)}, source=page.name
+            )
             for entry in config.rewards.values():
                 if plugins.is_code(str(entry.options.get("target"))):
                     plugins.allow(entry.options["target"])  # as --plugin does
@@ -173,21 +201,29 @@ def anchors(page: Path) -> set[str]:
 
 @page
 def test_files_keys_and_functions_that_are_named_exist(page):
-    """Code spans such as `tests/support/tiny.py`, `policy.lora_rank` (or with =value), `flow.sde_step`."""
-    groups = {name: set(members_of(field.annotation)) for name, field in Config.model_fields.items()}
-    groups["algorithm"] = {key for kind in ALGORITHMS.values() for key in members_of(kind)} | {"name"}
+    """Code spans such as `tests/support/tiny.py`, `policy.lora_rank` (or with =value),
+    `flow.sde_step`."""
+    groups = {
+        name: set(members_of(field.annotation)) for name, field in Config.model_fields.items()
+    }
+    groups["algorithm"] = {key for kind in ALGORITHMS.values() for key in members_of(kind)} | {
+        "name"
+    }
     for span in inline(page.read_text(encoding="utf-8")):
         if re.match(r"(src|tests|docs|benchmarks|tools|examples)/[\w./-]+\w$", span):
             assert (ROOT / span).exists(), span
         elif found := re.match(r"(\w+)\.(\w+)(=.*)?$", span):
             group, key = found[1], found[2]
             if group in groups and groups[group] and key != "py" and key not in groups[group]:
-                assert hasattr(importlib.import_module(f"g2rpo.{group}"), key), f"{span} is neither a key nor a function"
+                assert hasattr(importlib.import_module(f"g2rpo.{group}"), key), (
+                    f"{span} is neither a key nor a function"
+                )
 
 
 @page
 def test_figures_are_in_the_tests_and_results_that_are_cited_for_them(page):
-    """Every number of a sentence or row that names a test or a script: in the test's source, or in the committed results."""
+    """Every number of a sentence or row that names a test or a script: in the test's source, or in
+    the committed results."""
     for sentence, paragraph in sentences(page):
         there = cited(sentence, paragraph, page)
         missing = [figure.text for figure in figures(sentence) if not figure.is_in(there)]
@@ -199,9 +235,15 @@ def test_figures_are_in_the_tests_and_results_that_are_cited_for_them(page):
     [
         ("CPS keeps 80.6 % of it with 1024 steps (`pytest {file} -k cps_and_the_sde_keep`).", []),
         ("CPS keeps .806 (`pytest {file} -k cps_and_the_sde_keep`).", []),
-        ("CPS keeps 72 % however small the steps (`pytest {file} -k cps_and_the_sde_keep`).", ["72 %"]),
+        (
+            "CPS keeps 72 % however small the steps (`pytest {file} -k cps_and_the_sde_keep`).",
+            ["72 %"],
+        ),
         ("CPS keeps 80.6 % (`pytest {file} -k cps_step`).", ["80.6 %"]),
-        ("The sea has 3.7e-4 of it, 1,234 m deep (`python -m benchmarks.machine`, 2026-11-26).", ["3.7e-4", "1,234"]),
+        (
+            "The sea has 3.7e-4 of it, 1,234 m deep (`python -m benchmarks.machine`, 2026-11-26).",
+            ["3.7e-4", "1,234"],
+        ),
     ],
 )
 def test_a_figure_that_nothing_has_is_found(sentence, missing):
@@ -211,11 +253,19 @@ def test_a_figure_that_nothing_has_is_found(sentence, missing):
 
 
 def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
-    """One line for every file and folder of the package, and for the folders beside it; none for what is not there."""
+    """One line for every file and folder of the package, and for the folders beside it; none for
+    what is not there."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     tree = next(block.code for block in blocks(page) if block.code.startswith("src/g2rpo/"))
-    package, beside = re.findall(r"^  ([\w.]+)/? ", tree, re.MULTILINE), re.findall(r"^(\w+)/ ", tree, re.MULTILINE)
-    there = [p.name for p in (ROOT / "src" / "g2rpo").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    package, beside = (
+        re.findall(r"^  ([\w.]+)/? ", tree, re.MULTILINE),
+        re.findall(r"^(\w+)/ ", tree, re.MULTILINE),
+    )
+    there = [
+        p.name
+        for p in (ROOT / "src" / "g2rpo").iterdir()
+        if p.suffix == ".py" or (p / "__init__.py").exists()
+    ]
     assert sorted(package) == sorted(name for name in there if not name.startswith("__"))
     folders = {p.parent.name for p in ROOT.glob("[!._]*/*.*") if p.suffix in (".py", ".md")}
     assert set(beside) == folders - {"runs", "build", "dist"}
@@ -225,7 +275,11 @@ def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
 
 def test_what_the_page_of_the_architecture_finds_is_there():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| .* \| `([\w.]+)` \|$", page.split("## Where is ...?")[1].split("\n## ")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| .* \| `([\w.]+)` \|$",
+        page.split("## Where is ...?")[1].split("\n## ")[0],
+        re.MULTILINE,
+    )
     assert len(rows) >= 35
     for name in rows:
         pkgutil.resolve_name(f"g2rpo.{name}")
@@ -248,15 +302,22 @@ def test_hours_in_the_readme_are_those_of_the_plans_on_the_cards_of_their_column
     assert {name for name, *_ in evenings} == {name for name in plans if name.endswith("-evening")}
     for name, rtx4090, h100 in evenings:
         runs = plans[name]["runs"]
-        assert (rtx4090, h100) == (f"{runs['rtx4090'] / 3600:.1f}", f"{runs['h100'] / 60:.0f}"), name
+        assert (rtx4090, h100) == (f"{runs['rtx4090'] / 3600:.1f}", f"{runs['h100'] / 60:.0f}"), (
+            name
+        )
 
 
 def glossary() -> dict[str, dict[str, list[str]]]:
-    """Per kind of row, the names that docs/log.md explains, each with the functions that compute it."""
+    """Per kind of row, the names that docs/log.md explains, each with the functions that compute
+    it."""
     kinds = {}
-    for section in (ROOT / "docs" / "log.md").read_text(encoding="utf-8").split('Rows with `"kind": "')[1:]:
+    for section in (
+        (ROOT / "docs" / "log.md").read_text(encoding="utf-8").split('Rows with `"kind": "')[1:]
+    ):
         entries = {}
-        for names, by in re.findall(r"^\| (`[^|]+`) \|.*\| (`[^|]+`) \|$", section.replace("\\|", "/"), re.MULTILINE):
+        for names, by in re.findall(
+            r"^\| (`[^|]+`) \|.*\| (`[^|]+`) \|$", section.replace("\\|", "/"), re.MULTILINE
+        ):
             entries |= dict.fromkeys(re.findall(r"`([^`]+)`", names), re.findall(r"`([^`]+)`", by))
         kinds[section.partition('"')[0]] = entries
     return kinds
@@ -272,7 +333,8 @@ class Bright:
 
 
 def test_the_glossary_has_every_name_that_runs_log_and_no_other():
-    """Runs that log all there is: overlapped scoring, a KL term, what is chosen, losses on finished latents."""
+    """Runs that log all there is: overlapped scoring, a KL term, what is chosen, losses on finished
+    latents."""
     explained = glossary()
     assert explained.keys() == {"train", "eval"}
     logged = {"train": set(), "eval": set()}
@@ -282,14 +344,27 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
         ["algorithm.name=adagrpo", "algorithm.branch_steps=[0]", "algorithm.candidates=2"],
         ["algorithm.name=diffusion_nft", "algorithm.group_size=4"],
     ):
-        for row in trainer(None, *overrides, "trainer.iterations=1", rewards={"bright": Bright()}).train():
+        for row in trainer(
+            None, *overrides, "trainer.iterations=1", rewards={"bright": Bright()}
+        ).train():
             logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
     places = {"NAME": r"[a-z]+", "PHASE": r"\w+", "K": r"\d+", "M": r"\d+", "R": r"\d+"}
     for kind, entries in explained.items():
-        patterns = [re.compile(re.sub(r"\b(NAME|PHASE|K|M|R)\b", lambda place: places[place[0]], name)) for name in entries]
-        unexplained = {name for name in logged[kind] if not any(pattern.fullmatch(name) for pattern in patterns)}
+        patterns = [
+            re.compile(re.sub(r"\b(NAME|PHASE|K|M|R)\b", lambda place: places[place[0]], name))
+            for name in entries
+        ]
+        unexplained = {
+            name
+            for name in logged[kind]
+            if not any(pattern.fullmatch(name) for pattern in patterns)
+        }
         assert not unexplained, f"not in docs/log.md: {sorted(unexplained)}"
-        gone = [pattern.pattern for pattern in patterns if not any(pattern.fullmatch(name) for name in logged[kind])]
+        gone = [
+            pattern.pattern
+            for pattern in patterns
+            if not any(pattern.fullmatch(name) for name in logged[kind])
+        ]
         gone = [name for name in gone if name != "memory_peak"]  # of accelerators alone
         assert not gone, f"in docs/log.md, but not logged: {gone}"
 

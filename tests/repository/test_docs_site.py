@@ -1,4 +1,5 @@
-"""The documentation site: it builds without a warning, and its generated pages have what the code has."""
+"""The documentation site: it builds without a warning, and its generated pages have what the code
+has."""
 
 import re
 import subprocess
@@ -19,10 +20,21 @@ pytest.importorskip("mkdocs", reason="the extra `docs`")
 @pytest.mark.slow  # as `make docs` in its own workflow, at every change
 def test_the_site_builds_without_a_warning(tmp_path):
     """Links, anchors and the navigation are checked by mkdocs."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    pages = {page.parent.relative_to(tmp_path / "site").as_posix() for page in (tmp_path / "site").rglob("index.html")}
+    pages = {
+        page.parent.relative_to(tmp_path / "site").as_posix()
+        for page in (tmp_path / "site").rglob("index.html")
+    }
     assert {"tutorial", "reference/config", "reference/api-types", "results/study"} <= pages
     assert "GranularGRPO" not in (tmp_path / "site/reference/config/index.html").read_text()
     assert "sde_step" in (tmp_path / "site/reference/api-flow/index.html").read_text()
@@ -42,8 +54,12 @@ def test_the_reference_has_every_config_key():
             assert keys(page, f"`{name}`") == list(members_of(field.annotation)), name
     assert keys(page, "`sampling.tails`") == ["solver", "forecast"]
     assert "| `num_steps` | integer >= 2, <= 250 | required |  |" in page
-    assert re.search(r"^\| `shift` \| number > 0 or `model`, `scheduler` \| `3.0` \| ", page, re.MULTILINE)
-    assert re.search(r"^\| `ema_warmup` \|.*\| The average begins at the untrained weights", page, re.MULTILINE)
+    assert re.search(
+        r"^\| `shift` \| number > 0 or `model`, `scheduler` \| `3.0` \| ", page, re.MULTILINE
+    )
+    assert re.search(
+        r"^\| `ema_warmup` \|.*\| The average begins at the untrained weights", page, re.MULTILINE
+    )
 
 
 def test_the_reference_has_every_algorithm_and_field():
@@ -55,7 +71,12 @@ def test_the_reference_has_every_algorithm_and_field():
 def test_links_lead_to_the_sites_pages_or_to_the_repository():
     for link, source, page, moved in (
         ("models.md#x", "docs/rewards.md", "rewards.md", "models.md#x"),
-        ("../src/g2rpo/core/flow.py", "docs/a.md", "a.md", f"{docs_site.REPOSITORY}/blob/main/src/g2rpo/core/flow.py"),
+        (
+            "../src/g2rpo/core/flow.py",
+            "docs/a.md",
+            "a.md",
+            f"{docs_site.REPOSITORY}/blob/main/src/g2rpo/core/flow.py",
+        ),
         ("../README.md#train", "docs/a.md", "a.md", "index.md#train"),
         ("../benchmarks/results/study.md", "docs/a.md", "a.md", "results/study.md"),
         ("#y", "docs/a.md", "a.md", "#y"),

@@ -17,7 +17,9 @@ def test_the_gaussian_reaches_the_grey_that_is_wanted(tmp_path, monkeypatch, cap
     monkeypatch.setenv("MPLBACKEND", "agg")
     runpy.run_path(str(EXAMPLES / "gaussian.py"), run_name="__main__")
     said = capsys.readouterr().out
-    reached, wanted = map(float, re.search(r"-> (.+); the grey that is wanted lies at (.+)", said).groups())
+    reached, wanted = map(
+        float, re.search(r"-> (.+); the grey that is wanted lies at (.+)", said).groups()
+    )
     assert reached == pytest.approx(wanted, abs=0.1)  # it began 2.1 away
     assert picture.stat().st_size > 10_000
 
@@ -25,7 +27,9 @@ def test_the_gaussian_reaches_the_grey_that_is_wanted(tmp_path, monkeypatch, cap
 def test_the_policy_of_pixels_learns_what_the_text_says():
     """Also that its ratio is 1 before the first update: what is trained is what has sampled."""
     world = runpy.run_path(str(EXAMPLES / "pixels.py"))
-    said = re.search(r"rises from ([\d.]+) to ([\d.]+)", (EXAMPLES / "pixels.py").read_text(encoding="utf-8"))
+    said = re.search(
+        r"rises from ([\d.]+) to ([\d.]+)", (EXAMPLES / "pixels.py").read_text(encoding="utf-8")
+    )
     assert world["trainer"].iteration == 20 and world["row"]["ratio_deviation"] == 0
     assert world["row"]["reward/saturation"] == pytest.approx(float(said[2]), abs=0.02)
     with torch.no_grad(), world["trainer"].policy.base():
@@ -34,7 +38,8 @@ def test_the_policy_of_pixels_learns_what_the_text_says():
 
 
 def test_the_trainer_of_ones_own_learns_by_its_own_rule(capsys):
-    """From the best against the worst of each group: brighter pictures, by more than ten times what two prompts differ."""
+    """From the best against the worst of each group: brighter pictures, by more than ten times what
+    two prompts differ."""
     world = runpy.run_path(str(EXAMPLES / "own_trainer.py"))
     assert world["trainer"].iteration == 20
     before, after = (world[name]["reward/bright"] for name in ("before", "after"))

@@ -1,4 +1,5 @@
-"""The study's instruments against what they should find: known signal, closed forms, known shares of variance."""
+"""The study's instruments against what they should find: known signal, closed forms, known shares
+of variance."""
 
 import itertools
 import math
@@ -25,10 +26,11 @@ SIGMAS = sigma_grid(6, 3.0)
 
 @pytest.mark.parametrize("signal", [0.0, 0.05, 0.6])
 def test_the_signal_and_its_error_are_what_they_should_be(signal):
-    """12 vectors of 200 entries, |mean|^2 = signal and E|g|^2 = 1, 600 times. Their mean may miss the truth by 4 standard
-    errors (the ratio's own bias is of the order 1/(12 * 200)); their spread, known to 1 / sqrt(2 * 600) = 3 %, is to
-    agree with the mean of the stated variances, themselves noisy at n = 12, to 15 %; without signal zeta_1's cut at 0 makes the
-    stated ones larger, by a fifth here."""
+    """12 vectors of 200 entries, |mean|^2 = signal and E|g|^2 = 1, 600 times. Their mean may miss
+    the truth by 4 standard errors (the ratio's own bias is of the order 1/(12 * 200)); their
+    spread, known to 1 / sqrt(2 * 600) = 3 %, is to agree with the mean of the stated variances,
+    themselves noisy at n = 12, to 15 %; without signal zeta_1's cut at 0 makes the stated ones
+    larger, by a fifth here."""
     random = np.random.default_rng(0)
     mean = random.normal(size=200)
     mean *= math.sqrt(signal) / np.linalg.norm(mean)
@@ -39,7 +41,8 @@ def test_the_signal_and_its_error_are_what_they_should_be(signal):
     shares = np.array([one.share for one in found])
     assert abs(shares.mean() - signal) < 4 * shares.std() / math.sqrt(600) + 1 / (12 * 200)
     stated = math.sqrt(np.mean([one.error**2 for one in found]))
-    if signal < 0.5:  # where it is large, the error of |g|^2, which is not stated, makes part of the spread up for
+    # where it is large, the error of |g|^2, which is not stated, makes part of the spread up for
+    if signal < 0.5:
         assert 0.85 < stated / shares.std() < (1.15 if signal else 1.3)
 
 
@@ -47,23 +50,30 @@ def test_a_cosine_is_with_the_sum_of_all_others():
     vectors = np.random.default_rng(0).normal(size=(5, 7)) + 0.5
     found = signal_of(vectors @ vectors.T)
     others = vectors.sum(0) - vectors
-    cosines = (vectors * others).sum(1) / np.linalg.norm(vectors, axis=1) / np.linalg.norm(others, axis=1)
+    cosines = (
+        (vectors * others).sum(1) / np.linalg.norm(vectors, axis=1) / np.linalg.norm(others, axis=1)
+    )
     assert found.cosine == pytest.approx(cosines.mean()) and found.groups(0.2) == pytest.approx(4)
     vectors[:2] = 0
     assert signal_of(vectors @ vectors.T).silent == 0.4
-    assert signal_of(np.zeros((4, 4))).silent == 1 and signal_of(np.zeros((4, 4))).groups() == math.inf
+    assert (
+        signal_of(np.zeros((4, 4))).silent == 1 and signal_of(np.zeros((4, 4))).groups() == math.inf
+    )
 
 
 def test_an_alignment_is_with_the_direction_of_the_others():
-    """0.3 along a direction and unit noise in 100 dimensions, against that direction itself: 0.3 / sqrt(1.09), by the stated
-    error; against its own noise none is left, because a prompt's own vector is taken out."""
+    """0.3 along a direction and unit noise in 100 dimensions, against that direction itself: 0.3 /
+    sqrt(1.09), by the stated error; against its own noise none is left, because a prompt's own
+    vector is taken out."""
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(400, 100, generator=random, dtype=torch.float64) / 10
     direction = torch.zeros(100, dtype=torch.float64)
     direction[3] = 1
     found, error = alignment_of(0.3 * direction + noise, direction.expand(400, -1))
     expected = 0.3 / math.sqrt(1.09) * 399 / 400
-    assert abs(found - expected) < 4 * error and error == pytest.approx(0.1 / math.sqrt(1.09) / 20, rel=0.2)
+    assert abs(found - expected) < 4 * error and error == pytest.approx(
+        0.1 / math.sqrt(1.09) / 20, rel=0.2
+    )
     found, error = alignment_of(noise, noise)
     assert abs(found) < 4 * error
     vectors, common = torch.randn(2, 3, 4, generator=random, dtype=torch.float64)
@@ -82,17 +92,25 @@ def mean_slope(sigma, sigma_next, g, std):
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_gradients_and_their_signal_are_the_gaussians(step):
-    """Where rewards are linear in the latent, r = <w, x'> + const, all is known. Each gradient is the mean over members of
-    A z slope / (std D), exactly. Along u = w / |w| its mean is c4 (G - 1) / G, c4 that of a normal sample's std, and its mean
-    square ((G - 1) / G)^2; across it the D - 1 other entries have mean square (G - 1) / G^2 each. 5 standard errors."""
-    policy, algorithm, size, groups = GaussianPolicy(size=2), GranularGRPO(branch_steps=(step,), granularities=(1,)), 12, 300
+    """Where rewards are linear in the latent, r = <w, x'> + const, all is known. Each gradient is
+    the mean over members of A z slope / (std D), exactly. Along u = w / |w| its mean is c4 (G - 1)
+    / G, c4 that of a normal sample's std, and its mean square ((G - 1) / G)^2; across it the D - 1
+    other entries have mean square (G - 1) / G^2 each. 5 standard errors."""
+    policy, algorithm, size, groups = (
+        GaussianPolicy(size=2),
+        GranularGRPO(branch_steps=(step,), granularities=(1,)),
+        12,
+        300,
+    )
     kernel, entries = algorithm.kernel(SIGMAS), 12
     plan = window(step, step + 1, 6, shared_noise=True)
     weights = torch.linspace(-1, 2, entries)
     found = []
     for number in range(groups):
         engine = Engine(policy=policy, cond=policy.encode(["0.1"]), sigmas=SIGMAS)
-        (rollout,) = engine.rollout([plan], size, kernel, lambda prompt, *key, n=number: generator_for("test", n, *key))
+        (rollout,) = engine.rollout(
+            [plan], size, kernel, lambda prompt, *key, n=number: generator_for("test", n, *key)
+        )
         advantages = group_normalize(rollout.finals[0].flatten(1) @ weights)
         (gradient,) = gradients(policy, kernel, SIGMAS, rollout, advantages[None], "0.1")
         (t,) = rollout.transitions
@@ -101,7 +119,9 @@ def test_gradients_and_their_signal_are_the_gaussians(step):
         slope = mean_slope(sigma, sigma_next, std / math.sqrt(sigma - sigma_next), policy.std)
         z = ((t.x_next - t.old_mean) / std).flatten(1)
         expected = (advantages[:, None] * z).mean(0) * slope / (std * entries)
-        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6 * float(expected.abs().max()) + 1e-7)
+        torch.testing.assert_close(
+            gradient, expected, rtol=1e-3, atol=1e-6 * float(expected.abs().max()) + 1e-7
+        )
         found.append(gradient.double().numpy())
     vectors = np.stack(found)
     signal = signal_of(vectors @ vectors.T)
@@ -113,19 +133,22 @@ def test_gradients_and_their_signal_are_the_gaussians(step):
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 def test_explained_is_the_intraclass_correlation(share):
-    """100 prompts of 40 by 4 normal values around means that must not matter. The interval is of 95 %, about 4 standard errors
-    wide; 5 of them are allowed."""
+    """100 prompts of 40 by 4 normal values around means that must not matter. The interval is of 95
+    %, about 4 standard errors wide; 5 of them are allowed."""
     random = np.random.default_rng(1)
-    rows, rest = random.normal(0, math.sqrt(share), (100, 40, 1)), random.normal(0, math.sqrt(1 - share), (100, 40, 4))
+    rows, rest = (
+        random.normal(0, math.sqrt(share), (100, 40, 1)),
+        random.normal(0, math.sqrt(1 - share), (100, 40, 4)),
+    )
     found = explained(random.normal(0, 9, (100, 1, 1)) + rows + rest)
     assert abs(found.mean - share) < 5 / 4 * (found.high - found.low) < 0.12
     assert math.isnan(explained(np.ones((2, 3, 3))).mean)
 
 
 def test_each_steps_noise_explains_its_share_of_a_linear_reward():
-    """The Gaussian's walk is linear, so a step explains (its noise's way into the reward)^2 over the sum of those of all: found
-    here by pushing a unit of noise through. 300 draws by 3 repeats; the error of a share is below sqrt(2 / 300) = .08 of it,
-    and at most .05; 4 of those."""
+    """The Gaussian's walk is linear, so a step explains (its noise's way into the reward)^2 over
+    the sum of those of all: found here by pushing a unit of noise through. 300 draws by 3 repeats;
+    the error of a share is below sqrt(2 / 300) = .08 of it, and at most .05; 4 of those."""
 
     def linear(images, prompts):
         return torch.logit(images.double()).flatten(1).mean(1).float()
@@ -151,13 +174,18 @@ def test_each_steps_noise_explains_its_share_of_a_linear_reward():
         values = repeat_the_rest(t, 0, step, noisy, 300, 3).double().numpy()
         assert explained(values).mean == pytest.approx(ways[step] / ways.sum(), abs=0.2), step
     assert max(ways / ways.sum()) > 0.5  # so that a wrong step would be seen
-    assert np.ptp(repeat_the_rest(t, 0, 0, 1, 4, 3)[0].numpy(), axis=1).max() < 1e-5  # nothing else is noisy
+    # nothing else is noisy
+    assert np.ptp(repeat_the_rest(t, 0, 0, 1, 4, 3)[0].numpy(), axis=1).max() < 1e-5
 
 
 def test_the_registered_studys_cells_are_configs_and_its_questions_name_them():
     for world, setting in WORLDS.items():
         own = cells(world, setting["questions"])
-        assert {cell for number in setting["questions"] for cell in list(QUESTIONS.values())[number - 1][1]} < set(own)
+        assert {
+            cell
+            for number in setting["questions"]
+            for cell in list(QUESTIONS.values())[number - 1][1]
+        } < set(own)
         for changes in own.values():
             kept = [change for change in changes if not change.startswith("budget=")]
             load_config(setting["recipe"], [*setting["overrides"], *COMMON, *kept])
@@ -167,7 +195,9 @@ def test_twelve_settings_meet_every_rate_with_every_group_and_every_level():
     for world, name in itertools.product(RATES, THIRD):
         algorithms = {}
         for rate, changes in candidates(world, name).values():
-            config = load_config(WORLDS[world]["recipe"], [*WORLDS[world]["overrides"], *COMMON, *changes])
+            config = load_config(
+                WORLDS[world]["recipe"], [*WORLDS[world]["overrides"], *COMMON, *changes]
+            )
             algorithms.setdefault(rate, []).append(config.algorithm)
         assert list(algorithms) == RATES[world]
         for own in algorithms.values():

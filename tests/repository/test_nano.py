@@ -33,11 +33,16 @@ def test_two_iterations_are_the_packages_to_the_bit(tmp_path):
     trainer = build(Request(config=resolve(recipes.settings("scenes"), SMALL), run_dir=tmp_path))
     for _ in range(2):
         trainer.iterate()
-    nano = nano_g2rpo.train(iterations=2, places=2, group=3, num_steps=5, branch_steps=(0, 2), rows=1)
+    nano = nano_g2rpo.train(
+        iterations=2, places=2, group=3, num_steps=5, branch_steps=(0, 2), rows=1
+    )
     before = nano_g2rpo.Flow(1).network
     moved = 0
     for mine, theirs, base in zip(
-        nano.parameters(), trainer.policy.policy.transformer.parameters(), before.parameters(), strict=True
+        nano.parameters(),
+        trainer.policy.policy.transformer.parameters(),
+        before.parameters(),
+        strict=True,
     ):
         assert torch.equal(mine, theirs)
         moved += int((mine != base).sum())

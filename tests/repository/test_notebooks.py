@@ -17,7 +17,9 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     with mpl.rc_context({"backend": "agg", "figure.max_open_warning": 0}):
         for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
             if cell["cell_type"] == "code":
-                exec(compile("".join(cell["source"]), f"{notebook.name}:{cell['id']}", "exec"), names)
+                exec(
+                    compile("".join(cell["source"]), f"{notebook.name}:{cell['id']}", "exec"), names
+                )
         assert names["plt"].get_fignums(), "it has no picture"
         names["plt"].close("all")
 
@@ -27,7 +29,11 @@ def test_a_notebook_is_stored_without_outputs(notebook):
     read = json.loads(notebook.read_text(encoding="utf-8"))
     assert (read["nbformat"], read["nbformat_minor"]) == (4, 5)
     assert len({cell["id"] for cell in read["cells"]}) == len(read["cells"])
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in read["cells"] if cell["cell_type"] == "code")
+    assert all(
+        not cell["outputs"] and cell["execution_count"] is None
+        for cell in read["cells"]
+        if cell["cell_type"] == "code"
+    )
 
 
 def test_there_are_notebooks():

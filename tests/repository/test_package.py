@@ -22,7 +22,16 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(out),
+        str(ROOT),
+    ]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     (path,) = out.glob("*.whl")
@@ -31,7 +40,11 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_is_complete(wheel):
     names = set(wheel.namelist())
-    shipped = [p for p in (ROOT / "src" / "g2rpo").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    shipped = [
+        p
+        for p in (ROOT / "src" / "g2rpo").rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    ]
     missing = [p for p in shipped if str(p.relative_to(ROOT / "src")) not in names]
     assert not missing
     assert not [name for name in names if name.startswith(("tests", "docs", "tools", "benchmarks"))]
@@ -48,14 +61,24 @@ def test_the_wheel_says_who_it_is(wheel):
 
 
 def test_how_to_cite_is_said_the_same_everywhere():
-    """CITATION.cff and the README's bibtex: the same paper, the same authors in the same order, this version."""
+    """CITATION.cff and the README's bibtex: the same paper, the same authors in the same order,
+    this version."""
     cff = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     readme = (ROOT / "README.md").read_text()
     paper = cff["preferred-citation"]
-    authors = " and ".join(f"{one['family-names']}, {one['given-names']}" for one in paper["authors"])
+    authors = " and ".join(
+        f"{one['family-names']}, {one['given-names']}" for one in paper["authors"]
+    )
     assert len(paper["authors"]) == 8 and f"author    = {{{authors}}}" in readme
-    assert paper["title"] in readme.replace("{GRPO}", "GRPO") and f"pages     = {{{paper['start']}--{paper['end']}}}" in readme
-    assert cff["version"] == __version__ and cff["license"] == "Apache-2.0" and cff["cff-version"] == "1.2.0"
+    assert (
+        paper["title"] in readme.replace("{GRPO}", "GRPO")
+        and f"pages     = {{{paper['start']}--{paper['end']}}}" in readme
+    )
+    assert (
+        cff["version"] == __version__
+        and cff["license"] == "Apache-2.0"
+        and cff["cff-version"] == "1.2.0"
+    )
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     assert urls["Homepage"] == cff["repository-code"] and urls["Paper"] == paper["url"]
 
@@ -67,8 +90,12 @@ def test_workflows_are_well_formed_and_start_what_exists():
         scripts = [command for command in commands if command.startswith(("tools/", ".ci/"))]
         assert all((ROOT / script).stat().st_mode & 0o100 for script in scripts), path
         publishing = [job for job in jobs.values() if "id-token" in job.get("permissions", {})]
-        assert all("if" in job and "environment" in job for job in publishing), path  # off until a maintainer enables it
-    assert not re.search(r"^\w+_(TOKEN|PASSWORD)|secrets\.", "".join(p.read_text() for p in ROOT.glob(".github/workflows/*")))
+        # off until a maintainer enables it
+        assert all("if" in job and "environment" in job for job in publishing), path
+    assert not re.search(
+        r"^\w+_(TOKEN|PASSWORD)|secrets\.",
+        "".join(p.read_text() for p in ROOT.glob(".github/workflows/*")),
+    )
 
 
 def test_the_changelog_has_this_version():
@@ -98,18 +125,33 @@ def needed(wanted, installed):
 
 
 def test_constraints_suit_every_python_that_is_supported():
-    """A pin that the oldest one cannot have sends pip's resolver through hundreds of versions, for half an hour."""
-    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
-    pinned = [each for each in distributions() if canonicalize_name(each.metadata["Name"]) in pins("constraints.txt")]
+    """A pin that the oldest one cannot have sends pip's resolver through hundreds of versions, for
+    half an hour."""
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "requires-python"
+    ].removeprefix(">=")
+    pinned = [
+        each
+        for each in distributions()
+        if canonicalize_name(each.metadata["Name"]) in pins("constraints.txt")
+    ]
     asked = {each.metadata["Name"]: each.metadata["Requires-Python"] or "" for each in pinned}
-    assert not {name: python for name, python in asked.items() if not SpecifierSet(python).contains(f"{oldest}.0")}
+    assert not {
+        name: python
+        for name, python in asked.items()
+        if not SpecifierSet(python).contains(f"{oldest}.0")
+    }
 
 
 def test_constraints_pin_what_tests_need_and_nothing_else():
     """Trackers that no test installs have pins of their own, beside these."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    tested = (each for name in ("data", "demo", "docs", "ocr", "quantized", "video", "dev") for each in extras[name])
+    tested = (
+        each
+        for name in ("data", "demo", "docs", "ocr", "quantized", "video", "dev")
+        for each in extras[name]
+    )
     wanted = [*project["dependencies"], *(each for each in tested if "g2rpo" not in each)]
     installed = {canonicalize_name(each.metadata["Name"]): each for each in distributions()}
     assert needed(wanted, installed) - {"setuptools"} == pins("constraints.txt").keys()

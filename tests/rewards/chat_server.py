@@ -1,4 +1,5 @@
-"""A small OpenAI-compatible server with a language model of eight words, which answers as vLLM and llama.cpp do."""
+"""A small OpenAI-compatible server with a language model of eight words, which answers as vLLM and
+llama.cpp do."""
 
 import base64
 import io
@@ -15,7 +16,8 @@ WORDS = ("Yes", " yes", "YES", "No", " no", "The", "I", "\u2581Yes")
 
 
 def brightness(logits_of_yes):
-    """A model that says yes to bright pictures: its logits of `WORDS`, from a picture's mean in [0, 1] and the text."""
+    """A model that says yes to bright pictures: its logits of `WORDS`, from a picture's mean in [0,
+    1] and the text."""
     return lambda mean, text: (logits_of_yes * mean, mean, -2.0, 1.0, 0.5, -1.0, -3.0, -2.5)
 
 
@@ -34,10 +36,11 @@ def running(server):
 
 
 class ChatServer(ThreadingHTTPServer):
-    """Serves `logits`, and as text the first likeliest word or `says`, which may be a function of the request; `requests` keeps
-    the bodies that it was sent.
+    """Serves `logits`, and as text the first likeliest word or `says`, which may be a function of
+    the request; `requests` keeps the bodies that it was sent.
 
-    vLLM knows its model by name, allows 20 log-probs, and writes -inf as -9999; llama.cpp takes any name.
+    vLLM knows its model by name, allows 20 log-probs, and writes -inf as -9999; llama.cpp takes any
+    name.
     """
 
     def __init__(self, style, logits=None, says=None):
@@ -57,23 +60,38 @@ class ChatServer(ThreadingHTTPServer):
         if vllm and body["model"] != "judge":
             return self.error(404, "NotFoundError", f"The model `{body['model']}` does not exist.")
         if body.get("top_logprobs", 0) > 20 and vllm:
-            return self.error(400, "BadRequestError", "Requested sample logprobs of 21, which is greater than max allowed: 20")
+            return self.error(
+                400,
+                "BadRequestError",
+                "Requested sample logprobs of 21, which is greater than max allowed: 20",
+            )
         if not self.vision:
             return self.error(500, "server_error", "image input is not supported")
         row = self.first_token(body)
-        message = {"role": "assistant", "content": self.says(body) if callable(self.says) else self.says or row["token"]}
+        message = {
+            "role": "assistant",
+            "content": self.says(body) if callable(self.says) else self.says or row["token"],
+        }
         if self.finish == "length":
             message["content"] = None
         asked = bool(body.get("logprobs")) and self.logprobs
         choice = {"index": 0, "message": message, "finish_reason": self.finish}
         choice |= {"logprobs": {"content": [row]} if asked else None} if vllm or asked else {}
-        return 200, {"id": "chatcmpl-1", "object": "chat.completion", "choices": [choice], "usage": {}}
+        return 200, {
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": {},
+        }
 
     def first_token(self, body):
         *pictures, text = body["messages"][0]["content"]
         logits = self.logits(mean_of(pictures[-1]), text["text"])
         total = math.log(sum(math.exp(value) for value in logits))
-        rows = [self.row(number, word, value - total) for number, (word, value) in enumerate(zip(WORDS, logits, strict=True))]
+        rows = [
+            self.row(number, word, value - total)
+            for number, (word, value) in enumerate(zip(WORDS, logits, strict=True))
+        ]
         rows.sort(key=lambda row: -row["logprob"])
         return {**rows[0], "top_logprobs": rows[: body.get("top_logprobs", 0)]}
 
@@ -86,7 +104,11 @@ class ChatServer(ThreadingHTTPServer):
 
     def models(self):
         vllm = self.style == "vllm"
-        row = {"id": "judge" if vllm else "/models/judge.gguf", "object": "model", "owned_by": "vllm" if vllm else "llamacpp"}
+        row = {
+            "id": "judge" if vllm else "/models/judge.gguf",
+            "object": "model",
+            "owned_by": "vllm" if vllm else "llamacpp",
+        }
         return {"object": "list", "data": [row]}
 
 

@@ -1,5 +1,6 @@
-"""Random GenEval tasks, pictures and detections, and a small CLIP that knows colours: for tools/record_geneval_oracle.py, which
-runs upstream's scoring on them, and for the tests, which run ours. Needs only NumPy and Pillow."""
+"""Random GenEval tasks, pictures and detections, and a small CLIP that knows colours: for
+tools/record_geneval_oracle.py, which runs upstream's scoring on them, and for the tests, which run
+ours. Needs only NumPy and Pillow."""
 
 import zlib
 
@@ -25,18 +26,30 @@ RELATIONS = ("left of", "right of", "above", "below")
 
 
 def task(random):
-    """Metadata of one of GenEval's six kinds, or of a mixture that GenEval's prompts do not have."""
-    tag = random.choice(["single_object", "two_object", "counting", "colors", "position", "color_attr", "mixed"])
+    """Metadata of one of GenEval's six kinds, or of a mixture that GenEval's prompts do not
+    have."""
+    tag = random.choice(
+        ["single_object", "two_object", "counting", "colors", "position", "color_attr", "mixed"]
+    )
     a, b = random.choice(CLASSES, 2, replace=False).tolist()
     colours = random.choice(list(RGB), 2, replace=False).tolist()
     first, second = {"class": a, "count": 1}, {"class": b, "count": 1}
     relation = str(random.choice(RELATIONS))
     if tag == "counting":
         first["count"] = int(random.randint(2, 5))
-        return {"tag": tag, "include": [first], "exclude": [{"class": a, "count": first["count"] + 1}], "prompt": "x"}
+        return {
+            "tag": tag,
+            "include": [first],
+            "exclude": [{"class": a, "count": first["count"] + 1}],
+            "prompt": "x",
+        }
     if tag == "mixed":
         first |= {"count": int(random.randint(1, 3)), "color": colours[0]}
-        second |= {"count": int(random.randint(1, 3)), "color": colours[1], "position": [relation, 0]}
+        second |= {
+            "count": int(random.randint(1, 3)),
+            "color": colours[1],
+            "position": [relation, 0],
+        }
         return {
             "tag": tag,
             "include": [first, second],
@@ -47,13 +60,19 @@ def task(random):
         first["color"], second["color"] = colours
     if tag == "position":
         second["position"] = [relation, 0]
-    return {"tag": str(tag), "include": [first] if tag in ("single_object", "colors") else [first, second], "prompt": "x"}
+    return {
+        "tag": str(tag),
+        "include": [first] if tag in ("single_object", "colors") else [first, second],
+        "prompt": "x",
+    }
 
 
 def case(seed):
-    """A uint8 picture [H, W, 3], metadata, boxes [n, 5] with confidence by class, and perhaps masks [n, H, W] by class.
+    """A uint8 picture [H, W, 3], metadata, boxes [n, 5] with confidence by class, and perhaps masks
+    [n, H, W] by class.
 
-    Objects are drawn in colours, often those that are asked for, so that right and wrong answers are both common.
+    Objects are drawn in colours, often those that are asked for, so that right and wrong answers
+    are both common.
     """
     random = np.random.RandomState(seed)
     metadata = task(random)
@@ -64,7 +83,11 @@ def case(seed):
         usual = asked[name]["count"] if name in asked else 0
         number = int(random.choice([usual, usual, usual, random.randint(0, 5), 17]))
         left, top = random.uniform(0, SIZE[1] - 30, number), random.uniform(0, SIZE[0] - 30, number)
-        confident = random.uniform(0.85, 1.0, number) if random.rand() < 0.7 else random.uniform(0.2, 1.0, number)
+        confident = (
+            random.uniform(0.85, 1.0, number)
+            if random.rand() < 0.7
+            else random.uniform(0.2, 1.0, number)
+        )
         width, height = random.uniform(5, 29, (2, number))
         boxes[name] = np.stack([left, top, left + width, top + height, confident], 1)
         masks[name] = np.zeros((number, *SIZE), bool)
@@ -79,7 +102,9 @@ def case(seed):
 
 def see(picture):
     """What the small CLIP sees: the mean colour of a picture of 8 x 8 pixels, less grey."""
-    return np.asarray(picture.resize((8, 8), Image.Resampling.BICUBIC)).reshape(-1, 3).mean(0) - 128.0
+    return (
+        np.asarray(picture.resize((8, 8), Image.Resampling.BICUBIC)).reshape(-1, 3).mean(0) - 128.0
+    )
 
 
 def read(text):

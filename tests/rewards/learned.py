@@ -1,4 +1,5 @@
-"""Every learned reward on tiny weights of its own format, saved as upstream saves them: the options that find them."""
+"""Every learned reward on tiny weights of its own format, saved as upstream saves them: the options
+that find them."""
 
 import json
 from pathlib import Path
@@ -34,7 +35,9 @@ def save_pickscore(folder):
     """The recorded PickScore as transformers saves a CLIP and its processor."""
     recorded = oracle("pickscore")
     folder.mkdir(exist_ok=True)
-    save_file(state_of(recorded["state_dict"]), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        state_of(recorded["state_dict"]), folder / "model.safetensors", metadata={"format": "pt"}
+    )
     (folder / "config.json").write_text(json.dumps(recorded["config"]))
     (folder / "preprocessor_config.json").write_text(json.dumps(recorded["preprocessor_config"]))
     for name in ("vocab.json", "merges.txt"):
@@ -43,11 +46,16 @@ def save_pickscore(folder):
 
 
 def openai_clip_dir(folder):
-    """The recorded OpenAI CLIP as a folder in open_clip's format: same names, quick_gelu, one head per 64 channels."""
+    """The recorded OpenAI CLIP as a folder in open_clip's format: same names, quick_gelu, one head
+    per 64 channels."""
     recorded = oracle("aesthetic")
     sizes = recorded["clip"]
     save_file(state_of(recorded["clip_state_dict"]), folder / "open_clip_model.safetensors")
-    vision = {"width": sizes["vision_width"], "layers": sizes["vision_layers"], "patch_size": sizes["vision_patch_size"]}
+    vision = {
+        "width": sizes["vision_width"],
+        "layers": sizes["vision_layers"],
+        "patch_size": sizes["vision_patch_size"],
+    }
     text = {"width": sizes["transformer_width"], "layers": sizes["transformer_layers"]}
     text |= {"heads": sizes["transformer_heads"], "context_length": sizes["context_length"]}
     model_cfg = {
@@ -86,11 +94,15 @@ LEARNED = {
 
 
 def save_learned(folder):
-    """Saves the weights of all of them below `folder`; returns each one's options, by its name in a config."""
+    """Saves the weights of all of them below `folder`; returns each one's options, by its name in a
+    config."""
     hps, reward = oracle("hpsv2"), oracle("image_reward")
     torch.save({"state_dict": state_of(hps["state_dict"])}, folder / "HPS_v2.1_compressed.pt")
     torch.save(state_of(reward["state_dict"]), folder / "ImageReward.pt")
-    torch.save(state_of(oracle("aesthetic")["state_dict"], gain=1.7), folder / "sac+logos+ava1-l14-linearMSE.pth")
+    torch.save(
+        state_of(oracle("aesthetic")["state_dict"], gain=1.7),
+        folder / "sac+logos+ava1-l14-linearMSE.pth",
+    )
     pick, where = save_pickscore(folder / "pickscore"), str(folder)
     return {
         "hpsv2": {"path": where, "tokenizer": TOKENIZER},

@@ -1,8 +1,10 @@
-"""Fixed weights, pictures and prompts, shared by the parity tests and by tools/record_reward_oracles.py.
+"""Fixed weights, pictures and prompts, shared by the parity tests and by
+tools/record_reward_oracles.py.
 
-Nothing is stored: a weight is drawn from a seed made of its name and shape, with NumPy's legacy RandomState, whose
-streams NumPy has frozen. So upstream's class (in its own environment) and ours get the same numbers, and the committed
-fixtures are only the names and shapes of upstream's state dict, and what upstream answered. Needs only NumPy.
+Nothing is stored: a weight is drawn from a seed made of its name and shape, with NumPy's legacy
+RandomState, whose streams NumPy has frozen. So upstream's class (in its own environment) and ours
+get the same numbers, and the committed fixtures are only the names and shapes of upstream's state
+dict, and what upstream answered. Needs only NumPy.
 """
 
 import zlib
@@ -17,7 +19,8 @@ PROMPTS = (
     "a very long prompt about a castle on a hill above a river with a bridge and many boats and birds in the evening light",
 )
 
-# Prompts for the tokenizers alone: quotes, entities, scripts, widths, ligatures, controls, white space, digits, length.
+# Prompts for the tokenizers alone: quotes, entities, scripts, widths, ligatures, controls, white
+# space, digits, length.
 TOKEN_PROMPTS = (
     *PROMPTS,
     "don\u2019t stop, it\u2019s \u201cfine\u201d \u02bcmod it`s \u00b4acute\u00b4",
@@ -41,16 +44,29 @@ TOKEN_PROMPTS = (
     "",
 )
 
-# What a tiny CLIP looks at is 32 pixels wide. height x width: square and not, larger and smaller than the input,
-# with odd margins to cut or to pad on either side, and the input size itself.
-SIZES = {"square": (64, 64), "wide": (40, 67), "tall": (91, 53), "small": (20, 27), "exact": (32, 32)}
+# What a tiny CLIP looks at is 32 pixels wide. height x width: square and not, larger and smaller
+# than the input, with odd margins to cut or to pad on either side, and the input size itself.
+SIZES = {
+    "square": (64, 64),
+    "wide": (40, 67),
+    "tall": (91, 53),
+    "small": (20, 27),
+    "exact": (32, 32),
+}
 
 CLIPS = {"slow": ("square", 24, 8), "few": ("wide", 9, 16), "three": ("tall", 3, 24)}
 """Clips: their picture, frames, and frames per second."""
 
 TINY_OPEN_CLIP = {
     "embed_dim": 16,
-    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "mlp_ratio": 2.0, "patch_size": 8},
+    "vision_cfg": {
+        "image_size": 32,
+        "layers": 2,
+        "width": 32,
+        "head_width": 16,
+        "mlp_ratio": 2.0,
+        "patch_size": 8,
+    },
     "text_cfg": {"context_length": 24, "vocab_size": 0, "width": 24, "heads": 3, "layers": 2},
 }
 
@@ -77,7 +93,8 @@ TINY_BLIP_VIT = {"img_size": 224, "patch_size": 56, "embed_dim": 32, "depth": 2,
 
 
 def fixed_weight(name, shape, gain=1.0):
-    """A float32 array for the parameter `name`: scales near 1, biases near 0, matrices that keep their input's size."""
+    """A float32 array for the parameter `name`: scales near 1, biases near 0, matrices that keep
+    their input's size."""
     seed = zlib.crc32(f"{name} {list(shape)}".encode())
     noise = np.random.RandomState(seed).standard_normal(tuple(shape))
     leaf = name.rsplit(".", 1)[-1]
@@ -105,7 +122,9 @@ def fixed_image(name):
     y, x = np.mgrid[0:height, 0:width]
     ramps = np.stack([x * 255 // width, y * 255 // height, (x + 2 * y) * 5 % 256], axis=-1)
     disk = (y - height // 2) ** 2 + (x - width // 3) ** 2 < (min(height, width) // 4) ** 2
-    noise = np.random.RandomState(zlib.crc32(name.encode())).randint(-40, 41, size=(height, width, 3))
+    noise = np.random.RandomState(zlib.crc32(name.encode())).randint(
+        -40, 41, size=(height, width, 3)
+    )
     picture = np.where(disk[..., None], np.array([230, 40, 60]), ramps) + noise
     return np.clip(picture, 0, 255).astype(np.uint8)
 

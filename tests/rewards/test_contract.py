@@ -1,4 +1,5 @@
-"""What every reward promises: shapes, types, NaN for "no score", the same score whatever stands beside it, clear errors."""
+"""What every reward promises: shapes, types, NaN for "no score", the same score whatever stands
+beside it, clear errors."""
 
 import io
 from functools import partial
@@ -67,7 +68,9 @@ def test_bfloat16_is_close_and_nothing_is_trainable(built, name):
     images, half = pictures(5), built[name](dtype="bfloat16")
     exact, rounded = built[name]()(images, PROMPTS), half(images, PROMPTS)
     # bfloat16 keeps 8 bits: 0.4 % per operation; these networks have a few dozen in a row
-    torch.testing.assert_close(rounded, exact, atol=0.1 * max(exact.abs().max().item(), 1.0), rtol=0)
+    torch.testing.assert_close(
+        rounded, exact, atol=0.1 * max(exact.abs().max().item(), 1.0), rtol=0
+    )
     assert not torch.equal(rounded, exact)
     modules = [value for value in vars(half).values() if isinstance(value, torch.nn.Module)]
     modules += [half.encoder.model] if hasattr(half, "encoder") else []
@@ -80,11 +83,13 @@ def test_bfloat16_is_close_and_nothing_is_trainable(built, name):
 
 @pytest.mark.parametrize("name", ["hpsv2", "clip_score"])
 def test_float16_scores_are_float16_as_the_published_code_has_them(built, name):
-    """It multiplies features under float16 autocast: operands and the product are float16, so that scores from .25 to .5 are
-    multiples of 2^-12. In bfloat16 the product stays float32."""
+    """It multiplies features under float16 autocast: operands and the product are float16, so that
+    scores from .25 to .5 are multiples of 2^-12. In bfloat16 the product stays float32."""
     half, images = built[name](dtype="float16"), pictures(5)
     scores = half(images, PROMPTS)
-    assert torch.equal(scores, scores.half().float()) and not torch.equal(scores, built[name]()(images, PROMPTS))
+    assert torch.equal(scores, scores.half().float()) and not torch.equal(
+        scores, built[name]()(images, PROMPTS)
+    )
     image, text = half.encoder.image_features(to_uint8(images)), half.encoder.text_features(PROMPTS)
     assert torch.equal(scores, torch.diagonal(image.half() @ text.half().T).float())
     coarse = built[name](dtype="bfloat16")(images, PROMPTS)
@@ -118,11 +123,15 @@ def test_a_model_that_answers_infinity_gives_no_score():
 
 
 def test_images_are_quantised_as_they_would_be_saved():
-    x = torch.tensor([-0.001, 0.0, 0.4999 / 255, 0.5001 / 255, 1.0, 1.001]).view(1, 1, 1, 6).expand(1, 3, 1, 6)
+    x = (
+        torch.tensor([-0.001, 0.0, 0.4999 / 255, 0.5001 / 255, 1.0, 1.001])
+        .view(1, 1, 1, 6)
+        .expand(1, 3, 1, 6)
+    )
     assert pixels.to_uint8(x)[0, 0, 0].tolist() == [0, 0, 0, 1, 255, 255]
 
 
-# --- files that are not what was asked for -------------------------------------------------------------------------
+# --- files that are not what was asked for --------------------------------------------------------
 
 
 class Code:
@@ -133,12 +142,18 @@ class Code:
 def test_what_is_not_hpsv2_is_named_and_not_run(tmp_path, capsys):
     hps = oracle("hpsv2")
     state = state_of(hps["state_dict"])
-    renamed = {k: v for k, v in state.items() if k != "visual.proj"} | {"head.weight": torch.zeros(1)}
+    renamed = {k: v for k, v in state.items() if k != "visual.proj"} | {
+        "head.weight": torch.zeros(1)
+    }
     for content, kind, fact in (
         ({"state_dict": state}, HPSv2, "another shape.*a CLIP in open_clip format, of width 32"),
         (state, TinyHPSv2, "under 'state_dict'.*positional_embedding"),
         ({"state_dict": renamed}, TinyHPSv2, "visual_projection.weight.*head.weight"),
-        ({"state_dict": state_of(oracle("image_reward")["state_dict"])}, TinyHPSv2, "seems to be an ImageReward"),
+        (
+            {"state_dict": state_of(oracle("image_reward")["state_dict"])},
+            TinyHPSv2,
+            "seems to be an ImageReward",
+        ),
         ({"state_dict": Code()}, TinyHPSv2, "more than tensors"),
     ):
         torch.save(content, tmp_path / "weights.pt")
@@ -158,7 +173,11 @@ def test_missing_files_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("part", "key", "value"),
-    [("vision_cfg", "pool_type", "avg"), ("text_cfg", "hf_model_name", "roberta-base"), ("vision_cfg", "layers", [3, 4, 6, 3])],
+    [
+        ("vision_cfg", "pool_type", "avg"),
+        ("text_cfg", "hf_model_name", "roberta-base"),
+        ("vision_cfg", "layers", [3, 4, 6, 3]),
+    ],
 )
 def test_other_architectures_of_open_clip_are_refused(part, key, value):
     config = oracle("open_clip")["model_cfg"]
@@ -167,7 +186,7 @@ def test_other_architectures_of_open_clip_are_refused(part, key, value):
         clip_config(config)
 
 
-# --- formulas and functions ----------------------------------------------------------------------------------------
+# --- formulas and functions -----------------------------------------------------------------------
 
 
 def test_analytic_rewards_are_their_formulas():
@@ -178,7 +197,9 @@ def test_analytic_rewards_are_their_formulas():
     assert Saturation()(flat, ["", "", ""]).tolist() == [0, 0, 1]
     noise = pictures(1, 64, 64)
     buffer = io.BytesIO()
-    Image.fromarray(pixels.to_uint8(noise)[0].permute(1, 2, 0).numpy()).save(buffer, format="JPEG", quality=95)
+    Image.fromarray(pixels.to_uint8(noise)[0].permute(1, 2, 0).numpy()).save(
+        buffer, format="JPEG", quality=95
+    )
     assert JPEGSize()(noise, [""]).item() == pytest.approx(buffer.tell() / 1000)
     assert JPEGSize(negative=True)(noise, [""]).item() == -JPEGSize()(noise, [""]).item()
     assert JPEGSize()(noise, [""]) > JPEGSize()(pictures(1, 64, 64) * 0, [""])
@@ -214,6 +235,14 @@ def test_any_function_is_a_reward(tmp_path):
     for answer in ([1.0], None):
         with pytest.raises(ValueError, match="should return 2 scores"):
             FunctionReward(lambda images, prompts, answer=answer: answer).scores(images, ["a", "b"])
-    for bad in ("mine.py", "mine:red", f"{file}:", f"{file}:a-b", f"{file}:rde", f"{file}:number", f"{tmp_path}/other.py:red"):
+    for bad in (
+        "mine.py",
+        "mine:red",
+        f"{file}:",
+        f"{file}:a-b",
+        f"{file}:rde",
+        f"{file}:number",
+        f"{tmp_path}/other.py:red",
+    ):
         with pytest.raises(ValueError):
             FunctionReward(bad)

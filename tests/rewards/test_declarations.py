@@ -1,4 +1,5 @@
-"""What the classes of rewards declare: docs and `g2rpo plan` agree with it, and a new reward is one file."""
+"""What the classes of rewards declare: docs and `g2rpo plan` agree with it, and a new reward is one
+file."""
 
 import inspect
 import json
@@ -37,7 +38,8 @@ def test_a_declaration_fits_its_constructor(name):
     assert issubclass(kind, Reward) and inspect.getdoc(kind)
     assert {*kind.files, *filter(None, [kind.code_option])} <= options.keys()
     assert "endpoint" in options or not isinstance(kind, AsksServer) or not kind.asks
-    json.dumps([value for value in options.values() if value is not inspect.Parameter.empty])  # as configs hold them
+    # as configs hold them
+    json.dumps([value for value in options.values() if value is not inspect.Parameter.empty])
     check_rewards({name: RewardConfig(kind=name)})
 
 
@@ -61,7 +63,9 @@ def test_a_declaration_fits_its_constructor(name):
     ],
 )
 def test_an_option_out_of_its_bounds_is_refused_before_anything_is_loaded(kind, option, value):
-    with pytest.raises(UserError, match=rf"rewards\.it\.options\.{option}: Input should be .*got {value!r}"):
+    with pytest.raises(
+        UserError, match=rf"rewards\.it\.options\.{option}: Input should be .*got {value!r}"
+    ):
         check_rewards({"it": RewardConfig(kind=kind, options={option: value})})
 
 
@@ -80,7 +84,11 @@ def test_the_table_of_the_docs_says_what_a_class_declares(name):
 
 
 def test_the_page_lists_the_rewards_that_have_a_gradient_and_no_others():
-    listed, others = PAGE.partition("## Rewards with a gradient")[2].partition("## Kinds")[0].split("Scores are still")
+    listed, others = (
+        PAGE.partition("## Rewards with a gradient")[2]
+        .partition("## Kinds")[0]
+        .split("Scores are still")
+    )
     named = set(re.findall(r"`(\w+)`", listed)) & REWARDS.keys()
     assert named == {name for name, kind in KINDS.items() if kind.differentiable}
     assert not named & set(re.findall(r"`(\w+)`", others))
@@ -133,9 +141,16 @@ def test_a_reward_outside_the_package_is_planned_and_advised_by_its_declaration(
     entry = RewardConfig(kind=warmth, options={"path": "weights"})
     cost = cost_of_reward(entry, "cuda")
     assert (cost.bytes, cost.flops, cost.device, cost.dtype) == (4 * 1004, 6, "cuda", "float32")
-    half = cost_of_reward(RewardConfig(kind=warmth, options={"path": "weights", "dtype": "bfloat16", "device": "cpu"}), "cuda")
+    half = cost_of_reward(
+        RewardConfig(
+            kind=warmth, options={"path": "weights", "dtype": "bfloat16", "device": "cpu"}
+        ),
+        "cuda",
+    )
     assert (half.bytes, half.device) == (2 * 1004, "cpu")
-    config = load_config("scenes", [f"rewards.warm.kind={warmth}", "rewards.warm.options.path=weights"])
+    config = load_config(
+        "scenes", [f"rewards.warm.kind={warmth}", "rewards.warm.options.path=weights"]
+    )
     advice = overrides_of(list(for_memory(config, 1)))
     assert {"rewards.warm.options.device=cpu", "rewards.warm.options.dtype=bfloat16"} <= set(advice)
 
@@ -148,7 +163,9 @@ def test_advice_knows_every_reward_with_weights(name):
     assert (f"rewards.{name}.options.dtype=bfloat16" in advice) == (name == "geneval")
 
 
-def test_a_reward_outside_the_package_is_checked_before_anything_is_loaded(warmth, tmp_path, monkeypatch):
+def test_a_reward_outside_the_package_is_checked_before_anything_is_loaded(
+    warmth, tmp_path, monkeypatch
+):
     (tmp_path / "p.txt").write_text("a blue circle\n")
     path, prompts = f"rewards.warm.options.path={tmp_path}", f"prompts.train={tmp_path}/p.txt"
 
@@ -160,16 +177,28 @@ def test_a_reward_outside_the_package_is_checked_before_anything_is_loaded(warmt
     refused(r"options\.path: .* has no warmth\.pt; it holds .*warmth\.py", path)
     torch.save({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / "warmth.pt")
     check(load_config("scenes", [f"rewards.warm.kind={warmth}", path]))
-    refused(r"options\.dtype: .*'float32', 'float16' or 'bfloat16', got 'float64'", path, "rewards.warm.options.dtype=float64")
+    refused(
+        r"options\.dtype: .*'float32', 'float16' or 'bfloat16', got 'float64'",
+        path,
+        "rewards.warm.options.dtype=float64",
+    )
     refused("none of 1 prompts has the word red", path, prompts)
     monkeypatch.setattr(plugins.load(warmth), "libraries", ("no_such_library",))
     refused("pip install no_such_library", path)
 
 
 def test_a_reward_outside_the_package_trains_and_judges(warmth, tmp_path):
-    torch.save({"weight": torch.tensor([[1.0, -0.5, -0.5]]), "bias": torch.zeros(1)}, tmp_path / "warmth.pt")
+    torch.save(
+        {"weight": torch.tensor([[1.0, -0.5, -0.5]]), "bias": torch.zeros(1)},
+        tmp_path / "warmth.pt",
+    )
     (tmp_path / "p.txt").write_text("a red circle\ntwo red squares\n")
-    small = ["algorithm.group_size=2", "sampling.num_steps=6", "trainer.prompts_per_iteration=1", "evaluation.num_prompts=2"]
+    small = [
+        "algorithm.group_size=2",
+        "sampling.num_steps=6",
+        "trainer.prompts_per_iteration=1",
+        "evaluation.num_prompts=2",
+    ]
     small += [f"{key}={tmp_path}/p.txt" for key in ("prompts.train", "evaluation.prompts")]
     for name in ("rewards.warm", "evaluation.rewards.judge"):
         small += [f"{name}.kind={warmth}", f"{name}.options.path={tmp_path}"]
@@ -177,6 +206,9 @@ def test_a_reward_outside_the_package_trains_and_judges(warmth, tmp_path):
     trainer = build(Request(config=config, notify=lambda message: None))
     assert any("warm" in key for key in trainer.iterate())
     evaluation = trainer.score_heldout()
-    assert torch.equal(evaluation.scores["warm"], evaluation.scores["judge"]) and evaluation.right is not None
+    assert (
+        torch.equal(evaluation.scores["warm"], evaluation.scores["judge"])
+        and evaluation.right is not None
+    )
     assert tmp_path.name in contents_of(config, ["a"], ["b"], {})["rewards.warm"]
     assert build_rewards(config.rewards)["warm"].name == "Warmth"

@@ -3,7 +3,13 @@
 import pytest
 import torch
 from PIL import Image
-from transformers import CLIPVisionConfig, CLIPVisionModel, Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+)
 from transformers import Dinov2WithRegistersModel as WithRegisters
 
 from g2rpo.assembly.checks import check
@@ -14,7 +20,13 @@ from g2rpo.core.images import to_pil
 from g2rpo.rewards.dino import IMAGENET_MEAN, IMAGENET_STD, ClipConsistency, DinoSimilarity, Motion
 from g2rpo.rollout.scoring import score
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 12, "patch_size": 4}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 12,
+    "patch_size": 4,
+}
 
 
 @pytest.fixture(scope="module", params=["dinov2", "dinov2_with_registers"])
@@ -28,7 +40,9 @@ def path(request, tmp_path_factory):
 
 
 def pictures(count, side=16):
-    levels = torch.randint(0, 256, (count, 3, side, side), generator=torch.Generator().manual_seed(count))
+    levels = torch.randint(
+        0, 256, (count, 3, side, side), generator=torch.Generator().manual_seed(count)
+    )
     return levels.float() / 255
 
 
@@ -44,14 +58,20 @@ def test_the_half_of_the_patches_that_agree_best_counts(path, tmp_path):
     scores = reward(torch.stack([after, before]), [as_input(tmp_path, before)] * 2)
     model = reward.dino.model
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
-    states = model(pixel_values=(torch.stack([after, before]) - mean) / std).last_hidden_state[:, -16:]
+    states = model(pixel_values=(torch.stack([after, before]) - mean) / std).last_hidden_state[
+        :, -16:
+    ]
     cosines = torch.nn.functional.cosine_similarity(*states, dim=-1).sort().values
     assert cosines.max() - cosines.min() > 0.1
-    torch.testing.assert_close(scores, torch.tensor([float(cosines[8:].mean()), 1.0]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        scores, torch.tensor([float(cosines[8:].mean()), 1.0]), atol=1e-5, rtol=0
+    )
 
 
 def test_what_cannot_be_kept_is_refused_ahead(path, tmp_path):
-    with pytest.raises(UserError, match=r"rewards\.dino_similarity: none of 2000 prompts has an input picture"):
+    with pytest.raises(
+        UserError, match=r"rewards\.dino_similarity: none of 2000 prompts has an input picture"
+    ):
         check(load_config("scenes", [f"rewards.dino_similarity.options.path={path}"]))
     with pytest.raises(ValueError, match="at least a patch, 4, got 3"):
         DinoSimilarity(path, size=3)
@@ -67,9 +87,13 @@ def test_steady_clips_are_consistent_and_moving_ones_move(path):
     reward = ClipConsistency(path, size=16)
     features = reward.dino((255 * torch.stack([frame, other])).round().to(torch.uint8))[0]
     cosine = float((features[0] * features[1]).sum())
-    steady, moved = score({"steady": reward, "moved": Motion()}, torch.stack([still, flicker]), ["a", "b"])
+    steady, moved = score(
+        {"steady": reward, "moved": Motion()}, torch.stack([still, flicker]), ["a", "b"]
+    )
     torch.testing.assert_close(steady, torch.tensor([1.0, (cosine + (1 + cosine) / 2) / 2]))
-    torch.testing.assert_close(moved, torch.tensor([0.0, 255 * float((frame - other).abs().mean())]))
+    torch.testing.assert_close(
+        moved, torch.tensor([0.0, 255 * float((frame - other).abs().mean())])
+    )
     with pytest.raises(RewardFailed, match="is for clips of two frames or more"):
         score({"moved": Motion()}, frame[None], ["a"])
 

@@ -1,4 +1,5 @@
-"""The reward protocol with all that can come over a wire, both ways: a sound answer or a named refusal."""
+"""The reward protocol with all that can come over a wire, both ways: a sound answer or a named
+refusal."""
 
 import contextlib
 import json
@@ -22,32 +23,61 @@ from tests.support.fuzzing import mutated
 from tests.support.servers import endpoint_that, serving
 
 LIMITS = Limits(body_bytes=20_000, values=2_000, pixels=4_000, headers_s=0.3, gap_s=0.3)
-PNG = encode_png(to_pil(to_uint8(torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))))[0])
-BODY = json.dumps({"images": [PNG, PNG], "prompts": ["a", "b"], "inputs": [PNG], "inputs_of": [[], [0]]})
+PNG = encode_png(
+    to_pil(to_uint8(torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))))[0]
+)
+BODY = json.dumps(
+    {"images": [PNG, PNG], "prompts": ["a", "b"], "inputs": [PNG], "inputs_of": [[], [0]]}
+)
 REQUEST = (
     b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     + f"Content-Length: {len(BODY)}\r\n\r\n{BODY}".encode()
 )
 ANSWER = b'HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n{"scores": [0.5, null]}'
-HEADERS = (b"Transfer-Encoding: chunked\r\n", b"Content-Length: 999999999999\r\n", b"Content-Length: -1\r\n", b"Host: [\r\n")
-ANSWERS = (b"Location: file:///etc/passwd\r\n", b"HTTP/1.1 302 x\r\n", b"\x1b[2J", b"%s", b"\xff\xfe")
+HEADERS = (
+    b"Transfer-Encoding: chunked\r\n",
+    b"Content-Length: 999999999999\r\n",
+    b"Content-Length: -1\r\n",
+    b"Host: [\r\n",
+)
+ANSWERS = (
+    b"Location: file:///etc/passwd\r\n",
+    b"HTTP/1.1 302 x\r\n",
+    b"\x1b[2J",
+    b"%s",
+    b"\xff\xfe",
+)
 VALUES = (b"[" * 2000, b"9" * 5000, b'"\\ud800"', b"NaN", b"1e999", b"-Infinity", b"null")
-PIECES = st.sampled_from([b"\0", b"\r\n", b"\n\n", b": ", *VALUES, *HEADERS, *ANSWERS]) | st.binary(max_size=8)
+PIECES = st.sampled_from([b"\0", b"\r\n", b"\n\n", b": ", *VALUES, *HEADERS, *ANSWERS]) | st.binary(
+    max_size=8
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["scores", "images", "choices", "x"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["scores", "images", "choices", "x"]), inner)
+    ),
     max_leaves=9,
 )
 
 
 class Mean:
     def __call__(self, images, prompts):
-        assert images.dtype == torch.float32 and 0 <= images.min() <= images.max() <= 1 and len(images) == len(prompts)
+        assert (
+            images.dtype == torch.float32
+            and 0 <= images.min() <= images.max() <= 1
+            and len(images) == len(prompts)
+        )
         return images.mean(dim=(1, 2, 3))
 
 
 def is_sound(images, prompts):
-    assert images.dtype == torch.uint8 and images.ndim == 4 and images.shape[1] == 3 and len(images) == len(prompts)
+    assert (
+        images.dtype == torch.uint8
+        and images.ndim == 4
+        and images.shape[1] == 3
+        and len(images) == len(prompts)
+    )
     assert images.shape[0] * images.shape[2] * images.shape[3] <= LIMITS.pixels
     "".join(prompts).encode()
 
@@ -91,7 +121,9 @@ def exchange(address, data):
 def test_a_request_is_scored_or_refused_and_the_server_lives_on(server, data):
     answer = exchange(server.server_address, data)
     status = int(answer.split(None, 2)[1]) if answer.startswith(b"HTTP/") else 0
-    assert status in (0, 200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 431, 501, 505), answer[:200]
+    assert status in (0, 200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 431, 501, 505), answer[
+        :200
+    ]
     if data == REQUEST:
         assert status == 200
     if b"evil" in data:
@@ -101,13 +133,17 @@ def test_a_request_is_scored_or_refused_and_the_server_lives_on(server, data):
 
 @pytest.fixture(scope="module")
 def garbage():
-    """A server that answers every request with the bytes `answers[0]`; a client sees it at the address beside."""
+    """A server that answers every request with the bytes `answers[0]`; a client sees it at the
+    address beside."""
     answers = [b""]
     with endpoint_that(lambda handler, count: handler.wfile.write(answers[0])) as (url, _):
         yield url, answers
 
 
-@given(mutated(ANSWER, PIECES) | JSON.map(lambda data: ANSWER.partition(b"{")[0] + json.dumps(data).encode()))
+@given(
+    mutated(ANSWER, PIECES)
+    | JSON.map(lambda data: ANSWER.partition(b"{")[0] + json.dumps(data).encode())
+)
 @example(ANSWER.replace(b"0.5", b"1" + b"0" * 400))
 @example(ANSWER.replace(b"0.5", b"1e39"))
 @example(ANSWER.replace(b"0.5", b"NaN"))
@@ -128,11 +164,15 @@ def test_an_answer_is_scores_or_none_or_refused(garbage, answer):
 
 @given(
     st.text()
-    | mutated("Alignment Score (1-5): 4\n**Final Score:** 3.5", st.sampled_from(["Final Score:", " " * 50, "1-5", "9" * 50]))
+    | mutated(
+        "Alignment Score (1-5): 4\n**Final Score:** 3.5",
+        st.sampled_from(["Final Score:", " " * 50, "1-5", "9" * 50]),
+    )
 )
 @example("Final Score" + " " * 200_000 + "x")
 @example("Final Score:" + "1" * 200_000 + "-5")
 def test_any_text_of_a_judge_is_a_score_or_none_at_once(text):
-    """The two examples took minutes and more with repetitions that nothing bounded: a hang is how this test fails."""
+    """The two examples took minutes and more with repetitions that nothing bounded: a hang is how
+    this test fails."""
     score = parse_scores(text, ["Final Score"])
     assert math.isnan(score) or 1 <= score <= 5

@@ -1,4 +1,5 @@
-"""GenEval: upstream's scoring on recorded cases, transformers' detectors with tiny random weights, malformed tasks."""
+"""GenEval: upstream's scoring on recorded cases, transformers' detectors with tiny random weights,
+malformed tasks."""
 
 import json
 
@@ -37,14 +38,20 @@ def unit(rows):
 
 def detections(boxes, masks):
     return [
-        Detection(name, float(row[4]), tuple(row[:4]), torch.from_numpy(masks[name][index]) if masks else None)
+        Detection(
+            name,
+            float(row[4]),
+            tuple(row[:4]),
+            torch.from_numpy(masks[name][index]) if masks else None,
+        )
         for name in CLASSES
         for index, row in enumerate(boxes[name])
     ]
 
 
 def scored(score, cases=CASES):
-    """The cases' scores by a GenEval with the small CLIP and a detector that finds what a case says."""
+    """The cases' scores by a GenEval with the small CLIP and a detector that finds what a case
+    says."""
     reward, scores = GenEval.__new__(GenEval), []
     reward.mode, reward.batch_size = score, 8
     reward.colours, reward.labels = Colours(SmallCLIP()), set()
@@ -65,7 +72,7 @@ def test_scores_are_upstreams():
     assert 0.2 < sum(recorded["correct"]) / CASES < 0.8
 
 
-# --- detectors ------------------------------------------------------------------------------------------------------
+# --- detectors ------------------------------------------------------------------------------------
 
 LABELS = {0: "cat", 1: "mouse", 2: "diningtable"}
 
@@ -74,8 +81,18 @@ def save_detr(folder):
     """A tiny random DETR as transformers saves one."""
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
-    backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"])
-    sizes = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in (("layers", 1), ("ffn_dim", 32))}
+    backbone = ResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        layer_type="basic",
+        out_features=["stage2"],
+    )
+    sizes = {
+        f"{part}_{name}": value
+        for part in ("encoder", "decoder")
+        for name, value in (("layers", 1), ("ffn_dim", 32))
+    }
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     config = DetrConfig(
         backbone_config=backbone, use_timm_backbone=False, backbone=None, use_pretrained_backbone=False, d_model=16,
@@ -85,7 +102,9 @@ def save_detr(folder):
     torch.manual_seed(0)
     DetrForObjectDetection(config).save_pretrained(folder)
     size = {"shortest_edge": 48, "longest_edge": 80}
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "DetrImageProcessor", "size": size}))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "DetrImageProcessor", "size": size})
+    )
     return str(folder)
 
 
@@ -94,7 +113,13 @@ def save_mask2former(folder):
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
     features = ["stage1", "stage2", "stage3", "stage4"]
-    backbone = SwinConfig(embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2, out_features=features)
+    backbone = SwinConfig(
+        embed_dim=8,
+        depths=[1, 1, 1, 1],
+        num_heads=[1, 1, 2, 2],
+        window_size=2,
+        out_features=features,
+    )
     config = Mask2FormerConfig(
         backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32,
         encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=32, num_queries=6,
@@ -102,7 +127,10 @@ def save_mask2former(folder):
     )  # fmt: skip
     torch.manual_seed(0)
     Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
-    content = {"image_processor_type": "Mask2FormerImageProcessor", "size": {"shortest_edge": 64, "longest_edge": 96}}
+    content = {
+        "image_processor_type": "Mask2FormerImageProcessor",
+        "size": {"shortest_edge": 64, "longest_edge": 96},
+    }
     (folder / "preprocessor_config.json").write_text(json.dumps({**content, "ignore_index": 255}))
     return str(folder)
 
@@ -110,7 +138,10 @@ def save_mask2former(folder):
 @pytest.fixture(scope="module")
 def saved(learned, tmp_path_factory):
     root = tmp_path_factory.mktemp("geneval")
-    detectors = {"detr": save_detr(root / "detr"), "mask2former": save_mask2former(root / "mask2former")}
+    detectors = {
+        "detr": save_detr(root / "detr"),
+        "mask2former": save_mask2former(root / "mask2former"),
+    }
     return {**detectors, "clip": learned["pickscore"]["path"]}
 
 
@@ -134,7 +165,9 @@ def test_a_detector_finds_boxes_inside_the_picture(saved, name):
             assert detection.mask[top].any() and detection.mask[bottom - 1].any()
             assert detection.mask[:, left].any() and detection.mask[:, right - 1].any()
     alone = [detector(images[i : i + 1])[0] for i in range(3)]
-    assert [[each.label for each in row] for row in alone] == [[each.label for each in row] for row in found]
+    assert [[each.label for each in row] for row in alone] == [
+        [each.label for each in row] for row in found
+    ]
     np.testing.assert_allclose(boxes_of(alone), boxes_of(found), atol=1e-3)
 
 
@@ -149,8 +182,18 @@ def boxes_of(rows):
 @pytest.mark.parametrize("name", ["detr", "mask2former"])
 def test_the_reward_runs_on_saved_models(saved, name, caplog):
     reward = Unsure(detector=saved[name], clip=saved["clip"])
-    asked = {"include": [{"class": "dining table", "count": 1, "color": "red"}, {"class": "computer mouse", "count": 1}]}
-    tasks = [Prompt("a", metadata=asked), Prompt("b"), one_of("unicorn"), Prompt("d", metadata=asked)]
+    asked = {
+        "include": [
+            {"class": "dining table", "count": 1, "color": "red"},
+            {"class": "computer mouse", "count": 1},
+        ]
+    }
+    tasks = [
+        Prompt("a", metadata=asked),
+        Prompt("b"),
+        one_of("unicorn"),
+        Prompt("d", metadata=asked),
+    ]
     scores = reward(pictures(4), tasks)
     assert torch.isnan(scores).tolist() == [False, True, True, False]
     assert (scores[[0, 3]] <= 1).all()
@@ -178,7 +221,9 @@ def test_a_detector_of_ones_own_needs_to_be_allowed(saved, tmp_path):
         "    def __call__(self, images):\n"
         "        return [[Detection('cat', 1.0, (0, 0, 9, 9))] for _ in images]\n"
     )
-    entry = RewardConfig(kind="geneval", options={"detector": f"{file}:Cats", "clip": saved["clip"]})
+    entry = RewardConfig(
+        kind="geneval", options={"detector": f"{file}:Cats", "clip": saved["clip"]}
+    )
     with pytest.raises(UserError, match="code"):
         check_rewards({"it": entry})
     plugins.allow(str(file))
@@ -197,8 +242,14 @@ CAT = {"class": "cat", "count": 1}
         ([{**CAT, "count": 0}], "include.0.count: .*greater than or equal to 1, got 0"),
         ([{**CAT, "count": "2"}], "include.0.count: .*valid integer"),
         ([{**CAT, "color": "teal"}], "include.0.color: .*'red', 'orange'.*got 'teal'"),
-        ([{**CAT, "position": ["left of", 0]}], "include.0.position: 0 is not the number of an earlier clause"),
-        ([CAT, {"class": "dog", "count": 1, "position": ["near", 0]}], "include.1.position.0: .*'left of'"),
+        (
+            [{**CAT, "position": ["left of", 0]}],
+            "include.0.position: 0 is not the number of an earlier clause",
+        ),
+        (
+            [CAT, {"class": "dog", "count": 1, "position": ["near", 0]}],
+            "include.1.position.0: .*'left of'",
+        ),
     ],
 )
 def test_malformed_metadata_are_named(include, fact):

@@ -1,4 +1,5 @@
-"""Gradients of the rewards that have one, on tiny weights, against differences of their own scores."""
+"""Gradients of the rewards that have one, on tiny weights, against differences of their own
+scores."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ PROMPTS = ["a red circle", "two blue squares"]
 
 @pytest.fixture(scope="module")
 def rewards(learned):
-    return {name: LEARNED.get(name, KINDS[name])(**learned.get(name, {})) for name in DIFFERENTIABLE}
+    return {
+        name: LEARNED.get(name, KINDS[name])(**learned.get(name, {})) for name in DIFFERENTIABLE
+    }
 
 
 def pictures(side=64):
@@ -23,18 +26,27 @@ def pictures(side=64):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_a_score_with_a_gradient_is_the_published_one(rewards, name):
-    scores, plain = rewards[name](pictures().requires_grad_(), PROMPTS), rewards[name](pictures(), PROMPTS)
+    scores, plain = (
+        rewards[name](pictures().requires_grad_(), PROMPTS),
+        rewards[name](pictures(), PROMPTS),
+    )
     assert scores.requires_grad and not plain.requires_grad
     torch.testing.assert_close(scores.detach().float(), plain, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_a_gradient_is_that_of_the_score_without_rounding(rewards, name, monkeypatch):
-    """Central differences along the gradient, of half a level at most; float32 and curvature leave three hundredths."""
+    """Central differences along the gradient, of half a level at most; float32 and curvature leave
+    three hundredths."""
     monkeypatch.setattr("g2rpo.rewards.pixels.with_gradient", lambda value, smooth: smooth)
     reward, images = rewards[name], pictures().requires_grad_()
     (gradient,) = torch.autograd.grad(reward(images, PROMPTS).sum(), images)
     assert all(bool(own.any()) for own in gradient)
     step = gradient * (0.002 / gradient.abs().flatten(1).amax(1)[:, None, None, None])
-    low, high = (reward((images + sign * step).detach().requires_grad_(), PROMPTS).detach() for sign in (-1, 1))
-    torch.testing.assert_close((high - low) / 2, (gradient * step).flatten(1).sum(1), rtol=0.03, atol=1e-7)
+    low, high = (
+        reward((images + sign * step).detach().requires_grad_(), PROMPTS).detach()
+        for sign in (-1, 1)
+    )
+    torch.testing.assert_close(
+        (high - low) / 2, (gradient * step).flatten(1).sum(1), rtol=0.03, atol=1e-7
+    )

@@ -1,4 +1,5 @@
-"""Rewards that compare: they see whole groups of one prompt in training, held-out evaluation and on every rank; win rates."""
+"""Rewards that compare: they see whole groups of one prompt in training, held-out evaluation and on
+every rank; win rates."""
 
 import itertools
 import math
@@ -44,13 +45,17 @@ def test_a_group_is_one_prompt_step_and_granularity_whatever_the_batch(batch, mo
     t = trainer(None, *both, rewards={"bright": Ranks(), "alone": brightness})
     kept = []
     collect = t.collector.collect
-    monkeypatch.setattr(t.collector, "collect", lambda *arguments: kept.append(collect(*arguments)) or kept[0])
+    monkeypatch.setattr(
+        t.collector, "collect", lambda *arguments: kept.append(collect(*arguments)) or kept[0]
+    )
     t.iterate()
     members = t.algorithm.group_size
     assert set(t.rewards["bright"].scorer.sizes) == {members}
     ranks, means = kept[0].rewards[:, 0], kept[0].rewards[:, 1]  # [N, M, G]
     assert ranks.shape[1] > 1 and len(t.rewards["bright"].scorer.sizes) == ranks.shape[:2].numel()
-    torch.testing.assert_close(ranks, (means[..., None] > means[..., None, :]).sum(-1) / (members - 1))
+    torch.testing.assert_close(
+        ranks, (means[..., None] > means[..., None, :]).sum(-1) / (members - 1)
+    )
 
 
 def test_a_held_out_picture_is_compared_with_the_bases_of_the_same_noise():
@@ -60,7 +65,10 @@ def test_a_held_out_picture_is_compared_with_the_bases_of_the_same_noise():
     with torch.no_grad():
         t.learner.parameters[0].add_(0.5)
     before, now = first.scores["alone"], (second := t.score_heldout()).scores["alone"]
-    assert torch.equal(second.scores["bright"], (now > before).float()) and second.scores["bright"].any()
+    assert (
+        torch.equal(second.scores["bright"], (now > before).float())
+        and second.scores["bright"].any()
+    )
 
 
 def train_on(world, folder):
@@ -77,16 +85,24 @@ def test_ranks_compare_what_one_process_compares(tmp_path):
 
 
 def test_where_there_is_nothing_to_compare_a_run_is_refused(tmp_path):
-    (tmp_path / "ranks.py").write_text("def ranks(images, prompts):\n    return [0.0] * len(prompts)\nranks.group = True\n")
+    (tmp_path / "ranks.py").write_text(
+        "def ranks(images, prompts):\n    return [0.0] * len(prompts)\nranks.group = True\n"
+    )
     plugins.allow(f"{tmp_path}/ranks.py")
-    judge = ["rewards.judge.kind=pairwise_vlm", "rewards.judge.options.url=http://127.0.0.1:9", "rewards.judge.options.model=m"]
+    judge = [
+        "rewards.judge.kind=pairwise_vlm",
+        "rewards.judge.options.url=http://127.0.0.1:9",
+        "rewards.judge.options.model=m",
+    ]
     for override, fact in (
         ("algorithm.name=adagrpo", "single pictures"),
         ("policy.tuning=full", "held-out pictures are compared"),
     ):
         with pytest.raises(UserError, match=fact):
             check(load_config("scenes", [*judge, override]))
-    with pytest.raises(UserError, match="compares the pictures of a group, and these are single ones"):
+    with pytest.raises(
+        UserError, match="compares the pictures of a group, and these are single ones"
+    ):
         score({"ranks": Ranks()}, torch.zeros(2, 3, 4, 4), ["a", "b"])
     with pytest.raises(ValueError, match="whole groups"):
         RewardServer(Ranks())
@@ -94,7 +110,9 @@ def test_where_there_is_nothing_to_compare_a_run_is_refused(tmp_path):
 
 def test_clips_are_compared_moment_by_moment():
     clips = (
-        torch.tensor([[0.1, 0.9], [0.5, 0.5], [0.9, 0.6]]).repeat_interleave(4, 1)[..., None, None, None].expand(3, 8, 3, 2, 2)
+        torch.tensor([[0.1, 0.9], [0.5, 0.5], [0.9, 0.6]])
+        .repeat_interleave(4, 1)[..., None, None, None]
+        .expand(3, 8, 3, 2, 2)
     )
     assert score({"ranks": Ranks()}, clips, ["a"] * 3, members=3).tolist() == [[0.5, 0.25, 0.75]]
 
@@ -117,7 +135,10 @@ def prefers_the_first(server):
 
     def first_token(body):
         win = win_of(*of_pair(body)) if len(body["messages"][0]["content"]) > 2 else 0.5
-        rows = [{"token": "1", "logprob": math.log(0.9 * win)}, {"token": " 2", "logprob": math.log(0.9 * (1 - win))}]
+        rows = [
+            {"token": "1", "logprob": math.log(0.9 * win)},
+            {"token": " 2", "logprob": math.log(0.9 * (1 - win))},
+        ]
         return {**rows[0], "top_logprobs": rows}
 
     server.first_token = first_token
@@ -130,25 +151,33 @@ def test_win_rates_are_free_of_a_preference_for_a_place():
         scores = judge(flat(GREY), ["a"] * 4)
         asked = [of_pair(body) for body in server.requests[1:]]
         assert len(asked) == 12 and len({tuple(map(str, pair)) for pair in asked}) == 12
-        assert judge(flat(GREY[[0, 0, 0]]), ["a"] * 3).tolist() == pytest.approx([0.5] * 3, abs=1e-6)
+        assert judge(flat(GREY[[0, 0, 0]]), ["a"] * 3).tolist() == pytest.approx(
+            [0.5] * 3, abs=1e-6
+        )
     levels = GREY.mul(255).round().div(255)
     wins = [[(win_of(i, j) + 1 - win_of(j, i)) / 2 for j in levels if j != i] for i in levels]
     torch.testing.assert_close(scores, torch.tensor(wins).mean(1), atol=1e-5, rtol=0)
 
 
 def test_words_ties_and_missing_answers(tmp_path):
-    """In words: bright ones are better, near ones equal, and the darkest cannot be judged when it is first."""
+    """In words: bright ones are better, near ones equal, and the darkest cannot be judged when it
+    is first."""
 
     def says(body):
         first, second = of_pair(body)
         better = 1.5 if abs(first - second) < 0.25 else 1 if first > second else 2
-        return "I cannot say." if first < 0.3 else f"Better Picture: 1 or 2?\nBetter Picture: {better}"
+        return (
+            "I cannot say." if first < 0.3 else f"Better Picture: 1 or 2?\nBetter Picture: {better}"
+        )
 
     (prompt,) = edits(tmp_path, red=(0.5,))
     with running(server := ChatServer("vllm", says=says)):
         judge = PairwiseVLM(server.url, "judge", form="final", endpoint=QUICK)
         scores = judge(flat(GREY), [prompt] * 4)
-        assert "by this instruction:\nmake it red" in server.requests[-1]["messages"][0]["content"][-1]["text"]
+        assert (
+            "by this instruction:\nmake it red"
+            in server.requests[-1]["messages"][0]["content"][-1]["text"]
+        )
         assert len(server.requests[-1]["messages"][0]["content"]) == 4
     assert scores.isnan().tolist() == [True, False, False, False]
     assert scores[1:].tolist() == [0.75, 0.5, 0.25]  # .8 ties .6 and beats .4; .6 ties both
@@ -162,5 +191,8 @@ def test_pairs_are_a_tournament(members):
     )
     for most in range(1, len(everyone)):
         counts = Counter(member for pair in pairs_of(members, most, 0) for member in pair)
-        assert max(counts.values()) - min(counts[member] for member in range(members)) <= 1 + members % 2
+        assert (
+            max(counts.values()) - min(counts[member] for member in range(members))
+            <= 1 + members % 2
+        )
     assert members == 2 or pairs_of(members, None, 1) != pairs_of(members, None, 0)

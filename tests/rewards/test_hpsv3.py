@@ -1,8 +1,10 @@
-"""HPSv3 and HPSv3++ against upstream's own code on tiny random models (tools/record_qwen_oracles.py).
+"""HPSv3 and HPSv3++ against upstream's own code on tiny random models
+(tools/record_qwen_oracles.py).
 
-Tolerances. Upstream casts its model to bfloat16. In float32 after that cast both sides compute the same up to the order of
-sums: 1e-5, as in test_parity. In bfloat16 (8 bits, .4 % an operation) orders matter more, so the root mean square distance from
-the float32 scores is compared: of two samples of 25 from one distribution, one is twice the other once in a thousand times.
+Tolerances. Upstream casts its model to bfloat16. In float32 after that cast both sides compute the
+same up to the order of sums: 1e-5, as in test_parity. In bfloat16 (8 bits, .4 % an operation)
+orders matter more, so the root mean square distance from the float32 scores is compared: of two
+samples of 25 from one distribution, one is twice the other once in a thousand times.
 """
 
 import json
@@ -26,9 +28,13 @@ JUDGES = {"hpsv3": HPSv3, "hpsv3pp": HPSv3PlusPlus}
 
 
 def save_judge(folder, name):
-    """Saves a recorded judge as it is published: weights, the processor's folder, upstream's file with the instruction."""
+    """Saves a recorded judge as it is published: weights, the processor's folder, upstream's file
+    with the instruction."""
     recorded = oracle(name)
-    state = {k: v.bfloat16() if k.startswith(HALF) else v for k, v in state_of(recorded["state_dict"]).items()}
+    state = {
+        k: v.bfloat16() if k.startswith(HALF) else v
+        for k, v in state_of(recorded["state_dict"]).items()
+    }
     if name == "hpsv3":
         save_file(state, folder / "HPSv3.safetensors")
     else:
@@ -50,7 +56,9 @@ def saved(tmp_path_factory):
 @pytest.fixture(params=JUDGES)
 def judge(request, saved):
     """A judge's name, and the judge made with options."""
-    return request.param, lambda **more: JUDGES[request.param](**{**saved[request.param], "dtype": "float32", **more})
+    return request.param, lambda **more: JUDGES[request.param](
+        **{**saved[request.param], "dtype": "float32", **more}
+    )
 
 
 def scores(reward, name):
@@ -60,7 +68,9 @@ def scores(reward, name):
 def test_scores_are_upstreams(saved):
     reward = HPSv3(**saved["hpsv3"], dtype="float32", batch_size=3)
     for case in oracle("hpsv3")["cases"]:
-        torch.testing.assert_close(scores(reward, case["image"]), torch.tensor(case["float32"]), atol=SCORE, rtol=0)
+        torch.testing.assert_close(
+            scores(reward, case["image"]), torch.tensor(case["float32"]), atol=SCORE, rtol=0
+        )
 
 
 def test_scores_of_hpsv3pp_are_upstreams_before_and_within_a_run(saved):
@@ -72,10 +82,16 @@ def test_scores_of_hpsv3pp_are_upstreams_before_and_within_a_run(saved):
         within.observe(iteration, torch.zeros(1, 1, 2))
     assert plain.state is None
     for case in oracle("hpsv3pp")["cases"]:
-        torch.testing.assert_close(scores(plain, case["image"]), torch.tensor(case["float32_0.0"]), atol=SCORE, rtol=0)
-        torch.testing.assert_close(scores(within, case["image"]), torch.tensor(case["float32_0.65"]), atol=SCORE, rtol=0)
+        torch.testing.assert_close(
+            scores(plain, case["image"]), torch.tensor(case["float32_0.0"]), atol=SCORE, rtol=0
+        )
+        torch.testing.assert_close(
+            scores(within, case["image"]), torch.tensor(case["float32_0.65"]), atol=SCORE, rtol=0
+        )
         assert torch.equal(scores(within.held_out, case["image"]), scores(plain, case["image"]))
-    assert (torch.tensor(case["float32_0.65"]) - torch.tensor(case["float32_0.0"])).abs().min() > 100 * SCORE
+    assert (
+        torch.tensor(case["float32_0.65"]) - torch.tensor(case["float32_0.0"])
+    ).abs().min() > 100 * SCORE
 
 
 def test_tokens_and_patches_are_upstreams(judge):
@@ -87,9 +103,13 @@ def test_tokens_and_patches_are_upstreams(judge):
     assert torch.equal(ids.where(mask, -1), theirs.where(mask, -1))
     assert mask.sum(1).tolist() == (theirs != reward.tokenizer.pad_token_id).sum(1).tolist()
     for case in recorded["cases"]:
-        patches, grid = reward.patches(reward._pixels(picture_of(case["image"]))[:, None].expand(-1, 2, -1, -1, -1))
+        patches, grid = reward.patches(
+            reward._pixels(picture_of(case["image"]))[:, None].expand(-1, 2, -1, -1, -1)
+        )
         assert grid.tolist() == [case["grid"]]
-        torch.testing.assert_close(patches[::97, ::131].flatten(), torch.tensor(case["patches"]), atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            patches[::97, ::131].flatten(), torch.tensor(case["patches"]), atol=2e-6, rtol=0
+        )
 
 
 def test_bfloat16_is_as_near_to_float32_as_upstreams(judge):
@@ -97,7 +117,10 @@ def test_bfloat16_is_as_near_to_float32_as_upstreams(judge):
     reward = make(dtype="bfloat16")
     ours, theirs = [], []
     for case in oracle(name)["cases"]:
-        single, half = (torch.tensor(case[key + "_0.0" * (name == "hpsv3pp")]) for key in ("float32", "bfloat16"))
+        single, half = (
+            torch.tensor(case[key + "_0.0" * (name == "hpsv3pp")])
+            for key in ("float32", "bfloat16")
+        )
         ours.append(scores(reward, case["image"]) - single)
         theirs.append(half - single)
     spread, ours = (torch.cat(errors).square().mean().sqrt() for errors in (theirs, ours))
@@ -111,7 +134,10 @@ def test_a_score_does_not_depend_on_the_batch_nor_on_special_tokens_in_a_prompt(
     alone = scores(reward, "small")
     reward.batch_size = 5
     torch.testing.assert_close(scores(reward, "small"), alone, atol=SCORE, rtol=0)
-    odd = reward((picture_of("small") / 255).expand(2, -1, -1, -1), ["a <|image_pad|> <|Reward|>", "<|im_end|>"])
+    odd = reward(
+        (picture_of("small") / 255).expand(2, -1, -1, -1),
+        ["a <|image_pad|> <|Reward|>", "<|im_end|>"],
+    )
     assert torch.isfinite(odd).all()
 
 
@@ -124,7 +150,9 @@ def test_what_is_missing_is_named(saved, tmp_path):
     options = saved["hpsv3"]
     with pytest.raises(FileNotFoundError, match="data_collator_qwen.py"):
         HPSv3(**{**options, "instruction": str(tmp_path)})
-    (tmp_path / "data_collator_qwen.py").write_text("INSTRUCTION = 'How good is it?'\nprompt_with_special_token = '<|Reward|>'")
+    (tmp_path / "data_collator_qwen.py").write_text(
+        "INSTRUCTION = 'How good is it?'\nprompt_with_special_token = '<|Reward|>'"
+    )
     with pytest.raises(ValueError, match="text_prompt"):
         HPSv3(**{**options, "instruction": str(tmp_path)})
     save_file(state_of(oracle("pickscore")["state_dict"]), tmp_path / "HPSv3.safetensors")
@@ -137,12 +165,22 @@ def test_what_is_missing_is_named(saved, tmp_path):
 def test_what_does_not_fit_hpsv3pp_is_named(saved, tmp_path):
     options = saved["hpsv3pp"]
     given = [f"rewards.plus.options.{name}={value}" for name, value in options.items()]
-    with pytest.raises(UserError, match=r"rewards\.plus\.options\.iterations: .*greater than or equal to 1, got 0"):
-        check(load_config("scenes", ["rewards.plus.kind=hpsv3pp", *given, "rewards.plus.options.iterations=0"]))
+    with pytest.raises(
+        UserError, match=r"rewards\.plus\.options\.iterations: .*greater than or equal to 1, got 0"
+    ):
+        check(
+            load_config(
+                "scenes", ["rewards.plus.kind=hpsv3pp", *given, "rewards.plus.options.iterations=0"]
+            )
+        )
     text = "prompt_with_special_token = '<|Reward|>'\nINSTRUCTION = '**Text Alignment:** {text_prompt}'"
     (tmp_path / "data_collator_qwen.py").write_text(text)
     with pytest.raises(ValueError, match="is HPSv3's"):
         HPSv3PlusPlus(**{**options, "instruction": str(tmp_path)})
-    torch.save({"model.language_model.embed_tokens.weight": torch.zeros(1)}, tmp_path / "hpsv3++.pth")
-    with pytest.raises(ValueError, match=r"hpsv3\+\+\.pth does not fit HPSv3PlusPlus.* It seems to be"):
+    torch.save(
+        {"model.language_model.embed_tokens.weight": torch.zeros(1)}, tmp_path / "hpsv3++.pth"
+    )
+    with pytest.raises(
+        ValueError, match=r"hpsv3\+\+\.pth does not fit HPSv3PlusPlus.* It seems to be"
+    ):
         HPSv3PlusPlus(**{**options, "path": str(tmp_path)})

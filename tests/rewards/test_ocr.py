@@ -26,12 +26,17 @@ WORDS = ("tiger", "bemo", "quilt", "Zebra")
 def picture(text, width=96, height=32):
     font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSansMono-Bold.ttf", 24)
     image = Image.new("RGB", (width, height), "white")
-    ImageDraw.Draw(image).text((width / 2, height / 2), text, fill=(200, 30, 30), font=font, anchor="mm")
+    ImageDraw.Draw(image).text(
+        (width / 2, height / 2), text, fill=(200, 30, 30), font=font, anchor="mm"
+    )
     return image
 
 
 def tensor(*pictures):
-    return torch.from_numpy(np.stack([np.asarray(p) for p in pictures])).permute(0, 3, 1, 2).float() / 255
+    return (
+        torch.from_numpy(np.stack([np.asarray(p) for p in pictures])).permute(0, 3, 1, 2).float()
+        / 255
+    )
 
 
 @cache
@@ -44,11 +49,13 @@ def test_words_are_read():
     assert isinstance(line(), Reward)
     assert line()(images, [f"the word '{word}' in red" for word in WORDS]).tolist() == [1.0] * 4
     assert line()(images[:1], ["the word 'tigre'"]).tolist() == pytest.approx([3 / 5])
-    assert line()(torch.ones(1, 3, 32, 96), ["the word 'tiger'"]).tolist() == [0.0]  # nothing is read
+    # nothing is read
+    assert line()(torch.ones(1, 3, 32, 96), ["the word 'tiger'"]).tolist() == [0.0]
 
 
 def test_it_reads_what_rapidocrs_own_call_reads():
-    """RapidOCR called as its manual does, with its defaults but for the classifier of upside-down lines."""
+    """RapidOCR called as its manual does, with its defaults but for the classifier of upside-down
+    lines."""
     from rapidocr import RapidOCR
 
     own, ours = RapidOCR(), OCR(detect=True)
@@ -59,20 +66,28 @@ def test_it_reads_what_rapidocrs_own_call_reads():
     lines = [picture(word) for word in WORDS] + [Image.fromarray(noise(seed)) for seed in range(4)]
     plain = OCR(detect=False)
     read = [plain.read(image) for image in lines]
-    assert read == ["".join(own(np.asarray(image)[:, :, ::-1], use_det=False, use_cls=False).txts) for image in lines]
+    assert read == [
+        "".join(own(np.asarray(image)[:, :, ::-1], use_det=False, use_cls=False).txts)
+        for image in lines
+    ]
     assert ours.read(Image.new("RGB", (64, 64), "white")) == ""
 
 
 def noise(seed):
     """A word under noise, which is misread."""
-    rough = np.asarray(picture(WORDS[seed])) + np.random.default_rng(seed).normal(0, 90, (32, 96, 3))
+    rough = np.asarray(picture(WORDS[seed])) + np.random.default_rng(seed).normal(
+        0, 90, (32, 96, 3)
+    )
     return rough.clip(0, 255).astype(np.uint8)
 
 
 def test_sessions_have_one_thread_and_threads_of_pictures_change_nothing(monkeypatch):
     options = line().engine._load_rec_model().session.session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (1, 1)
-    images, prompts = tensor(*map(picture, WORDS)), [f'"{word}"' for word in ("tiger", "demo", "quill", "zebra")]
+    images, prompts = (
+        tensor(*map(picture, WORDS)),
+        [f'"{word}"' for word in ("tiger", "demo", "quill", "zebra")],
+    )
     scores = []
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -109,30 +124,66 @@ def test_sessions_have_one_thread_and_threads_of_pictures_change_nothing(monkeyp
         ("‘Mario’s’ pizza", "Mario’s"),
         *[
             (f"x {one} y", "Hi")
-            for one in ("„Hi“", '„Hi"', "„Hi”", "”Hi”", "“Hi“", "»Hi«", "»Hi»", "‹Hi›", "‚Hi‘", "’Hi’", "″Hi″")
+            for one in (
+                "„Hi“",
+                '„Hi"',
+                "„Hi”",
+                "”Hi”",
+                "“Hi“",
+                "»Hi«",
+                "»Hi»",
+                "‹Hi›",
+                "‚Hi‘",
+                "’Hi’",
+                "″Hi″",
+            )
         ],
-        *[(f"看板{one}と", "ハイ") for one in ("「ハイ」", "『ハイ』", "｢ハイ｣", "“ハイ”", "《ハイ》", "〝ハイ〟", "＂ハイ＂")],
+        *[
+            (f"看板{one}と", "ハイ")
+            for one in (
+                "「ハイ」",
+                "『ハイ』",
+                "｢ハイ｣",
+                "“ハイ”",
+                "《ハイ》",
+                "〝ハイ〟",
+                "＂ハイ＂",
+            )
+        ],
         ("「a『b』c」", "a『b』c"),
-        *[(f"写着{one}的牌子", "你好") for one in ("'你好'", "‘你好’", '"你好"', "“你好”", "’你好’")],
+        *[
+            (f"写着{one}的牌子", "你好")
+            for one in ("'你好'", "‘你好’", '"你好"', "“你好”", "’你好’")
+        ],
     ],
 )
 def test_the_asked_text(prompt, text):
     assert OCR.target(prompt) == text
 
 
-@given(st.lists(st.text("aé12 '.-中", min_size=1).filter(str.strip), min_size=1, max_size=4), st.text("a '1"))
+@given(
+    st.lists(st.text("aé12 '.-中", min_size=1).filter(str.strip), min_size=1, max_size=4),
+    st.text("a '1"),
+)
 def test_in_ordinary_double_quotes_it_is_flow_grpos_rule(texts, rest):
-    """Its prompts have the text between the first two double quotes (flow_grpo/ocr.py: `prompt.split('"')[1]`)."""
+    """Its prompts have the text between the first two double quotes (flow_grpo/ocr.py:
+    `prompt.split('"')[1]`)."""
     prompt = rest + " says ".join(f' the sign "{text}"' for text in texts)
     assert OCR.target(prompt) == (prompt.split('"')[1])
 
 
 def test_a_run_says_what_it_reads(tmp_path):
     """The first prompts, the prompts without a text, and three of the texts."""
-    (tmp_path / "a.txt").write_text("a \"tiger\"\na 'lion'\na red circle\n" + "a «wolf»\n" * 2 + "x\n")
+    (tmp_path / "a.txt").write_text(
+        "a \"tiger\"\na 'lion'\na red circle\n" + "a «wolf»\n" * 2 + "x\n"
+    )
     (tmp_path / "b.txt").write_text('a "cat"\n')
     said = []
-    overrides = ["rewards.ocr=1", f"prompts.train={tmp_path}/a.txt", f"evaluation.prompts={tmp_path}/b.txt"]
+    overrides = [
+        "rewards.ocr=1",
+        f"prompts.train={tmp_path}/a.txt",
+        f"evaluation.prompts={tmp_path}/b.txt",
+    ]
     config = load_config("scenes", overrides)
     show_prompts(config, {}, *check(config), lambda event: said.append(event.title + event.text))
     assert said == [
@@ -150,7 +201,11 @@ def test_no_text_and_no_finite_pixel_are_no_score(caplog):
     reward = OCR(detect=False)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert reward(images, ["'tiger'", "tiger", "'tiger'"]).isnan().tolist() == [False, True, True]
+            assert reward(images, ["'tiger'", "tiger", "'tiger'"]).isnan().tolist() == [
+                False,
+                True,
+                True,
+            ]
     assert caplog.text.count("1 of 3 prompts, the first: 'tiger'") == 1
 
 
@@ -171,7 +226,11 @@ def test_wrong_input_is_refused_before_anything_is_loaded(monkeypatch, tmp_path)
         check(load_config("scenes", ["rewards.ocr.options.detect=false"]))
     (tmp_path / "p.txt").write_text("the word 'tiger'\na red circle\n")
     config = load_config(
-        "scenes", ["rewards.ocr=1", *(f"{key}={tmp_path}/p.txt" for key in ("prompts.train", "evaluation.prompts"))]
+        "scenes",
+        [
+            "rewards.ocr=1",
+            *(f"{key}={tmp_path}/p.txt" for key in ("prompts.train", "evaluation.prompts")),
+        ],
     )
     check(config)
     monkeypatch.setitem(sys.modules, "rapidocr", None)

@@ -1,9 +1,11 @@
-"""Learned rewards against the numbers of their upstream packages (tools/record_reward_oracles.py), on fixed weights.
+"""Learned rewards against the numbers of their upstream packages (tools/record_reward_oracles.py),
+on fixed weights.
 
-Tolerance. Both sides compute in float32, with different orders of summation and different torch versions. Rounding is
-6e-8 relative per operation; through four layers of width 16 to 32 it grows to about 1e-6 in unit-length features, and
-the features multiply into scores of the same size. SCORE leaves a factor of ten for that. It is two to four orders of
-magnitude below what any wrong step costs: the tests at the end turn each step wrong once and demand to be noticed.
+Tolerance. Both sides compute in float32, with different orders of summation and different torch
+versions. Rounding is 6e-8 relative per operation; through four layers of width 16 to 32 it grows to
+about 1e-6 in unit-length features, and the features multiply into scores of the same size. SCORE
+leaves a factor of ten for that. It is two to four orders of magnitude below what any wrong step
+costs: the tests at the end turn each step wrong once and demand to be noticed.
 """
 
 import json
@@ -31,14 +33,22 @@ def scores(reward, name):
 
 
 def worst(reward, cases):
-    return max((scores(reward, c["image"]) - torch.tensor(c.get("scores", c.get("score")))).abs().max().item() for c in cases)
+    return max(
+        (scores(reward, c["image"]) - torch.tensor(c.get("scores", c.get("score"))))
+        .abs()
+        .max()
+        .item()
+        for c in cases
+    )
 
 
 def check_pixels(preprocess, case, tolerance=PIXEL):
     """Four rows and four columns of what a network sees."""
     seen = preprocess(picture_of(case["image"]))[0]
     step = seen.shape[-1] // 4
-    torch.testing.assert_close(seen[:, ::step, ::step], torch.tensor(case["pixel_rows"]), atol=tolerance, rtol=0)
+    torch.testing.assert_close(
+        seen[:, ::step, ::step], torch.tensor(case["pixel_rows"]), atol=tolerance, rtol=0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +79,11 @@ def custom_name(name):
 
 
 def open_clip_cases(quick_gelu, resize_mode):
-    return [c for c in oracle("open_clip")["cases"] if (c["quick_gelu"], c["resize_mode"]) == (quick_gelu, resize_mode)]
+    return [
+        c
+        for c in oracle("open_clip")["cases"]
+        if (c["quick_gelu"], c["resize_mode"]) == (quick_gelu, resize_mode)
+    ]
 
 
 @pytest.mark.parametrize("quick_gelu", [False, True])
@@ -82,15 +96,21 @@ def test_clip_score_is_open_clips(open_clip_dir, quick_gelu, resize_mode):
     for case in cases:
         check_pixels(reward.encoder.preprocess, case)
         features = reward.encoder.image_features(picture_of(case["image"]))[0]
-        torch.testing.assert_close(features, torch.tensor(case["image_features"]), atol=SCORE, rtol=0)
+        torch.testing.assert_close(
+            features, torch.tensor(case["image_features"]), atol=SCORE, rtol=0
+        )
 
 
 def test_token_ids_are_upstreams(learned):
     recorded = oracle("open_clip")
     model_cfg = recorded["model_cfg"]
-    model = clip_encoder.of_open_clip(open_clip.clip_config(model_cfg), state_of(recorded["state_dict"]), "test", "memory")
+    model = clip_encoder.of_open_clip(
+        open_clip.clip_config(model_cfg), state_of(recorded["state_dict"]), "test", "memory"
+    )
     words = clip_encoder.load_clip_tokenizer(TOKENIZER)
-    encoder = clip_encoder.ClipEncoder(model, words, open_clip.preprocess_from(model_cfg, {}), clean=open_clip.clean_prompt)
+    encoder = clip_encoder.ClipEncoder(
+        model, words, open_clip.preprocess_from(model_cfg, {}), clean=open_clip.clean_prompt
+    )
     end = model_cfg["text_cfg"]["vocab_size"] - 1
     for prompt, theirs in zip(TOKEN_PROMPTS, recorded["token_ids"], strict=True):
         ours = encoder.token_ids([prompt])[0].tolist()
@@ -113,10 +133,10 @@ def test_scores_are_upstreams(learned, name):
     assert worst(reward, cases) < SCORE * (reward.scale.item() if name == "pickscore" else 1)
 
 
-# --- the same comparisons, turned wrong once: each must be far outside the tolerance ------------------------------
+# --- the same comparisons, turned wrong once: each must be far outside the tolerance --------------
 
 
-# --- the published files: names and shapes of upstream's full-size classes ----------------------------------------
+# --- the published files: names and shapes of upstream's full-size classes ------------------------
 
 
 def meta_state(shapes):
@@ -129,15 +149,25 @@ def test_hpsv2_names_and_shapes_are_the_published_ones():
     recorded = oracle("hpsv2")
     with torch.device("meta"):
         model = CLIPModel(open_clip.clip_config(open_clip.VIT_H_14))
-    check_state(model.state_dict(), open_clip.clip_state(meta_state(recorded["published_state_dict"])), "it", "file")
+    check_state(
+        model.state_dict(),
+        open_clip.clip_state(meta_state(recorded["published_state_dict"])),
+        "it",
+        "file",
+    )
     assert recorded["published_model_cfg"] == open_clip.VIT_H_14
-    assert open_clip.clip_config(recorded["published_model_cfg"]).vision_config.num_attention_heads == 16
+    assert (
+        open_clip.clip_config(recorded["published_model_cfg"]).vision_config.num_attention_heads
+        == 16
+    )
 
 
 def test_a_text_tower_of_its_own_has_the_same_names(open_clip_dir):
     recorded = oracle("open_clip")
     assert sorted(map(custom_name, recorded["state_dict"])) == sorted(recorded["custom_text_keys"])
-    reward = CLIPScore(open_clip_dir(True, "squash", custom_text=True, torch_file=True), tokenizer=TOKENIZER)
+    reward = CLIPScore(
+        open_clip_dir(True, "squash", custom_text=True, torch_file=True), tokenizer=TOKENIZER
+    )
     assert worst(reward, open_clip_cases(True, "squash")) < SCORE
 
 
@@ -157,5 +187,9 @@ def test_image_reward_names_and_shapes_are_the_published_ones():
     check_state(towers[0].state_dict(), vision_state(state), "it", "file")
     check_state(towers[1].state_dict(), part(state, "blip.text_encoder."), "it", "file")
     vision, text = (tower.config for tower in towers)
-    assert (vision.num_attention_heads, text.num_attention_heads, text.bos_token_id) == (16, 12, 30522)
+    assert (vision.num_attention_heads, text.num_attention_heads, text.bos_token_id) == (
+        16,
+        12,
+        30522,
+    )
     assert (vision.layer_norm_eps, text.layer_norm_eps) == (1e-6, 1e-12)

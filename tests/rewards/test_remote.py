@@ -1,4 +1,5 @@
-"""The reward server and its client over a real loopback connection; and the client against endpoints that misbehave."""
+"""The reward server and its client over a real loopback connection; and the client against
+endpoints that misbehave."""
 
 import base64
 import http.client
@@ -52,7 +53,8 @@ def score_body(images, prompts, **more):
 
 
 class Prompted:
-    """Scores that need the right picture beside the right prompt; the prompt "none" gets no score."""
+    """Scores that need the right picture beside the right prompt; the prompt "none" gets no
+    score."""
 
     def __call__(self, images, prompts):
         scores = images.mean(dim=(1, 2, 3)) + torch.tensor([float(len(p)) for p in prompts])
@@ -71,12 +73,18 @@ def test_a_round_trip_gives_the_local_scores():
     local = Prompted()(to_uint8(images).float() / 255, prompts)
     with running(RewardServer(Prompted(), port=0)) as url:
         assert request_json(f"{url}/health", dict) == {"status": "ok", "reward": "Prompted"}
-        for options in ({}, {"batch_size": 2}, {"batch_size": 2, "endpoint": {**QUICK, "concurrency": 3}}):
+        for options in (
+            {},
+            {"batch_size": 2},
+            {"batch_size": 2, "endpoint": {**QUICK, "concurrency": 3}},
+        ):
             remote = RemoteReward(url, **options)(images, prompts)
             torch.testing.assert_close(remote, local, rtol=0, atol=0, equal_nan=True)
         assert RemoteReward(url, endpoint=QUICK)(images[:0], []).shape == (0,)
     with running(RewardServer(JPEGSize(), port=0)) as url:  # not a bit is lost on the way
-        assert torch.equal(RemoteReward(url, endpoint=QUICK)(images, prompts), JPEGSize()(images, prompts))
+        assert torch.equal(
+            RemoteReward(url, endpoint=QUICK)(images, prompts), JPEGSize()(images, prompts)
+        )
 
 
 def test_input_pictures_travel_with_their_prompts(tmp_path):
@@ -86,14 +94,20 @@ def test_input_pictures_travel_with_their_prompts(tmp_path):
     def of_inputs(images, prompts):
         read = [read_inputs(prompt) for prompt in prompts]
         seen.extend(path for prompt in prompts for path in images_of(prompt))
-        return torch.tensor([sum(np.asarray(one).mean() / 255 for one in own) + own[0].width for own in read]).float()
+        return torch.tensor(
+            [sum(np.asarray(one).mean() / 255 for one in own) + own[0].width for own in read]
+        ).float()
 
     prompts = edits(tmp_path, red=(0.25,), blue=(0.75, 0.5))
     prompts = [*prompts, prompts[0]]
     with running(RewardServer(of_inputs, port=0)) as url:
-        assert torch.equal(RemoteReward(url, endpoint=QUICK)(pictures(3), prompts), of_inputs(pictures(3), prompts))
         assert torch.equal(
-            RemoteReward(f"{url}/", batch_size=1, endpoint={**QUICK, "check": False})(pictures(3), prompts),
+            RemoteReward(url, endpoint=QUICK)(pictures(3), prompts), of_inputs(pictures(3), prompts)
+        )
+        assert torch.equal(
+            RemoteReward(f"{url}/", batch_size=1, endpoint={**QUICK, "check": False})(
+                pictures(3), prompts
+            ),
             of_inputs(None, prompts),
         )
     remote = [Path(path) for path in seen if path not in prompts[0].images + prompts[1].images]
@@ -102,7 +116,11 @@ def test_input_pictures_travel_with_their_prompts(tmp_path):
 
 def test_the_token_is_needed_and_is_never_a_setting(monkeypatch):
     with running(RewardServer(Prompted(), port=0, token="s3cret")) as url:
-        assert post(url, score_body([], []))[0] == post(url, score_body([], []), Authorization="Bearer wrong")[0] == 401
+        assert (
+            post(url, score_body([], []))[0]
+            == post(url, score_body([], []), Authorization="Bearer wrong")[0]
+            == 401
+        )
         with pytest.raises(Refused, match="401"):
             RemoteReward(url, endpoint=QUICK)
         with pytest.raises(Refused, match="401"):
@@ -110,17 +128,26 @@ def test_the_token_is_needed_and_is_never_a_setting(monkeypatch):
         with pytest.raises(ValueError, match="environment variable"):
             RemoteReward(url, endpoint={**QUICK, "token_env": "G2RPO_TEST_TOKEN"})
         monkeypatch.setenv("G2RPO_TEST_TOKEN", "s3cret")
-        assert torch.isfinite(RemoteReward(url, endpoint={**QUICK, "token_env": "G2RPO_TEST_TOKEN"})(pictures(1), ["a"])).all()
+        assert torch.isfinite(
+            RemoteReward(url, endpoint={**QUICK, "token_env": "G2RPO_TEST_TOKEN"})(
+                pictures(1), ["a"]
+            )
+        ).all()
 
 
 def png_header(width, height):
-    """A PNG of a few bytes that claims any size: what a decompression bomb looks like before it is decoded."""
+    """A PNG of a few bytes that claims any size: what a decompression bomb looks like before it is
+    decoded."""
 
     def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     data = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + data + chunk(b"IDAT", zlib.compress(b"\0" * 1000))).decode()
+    return base64.b64encode(
+        b"\x89PNG\r\n\x1a\n" + data + chunk(b"IDAT", zlib.compress(b"\0" * 1000))
+    ).decode()
 
 
 PNG, WIDE = png(32, 24), png(90)
@@ -141,9 +168,21 @@ JPEG = base64.b64encode(b"\xff\xd8\xff\xe0 not a picture").decode()
         (score_body([PNG], ["a\0"]), 400, "prompts.0: "),
         (score_body([PNG], ["\ud800"]), 400, "is no JSON"),
         (score_body([PNG], ["a", "b"]), 400, "images: 1 for 2 prompts"),
-        (score_body(["AA=="] * 257, ["a"] * 257), 400, "images: List should have at most 256 items"),
-        (score_body([PNG], ["a"], inputs=["AA=="] * 257), 400, "inputs: List should have at most 256 items"),
-        (score_body([PNG], ["a" * 20_001]), 400, "prompts.0: String should have at most 20000 characters"),
+        (
+            score_body(["AA=="] * 257, ["a"] * 257),
+            400,
+            "images: List should have at most 256 items",
+        ),
+        (
+            score_body([PNG], ["a"], inputs=["AA=="] * 257),
+            400,
+            "inputs: List should have at most 256 items",
+        ),
+        (
+            score_body([PNG], ["a" * 20_001]),
+            400,
+            "prompts.0: String should have at most 20000 characters",
+        ),
         (score_body(["@@@"], ["a"]), 400, "no whole PNG"),
         (score_body(["a"], ["a"]), 400, "images.0: Base64 decoding error"),
         (score_body([JPEG], ["a"]), 400, "no whole PNG"),
@@ -188,9 +227,11 @@ def test_a_reward_that_fails_is_an_error_500_and_then_no_score(caplog, naps):
         assert "no score after 2 attempts" in caplog.text
 
 
-def test_pictures_that_compress_well_are_bounded_by_their_pixels_before_they_are_decoded(monkeypatch):
-    """2^26 black pixels are 64 KiB; at 12 bytes as float32, and as much again while they are decoded, they were 3 GiB. Their
-    headers are enough."""
+def test_pictures_that_compress_well_are_bounded_by_their_pixels_before_they_are_decoded(
+    monkeypatch,
+):
+    """2^26 black pixels are 64 KiB; at 12 bytes as float32, and as much again while they are
+    decoded, they were 3 GiB. Their headers are enough."""
     decoded = []
     monkeypatch.setattr("g2rpo.rewards.server.as_rgb", lambda picture: decoded.append(picture))
     limits, small = Limits(), png_header(512, 512)
@@ -223,7 +264,12 @@ def test_only_so_many_requests_are_decoded_or_scored_at_a_time_and_who_has_left_
         threads[0].start()
         assert inside.wait(10)
         with pytest.raises(NoAnswer, match="in time"):
-            request_json(f"{url}/score", dict, body={"images": [PNG] * 3, "prompts": ["a"] * 3}, timeout_s=0.3)
+            request_json(
+                f"{url}/score",
+                dict,
+                body={"images": [PNG] * 3, "prompts": ["a"] * 3},
+                timeout_s=0.3,
+            )
         ends = time.monotonic() + 10
         while len(server.server.server_state.connections) > 1 and time.monotonic() < ends:
             time.sleep(0.01)  # until the server has noticed who left
@@ -234,7 +280,7 @@ def test_only_so_many_requests_are_decoded_or_scored_at_a_time_and_who_has_left_
     assert answers == {1: 200, 2: 200} and sizes == [1, 2]
 
 
-# --- endpoints that misbehave --------------------------------------------------------------------------------------
+# --- endpoints that misbehave ---------------------------------------------------------------------
 
 
 def reply(text, status=200, **headers):
@@ -290,11 +336,15 @@ def test_a_useless_answer_is_asked_for_again_and_then_is_no_score(answer, fact, 
         scores = RemoteReward(url, endpoint={**QUICK, "check": False})(pictures(2), ["a", "b"])
         assert torch.isnan(scores).all()
         assert len(bodies) == 2 and len(naps) == 1
-    (said,) = [record.getMessage() for record in caplog.records if "attempts" in record.getMessage()]
+    (said,) = [
+        record.getMessage() for record in caplog.records if "attempts" in record.getMessage()
+    ]
     assert fact in said and len(said) < 500 and said.isprintable()
 
 
-@pytest.mark.parametrize("score", ["null", "NaN", "Infinity", "-Infinity", "1e39", "1e999", "1" + "0" * 400])
+@pytest.mark.parametrize(
+    "score", ["null", "NaN", "Infinity", "-Infinity", "1e39", "1e999", "1" + "0" * 400]
+)
 def test_a_score_that_is_no_number_of_a_picture_is_missing(score):
     with endpoint_that(reply(f'{{"scores": [0.5, {score}]}}')) as (url, bodies):
         scores = RemoteReward(url, endpoint={**QUICK, "check": False})(pictures(2), ["a", "b"])
@@ -304,13 +354,27 @@ def test_a_score_that_is_no_number_of_a_picture_is_missing(score):
 def test_a_wrong_address_fails_at_once():
     with pytest.raises(NoAnswer, match="refused"):
         RemoteReward(f"http://127.0.0.1:{free_port()}", endpoint=QUICK)
-    odd = ("http://[1.2.3]", "http://[::g]:80", "http://\u2488com", "http://host:0", "http://host:99999", "http://a b")
-    for bad in ("127.0.0.1:8000", "file:///etc/passwd", "ftp://host/x", "http://", "http://host/?q=1", *odd):
+    odd = (
+        "http://[1.2.3]",
+        "http://[::g]:80",
+        "http://\u2488com",
+        "http://host:0",
+        "http://host:99999",
+        "http://a b",
+    )
+    for bad in (
+        "127.0.0.1:8000",
+        "file:///etc/passwd",
+        "ftp://host/x",
+        "http://",
+        "http://host/?q=1",
+        *odd,
+    ):
         with pytest.raises(ValueError, match="an endpoint is an address"):
             RemoteReward(bad, endpoint=QUICK)
 
 
-# --- the judge -----------------------------------------------------------------------------------------------------
+# --- the judge ------------------------------------------------------------------------------------
 
 
 def test_the_judge_sends_picture_and_prompt_and_reads_the_score():
@@ -319,7 +383,12 @@ def test_the_judge_sends_picture_and_prompt_and_reads_the_score():
         reply(json.dumps({"choices": [{"message": {"content": text}}]}))(handler, count)
 
     with endpoint_that(by_prompt) as (url, bodies):
-        judge = VLMJudge(f"{url}/v1", "judge", image_size=16, endpoint={**QUICK, "concurrency": 1, "check": False})
+        judge = VLMJudge(
+            f"{url}/v1",
+            "judge",
+            image_size=16,
+            endpoint={**QUICK, "concurrency": 1, "check": False},
+        )
         scores = judge(pictures(2), ["a prompt with {braces} in it", "b"])
     assert scores[0] == 5 and torch.isnan(scores[1])
     assert len(bodies) == 2  # an answer without a score is not asked for again
@@ -351,7 +420,10 @@ def test_the_least_score_of_a_right_picture_comes_with_the_health(url):
         assert request_json(f"{url}/health", dict)["right"] == 0.5
         assert RemoteReward(url, endpoint=QUICK).right == 0.5
         assert RemoteReward(url, endpoint={**QUICK, "check": False}).right is None
-    with endpoint_that(reply('{"status": "ok", "right": "half"}')) as (url, _), pytest.raises(NoAnswer, match="right: "):
+    with (
+        endpoint_that(reply('{"status": "ok", "right": "half"}')) as (url, _),
+        pytest.raises(NoAnswer, match="right: "),
+    ):
         RemoteReward(url, endpoint=QUICK)
 
 

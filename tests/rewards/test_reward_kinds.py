@@ -1,4 +1,5 @@
-"""Rewards of latents, for which nothing is decoded, and rewards with state, in checkpoints and the same on all ranks."""
+"""Rewards of latents, for which nothing is decoded, and rewards with state, in checkpoints and the
+same on all ranks."""
 
 import importlib.util
 from pathlib import Path
@@ -51,7 +52,9 @@ def record(t, monkeypatch):
     """The rollouts of an iteration and their rewards."""
     kept = []
     collect = t.collector.collect
-    monkeypatch.setattr(t.collector, "collect", lambda *arguments: kept.append(collect(*arguments)) or kept[0])
+    monkeypatch.setattr(
+        t.collector, "collect", lambda *arguments: kept.append(collect(*arguments)) or kept[0]
+    )
     t.iterate()
     return kept[0].rollouts, kept[0].rewards
 
@@ -69,14 +72,22 @@ def test_nothing_is_decoded_where_all_rewards_take_latents(monkeypatch):
 @pytest.mark.parametrize("batch", [5, 64])
 def test_latents_and_pictures_are_scored_beside_each_other(batch, monkeypatch):
     both = ["rewards.low=1.0", f"sampling.decode_batch_size={batch}"]
-    t = trainer(None, *both, rewards={"bright": brightness, "low": energy}, judges={"dark": darkness, "far": energy})
+    t = trainer(
+        None,
+        *both,
+        rewards={"bright": brightness, "low": energy},
+        judges={"dark": darkness, "far": energy},
+    )
     rollouts, rewards = record(t, monkeypatch)
     for rollout, scores in zip(rollouts, rewards, strict=True):
         for tail, latents in enumerate(rollout.finals):
             torch.testing.assert_close(scores[0, tail], brightness(t.policy.decode(latents), []))
             torch.testing.assert_close(scores[1, tail], energy(latents, []))
     evaluation = t.score_heldout()
-    assert torch.equal(evaluation.scores["low"], evaluation.scores["far"]) and evaluation.scores["low"].isfinite().all()
+    assert (
+        torch.equal(evaluation.scores["low"], evaluation.scores["far"])
+        and evaluation.scores["low"].isfinite().all()
+    )
 
 
 def test_a_reward_without_what_it_scores_is_named():
@@ -109,24 +120,37 @@ class Bar:
 
 
 def states_of(t):
-    return {name: value if isinstance(value, float) else value.tolist() for name, value in t.rewards["bright"].state.items()}
+    return {
+        name: value if isinstance(value, float) else value.tolist()
+        for name, value in t.rewards["bright"].state.items()
+    }
 
 
 def test_a_run_with_a_stateful_reward_resumes_bit_for_bit(tmp_path):
     whole = trainer(tmp_path / "whole", rewards={"bright": Bar()})
     list(whole.train())
     assert whole.rewards["bright"].state["bar"] != 0
-    assert states_of(whole)["seen"] == [4, 4 * 2 * 3 * 2 * 6]  # iterations; prompts, branch steps, tails, members
+    # iterations; prompts, branch steps, tails, members
+    assert states_of(whole)["seen"] == [4, 4 * 2 * 3 * 2 * 6]
 
-    begun = trainer(tmp_path / "parts", "trainer.iterations=2", rewards={"bright": FunctionReward(Bar)})
+    begun = trainer(
+        tmp_path / "parts", "trainer.iterations=2", rewards={"bright": FunctionReward(Bar)}
+    )
     list(begun.train())
     resumed = trainer(tmp_path / "parts", rewards={"bright": Bar()})
     assert resumed.resume() == [] and states_of(resumed) == states_of(begun)
     list(resumed.train())
     assert torch.equal(weights(resumed), weights(whole)) and states_of(resumed) == states_of(whole)
-    alone, plain, told = trainer(None, rewards={"bright": Bar()}), {"bright": as_reward(brightness)}, []
-    take_stored({**alone.rewards, "dark": as_reward(darkness)}, tmp_path / "whole", told.append)  # as `evaluate` does
-    assert states_of(alone) == states_of(whole) and "after iteration 4" in told[0] and len(told) == 1
+    alone, plain, told = (
+        trainer(None, rewards={"bright": Bar()}),
+        {"bright": as_reward(brightness)},
+        [],
+    )
+    # as `evaluate` does
+    take_stored({**alone.rewards, "dark": as_reward(darkness)}, tmp_path / "whole", told.append)
+    assert (
+        states_of(alone) == states_of(whole) and "after iteration 4" in told[0] and len(told) == 1
+    )
     take_stored(alone.rewards, tmp_path / "none", told.append)
     take_stored(plain, tmp_path / "whole", told.append)
     assert told[1:] == ["reward bright: as at the start"]

@@ -1,4 +1,5 @@
-"""More like these: the head finds what a folder has in common, follows the run, and is resumed and shared by ranks exactly."""
+"""More like these: the head finds what a folder has in common, follows the run, and is resumed and
+shared by ranks exactly."""
 
 import pytest
 import torch
@@ -20,9 +21,15 @@ from tests.support.runs import brightness, trainer
 
 def noisy(count, level, seed, side=16):
     """Pictures of `level` in blue, with other colours and grain by chance."""
-    made = torch.rand(count, 3, 1, 1, generator=torch.Generator().manual_seed(seed)).expand(-1, -1, side, side).clone()
+    made = (
+        torch.rand(count, 3, 1, 1, generator=torch.Generator().manual_seed(seed))
+        .expand(-1, -1, side, side)
+        .clone()
+    )
     made += 0.1 * torch.randn(made.shape, generator=torch.Generator().manual_seed(seed + 1))
-    made[:, 2] = level + 0.05 * torch.randn(count, side, side, generator=torch.Generator().manual_seed(seed + 2))
+    made[:, 2] = level + 0.05 * torch.randn(
+        count, side, side, generator=torch.Generator().manual_seed(seed + 2)
+    )
     return made.clamp(0, 1)
 
 
@@ -44,11 +51,18 @@ def test_the_head_finds_what_the_folder_has_in_common_and_then_something_else(tm
     found = see(reward, base)
     assert found["agreement"] > 0.95 and 1 < found["nearest"] < 10
     scores, others = reward(like, [""] * 50), reward(base, [""] * 200)
-    assert scores.min() > others.max() and abs(float(others.mean())) < 1e-4 < 1 < float(scores.mean())
-    near, copied = see(reward, noisy(200, 0.9, 30), 5), see(reward, noisy(20, 0.9, 0).repeat(10, 1, 1, 1), 10)
-    assert near["agreement"] < found["agreement"] - 0.1  # half of what it is compared with is the base's
+    assert scores.min() > others.max() and abs(float(others.mean())) < 1e-4 < 1 < float(
+        scores.mean()
+    )
+    near, copied = (
+        see(reward, noisy(200, 0.9, 30), 5),
+        see(reward, noisy(20, 0.9, 0).repeat(10, 1, 1, 1), 10),
+    )
+    # half of what it is compared with is the base's
+    assert near["agreement"] < found["agreement"] - 0.1
     assert 0.5 < near["nearest"] < 1.5 and copied["nearest"] < 0.05
-    assert see(reward, torch.full((4, 3, 16, 16), torch.nan), 15) == {}  # pictures that are none teach nothing
+    # pictures that are none teach nothing
+    assert see(reward, torch.full((4, 3, 16, 16), torch.nan), 15) == {}
     again = Style(str(tmp_path / "blue"))
     again.state = reward.state
     assert torch.equal(again(like, [""] * 50), reward(like, [""] * 50))
@@ -66,7 +80,13 @@ def test_a_folder_is_seen_by_an_encoder(kind, tmp_path):
         path = save_pickscore(tmp_path / "encoder")
     else:
         torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+        sizes = {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 4,
+        }
         Dinov2Model(Dinov2Config(**sizes)).save_pretrained(path := str(tmp_path / "encoder"))
     reward = Style(save(tmp_path / "blue", noisy(12, 0.9, 0)), path=path)
     assert see(reward, noisy(60, 0.3, 10))["agreement"] > 0.9
@@ -78,9 +98,18 @@ def test_a_folder_is_seen_by_an_encoder(kind, tmp_path):
     ("change", "fact"),
     [
         (lambda folder: [path.unlink() for path in folder.iterdir()], "has 0 pictures"),
-        (lambda folder: [(folder / f"{i}.png").unlink() for i in range(4)], "has 8 pictures .* give it 10 to 200"),
-        (lambda folder: (folder / "5.png").write_text("no picture"), r"5\.png: cannot be read as PNG"),
-        (lambda folder: (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:-60]), r"5\.png: .*truncated"),
+        (
+            lambda folder: [(folder / f"{i}.png").unlink() for i in range(4)],
+            "has 8 pictures .* give it 10 to 200",
+        ),
+        (
+            lambda folder: (folder / "5.png").write_text("no picture"),
+            r"5\.png: cannot be read as PNG",
+        ),
+        (
+            lambda folder: (folder / "5.png").write_bytes((folder / "5.png").read_bytes()[:-60]),
+            r"5\.png: .*truncated",
+        ),
         (lambda folder: folder.rename(folder.with_name("gone")), "there is no such folder"),
     ],
 )
@@ -100,11 +129,20 @@ def test_what_a_system_adds_to_a_folder_is_no_picture(tmp_path):
 
 
 def folder_for(place):
-    return save(place / "folder", (torch.rand(12, 3, 4, 4, generator=torch.Generator().manual_seed(3)) * 0.2 + 0.8))
+    return save(
+        place / "folder",
+        (torch.rand(12, 3, 4, 4, generator=torch.Generator().manual_seed(3)) * 0.2 + 0.8),
+    )
 
 
 def styled(place, *overrides, folder, **more):
-    return trainer(place, *overrides, rewards={"bright": Style(folder, every=2)}, judges={"level": brightness}, **more)
+    return trainer(
+        place,
+        *overrides,
+        rewards={"bright": Style(folder, every=2)},
+        judges={"level": brightness},
+        **more,
+    )
 
 
 def test_a_run_resumes_bit_for_bit(tmp_path):
@@ -119,13 +157,18 @@ def test_a_run_resumes_bit_for_bit(tmp_path):
     list(resumed.train())
     for one, other in zip(whole.learner.parameters, resumed.learner.parameters, strict=True):
         assert torch.equal(one, other)
-    assert torch.equal(whole.rewards["bright"].head.direction, resumed.rewards["bright"].head.direction)
+    assert torch.equal(
+        whole.rewards["bright"].head.direction, resumed.rewards["bright"].head.direction
+    )
 
 
 def train_on(world, place, folder):
     t = styled(place / "run", "trainer.iterations=3", folder=folder, world=world)
     rows = list(t.train())
-    return [[row["bright/nearest"] for row in rows if "bright/nearest" in row], t.learner.parameters[0].tolist()]
+    return [
+        [row["bright/nearest"] for row in rows if "bright/nearest" in row],
+        t.learner.parameters[0].tolist(),
+    ]
 
 
 def test_ranks_learn_what_one_process_learns(tmp_path):
@@ -134,7 +177,9 @@ def test_ranks_learn_what_one_process_learns(tmp_path):
     nearest = [row["bright/nearest"] for row in alone.train() if "bright/nearest" in row]
     one, two = (left["answer"] for left in finish(start(2, train_on, tmp_path, folder), tmp_path))
     assert one == two and one[0] == pytest.approx(nearest, rel=1e-4)
-    torch.testing.assert_close(torch.tensor(one[1]), alone.learner.parameters[0].detach(), atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        torch.tensor(one[1]), alone.learner.parameters[0].detach(), atol=1e-4, rtol=1e-3
+    )
 
 
 def test_a_moving_reward_may_fall_and_still_counts_as_risen():
@@ -164,7 +209,9 @@ def test_a_rank_that_is_lost_while_others_learn_is_not_a_reward_that_failed():
             return {}
 
     with pytest.raises(RankLost):
-        learn({"bright": as_reward(Learner())}, 0, lambda: (torch.rand(2, 3, 2, 2), ["", ""]), Lost())
+        learn(
+            {"bright": as_reward(Learner())}, 0, lambda: (torch.rand(2, 3, 2, 2), ["", ""]), Lost()
+        )
 
 
 def test_a_reward_that_says_it_learns_but_cannot_is_refused():

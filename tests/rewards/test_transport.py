@@ -1,4 +1,5 @@
-"""Requests through proxies, and servers that go and come back: sleeping is only noted, and names lead to this machine."""
+"""Requests through proxies, and servers that go and come back: sleeping is only noted, and names
+lead to this machine."""
 
 import json
 import socket
@@ -46,19 +47,27 @@ def lan(monkeypatch):
         port = int(url.rpartition(":")[2])
 
         def connected(address, *arguments, **more):
-            return connect(address if address[0] == "127.0.0.1" else ("127.0.0.1", port), *arguments, **more)
+            return connect(
+                address if address[0] == "127.0.0.1" else ("127.0.0.1", port), *arguments, **more
+            )
 
         monkeypatch.setattr(socket, "create_connection", connected)
         yield port
 
 
 @pytest.mark.parametrize("upper", [False, True])
-@pytest.mark.parametrize(("variable", "scheme"), [("http_proxy", "http://"), ("http_proxy", ""), ("all_proxy", "http://")])
+@pytest.mark.parametrize(
+    ("variable", "scheme"),
+    [("http_proxy", "http://"), ("http_proxy", ""), ("all_proxy", "http://")],
+)
 def test_an_answer_through_a_proxy_names_it(proxy, lan, monkeypatch, variable, upper, scheme):
     monkeypatch.setenv(variable.upper() if upper else variable, f"{scheme}user:hunter2@{proxy}")
     with pytest.raises(NoAnswer) as told:
         request_json("http://10.1.2.3:8000/score", dict)
-    assert str(told.value) == f"http://10.1.2.3:8000/score (through the proxy {proxy}) answered 503: no route"
+    assert (
+        str(told.value)
+        == f"http://10.1.2.3:8000/score (through the proxy {proxy}) answered 503: no route"
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +106,10 @@ def test_a_name_with_other_letters_is_no_proxy(lan, monkeypatch):
         request_json("http://richter.bücher.example/", list)
 
 
-@pytest.mark.parametrize("excluded", ["10.0.0.0/16", "10.1.2.4", "fd00::/8", "10.1.2.3:9000", "3.2.1.10", "10.1.2.3/nonsense"])
+@pytest.mark.parametrize(
+    "excluded",
+    ["10.0.0.0/16", "10.1.2.4", "fd00::/8", "10.1.2.3:9000", "3.2.1.10", "10.1.2.3/nonsense"],
+)
 def test_what_no_proxy_does_not_exclude_goes_through_the_proxy(proxy, lan, monkeypatch, excluded):
     monkeypatch.setenv("http_proxy", f"http://{proxy}")
     monkeypatch.setenv("no_proxy", excluded)
@@ -105,7 +117,9 @@ def test_what_no_proxy_does_not_exclude_goes_through_the_proxy(proxy, lan, monke
         request_json("http://10.1.2.3:8000", dict)
 
 
-@pytest.mark.parametrize("value", ["http://127.0.0.1:9", "socks5://127.0.0.1:9", "nonsense://127.0.0.1:9", "http://["])
+@pytest.mark.parametrize(
+    "value", ["http://127.0.0.1:9", "socks5://127.0.0.1:9", "nonsense://127.0.0.1:9", "http://["]
+)
 def test_loopback_never_goes_through_a_proxy(proxy, monkeypatch, value):
     monkeypatch.setenv("http_proxy", value)
     monkeypatch.setenv("ALL_PROXY", value)
@@ -167,8 +181,13 @@ def half(handler, count):
     ],
 )
 def test_a_server_is_waited_for_as_long_as_it_asks_and_not_over_a_minute(naps, fault, least_s):
-    with endpoint_that(lambda handler, count: (fault if count <= 2 else GOOD)(handler, count)) as (url, bodies):
-        scores = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})(torch.zeros(1, 3, 4, 4), ["a"])
+    with endpoint_that(lambda handler, count: (fault if count <= 2 else GOOD)(handler, count)) as (
+        url,
+        bodies,
+    ):
+        scores = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})(
+            torch.zeros(1, 3, 4, 4), ["a"]
+        )
     assert scores.tolist() == [0.5] and len(bodies) == 3 and len(naps) == 2
     assert least_s <= naps[0] <= max(least_s, 1.0) and max(naps) <= 60
 
@@ -182,15 +201,21 @@ def test_a_restart_of_half_a_minute_is_waited_for_and_a_dead_server_only_once(na
     before = len(naps)
     assert reward(torch.zeros(1, 3, 4, 4), ["a"]).isnan().all()
     assert len(naps) == before  # asked once, without a wait
-    with endpoint_that(lambda handler, count: (hang_up if count == 2 else GOOD)(handler, count), port) as (_, bodies):
+    with endpoint_that(
+        lambda handler, count: (hang_up if count == 2 else GOOD)(handler, count), port
+    ) as (_, bodies):
         assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]
-        assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]  # once back, it is waited for again
+        # once back, it is waited for again
+        assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]
         assert len(bodies) == 3 and len(naps) == before + 1
 
 
 def test_a_server_that_comes_back_with_another_reward_ends_the_run():
     other = says(200, json.dumps({"scores": [0.5], "reward": "b"}))
-    with endpoint_that(lambda handler, count: (GOOD if count == 1 else other)(handler, count)) as (url, _):
+    with endpoint_that(lambda handler, count: (GOOD if count == 1 else other)(handler, count)) as (
+        url,
+        _,
+    ):
         reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})
         assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]
         with pytest.raises(Refused, match="had the reward 'a' and now has 'b'"):
@@ -201,7 +226,10 @@ def test_a_server_that_comes_back_with_another_reward_ends_the_run():
     ("later", "message"),
     [
         (hang_up, "reward 'bright' gave no score at all in 5 iterations in a row"),
-        (says(200, json.dumps({"scores": [0.5] * 4, "reward": "b"})), "had the reward 'a' and now has 'b'"),
+        (
+            says(200, json.dumps({"scores": [0.5] * 4, "reward": "b"})),
+            "had the reward 'a' and now has 'b'",
+        ),
     ],
     ids=["dies", "changes"],
 )
@@ -211,12 +239,19 @@ def test_a_run_ends_with_a_message_and_a_checkpoint_if_its_server(naps, tmp_path
 
     def scores(handler, count):
         pictures = len(json.loads(bodies[-1])["prompts"])
-        good = says(200, json.dumps({"scores": [0.1 * place for place in range(pictures)], "reward": "a"}))
+        good = says(
+            200, json.dumps({"scores": [0.1 * place for place in range(pictures)], "reward": "a"})
+        )
         (later if changed else good)(handler, count)
 
     with endpoint_that(scores) as (url, bodies):
         reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})
-        run = trainer(tmp_path, "trainer.iterations=9", "trainer.checkpoint_every=1", rewards={"bright": reward})
+        run = trainer(
+            tmp_path,
+            "trainer.iterations=9",
+            "trainer.checkpoint_every=1",
+            rewards={"bright": reward},
+        )
         with pytest.raises(Stopped, match=message):
             changed.extend(row for row in run.train() if row["kind"] == "train")
     assert newest_iteration(tmp_path / "checkpoints")

@@ -1,6 +1,8 @@
-"""VideoAlign against upstream's own code on a tiny random Qwen2-VL with a LoRA (tools/record_qwen_oracles.py).
+"""VideoAlign against upstream's own code on a tiny random Qwen2-VL with a LoRA
+(tools/record_qwen_oracles.py).
 
-Tolerances as in test_hpsv3; "overall" is a sum of three scores, each divided by a standard deviation.
+Tolerances as in test_hpsv3; "overall" is a sum of three scores, each divided by a standard
+deviation.
 """
 
 import json
@@ -22,13 +24,16 @@ SCORE = 1e-5
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    """VideoReward as it is published: weights with their LoRA, settings, the processor's folder, the instruction's file."""
+    """VideoReward as it is published: weights with their LoRA, settings, the processor's folder,
+    the instruction's file."""
     folder = tmp_path_factory.mktemp("video_reward")
     (folder / "checkpoint-11352").mkdir()
     state = {name: value.bfloat16() for name, value in state_of(RECORDED["state_dict"]).items()}
     torch.save(state, folder / "checkpoint-11352" / "model.pth")
     (folder / "model_config.json").write_text(json.dumps(RECORDED["settings"]))
-    (folder / "prompt_template.py").write_text(f"DETAILED_PROMPT_WITH_SPECIAL_TOKEN = {RECORDED['instruction']!r}\n")
+    (folder / "prompt_template.py").write_text(
+        f"DETAILED_PROMPT_WITH_SPECIAL_TOKEN = {RECORDED['instruction']!r}\n"
+    )
     shutil.copytree(FIXTURES / "qwen2_tokenizer", folder / "processor")
     (folder / "processor" / "config.json").write_text(json.dumps(RECORDED["config"]))
     return {"path": str(folder), "instruction": str(folder), "processor": str(folder / "processor")}
@@ -38,7 +43,12 @@ def scores(reward, name, score="overall"):
     """Scores of a recorded clip for all prompts."""
     reward.chosen = [QUALITIES.index(score)] if score in QUALITIES else [0, 1, 2]
     reward.fps = CLIPS[name][2]
-    return reward((torch.from_numpy(fixed_clip(name)).permute(0, 3, 1, 2) / 255).expand(len(PROMPTS), -1, -1, -1, -1), PROMPTS)
+    return reward(
+        (torch.from_numpy(fixed_clip(name)).permute(0, 3, 1, 2) / 255).expand(
+            len(PROMPTS), -1, -1, -1, -1
+        ),
+        PROMPTS,
+    )
 
 
 def test_scores_are_upstreams(options):
@@ -46,13 +56,18 @@ def test_scores_are_upstreams(options):
     for case, quality in zip(RECORDED["cases"], QUALITIES, strict=True):
         for score in (quality, "Overall"):
             ours = scores(reward, case["clip"], score.replace("Overall", "overall"))
-            torch.testing.assert_close(ours, torch.tensor(case["float32"][score]), atol=SCORE, rtol=0)
+            torch.testing.assert_close(
+                ours, torch.tensor(case["float32"][score]), atol=SCORE, rtol=0
+            )
 
 
 def test_bfloat16_is_as_near_to_float32_as_upstreams(options):
     reward = VideoAlign(**options)
     errors = [
-        (scores(reward, case["clip"], score) - single, torch.tensor(case["bfloat16"][score]) - single)
+        (
+            scores(reward, case["clip"], score) - single,
+            torch.tensor(case["bfloat16"][score]) - single,
+        )
         for case in RECORDED["cases"]
         for score in QUALITIES
         for single in [torch.tensor(case["float32"][score])]
@@ -73,7 +88,9 @@ def test_patches_and_frames_are_upstreams(options, monkeypatch):
         scores(reward, case["clip"])
         (found, grid), count = made[0], torch.tensor(case["grid"]).prod()
         assert grid[0].tolist() == case["grid"]
-        torch.testing.assert_close(found[:count:97, ::131].flatten(), torch.tensor(case["patches"]), atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            found[:count:97, ::131].flatten(), torch.tensor(case["patches"]), atol=2e-6, rtol=0
+        )
 
 
 def test_a_clip_without_finite_pixels_or_with_one_frame_has_no_score(options):
@@ -89,17 +106,30 @@ def test_a_clip_without_finite_pixels_or_with_one_frame_has_no_score(options):
 
 def test_what_does_not_fit_is_named_before_anything_is_loaded(options, tmp_path):
     def refused(fact, **changed):
-        given = [f"rewards.clips.options.{name}={value}" for name, value in {**options, **changed}.items()]
+        given = [
+            f"rewards.clips.options.{name}={value}"
+            for name, value in {**options, **changed}.items()
+        ]
         with pytest.raises(UserError, match=fact) as found:
             check(load_config("scenes", ["rewards.clips.kind=video_align", *given]))
-        assert f"\n- rewards.clips.options.{next(iter(changed))}" in str(found.value)  # beside: here are pictures
+        # beside: here are pictures
+        assert f"\n- rewards.clips.options.{next(iter(changed))}" in str(found.value)
 
     refused("'VQ', 'MQ', 'TA' or 'overall', got 'QV'", score="QV")
     refused("greater than 0, got 0", fps=0)
     refused("lacks VideoReward's model_config.json", path=tmp_path)
-    refused("lacks VideoReward's model_config.json", path=f"{options['path']}/checkpoint-11352/model.pth")
+    refused(
+        "lacks VideoReward's model_config.json",
+        path=f"{options['path']}/checkpoint-11352/model.pth",
+    )
     refused("has no prompt_template.py", instruction=tmp_path)
-    for settings in ({}, {**RECORDED["settings"], "data_config": {**RECORDED["settings"]["data_config"], "num_frames": 8}}):
+    for settings in (
+        {},
+        {
+            **RECORDED["settings"],
+            "data_config": {**RECORDED["settings"]["data_config"], "num_frames": 8},
+        },
+    ):
         (tmp_path / "model_config.json").write_text(json.dumps(settings))
         refused("lacks VideoReward's model_config.json: ", path=tmp_path)
     (tmp_path / "model_config.json").write_text(json.dumps(RECORDED["settings"]))

@@ -1,4 +1,5 @@
-"""A vision-language judge in this process, on a tiny random Llava: the questions of `vlm_judge`, answered by transformers."""
+"""A vision-language judge in this process, on a tiny random Llava: the questions of `vlm_judge`,
+answered by transformers."""
 
 import pytest
 import torch
@@ -31,7 +32,12 @@ def llava(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(FIXTURES / "qwen2_tokenizer")
     tokenizer.add_tokens(["<image>", "Yes", " yes", "no"])
     vision = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
     )
     text = LlamaConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=len(tokenizer),
@@ -40,13 +46,19 @@ def llava(tmp_path_factory):
     image = tokenizer.convert_tokens_to_ids("<image>")
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(
-        LlavaConfig(vision_config=vision, text_config=text, image_token_index=image, vision_feature_layer=-1)
+        LlavaConfig(
+            vision_config=vision, text_config=text, image_token_index=image, vision_feature_layer=-1
+        )
     )
     model.lm_head.weight.data.normal_(0, 0.1)
     model.save_pretrained(folder)
-    pixels = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    pixels = CLIPImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+    )
     more = {"patch_size": 8, "chat_template": CHAT, "num_additional_image_tokens": 1}
-    LlavaProcessor(pixels, tokenizer, vision_feature_select_strategy="default", **more).save_pretrained(folder)
+    LlavaProcessor(
+        pixels, tokenizer, vision_feature_select_strategy="default", **more
+    ).save_pretrained(folder)
     return str(folder)
 
 
@@ -60,10 +72,16 @@ def test_yes_is_the_share_of_its_tokens_whatever_the_batch(llava):
         text = "<image>" + FORMS["yes_no"].template.replace("{prompt}", prompt) + ":"
         inputs = judge.ask.processor(images=[shown], text=[text], return_tensors="pt")
         p = judge.ask.model(**inputs).logits[0, -1].softmax(-1)
-        yes, no = (sum(p[tokenizer.convert_tokens_to_ids(w)] for w in words) for words in (["Yes", " yes"], ["no"]))
+        yes, no = (
+            sum(p[tokenizer.convert_tokens_to_ids(w)] for w in words)
+            for words in (["Yes", " yes"], ["no"])
+        )
         assert score == pytest.approx(float(yes / (yes + no)), abs=1e-5)
     assert len(set(scores.tolist())) == 3  # pictures and prompts are both seen
-    torch.testing.assert_close(LocalVLMJudge(llava, form="yes_no", dtype="float32", batch_size=1)(PICTURES, PROMPTS), scores)
+    torch.testing.assert_close(
+        LocalVLMJudge(llava, form="yes_no", dtype="float32", batch_size=1)(PICTURES, PROMPTS),
+        scores,
+    )
 
 
 def test_answers_are_read_and_edits_see_their_input(llava, tmp_path, monkeypatch):
@@ -75,7 +93,9 @@ def test_answers_are_read_and_edits_see_their_input(llava, tmp_path, monkeypatch
 
     def generate(**inputs):
         seen.append(inputs["pixel_values"].shape[0])
-        said = judge.ask.processor.tokenizer("Success Score: 9\nFaithfulness Score: 4\nQuality Score: 9", return_tensors="pt")
+        said = judge.ask.processor.tokenizer(
+            "Success Score: 9\nFaithfulness Score: 4\nQuality Score: 9", return_tensors="pt"
+        )
         return torch.cat([inputs["input_ids"], said["input_ids"]], 1)
 
     assert judge(PICTURES[:1], [edit]).isnan().all()  # two random tokens are no scores

@@ -21,7 +21,8 @@ def noise(prompt, *purpose):
 
 
 class Network(GaussianPolicy):
-    """A policy whose velocity is no closed form but mixes entries, and counts the rows it is asked for."""
+    """A policy whose velocity is no closed form but mixes entries, and counts the rows it is asked
+    for."""
 
     rows = 0
 
@@ -33,14 +34,21 @@ class Network(GaussianPolicy):
 
 def make_engine(prompts=1, policy=None, **options):
     policy = policy or Network()
-    return Engine(policy=policy, cond=policy.encode([str(0.1 * i) for i in range(prompts)]), sigmas=SIGMAS, **options)
+    return Engine(
+        policy=policy,
+        cond=policy.encode([str(0.1 * i) for i in range(prompts)]),
+        sigmas=SIGMAS,
+        **options,
+    )
 
 
 @pytest.mark.parametrize(
-    ("granularities", "expected"), [((1,), 1112), ((1, 2), 1496), ((1, 3), 8 + 12 * (125 - 16)), ((1, 2, 3), 1700)]
+    ("granularities", "expected"),
+    [((1,), 1112), ((1, 2), 1496), ((1, 3), 8 + 12 * (125 - 16)), ((1, 2, 3), 1700)],
 )
 def test_evaluations_equal_the_closed_form(granularities, expected):
-    """8 + 12 * (sum of tail lengths - 2 shared velocities per extra granularity and branch step), T=16, G=12, steps 0..7."""
+    """8 + 12 * (sum of tail lengths - 2 shared velocities per extra granularity and branch step),
+    T=16, G=12, steps 0..7."""
     algorithm = GranularGRPO(granularities=granularities)
     plans = algorithm.plans(16)
     engine = make_engine()
@@ -49,9 +57,11 @@ def test_evaluations_equal_the_closed_form(granularities, expected):
 
 
 def test_groups_of_all_prompts_share_batches():
-    """Three prompts, four members. A window of six steps from noise of their own, then ten steps of tail: 16 calls.
+    """Three prompts, four members. A window of six steps from noise of their own, then ten steps of
+    tail: 16 calls.
 
-    Another window, of four steps from a shared latent, costs three calls for its anchor; the rest rides along."""
+    Another window, of four steps from a shared latent, costs three calls for its anchor; the rest
+    rides along."""
     own = Plan(0, 6, (tuple(range(6, 17)),), shared_noise=False)
     engine = make_engine(prompts=3)
     engine.rollout([own], 4, GranularGRPO().kernel(SIGMAS), noise)
@@ -78,7 +88,8 @@ PLANS = {
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 @torch.no_grad()
 def test_sharing_changes_no_latent(name, batch_size):
-    """Elementwise float32 arithmetic: rows do not know their batch, so results are equal to the last bits (1e-6 of |x| ~ 3)."""
+    """Elementwise float32 arithmetic: rows do not know their batch, so results are equal to the
+    last bits (1e-6 of |x| ~ 3)."""
     group_size, kernel = 3, sde_kernel(dance_sde(0.5))
     engine = make_engine(prompts=2, batch_size=batch_size)
     rollouts = engine.rollout(PLANS[name], group_size, kernel, noise)
@@ -89,16 +100,31 @@ def test_sharing_changes_no_latent(name, batch_size):
         prompt = got.prompt
         row = engine.cond.rows([prompt])
         asked = reference.rollout(
-            engine.policy, row, SIGMAS, got.plan, group_size, kernel, lambda _, *key, prompt=prompt: noise(prompt, *key)
+            engine.policy,
+            row,
+            SIGMAS,
+            got.plan,
+            group_size,
+            kernel,
+            lambda _, *key, prompt=prompt: noise(prompt, *key),
         )
         torch.testing.assert_close(got.finals, asked.finals, atol=1e-5, rtol=0)
         assert [t.step for t in got.transitions] == [t.step for t in asked.transitions]
         for mine, theirs in zip(got.transitions, asked.transitions, strict=True):
-            assert len(mine.x) == (1 if got.plan.shared_noise and mine.step == got.plan.branch else group_size)
+            assert len(mine.x) == (
+                1 if got.plan.shared_noise and mine.step == got.plan.branch else group_size
+            )
             for name in ("x_next", "old_log_prob"):
-                torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), atol=1e-5, rtol=0)
+                torch.testing.assert_close(
+                    getattr(mine, name), getattr(theirs, name), atol=1e-5, rtol=0
+                )
             for name in ("x", "old_mean"):
-                torch.testing.assert_close(getattr(mine, name).expand_as(theirs.x), getattr(theirs, name), atol=1e-5, rtol=0)
+                torch.testing.assert_close(
+                    getattr(mine, name).expand_as(theirs.x),
+                    getattr(theirs, name),
+                    atol=1e-5,
+                    rtol=0,
+                )
 
 
 def test_sample_is_the_plain_ode():
@@ -107,13 +133,25 @@ def test_sample_is_the_plain_ode():
     y = x.clone()
     with torch.no_grad():
         for step in range(16):
-            y = ode_step(y, engine.policy.velocity(y, SIGMAS[[step, step]], engine.cond), SIGMAS[step], SIGMAS[step + 1])
+            y = ode_step(
+                y,
+                engine.policy.velocity(y, SIGMAS[[step, step]], engine.cond),
+                SIGMAS[step],
+                SIGMAS[step + 1],
+            )
     torch.testing.assert_close(engine.sample(x), y, atol=1e-6, rtol=0)
     assert engine.evaluations == 32
 
 
 @pytest.mark.parametrize(
-    "plan", [(2, 2, ((2, 16),)), (0, 1, ()), (0, 1, ((2, 16),)), (0, 1, ((1, 1, 16),)), (0, 1, ((1, 16), (1, 15)))]
+    "plan",
+    [
+        (2, 2, ((2, 16),)),
+        (0, 1, ()),
+        (0, 1, ((2, 16),)),
+        (0, 1, ((1, 1, 16),)),
+        (0, 1, ((1, 16), (1, 15))),
+    ],
 )
 def test_impossible_plans_are_refused(plan):
     with pytest.raises(ValueError):

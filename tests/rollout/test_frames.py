@@ -37,10 +37,15 @@ def test_every_fourth_frame_is_scored_and_the_mean_is_the_clips():
     assert score({"bright": brightness}, clips, ["a", "b"])[0].tolist() == pytest.approx([0.3, 0.5])
 
 
-@pytest.mark.parametrize(("frames", "expected"), [((1,), 0.4), ((2,), 0.35), ((1, "min"), 0.1), ((2, "min"), 0.3), ((9,), 0.3)])
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [((1,), 0.4), ((2,), 0.35), ((1, "min"), 0.1), ((2, "min"), 0.3), ((9,), 0.3)],
+)
 def test_frames_and_how_their_scores_are_reduced(frames, expected):
     clip = flat(0.3, 0.1, 0.4, 0.8)
-    assert score({"bright": framed(brightness, *frames)}, clip, ["a"]).item() == pytest.approx(expected)
+    assert score({"bright": framed(brightness, *frames)}, clip, ["a"]).item() == pytest.approx(
+        expected
+    )
 
 
 @pytest.mark.parametrize(("reduce", "expected"), [("mean", 0.4), ("min", 0.2)])
@@ -80,12 +85,21 @@ class Whole:
 
 
 def test_a_function_may_take_whole_clips():
-    assert score({"motion": FunctionReward(Whole)}, flat(0.1, 0.9, 0.4), ["a"]).item() == pytest.approx(0.3)
+    assert score(
+        {"motion": FunctionReward(Whole)}, flat(0.1, 0.9, 0.4), ["a"]
+    ).item() == pytest.approx(0.3)
 
 
 def test_a_reward_that_answers_for_clips_instead_of_frames_is_named():
-    with pytest.raises(RewardFailed, match=r"reward 'x' failed on 2 pictures: .*should return 6 scores, one per image"):
-        score({"x": framed(lambda images, prompts: torch.zeros(2), 1)}, torch.rand(2, 3, 3, 2, 2), ["a", "b"])
+    with pytest.raises(
+        RewardFailed,
+        match=r"reward 'x' failed on 2 pictures: .*should return 6 scores, one per image",
+    ):
+        score(
+            {"x": framed(lambda images, prompts: torch.zeros(2), 1)},
+            torch.rand(2, 3, 3, 2, 2),
+            ["a", "b"],
+        )
 
 
 def test_the_config_names_frames():
@@ -95,15 +109,28 @@ def test_the_config_names_frames():
     assert config("rewards.bright.frames.every=3").rewards["bright"].frames == Frames(3, "mean")
 
 
-@pytest.mark.parametrize(("setting", "message"), [("every=0", "every"), ("reduce=max", "reduce"), ("evry=2", ".every'")])
+@pytest.mark.parametrize(
+    ("setting", "message"), [("every=0", "every"), ("reduce=max", "reduce"), ("evry=2", ".every'")]
+)
 def test_frames_that_cannot_be_are_refused(setting, message, capsys):
     assert message in refused(capsys, "train", "scenes", f"rewards.scene_accuracy.frames.{setting}")
 
 
 def test_a_reward_of_whole_clips_has_no_frames_to_choose():
-    few = ["trainer.iterations=1", "rewards.motion.kind=brightness", "rewards.motion.frames.every=2"]
+    few = [
+        "trainer.iterations=1",
+        "rewards.motion.kind=brightness",
+        "rewards.motion.frames.every=2",
+    ]
     with pytest.raises(UserError, match=r"rewards\.motion\.frames: this reward takes whole clips"):
-        api.trainer("scenes", few, policy=GaussianPolicy(), prompts=["0"], heldout=["0"], rewards={"motion": Whole()})
+        api.trainer(
+            "scenes",
+            few,
+            policy=GaussianPolicy(),
+            prompts=["0"],
+            heldout=["0"],
+            rewards={"motion": Whole()},
+        )
 
 
 def test_an_object_that_learns_learns_and_has_no_frames_to_choose():
@@ -122,4 +149,6 @@ def test_an_object_that_learns_learns_and_has_no_frames_to_choose():
     t = trainer(None, rewards={"bright": Mine()})
     assert t.iterate()["bright/seen"] > 0
     with pytest.raises(UserError, match=r"rewards\.bright\.frames: this reward learns from clips"):
-        configured({"bright": Mine()}, {"bright": RewardConfig(kind="function", frames={"every": 2})})
+        configured(
+            {"bright": Mine()}, {"bright": RewardConfig(kind="function", frames={"every": 2})}
+        )

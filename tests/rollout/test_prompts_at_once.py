@@ -1,4 +1,5 @@
-"""`Collector.at_once`: some prompts' pictures are scored while the next are rolled out; nothing else changes."""
+"""`Collector.at_once`: some prompts' pictures are scored while the next are rolled out; nothing
+else changes."""
 
 import threading
 import time
@@ -34,11 +35,14 @@ def test_parts_do_not_change_a_run(at_once):
     parts, theirs = run(at_once=at_once)
     assert torch.equal(parts, whole)
     for mine, other in zip(rows, theirs, strict=True):
-        assert {k: v for k, v in mine.items() if "seconds" not in k} == {k: v for k, v in other.items() if "seconds" not in k}
+        assert {k: v for k, v in mine.items() if "seconds" not in k} == {
+            k: v for k, v in other.items() if "seconds" not in k
+        }
 
 
 def test_scoring_and_the_next_rollout_overlap():
-    """The reward of the first pictures and the network's call for the next prompt each wait for the other to have begun."""
+    """The reward of the first pictures and the network's call for the next prompt each wait for the
+    other to have begun."""
     scoring, called = threading.Event(), threading.Event()
     first = []
 
@@ -111,7 +115,10 @@ waiting.waits = True
 
 def test_a_reward_that_waits_is_scored_aside_by_default():
     """Bit for bit the same, and the part that is not the last is scored by another thread."""
-    whole, rows = run("sampling.batch_size=20", rewards={"bright": lambda images, prompts: waiting(images, prompts)})
+    whole, rows = run(
+        "sampling.batch_size=20",
+        rewards={"bright": lambda images, prompts: waiting(images, prompts)},
+    )
     parts, theirs = run("sampling.batch_size=20", rewards={"bright": waiting})
     assert torch.equal(parts, whole)
     assert rows[0]["seconds_overlapped"] == 0 < theirs[0]["seconds_overlapped"]

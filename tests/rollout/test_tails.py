@@ -1,4 +1,5 @@
-"""Fast tails: the right number of evaluations, solvers of the right order, and transitions that know nothing of them."""
+"""Fast tails: the right number of evaluations, solvers of the right order, and transitions that
+know nothing of them."""
 
 import itertools
 import math
@@ -21,21 +22,30 @@ from tests.support.runs import config, trainer
 FAST = {"dpmpp2m": Tails(solver="dpmpp2m"), "forecast": Tails(forecast=True)}
 
 
-@pytest.mark.parametrize(("tails", "expected"), [(Tails(), 1112), (Tails("dpmpp2m"), 1112), (Tails(forecast=True), 632)])
+@pytest.mark.parametrize(
+    ("tails", "expected"), [(Tails(), 1112), (Tails("dpmpp2m"), 1112), (Tails(forecast=True), 632)]
+)
 def test_evaluations_at_the_papers_settings(tails, expected):
-    """T=16, G=12, steps 0..7: 8 of the anchor, and tails of 15, 14, ..., 8 jumps, 92 in all; a forecast leaves 8 + 8 + 7 + 7 +
-    6 + 6 + 5 + 5 = 52 evaluations of them."""
+    """T=16, G=12, steps 0..7: 8 of the anchor, and tails of 15, 14, ..., 8 jumps, 92 in all; a
+    forecast leaves 8 + 8 + 7 + 7 + 6 + 6 + 5 + 5 = 52 evaluations of them."""
     algorithm, engine = GranularGRPO(granularities=(1,)), make_engine(tails=tails)
     plans = algorithm.plans(16)
     engine.rollout(plans, 12, algorithm.kernel(SIGMAS), noise)
-    assert engine.policy.rows == engine.evaluations == count_evaluations(plans, 12, tails) == expected
+    assert (
+        engine.policy.rows == engine.evaluations == count_evaluations(plans, 12, tails) == expected
+    )
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_transitions_know_nothing_of_tails(name):
-    """What enters a ratio is the same bit for bit; what is only scored is not, or the option would do nothing."""
+    """What enters a ratio is the same bit for bit; what is only scored is not, or the option would
+    do nothing."""
     algorithm = GranularGRPO(branch_steps=(0, 3), granularities=(1, 2, 3))
-    plans = [*algorithm.plans(16), Plan(2, 6, ((6, 7, 10, 13, 16),)), Plan(3, 5, ((5, 6, 8, 16),), shared_noise=False)]
+    plans = [
+        *algorithm.plans(16),
+        Plan(2, 6, ((6, 7, 10, 13, 16),)),
+        Plan(3, 5, ((5, 6, 8, 16),), shared_noise=False),
+    ]
     exact, fast = (
         make_engine(prompts=2, **given).rollout(plans, 3, algorithm.kernel(SIGMAS), noise)
         for given in ({}, {"tails": FAST[name]})
@@ -56,12 +66,15 @@ def test_the_plain_sampler_knows_nothing_of_tails():
 
 @pytest.mark.parametrize("name", FAST)
 def test_fast_tails_do_not_depend_on_batch_size_or_row_order(name):
-    """Bit for bit on the Gaussian policy: its arithmetic is elementwise, so a row does not know its neighbours."""
+    """Bit for bit on the Gaussian policy: its arithmetic is elementwise, so a row does not know its
+    neighbours."""
     plans = GranularGRPO(branch_steps=(0, 3, 6), granularities=(1, 2, 3)).plans(16)
     diffusion = GranularGRPO().kernel(SIGMAS)
 
     def finals(plans, batch_size):
-        engine = make_engine(prompts=2, policy=GaussianPolicy(), tails=FAST[name], batch_size=batch_size)
+        engine = make_engine(
+            prompts=2, policy=GaussianPolicy(), tails=FAST[name], batch_size=batch_size
+        )
         return {(r.prompt, r.plan): r.finals for r in engine.rollout(plans, 3, diffusion, noise)}
 
     one, other = finals(plans, 64), finals(plans[::-1], 7)
@@ -73,7 +86,11 @@ def test_dpmpp2m_is_diffusers_multistep_scheduler():
     from diffusers import DPMSolverMultistepScheduler
 
     scheduler = DPMSolverMultistepScheduler(
-        solver_order=2, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, final_sigmas_type="zero"
+        solver_order=2,
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=3.0,
+        final_sigmas_type="zero",
     )
     scheduler.set_timesteps(8)
     ours = theirs = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
@@ -85,7 +102,9 @@ def test_dpmpp2m_is_diffusers_multistep_scheduler():
     for i, t in enumerate(scheduler.timesteps):
         sigma, sigma_next = (scheduler.sigmas[j].expand(3) for j in (i, i + 1))
         v = velocity(ours, scheduler.sigmas[i])
-        remembered = [tails.remember(past[row], ours[row], v[row], float(sigma[row])) for row in range(3)]
+        remembered = [
+            tails.remember(past[row], ours[row], v[row], float(sigma[row])) for row in range(3)
+        ]
         ours, past = tails.step(ours, v, sigma, sigma_next, past), remembered
         theirs = scheduler.step(velocity(theirs, scheduler.sigmas[i]), t, theirs).prev_sample
     torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=0)
@@ -100,21 +119,28 @@ def test_plans_may_ask_for_a_solver():
     )[0]
     assert torch.equal(walked.finals, as_option.finals)
     with pytest.raises(ValueError, match="must agree on a solver, got dpmpp2m, euler"):
-        make_engine().rollout([plan, replace(plan, solver="euler")], 3, GranularGRPO().kernel(SIGMAS), noise)
+        make_engine().rollout(
+            [plan, replace(plan, solver="euler")], 3, GranularGRPO().kernel(SIGMAS), noise
+        )
 
 
 def error_at(num_steps, tails, sigmas):
-    """Error of finished members per unit of the latent they begin with, against the ODE's exact flow map.
+    """Error of finished members per unit of the latent they begin with, against the ODE's exact
+    flow map.
 
-    The policy's velocity is proportional to x (mean 0), so both maps multiply it by a number: the error does not depend on the
-    noise, and |x| / std(sigma) is constant along the exact flow. Members begin after a quarter of the steps.
+    The policy's velocity is proportional to x (mean 0), so both maps multiply it by a number: the
+    error does not depend on the noise, and |x| / std(sigma) is constant along the exact flow.
+    Members begin after a quarter of the steps.
     """
     policy, start = GaussianPolicy(), num_steps // 4
     engine = Engine(policy=policy, cond=policy.encode(["0"]), sigmas=sigmas, tails=tails)
     plan = Plan(start - 1, start, (tuple(range(start, num_steps + 1)),))
     (rollout,) = engine.rollout([plan], 8, sde_kernel(torch.ones_like), noise)
     x = rollout.transitions[0].x_next.double()
-    std = [math.sqrt((1 - s) ** 2 * policy.std**2 + s**2) for s in (float(sigmas[start]), float(sigmas[-1]))]
+    std = [
+        math.sqrt((1 - s) ** 2 * policy.std**2 + s**2)
+        for s in (float(sigmas[start]), float(sigmas[-1]))
+    ]
     return float((rollout.finals[0].double() - x * std[1] / std[0]).abs().max() / x.abs().max())
 
 
@@ -130,12 +156,15 @@ def error_at(num_steps, tails, sigmas):
 def test_observed_order_of_convergence(tails, grid, order):
     """log2 of what the error is divided by when all steps are halved, twice.
 
-    From sigma 0.9 to 0.1, where log-SNR is smooth, the next term of the error is of relative size 10 / 64 or less. DPM-Solver's
-    time is infinite at sigma 0, and steps near it are long on every grid: its error is of size h^2 log(1 / h), whose observed
-    order at these steps is 2 - 1 / log(n) = 1.8."""
+    From sigma 0.9 to 0.1, where log-SNR is smooth, the next term of the error is of relative size
+    10 / 64 or less. DPM-Solver's time is infinite at sigma 0, and steps near it are long on every
+    grid: its error is of size h^2 log(1 / h), whose observed order at these steps is 2 - 1 / log(n)
+    = 1.8."""
     errors = [error_at(n, tails, grid(n)) for n in (64, 128, 256)]
     assert errors[-1] > 1e-5  # float32 rounding is below 1e-6
-    assert [math.log2(a / b) for a, b in itertools.pairwise(errors)] == pytest.approx([order] * 2, abs=0.25)
+    assert [math.log2(a / b) for a, b in itertools.pairwise(errors)] == pytest.approx(
+        [order] * 2, abs=0.25
+    )
 
 
 class Straight(GaussianPolicy):
@@ -149,7 +178,9 @@ def test_a_forecast_of_a_linear_velocity_is_the_exact_tail():
     """Euler's own velocities are recovered where they lie on a line; 15 float32 steps of size 1."""
     algorithm = GranularGRPO(branch_steps=(0, 4), granularities=(1, 2))
     fast, exact = (
-        make_engine(policy=Straight(), tails=tails).rollout(algorithm.plans(16), 3, algorithm.kernel(SIGMAS), noise)
+        make_engine(policy=Straight(), tails=tails).rollout(
+            algorithm.plans(16), 3, algorithm.kernel(SIGMAS), noise
+        )
         for tails in (Tails(forecast=True), EXACT)
     )
     for mine, theirs in zip(fast, exact, strict=True):
@@ -161,7 +192,10 @@ def test_a_forecast_of_a_linear_velocity_is_the_exact_tail():
     [
         (["forecast=true", "solver=dpmpp2m"], "forecast replaces velocities of Euler steps"),
         (["solver=heun"], "solver"),
-        (["sover=dpmpp2m"], "unknown key 'sampling.tails.sover'. Did you mean 'sampling.tails.solver'"),
+        (
+            ["sover=dpmpp2m"],
+            "unknown key 'sampling.tails.sover'. Did you mean 'sampling.tails.solver'",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):
@@ -170,7 +204,8 @@ def test_what_makes_no_sense_is_refused(options, message):
 
 
 def test_a_run_with_fast_tails_learns_from_exact_transitions():
-    """Evaluations fall, and the log-probs of rollout and training pass agree to the last bit as they do without."""
+    """Evaluations fall, and the log-probs of rollout and training pass agree to the last bit as
+    they do without."""
     fast, exact = (trainer(None, *options) for options in (["sampling.tails.forecast=true"], []))
     ours, theirs = fast.iterate(), exact.iterate()
     expected = [2 * count_evaluations(t.plans(), 6, t.config.sampling.tails) for t in (fast, exact)]

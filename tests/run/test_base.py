@@ -1,4 +1,5 @@
-"""Runs that share an evaluation of the base: equal to the bit, and only where nothing that it depends on differs."""
+"""Runs that share an evaluation of the base: equal to the bit, and only where nothing that it
+depends on differs."""
 
 import copy
 import json
@@ -23,7 +24,8 @@ from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 
 
 def begun(run_dir, bases, **more):
-    """The row of the base in a run whose base may be shared, and how often its first reward was asked."""
+    """The row of the base in a run whose base may be shared, and how often its first reward was
+    asked."""
     calls = []
 
     def bright(images, prompts):
@@ -39,14 +41,26 @@ def begun(run_dir, bases, **more):
 
 def test_a_second_run_takes_the_base_of_the_first_and_writes_the_same_files(tmp_path):
     alone, first, second = (tmp_path / name for name in ("alone", "first", "second"))
-    asked = [begun(alone, None), begun(first, tmp_path / "bases"), begun(second, tmp_path / "bases")]
+    asked = [
+        begun(alone, None),
+        begun(first, tmp_path / "bases"),
+        begun(second, tmp_path / "bases"),
+    ]
     assert asked[0] == asked[1] > 0 == asked[2]
     rows = [json.loads((run / "metrics.jsonl").read_text()) for run in (alone, first, second)]
     assert [list(row) for row in rows] == [list(rows[0])] * 3
     assert [{**row, "seconds": 0} for row in rows] == [{**rows[0], "seconds": 0}] * 3
-    names = ["scores/iteration_000000.jsonl", "samples/iteration_000000.png", "baseline.safetensors"]
+    names = [
+        "scores/iteration_000000.jsonl",
+        "samples/iteration_000000.png",
+        "baseline.safetensors",
+    ]
     for name in names:
-        assert (alone / name).read_bytes() == (first / name).read_bytes() == (second / name).read_bytes()
+        assert (
+            (alone / name).read_bytes()
+            == (first / name).read_bytes()
+            == (second / name).read_bytes()
+        )
 
 
 def test_a_damaged_one_is_made_again(tmp_path):
@@ -90,8 +104,19 @@ def key(*overrides, contents=None):
 @pytest.mark.parametrize(
     ("overrides", "same"),
     [
-        (["algorithm.name=mixgrpo", "trainer.iterations=3", "optim.learning_rate=1e-3", "policy.lora_rank=4"], True),
-        (["rewards.scene_accuracy.weight=3", "evaluation.every=3", "evaluation.controls=false"], True),
+        (
+            [
+                "algorithm.name=mixgrpo",
+                "trainer.iterations=3",
+                "optim.learning_rate=1e-3",
+                "policy.lora_rank=4",
+            ],
+            True,
+        ),
+        (
+            ["rewards.scene_accuracy.weight=3", "evaluation.every=3", "evaluation.controls=false"],
+            True,
+        ),
         (["trainer.seed=1"], False),
         (["policy.guidance_scale=2"], False),
         (["policy.dtype=bfloat16"], False),
@@ -138,10 +163,22 @@ def test_the_pilots_of_several_cells_share_their_base_too(tmp_path):
             calls.append(len(images))
             return brightness(images, prompts)
 
-        given = {"policy": GaussianPolicy(), "rewards": {"bright": bright}, "judges": {"dark": brightness}}
-        given |= {"prompts": [f"{0.01 * place:g}" for place in range(12)], "heldout": ["-1"], "trackers": []}
+        given = {
+            "policy": GaussianPolicy(),
+            "rewards": {"bright": bright},
+            "judges": {"dark": brightness},
+        }
+        given |= {
+            "prompts": [f"{0.01 * place:g}" for place in range(12)],
+            "heldout": ["-1"],
+            "trackers": [],
+        }
         sweep = Sweep(0.02, [0.02, 0.05])
-        where = {"run_dir": tmp_path / cell, "bases": tmp_path / "bases", "notify": lambda said: None}
+        where = {
+            "run_dir": tmp_path / cell,
+            "bases": tmp_path / "bases",
+            "notify": lambda said: None,
+        }
         build(Request(config=config(*words), given=given, sweep=sweep, **where))
         asked.append((len(calls), [(pilot.rate, pilot.gain) for pilot in sweep.pilots]))
     assert asked[0][0] == asked[1][0] + 1 and asked[0][1] == asked[1][1]

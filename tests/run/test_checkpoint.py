@@ -9,13 +9,21 @@ from safetensors.torch import load_file, save_file
 from g2rpo import __version__
 from g2rpo.core.errors import UserError
 from g2rpo.export.weights import _checkpoint
-from g2rpo.run.checkpoint import _digest, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from g2rpo.run.checkpoint import (
+    _digest,
+    checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tests.security.test_security import forged
 from tests.support.runs import fallen_back, resumed, trainer
 
 
 def save(root, iteration, keep=2):
-    return save_checkpoint(root, iteration, {"weights": [torch.full((2,), float(iteration))]}, {}, keep)
+    return save_checkpoint(
+        root, iteration, {"weights": [torch.full((2,), float(iteration))]}, {}, keep
+    )
 
 
 def damage(path):
@@ -49,9 +57,16 @@ def test_a_damaged_newer_checkpoint_neither_counts_nor_outlives_the_intact_one(t
     save(tmp_path, 4, keep)
     assert names(tmp_path) == ([4, 5] if keep == 1 else [3, 4, 5])
     (iteration, tensors, _), complaints = latest_checkpoint(tmp_path)
-    assert iteration == 4 and tensors["weights"][0].tolist() == [4, 4] and "iteration_000005" in complaints[0]
+    assert (
+        iteration == 4
+        and tensors["weights"][0].tolist() == [4, 4]
+        and "iteration_000005" in complaints[0]
+    )
     save(tmp_path, 5, keep)
-    assert names(tmp_path) == ([5] if keep == 1 else [4, 5]) and load_checkpoint(tmp_path / "iteration_000005")[0] == 5
+    assert (
+        names(tmp_path) == ([5] if keep == 1 else [4, 5])
+        and load_checkpoint(tmp_path / "iteration_000005")[0] == 5
+    )
 
 
 def test_a_checkpoint_too_many_goes_when_the_run_is_resumed(tmp_path):
@@ -65,12 +80,17 @@ def test_a_checkpoint_too_many_goes_when_the_run_is_resumed(tmp_path):
 def test_a_checkpoint_that_another_version_wrote_says_so_if_it_does_not_fit(tmp_path):
     list(trainer(tmp_path).train())
     newest = tmp_path / "checkpoints" / "iteration_000004"
-    forged(newest, weights=lambda file: save_file({name: torch.ones(1) for name in load_file(file)}, file))
+    forged(
+        newest,
+        weights=lambda file: save_file({name: torch.ones(1) for name in load_file(file)}, file),
+    )
     manifest = json.loads((newest / "manifest.json").read_text())
     assert manifest["g2rpo"] == __version__
     (newest / "manifest.json").write_text(json.dumps(manifest | {"g2rpo": "9.9.9"}))
     _, complaint = fallen_back(tmp_path)
-    assert f"; g2rpo 9.9.9 wrote it and this is {__version__}: install that one to go on" in complaint
+    assert (
+        f"; g2rpo 9.9.9 wrote it and this is {__version__}: install that one to go on" in complaint
+    )
 
 
 def test_a_run_that_is_stopped_after_falling_back_can_go_on(tmp_path):
@@ -86,7 +106,10 @@ def test_a_run_that_is_stopped_after_falling_back_can_go_on(tmp_path):
     again = trainer(tmp_path, *overrides)
     complaints = again.resume()
     assert again.iteration == 1 and len(complaints) == 2
-    assert "iteration_000009: does not fit this model (it has a tensor of shape [2] instead of [3, 4, 4])" in complaints[0]
+    assert (
+        "iteration_000009: does not fit this model (it has a tensor of shape [2] instead of [3, 4, 4])"
+        in complaints[0]
+    )
 
 
 @pytest.mark.parametrize("part", ["weights", "average", "exp_avg"])
@@ -114,16 +137,20 @@ def test_weights_that_are_no_numbers_are_not_taken_whatever_the_digests_say(tmp_
 
 
 def test_pieces_that_ranks_wrote_are_whole_tensors_again(tmp_path):
-    """The second rank has no row of the second tensor. Weights are exported from them, and a piece that is gone is named."""
+    """The second rank has no row of the second tensor. Weights are exported from them, and a piece
+    that is gone is named."""
     root, whole = tmp_path / "checkpoints", [torch.arange(12.0).reshape(4, 3), torch.ones(1, 2)]
     folder = save_checkpoint(root, 1, {"weights": whole}, {}, 1)
     (folder / "weights.safetensors").unlink()
     for rank, rows in enumerate((slice(0, 3), slice(3, 4))):
         save_file(
-            {f"{i}": value[rows].contiguous() for i, value in enumerate(whole)}, folder / f"weights.0000{rank}.safetensors"
+            {f"{i}": value[rows].contiguous() for i, value in enumerate(whole)},
+            folder / f"weights.0000{rank}.safetensors",
         )
     files = {path.name: _digest(path) for path in folder.iterdir() if path.name != "manifest.json"}
-    (folder / "manifest.json").write_text(json.dumps({"g2rpo": __version__, "iteration": 1, "files": files}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"g2rpo": __version__, "iteration": 1, "files": files})
+    )
     pieces = load_checkpoint(folder)[1]["weights"]
     assert [list(each.shape) for each in pieces] == [[4, 3], [1, 2]]
     for loaded in ([each.whole() for each in pieces], _checkpoint(tmp_path, "last")[1]["weights"]):

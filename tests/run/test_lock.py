@@ -1,4 +1,5 @@
-"""One process at a time in a folder, folders that are whole or absent, and a message where a disk refuses."""
+"""One process at a time in a folder, folders that are whole or absent, and a message where a disk
+refuses."""
 
 import errno
 import fcntl
@@ -46,7 +47,12 @@ class Holder:
 
 def test_a_folder_is_one_processs_and_the_message_says_whose(tmp_path):
     with Holder(tmp_path) as other:
-        with pytest.raises(InUse, match=f"in use by process {other.pid} on {platform.node()}, .* since 20"), held(tmp_path):
+        with (
+            pytest.raises(
+                InUse, match=f"in use by process {other.pid} on {platform.node()}, .* since 20"
+            ),
+            held(tmp_path),
+        ):
             pass
         os.kill(other.pid, signal.SIGKILL)  # a crash leaves no lock behind
         other.join()
@@ -81,7 +87,10 @@ def comes_and_goes(folder, times, meetings):
 def test_processes_that_make_and_remove_one_folder_never_meet_in_it(tmp_path):
     """A lock on a file that its last holder has removed is no lock."""
     meetings = CONTEXT.Value("i", 0, lock=False)  # written by the holder alone
-    processes = [CONTEXT.Process(target=comes_and_goes, args=(tmp_path / "it", 400, meetings)) for _ in range(3)]
+    processes = [
+        CONTEXT.Process(target=comes_and_goes, args=(tmp_path / "it", 400, meetings))
+        for _ in range(3)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -102,7 +111,10 @@ def test_where_there_are_no_locks_a_warning_says_so(tmp_path, monkeypatch):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"file: cannot be written \(File exists\)"), held(tmp_path / "file"):
+    with (
+        pytest.raises(UserError, match=r"file: cannot be written \(File exists\)"),
+        held(tmp_path / "file"),
+    ):
         pass
 
 
@@ -119,11 +131,15 @@ def test_a_folder_is_whole_or_as_it_was(tmp_path):
     for writer in (whole(tmp_path / "it"), whole_file(tmp_path / "it" / "two")):
         with pytest.raises(KeyboardInterrupt), writer as unfinished:
             interrupted_at(unfinished)
-    assert [path.name for path in tmp_path.rglob("*")] == ["it", "two"] and (tmp_path / "it" / "two").read_text() == ""
+    assert [path.name for path in tmp_path.rglob("*")] == ["it", "two"] and (
+        tmp_path / "it" / "two"
+    ).read_text() == ""
 
 
 @pytest.mark.parametrize("fails", ["first rename", "second rename"])
-def test_a_disk_that_fails_while_a_folder_is_replaced_leaves_the_old_one_and_says_its_first_error(tmp_path, monkeypatch, fails):
+def test_a_disk_that_fails_while_a_folder_is_replaced_leaves_the_old_one_and_says_its_first_error(
+    tmp_path, monkeypatch, fails
+):
     """And that of a clean-up does not hide it."""
     with whole(tmp_path / "it") as folder:
         (folder / "one").touch()
@@ -143,12 +159,19 @@ def test_a_disk_that_fails_while_a_folder_is_replaced_leaves_the_old_one_and_say
 
 def test_what_was_left_unfinished_in_a_run_is_removed_when_it_is_opened(tmp_path):
     Run(tmp_path).claim(config())
-    for left in (tmp_path / "samples" / ".unfinished_1", tmp_path / "checkpoints" / ".unfinished_2"):
+    for left in (
+        tmp_path / "samples" / ".unfinished_1",
+        tmp_path / "checkpoints" / ".unfinished_2",
+    ):
         left.mkdir(parents=True)
         (left / ".tmpAb12Cd").touch()  # as safetensors leaves it
     (tmp_path / "samples" / ".unfinished_3").touch()
     Run(tmp_path).claim(config())
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoints", "config.yaml", "samples"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "checkpoints",
+        "config.yaml",
+        "samples",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
@@ -160,10 +183,16 @@ def test_what_is_kept_open_is_a_file_and_no_link(tmp_path, kind):
         place.symlink_to(target)
     else:
         os.mkfifo(place)
-    with pytest.raises(UserError, match=r"cannot be written \(\.lock is a link, or no file\)"), held(place.parent):
+    with (
+        pytest.raises(UserError, match=r"cannot be written \(\.lock is a link, or no file\)"),
+        held(place.parent),
+    ):
         pass
     for mode in ("ab", "w"):
-        with pytest.raises(OSError, match="is a link, or no file"), open(place, mode, opener=open_regular):
+        with (
+            pytest.raises(OSError, match="is a link, or no file"),
+            open(place, mode, opener=open_regular),
+        ):
             pass
     assert target.read_text() == "mine"
 
@@ -173,27 +202,40 @@ def test_all_files_have_the_mode_of_the_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
         with whole(tmp_path / "adapter") as folder:
-            save_file({"a": torch.zeros(1)}, folder / "weights.safetensors")  # it writes files for their owner alone
+            # it writes files for their owner alone
+            save_file({"a": torch.zeros(1)}, folder / "weights.safetensors")
         with whole_file(tmp_path / "one.safetensors") as file:
             save_file({"a": torch.zeros(1)}, file)
         write_whole(tmp_path / "text", b"")
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(0o666 & ~umask)} and len(files) == 3
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(0o666 & ~umask)} and len(
+        files
+    ) == 3
 
 
-def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_it_is_used(tmp_path, monkeypatch):
+def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_it_is_used(
+    tmp_path, monkeypatch
+):
     done = []
     fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), fsync(fd)))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: (done.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), fsync(fd)),
+    )
     monkeypatch.setattr(os, "replace", lambda *paths: (done.append("renamed"), replace(*paths)))
     write_whole(tmp_path / "x", b"1")
     assert done[0] == "x" and done[-2:] == ["renamed", tmp_path.name]
 
 
 def test_a_full_disk_is_a_message(tmp_path):
-    with small_files(3), pytest.raises(Stopped, match=r"x: cannot be written \(File too large\)"), writing(tmp_path / "x"):
+    with (
+        small_files(3),
+        pytest.raises(Stopped, match=r"x: cannot be written \(File too large\)"),
+        writing(tmp_path / "x"),
+    ):
         write_whole(tmp_path / "x", b"four")
     assert list(tmp_path.iterdir()) == []
 
@@ -204,10 +246,24 @@ def test_a_full_disk_is_a_message(tmp_path):
 def test_commands_leave_a_folder_alone_that_another_process_holds(capsys, tmp_path, tiny_config):
     (tmp_path / "run").mkdir()
     Run(tmp_path / "run").claim(config())
-    judged = ["--model=testbed", "--rewards=scene_accuracy", "--prompts=testbed:heldout", "--steps=2"]
+    judged = [
+        "--model=testbed",
+        "--rewards=scene_accuracy",
+        "--prompts=testbed:heldout",
+        "--steps=2",
+    ]
     with Holder(tmp_path / "run") as other, Holder(tmp_path / "new") as second:
         for arguments, holder in (
-            (["train", tmp_path / "run" / "config.yaml", "--run-dir", tmp_path / "run", "--resume"], other),
+            (
+                [
+                    "train",
+                    tmp_path / "run" / "config.yaml",
+                    "--run-dir",
+                    tmp_path / "run",
+                    "--resume",
+                ],
+                other,
+            ),
             (["train", tiny_config, "--run-dir", tmp_path / "new"], second),
             (["evaluate", *judged, "--out", tmp_path / "new"], second),
             (["compare", tiny_config, "--cell", "a:", "--out", tmp_path / "new"], second),
@@ -246,7 +302,12 @@ def test_runs_that_begin_at_one_time_get_a_folder_each(tmp_path):
     processes = [CONTEXT.Process(target=enters, args=(tmp_path, barrier, names)) for _ in range(4)]
     for process in processes:
         process.start()
-    assert sorted(names.get(timeout=60) for _ in processes) == ["gaussian", "gaussian-2", "gaussian-3", "gaussian-4"]
+    assert sorted(names.get(timeout=60) for _ in processes) == [
+        "gaussian",
+        "gaussian-2",
+        "gaussian-3",
+        "gaussian-4",
+    ]
     for process in processes:
         process.join()
 
@@ -255,7 +316,10 @@ def test_runs_that_begin_at_one_time_get_a_folder_each(tmp_path):
 def test_a_recipe_whose_name_is_no_folder_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text("mine")
-    with pytest.raises(UserError, match="cannot name a folder"), entered(config(f"recipe='{name}'"), None, resume=False):
+    with (
+        pytest.raises(UserError, match="cannot name a folder"),
+        entered(config(f"recipe='{name}'"), None, resume=False),
+    ):
         pass
     assert (tmp_path / "config.yaml").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
@@ -265,9 +329,16 @@ def test_the_old_folder_is_there_until_the_new_one_is(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "old").touch()
     rename = Path.rename
-    monkeypatch.setattr(Path, "rename", lambda self, to: names.append((self.name, to.name)) or rename(self, to))
-    monkeypatch.setattr("g2rpo.core.files.remove", lambda path: names.append((path.name, None)) or shutil.rmtree(path))
+    monkeypatch.setattr(
+        Path, "rename", lambda self, to: names.append((self.name, to.name)) or rename(self, to)
+    )
+    monkeypatch.setattr(
+        "g2rpo.core.files.remove",
+        lambda path: names.append((path.name, None)) or shutil.rmtree(path),
+    )
     with whole(folder) as unfinished:
         (unfinished / "new").touch()
     assert names[0][0] == "kept" and names[-1][1] is None  # moved aside first, removed last
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and [path.name for path in folder.iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and [
+        path.name for path in folder.iterdir()
+    ] == ["new"]

@@ -25,14 +25,23 @@ from tests.support.variants import few
 
 
 def test_a_run_from_python_leaves_weights_and_a_card(tmp_path, tiny_config):
-    t = finished(api.trainer(str(tiny_config), run_dir=tmp_path / "run", rewards={"bright": brightness}))
+    t = finished(
+        api.trainer(str(tiny_config), run_dir=tmp_path / "run", rewards={"bright": brightness})
+    )
     card = tmp_path / "run" / "adapter" / "README.md"
-    assert api.sample(tmp_path / "run", ["a red circle"]).shape[0] == 1 and "bright" in card.read_text()
+    assert (
+        api.sample(tmp_path / "run", ["a red circle"]).shape[0] == 1
+        and "bright" in card.read_text()
+    )
     push(tmp_path / "run", "me/mine", private=True, api=Hub())
     t.export()
     assert card.is_file()  # it is about these weights
     more = api.trainer(
-        str(tiny_config), ["trainer.iterations=3"], tmp_path / "run", rewards={"bright": brightness}, resume=True
+        str(tiny_config),
+        ["trainer.iterations=3"],
+        tmp_path / "run",
+        rewards={"bright": brightness},
+        resume=True,
     )
     list(more.train())
     more.export()
@@ -98,20 +107,30 @@ def begin(folder):
     finished(t)
 
 
-WRITES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "shutil.rmtree")
+WRITES = (
+    "os.rename",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "os.truncate",
+    "os.chmod",
+    "shutil.rmtree",
+)
 
 
 class FailingDisk:
-    """An audit hook by which the disk fails from the n-th write below a folder on, while entered. A full disk (ENOSPC) refuses
-    what takes room; another one refuses to remove as well, and with EIO and ESTALE to read. Python cannot remove the hook, so
-    it is made once."""
+    """An audit hook by which the disk fails from the n-th write below a folder on, while entered. A
+    full disk (ENOSPC) refuses what takes room; another one refuses to remove as well, and with EIO
+    and ESTALE to read. Python cannot remove the hook, so it is made once."""
 
     def __init__(self):
         self.folder, self.left, self.touches, self.code = None, 0, 0, errno.ENOSPC
         sys.addaudithook(self.touched)
 
     def touched(self, event, arguments):
-        if self.folder is None or not str(arguments[0] if arguments else "").startswith(str(self.folder)):
+        if self.folder is None or not str(arguments[0] if arguments else "").startswith(
+            str(self.folder)
+        ):
             return
         opens_to_write = event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
         takes_room = opens_to_write or event in ("os.rename", "os.mkdir")
@@ -141,7 +160,9 @@ CODES = [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE]
 
 
 @pytest.mark.parametrize("code", few(CODES, errno.ENOSPC.__eq__), ids=errno.errorcode.get)
-def test_a_disk_that_fails_from_any_moment_on_is_a_message_and_the_run_can_go_on(tmp_path, disk, code):
+def test_a_disk_that_fails_from_any_moment_on_is_a_message_and_the_run_can_go_on(
+    tmp_path, disk, code
+):
     """The message has the first error, not that of a clean-up which the same disk refuses."""
     with disk.at(tmp_path / "straight", 10**6):
         begin(tmp_path / "straight")
@@ -165,5 +186,13 @@ def test_files_that_may_not_grow_are_a_message_too(tmp_path, size):
 @pytest.mark.parametrize("size", [0, 3000])
 def test_commands_on_a_full_disk_end_with_a_message(capsys, tmp_path, tiny_config, size):
     with small_files(size):
-        code, _, err = command(capsys, "train", tiny_config, "prompts.cache=off", "trackers=[]", "--run-dir", tmp_path / "run")
+        code, _, err = command(
+            capsys,
+            "train",
+            tiny_config,
+            "prompts.cache=off",
+            "trackers=[]",
+            "--run-dir",
+            tmp_path / "run",
+        )
     assert code in (1, 2) and "cannot be written" in err and "Traceback" not in err

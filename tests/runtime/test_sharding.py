@@ -1,4 +1,5 @@
-"""Weights in pieces learn what whole weights learn, no rank waits for a call that never comes, and any number resumes."""
+"""Weights in pieces learn what whole weights learn, no rank waits for a call that never comes, and
+any number resumes."""
 
 import os
 import shutil
@@ -52,41 +53,71 @@ SMALL = (
 )
 RUNS = ((1, "none"), (2, "full"), (2, "training"), (4, "full"), (4, "full:2"))
 SD3 = ("algorithm.update_every=branch", "optim.ema_decay=0.5", "algorithm.kl_weight=0.5")
-OPTIONS = {"height": 32, "width": 32, "max_sequence_length": 12, "tuning": "full", "keep_base": False}
+OPTIONS = {
+    "height": 32,
+    "width": 32,
+    "max_sequence_length": 12,
+    "tuning": "full",
+    "keep_base": False,
+}
 
 
 def sharded(world, mode):
-    """The placement of `mode`: trainer.sharding, and with a number trainer.shard_group, as in "full:2"."""
+    """The placement of `mode`: trainer.sharding, and with a number trainer.shard_group, as in
+    "full:2"."""
     name, _, group = mode.partition(":")
-    return None if name == "none" else Sharded(world, "cpu", name == "training", int(group) if group else None)
+    return (
+        None
+        if name == "none"
+        else Sharded(world, "cpu", name == "training", int(group) if group else None)
+    )
 
 
 def build(world, folder, model, mode, *overrides, **options):
     """A trainer of a tiny model, all weights."""
-    learner.EPSILON = 1.0  # in this rank's process: Adam's step is then nearly linear in the gradient
+    # in this rank's process: Adam's step is then nearly linear in the gradient
+    learner.EPSILON = 1.0
     sharding = sharded(world, mode)
     policy = policies.load(model, sharding=sharding, **(OPTIONS | options))
-    return trainer(folder, *SMALL, *overrides, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
+    return trainer(
+        folder, *SMALL, *overrides, policy=policy, prompts=PROMPTS, world=world, sharding=sharding
+    )
 
 
 def learn(world, folder, model, mode, killed=False):
-    """`g2rpo train` on one rank; `killed` ends rank 1 amidst a network call of the second iteration."""
+    """`g2rpo train` on one rank; `killed` ends rank 1 amidst a network call of the second
+    iteration."""
     learner.EPSILON = 1.0
     policy = {"path": model, "height": 32, "width": 32, "max_sequence_length": 12, "tuning": "full"}
     prompts = {"train": str(Path(model) / "prompts.txt"), "cache": "off"}
     evaluation = {"prompts": prompts["train"], "num_prompts": 3, "every": 1}
-    groups = {"policy": policy, "prompts": prompts, "evaluation": evaluation, "rewards": {"brightness": 1.0}}
+    groups = {
+        "policy": policy,
+        "prompts": prompts,
+        "evaluation": evaluation,
+        "rewards": {"brightness": 1.0},
+    }
     name, _, group = mode.partition(":")
-    chosen = resolve(PLAIN | groups, [*SMALL, f"trainer.sharding={name}", f"trainer.shard_group={group or 'all'}"])
+    chosen = resolve(
+        PLAIN | groups,
+        [*SMALL, f"trainer.sharding={name}", f"trainer.shard_group={group or 'all'}"],
+    )
     if killed and world.rank == 1:
         passes = count(1)
 
         def die(module, _):
-            if isinstance(module, FluxSingleTransformerBlock) and torch.is_grad_enabled() and next(passes) == 12 // world.size:
+            if (
+                isinstance(module, FluxSingleTransformerBlock)
+                and torch.is_grad_enabled()
+                and next(passes) == 12 // world.size
+            ):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        register_module_forward_pre_hook(die)  # an iteration has a pass for each of a rank's prompts' two branch points
-    request = Request(config=chosen, run_dir=folder, resume=(folder / "config.yaml").exists(), world=world)
+        # an iteration has a pass for each of a rank's prompts' two branch points
+        register_module_forward_pre_hook(die)
+    request = Request(
+        config=chosen, run_dir=folder, resume=(folder / "config.yaml").exists(), world=world
+    )
     train_built(request, Stopping(""))
 
 
@@ -99,15 +130,27 @@ def learn_checkpointed(world, folder, model, mode, overrides, options):
 
 
 def learn_nft(world, folder, model, mode):
-    """An iteration with old weights, which sample, and the untrained model; a checkpoint, and another trainer's from it."""
-    small = [option for option in SMALL if not option.startswith(("algorithm.branch_steps", "algorithm.granularities"))]
-    options = (*small, "algorithm.name=diffusion_nft", "algorithm.old_schedule=[0,0.3,0.5]", "algorithm.kl_weight=0.1")
+    """An iteration with old weights, which sample, and the untrained model; a checkpoint, and
+    another trainer's from it."""
+    small = [
+        option
+        for option in SMALL
+        if not option.startswith(("algorithm.branch_steps", "algorithm.granularities"))
+    ]
+    options = (
+        *small,
+        "algorithm.name=diffusion_nft",
+        "algorithm.old_schedule=[0,0.3,0.5]",
+        "algorithm.kl_weight=0.1",
+    )
 
     def made():
         learner.EPSILON = 1.0
         sharding = sharded(world, mode)
         policy = policies.load(model, sharding=sharding, **{**OPTIONS, "keep_base": True})
-        return trainer(folder, *options, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
+        return trainer(
+            folder, *options, policy=policy, prompts=PROMPTS, world=world, sharding=sharding
+        )
 
     t = made()
     rows = [t.iterate()]
@@ -122,16 +165,21 @@ def exported(folder):
 
 
 def agree(weights, others):
-    """Within rounding. Calls have one row each, so only the order of sums differs, of 8 branch points: by at most 8 x 2^-24 of
-    gradients that are clipped at 1. With eps = 1 Adam's step is lr m / (sqrt(v) + 1): it changes by at most lr = 0.5 times as
-    much, 2.4e-7, and adding it to a weight of up to 2 rounds by 1.2e-7 on either side. Twice that after two steps."""
+    """Within rounding. Calls have one row each, so only the order of sums differs, of 8 branch
+    points: by at most 8 x 2^-24 of gradients that are clipped at 1. With eps = 1 Adam's step is lr
+    m / (sqrt(v) + 1): it changes by at most lr = 0.5 times as much, 2.4e-7, and adding it to a
+    weight of up to 2 rounds by 1.2e-7 on either side. Twice that after two steps."""
     for name, value in weights.items():
         torch.testing.assert_close(value, others[name], atol=1e-6, rtol=0)
 
 
 def agree_in(row, other):
-    names = {name for name in row if not name.startswith("seconds") and name not in ("kind", "ranks")}
-    assert {name: row[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-3, abs=1e-5)
+    names = {
+        name for name in row if not name.startswith("seconds") and name not in ("kind", "ranks")
+    }
+    assert {name: row[name] for name in names} == pytest.approx(
+        {name: other[name] for name in names}, rel=1e-3, abs=1e-5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -150,27 +198,43 @@ def runs(tmp_path_factory, flux_directory):
 
 @pytest.mark.parametrize(("size", "mode"), few(RUNS[1:], (2, "full").__eq__))
 def test_pieces_learn_what_whole_weights_learn(runs, flux_directory, size, mode):
-    """1 x 4 prompts with whole weights = 2 x 2 = 4 x 1 with pieces; of two ranks, one has two of the three held-out prompts."""
+    """1 x 4 prompts with whole weights = 2 x 2 = 4 x 1 with pieces; of two ranks, one has two of
+    the three held-out prompts."""
     alone, ours = runs(*RUNS[0]), runs(size, mode)
     agree(exported(ours), exported(alone))
     for row, other in zip(log(ours), log(alone), strict=True):
         agree_in(row, other)
     before = load_file(flux_directory / "transformer" / "diffusion_pytorch_model.safetensors")
-    assert max(float((value - before[name]).abs().max()) for name, value in exported(ours).items()) > 1e-3
-    assert (ours / "transformer" / "config.json").read_text() == (alone / "transformer" / "config.json").read_text()
+    assert (
+        max(float((value - before[name]).abs().max()) for name, value in exported(ours).items())
+        > 1e-3
+    )
+    assert (ours / "transformer" / "config.json").read_text() == (
+        alone / "transformer" / "config.json"
+    ).read_text()
 
 
 @pytest.mark.parametrize("name", few(["SD3", "ZImagePipeline", "CogView4Pipeline"], "SD3".__eq__))
 def test_other_pipelines_learn_the_same_in_pieces(tmp_path, sd3_directory, name):
-    """SD3.5 with a KL term, an average and an adapter to begin with. CogView4's prompts of different lengths are separate
-    calls: ranks make as many, whatever their prompts."""
+    """SD3.5 with a KL term, an average and an adapter to begin with. CogView4's prompts of
+    different lengths are separate calls: ranks make as many, whatever their prompts."""
     if name == "SD3":
-        random_adapter(sd3_pipeline().transformer, size=0.02).write(tmp_path / "brought.safetensors", PREFIX)
-        model, settings = sd3_directory, (SD3, {"keep_base": True, "adapter": str(tmp_path / "brought.safetensors")})
+        random_adapter(sd3_pipeline().transformer, size=0.02).write(
+            tmp_path / "brought.safetensors", PREFIX
+        )
+        model, settings = (
+            sd3_directory,
+            (SD3, {"keep_base": True, "adapter": str(tmp_path / "brought.safetensors")}),
+        )
     else:
-        model, settings = save_tiny(name, tmp_path / "model"), ((), {"guidance_scale": 4.0, "max_sequence_length": 64})
+        model, settings = (
+            save_tiny(name, tmp_path / "model"),
+            ((), {"guidance_scale": 4.0, "max_sequence_length": 64}),
+        )
     alone, pieces = (
-        ranks.run(size, learn_checkpointed, tmp_path / mode, str(model), mode, *settings, timeout_s=180)[0]
+        ranks.run(
+            size, learn_checkpointed, tmp_path / mode, str(model), mode, *settings, timeout_s=180
+        )[0]
         for size, mode in ((1, "none"), (2, "full"))
     )
     agree(exported(tmp_path / "full"), exported(tmp_path / "none"))
@@ -191,18 +255,23 @@ def test_old_weights_in_pieces_are_those_of_whole_ones(tmp_path, flux_directory,
         tensors = load_checkpoint(checkpoint)[1]
         assert isinstance(tensors["old"][0], Pieces) == (size > 1)
         kept[way] = {
-            name: {str(i): v.whole() if size > 1 else v for i, v in enumerate(tensors[name])} for name in ("weights", "old")
+            name: {str(i): v.whole() if size > 1 else v for i, v in enumerate(tensors[name])}
+            for name in ("weights", "old")
         }
     agree(kept[mode]["weights"], kept["none"]["weights"])
     agree(kept[mode]["old"], kept["none"]["old"])
-    apart = [float((kept[mode]["old"][name] - value).abs().max()) for name, value in kept[mode]["weights"].items()]
+    apart = [
+        float((kept[mode]["old"][name] - value).abs().max())
+        for name, value in kept[mode]["weights"].items()
+    ]
     assert max(apart) > 1e-3
     for row, other in zip(logs[mode], logs["none"], strict=True):
         agree_in(row, other)
 
 
 def held(world, folder, model, mode):
-    """Bytes of this rank's weights, gradients and moments after an update, and how often layers were summed over groups."""
+    """Bytes of this rank's weights, gradients and moments after an update, and how often layers
+    were summed over groups."""
     t = build(world, None, model, mode)
     with Gathers() as sums:
         t.iterate()
@@ -221,17 +290,25 @@ KINDS = ("rewards.bright.kind=brightness", "evaluation.rewards.dark.kind=brightn
 
 @pytest.mark.parametrize("groups", few([1, 2], (1).__eq__))
 def test_a_rank_holds_what_the_plan_says(tmp_path, flux_directory, groups):
-    """Rows of odd matrices fall to one of two ranks, so the larger share is above half, by a twentieth at most here.
+    """Rows of odd matrices fall to one of two ranks, so the larger share is above half, by a
+    twentieth at most here.
 
-    Two groups of two ranks hold twice as much together. They sum each layer's gradients once, though each rank has two passes.
+    Two groups of two ranks hold twice as much together. They sum each layer's gradients once,
+    though each rank has two passes.
     """
     policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12}
-    asked = resolve(PLAIN | {"policy": policy}, [*SMALL, *KINDS, "trainer.sharding=full", "trainer.shard_group=2"])
+    asked = resolve(
+        PLAIN | {"policy": policy},
+        [*SMALL, *KINDS, "trainer.sharding=full", "trainer.shard_group=2"],
+    )
     plan = make_plan(asked, cuda=False, heldout=4, distinct_prompts=4, ranks=2 * groups).memory
     *whole, _ = held(ALONE, None, str(flux_directory), "none")
     found = ranks.run(2 * groups, held, tmp_path, str(flux_directory), "full:2")
-    for name, alone, *own in zip(("trained weights", "gradients", "moments"), whole, *(row[:3] for row in found), strict=True):
-        slack = 4 * 2 * 1000 if name == "moments" else 0  # each rank has every tensor's step counter
+    for name, alone, *own in zip(
+        ("trained weights", "gradients", "moments"), whole, *(row[:3] for row in found), strict=True
+    ):
+        # each rank has every tensor's step counter
+        slack = 4 * 2 * 1000 if name == "moments" else 0
         assert groups * alone <= sum(own) <= groups * (alone + slack)
         assert plan.parts[name] <= max(own) <= 1.05 * plan.parts[name]
     assert [row[3] for row in found] == [LAYERS * (groups - 1)] * 2 * groups
@@ -241,8 +318,8 @@ def test_a_rank_holds_what_the_plan_says(tmp_path, flux_directory, groups):
 
 
 def saves(world, folder, model, mode):
-    """The bytes that this rank writes of a checkpoint, those of all ranks, and the gathers meanwhile; then nothing is written,
-    because the disk of rank 1 is full."""
+    """The bytes that this rank writes of a checkpoint, those of all ranks, and the gathers
+    meanwhile; then nothing is written, because the disk of rank 1 is full."""
     t = build(world, folder, model, mode, "optim.ema_decay=0.9")
     t.iterate()
     written, save_file = [], checkpointing.save_file
@@ -264,7 +341,8 @@ def saves(world, folder, model, mode):
     checkpointing.save_file = full
     with pytest.raises(Stopped, match=r"iteration_000002: cannot be written \(no space left\)"):
         t.save()
-    whole = 4 * sum(4 * p.numel() for p in t.learner.parameters)  # weights, average, two moments, in float32
+    # weights, average, two moments, in float32
+    whole = 4 * sum(4 * p.numel() for p in t.learner.parameters)
     return [sum(written), whole, gathers.counts()]
 
 
@@ -285,7 +363,10 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, runs, flux_directory, size, 
     model, cut = str(flux_directory), tmp_path / "cut"
     cut.mkdir()
     left = ranks.finish(ranks.start(size, learn, cut, model, mode, True), cut)
-    assert left[0]["error"].startswith("RankLost: rank 0 stops: another rank died, or did not answer") and left[1] == {}
+    assert (
+        left[0]["error"].startswith("RankLost: rank 0 stops: another rank died, or did not answer")
+        and left[1] == {}
+    )
     assert [path.name for path in checkpoints(cut / "checkpoints")] == ["iteration_000001"]
     (cut / "0.json").unlink()
     ranks.run(size, learn, cut, model, mode)
@@ -316,7 +397,8 @@ def test_a_run_resumes_in_other_pieces(tmp_path, runs, flux_directory, before, a
 
 
 class Gathers(TorchDispatchMode):
-    """Counts the gathers and scatters of weights and gradients; meetings through `World` are other operations."""
+    """Counts the gathers and scatters of weights and gradients; meetings through `World` are other
+    operations."""
 
     def __init__(self):
         super().__init__()
@@ -327,14 +409,20 @@ class Gathers(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
     def counts(self):
-        return [self.seen["c10d._allgather_base_.default"], self.seen["c10d._reduce_scatter_base_.default"]]
+        return [
+            self.seen["c10d._allgather_base_.default"],
+            self.seen["c10d._reduce_scatter_base_.default"],
+        ]
 
 
 def counted(world, model, mode):
-    """[calls without gradients, calls with, gathers, scatters] of one iteration in which ranks have as many rows a call."""
+    """[calls without gradients, calls with, gathers, scatters] of one iteration in which ranks have
+    as many rows a call."""
     t = build(world, None, model, mode, "sampling.batch_size=8", "trainer.micro_batch_size=2")
     calls = Counter()
-    t.policy.transformer.register_forward_pre_hook(lambda *_: calls.update([torch.is_grad_enabled()]))
+    t.policy.transformer.register_forward_pre_hook(
+        lambda *_: calls.update([torch.is_grad_enabled()])
+    )
     with Gathers() as gathers:
         t.iterate()
     return [calls[False], calls[True], *gathers.counts()]
@@ -371,14 +459,17 @@ def facts(world, folder, model):
             errors.append(f"{type(error).__name__}: {error}")
 
     rounded = {
-        name: build(w, None, model, m, dtype=torch.bfloat16) for name, w, m in (("s", world, "full"), ("a", ALONE, "none"))
+        name: build(w, None, model, m, dtype=torch.bfloat16)
+        for name, w, m in (("s", world, "full"), ("a", ALONE, "none"))
     }
     velocities, gradients, positions = {}, {}, set()
 
     def see(module, arguments, named):
         positions.add(str(named["image_rotary_emb"][0].dtype))
 
-    rounded["s"].policy.transformer.transformer_blocks[0].register_forward_pre_hook(see, with_kwargs=True)
+    rounded["s"].policy.transformer.transformer_blocks[0].register_forward_pre_hook(
+        see, with_kwargs=True
+    )
     for name, b in rounded.items():
         b.cond = b.policy.encode(PROMPTS[:1])
         with torch.no_grad():
@@ -389,10 +480,14 @@ def facts(world, folder, model):
             velocities[name].float().square().mean().backward()
         if name == "a":
             call(b, 1).float().square().mean().backward()
-        gradients[name] = [p.grad.full_tensor() if name == "s" else p.grad for p in b.learner.parameters]
+        gradients[name] = [
+            p.grad.full_tensor() if name == "s" else p.grad for p in b.learner.parameters
+        ]
     flat = {name: torch.cat([g.flatten() for g in gs]) for name, gs in gradients.items()}
     found["bfloat16"] = [
-        float((velocities["s"] - velocities["a"]).abs().max() / velocities["a"].abs().max()) if world.is_main else 0.0,
+        float((velocities["s"] - velocities["a"]).abs().max() / velocities["a"].abs().max())
+        if world.is_main
+        else 0.0,
         float((flat["s"] - flat["a"]).norm() / flat["a"].norm()),
     ]
     found["positions"] = list(positions)
@@ -417,7 +512,8 @@ LAYERS = 3
 
 
 def test_each_layer_is_gathered_once_a_call_or_once_a_rollout(found):
-    """And once more on the way back of a training pass, which scatters each layer's gradients once."""
+    """And once more on the way back of a training pass, which scatters each layer's gradients
+    once."""
     for rank in found:
         for mode in ("full", "training"):
             calls, passes, gathers, scatters = rank[mode]
@@ -427,8 +523,9 @@ def test_each_layer_is_gathered_once_a_call_or_once_a_rollout(found):
 
 
 def test_ranks_may_sample_as_often_as_they_like(found):
-    """One, and three times. A gathered weight may lie elsewhere in memory, and a processor add up in another order: sums of
-    some hundred products agree within 1e-5, where velocities of other latents are far apart."""
+    """One, and three times. A gathered weight may lie elsewhere in memory, and a processor add up
+    in another order: sums of some hundred products agree within 1e-5, where velocities of other
+    latents are far apart."""
     assert [len(rank["uneven"]) for rank in found] == [1, 3]
     assert all(value < 1e-5 < 0.1 < rank["others"] for rank in found for value in rank["uneven"])
 
@@ -436,14 +533,20 @@ def test_ranks_may_sample_as_often_as_they_like(found):
 def test_a_rank_out_of_step_is_an_error_on_all(found):
     for rank in found:
         outside, more = rank["errors"]
-        assert outside.startswith("RuntimeError: a divided model is called inside sampling() or training()")
-        assert more == "Stopped: the ranks have fallen out of step: some make another training pass, others do not"
+        assert outside.startswith(
+            "RuntimeError: a divided model is called inside sampling() or training()"
+        )
+        assert (
+            more
+            == "Stopped: the ranks have fallen out of step: some make another training pass, others do not"
+        )
 
 
 def test_bfloat16_differs_by_its_rounding(found):
-    """Scales of norms are rounded as matrices are; one process rounds matrices alone. What a scale multiplies moves by up to
-    2^-8, and so does the velocity, itself in bfloat16: one or two units in its last place, 2^-7 each near a power of two.
-    Positions stay in float32: bfloat16 cannot tell the 257th from the 258th."""
+    """Scales of norms are rounded as matrices are; one process rounds matrices alone. What a scale
+    multiplies moves by up to 2^-8, and so does the velocity, itself in bfloat16: one or two units
+    in its last place, 2^-7 each near a power of two. Positions stay in float32: bfloat16 cannot
+    tell the 257th from the 258th."""
     for rank in found:
         velocity, gradient = rank["bfloat16"]
         assert velocity <= 2**-6 and gradient < 2**-7
@@ -486,7 +589,9 @@ def test_memory_that_runs_out_on_one_rank_halves_its_batch_where_samples_meet_no
     assert [rank["halved"] for rank in found] == [[2, 8], [2, 2]]
 
 
-def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_to_set(tmp_path, flux_directory):
+def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_to_set(
+    tmp_path, flux_directory
+):
     launched = ranks.start(2, short_of_memory, tmp_path, str(flux_directory), "full")
     first, second = ranks.finish(launched, tmp_path)
     words = "UserError: out of memory with sampling.batch_size=8: "
@@ -506,4 +611,6 @@ def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_
 )
 def test_what_cannot_be_divided_is_refused(overrides, size, message):
     with pytest.raises(UserError, match=message):
-        components.build_sharding(config("policy.tuning=full", "trainer.sharding=full", *overrides), World(0, size))
+        components.build_sharding(
+            config("policy.tuning=full", "trainer.sharding=full", *overrides), World(0, size)
+        )

@@ -1,4 +1,5 @@
-"""Whatever a config, an override, a prompt file or a file of a run holds: a value that is used as it stands, or one message."""
+"""Whatever a config, an override, a prompt file or a file of a run holds: a value that is used as
+it stands, or one message."""
 
 import contextlib
 import io
@@ -46,12 +47,15 @@ from tests.support.variants import few
 def file_of(content, suffix):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"file{suffix}")
-        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+        path.write_bytes(
+            content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+        )
         yield path
 
 
 def is_sound(config):
-    """It survives its own file, can be told from others, and its plans are refused with words or made."""
+    """It survives its own file, can be told from others, and its plans are refused with words or
+    made."""
     text = config.to_yaml()
     with file_of(text, ".yaml") as path:
         assert resolve(read_yaml(path)) == config
@@ -105,31 +109,64 @@ def test_a_config_file_is_used_or_refused(text, words):
 
 @given(recipe_texts, overrides)
 def test_the_command_line_says_one_thing_and_ends_with_2(text, words):
-    """`encode` with the cache turned off reads everything, and then has nothing to do, which is wrong input too."""
+    """`encode` with the cache turned off reads everything, and then has nothing to do, which is
+    wrong input too."""
     words = [word for word in words if not word.startswith("-")]
-    with file_of(text, ".yaml") as path, contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit) as end:
+    with (
+        file_of(text, ".yaml") as path,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        pytest.raises(SystemExit) as end,
+    ):
         main(["encode", str(path), *words, "prompts.cache=off"])
     assert end.value.code == 2
-    assert "g2rpo:" in err.getvalue() and "Traceback" not in err.getvalue() and "\x1b" not in err.getvalue()
+    assert (
+        "g2rpo:" in err.getvalue()
+        and "Traceback" not in err.getvalue()
+        and "\x1b" not in err.getvalue()
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["algorithm.name=awm", "algorithm.old_schedule=[9]"], "'algorithm.old_schedule.1' is missing"),
-        (["algorithm.group_size=4294967296"], "algorithm.group_size: input should be less than or equal to 10000"),
-        (["algorithm.granularities=[4294967296]"], "algorithm.granularities.0: input should be less than or equal to 1000000"),
-        (["algorithm.name=refl", "algorithm.group_size=4294967296"], "algorithm.group_size: input should be less than"),
+        (
+            ["algorithm.name=awm", "algorithm.old_schedule=[9]"],
+            "'algorithm.old_schedule.1' is missing",
+        ),
+        (
+            ["algorithm.group_size=4294967296"],
+            "algorithm.group_size: input should be less than or equal to 10000",
+        ),
+        (
+            ["algorithm.granularities=[4294967296]"],
+            "algorithm.granularities.0: input should be less than or equal to 1000000",
+        ),
+        (
+            ["algorithm.name=refl", "algorithm.group_size=4294967296"],
+            "algorithm.group_size: input should be less than",
+        ),
         (["rewards.r.kind=function"], "rewards.r.options.target is missing"),
-        (["rewards.r.kind=function", "rewards.r.options.target=r.py"], "rewards.r.options.target: a function is named"),
+        (
+            ["rewards.r.kind=function", "rewards.r.options.target=r.py"],
+            "rewards.r.options.target: a function is named",
+        ),
         (
             ["rewards.r.kind=function", "rewards.r.options.target=[1]"],
             "rewards.r.options.target: str: Input should be a valid string, got [1]",
         ),
         (["rewards.scene_accuracy.options={1: 2}"], "rewards.scene_accuracy.options.1"),
-        (["rewards.brightness.options.negative=3"], "rewards.brightness.options.negative: Input should be a valid boolean"),
-        (["rewards.clip_score.options.batch_size=many"], "rewards.clip_score.options.batch_size: Input should be a valid int"),
-        (["rewards.geneval.options.score=most"], "rewards.geneval.options.score: Input should be 'partial' or 'correct'"),
+        (
+            ["rewards.brightness.options.negative=3"],
+            "rewards.brightness.options.negative: Input should be a valid boolean",
+        ),
+        (
+            ["rewards.clip_score.options.batch_size=many"],
+            "rewards.clip_score.options.batch_size: Input should be a valid int",
+        ),
+        (
+            ["rewards.geneval.options.score=most"],
+            "rewards.geneval.options.score: Input should be 'partial' or 'correct'",
+        ),
     ],
 )
 def test_a_typing_error_is_one_message_before_anything_is_loaded(words, said):
@@ -162,17 +199,25 @@ def test_a_prompt_file_gives_prompts_or_one_message(content, suffix):
         except UserError as error:
             said(error)
         else:
-            assert prompts and all(prompt == prompt.strip() and prompt and is_text(prompt) for prompt in prompts)
+            assert prompts and all(
+                prompt == prompt.strip() and prompt and is_text(prompt) for prompt in prompts
+            )
 
 
 @pytest.fixture(scope="module")
 def models():
     kinds = ("FluxPipeline", "ZImagePipeline", "Flux2KleinPipeline", "WanPipeline")
     pipelines = {kind: tiny_pipeline(kind) for kind in kinds}
-    return {kind: (it, random_adapter(it.transformer, ["to_q", "to_out.0"])) for kind, it in pipelines.items()}
+    return {
+        kind: (it, random_adapter(it.transformer, ["to_q", "to_out.0"]))
+        for kind, it in pipelines.items()
+    }
 
 
-@given(st.data(), st.sampled_from(["FluxPipeline", "ZImagePipeline", "Flux2KleinPipeline", "WanPipeline"]))
+@given(
+    st.data(),
+    st.sampled_from(["FluxPipeline", "ZImagePipeline", "Flux2KleinPipeline", "WanPipeline"]),
+)
 def test_an_adapter_is_finite_and_fits_or_is_refused_in_one_message(models, data, kind):
     """By every converter's family: kohya's, ai-toolkit's and the plain one."""
     pipeline, adapter = models[kind]
@@ -201,7 +246,8 @@ OF_EACH_KIND = ("g2rpo", "tempflow_grpo", "diffusion_nft")
 
 @pytest.mark.parametrize("algorithm", few(ALGORITHMS, OF_EACH_KIND.__contains__))
 def test_numbers_that_are_allowed_train_or_stop_with_a_message(algorithm):
-    """The largest and the smallest of every setting, one at a time, through every line of the trainer."""
+    """The largest and the smallest of every setting, one at a time, through every line of the
+    trainer."""
     words = [f"algorithm.name={algorithm}", "algorithm.group_size=3", "trainer.iterations=2"]
     tried = 0
     for key, now in _float_keys(runs.config(*words)):
@@ -210,7 +256,11 @@ def test_numbers_that_are_allowed_train_or_stop_with_a_message(algorithm):
         for extreme in (1 / SMALLEST, SMALLEST, 0.0, -1.0):
             value = [extreme] * len(now) if isinstance(now, list) else extreme
             with contextlib.suppress(UserError, Stopped):
-                list(runs.trainer(None, *words, f"{key}={value}", notify=lambda message: None).train())
+                list(
+                    runs.trainer(
+                        None, *words, f"{key}={value}", notify=lambda message: None
+                    ).train()
+                )
             tried += 1
     assert tried >= (4 if algorithm == "refl" else 12)  # ReFL has one number
 
@@ -226,8 +276,11 @@ def test_a_line_separator_of_unicode_is_a_part_of_a_prompt():
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make, suffix):
     path = tmp_path / f"thing{suffix}"
     make(path)
-    folder_of_prompts = make is os.mkdir and suffix != ".yaml"  # which may be one of the published preprocessing
-    with pytest.raises(UserError, match="is a folder without" if folder_of_prompts else "no regular file"):
+    # which may be one of the published preprocessing
+    folder_of_prompts = make is os.mkdir and suffix != ".yaml"
+    with pytest.raises(
+        UserError, match="is a folder without" if folder_of_prompts else "no regular file"
+    ):
         load_config(str(path), []) if suffix == ".yaml" else read_prompts(path)
 
 
@@ -258,7 +311,10 @@ def whole_run(tmp_path_factory):
     Run(folder).write_rates(sweep)
     (folder / "plan.json").write_text(as_json(PlannedAndMeasured("a card", 1.0, 2, 3.0, None)))
     for round in range(2):
-        votes.append(folder / "votes.jsonl", votes.Vote(round=round, iteration=0, liked=(1,), prompt="a", digest="0"))
+        votes.append(
+            folder / "votes.jsonl",
+            votes.Vote(round=round, iteration=0, liked=(1,), prompt="a", digest="0"),
+        )
     read_all(folder)
     return folder
 
@@ -271,7 +327,9 @@ def read_all(folder):
     Run(folder).check_contents({"prompts": "0"}, accept=True)
     votes.standing(votes.read(folder / "votes.jsonl"))
     latest_checkpoint(folder / "checkpoints")
-    again = runs.trainer(folder, "trainer.iterations=2", "evaluation.every=1", "trainer.checkpoint_every=1")
+    again = runs.trainer(
+        folder, "trainer.iterations=2", "evaluation.every=1", "trainer.checkpoint_every=1"
+    )
     again.resume()
 
 

@@ -84,7 +84,10 @@ def forged(path, **files):
 def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(run, tmp_path):
     forged(newest(run), state=lambda file: torch.save(Payload(tmp_path / "mark"), file))
     _, complaint = fallen_back(run)
-    assert "iteration_000004: is no checkpoint (UnpicklingError" in complaint and not (tmp_path / "mark").exists()
+    assert (
+        "iteration_000004: is no checkpoint (UnpicklingError" in complaint
+        and not (tmp_path / "mark").exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,9 +96,18 @@ def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(run, tmp_pa
         ("[" * 100_000, "is no JSON (recursion limit exceeded"),
         ("[]", "is missing or damaged"),
         ('{"g2rpo": "0", "iteration": 7, "files": {}}', "another checkpoint's"),
-        ('{"g2rpo": "0", "iteration": Infinity, "files": {}}', "iteration: Input should be a valid integer, got inf"),
-        ('{"g2rpo": "0", "iteration": "4", "files": {}}', "iteration: Input should be a valid integer, got '4'"),
-        ('{"g2rpo": "0", "iteration": 4, "files": {"state.pt": 1}}', "files.state.pt: Input should be a valid string, got 1"),
+        (
+            '{"g2rpo": "0", "iteration": Infinity, "files": {}}',
+            "iteration: Input should be a valid integer, got inf",
+        ),
+        (
+            '{"g2rpo": "0", "iteration": "4", "files": {}}',
+            "iteration: Input should be a valid integer, got '4'",
+        ),
+        (
+            '{"g2rpo": "0", "iteration": 4, "files": {"state.pt": 1}}',
+            "files.state.pt: Input should be a valid string, got 1",
+        ),
         (
             '{"g2rpo": "0", "iteration": 4, "files": {"../../config.yaml": "0"}}',
             "files.../../config.yaml.[key]: String should match pattern",
@@ -121,7 +133,11 @@ def rewritten(change):
 @pytest.mark.parametrize("betas", few(["x", [2.0, -1.0], None, [[]]], lambda betas: betas == "x"))
 def test_an_optimizer_has_the_betas_of_the_config_whatever_a_checkpoint_says(run, tmp_path, betas):
     other = shutil.copytree(run, tmp_path / "forged")
-    change = rewritten(lambda state: state["optimizer"].update(param_groups=[{"betas": betas, "weight_decay": betas}]))
+    change = rewritten(
+        lambda state: state["optimizer"].update(
+            param_groups=[{"betas": betas, "weight_decay": betas}]
+        )
+    )
     forged(newest(other), state=change)
     means = []
     for folder in (run, other):
@@ -152,26 +168,42 @@ def test_moments_that_are_none_are_named_and_the_checkpoint_before_is_used(run, 
 def test_weights_that_would_run_code_are_refused(tmp_path):
     torch.save({"state_dict": Payload(tmp_path / "mark")}, tmp_path / "HPS.pt")
     with pytest.raises(UserError, match="unpickling it could run any code"):
-        build_rewards({"it": RewardConfig(kind="image_reward", options={"path": str(tmp_path / "HPS.pt")})})
+        build_rewards(
+            {"it": RewardConfig(kind="image_reward", options={"path": str(tmp_path / "HPS.pt")})}
+        )
     assert not (tmp_path / "mark").exists()
 
 
 def test_a_clip_that_would_run_code_is_refused(tmp_path):
     """In transformers' own format, which transformers reads itself."""
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = CLIPConfig(text_config={**small, "vocab_size": 50}, vision_config={**small, "image_size": 32, "patch_size": 16})
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    config = CLIPConfig(
+        text_config={**small, "vocab_size": 50},
+        vision_config={**small, "image_size": 32, "patch_size": 16},
+    )
     CLIPModel(config).save_pretrained(tmp_path / "clip")
     (tmp_path / "clip" / "model.safetensors").unlink()
     torch.save(Payload(tmp_path / "mark"), tmp_path / "clip" / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"rewards\.it: cannot be loaded: a file holds more than tensors"):
-        build_rewards({"it": RewardConfig(kind="clip_score", options={"path": str(tmp_path / "clip")})})
+    with pytest.raises(
+        UserError, match=r"rewards\.it: cannot be loaded: a file holds more than tensors"
+    ):
+        build_rewards(
+            {"it": RewardConfig(kind="clip_score", options={"path": str(tmp_path / "clip")})}
+        )
     assert not (tmp_path / "mark").exists()
 
 
 def test_a_dataset_that_would_run_code_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "data.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
-    with pytest.raises(UserError, match="cannot be loaded: RuntimeError: Dataset scripts are no longer supported"):
+    with pytest.raises(
+        UserError, match="cannot be loaded: RuntimeError: Dataset scripts are no longer supported"
+    ):
         read_prompts(f"hf:{tmp_path / 'data'}")
     assert not (tmp_path / "mark").exists()
 
@@ -185,7 +217,9 @@ def weight_files(tmp_path_factory):
     return folder, {".pt": (folder / "w.pt").read_bytes(), ".safetensors": save(state)}
 
 
-PIECES = st.binary(max_size=8) | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"F16", b"9" * 20, b"[" * 2000, b"\x80\x05c"])
+PIECES = st.binary(max_size=8) | st.sampled_from(
+    [b"\xff" * 8, b"\0" * 8, b"F16", b"9" * 20, b"[" * 2000, b"\x80\x05c"]
+)
 
 
 @given(st.data(), st.sampled_from([".pt", ".safetensors"]))
@@ -206,14 +240,20 @@ def test_a_file_of_weights_holds_tensors_or_is_refused(weight_files, data, suffi
 def test_a_pipeline_that_names_a_module_of_its_own_runs_nothing(tmp_path, monkeypatch, inside):
     pipe = save_flux(tmp_path / "pipe")
     place = pipe / "transformer" if inside else tmp_path
-    (place / "evil_part.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Part: pass\n")
+    (place / "evil_part.py").write_text(
+        f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Part: pass\n"
+    )
     index = json.loads((pipe / "model_index.json").read_text())
-    (pipe / "model_index.json").write_text(json.dumps({**index, "transformer": ["evil_part", "Part"]}))
+    (pipe / "model_index.json").write_text(
+        json.dumps({**index, "transformer": ["evil_part", "Part"]})
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     policy = PolicyConfig(path=str(pipe), height=32, width=32)
     with pytest.raises(UserError, match="cannot be loaded"):
         build_policy(policy)
-    with pytest.raises(UserError, match="names a part of 'evil_part'; only diffusers and transformers"):
+    with pytest.raises(
+        UserError, match="names a part of 'evil_part'; only diffusers and transformers"
+    ):
         on_meta(read_blueprint(policy).parts["transformer"])
     with pytest.raises(UserError, match="is no model"):
         on_meta(("diffusers:logging", {}))
@@ -225,7 +265,9 @@ def test_a_config_that_names_kernels_of_the_hub_is_refused_before_a_model_is_mad
     """transformers imports what such a line names, if the library `kernels` is installed."""
     named = {"attn_implementation": "kernels-community/x@deadbeef:f"}
     if where == "reward":
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", "text_config": named}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": "clip", "text_config": named})
+        )
         entry = RewardConfig(kind="clip_score", options={"path": str(tmp_path)})
         for use in (lambda: build_rewards({"it": entry}), lambda: cost_of_reward(entry, "cpu")):
             with pytest.raises(UserError, match="attn_implementation='kernels-community"):
@@ -245,12 +287,20 @@ def calls(tree):
 
 
 def test_no_source_unpickles_evaluates_or_trusts():
-    """`module.eval()` and `model.load` are other things; these are the names that run what a file says."""
+    """`module.eval()` and `model.load` are other things; these are the names that run what a file
+    says."""
     root = Path(g2rpo.__file__).parent
     for file in root.rglob("*.py"):
         for name, call in calls(ast.parse(file.read_text())):
             options = {option.arg: ast.unparse(option.value) for option in call.keywords}
-            assert name not in {"eval", "exec", "pickle.load", "pickle.loads", "yaml.unsafe_load", "os.system"}, file
+            assert name not in {
+                "eval",
+                "exec",
+                "pickle.load",
+                "pickle.loads",
+                "yaml.unsafe_load",
+                "os.system",
+            }, file
             assert name != "torch.load" or options.get("weights_only") == "True", file
             assert name != "yaml.load" or file.name == "plain.py", file
             assert not {"trust_remote_code", "allow_pickle", "shell"} & options.keys(), file
@@ -282,12 +332,23 @@ def test_an_address_with_a_password_is_refused_unrepeated(capsys, tmp_path, monk
         with pytest.raises(ValueError, match="an address") as refusal:
             address(url)
         assert SECRET not in str(refusal.value)
-        words = ["train", "scenes", "rewards.scene_accuracy=", f"rewards.r={{kind: http, options: {{url: '{url}'}}}}"]
+        words = [
+            "train",
+            "scenes",
+            "rewards.scene_accuracy=",
+            f"rewards.r={{kind: http, options: {{url: '{url}'}}}}",
+        ]
         code, out, err = command(capsys, *words)
         assert code == 2 and SECRET not in out + err and not list(tmp_path.iterdir())
 
 
-@given(mutated(f"http://me:{SECRET}@host:80/v1", st.sampled_from([*"/@:;#?[] \t", "//", "ftp", "é"]), most=4))
+@given(
+    mutated(
+        f"http://me:{SECRET}@host:80/v1",
+        st.sampled_from([*"/@:;#?[] \t", "//", "ftp", "é"]),
+        most=4,
+    )
+)
 def test_no_address_that_is_refused_is_repeated(url):
     try:
         address(url)
@@ -296,8 +357,14 @@ def test_no_address_that_is_refused_is_repeated(url):
 
 
 def test_a_password_in_the_wrong_place_is_not_repeated(capsys):
-    for words in (["policy.path=", ""], ["rewards.r={kind: http, options: '", "'}"], ["trainer.seed=", ""]):
-        code, out, err = command(capsys, "train", "scenes", f"{words[0]}http://me:{SECRET}@host{words[1]}")
+    for words in (
+        ["policy.path=", ""],
+        ["rewards.r={kind: http, options: '", "'}"],
+        ["trainer.seed=", ""],
+    ):
+        code, out, err = command(
+            capsys, "train", "scenes", f"{words[0]}http://me:{SECRET}@host{words[1]}"
+        )
         assert code == 2 and SECRET not in out + err
 
 
@@ -343,7 +410,9 @@ def test_a_token_is_nowhere_but_in_the_request(monkeypatch, caplog):
     assert SECRET not in str(refusal.value) + caplog.text and "\x1b" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("status", [b"200 OK", b"401 no", b"403 no", b"429 slow", b"500 broken", b"302 there"])
+@pytest.mark.parametrize(
+    "status", [b"200 OK", b"401 no", b"403 no", b"429 slow", b"500 broken", b"302 there"]
+)
 @pytest.mark.parametrize(
     "echo",
     [
@@ -362,7 +431,9 @@ def test_a_server_that_sends_the_token_back_is_not_quoted(monkeypatch, caplog, s
     token = "sk-4f9a/Qm27xT+bWc/81Lp=="
     monkeypatch.setenv("TOKEN", token)
     with answering(lambda token: b"HTTP/1.0 " + status + echo(token)) as (url, _):
-        reward = RemoteReward(url, endpoint={"token_env": "TOKEN", "timeout_s": 5, "retries": 0, "check": False})
+        reward = RemoteReward(
+            url, endpoint={"token_env": "TOKEN", "timeout_s": 5, "retries": 0, "check": False}
+        )
         try:
             assert reward(torch.zeros(1, 3, 8, 8), ["a"]).isnan().all()
             said = ""
@@ -390,7 +461,10 @@ ALLOWED = f"{SCORE}Authorization: Bearer {SECRET}\r\n"
 
 
 def test_a_client_that_drips_its_headers_is_cut_off():
-    with serving(RewardServer(Zero(), port=0, limits=Limits(headers_s=0.5))) as server, client(server) as slow:
+    with (
+        serving(RewardServer(Zero(), port=0, limits=Limits(headers_s=0.5))) as server,
+        client(server) as slow,
+    ):
         slow.sendall(b"GET /health HTTP/1.1\r\n")
         with contextlib.suppress(OSError):
             while True:  # for ever, if the server let it
@@ -398,18 +472,29 @@ def test_a_client_that_drips_its_headers_is_cut_off():
                 time.sleep(0.02)
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nX: "], ids=["silent", "half a header"])
+@pytest.mark.parametrize(
+    "said", [b"", b"GET /health HTTP/1.1\r\nX: "], ids=["silent", "half a header"]
+)
 def test_connections_that_say_nothing_keep_nobody_out(said):
-    """200 of them, where 128 may wait: each newcomer takes the idlest one's place, and is answered at once."""
-    with serving(RewardServer(Zero(), port=0, token=SECRET)) as server, contextlib.ExitStack() as idle:
+    """200 of them, where 128 may wait: each newcomer takes the idlest one's place, and is answered
+    at once."""
+    with (
+        serving(RewardServer(Zero(), port=0, token=SECRET)) as server,
+        contextlib.ExitStack() as idle,
+    ):
         before = threading.active_count()
         for _ in range(200):
             idle.enter_context(client(server)).sendall(said)
         began = time.monotonic()
-        assert request_json(f"{server.address}/health", dict, token=SECRET, timeout_s=5)["status"] == "ok"
+        assert (
+            request_json(f"{server.address}/health", dict, token=SECRET, timeout_s=5)["status"]
+            == "ok"
+        )
         assert time.monotonic() - began < 5 and len(server.strangers) <= server.limits.incomplete
         until = time.monotonic() + 5
-        while threading.active_count() - before > server.limits.decoding and time.monotonic() < until:
+        while (
+            threading.active_count() - before > server.limits.decoding and time.monotonic() < until
+        ):
             time.sleep(0.01)
         assert threading.active_count() - before <= server.limits.decoding  # none for a connection
 
@@ -420,21 +505,31 @@ BODY = json.dumps({"images": [], "prompts": []}).encode()
 def asked(server):
     """How the server answers an honest client, which finds its body empty."""
     with pytest.raises(Refused, match="answered 400: .*images"):
-        request_json(f"{server.address}/score", dict, token=SECRET, timeout_s=5, body=json.loads(BODY))
+        request_json(
+            f"{server.address}/score", dict, token=SECRET, timeout_s=5, body=json.loads(BODY)
+        )
 
 
-@pytest.mark.parametrize("sent", [b"", b"{", b"{" + b" " * 100_000], ids=["nothing", "a byte", "more than is buffered"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"{", b"{" + b" " * 100_000], ids=["nothing", "a byte", "more than is buffered"]
+)
 def test_clients_whose_bodies_stop_keep_nobody_out(sent):
-    """300 of them with a token, more than all that may be open without a whole request, and an honest one in their midst."""
+    """300 of them with a token, more than all that may be open without a whole request, and an
+    honest one in their midst."""
     headers = f"{ALLOWED}Content-Length: 1000000\r\n\r\n".encode()
-    with serving(RewardServer(Zero(), port=0, token=SECRET)) as server, contextlib.ExitStack() as idle:
+    with (
+        serving(RewardServer(Zero(), port=0, token=SECRET)) as server,
+        contextlib.ExitStack() as idle,
+    ):
         for number in range(300):
             idle.enter_context(client(server)).sendall(headers + sent)
             if number % 100 == 99:
                 began = time.monotonic()
                 asked(server)
                 assert time.monotonic() - began < 3
-        assert len(server.strangers) <= server.limits.incomplete and server.held_bytes < 128 * 150_000
+        assert (
+            len(server.strangers) <= server.limits.incomplete and server.held_bytes < 128 * 150_000
+        )
 
 
 def test_a_body_that_comes_slowly_is_kept_while_others_stop():
@@ -447,7 +542,9 @@ def test_a_body_that_comes_slowly_is_kept_while_others_stop():
     ):
         slow.sendall(f"{ALLOWED}Content-Length: {len(BODY)}\r\n\r\n".encode())
         for place in range(len(BODY)):
-            idle.enter_context(client(server)).sendall(f"{ALLOWED}Content-Length: 9\r\n\r\n[".encode())
+            idle.enter_context(client(server)).sendall(
+                f"{ALLOWED}Content-Length: 9\r\n\r\n[".encode()
+            )
             slow.sendall(BODY[place : place + 1])
             time.sleep(0.01)
         assert b" 400 " in slow.recv(100)
@@ -463,7 +560,10 @@ def test_a_body_that_stops_is_dropped(sent):
 
 
 def test_a_body_that_drips_is_dropped():
-    with serving(RewardServer(Zero(), port=0, limits=Limits(read_s=0.5))) as server, client(server) as dripping:
+    with (
+        serving(RewardServer(Zero(), port=0, limits=Limits(read_s=0.5))) as server,
+        client(server) as dripping,
+    ):
         dripping.sendall(f"{SCORE}Content-Length: 999999\r\n\r\n".encode())
         with contextlib.suppress(OSError):
             while True:  # for ever, if the server let it
@@ -474,19 +574,26 @@ def test_a_body_that_drips_is_dropped():
 def test_bodies_that_are_held_have_a_bound_together():
     """Who finds no room is told to come back, and does."""
     limits = Limits(held_bytes=1000, gap_s=1.0)
-    with serving(RewardServer(Zero(), port=0, token=SECRET, limits=limits)) as server, client(server) as first:
+    with (
+        serving(RewardServer(Zero(), port=0, token=SECRET, limits=limits)) as server,
+        client(server) as first,
+    ):
         first.sendall(f"{ALLOWED}Content-Length: 2000\r\n\r\n".encode() + b" " * 990)
         while server.held_bytes < 990:
             time.sleep(0.01)
         with pytest.raises(NoAnswer, match="answered 503: .*busy") as busy:
-            request_json(f"{server.address}/score", dict, token=SECRET, timeout_s=5, body=json.loads(BODY))
+            request_json(
+                f"{server.address}/score", dict, token=SECRET, timeout_s=5, body=json.loads(BODY)
+            )
         assert busy.value.after_s == 1
         while server.held_bytes:
             time.sleep(0.01)
         asked(server)
 
 
-@pytest.mark.parametrize(("length", "status"), [("9" * 5000, 400), ("²", 400), ("-1", 400), ("", 400), ("9" * 18, 413)])
+@pytest.mark.parametrize(
+    ("length", "status"), [("9" * 5000, 400), ("²", 400), ("-1", 400), ("", 400), ("9" * 18, 413)]
+)
 def test_a_content_length_is_a_number_that_can_be_read(length, status):
     with serving(RewardServer(Zero(), port=0)) as server, client(server) as asking:
         asking.sendall(f"{SCORE}Content-Length: {length}\r\n\r\n".encode("latin-1"))
@@ -500,7 +607,10 @@ def test_a_blank_token_is_none():
         assert server.token is None
 
 
-@pytest.mark.parametrize("beginning", [b"", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.0 500 x\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])
+@pytest.mark.parametrize(
+    "beginning",
+    [b"", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.0 500 x\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"],
+)
 def test_an_endpoint_that_drips_is_left_in_time(beginning):
     """Each byte comes well within the socket's own time limit."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -531,7 +641,10 @@ def test_an_endpoint_that_drips_is_left_in_time(beginning):
     ("line", "message"),
     [
         ('{"kind": "train"', "line 2: is no JSON"),
-        ('{"kind": "train", "iteration": "../../x"}', "line 2: train.iteration: Input should be a valid integer"),
+        (
+            '{"kind": "train", "iteration": "../../x"}',
+            "line 2: train.iteration: Input should be a valid integer",
+        ),
         ("[" * 100_000, "line 2: is no JSON .recursion limit exceeded"),
     ],
 )
@@ -552,7 +665,10 @@ def test_a_log_cut_within_a_letter_is_gone_on_with(tmp_path):
     log.write_bytes(whole + '{"kind": "eval", "alarms": {"x": "é'.encode()[:-1])
     again = trainer(tmp_path, "trainer.iterations=5")
     assert again.resume() == [] and len(list(again.train())) == 2
-    assert log.read_bytes().startswith(whole) and len(Run(tmp_path).read_log()) == len(whole.splitlines()) + 2
+    assert (
+        log.read_bytes().startswith(whole)
+        and len(Run(tmp_path).read_log()) == len(whole.splitlines()) + 2
+    )
 
 
 def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(run):
@@ -579,9 +695,16 @@ def test_a_damaged_base_evaluation_is_named(run, damage):
     else:
         shutil.copy(newest(run) / "weights.safetensors", base)
     again = resumed(run)
-    with pytest.raises(UserError, match=r"baseline\.safetensors: (cannot be read|does not hold 3 pictures)"):
+    with pytest.raises(
+        UserError, match=r"baseline\.safetensors: (cannot be read|does not hold 3 pictures)"
+    ):
         again.finish()
 
 
 def test_nothing_in_a_card_ends_its_code_block():
-    assert _block("yaml", "a: '```'\n````").splitlines() == ["`````yaml", "a: '```'", "````", "`````"]
+    assert _block("yaml", "a: '```'\n````").splitlines() == [
+        "`````yaml",
+        "a: '```'",
+        "````",
+        "`````",
+    ]

@@ -1,4 +1,5 @@
-"""Adapter files as other trainers write them, and how far velocities with them are from diffusers' own.
+"""Adapter files as other trainers write them, and how far velocities with them are from diffusers'
+own.
 
 `python -m tests.support.adapters` prints the table of docs/coming_from.md.
 """
@@ -24,23 +25,36 @@ FORMATS = ("diffusers", "comfyui", "kohya", "ai-toolkit")
 ORIGINAL = ["Flux2KleinPipeline", "QwenImagePipeline", "ZImagePipeline", "WanPipeline"]
 READ = {
     "diffusers": [kind for kind in CLASSES if not SPECS[kind].pictured],
-    "comfyui": [*ORIGINAL, "FluxPipeline", "StableDiffusion3Pipeline", "ChromaPipeline", "Krea2Pipeline", "LTXPipeline"],
+    "comfyui": [
+        *ORIGINAL,
+        "FluxPipeline",
+        "StableDiffusion3Pipeline",
+        "ChromaPipeline",
+        "Krea2Pipeline",
+        "LTXPipeline",
+    ],
     "kohya": ORIGINAL,
     "ai-toolkit": ORIGINAL,
 }
-"""The classes whose tiny models diffusers reads in a format; its kohya converter of FLUX.1 and that of Lumina 2 have the widths
-of the real models."""
+"""The classes whose tiny models diffusers reads in a format; its kohya converter of FLUX.1 and that
+of Lumina 2 have the widths of the real models."""
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 24}
 
 
-def random_adapter(transformer, targets=("to_q", "to_k", "to_v", "to_out.0"), rank=3, seed="adapter", size=0.2):
+def random_adapter(
+    transformer, targets=("to_q", "to_k", "to_v", "to_out.0"), rank=3, seed="adapter", size=0.2
+):
     draw = generator_for(seed)
     shapes = {
         name: module.weight.shape
         for name, module in transformer.named_modules()
-        if isinstance(module, torch.nn.Linear) and f".{name}".endswith(tuple(f".{target}" for target in targets))
+        if isinstance(module, torch.nn.Linear)
+        and f".{name}".endswith(tuple(f".{target}" for target in targets))
     }
-    pairs = {m: (torch.randn(rank, i, generator=draw), torch.randn(o, rank, generator=draw)) for m, (o, i) in shapes.items()}
+    pairs = {
+        m: (torch.randn(rank, i, generator=draw), torch.randn(o, rank, generator=draw))
+        for m, (o, i) in shapes.items()
+    }
     return Adapter({module: (down, size * up) for module, (down, up) in pairs.items()})
 
 
@@ -88,11 +102,13 @@ def fused(pipeline, file):
 
 
 def differences(kind, format, folder):
-    """Of velocities, relative to what the adapter changes: ours and diffusers' with the file that we write, and with the file
-    that we read."""
+    """Of velocities, relative to what the adapter changes: ours and diffusers' with the file that
+    we write, and with the file that we read."""
     pipeline = tiny_pipeline(kind)
     adapter = random_adapter(pipeline.transformer, targets_of(kind))
-    file = write(adapter, Path(folder) / f"{kind}-{format}.safetensors", format, pipeline.transformer)
+    file = write(
+        adapter, Path(folder) / f"{kind}-{format}.safetensors", format, pipeline.transformer
+    )
     ends = endings(adapter.layers, [name for name, _ in pipeline.transformer.named_modules()])
     untrained = velocity(policy_of(kind, copy.deepcopy(pipeline)))
     theirs = velocity(policy_of(kind, fused(copy.deepcopy(pipeline), file)))
@@ -100,10 +116,18 @@ def differences(kind, format, folder):
     continued = policy_of(kind, copy.deepcopy(pipeline), "lora", adapter=str(file), **options)
     read = velocity(continued)
     continued.save(Path(folder) / f"{kind}-{format}")
-    written = velocity(policy_of(kind, fused(pipeline, Path(folder) / f"{kind}-{format}/pytorch_lora_weights.safetensors")))
+    written = velocity(
+        policy_of(
+            kind,
+            fused(pipeline, Path(folder) / f"{kind}-{format}/pytorch_lora_weights.safetensors"),
+        )
+    )
     change = (theirs - untrained).abs().max()
     assert change > 1e-3
-    return [float((one - other).abs().max() / change) for one, other in ((theirs, read), (theirs, written))]
+    return [
+        float((one - other).abs().max() / change)
+        for one, other in ((theirs, read), (theirs, written))
+    ]
 
 
 def arguments():

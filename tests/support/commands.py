@@ -30,7 +30,13 @@ def write_tiny(folder, flux_directory):
     """Writes a config for that run, and its prompts; returns its path."""
     (folder / "prompts.txt").write_text("a red circle\ntwo blue squares\n")
     prompts = str(folder / "prompts.txt")
-    policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
+    policy = {
+        "path": str(flux_directory),
+        "height": 32,
+        "width": 32,
+        "max_sequence_length": 12,
+        "lora_rank": 2,
+    }
     data = {**TINY, "policy": policy, "prompts": {"train": prompts}}
     data["evaluation"] = {**TINY["evaluation"], "prompts": prompts}
     path = folder / "tiny.yaml"
@@ -54,7 +60,8 @@ def done(capsys, *arguments):
 
 
 def refused(capsys, *arguments):
-    """The message, in one line, of one command that is wrong input: exit code 2 and no traceback."""
+    """The message, in one line, of one command that is wrong input: exit code 2 and no
+    traceback."""
     code, _, err = g2rpo(capsys, *arguments)
     assert code == 2 and "Traceback" not in err, err
     return " ".join(err.split())
@@ -62,7 +69,8 @@ def refused(capsys, *arguments):
 
 @contextmanager
 def small_files(size):
-    """While entered, no file of this process may grow beyond `size` bytes: a write fails as on a full disk."""
+    """While entered, no file of this process may grow beyond `size` bytes: a write fails as on a
+    full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

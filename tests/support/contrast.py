@@ -20,5 +20,6 @@ FAINT_TEXT = """() => {
   }
   return found;
 }"""
-"""A function for the browser: the visible texts that stand out too little (WCAG 2.2, 1.4.3) from the nearest backgrounds behind
-them, with their contrast. Opacity counts; large text needs 3, other text 4.5."""
+"""A function for the browser: the visible texts that stand out too little (WCAG 2.2, 1.4.3) from
+the nearest backgrounds behind them, with their contrast. Opacity counts; large text needs 3, other
+text 4.5."""

@@ -6,7 +6,8 @@ from g2rpo.core.data import Prompt
 
 
 def edits(folder, **greys):
-    """A prompt "make it NAME" for each name, with input pictures of these greys, in [0, 1], of different sizes."""
+    """A prompt "make it NAME" for each name, with input pictures of these greys, in [0, 1], of
+    different sizes."""
     prompts = []
     for name, values in greys.items():
         paths = [folder / f"{name}{place}.png" for place in range(len(values))]

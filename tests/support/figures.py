@@ -8,8 +8,12 @@ from pathlib import Path
 
 from tests.support.pages import ROOT, prose
 
-CITED = re.compile(r"`(?:[A-Z_]+=\S+ )*(pytest|python -m pytest|python -m(?= (?:benchmarks|tools|tests)\.)) ([^`]+)`")
-WRITTEN = re.compile(r"(?<![\w.^/-])[-+−]?(\d[\d,]*(?:\.\d+)?|\.\d+)(e[-−]?\d+)?(?![\w-]|\.\d)( ?%)?")
+CITED = re.compile(
+    r"`(?:[A-Z_]+=\S+ )*(pytest|python -m pytest|python -m(?= (?:benchmarks|tools|tests)\.)) ([^`]+)`"
+)
+WRITTEN = re.compile(
+    r"(?<![\w.^/-])[-+−]?(\d[\d,]*(?:\.\d+)?|\.\d+)(e[-−]?\d+)?(?![\w-]|\.\d)( ?%)?"
+)
 NOT_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|\d{4}-\d\d(-\d\d)?|^\d+\. ")
 IN_SOURCE = re.compile(r"(?<![A-Za-z_])(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 RESULTS = ROOT / "benchmarks/results"
@@ -27,7 +31,9 @@ class Figure:
         """Does one of them round to it? A share may be .91 here and 91 % there."""
         other = 0.01 if "%" in self.text else 100 if self.value < 1 else 1
         forms = [(self.value * scale, self.unit * scale) for scale in (1, other)]
-        return any(abs(number - value) <= 0.501 * unit for number in numbers for value, unit in forms)
+        return any(
+            abs(number - value) <= 0.501 * unit for number in numbers for value, unit in forms
+        )
 
 
 def sentences(page: Path) -> Iterator[tuple[str, str]]:
@@ -47,7 +53,9 @@ def figures(sentence: str) -> Iterator[Figure]:
     for found in WRITTEN.finditer(NOT_PROSE.sub(" ", sentence)):
         digits, power = found[1].replace(",", ""), (found[2] or "e0").replace("−", "-")
         decimals = len(digits.partition(".")[2])
-        yield Figure(found[0].strip(" ,"), float(digits + power), float(f"1{power}") * 10.0**-decimals)
+        yield Figure(
+            found[0].strip(" ,"), float(digits + power), float(f"1{power}") * 10.0**-decimals
+        )
 
 
 def numbers(text: str) -> set[float]:
@@ -58,34 +66,57 @@ def numbers(text: str) -> set[float]:
 
 
 def cited(sentence: str, paragraph: str, page: Path) -> set[float]:
-    """The numbers in the source of the cited tests; of scripts, also in their arguments and committed results."""
+    """The numbers in the source of the cited tests; of scripts, also in their arguments and
+    committed results."""
     texts = []
     for program, given in CITED.findall(sentence):
         words = given.split()
-        texts += [source_of(words)] if "pytest" in program else [given, *results_of(words[0], paragraph, page)]
+        texts += (
+            [source_of(words)]
+            if "pytest" in program
+            else [given, *results_of(words[0], paragraph, page)]
+        )
     return numbers("\n".join(texts))
 
 
 def source_of(words: list[str]) -> str:
-    """Of the tests that `pytest FILES -k NAME` chooses, with their parameters; whole files without -k."""
-    sources = [(ROOT / word).read_text(encoding="utf-8") for word in words if word.startswith("tests/")]
+    """Of the tests that `pytest FILES -k NAME` chooses, with their parameters; whole files without
+    -k."""
+    sources = [
+        (ROOT / word).read_text(encoding="utf-8") for word in words if word.startswith("tests/")
+    ]
     if "-k" not in words:
         return "\n".join(sources)
     name, chosen = words[words.index("-k") + 1], []
     for source in sources:
         for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and name in node.name:
+            if (
+                isinstance(node, ast.FunctionDef)
+                and node.name.startswith("test_")
+                and name in node.name
+            ):
                 parts = [*node.decorator_list, node]
                 chosen += [ast.get_source_segment(source, part) or "" for part in parts]
     return "\n".join(chosen)
 
 
 def results_of(module: str, paragraph: str, page: Path) -> list[str]:
-    """A script, and the result files that its paragraph links, that it names, or that have its name."""
+    """A script, and the result files that its paragraph links, that it names, or that have its
+    name."""
     script = ROOT / f"{module.replace('.', '/')}.py"
     source = script.read_text(encoding="utf-8")
-    linked = [(page.parent / target).resolve() for target in re.findall(r"\]\(([^)#]+\.json|[^)#]+\.md)\b", paragraph)]
+    linked = [
+        (page.parent / target).resolve()
+        for target in re.findall(r"\]\(([^)#]+\.json|[^)#]+\.md)\b", paragraph)
+    ]
     files = {file for file in linked if file.parent == RESULTS}
     files |= {RESULTS / name for name in re.findall(r"[\w-]+\.(?:json|md)\b", source)}
     files |= {RESULTS / f"{script.stem}{ending}" for ending in (".json", ".md")}
-    return [source, *(file.read_text(encoding="utf-8") for file in sorted(files) if file.is_file() and file != page)]
+    return [
+        source,
+        *(
+            file.read_text(encoding="utf-8")
+            for file in sorted(files)
+            if file.is_file() and file != page
+        ),
+    ]

@@ -1,4 +1,5 @@
-"""Inputs that are nearly right: what people, disks and attackers make of a recipe, an override, a file or an answer."""
+"""Inputs that are nearly right: what people, disks and attackers make of a recipe, an override, a
+file or an answer."""
 
 from hypothesis import strategies as st
 
@@ -70,7 +71,19 @@ def _keys(data, prefix=""):
 
 
 KEYS = sorted({key for config in CONFIGS for key in _keys(config.model_dump(mode="json"))})
-KNOWN = (*ALGORITHMS, "auto", "full", "cosine", "testbed", "testbed:train", "bfloat16", "scene_accuracy", "[1,2]", "[0]", "3")
+KNOWN = (
+    *ALGORITHMS,
+    "auto",
+    "full",
+    "cosine",
+    "testbed",
+    "testbed:train",
+    "bfloat16",
+    "scene_accuracy",
+    "[1,2]",
+    "[0]",
+    "3",
+)
 
 numbers = st.integers(-3, 40).map(str) | st.integers().map(str) | st.floats().map(repr)
 values = st.sampled_from(SNIPPETS) | st.sampled_from(KNOWN) | numbers | st.text(max_size=20)
@@ -86,11 +99,23 @@ def mutated(draw, text, pieces=PIECES, most=3):
         start = draw(st.integers(0, len(text)))
         stop = min(len(text), start + draw(st.integers(0, 12)))
         how = draw(st.sampled_from(["cut", "insert", "replace", "double", "end"]))
-        new = draw(pieces) if how in ("insert", "replace") else text[start:stop] * 2 if how == "double" else text[:0]
-        text = text[:start] + new + (text[:0] if how == "end" else text[start if how == "insert" else stop :])
+        new = (
+            draw(pieces)
+            if how in ("insert", "replace")
+            else text[start:stop] * 2
+            if how == "double"
+            else text[:0]
+        )
+        text = (
+            text[:start]
+            + new
+            + (text[:0] if how == "end" else text[start if how == "insert" else stop :])
+        )
     return text
 
 
-keys = st.sampled_from(KEYS) | st.sampled_from(KEYS).flatmap(lambda key: mutated(key, st.text(max_size=3), most=2))
+keys = st.sampled_from(KEYS) | st.sampled_from(KEYS).flatmap(
+    lambda key: mutated(key, st.text(max_size=3), most=2)
+)
 overrides = st.lists(st.builds("{}={}".format, keys, values) | st.text(max_size=30), max_size=4)
 recipe_texts = st.sampled_from(recipes.names()).flatmap(lambda name: mutated(recipes.text(name)))

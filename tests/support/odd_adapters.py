@@ -1,4 +1,5 @@
-"""Adapters that are nearly right: what trainers, conversions and damage make of names, shapes, numbers and configs."""
+"""Adapters that are nearly right: what trainers, conversions and damage make of names, shapes,
+numbers and configs."""
 
 import json
 
@@ -31,37 +32,94 @@ SOUND = [
     (".lora_A.default.weight", ".lora_B.default.weight"),
     (".lora_A", ".lora_B"),
 ]
-OTHERS = [("_lora1.down.weight", "_lora1.up.weight"), (".lokr_w1", ".lokr_w2"), (".diff", ".diff_b"), (".weight", ".bias")]
+OTHERS = [
+    ("_lora1.down.weight", "_lora1.up.weight"),
+    (".lokr_w1", ".lokr_w2"),
+    (".diff", ".diff_b"),
+    (".weight", ".bias"),
+]
 ENDS = st.sampled_from(4 * SOUND + OTHERS)
-NUMBERS = st.sampled_from([1.0, 0.0, -1.0, 6.0, 1e-45, 1e-30, 1e30, 3e38, float("nan"), float("inf")])
+NUMBERS = st.sampled_from(
+    [1.0, 0.0, -1.0, 6.0, 1e-45, 1e-30, 1e30, 3e38, float("nan"), float("inf")]
+)
 DTYPES = st.sampled_from(
     [torch.float32] * 8
-    + [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.int64]
+    + [
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.int8,
+        torch.bool,
+        torch.int64,
+    ]
 )
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
-VALUES = st.none() | st.booleans() | NUMBERS | st.integers(-3, 10**30) | st.text(max_size=5) | st.just([]) | st.just({"x": 1})
+VALUES = (
+    st.none()
+    | st.booleans()
+    | NUMBERS
+    | st.integers(-3, 10**30)
+    | st.text(max_size=5)
+    | st.just([])
+    | st.just({"x": 1})
+)
 SETTINGS = st.dictionaries(
     st.sampled_from(
-        ["r", "lora_alpha", "use_rslora", "init_lora_weights", "rank_pattern", "bias", "peft_type", "new", "", "task_type"]
+        [
+            "r",
+            "lora_alpha",
+            "use_rslora",
+            "init_lora_weights",
+            "rank_pattern",
+            "bias",
+            "peft_type",
+            "new",
+            "",
+            "task_type",
+        ]
     ),
     VALUES,
     max_size=3,
 )
 TEXTS = st.dictionaries(
-    st.sampled_from([CONFIG, "g2rpo.lora_alpha", "g2rpo.lora_above", "ss_network_dim", "format", ""]),
-    st.sampled_from(["", "0", "3", "nan", "-1", "1e300", "{}", "[]", "{", '{"transformer.r": 3}', "null", "0.5", "\u2028"]),
+    st.sampled_from(
+        [CONFIG, "g2rpo.lora_alpha", "g2rpo.lora_above", "ss_network_dim", "format", ""]
+    ),
+    st.sampled_from(
+        [
+            "",
+            "0",
+            "3",
+            "nan",
+            "-1",
+            "1e300",
+            "{}",
+            "[]",
+            "{",
+            '{"transformer.r": 3}',
+            "null",
+            "0.5",
+            "\u2028",
+        ]
+    ),
     max_size=3,
 )
 
 
 @st.composite
 def odd(draw, folder, adapter):
-    """Writes an adapter with a few things changed; returns the file, beside which a config of peft may be."""
+    """Writes an adapter with a few things changed; returns the file, beside which a config of peft
+    may be."""
     file = folder / "odd.safetensors"
     prefix, ends, mixed = draw(PREFIXES), draw(ENDS), draw(st.integers(0, 9)) == 0
     tensors = {}
     for module, pair in adapter.layers.items():
-        name = module.replace(".", "_") if draw(st.integers(0, 30)) == 0 or prefix.endswith("_") else module
+        name = (
+            module.replace(".", "_")
+            if draw(st.integers(0, 30)) == 0 or prefix.endswith("_")
+            else module
+        )
         for end, value in zip(draw(ENDS) if mixed else ends, pair, strict=True):
             tensors[f"{prefix}{name}{end}"] = value
         if draw(st.integers(0, 9)) == 0:
@@ -79,12 +137,21 @@ def odd(draw, folder, adapter):
         elif how in ("rename", "copy"):
             if how == "copy":
                 tensors[name] = value
-            name += draw(st.sampled_from([".x", "999999", ".lora_A.weight", ".alpha", "\u2028", "." * 50]))
+            name += draw(
+                st.sampled_from([".x", "999999", ".lora_A.weight", ".alpha", "\u2028", "." * 50])
+            )
         if how != "drop":
             tensors[name] = value
-    save_file({name: value.clone().contiguous() for name, value in tensors.items()}, file, draw(TEXTS))
+    save_file(
+        {name: value.clone().contiguous() for name, value in tensors.items()}, file, draw(TEXTS)
+    )
     beside = folder / "adapter_config.json"
     beside.unlink(missing_ok=True)
     if draw(st.booleans()):
-        beside.write_text(draw(st.just("{") | st.builds(lambda more: json.dumps({"r": 3, "lora_alpha": 6, **more}), SETTINGS)))
+        beside.write_text(
+            draw(
+                st.just("{")
+                | st.builds(lambda more: json.dumps({"r": 3, "lora_alpha": 6, **more}), SETTINGS)
+            )
+        )
     return file

@@ -1,4 +1,5 @@
-"""Algorithms as a user writes them: a built-in one with another of its class attributes or methods."""
+"""Algorithms as a user writes them: a built-in one with another of its class attributes or
+methods."""
 
 from g2rpo.algorithms.flow_grpo import FlowGRPO, TempFlowGRPO
 

@@ -1,6 +1,8 @@
-"""README.md and docs/*.md as tests read them: blocks of code, commands as a shell understands them, and what a command means.
+"""README.md and docs/*.md as tests read them: blocks of code, commands as a shell understands them,
+and what a command means.
 
-An HTML comment on the line before a block says what a test does with it beyond the usual (readers do not see it):
+An HTML comment on the line before a block says what a test does with it beyond the usual (readers
+do not see it):
 
     <!-- run -->                    bash: the commands that take seconds run on the testbed, at the smallest size
     <!-- run by tests/FILE.py -->   python: that test runs the block
@@ -34,14 +36,27 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "benchmarks/results").glob("*.md")),
 ]
-FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-PROGRAMS = ("g2rpo", "python", "python3", "torchrun", "pytest", "make", "pip", "uv", "tensorboard", "hf")
+FENCE = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+PROGRAMS = (
+    "g2rpo",
+    "python",
+    "python3",
+    "torchrun",
+    "pytest",
+    "make",
+    "pip",
+    "uv",
+    "tensorboard",
+    "hf",
+)
 BEGINS = re.compile(rf"^(?:time )?(?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS)}) ")
 PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|\.\.\.|…")
 SEPARATORS = ("\x1f", "\x1e")
-STUB = (  # writes once, so that programs that run beside each other do not write into each other's call
-    '#!/bin/sh\ncall=$(printf "%s\\037" "${0##*/}" "$@"; printf "\\036")\nprintf %s "$call" >> "$CALLS"\n'
-)
+# writes once, so that programs that run beside each other do not write into each other's call
+STUB = '#!/bin/sh\ncall=$(printf "%s\\037" "${0##*/}" "$@"; printf "\\036")\nprintf %s "$call" >> "$CALLS"\n'
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,10 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    return [Block(found["mark"] or "", found["language"], found["code"]) for found in FENCE.finditer(text)]
+    return [
+        Block(found["mark"] or "", found["language"], found["code"])
+        for found in FENCE.finditer(text)
+    ]
 
 
 def prose(text: str) -> str:
@@ -67,11 +85,16 @@ def inline(text: str) -> list[str]:
 def inline_commands(text: str) -> list[str]:
     """Code spans that are whole commands, without placeholders such as RECIPE."""
     commands = [span for span in inline(text) if BEGINS.match(span)]
-    return [command for command in commands if not PLACEHOLDER.search(re.sub(r"^(?:[A-Z_]+=\S+ )+", "", command))]
+    return [
+        command
+        for command in commands
+        if not PLACEHOLDER.search(re.sub(r"^(?:[A-Z_]+=\S+ )+", "", command))
+    ]
 
 
 def calls(script: str, folder: Path) -> list[list[str]]:
-    """The programs that a script starts, with their arguments, found by running it in bash with stand-ins for all of them.
+    """The programs that a script starts, with their arguments, found by running it in bash with
+    stand-ins for all of them.
 
     A program without a stand-in fails: no documented script can touch this machine.
     """
@@ -89,7 +112,14 @@ def calls(script: str, folder: Path) -> list[list[str]]:
         (tools / real).symlink_to(f"/bin/{real}" if real == "bash" else "/usr/bin/head")
     environment_of_make(folder, tools)
     environment = {"PATH": str(tools), "CALLS": str(record), "TIMEFORMAT": ""}
-    done = subprocess.run(["/bin/bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["/bin/bash", "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert not done.stderr, done.stderr
     unit, end = SEPARATORS
     return [call.split(unit)[:-1] for call in record.read_text().split(end)[:-1]]
@@ -114,7 +144,10 @@ def check(call: list[str], monkeypatch) -> None:
         case "torchrun", _:
             options = get_args_parser().parse_args(arguments)
             assert options.module
-            check(["python", "-m", options.training_script, *options.training_script_args], monkeypatch)
+            check(
+                ["python", "-m", options.training_script, *options.training_script_args],
+                monkeypatch,
+            )
         case "python", ["-m", "g2rpo", *rest]:
             check_g2rpo(rest)
         case "python", ["-m", "pytest", *rest]:
@@ -129,15 +162,25 @@ def check(call: list[str], monkeypatch) -> None:
         case "pytest", _:
             check_pytest(arguments)
         case "make", targets:
-            assert {f"{target}:" for target in targets} <= {line.split(" ")[0].strip() for line in (ROOT / "Makefile").open()}
+            assert {f"{target}:" for target in targets} <= {
+                line.split(" ")[0].strip() for line in (ROOT / "Makefile").open()
+            }
         case ("python3", ["-m", "venv", ".venv"]) | ("uv", ["venv"]):
             pass
         case "uv", ["pip", *rest]:
             check(["pip", *rest], monkeypatch)
         case "pip", ["install", *packages]:
-            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-            assert {one for found in re.findall(r"\[(.+?)\]", " ".join(packages)) for one in found.split(",")} <= extras.keys()
-            assert "g2rpo" not in " ".join(packages), "nothing of this name is on PyPI: install the clone"
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+                "optional-dependencies"
+            ]
+            assert {
+                one
+                for found in re.findall(r"\[(.+?)\]", " ".join(packages))
+                for one in found.split(",")
+            } <= extras.keys()
+            assert "g2rpo" not in " ".join(packages), (
+                "nothing of this name is on PyPI: install the clone"
+            )
         case ("tensorboard", ["--logdir", _]) | ("hf", ["download" | "auth", *_]):
             pass
         case _:
@@ -145,7 +188,8 @@ def check(call: list[str], monkeypatch) -> None:
 
 
 def check_g2rpo(arguments: list[str]) -> None:
-    """Parses a command as the command line does, and resolves the config, cells or rewards that it names."""
+    """Parses a command as the command line does, and resolves the config, cells or rewards that it
+    names."""
     if arguments == ["--version"]:
         return
     group = typer.main.get_command(app)
@@ -164,18 +208,28 @@ def check_g2rpo(arguments: list[str]) -> None:
         cells = compare_arguments.parse_cells(given["algorithms"], given["cell"] or [])
         compare_arguments.parse_budget(given["budget"])
         for own in cells.values():
-            check_config(given["recipe"], [*overrides, *(word for word in own if not word.startswith("budget="))])
+            check_config(
+                given["recipe"],
+                [*overrides, *(word for word in own if not word.startswith("budget="))],
+            )
         evaluate.step_counts(given["steps"] or "10")
     elif name == "evaluate":
-        settings = evaluate.model_settings(given["model"], given["size"], given["guidance"]) if given["model"] else {}
+        settings = (
+            evaluate.model_settings(given["model"], given["size"], given["guidance"])
+            if given["model"]
+            else {}
+        )
         settings = settings or evaluate.config_settings(load_config("scenes", []))
         named = {
             "prompts": given["prompts"],
             "rewards": evaluate.named_rewards(given["rewards"]) if given["rewards"] else None,
             "steps": evaluate.step_counts(given["steps"]) if given["steps"] else None,
         }
-        keys = [word for word in overrides if "=" in word or word != overrides[0]]  # the first may be a run
-        resolve_as(JudgingConfig, settings | {key: value for key, value in named.items() if value}, keys)
+        # the first may be a run
+        keys = [word for word in overrides if "=" in word or word != overrides[0]]
+        resolve_as(
+            JudgingConfig, settings | {key: value for key, value in named.items() if value}, keys
+        )
     elif name == "serve-reward":
         options = parse_options(given["options"] or [])
         check_rewards({given["kind"]: RewardConfig(kind=given["kind"], options=options)})
@@ -184,7 +238,8 @@ def check_g2rpo(arguments: list[str]) -> None:
 
 
 def check_config(recipe: str, overrides: list[str]) -> None:
-    """Resolves a config; one that only a reader has, such as runs/mine/config.yaml, stands for the testbed's recipe."""
+    """Resolves a config; one that only a reader has, such as runs/mine/config.yaml, stands for the
+    testbed's recipe."""
     own = ("policy.adapter=", "policy.assistant=")  # files of the reader's, which are read at once
     overrides = [override for override in overrides if not override.startswith(own)]
     config = load_config("scenes" if recipe.endswith(".yaml") else recipe, overrides)
@@ -208,4 +263,6 @@ def check_pytest(arguments: list[str]) -> None:
     assert files, arguments
     if "-k" in arguments:
         word = arguments[arguments.index("-k") + 1]
-        assert re.search(rf"^def test_\w*{word}", text, re.MULTILINE), f"no test_*{word}* in {files}"
+        assert re.search(rf"^def test_\w*{word}", text, re.MULTILINE), (
+            f"no test_*{word}* in {files}"
+        )

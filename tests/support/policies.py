@@ -12,7 +12,9 @@ from g2rpo.policies.pipelines import read_pipeline
 def make(kind, pipeline, *, tuning="lora", device="cpu", keep_base=True, sharding=None, **options):
     """A policy of class `kind`; `options` are those of a config."""
     config = PolicyConfig(path="", tuning="full" if tuning == "full" else "lora", **options)
-    return kind(pipeline, config, tuning=tuning, device=device, keep_base=keep_base, sharding=sharding)
+    return kind(
+        pipeline, config, tuning=tuning, device=device, keep_base=keep_base, sharding=sharding
+    )
 
 
 def load(folder, *, dtype=torch.float32, tuning="lora", **options):

@@ -1,4 +1,5 @@
-"""`g2rpo` commands as processes that are forked from one with torch loaded: a tenth of a second instead of seven."""
+"""`g2rpo` commands as processes that are forked from one with torch loaded: a tenth of a second
+instead of seven."""
 
 import os
 import signal
@@ -40,7 +41,8 @@ class Forked:
 
 
 def _command(arguments, logs, environment):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored
+    # a suite in the background has it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, log in enumerate(logs, start=1):
         with open(log, "ab") as file:
             os.dup2(file.fileno(), stream)

@@ -1,4 +1,5 @@
-"""Several ranks in a test: processes forked from a clean one that has torch loaded, so a rank starts in a moment."""
+"""Several ranks in a test: processes forked from a clean one that has torch loaded, so a rank
+starts in a moment."""
 
 import json
 import multiprocessing
@@ -29,13 +30,16 @@ CONTEXT.set_forkserver_preload(list(SLOW_IMPORTS))
 
 
 def start(size, work, folder: Path, *arguments, timeout_s=60.0, device="cpu", prepare=None):
-    """`size` processes, each running work(world, folder, *arguments); what it returns or dies of goes to folder/RANK.json.
+    """`size` processes, each running work(world, folder, *arguments); what it returns or dies of
+    goes to folder/RANK.json.
 
     `prepare()` is called first in each, where the ranks' `device` needs it.
     """
     port = free_port()
     ranks = [
-        CONTEXT.Process(target=_rank, args=(i, size, port, timeout_s, device, prepare, work, folder, arguments))
+        CONTEXT.Process(
+            target=_rank, args=(i, size, port, timeout_s, device, prepare, work, folder, arguments)
+        )
         for i in range(size)
     ]
     for each in ranks:
@@ -44,7 +48,8 @@ def start(size, work, folder: Path, *arguments, timeout_s=60.0, device="cpu", pr
 
 
 def finish(ranks, folder: Path, patience_s=120.0):
-    """What each rank left, in order: {"answer": ...}, {"error": ...}, or {} where it was killed. None may outlast patience."""
+    """What each rank left, in order: {"answer": ...}, {"error": ...}, or {} where it was killed.
+    None may outlast patience."""
     ends = time.monotonic() + patience_s
     for each in ranks:
         each.join(max(0.0, ends - time.monotonic()))
@@ -74,5 +79,9 @@ def _rank(rank, size, port, timeout_s, device, prepare, work, folder, arguments)
         with joined(device, timeout_s) as world:
             left = {"answer": work(world, folder, *arguments)}
     except BaseException as error:
-        left = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "at": time.monotonic()}
+        left = {
+            "error": f"{type(error).__name__}: {error}",
+            "trace": traceback.format_exc(),
+            "at": time.monotonic(),
+        }
     (folder / f"{rank}.json").write_text(json.dumps(left))

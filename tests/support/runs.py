@@ -1,4 +1,5 @@
-"""A whole run on the Gaussian policy: seconds instead of minutes, every line of the trainer the same."""
+"""A whole run on the Gaussian policy: seconds instead of minutes, every line of the trainer the
+same."""
 
 from pathlib import Path
 
@@ -34,7 +35,8 @@ PROMPTS = ["0", "0.1", "0.2", "-0.1", "-0.2"]
 
 
 class Clips(GaussianPolicy):
-    """A policy whose pictures have a time axis: frames, each brighter than the one before, that last `seconds`."""
+    """A policy whose pictures have a time axis: frames, each brighter than the one before, that
+    last `seconds`."""
 
     seconds = 1.5
 
@@ -48,7 +50,8 @@ class Clips(GaussianPolicy):
 
 
 class Editing(GaussianPolicy):
-    """Its pictures are as bright as the input picture of the prompt: from black, sigmoid(-2), to white, sigmoid(2)."""
+    """Its pictures are as bright as the input picture of the prompt: from black, sigmoid(-2), to
+    white, sigmoid(2)."""
 
     input_pictures = (1, 1)
 
@@ -84,7 +87,9 @@ def darkness(images, prompts):
 
 def fits(name: str) -> list[str]:
     """Overrides with which an algorithm's defaults fit a few steps."""
-    return ["algorithm.branch_steps=[0,2]", "algorithm.merged_steps=[1,2]"] if name == "e_grpo" else []
+    return (
+        ["algorithm.branch_steps=[0,2]", "algorithm.merged_steps=[1,2]"] if name == "e_grpo" else []
+    )
 
 
 def config(*overrides: str) -> Config:
@@ -92,7 +97,14 @@ def config(*overrides: str) -> Config:
 
 
 def trainer(
-    run_dir: Path | None, *overrides: str, policy=None, rewards=None, prompts=PROMPTS, world=ALONE, sharding=None, **more
+    run_dir: Path | None,
+    *overrides: str,
+    policy=None,
+    rewards=None,
+    prompts=PROMPTS,
+    world=ALONE,
+    sharding=None,
+    **more,
 ) -> Trainer:
     return Trainer(
         config=config(*overrides),
@@ -122,7 +134,8 @@ def resumed(*arguments, **options) -> Trainer:
 
 
 def fallen_back(run_dir: Path, *overrides: str) -> tuple[Trainer, str]:
-    """`resumed` at iteration 2, because the newer checkpoint is of no use; and what is said about that."""
+    """`resumed` at iteration 2, because the newer checkpoint is of no use; and what is said about
+    that."""
     t = trainer(run_dir, *overrides)
     (complaint,) = t.resume()
     assert t.iteration == 2
@@ -163,7 +176,8 @@ def mean(t: Trainer) -> Tensor:
 
 
 def cut(t: Trainer, kind: str, iteration: int) -> None:
-    """Trains until the row of `kind` after `iteration` has come, and no further, as if the process were killed then."""
+    """Trains until the row of `kind` after `iteration` has come, and no further, as if the process
+    were killed then."""
     for row in t.train():
         if (row["kind"], row["iteration"]) == (kind, iteration):
             return
@@ -177,7 +191,10 @@ def finished(t: Trainer) -> Trainer:
 
 def untimed(rows) -> list[dict]:
     """Rows of a log without what differs from one run to the next."""
-    return [{key: value for key, value in row.items() if not key.startswith(("seconds", "memory"))} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("seconds", "memory"))}
+        for row in rows
+    ]
 
 
 def log(run_dir: Path) -> list[dict]:

@@ -22,7 +22,8 @@ def serving(server):
 
 @contextmanager
 def endpoint_that(answer, port=0):
-    """The address of a server, and the requests' bodies: it answers each by `answer(handler, number of the request)`."""
+    """The address of a server, and the requests' bodies: it answers each by `answer(handler, number
+    of the request)`."""
     bodies = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -19,15 +19,37 @@ from transformers import (
     T5EncoderModel,
 )
 
-BLOCKS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
+BLOCKS = {
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+}
 """Of transformers like FLUX."""
-WORDS = ["<pad>", "<bos>", "</s>", "<unk>", "a", "red", "blue", "circle", "square", "left", "of", "two"]
+WORDS = [
+    "<pad>",
+    "<bos>",
+    "</s>",
+    "<unk>",
+    "a",
+    "red",
+    "blue",
+    "circle",
+    "square",
+    "left",
+    "of",
+    "two",
+]
 
 
 def tokenizer(length):
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    inner = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    inner.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 2)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token="<pad>",
@@ -70,7 +92,9 @@ def clip_config(width, layers=1):
 
 
 def tiny_t5(width):
-    return T5EncoderModel(T5Config(vocab_size=len(WORDS), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
+    return T5EncoderModel(
+        T5Config(vocab_size=len(WORDS), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    )
 
 
 def flux_pipeline(seed=0, guidance_embeds=True):
@@ -84,7 +108,8 @@ def flux_pipeline(seed=0, guidance_embeds=True):
         guidance_embeds=guidance_embeds,
         axes_dims_rope=(4, 6, 6),
     )
-    torch.nn.init.normal_(transformer.proj_out.weight, std=0.3)  # diffusers starts it at zero: no velocity at all
+    # diffusers starts it at zero: no velocity at all
+    torch.nn.init.normal_(transformer.proj_out.weight, std=0.3)
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
         vae=tiny_vae(),
@@ -102,7 +127,8 @@ def save_flux(directory, **options):
 
 
 def sd3_pipeline(seed=0, t5=True):
-    """A random SD3.5 of 0.1 M parameters for 32x32 pictures: dual attention and RMS norms, with or without T5."""
+    """A random SD3.5 of 0.1 M parameters for 32x32 pictures: dual attention and RMS norms, with or
+    without T5."""
     torch.manual_seed(seed)
     transformer = SD3Transformer2DModel(
         sample_size=16,
@@ -119,7 +145,8 @@ def sd3_pipeline(seed=0, t5=True):
         dual_attention_layers=(0,),
         qk_norm="rms_norm",
     )
-    torch.nn.init.normal_(transformer.context_embedder.weight, std=0.5)  # random text encoders say little: turn them up
+    # random text encoders say little: turn them up
+    torch.nn.init.normal_(transformer.context_embedder.weight, std=0.5)
     return StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
         vae=tiny_vae(),

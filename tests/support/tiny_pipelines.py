@@ -1,4 +1,5 @@
-"""Tiny random pipelines of every class that `policies.catalogue` describes, with real tiny text encoders and tokenizers."""
+"""Tiny random pipelines of every class that `policies.catalogue` describes, with real tiny text
+encoders and tokenizers."""
 
 import numpy as np
 import torch
@@ -75,7 +76,16 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextMod
 
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
-from tests.support.tiny import BLOCKS, WORDS, clip_config, flux_pipeline, sd3_pipeline, tiny_t5, tiny_vae, tokenizer
+from tests.support.tiny import (
+    BLOCKS,
+    WORDS,
+    clip_config,
+    flux_pipeline,
+    sd3_pipeline,
+    tiny_t5,
+    tiny_vae,
+    tokenizer,
+)
 
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}</s>"
 
@@ -98,15 +108,25 @@ def chat_tokenizer(length=512):
 
 def qwen3(width, layers, causal=True):
     shape = {**LANGUAGE, "hidden_size": width, "head_dim": width // 2, "num_hidden_layers": layers}
-    return (Qwen3ForCausalLM if causal else Qwen3Model)(Qwen3Config(**shape, max_position_embeddings=512))
+    return (Qwen3ForCausalLM if causal else Qwen3Model)(
+        Qwen3Config(**shape, max_position_embeddings=512)
+    )
 
 
 def qwen_vl(width, words: int = len(WORDS), image=3, vision_start=3):
     rope = {"mrope_section": [1, 1, width // 4 - 2], "rope_type": "default", "rope_theta": 1e6}
-    text = {**LANGUAGE, "vocab_size": words, "hidden_size": width, "max_position_embeddings": 512, "rope_parameters": rope}
+    text = {
+        **LANGUAGE,
+        "vocab_size": words,
+        "hidden_size": width,
+        "max_position_embeddings": 512,
+        "rope_parameters": rope,
+    }
     vision = {**VISION, "out_hidden_size": width, "patch_size": 14}
     special = {"image_token_id": image, "vision_start_token_id": vision_start}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special))
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
+    )
 
 
 def qwen_vae(mean=0.1, std=0.8):
@@ -123,7 +143,12 @@ def qwen_vae(mean=0.1, std=0.8):
 
 def dynamic(**changes):
     """A scheduler whose shift depends on the picture's size."""
-    options = {"use_dynamic_shifting": True, "base_image_seq_len": 16, "max_image_seq_len": 256, **changes}
+    options = {
+        "use_dynamic_shifting": True,
+        "base_image_seq_len": 16,
+        "max_image_seq_len": 256,
+        **changes,
+    }
     return FlowMatchEulerDiscreteScheduler(**options)
 
 
@@ -181,7 +206,11 @@ def qwen_image():
     louder(transformer.txt_in, 0.5)
     scheduler = dynamic(base_shift=0.5, max_shift=0.9, max_image_seq_len=512, shift_terminal=0.02)
     return QwenImagePipeline(
-        scheduler=scheduler, vae=qwen_vae(), text_encoder=qwen_vl(16), tokenizer=tokenizer(512), transformer=transformer
+        scheduler=scheduler,
+        vae=qwen_vae(),
+        text_encoder=qwen_vl(16),
+        tokenizer=tokenizer(512),
+        transformer=transformer,
     )
 
 
@@ -213,7 +242,8 @@ def kontext():
 
 
 class TinyProcessor:
-    """Texts with pictures for Qwen2.5-VL, a token a picture; transformers' own processor needs torchvision."""
+    """Texts with pictures for Qwen2.5-VL, a token a picture; transformers' own processor needs
+    torchvision."""
 
     def __init__(self):
         self.tokenizer = tokenizer(4096)
@@ -223,7 +253,10 @@ class TinyProcessor:
     def __call__(self, text, images, padding, return_tensors):
         tokens = self.tokenizer(text, padding=padding, return_tensors=return_tensors)
         pictures = images if isinstance(images, list) else [images]
-        values = [torch.from_numpy(np.array(picture.resize((28, 28)))).float() / 255 - 0.5 for picture in pictures]
+        values = [
+            torch.from_numpy(np.array(picture.resize((28, 28)))).float() / 255 - 0.5
+            for picture in pictures
+        ]
         tokens["pixel_values"] = torch.cat([value.reshape(4, 588).repeat(1, 2) for value in values])
         tokens["image_grid_thw"] = torch.tensor([[1, 2, 2]] * len(pictures))
         return tokens
@@ -233,7 +266,12 @@ def qwen_edit(kind=QwenImageEditPipeline):
     plain, processor = qwen_image(), TinyProcessor()
     ids = processor.tokenizer.convert_tokens_to_ids
     encoder = qwen_vl(16, len(processor.tokenizer), ids("<|image_pad|>"), ids("<|vision_start|>"))
-    parts = {**plain.components, "text_encoder": encoder, "processor": processor, "tokenizer": processor.tokenizer}
+    parts = {
+        **plain.components,
+        "text_encoder": encoder,
+        "processor": processor,
+        "tokenizer": processor.tokenizer,
+    }
     return kind(**parts)
 
 
@@ -253,7 +291,9 @@ def wan_vae(**changes):
 
 
 def umt5(width):
-    return UMT5EncoderModel(UMT5Config(vocab_size=len(WORDS), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
+    return UMT5EncoderModel(
+        UMT5Config(vocab_size=len(WORDS), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    )
 
 
 def wan_transformer():
@@ -313,12 +353,18 @@ def ltx():
     )
     scheduler = dynamic(base_shift=0.95, max_shift=2.05, shift_terminal=0.1)
     return LTXPipeline(
-        scheduler=scheduler, vae=vae, text_encoder=tiny_t5(16), tokenizer=tokenizer(512), transformer=transformer
+        scheduler=scheduler,
+        vae=vae,
+        text_encoder=tiny_t5(16),
+        tokenizer=tokenizer(512),
+        transformer=transformer,
     )
 
 
 def gemma2(width):
-    return Gemma2Model(Gemma2Config(**LANGUAGE, hidden_size=width, head_dim=8, max_position_embeddings=1024))
+    return Gemma2Model(
+        Gemma2Config(**LANGUAGE, hidden_size=width, head_dim=8, max_position_embeddings=1024)
+    )
 
 
 def lumina2():
@@ -357,7 +403,11 @@ def chroma():
     )
     louder(transformer.proj_out, 0.3)
     return ChromaPipeline(
-        scheduler=dynamic(), vae=tiny_vae(), text_encoder=tiny_t5(24), tokenizer=tokenizer(512), transformer=transformer
+        scheduler=dynamic(),
+        vae=tiny_vae(),
+        text_encoder=tiny_t5(24),
+        tokenizer=tokenizer(512),
+        transformer=transformer,
     )
 
 
@@ -376,10 +426,18 @@ def cogview4():
     )
     glm = GlmModel(GlmConfig(**LANGUAGE, hidden_size=16, head_dim=8, pad_token_id=0))
     scheduler = FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, base_image_seq_len=16, time_shift_type="linear"
+        use_dynamic_shifting=True,
+        base_shift=0.25,
+        max_shift=0.75,
+        base_image_seq_len=16,
+        time_shift_type="linear",
     )
     return CogView4Pipeline(
-        tokenizer=tokenizer(512), text_encoder=glm, vae=tiny_vae(), transformer=transformer, scheduler=scheduler
+        tokenizer=tokenizer(512),
+        text_encoder=glm,
+        vae=tiny_vae(),
+        transformer=transformer,
+        scheduler=scheduler,
     )
 
 
@@ -427,7 +485,9 @@ def sana(scheduler=None):
 def krea2_tokenizer():
     """The suffix that Krea 2 appends to a prompt is five tokens, as it counts on."""
     made = tokenizer(512)
-    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A", special_tokens=[]
+    )
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "\n"]})
     return made
 
@@ -452,7 +512,13 @@ def krea2():
     )
     words = krea2_tokenizer()
     rope = {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 1e6}
-    text = {**LANGUAGE, "vocab_size": len(words), "hidden_size": 16, "head_dim": 8, "rope_parameters": rope}
+    text = {
+        **LANGUAGE,
+        "vocab_size": len(words),
+        "hidden_size": 16,
+        "head_dim": 8,
+        "rope_parameters": rope,
+    }
     vision = {**VISION, "out_hidden_size": 16, "deepstack_visual_indexes": [0]}
     return Krea2Pipeline(
         scheduler=dynamic(),
@@ -480,7 +546,11 @@ def ovis():
 
 def longcat():
     transformer = LongCatImageTransformer2DModel(
-        **BLOCKS, in_channels=64, joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=[4, 6, 6]
+        **BLOCKS,
+        in_channels=64,
+        joint_attention_dim=16,
+        pooled_projection_dim=16,
+        axes_dims_rope=[4, 6, 6],
     )
     louder(transformer.proj_out, 0.3)
     return LongCatImagePipeline(
@@ -494,7 +564,8 @@ def longcat():
 
 
 def chatting(before, length=2048):
-    """A tokenizer whose chats begin with so many words; pipelines cut off as many as their real template has."""
+    """A tokenizer whose chats begin with so many words; pipelines cut off as many as their real
+    template has."""
     made = tokenizer(length)
     made.chat_template = "{{ 'a ' * " + str(before) + " }}{{ messages[-1]['content'] }} left </s>"
     return made
@@ -584,7 +655,9 @@ class TinyVisionProcessor(TinyProcessor):
         return self.tokenizer([f"a a {messages[0]['content'][0]['text']}"])["input_ids"]
 
     def __call__(self, text, padding, padding_side, return_tensors):
-        return self.tokenizer(text, padding=padding, padding_side=padding_side, return_tensors=return_tensors)
+        return self.tokenizer(
+            text, padding=padding, padding_side=padding_side, return_tensors=return_tensors
+        )
 
 
 def qwen_image_21():
@@ -599,7 +672,13 @@ def qwen_image_21():
     )
     processor = TinyVisionProcessor()
     rope = {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 1e6}
-    text = {**LANGUAGE, "vocab_size": len(processor.tokenizer), "hidden_size": 16, "head_dim": 8, "rope_parameters": rope}
+    text = {
+        **LANGUAGE,
+        "vocab_size": len(processor.tokenizer),
+        "hidden_size": 16,
+        "head_dim": 8,
+        "rope_parameters": rope,
+    }
     vision = {**VISION, "out_hidden_size": 16, "deepstack_visual_indexes": [0]}
     vae = AutoencoderKLQwenImage21(
         base_dim=4,
@@ -613,7 +692,9 @@ def qwen_image_21():
     return QwenImage21Pipeline(
         scheduler=dynamic(),
         vae=vae,
-        text_encoder=Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision)),
+        text_encoder=Qwen3VLForConditionalGeneration(
+            Qwen3VLConfig(text_config=text, vision_config=vision)
+        ),
         processor=processor,
         transformer=transformer,
     )
@@ -621,17 +702,29 @@ def qwen_image_21():
 
 def bria():
     """A class that the catalogue does not describe: the example of docs/extending.md."""
-    transformer = BriaTransformer2DModel(**BLOCKS, in_channels=16, joint_attention_dim=16, axes_dims_rope=[4, 6, 6])
+    transformer = BriaTransformer2DModel(
+        **BLOCKS, in_channels=16, joint_attention_dim=16, axes_dims_rope=[4, 6, 6]
+    )
     louder(transformer.proj_out, 0.3)
     return BriaPipeline(
-        scheduler=dynamic(), vae=tiny_vae(), text_encoder=tiny_t5(16), tokenizer=tokenizer(128), transformer=transformer
+        scheduler=dynamic(),
+        vae=tiny_vae(),
+        text_encoder=tiny_t5(16),
+        tokenizer=tokenizer(128),
+        transformer=transformer,
     )
 
 
 def prx():
     """Another one, whose transformer has no methods for adapters in diffusers."""
     transformer = PRXTransformer2DModel(
-        in_channels=4, context_in_dim=16, hidden_size=16, mlp_ratio=2.0, num_heads=2, depth=1, axes_dim=[4, 4]
+        in_channels=4,
+        context_in_dim=16,
+        hidden_size=16,
+        mlp_ratio=2.0,
+        num_heads=2,
+        depth=1,
+        axes_dim=[4, 4],
     )
     return PRXPipeline(
         transformer=transformer,
@@ -668,17 +761,22 @@ MAKERS = {
 }
 
 
-CLASSES = {kind: DiffusersPolicy.of(spec) for kind, spec in catalogue.SPECS.items() if kind in MAKERS}
+CLASSES = {
+    kind: DiffusersPolicy.of(spec) for kind, spec in catalogue.SPECS.items() if kind in MAKERS
+}
 """The policies of the catalogue, by pipeline class."""
 
 
 def tiny_pipeline(kind, seed=0):
-    """A random pipeline of a class; seeded, and with biases and norms that are not at their first values."""
+    """A random pipeline of a class; seeded, and with biases and norms that are not at their first
+    values."""
     torch.manual_seed(seed)
     pipeline = MAKERS[kind]()
     for name, value in pipeline.transformer.named_parameters():
         if value.ndim == 1:
-            torch.nn.init.normal_(value, mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.1)
+            torch.nn.init.normal_(
+                value, mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.1
+            )
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval()

@@ -1,4 +1,5 @@
-"""Variants of a test: all run in `make test-all`, which CI runs at every change, and a few of them in `make test`."""
+"""Variants of a test: all run in `make test-all`, which CI runs at every change, and a few of them
+in `make test`."""
 
 import pytest
 

@@ -21,6 +21,9 @@ def test_a_quick_build_runs_end_to_end_and_continues(task, tmp_path, capsys):
         main([task, "--out", str(tmp_path), "--quick"])
         assert ("loss" in capsys.readouterr().out) == trained
         results.append((tmp_path / "figures.json").read_text())
-    assert results[0] == results[1] and json.loads(results[0]).keys() == json.loads(SHIPPED[task].read_text()).keys()
+    assert (
+        results[0] == results[1]
+        and json.loads(results[0]).keys() == json.loads(SHIPPED[task].read_text()).keys()
+    )
     assert torch.equal(before, torch.random.get_rng_state())
     FluxPipeline.from_pretrained(tmp_path / "pipeline")

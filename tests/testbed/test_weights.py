@@ -26,12 +26,17 @@ def test_weights_are_small_safetensors_and_the_cards_carry_their_figures():
     files = [file for file in testbed.assets_dir().rglob("*") if file.is_file()]
     assert {file.suffix for file in files} == {".safetensors", ".json", ".md"}
     assert sum(file.stat().st_size for file in files) <= 16e6
-    assert not any("_name_or_path" in file.read_text() for file in files if file.suffix == ".json")  # of the builder's machine
+    # of the builder's machine
+    assert not any("_name_or_path" in file.read_text() for file in files if file.suffix == ".json")
     for folder, key, least, most in (
-        (testbed.assets_dir(), "base accuracy, heldout prompts", 0.25, 0.75),  # recognisable, with room to learn
+        # recognisable, with room to learn
+        (testbed.assets_dir(), "base accuracy, heldout prompts", 0.25, 0.75),
         (testbed.assets_dir() / "words", "right words, base", 0.25, 0.45),
     ):
-        figures, card = json.loads((folder / "figures.json").read_text()), (folder / "README.md").read_text()
+        figures, card = (
+            json.loads((folder / "figures.json").read_text()),
+            (folder / "README.md").read_text(),
+        )
         assert all(f"| {name} | {value:.4g} |" in card for name, value in figures.items())
         assert least <= figures[key] <= most
 
@@ -41,7 +46,13 @@ def test_the_pipeline_draws_scenes():
 
     pipe = FluxPipeline.from_pretrained(testbed.pipeline_dir(), torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    settings = {"height": 64, "width": 64, "num_inference_steps": 10, "guidance_scale": 3.5, "max_sequence_length": 16}
+    settings = {
+        "height": 64,
+        "width": 64,
+        "num_inference_steps": 10,
+        "guidance_scale": 3.5,
+        "max_sequence_length": 16,
+    }
 
     def draw():
         generator = torch.Generator().manual_seed(0)
@@ -66,10 +77,13 @@ def test_a_learned_reward_prefers_the_right_prompt(reward):
     for i, prompt in enumerate(PROMPTS):
         wrong = list(edits(parse(prompt)))
         chosen = [wrong[k] for k in rng.integers(len(wrong), size=8)]
-        scores = score(drawings()[i].expand(8, -1, -1, -1), [render_prompt(scene) for scene in chosen])
+        scores = score(
+            drawings()[i].expand(8, -1, -1, -1), [render_prompt(scene) for scene in chosen]
+        )
         for scene, value in zip(chosen, scores, strict=True):
             wins.setdefault(attribute(parse(prompt), scene), []).append(bool(right[i] > value))
-    del wins["relation"]  # see SceneCLIP: it hardly sees relations, and no test should pretend that it does
+    # see SceneCLIP: it hardly sees relations, and no test should pretend that it does
+    del wins["relation"]
     for name, won in wins.items():
         assert np.mean(won) > 0.9, f"{name}: {np.mean(won):.2f}"
 
@@ -77,7 +91,9 @@ def test_a_learned_reward_prefers_the_right_prompt(reward):
 @pytest.mark.parametrize("reward", [SceneCLIP, ScenePreference])
 def test_a_prompt_is_read_once_however_its_pictures_are_batched(reward):
     score, read = reward(), []
-    handle = score.model.text_model.register_forward_hook(lambda *call: read.append(len(call[-1].pooler_output)))
+    handle = score.model.text_model.register_forward_hook(
+        lambda *call: read.append(len(call[-1].pooler_output))
+    )
     for start in range(0, 12, 4):
         score(drawings()[start : start + 4], [PROMPTS[0], PROMPTS[1]] * 2)
     handle.remove()

@@ -9,7 +9,14 @@ import torch
 
 from g2rpo import testbed
 from g2rpo.testbed.words.judges import WordColour, WordDrawing, WordLetters, WordPaper, picture
-from g2rpo.testbed.words.language import INK_COLOURS, LETTERS, Word, heldout_words, parse_word, word_prompts
+from g2rpo.testbed.words.language import (
+    INK_COLOURS,
+    LETTERS,
+    Word,
+    heldout_words,
+    parse_word,
+    word_prompts,
+)
 from tools.testbed.words import Words
 
 ASSETS = testbed.assets_dir() / "words"
@@ -24,27 +31,46 @@ DIGESTS = {
 
 
 def test_prompts_are_words_and_held_out_ones_are_in_no_other_list():
-    train, heldout = ([parse_word(prompt) for prompt in word_prompts(split)] for split in ("train", "heldout"))
+    train, heldout = (
+        [parse_word(prompt) for prompt in word_prompts(split)] for split in ("train", "heldout")
+    )
     assert (len(train), len(heldout)) == (2000, 262)
-    assert [str(word) for word in (*train, *heldout)] == [*word_prompts("train"), *word_prompts("heldout")]
+    assert [str(word) for word in (*train, *heldout)] == [
+        *word_prompts("train"),
+        *word_prompts("heldout"),
+    ]
     assert {word.letters for word in heldout} == heldout_words() and "tiger" in heldout_words()
     assert not {word.letters for word in train} & heldout_words()
     assert set("".join(word.letters for word in train)) == set(LETTERS)
     assert testbed.prompts("heldout", "words") == list(word_prompts("heldout"))
-    assert len(max(map(str, (*train, *heldout)), key=len)) <= 18  # bytes; the builder's MAX_TOKENS has room for the end as well
+    # bytes; the builder's MAX_TOKENS has room for the end as well
+    assert len(max(map(str, (*train, *heldout)), key=len)) <= 18
 
 
 @pytest.mark.parametrize(
-    "prompt", ["'tiger'", "'Tiger' in red", "'ab' in red", "'tigress' in red", "'tiger' in pink", "tiger in red"]
+    "prompt",
+    [
+        "'tiger'",
+        "'Tiger' in red",
+        "'ab' in red",
+        "'tigress' in red",
+        "'tiger' in pink",
+        "tiger in red",
+    ],
 )
 def test_other_prompts_have_no_word_and_no_score(prompt):
     assert parse_word(prompt) is None
-    scores = [judge()(picture(TIGER)[None], [prompt]) for judge in (WordColour, WordPaper, WordDrawing, WordLetters)]
+    scores = [
+        judge()(picture(TIGER)[None], [prompt])
+        for judge in (WordColour, WordPaper, WordDrawing, WordLetters)
+    ]
     assert all(score.isnan().all() for score in scores)
 
 
 def test_judges_of_clean_drawings():
-    words = [Word(letters, colour) for letters in ("tiger", "cat", "quilts") for colour in INK_COLOURS]
+    words = [
+        Word(letters, colour) for letters in ("tiger", "cat", "quilts") for colour in INK_COLOURS
+    ]
     images, texts = torch.stack([picture(word) for word in words]), [str(word) for word in words]
     assert WordColour()(images, texts).sub(1).abs().max() < 1e-6
     assert WordPaper()(images, texts).eq(1).all()
@@ -57,30 +83,49 @@ def test_judges_see_what_is_wrong():
     noise = torch.randn(3, 32, 96, generator=torch.Generator().manual_seed(0))
     clean, speckled = picture(TIGER), (picture(TIGER) + 0.15 * noise).clamp(0, 1)
     images = torch.stack(
-        [picture(Word("tiger", "blue")), picture(Word("tigor", "red")), picture(Word("tigers", "red")), speckled]
+        [
+            picture(Word("tiger", "blue")),
+            picture(Word("tigor", "red")),
+            picture(Word("tigers", "red")),
+            speckled,
+        ]
     )
     colours = WordColour()(images, [asked] * 4)
-    assert colours[0] < 0.2 and colours[1:3].tolist() == pytest.approx([1, 1]) and 0.95 < colours[3] < 1
+    assert (
+        colours[0] < 0.2
+        and colours[1:3].tolist() == pytest.approx([1, 1])
+        and 0.95 < colours[3] < 1
+    )
     assert WordLetters()(images[1:2], [asked]).tolist() == pytest.approx([4 / 5])
     paper = WordPaper()(images, [asked] * 4)
     assert paper[:2].tolist() == [1, 1] and paper[2] < 0.95 and paper[3] < 0.2
     drawing = WordDrawing()(torch.stack([clean, images[1], speckled]), [asked] * 3)
     assert drawing[0] == drawing[1] == 60  # a wrong letter may be drawn cleanly
-    assert 16 < drawing[2] < 19  # 20 log10(1 / .15) = 16.5, and a little more: half of the paper's noise is cut at white
+    # 20 log10(1 / .15) = 16.5, and a little more: half of the paper's noise is cut at white
+    assert 16 < drawing[2] < 19
     assert WordColour()(torch.ones(1, 3, 32, 96), [asked]).tolist() == [0]
 
 
 def test_no_other_ink_passes_for_the_asked_one():
     pairs = [(asked, shown) for asked in INK_COLOURS for shown in INK_COLOURS if asked != shown]
     images = torch.stack([picture(Word("tiger", shown)) for _, shown in pairs])
-    assert WordColour()(images, [f"'tiger' in {asked}" for asked, _ in pairs]).max() < 0.72 < WordColour.right
+    assert (
+        WordColour()(images, [f"'tiger' in {asked}" for asked, _ in pairs]).max()
+        < 0.72
+        < WordColour.right
+    )
 
 
 def test_weights_are_those_that_were_measured():
     files = ASSETS.rglob("*.safetensors")
-    assert {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files} == DIGESTS
+    assert {
+        file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files
+    } == DIGESTS
     figures = json.loads((ASSETS / "figures.json").read_text())
-    assert figures["r and n in the place of a and e, base"] > 0.6 and figures["right letters among all others, base"] > 0.99
+    assert (
+        figures["r and n in the place of a and e, base"] > 0.6
+        and figures["right letters among all others, base"] > 0.99
+    )
 
 
 def test_the_pipeline_writes_words():
@@ -95,5 +140,10 @@ def test_the_pipeline_writes_words():
     assert not pipe.transformer.config.guidance_embeds
     letters = WordLetters()(images, texts).mean()
     assert 0.6 <= letters <= 0.95  # misspelt, but not at random
-    assert WordLetters()(images, [str(Word(parse_word(a).letters[::-1], parse_word(a).colour)) for a in texts]).mean() < 0.4
+    assert (
+        WordLetters()(
+            images, [str(Word(parse_word(a).letters[::-1], parse_word(a).colour)) for a in texts]
+        ).mean()
+        < 0.4
+    )
     assert WordColour()(images, texts).mean() >= 0.9 and WordPaper()(images, texts).mean() >= 0.9

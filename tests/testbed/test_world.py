@@ -22,7 +22,10 @@ def image_of(picture):
 def gallery(count=500):
     """Random scenes and their pictures."""
     rng = np.random.default_rng(11)
-    return [(scene, image_of(render(scene, seed))) for seed, scene in enumerate(sample_scene(rng) for _ in range(count))]
+    return [
+        (scene, image_of(render(scene, seed)))
+        for seed, scene in enumerate(sample_scene(rng) for _ in range(count))
+    ]
 
 
 def test_parse_undoes_render():
@@ -56,7 +59,10 @@ def test_splits_are_distinct_deterministic_and_share_no_composition():
     assert not any(is_heldout(parse(p)) for p in train)
     assert all(is_heldout(parse(p)) for p in heldout)
     # The lists are part of every published number: a change to them is a change of the benchmark.
-    assert train[:2] == ["two small red circles", "a small yellow triangle left of two large green squares"]
+    assert train[:2] == [
+        "two small red circles",
+        "a small yellow triangle left of two large green squares",
+    ]
     assert heldout[:2] == ["two green triangles left of a yellow square", "three purple circles"]
     with pytest.raises(ValueError, match="unknown split"):
         scene_prompts("test")
@@ -70,7 +76,10 @@ def test_the_detector_is_right_about_drawings():
 def test_the_detector_finds_every_object_where_it_is():
     objects = [Object(14, 18, 5.5, "red", "star"), Object(44, 40, 9, "yellow", "square")]
     found = detect(image_of(draw(objects, np.random.default_rng(0))))
-    assert [(f.colour, f.shape, f.size) for f in found] == [("red", "star", "small"), ("yellow", "square", "large")]
+    assert [(f.colour, f.shape, f.size) for f in found] == [
+        ("red", "star", "small"),
+        ("yellow", "square", "large"),
+    ]
     for f, o in zip(found, objects, strict=True):
         assert (f.x, f.y, f.radius) == pytest.approx((o.x, o.y, o.radius), abs=0.6)
 
@@ -81,7 +90,9 @@ def test_one_wrong_attribute_is_seen():
         objects = detect(image)
         for edited in edits(scene):
             seen[attribute(scene, edited)] += 1
-            assert min(check_scene(edited, objects).values()) < 1, f"{render_prompt(edited)} accepted for {scene}"
+            assert min(check_scene(edited, objects).values()) < 1, (
+                f"{render_prompt(edited)} accepted for {scene}"
+            )
     assert min(seen.values()) > 100
 
 
@@ -107,7 +118,10 @@ def test_partial_credit_grows_with_what_is_right():
     assert 0 == nothing < one < two < full == 1
     assert score(prompt, [star, *circles, Object(10, 46, 5, "green", "square")]) < 1
     assert score(prompt, [star, *circles, Object(12, 46, 5, "red", "circle")]) < 1
-    upside_down = [Object(30, 12, 9, "blue", "star"), *(Object(o.x, 46, 6, "red", "circle") for o in circles)]
+    upside_down = [
+        Object(30, 12, 9, "blue", "star"),
+        *(Object(o.x, 46, 6, "red", "circle") for o in circles),
+    ]
     assert one < score(prompt, upside_down) < 1
 
 
@@ -121,7 +135,10 @@ def test_strict_accuracy_is_all_or_nothing():
 
 def test_partial_credit_may_be_a_share_of_the_score():
     prompt, star = "a red circle above a blue star", Object(30, 46, 9, "blue", "star")
-    assert score(prompt, [star], partial=0.25) == pytest.approx(0.25 * score(prompt, [star], partial=1))  # strictly wrong: 0
+    # strictly wrong: 0
+    assert score(prompt, [star], partial=0.25) == pytest.approx(
+        0.25 * score(prompt, [star], partial=1)
+    )
     assert score(prompt, [Object(14, 12, 6, "red", "circle"), star], partial=0.25) == 1
     with pytest.raises(ValueError, match="share between 0 and 1"):
         SceneAccuracy(partial=2)

@@ -1,4 +1,5 @@
-"""What a run's evaluations leave: verdicts, grids, free knobs of the base model, and how much pictures of a prompt differ."""
+"""What a run's evaluations leave: verdicts, grids, free knobs of the base model, and how much
+pictures of a prompt differ."""
 
 import json
 import math
@@ -26,25 +27,39 @@ def results_of(run_dir, *overrides, **options):
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_a_run_samples_free_knobs_of_the_untrained_model(tmp_path, tuning):
-    """Before training or after it. Without initial noise, the base's pictures are sigmoid(prompt) all over."""
+    """Before training or after it. Without initial noise, the base's pictures are sigmoid(prompt)
+    all over."""
     results, _ = results_of(tmp_path, "evaluation.controls=true", f"policy.tuning={tuning}")
     controls = results["controls"]
     ways = {way["name"]: way for way in controls["ways"]}
     found = Controls.model_validate(controls)
     expected = torch.tensor([0.0, 0.1, 0.2]).sigmoid()
     assert controls["prompts"] == 3 and controls["training"] > 0
-    assert ways["initial noise x 0"]["means"]["bright"] == pytest.approx(float(expected.mean()), abs=1e-5)
+    assert ways["initial noise x 0"]["means"]["bright"] == pytest.approx(
+        float(expected.mean()), abs=1e-5
+    )
     by_hand = [way for name, way in ways.items() if name.startswith("guidance by hand")]
-    assert [way["evaluations"] for way in by_hand] == [8, 12] and ways["best of 16"]["readings"] == 16  # of six steps
-    assert ways["best of 16"]["means"]["bright"] > ways["best of 2"]["means"]["bright"] > ways["base"]["means"]["bright"]
+    # of six steps
+    assert [way["evaluations"] for way in by_hand] == [8, 12] and ways["best of 16"][
+        "readings"
+    ] == 16
+    assert (
+        ways["best of 16"]["means"]["bright"]
+        > ways["best of 2"]["means"]["bright"]
+        > ways["base"]["means"]["bright"]
+    )
     knobs = [way for name, way in ways.items() if not name.startswith(("base", "best of", "tuned"))]
     for name in ("bright", "dark"):
         best, row = found.best[name], results["rewards"][name]
         assert best.means[name] == max(way["means"][name] for way in knobs)
-        base, tuned, half = (ways[way]["means"][name] for way in ("base", "tuned", "tuned, initial noise x 0.5"))
+        base, tuned, half = (
+            ways[way]["means"][name] for way in ("base", "tuned", "tuned, initial noise x 0.5")
+        )
         assert best.leads[name].mean == pytest.approx(tuned - best.means[name], abs=1e-6)
         assert (base, tuned) == pytest.approx((row["base"], row["tuned"]), abs=1e-6)
-        assert ways["tuned, initial noise x 0.5"]["leads"][name]["mean"] == pytest.approx(tuned - half, abs=1e-6)
+        assert ways["tuned, initial noise x 0.5"]["leads"][name]["mean"] == pytest.approx(
+            tuned - half, abs=1e-6
+        )
     card = next(tmp_path.glob("*/README.md")).read_text()
     assert "with the best free knob" in card and "Training took" in card
 
@@ -65,7 +80,9 @@ class Collapsing(GaussianPolicy):
 
     def decode(self, x):
         trained = bool((self.mean != self._base_mean).any())
-        return 0.5 + (super().decode(x) - 0.5) * (self.share if trained and not self._in_base else 1)
+        return 0.5 + (super().decode(x) - 0.5) * (
+            self.share if trained and not self._in_base else 1
+        )
 
 
 @pytest.mark.parametrize(("share", "raised"), [(0.3, True), (0.8, False)])
@@ -73,10 +90,15 @@ def test_a_policy_whose_pictures_become_alike_raises_an_alarm(tmp_path, share, r
     policy = Collapsing()
     policy.share = share
     off = "alarms.pictures=off"
-    results, rows = results_of(tmp_path, "evaluation.controls=true", off, policy=policy, rewards={"bright": brightness})
+    results, rows = results_of(
+        tmp_path, "evaluation.controls=true", off, policy=policy, rewards={"bright": brightness}
+    )
     found = results["diversity"]
     assert ("diversity" in rows[-1].get("alarms", {})) == raised
-    assert found["tuned"] / found["base"] == pytest.approx(share, rel=0.1) and (found["prompts"], found["noises"]) == (3, 4)
+    assert found["tuned"] / found["base"] == pytest.approx(share, rel=0.1) and (
+        found["prompts"],
+        found["noises"],
+    ) == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +111,8 @@ def test_a_policy_whose_pictures_become_alike_raises_an_alarm(tmp_path, share, r
     ],
 )
 def test_where_right_pictures_are_known_their_diversity_raises_the_alarm(base, now, said):
-    """Wrong pictures differ from right ones, so pictures become alike when more of them are right."""
+    """Wrong pictures differ from right ones, so pictures become alike when more of them are
+    right."""
     values = [{"diversity": every, "diversity_right": right} for every, right in (base, now)]
     rows = [{"iteration": number, **own} for number, own in enumerate(values)]
     found = alike(Alarms([], [], 1.0, rows=rows)) or ""
@@ -117,14 +140,19 @@ def test_a_run_says_how_many_pictures_are_right(tmp_path):
     places, _ = chosen([base.right, tuned.right], 8, 3)
     for iteration, side in zip((0, 4), sides, strict=True):
         table = read_rows(run.run.scores(iteration))
-        assert torch.equal(scores_of(table)["bright"], side.scores["bright"]) and torch.equal(right_of(table), side.right)
+        assert torch.equal(scores_of(table)["bright"], side.scores["bright"]) and torch.equal(
+            right_of(table), side.right
+        )
         for place in places:
-            assert torch.equal(read_picture(run.run.pictures(iteration) / f"{place:06d}.png"), side.images[place])
+            assert torch.equal(
+                read_picture(run.run.pictures(iteration) / f"{place:06d}.png"), side.images[place]
+            )
 
 
 def test_pictures_before_and_after_are_in_the_proportions_of_all():
-    """Ten prompts: 4 became right, 1 wrong, 2 stayed right, 2 wrong, 1 has no verdict. Of 4 that is 1.6, .4, .8, .8 and .4:
-    1 by rounding down, and the three largest remainders are those of both that stayed and of what became right."""
+    """Ten prompts: 4 became right, 1 wrong, 2 stayed right, 2 wrong, 1 has no verdict. Of 4 that is
+    1.6, .4, .8, .8 and .4: 1 by rounding down, and the three largest remainders are those of both
+    that stayed and of what became right."""
     before = torch.tensor([1.0, 1, 0, 0, 0, 1, 0, 0, 0, math.nan])
     after = torch.tensor([1.0, 1, 1, 0, 0, 0, 1, 1, 1, 1])
     places, how = chosen([before, after], 4, 10)
@@ -137,7 +165,10 @@ def test_pictures_before_and_after_are_in_the_proportions_of_all():
         "none that became right, none that became wrong, 1 of 2 that stayed right, 1 of 3 that stayed wrong"
     )
     for right in ([before], [before, None], [None, None]):
-        assert chosen(right, 4, 10) == ([0, 1, 2, 3], "The first 4 of 10 held-out prompts, in their order")
+        assert chosen(right, 4, 10) == (
+            [0, 1, 2, 3],
+            "The first 4 of 10 held-out prompts, in their order",
+        )
     assert chosen([None], 8, 3)[0] == [0, 1, 2]
 
 

@@ -21,11 +21,17 @@ def rows(config, *overrides):
 
 
 def learnt(row):
-    return {name: row[name] for name in row if name.startswith(("reward/", "loss", "grad_norm", "log_prob"))}
+    return {
+        name: row[name]
+        for name in row
+        if name.startswith(("reward/", "loss", "grad_norm", "log_prob"))
+    }
 
 
 @pytest.mark.parametrize("model", ["sd3", "flux"])
-def test_training_is_that_of_its_scale_and_pictures_are_those_of_the_policys(tiny_config, sd3_directory, flux_directory, model):
+def test_training_is_that_of_its_scale_and_pictures_are_those_of_the_policys(
+    tiny_config, sd3_directory, flux_directory, model
+):
     """Classifier-free guidance, and guidance that is an input of the network."""
     path = f"policy.path={sd3_directory if model == 'sd3' else flux_directory}"
     both = rows(tiny_config, path, "policy.guidance_scale=4.5", "sampling.guidance_scale=1")
@@ -38,7 +44,10 @@ def test_training_is_that_of_its_scale_and_pictures_are_those_of_the_policys(tin
 def test_a_plan_has_half_the_evaluations_in_training_alone(tiny_config, sd3_directory):
     guided, half = (
         make_plan(
-            load_config(str(tiny_config), [f"policy.path={sd3_directory}", "policy.guidance_scale=4.5", *more]),
+            load_config(
+                str(tiny_config),
+                [f"policy.path={sd3_directory}", "policy.guidance_scale=4.5", *more],
+            ),
             cuda=True,
             heldout=3,
             distinct_prompts=6,
@@ -47,11 +56,17 @@ def test_a_plan_has_half_the_evaluations_in_training_alone(tiny_config, sd3_dire
     )
     assert (guided.network_rows, half.network_rows) == (2, 1)
     for call in ("velocity", "training"):
-        assert getattr(half.traced, call).roofline.flops < 0.6 * getattr(guided.traced, call).roofline.flops
+        assert (
+            getattr(half.traced, call).roofline.flops
+            < 0.6 * getattr(guided.traced, call).roofline.flops
+        )
     assert half.traced.heldout.roofline.flops / half.traced.heldout.rows == pytest.approx(
         guided.traced.heldout.roofline.flops / guided.traced.heldout.rows
     )
-    assert half.seconds(CARDS["h100"]).iteration["update"] <= guided.seconds(CARDS["h100"]).iteration["update"]
+    assert (
+        half.seconds(CARDS["h100"]).iteration["update"]
+        <= guided.seconds(CARDS["h100"]).iteration["update"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,5 +83,11 @@ def test_guidance_begins_where_the_models_does(tiny_config, kind, scale, guided)
     """Training may have another scale, and controls of the base model vary it."""
     asked = [f"policy.kind={kind}", f"policy.guidance_scale={scale}", "sampling.guidance_scale=2"]
     complaints = list(check_guidance(Wanted(load_config(str(tiny_config), asked))))
-    assert complaints == [] if guided else "sampling.guidance_scale=2: the model is sampled without guidance" in complaints[0]
-    assert guidance_of(SimpleNamespace(guidance_scale=scale, spec=SPECS[kind])) == (scale if guided else None)
+    assert (
+        complaints == []
+        if guided
+        else "sampling.guidance_scale=2: the model is sampled without guidance" in complaints[0]
+    )
+    assert guidance_of(SimpleNamespace(guidance_scale=scale, spec=SPECS[kind])) == (
+        scale if guided else None
+    )

@@ -1,4 +1,5 @@
-"""Pictures that are judged at another size than the one trained at: what changes, what does not, and what is refused."""
+"""Pictures that are judged at another size than the one trained at: what changes, what does not,
+and what is refused."""
 
 import json
 
@@ -19,7 +20,12 @@ from g2rpo.run.run import Run
 from tests.support.commands import done, refused
 
 LARGER = ["evaluation.height=64", "evaluation.width=48"]
-FEW = ["rewards.scene_accuracy=", "rewards.brightness=1", "trainer.iterations=1", "evaluation.controls=true"]
+FEW = [
+    "rewards.scene_accuracy=",
+    "rewards.brightness=1",
+    "trainer.iterations=1",
+    "evaluation.controls=true",
+]
 
 
 @pytest.fixture
@@ -35,24 +41,37 @@ def test_pictures_have_the_size_and_training_does_not_see_it(run):
     small, large = run("small"), run("large", *LARGER)
     (row,) = [r for r in Run(large).read_log() if r["kind"] == "train"]
     (expected,) = [r for r in Run(small).read_log() if r["kind"] == "train"]
-    assert all(row[name] == expected[name] for name in expected if name.startswith(("reward/", "loss", "grad_norm")))
-    weights = [load_file(each / "adapter" / "pytorch_lora_weights.safetensors") for each in (small, large)]
+    assert all(
+        row[name] == expected[name]
+        for name in expected
+        if name.startswith(("reward/", "loss", "grad_norm"))
+    )
+    weights = [
+        load_file(each / "adapter" / "pytorch_lora_weights.safetensors") for each in (small, large)
+    ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
     config = Run(large).read_config()
     policy = components.build_policy(config.judged, tuning="frozen")
-    assert config.judged_size == (64, 48) and (policy.options.height, policy.options.width) == (64, 48)
+    assert config.judged_size == (64, 48) and (policy.options.height, policy.options.width) == (
+        64,
+        48,
+    )
     expected = sampler_of(config.model_copy(update={"policy": config.judged}), policy)
     resized = sampler_of(config, components.build_policy(config.policy, tuning="frozen"))
     prompts = ["a red circle", "two blue squares"]
     assert torch.equal(resized.sigmas, expected.sigmas)
     assert torch.equal(resized.pictures(prompts), expected.pictures(prompts))
-    assert resized.policy.decode(resized.policy.noise([torch.Generator()])).shape[-2:] == (32, 32)  # as before
+    # as before
+    assert resized.policy.decode(resized.policy.noise([torch.Generator()])).shape[-2:] == (32, 32)
 
     assert (48, 64) in {Image.open(path).size for path in (large / "samples").rglob("*.png")}
     assert json.loads((large / "results.json").read_text())["controls"]["prompts"] == 2
     assert "height=64, width=48" in (large / "adapter" / "README.md").read_text()
-    assert (run_settings(large)["policy"]["height"], run_settings(large)["policy"]["width"]) == (64, 48)
+    assert (run_settings(large)["policy"]["height"], run_settings(large)["policy"]["width"]) == (
+        64,
+        48,
+    )
 
 
 def test_a_reward_that_compares_gets_the_bases_pictures_at_their_size(tiny_config):
@@ -65,7 +84,9 @@ def test_a_reward_that_compares_gets_the_bases_pictures_at_their_size(tiny_confi
 
     compares.group = True
     config = load_config(str(tiny_config), LARGER)
-    sampler_of(config, components.build_policy(config.policy, tuning="frozen")).evaluate(["a red circle"], {"it": compares})
+    sampler_of(config, components.build_policy(config.policy, tuning="frozen")).evaluate(
+        ["a red circle"], {"it": compares}
+    )
     assert pairs[0].shape == (2, 3, 64, 48) and torch.equal(pairs[0][0], pairs[0][1])
 
 
@@ -80,7 +101,8 @@ def test_a_plan_counts_judged_pictures_at_their_size(tiny_config):
     assert larger.memory.moments["evaluation"] > plain.memory.moments["evaluation"]
     assert larger.memory.moments["update"] == plain.memory.moments["update"]
     before, after = (plan.seconds(CARDS["h100"]) for plan in (plain, larger))
-    assert after.evaluation >= before.evaluation and after.iteration == before.iteration  # launching takes longest here
+    # launching takes longest here
+    assert after.evaluation >= before.evaluation and after.iteration == before.iteration
     assert larger.traced.heldout.roofline.flops > 10 * plain.traced.heldout.roofline.flops
 
 

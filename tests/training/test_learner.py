@@ -1,4 +1,5 @@
-"""The learning rate and the old weights by their formulas; the optimizer's step in one kernel, as on GPUs."""
+"""The learning rate and the old weights by their formulas; the optimizer's step in one kernel, as
+on GPUs."""
 
 import math
 
@@ -27,7 +28,9 @@ def rates(learner, iterations):
 
 
 def test_the_rate_rises_linearly_and_stays():
-    assert list(rates(learner(warmup_iterations=3), 6)) == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+    assert list(rates(learner(warmup_iterations=3), 6)) == pytest.approx(
+        [0.025, 0.05, 0.075, 0.1, 0.1, 0.1]
+    )
 
 
 def test_a_cosine_falls_from_the_rate_to_nothing_after_the_last_iteration():
@@ -74,8 +77,8 @@ def walk(fused, steps=30):
 
 
 def test_a_step_in_one_kernel_is_the_same_up_to_rounding():
-    """Both decay a weight alike; a step of at most about 1e-2 is rounded some ten times, in another order, and may change one
-    rounding of a weight (below 4) a step."""
+    """Both decay a weight alike; a step of at most about 1e-2 is rounded some ten times, in another
+    order, and may change one rounding of a weight (below 4) a step."""
     with Called() as called:
         one_kernel = walk(True)
     assert torch.ops.aten._fused_adamw_.default in called.functions
@@ -91,5 +94,8 @@ def test_memory_that_runs_out_in_a_swap_of_weights_ends_the_run(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.nn.Parameter, "clone", full)
-    with pytest.raises(UserError, match="while old and trained weights were swapped"), t.learner.as_old():
+    with (
+        pytest.raises(UserError, match="while old and trained weights were swapped"),
+        t.learner.as_old(),
+    ):
         raise AssertionError("not reached")

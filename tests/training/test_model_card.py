@@ -1,4 +1,5 @@
-"""The card beside the weights, as a hub reads it: its header, and the markdown as CommonMark understands it."""
+"""The card beside the weights, as a hub reads it: its header, and the markdown as CommonMark
+understands it."""
 
 import re
 from itertools import pairwise
@@ -31,7 +32,9 @@ def card(folder, **changes):
     path = changes.pop("path", c.policy.path)
     c = c.model_copy(update={**changes, "policy": c.policy.model_copy(update={"path": path})})
     table = {"bright": Comparison(0.1, 0.2, 0.05, 64)}
-    text = write_card(Run(folder), folder / "adapter", c, table, ["0"] * 3, GaussianPolicy()).read_text()
+    text = write_card(
+        Run(folder), folder / "adapter", c, table, ["0"] * 3, GaussianPolicy()
+    ).read_text()
     _, header, markdown = text.split("---\n", 2)
     return yaml.safe_load(header), markdown
 
@@ -46,25 +49,42 @@ def kinds(markdown):
 def test_words_of_a_recipe_or_a_path_are_only_words(tmp_path):
     plain, _ = kinds(card(tmp_path)[1])
     heads, types = kinds(card(tmp_path, recipe=MEAN, path=MEAN)[1])
-    assert heads[1:] == plain[1:] == ["Results", "Use", "Config"] and "Mine" in heads[0] and len(heads) == len(plain)
+    assert (
+        heads[1:] == plain[1:] == ["Results", "Use", "Config"]
+        and "Mine" in heads[0]
+        and len(heads) == len(plain)
+    )
     assert not {"html_block", "html_inline", "link_open"} & set(types) and types.count("image") == 2
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip) | st.text("` <>#\n", min_size=1))
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
+    | st.text("` <>#\n", min_size=1)
+)
 @example("`")
 @example("a``")
 def test_a_code_span_holds_what_it_was_given(text):
-    """CommonMark takes one blank off either end, reads line ends as blanks, and NUL as a character that is none."""
+    """CommonMark takes one blank off either end, reads line ends as blanks, and NUL as a character
+    that is none."""
     tokens = MarkdownIt("commonmark").parse(f"# {_code(text)}, tuned")
     if words := " ".join(text.split()):
         code, rest = tokens[1].children
-        assert (code.type, code.content) == ("code_inline", words.replace("\0", "\ufffd")) and rest.content == ", tuned"
+        assert (code.type, code.content) == (
+            "code_inline",
+            words.replace("\0", "\ufffd"),
+        ) and rest.content == ", tuned"
 
 
-@pytest.mark.parametrize(("path", "named"), [("black-forest-labs/FLUX.1-dev", True), ("testbed", False), ("/data/flux", False)])
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [("black-forest-labs/FLUX.1-dev", True), ("testbed", False), ("/data/flux", False)],
+)
 def test_the_base_model_is_named_if_the_hub_can_have_it(tmp_path, path, named):
     header, markdown = card(tmp_path, path=path)
-    assert header.get("base_model") == (path if named else None) and f"# `{path}`, tuned with" in markdown
+    assert (
+        header.get("base_model") == (path if named else None)
+        and f"# `{path}`, tuned with" in markdown
+    )
 
 
 def test_the_licence_of_the_base_is_named_where_it_is_known(tmp_path):
@@ -76,7 +96,9 @@ def test_the_licence_of_the_base_is_named_where_it_is_known(tmp_path):
 def test_the_table_of_licences_is_the_one_that_commands_use():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     rows = re.findall(
-        r"^\| (.*?) \| (.*?) \|$", page.partition("| licence of the weights |")[2].partition("\n\n")[0], re.MULTILINE
+        r"^\| (.*?) \| (.*?) \|$",
+        page.partition("| licence of the weights |")[2].partition("\n\n")[0],
+        re.MULTILINE,
     )
     table = {model: licence for licence, models in rows for model in models.split(", ")}
     known = {name: model.licence for spec in SPECS.values() for name, model in spec.known.items()}

@@ -1,4 +1,5 @@
-"""The moving average of the weights: once an iteration, or by optimizer steps as Flow-GRPO's code does it."""
+"""The moving average of the weights: once an iteration, or by optimizer steps as Flow-GRPO's code
+does it."""
 
 import pytest
 import torch
@@ -6,18 +7,22 @@ import torch
 from tests.support.runs import cut, resumed, trainer
 
 FLOW_GRPO = ("optim.ema_decay=0.9", "optim.ema_every=8", "optim.ema_warmup=true")
-STEPS = ("algorithm.update_every=branch", "optim.learning_rate=0.02")  # three optimizer steps an iteration
+# three optimizer steps an iteration
+STEPS = ("algorithm.update_every=branch", "optim.learning_rate=0.02")
 
 
 def watched(t):
     """Every weight that an optimizer step left, as the run goes."""
     history = []
-    t.learner.optimizer.register_step_post_hook(lambda *_: history.append(t.policy.mean.detach().double().clone()))
+    t.learner.optimizer.register_step_post_hook(
+        lambda *_: history.append(t.policy.mean.detach().double().clone())
+    )
     return history
 
 
 def published(start, history, decay=0.9, every=8):
-    """From its formula: after step t, where 8 divides t + 1, a = d a + (1 - d) w with d = min((1 + t) / (10 + t), 0.9)."""
+    """From its formula: after step t, where 8 divides t + 1, a = d a + (1 - d) w with d = min((1 +
+    t) / (10 + t), 0.9)."""
     average = start.clone()
     for step, weights in enumerate(history, 1):
         d = min((1 + step) / (10 + step), decay)
@@ -32,7 +37,8 @@ def average(t):
 
 @pytest.mark.parametrize("decay", [0.9, 0.5])
 def test_the_average_is_flow_grpos(decay):
-    """33 optimizer steps: four updates of the average, whose decay is still rising (0.47, 0.64, 0.73, 0.78)."""
+    """33 optimizer steps: four updates of the average, whose decay is still rising (0.47, 0.64,
+    0.73, 0.78)."""
     t = trainer(None, *FLOW_GRPO, f"optim.ema_decay={decay}", *STEPS, "trainer.iterations=11")
     start, history = t.policy.mean.detach().double().clone(), watched(t)
     for _ in range(11):
@@ -46,7 +52,8 @@ def test_the_average_is_flow_grpos(decay):
 
 
 def test_a_resumed_run_averages_at_the_same_steps(tmp_path):
-    """Six steps, a stop and nine more are fifteen: averaged after steps 7 and 15, with the decays of these."""
+    """Six steps, a stop and nine more are fifteen: averaged after steps 7 and 15, with the decays
+    of these."""
     options = (*FLOW_GRPO, *STEPS, "trainer.iterations=5")
     ends = []
     for folder in ("straight", "cut"):

@@ -19,14 +19,20 @@ from tests.support.runs import config, cut, resumed, trainer
 
 @pytest.mark.parametrize("left", [1000.0, 800.0, 390.0])
 def test_as_many_iterations_as_fit_beside_the_evaluations(left):
-    """Ten seconds an iteration, thirty an evaluation; a first iteration that compiles does not count."""
+    """Ten seconds an iteration, thirty an evaluation; a first iteration that compiles does not
+    count."""
     found = fitted_length(
-        config("trainer.iterations=100", "evaluation.every=10"), 3, [100.0, 10.0, 10.0], 30.0, left, first=True
+        config("trainer.iterations=100", "evaluation.every=10"),
+        3,
+        [100.0, 10.0, 10.0],
+        30.0,
+        left,
+        first=True,
     )
     total, every = found.trainer.iterations, found.evaluation.every
-    assert 10 * (total - 3) + 30 * EVALUATIONS <= left < 10 * (total + 1 - 3) + 30 * EVALUATIONS and every == -(
-        -total // EVALUATIONS
-    )
+    assert 10 * (total - 3) + 30 * EVALUATIONS <= left < 10 * (
+        total + 1 - 3
+    ) + 30 * EVALUATIONS and every == -(-total // EVALUATIONS)
 
 
 @pytest.mark.parametrize("left", [60.0, 100.0, 1000.0, 1e6])
@@ -35,8 +41,13 @@ def test_evaluations_are_planned_to_take_their_share_of_the_time(left):
     c = config("evaluation.num_prompts=192")
     row = 1.0 / work(c, 0)
     found = planned(c, row, 0.0, 0.1, 192, left)
-    prompts, looks = found.evaluation.num_prompts, 1 + math.ceil(found.trainer.iterations / found.evaluation.every)
-    assert 16 <= prompts <= 192 and (prompts == 192 or prompts * 0.1 * looks <= EVALUATED * left < (prompts + 1) * 0.1 * looks)
+    prompts, looks = (
+        found.evaluation.num_prompts,
+        1 + math.ceil(found.trainer.iterations / found.evaluation.every),
+    )
+    assert 16 <= prompts <= 192 and (
+        prompts == 192 or prompts * 0.1 * looks <= EVALUATED * left < (prompts + 1) * 0.1 * looks
+    )
     assert left - 1 < found.trainer.iterations + prompts * 0.1 * looks <= left
 
 
@@ -52,7 +63,10 @@ def test_a_run_ends_by_itself_and_its_config_says_with_how_many_iterations(tmp_p
     t.clock.ends_at = time.monotonic() + 2
     list(t.train())
     assert 1 <= t.iteration == t.config.trainer.iterations < 1000
-    assert Run(tmp_path / "run").read_config().trainer.iterations == t.iteration and t.final is not None
+    assert (
+        Run(tmp_path / "run").read_config().trainer.iterations == t.iteration
+        and t.final is not None
+    )
     assert t.finish()["bright"].count == len(t.heldout)
 
 
@@ -60,12 +74,15 @@ def test_a_clock_that_is_set_back_and_forth_changes_nothing(monkeypatch):
     """As by NTP, a suspended machine or a person: only the monotonic clock decides."""
     hours = itertools.cycle([-1e5, 1e5, 0.0])
     monkeypatch.setattr(time, "time", lambda: 1.7e9 + next(hours))
-    t = trainer(None, "trainer.iterations=1000", "evaluation.every=1000", "evaluation.every_minutes=60")
+    t = trainer(
+        None, "trainer.iterations=1000", "evaluation.every=1000", "evaluation.every_minutes=60"
+    )
     began = time.monotonic()
     t.clock.ends_at = began + 2
     evaluated = [row["iteration"] for row in t.train() if row["kind"] == "eval"]
     assert (evaluated[0], evaluated[-1]) == (0, t.iteration) and 1 <= t.iteration < 1000
-    assert len(evaluated) <= 1 + EVALUATIONS + 1  # of the first fit, and the last one; none by the clock's minutes
+    # of the first fit, and the last one; none by the clock's minutes
+    assert len(evaluated) <= 1 + EVALUATIONS + 1
     assert time.monotonic() - began < 20  # a loaded machine's iterations are slow
 
 
@@ -82,7 +99,8 @@ def test_what_is_no_time_is_refused(text):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_the_work_have_time_for_more_iterations(monkeypatch, size):
-    """A clock that stands still but while a rank draws its held-out pictures; as many ranks as do an iteration's work."""
+    """A clock that stands still but while a rank draws its held-out pictures; as many ranks as do
+    an iteration's work."""
 
     def planned_of(size):
         now = [0.0]
@@ -94,11 +112,15 @@ def test_ranks_that_share_the_work_have_time_for_more_iterations(monkeypatch, si
             on_rows(1)
 
         prompts = [str(number) for number in range(64)]
-        t = trainer(None, "trainer.prompts_per_iteration=4", "evaluation.num_prompts=64", prompts=prompts)
+        t = trainer(
+            None, "trainer.prompts_per_iteration=4", "evaluation.num_prompts=64", prompts=prompts
+        )
         t = SimpleNamespace(config=t.config, heldout=prompts, rewards=t.rewards, world=world)
         t.division = divided(t.config, world)
         monkeypatch.setattr(World, "broadcast_text", lambda self, text: text)
-        t.evaluator = SimpleNamespace(evaluate=evaluate, judged_by={}, sampler=SimpleNamespace(num_steps=6))
+        t.evaluator = SimpleNamespace(
+            evaluate=evaluate, judged_by={}, sampler=SimpleNamespace(num_steps=6)
+        )
         return planned_for(t, now[0] + 4000.0).trainer.iterations
 
     assert planned_of(size) == pytest.approx(size * planned_of(1), rel=0.05)
@@ -115,8 +137,14 @@ def test_a_run_whose_log_was_lost_goes_on_in_its_time():
 
 
 def test_a_run_that_is_resumed_without_time_left_is_evaluated(tmp_path):
-    t = trainer(tmp_path, "trainer.iterations=9", "evaluation.every=9", "trainer.checkpoint_every=5")
+    t = trainer(
+        tmp_path, "trainer.iterations=9", "evaluation.every=9", "trainer.checkpoint_every=5"
+    )
     cut(t, "train", 6)
-    again = resumed(tmp_path, "trainer.iterations=9", "evaluation.every=9", "trainer.checkpoint_every=5")
+    again = resumed(
+        tmp_path, "trainer.iterations=9", "evaluation.every=9", "trainer.checkpoint_every=5"
+    )
     again.clock.ends_at = time.monotonic() - 1
-    assert again.iteration == 5 and [(row["kind"], row["iteration"]) for row in again.train()] == [("eval", 5)]
+    assert again.iteration == 5 and [(row["kind"], row["iteration"]) for row in again.train()] == [
+        ("eval", 5)
+    ]

@@ -12,7 +12,8 @@ NAN = math.nan
 
 
 def test_diagnose_by_hand():
-    """Two groups at step 0, one at step 3; one reward; granularities 2 and 1 (the finest is not the first)."""
+    """Two groups at step 0, one at step 3; one reward; granularities 2 and 1 (the finest is not the
+    first)."""
     rewards = torch.tensor(
         [
             [[[0.0, 2.0], [0.0, 4.0]]],  # spreads sqrt 2 and 2 sqrt 2; the tails agree
@@ -41,30 +42,44 @@ def test_agreement_of_three_tails_is_over_pairs_and_against_the_finest():
     up, down = [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]
     row = diagnose([5], [[1, 2, 3]], ["r"], torch.tensor([[[up, up, down]]]), torch.ones(1, 3))
     assert row["step/5/agreement"] == pytest.approx((1 - 1 - 1) / 3)
-    assert (row["granularity/2/agreement"], row["granularity/3/agreement"]) == (pytest.approx(1), pytest.approx(-1))
+    assert (row["granularity/2/agreement"], row["granularity/3/agreement"]) == (
+        pytest.approx(1),
+        pytest.approx(-1),
+    )
     assert "granularity/1/agreement" not in row
 
 
 def test_a_run_logs_them():
     row = trainer(None).iterate()
     assert {key for key in row if key.startswith(("step/", "granularity/"))} == {
-        *(f"step/{k}/{what}" for k in (0, 1, 2) for what in ("spread/bright", "advantage", "agreement")),
+        *(
+            f"step/{k}/{what}"
+            for k in (0, 1, 2)
+            for what in ("spread/bright", "advantage", "agreement")
+        ),
         *(f"granularity/{m}/spread/bright" for m in (1, 2)),
         "granularity/2/agreement",
     }
     assert row["granularity/2/agreement"] > 0.9  # the Gaussian's tails hardly differ
     mean = sum(row[f"step/{k}/spread/bright"] for k in (0, 1, 2)) / 3
     assert mean == pytest.approx(row["spread/bright"]) and mean > 0
-    assert not any("agreement" in key for key in trainer(None, "algorithm.granularities=[1]").iterate())
+    assert not any(
+        "agreement" in key for key in trainer(None, "algorithm.granularities=[1]").iterate()
+    )
 
 
 def test_reward_metrics_by_hand():
-    """Groups with no score, with one, with two, and with one of the first reward and all of the second: one reward with two
-    scores is enough to learn from. The last advantage is at the clip."""
+    """Groups with no score, with one, with two, and with one of the first reward and all of the
+    second: one reward with two scores is enough to learn from. The last advantage is at the
+    clip."""
     some = [1.0, 2.0, 3.0]
     first = [[NAN, NAN, NAN], [1.0, NAN, NAN], [1.0, 3.0, NAN], [5.0, NAN, NAN]]
-    rewards = torch.tensor([first, [[NAN] * 3, [NAN] * 3, [NAN] * 3, some]]).transpose(0, 1)[:, :, None]
-    advantages = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [-1.0, 1.0, 0.0], [-1.0, 0.0, -2.0]])
+    rewards = torch.tensor([first, [[NAN] * 3, [NAN] * 3, [NAN] * 3, some]]).transpose(0, 1)[
+        :, :, None
+    ]
+    advantages = torch.tensor(
+        [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [-1.0, 1.0, 0.0], [-1.0, 0.0, -2.0]]
+    )
     assert reward_metrics(["a", "b"], rewards, advantages, clip=2.0) == pytest.approx(
         {
             "reward/a": 10 / 4,

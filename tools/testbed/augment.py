@@ -12,18 +12,24 @@ def blur(images: Tensor, sigma: Tensor) -> Tensor:
     rows = sigma > 0.1  # the others would stay as they are
     place = torch.arange(images.shape[-1])
     weights = torch.exp(-((place[:, None] - place) ** 2) / (2 * sigma[rows, None, None] ** 2))
-    weights = (weights / weights.sum(-1, keepdim=True))[:, None]  # [R, 1, W, W]: near the frame only what is inside
+    # [R, 1, W, W]: near the frame only what is inside
+    weights = (weights / weights.sum(-1, keepdim=True))[:, None]
     blurred = images.clone()
     blurred[rows] = weights @ images[rows] @ weights.mT
     return blurred
 
 
 def wobble(images: Tensor, amount: Tensor) -> Tensor:
-    """Bends images [B, 3, H, W] by a smooth random flow of about amount [B] pixels, as a weak generator's lines are."""
+    """Bends images [B, 3, H, W] by a smooth random flow of about amount [B] pixels, as a weak
+    generator's lines are."""
     batch, _, height, width = images.shape
-    flow = F.interpolate(torch.randn(batch, 2, 9, 9), size=(height, width), mode="bicubic", align_corners=True)
+    flow = F.interpolate(
+        torch.randn(batch, 2, 9, 9), size=(height, width), mode="bicubic", align_corners=True
+    )
     flow = flow * amount[:, None, None, None] * 2 / width
-    rows, cols = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
+    rows, cols = torch.meshgrid(
+        torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij"
+    )
     grid = torch.stack((cols, rows), -1) + flow.permute(0, 2, 3, 1)
     return F.grid_sample(images, grid, padding_mode="border", align_corners=True)
 
@@ -35,9 +41,12 @@ def fade(images: Tensor, amount: Tensor) -> Tensor:
 
 
 def speckle(images: Tensor, amount: Tensor) -> Tensor:
-    """Noise of standard deviation amount [B], half of it per pixel and half in blotches of four pixels."""
+    """Noise of standard deviation amount [B], half of it per pixel and half in blotches of four
+    pixels."""
     fine = torch.randn_like(images)
-    coarse = F.interpolate(torch.randn(len(images), 3, 16, 16), size=images.shape[-2:], mode="bilinear")
+    coarse = F.interpolate(
+        torch.randn(len(images), 3, 16, 16), size=images.shape[-2:], mode="bilinear"
+    )
     return images + (fine + coarse) / 1.5 * amount[:, None, None, None]
 
 
@@ -56,7 +65,8 @@ def mild(images: Tensor) -> Tensor:
 
 
 def harsh(images: Tensor) -> Tensor:
-    """Degraded pictures: each row gets one or more of blur, bent lines, washed-out colours, noise."""
+    """Degraded pictures: each row gets one or more of blur, bent lines, washed-out colours,
+    noise."""
     batch = len(images)
     chosen = torch.rand(batch, 4) < 0.3
     chosen[torch.arange(batch), torch.randint(4, (batch,))] = True

@@ -1,4 +1,5 @@
-"""Random drawings of scenes: where their objects stand, scenes that differ in one attribute, and the training pictures."""
+"""Random drawings of scenes: where their objects stand, scenes that differ in one attribute, and
+the training pictures."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ from g2rpo.testbed.scenes import (
 )
 from tools.testbed.training import Context, to_images
 
-GAP = 4.5  # least distance between two bounding circles; corners reach out by a tenth, so at least 3 pixels stay free
+# least distance between two bounding circles; corners reach out by a tenth, so at least 3 pixels
+# stay free
+GAP = 4.5
 MARGIN = 2.0  # least distance of a bounding circle to the frame
 FAMILY = 4  # pictures in a row of the data that share a scene but for one edit
 CELL = 16  # neat layouts put their objects near the middle of cells of this size
@@ -56,9 +59,11 @@ def render(scene: Scene, seed: int) -> Picture:
 
 
 def layout(scene: Scene, rng: np.random.Generator, *, neat: bool = False) -> list[Object]:
-    """Places a scene's objects at random, apart from each other, and on the side that the relation asks for.
+    """Places a scene's objects at random, apart from each other, and on the side that the relation
+    asks for.
 
-    A `neat` layout keeps every object near the middle of a cell of a 4x4 grid, and objects of a size nearly equal.
+    A `neat` layout keeps every object near the middle of a cell of a 4x4 grid, and objects of a
+    size nearly equal.
     """
     place = _place_neatly if neat else _place
     while True:
@@ -89,8 +94,11 @@ def _regions(scene: Scene, rng: np.random.Generator) -> list[Box]:
     return boxes if ahead else boxes[::-1]
 
 
-def _place(group: Group, size: Size, region: Box, others: list[Object], rng: np.random.Generator) -> Object | None:
-    """One object inside `region` with its gap to all others, or None when ten tries find no room."""
+def _place(
+    group: Group, size: Size, region: Box, others: list[Object], rng: np.random.Generator
+) -> Object | None:
+    """One object inside `region` with its gap to all others, or None when ten tries find no
+    room."""
     left, top, right, bottom = region
     for _ in range(10):
         radius = rng.uniform(*RADII[size])
@@ -103,8 +111,11 @@ def _place(group: Group, size: Size, region: Box, others: list[Object], rng: np.
     return None
 
 
-def _place_neatly(group: Group, size: Size, region: Box, others: list[Object], rng: np.random.Generator) -> Object | None:
-    """One object near the middle of a cell whose middle lies in `region`, or None when ten tries find no free one."""
+def _place_neatly(
+    group: Group, size: Size, region: Box, others: list[Object], rng: np.random.Generator
+) -> Object | None:
+    """One object near the middle of a cell whose middle lies in `region`, or None when ten tries
+    find no free one."""
     left, top, right, bottom = region
     low, high = RADII[size]
     for _ in range(10):
@@ -129,10 +140,13 @@ def sample_train_scene(rng: np.random.Generator) -> Scene:
 
 
 def edits(scene: Scene) -> Iterator[Scene]:
-    """All scenes that differ from `scene` in one attribute of one group, or in the relation turned round."""
+    """All scenes that differ from `scene` in one attribute of one group, or in the relation turned
+    round."""
     for i, group in enumerate(scene.groups):
         changed: list[Group] = []
-        changed += [dataclasses.replace(group, count=n) for n in range(1, MAX_COUNT + 1) if n != group.count]
+        changed += [
+            dataclasses.replace(group, count=n) for n in range(1, MAX_COUNT + 1) if n != group.count
+        ]
         changed += [dataclasses.replace(group, colour=c) for c in COLOURS if c != group.colour]
         changed += [dataclasses.replace(group, shape=s) for s in SHAPES if s != group.shape]
         if group.size is not None:
@@ -175,7 +189,8 @@ def corrupt(scene: Scene, rng: np.random.Generator) -> Scene:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Pictures [N, 64, 64, 3] uint8 and their scenes, in families of `FAMILY` that differ in one edit."""
+    """Pictures [N, 64, 64, 3] uint8 and their scenes, in families of `FAMILY` that differ in one
+    edit."""
 
     pictures: NDArray[np.uint8]
     scenes: list[Scene]
@@ -203,7 +218,8 @@ def draw_dataset(rng: np.random.Generator, count: int, *, neat: bool = False) ->
 
 @cache
 def training_pictures(ctx: Context) -> Dataset:
-    """What the autoencoder and the learned rewards are trained on; an earlier run's are read back."""
+    """What the autoencoder and the learned rewards are trained on; an earlier run's are read
+    back."""
     pictures_file, prompts_file = ctx.work / "pictures.npy", ctx.work / "prompts.json"
     if not prompts_file.exists():
         with torch.random.fork_rng(devices=[]):

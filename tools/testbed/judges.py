@@ -1,5 +1,6 @@
-"""The learned rewards of scenes: a tiny CLIP, trained contrastively on drawings and their prompts, and a preference model,
-that CLIP fine-tuned on pairs of pictures for a prompt, ordered by quality."""
+"""The learned rewards of scenes: a tiny CLIP, trained contrastively on drawings and their prompts,
+and a preference model, that CLIP fine-tuned on pairs of pictures for a prompt, ordered by
+quality."""
 
 from __future__ import annotations
 
@@ -26,12 +27,23 @@ BATCH = 128
 PROMPTS = 64  # in a batch of ordered pictures; each brings four of them
 # The pictures of a prompt, and which is preferred to which: (better, worse).
 RIGHT, RIGHT_UGLY, WRONG, WRONG_UGLY = range(4)
-ORDER = ((RIGHT, RIGHT_UGLY), (RIGHT, WRONG), (RIGHT, WRONG_UGLY), (RIGHT_UGLY, WRONG_UGLY), (WRONG, WRONG_UGLY))
+ORDER = (
+    (RIGHT, RIGHT_UGLY),
+    (RIGHT, WRONG),
+    (RIGHT, WRONG_UGLY),
+    (RIGHT_UGLY, WRONG_UGLY),
+    (WRONG, WRONG_UGLY),
+)
 
 
 def new_clip(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
     """An untrained CLIPModel: 8x8 patches, three image layers and two text layers."""
-    tower = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4, "projection_dim": 64}
+    tower = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_attention_heads": 4,
+        "projection_dim": 64,
+    }
     return CLIPModel(
         CLIPConfig(
             text_config={
@@ -50,7 +62,8 @@ def new_clip(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
 
 
 def build_clip(ctx: Context, dataset: Dataset, tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
-    """Trains CLIP on whole families of scenes, so that every batch has captions that differ in one word only."""
+    """Trains CLIP on whole families of scenes, so that every batch has captions that differ in one
+    word only."""
     folder = ctx.out / SceneCLIP.folder
     if (folder / "config.json").exists():
         return CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
@@ -60,7 +73,9 @@ def build_clip(ctx: Context, dataset: Dataset, tokenizer: PreTrainedTokenizerFas
     def loss() -> Tensor:
         heads = rng.integers(len(dataset.scenes) // FAMILY, size=BATCH // FAMILY) * FAMILY
         rows = (heads[:, None] + np.arange(FAMILY)).ravel()
-        return contrastive_loss(clip, tokenizer, mild(dataset.images(rows)), [dataset.scenes[i] for i in rows])
+        return contrastive_loss(
+            clip, tokenizer, mild(dataset.images(rows)), [dataset.scenes[i] for i in rows]
+        )
 
     fit("clip", clip, loss, steps=ctx.scaled(2400, 4), lr=2e-3, matrix_lr=8e-3, ema=0.995)
     save_half(clip, folder)
@@ -69,7 +84,11 @@ def build_clip(ctx: Context, dataset: Dataset, tokenizer: PreTrainedTokenizerFas
 
 
 def build_preference(
-    ctx: Context, dataset: Dataset, tokenizer: PreTrainedTokenizerFast, vae: AutoencoderKL, clip: CLIPModel
+    ctx: Context,
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerFast,
+    vae: AutoencoderKL,
+    clip: CLIPModel,
 ) -> CLIPModel:
     """Fine-tunes a copy of CLIP on ordered pictures: right before wrong, clean before ugly."""
     folder = ctx.out / ScenePreference.folder
@@ -82,8 +101,11 @@ def build_preference(
     def loss() -> Tensor:
         pictures, scenes = ballot(dataset, rng, generated)
         scores = cosines(model, tokenizer, pictures, scenes) * ScenePreference.scale
-        taste = torch.stack([-F.logsigmoid(scores[:, a] - scores[:, b]).mean() for a, b in ORDER]).mean()
-        return taste + contrastive_loss(model, tokenizer, pictures[:, RIGHT], scenes)  # so that it stays a CLIP
+        taste = torch.stack(
+            [-F.logsigmoid(scores[:, a] - scores[:, b]).mean() for a, b in ORDER]
+        ).mean()
+        # so that it stays a CLIP
+        return taste + contrastive_loss(model, tokenizer, pictures[:, RIGHT], scenes)
 
     fit("preference", model, loss, steps=ctx.scaled(600, 4), lr=1e-3, ema=0.99)
     save_half(model, folder)
@@ -91,11 +113,15 @@ def build_preference(
     return model
 
 
-def contrastive_loss(clip: CLIPModel, tokenizer: PreTrainedTokenizerFast, images: Tensor, scenes: Sequence[Scene]) -> Tensor:
-    """CLIP's loss on images [B, 3, 64, 64] of scenes; rows that share a prompt are not each other's negatives.
+def contrastive_loss(
+    clip: CLIPModel, tokenizer: PreTrainedTokenizerFast, images: Tensor, scenes: Sequence[Scene]
+) -> Tensor:
+    """CLIP's loss on images [B, 3, 64, 64] of scenes; rows that share a prompt are not each other's
+    negatives.
 
-    Each image also tells its prompt from a foil with the same words in another order: the relation turned round.
-    It is meant to keep the CLIP from reading prompts as bags of words; at this size it has not been seen to (LOG.md).
+    Each image also tells its prompt from a foil with the same words in another order: the relation
+    turned round. It is meant to keep the CLIP from reading prompts as bags of words; at this size
+    it has not been seen to (LOG.md).
     """
     prompts = [render_prompt(scene) for scene in scenes]
     foils = [render_prompt(turned_round(scene)) for scene in scenes if scene.relation is not None]
@@ -105,10 +131,14 @@ def contrastive_loss(clip: CLIPModel, tokenizer: PreTrainedTokenizerFast, images
     logits = image_features(clip, images) @ texts.T * clip.logit_scale.exp().clamp(max=100)
     logits = logits.float().masked_fill(twin, -torch.inf)
     target = torch.arange(len(prompts))
-    return (F.cross_entropy(logits, target) + F.cross_entropy(logits[:, : len(prompts)].T, target)) / 2
+    return (
+        F.cross_entropy(logits, target) + F.cross_entropy(logits[:, : len(prompts)].T, target)
+    ) / 2
 
 
-def cosines(model: CLIPModel, tokenizer: PreTrainedTokenizerFast, pictures: Tensor, scenes: list[Scene]) -> Tensor:
+def cosines(
+    model: CLIPModel, tokenizer: PreTrainedTokenizerFast, pictures: Tensor, scenes: list[Scene]
+) -> Tensor:
     """Cosines [B, 4] of pictures [B, 4, 3, 64, 64] and their scenes' prompts."""
     images = image_features(model, pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
     texts = text_features(model, tokenizer, [render_prompt(scene) for scene in scenes])
@@ -116,16 +146,22 @@ def cosines(model: CLIPModel, tokenizer: PreTrainedTokenizerFast, pictures: Tens
 
 
 def generated_like(ctx: Context, dataset: Dataset, vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
-    """The first families as a good and as a poor generator would draw them: decoded latents, clean and noisy."""
+    """The first families as a good and as a poor generator would draw them: decoded latents, clean
+    and noisy."""
     latents = encode(vae, dataset.pictures[: ctx.scaled(4096, 32)])
     amount = 0.25 + 0.5 * torch.rand(len(latents), 1, 1, 1)
     noisy = latents * (1 - 0.3 * amount) + amount * torch.randn_like(latents)
-    clean, poor = (torch.cat([decode(vae, part) for part in z.split(256)]) for z in (latents, noisy))
+    clean, poor = (
+        torch.cat([decode(vae, part) for part in z.split(256)]) for z in (latents, noisy)
+    )
     return clean, poor
 
 
-def ballot(dataset: Dataset, rng: np.random.Generator, generated: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Scene]]:
-    """Pictures [PROMPTS, 4, 3, 64, 64] to be ordered, and the scenes asked for. Half of them passed the autoencoder."""
+def ballot(
+    dataset: Dataset, rng: np.random.Generator, generated: tuple[Tensor, Tensor]
+) -> tuple[Tensor, list[Scene]]:
+    """Pictures [PROMPTS, 4, 3, 64, 64] to be ordered, and the scenes asked for. Half of them passed
+    the autoencoder."""
     clean, noisy = generated
     half, families = PROMPTS // 2, (len(clean) // FAMILY, len(dataset.scenes) // FAMILY)
     pick = np.concatenate([rng.integers(count, size=half) for count in families])
@@ -144,11 +180,17 @@ def ballot(dataset: Dataset, rng: np.random.Generator, generated: tuple[Tensor, 
 def _relative(dataset: Dataset, rng: np.random.Generator, row: int) -> int:
     """Another picture of the row's family, of a scene that differs in an attribute or two."""
     head = row - row % FAMILY
-    return int(rng.choice([i for i in range(head, head + FAMILY) if dataset.scenes[i] != dataset.scenes[row]]))
+    return int(
+        rng.choice(
+            [i for i in range(head, head + FAMILY) if dataset.scenes[i] != dataset.scenes[row]]
+        )
+    )
 
 
 @torch.no_grad()
-def retrieval(clip: CLIPModel, tokenizer: PreTrainedTokenizerFast, images: Tensor, prompts: Sequence[str]) -> float:
+def retrieval(
+    clip: CLIPModel, tokenizer: PreTrainedTokenizerFast, images: Tensor, prompts: Sequence[str]
+) -> float:
     """The share of images whose nearest prompt, of all given, is their own."""
     texts = text_features(clip, tokenizer, prompts)
     nearest = (image_features(clip, images) @ texts.T).argmax(1).tolist()
@@ -165,6 +207,11 @@ def pair_accuracy(
     rounds: int,
 ) -> dict[str, float]:
     """The share of pairs in which the better picture scores higher, by kind of pair."""
-    rows = torch.cat([cosines(model, tokenizer, *ballot(dataset, rng, generated)) for _ in range(rounds)])
+    rows = torch.cat(
+        [cosines(model, tokenizer, *ballot(dataset, rng, generated)) for _ in range(rounds)]
+    )
     worse = {"clean over ugly": RIGHT_UGLY, "right over wrong": WRONG}
-    return {name: (rows[:, RIGHT] > rows[:, other]).float().mean().item() for name, other in worse.items()}
+    return {
+        name: (rows[:, RIGHT] > rows[:, other]).float().mean().item()
+        for name, other in worse.items()
+    }

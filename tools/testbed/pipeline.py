@@ -1,4 +1,5 @@
-"""Builds a task's FLUX pipeline: autoencoder, text encoders, transformer. What the tasks differ in is said by a `Task`."""
+"""Builds a task's FLUX pipeline: autoencoder, text encoders, transformer. What the tasks differ in
+is said by a `Task`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 from numpy.typing import NDArray
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
@@ -29,12 +35,14 @@ READING_BATCH = 128
 IGNORED = -100  # an answer that is not asked for
 
 Batch = tuple[Tensor, Tensor, Tensor | None]
-"""Packed latents [B, tokens, 64], the captions' tokens, and the guidance of a model that has one."""
+"""Packed latents [B, tokens, 64], the captions' tokens, and the guidance of a model that has
+one."""
 
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """Its shape and training; each of the `widths` beyond the first halves the side of the picture."""
+    """Its shape and training; each of the `widths` beyond the first halves the side of the
+    picture."""
 
     widths: tuple[int, ...]
     batch: int
@@ -45,7 +53,8 @@ class Autoencoder:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of the transformer's training with its own peak learning rates, which decay to zero."""
+    """A phase of the transformer's training with its own peak learning rates, which decay to
+    zero."""
 
     steps: int
     lr: float
@@ -76,7 +85,8 @@ class Task:
     """Seeds the transformer's first weights."""
     flux_ema: float
     fast: bool
-    """Whether autoencoder and transformer are trained in bfloat16, and the transformer compiled, where that is faster."""
+    """Whether autoencoder and transformer are trained in bfloat16, and the transformer compiled,
+    where that is faster."""
     card: str
     """README.md of the weights, up to its table of figures."""
 
@@ -84,16 +94,21 @@ class Task:
         """With the longest prompt as its `model_max_length`."""
         raise NotImplementedError
 
-    def pictures(self, ctx: Context, rng: np.random.Generator, count: int | None = None) -> NDArray[np.uint8]:
-        """`count` random pictures [N, H, W, 3], by default as many as latents are normalized with."""
+    def pictures(
+        self, ctx: Context, rng: np.random.Generator, count: int | None = None
+    ) -> NDArray[np.uint8]:
+        """`count` random pictures [N, H, W, 3], by default as many as latents are normalized
+        with."""
         raise NotImplementedError
 
     def questions(self, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B, T] of random prompts, and answers as class indices: of tokens [B, T, ...], of prompts [B, parts, ...]."""
+        """Tokens [B, T] of random prompts, and answers as class indices: of tokens [B, T, ...], of
+        prompts [B, parts, ...]."""
         raise NotImplementedError
 
     def stages(self, ctx: Context, vae: AutoencoderKL) -> dict[str, Callable[[], list[Phase]]]:
-        """The transformer's stages by name. After each the pipeline is saved, as rounded to half precision."""
+        """The transformer's stages by name. After each the pipeline is saved, as rounded to half
+        precision."""
         raise NotImplementedError
 
     def progress(self, ctx: Context, pipe: FluxPipeline) -> str:
@@ -104,7 +119,9 @@ class Task:
         """Builds the learned rewards, if the task has any."""
         return ()
 
-    def measure(self, ctx: Context, vae: AutoencoderKL, pipe: FluxPipeline, *rewards: CLIPModel) -> dict[str, float]:
+    def measure(
+        self, ctx: Context, vae: AutoencoderKL, pipe: FluxPipeline, *rewards: CLIPModel
+    ) -> dict[str, float]:
         """All figures of the card, on held-out prompts; shares are in [0, 1]."""
         raise NotImplementedError
 
@@ -117,9 +134,13 @@ class Task:
         """Tokens [N, T], padded."""
         tokenizer = self.tokenizer()
         limit = tokenizer.model_max_length
-        return tokenizer(list(texts), padding="max_length", max_length=limit, return_tensors="pt").input_ids
+        return tokenizer(
+            list(texts), padding="max_length", max_length=limit, return_tensors="pt"
+        ).input_ids
 
-    def sample(self, pipe: FluxPipeline, texts: Sequence[str], *, seed: int = 0, batch: int = 100) -> Tensor:
+    def sample(
+        self, pipe: FluxPipeline, texts: Sequence[str], *, seed: int = 0, batch: int = 100
+    ) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] of prompts, with guidance 3.5, in 10 steps."""
         generator = torch.Generator().manual_seed(seed)
         parts = [
@@ -143,7 +164,8 @@ LICENCE = "---\nlicense: apache-2.0\nlibrary_name: diffusers\n---\n\n"
 
 
 def build(task: Task, out: Path, *, seed: int = 0, quick: bool = False) -> dict[str, float]:
-    """Writes `pipeline/`, `figures.json`, `README.md` and what else the task has into `out`; returns the figures.
+    """Writes `pipeline/`, `figures.json`, `README.md` and what else the task has into `out`;
+    returns the figures.
 
     `quick` takes a few steps of everything, to see that it runs.
     """
@@ -156,7 +178,9 @@ def build(task: Task, out: Path, *, seed: int = 0, quick: bool = False) -> dict[
         figures = task.measure(ctx, vae, pipe, *rewards)
     (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in figures.items())
-    (out / "README.md").write_text(f"{LICENCE}{task.card}\n| figure | value |\n|---|---|\n{rows}", encoding="utf-8")
+    (out / "README.md").write_text(
+        f"{LICENCE}{task.card}\n| figure | value |\n|---|---|\n{rows}", encoding="utf-8"
+    )
     print(rows)
     return figures
 
@@ -165,7 +189,8 @@ def build(task: Task, out: Path, *, seed: int = 0, quick: bool = False) -> dict[
 
 
 def build_vae(ctx: Context, task: Task) -> AutoencoderKL:
-    """Trains the autoencoder, sets its scaling and shift so that latents are about unit normal, and saves it."""
+    """Trains the autoencoder, sets its scaling and shift so that latents are about unit normal, and
+    saves it."""
     folder = ctx.pipeline / "vae"
     if (folder / "config.json").exists():
         return AutoencoderKL.from_pretrained(folder, torch_dtype=torch.float32).eval()
@@ -173,7 +198,8 @@ def build_vae(ctx: Context, task: Task) -> AutoencoderKL:
     shape = task.autoencoder
     levels = len(shape.widths)
     vae = AutoencoderKL(
-        block_out_channels=shape.widths,  # thin where the picture is large, so that decoding stays cheap
+        # thin where the picture is large, so that decoding stays cheap
+        block_out_channels=shape.widths,
         down_block_types=("DownEncoderBlock2D",) * levels,
         up_block_types=("UpDecoderBlock2D",) * levels,
         layers_per_block=1,
@@ -192,13 +218,24 @@ def build_vae(ctx: Context, task: Task) -> AutoencoderKL:
         posterior = vae.encode(images).latent_dist
         decoded = vae.decode(posterior.sample()).sample.float()
         error = decoded - images
-        edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()  # what tells shapes apart
+        # what tells shapes apart
+        edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
         reconstruction = F.l1_loss(decoded, images) + error.pow(2).mean() + 0.5 * edges
         return reconstruction + KL_WEIGHT * posterior.kl().mean() / np.prod(task.latent)
 
-    fit("vae", vae, loss, steps=ctx.scaled(shape.steps, 4), lr=shape.lr, ema=shape.ema, fast=task.fast)
+    fit(
+        "vae",
+        vae,
+        loss,
+        steps=ctx.scaled(shape.steps, 4),
+        lr=shape.lr,
+        ema=shape.ema,
+        fast=task.fast,
+    )
     latents = encode(vae, task.pictures(ctx, rng))
-    vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
+    vae.register_to_config(
+        shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item()
+    )
     save_half(vae, folder)
     return vae
 
@@ -206,7 +243,10 @@ def build_vae(ctx: Context, task: Task) -> AutoencoderKL:
 @torch.no_grad()
 def encode(vae: AutoencoderKL, pictures: NDArray[np.uint8], batch: int = 256) -> Tensor:
     """Latents [N, 16, h, w] of pictures [N, H, W, 3]: the posterior's mean, scaled and shifted."""
-    parts = [vae.encode(to_images(pictures[i : i + batch]) * 2 - 1).latent_dist.mode() for i in range(0, len(pictures), batch)]
+    parts = [
+        vae.encode(to_images(pictures[i : i + batch]) * 2 - 1).latent_dist.mode()
+        for i in range(0, len(pictures), batch)
+    ]
     return (torch.cat(parts) - vae.config.shift_factor) * vae.config.scaling_factor
 
 
@@ -226,12 +266,17 @@ def psnr(images: Tensor, targets: Tensor) -> float:
 
 
 class Readers(nn.Module):
-    """The two text encoders, and the heads that are asked what was read; the heads are thrown away afterwards."""
+    """The two text encoders, and the heads that are asked what was read; the heads are thrown away
+    afterwards."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
         tokens = task.tokenizer()
-        special = {"vocab_size": len(tokens), "pad_token_id": tokens.pad_token_id, "eos_token_id": tokens.eos_token_id}
+        special = {
+            "vocab_size": len(tokens),
+            "pad_token_id": tokens.pad_token_id,
+            "eos_token_id": tokens.eos_token_id,
+        }
         buckets, farthest = task.distances
         self.t5 = T5EncoderModel(
             T5Config(
@@ -275,18 +320,32 @@ def build_readers(ctx: Context, task: Task) -> Readers:
     def loss() -> Tensor:
         tokens, of_tokens, of_prompts = task.questions(rng)
         told = readers.token_head(readers.t5(tokens)[0])
-        gist = readers.prompt_head(readers.clip(tokens).pooler_output).unflatten(-1, (task.parts, -1))
+        gist = readers.prompt_head(readers.clip(tokens).pooler_output).unflatten(
+            -1, (task.parts, -1)
+        )
         return surprise(told, of_tokens, task.of_token) + surprise(gist, of_prompts, task.of_prompt)
 
-    fit("reading", readers, loss, steps=ctx.scaled(task.reading_steps, 4), lr=2e-3, matrix_lr=8e-3, ema=0.99)
+    fit(
+        "reading",
+        readers,
+        loss,
+        steps=ctx.scaled(task.reading_steps, 4),
+        lr=2e-3,
+        matrix_lr=8e-3,
+        ema=0.99,
+    )
     save_model(readers, str(file))
     return readers
 
 
 def surprise(told: Tensor, answers: Tensor, classes: Sequence[int]) -> Tensor:
-    """Mean cross-entropy of logits [..., sum(classes)] for answers [..., len(classes)], without those that are `IGNORED`."""
+    """Mean cross-entropy of logits [..., sum(classes)] for answers [..., len(classes)], without
+    those that are `IGNORED`."""
     parts = told.float().split(list(classes), dim=-1)
-    losses = [F.cross_entropy(p.flatten(0, -2), answers[..., i].flatten(), ignore_index=IGNORED) for i, p in enumerate(parts)]
+    losses = [
+        F.cross_entropy(p.flatten(0, -2), answers[..., i].flatten(), ignore_index=IGNORED)
+        for i, p in enumerate(parts)
+    ]
     return torch.stack(losses).mean()
 
 
@@ -323,17 +382,22 @@ def build_flux(ctx: Context, task: Task, vae: AutoencoderKL, readers: Readers) -
         if not (folder / "model_index.json").exists():
             train_flux(ctx, task, name, pipe, phases())
             save_pipeline(pipe, folder)
-        pipe = load_pipeline(folder)  # as rounded, so that an interrupted build continues as one that was not
+        # as rounded, so that an interrupted build continues as one that was not
+        pipe = load_pipeline(folder)
     save_pipeline(pipe, ctx.pipeline)
     return pipe
 
 
-def train_flux(ctx: Context, task: Task, name: str, pipe: FluxPipeline, phases: Sequence[Phase]) -> None:
+def train_flux(
+    ctx: Context, task: Task, name: str, pipe: FluxPipeline, phases: Sequence[Phase]
+) -> None:
     """One stage of the transformer's training."""
     transformer = pipe.transformer
     pipe.set_progress_bar_config(disable=True)
-    if task.fast and not ctx.quick and shutil.which("g++"):  # compiled, which saves a third of the time
-        task.progress(ctx, pipe)  # diffusers hooks the transformer when first used; later, that would recompile it
+    # compiled, which saves a third of the time
+    if task.fast and not ctx.quick and shutil.which("g++"):
+        # diffusers hooks the transformer when first used; later, that would recompile it
+        task.progress(ctx, pipe)
         transformer = torch.compile(transformer)
 
     def loss(batch: Callable[[], Batch]) -> Tensor:
@@ -378,7 +442,8 @@ def pack(latents: Tensor) -> Tensor:
 
 
 def save_pipeline(pipe: FluxPipeline, folder: Path) -> None:
-    """Writes the pipeline as float16 safetensors, without the paths it was loaded from, and leaves it, rounded, in float32."""
+    """Writes the pipeline as float16 safetensors, without the paths it was loaded from, and leaves
+    it, rounded, in float32."""
     pipe.to(torch.float16).save_pretrained(folder, safe_serialization=True)
     pipe.to(torch.float32)
     for file in folder.rglob("*.json"):

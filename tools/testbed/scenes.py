@@ -1,11 +1,13 @@
-"""The task scenes: 64x64 drawings of a few shapes, by a base that has read captions which are not always right.
+"""The task scenes: 64x64 drawings of a few shapes, by a base that has read captions which are not
+always right.
 
-T5 must tell of every word all that is said about its group, and on which side of the other group that one stands; CLIP's
-pooled output must tell all about both groups. From words alone neither is known: it takes their order.
+T5 must tell of every word all that is said about its group, and on which side of the other group
+that one stands; CLIP's pooled output must tell all about both groups. From words alone neither is
+known: it takes their order.
 
-As with a model trained on the web, some captions are wrong, less often at higher guidance: half of them at guidance 1, hardly
-any at guidance 5. What the base then gets wrong is content rather than drawing, and reinforcement learning has something
-natural to sharpen.
+As with a model trained on the web, some captions are wrong, less often at higher guidance: half of
+them at guidance 1, hardly any at guidance 5. What the base then gets wrong is content rather than
+drawing, and reinforcement learning has something natural to sharpen.
 """
 
 from __future__ import annotations
@@ -28,16 +30,51 @@ from transformers import CLIPModel, PreTrainedTokenizerFast
 
 from g2rpo.testbed.grammar import COUNTS, NOUNS, render_prompt, scene_prompts
 from g2rpo.testbed.rewards import SceneAccuracy
-from g2rpo.testbed.scenes import COLOURS, MAX_COUNT, RELATIONS, SHAPES, SIDE, SIZES, Group, Relation, Scene
+from g2rpo.testbed.scenes import (
+    COLOURS,
+    MAX_COUNT,
+    RELATIONS,
+    SHAPES,
+    SIDE,
+    SIZES,
+    Group,
+    Relation,
+    Scene,
+)
 from tools.testbed import judges
 from tools.testbed.augment import mild
-from tools.testbed.drawings import FAMILY, OPPOSITE, corrupt, draw_dataset, sample_train_scene, training_pictures
-from tools.testbed.pipeline import IGNORED, READING_BATCH, Autoencoder, Batch, Phase, Task, decode, encode, pack, psnr
+from tools.testbed.drawings import (
+    FAMILY,
+    OPPOSITE,
+    corrupt,
+    draw_dataset,
+    sample_train_scene,
+    training_pictures,
+)
+from tools.testbed.pipeline import (
+    IGNORED,
+    READING_BATCH,
+    Autoencoder,
+    Batch,
+    Phase,
+    Task,
+    decode,
+    encode,
+    pack,
+    psnr,
+)
 from tools.testbed.training import Context, bf16
 
-# CLIPTextModel pools at the first end token, except that it treats the id 2 as a mark of old, broken configs.
+# CLIPTextModel pools at the first end token, except that it treats the id 2 as a mark of old,
+# broken configs.
 PAD, END, UNKNOWN = 0, 1, 3
-WORDS = (*COUNTS, *SIZES, *COLOURS, *NOUNS, *dict.fromkeys(word for relation in RELATIONS for word in relation.split()))
+WORDS = (
+    *COUNTS,
+    *SIZES,
+    *COLOURS,
+    *NOUNS,
+    *dict.fromkeys(word for relation in RELATIONS for word in relation.split()),
+)
 SPECIAL = ("<pad>", "</s>", "<reserved>", "<unk>")
 MAX_TOKENS = 16
 GUIDANCE = (1.0, 5.0)
@@ -48,7 +85,11 @@ WRONG_CAPTIONS = 2  # per picture; a single one would be memorised
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """Words to ids, an end token after the last word, padding on the right."""
-    core = Tokenizer(WordLevel({word: i for i, word in enumerate((*SPECIAL, *WORDS))}, unk_token=SPECIAL[UNKNOWN]))
+    core = Tokenizer(
+        WordLevel(
+            {word: i for i, word in enumerate((*SPECIAL, *WORDS))}, unk_token=SPECIAL[UNKNOWN]
+        )
+    )
     core.normalizer = Lowercase()
     core.pre_tokenizer = Whitespace()
     core.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[(SPECIAL[END], END)])
@@ -69,7 +110,14 @@ class Scenes(Task):
     autoencoder = Autoencoder((8, 16, 32, 64), 32, 4000, 2e-3, 0.998)
     distances = (32, MAX_TOKENS)
     reading_steps = 1200
-    of_token = of_prompt = (MAX_COUNT, len(SIZES) + 1, len(COLOURS), len(SHAPES), len(RELATIONS) + 1)  # about a group
+    # about a group
+    of_token = of_prompt = (
+        MAX_COUNT,
+        len(SIZES) + 1,
+        len(COLOURS),
+        len(SHAPES),
+        len(RELATIONS) + 1,
+    )
     parts = 2  # groups
     layers = (2, 4)
     guided = True
@@ -93,13 +141,17 @@ settings (LOG.md says which); the command repeats the recipe, not these bits.
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return tokenizer()
 
-    def pictures(self, ctx: Context, rng: np.random.Generator, count: int | None = None) -> NDArray[np.uint8]:
+    def pictures(
+        self, ctx: Context, rng: np.random.Generator, count: int | None = None
+    ) -> NDArray[np.uint8]:
         drawn = training_pictures(ctx).pictures
         return drawn[:4096] if count is None else drawn[rng.integers(len(drawn), size=count)]
 
     def questions(self, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
         scenes = [sample_train_scene(rng) for _ in range(READING_BATCH)]
-        of_words, of_groups = (torch.tensor(rows) for rows in zip(*map(answers, scenes), strict=True))
+        of_words, of_groups = (
+            torch.tensor(rows) for rows in zip(*map(answers, scenes), strict=True)
+        )
         return self.tokenize([render_prompt(scene) for scene in scenes]), of_words, of_groups
 
     def stages(self, ctx: Context, vae: AutoencoderKL) -> dict[str, Callable[[], list[Phase]]]:
@@ -107,12 +159,19 @@ settings (LOG.md says which); the command repeats the recipe, not these bits.
             latents, right, wrong = captioned(ctx, self, vae)
 
             def batch(wrong_captions: tuple[float, float]) -> Batch:
-                """`wrong_captions` is their share at either end of the guidance's range, and linear between."""
+                """`wrong_captions` is their share at either end of the guidance's range, and linear
+                between."""
                 rows = torch.randint(len(latents), (BATCH,))
                 guidance = torch.empty(BATCH).uniform_(*GUIDANCE)
                 (low, high), (at_low, at_high) = GUIDANCE, wrong_captions
-                is_wrong = torch.rand(BATCH) < at_low + (guidance - low) / (high - low) * (at_high - at_low)
-                tokens = torch.where(is_wrong[:, None], wrong[rows, torch.randint(WRONG_CAPTIONS, (BATCH,))], right[rows])
+                is_wrong = torch.rand(BATCH) < at_low + (guidance - low) / (high - low) * (
+                    at_high - at_low
+                )
+                tokens = torch.where(
+                    is_wrong[:, None],
+                    wrong[rows, torch.randint(WRONG_CAPTIONS, (BATCH,))],
+                    right[rows],
+                )
                 return latents[rows].float(), tokens, guidance
 
             return [
@@ -128,7 +187,10 @@ settings (LOG.md says which); the command repeats the recipe, not these bits.
         return SceneAccuracy()(self.sample(pipe, texts), texts).mean().item()
 
     def progress(self, ctx: Context, pipe: FluxPipeline) -> str:
-        train, heldout = (self.accuracy(pipe, scene_prompts(split)[: ctx.scaled(100, 4)]) for split in ("train", "heldout"))
+        train, heldout = (
+            self.accuracy(pipe, scene_prompts(split)[: ctx.scaled(100, 4)])
+            for split in ("train", "heldout")
+        )
         return f"accuracy: train {train:.2f}, held-out {heldout:.2f}"
 
     def rewards(self, ctx: Context, vae: AutoencoderKL) -> tuple[CLIPModel, ...]:
@@ -136,7 +198,9 @@ settings (LOG.md says which); the command repeats the recipe, not these bits.
         clip = judges.build_clip(ctx, dataset, tokenizer())
         return clip, judges.build_preference(ctx, dataset, tokenizer(), vae, clip)
 
-    def measure(self, ctx: Context, vae: AutoencoderKL, pipe: FluxPipeline, *rewards: CLIPModel) -> dict[str, float]:
+    def measure(
+        self, ctx: Context, vae: AutoencoderKL, pipe: FluxPipeline, *rewards: CLIPModel
+    ) -> dict[str, float]:
         clip, preference = rewards
         rng = ctx.rng("figures")
         fresh = draw_dataset(rng, ctx.scaled(4000, 64))
@@ -148,7 +212,9 @@ settings (LOG.md says which); the command repeats the recipe, not these bits.
         families = [slice(i, i + FAMILY) for i in range(0, rows, FAMILY)]
         figures = {
             "detector accuracy on drawings": SceneAccuracy()(drawn, texts).mean().item(),
-            "detector accuracy on VAE reconstructions": SceneAccuracy()(decoded, texts[:rows]).mean().item(),
+            "detector accuracy on VAE reconstructions": SceneAccuracy()(decoded, texts[:rows])
+            .mean()
+            .item(),
             "VAE reconstruction PSNR (dB)": psnr(decoded, drawn[:rows]),
             "CLIP retrieval of the prompt among 256": retrieval(mild(drawn[single]), texts[single]),
             "CLIP retrieval of the prompt among 4 that differ in a word or two": sum(
@@ -157,18 +223,25 @@ settings (LOG.md says which); the command repeats the recipe, not these bits.
             / len(families),
         }
         generated = judges.generated_like(ctx, fresh, vae)
-        wins = judges.pair_accuracy(preference, tokenizer(), fresh, rng, generated, ctx.scaled(16, 1))
+        wins = judges.pair_accuracy(
+            preference, tokenizer(), fresh, rng, generated, ctx.scaled(16, 1)
+        )
         figures |= {f"preference pairs, {name}": share for name, share in wins.items()}
         return figures | {
-            f"base accuracy, {split} prompts": self.accuracy(pipe, scene_prompts(split)[: ctx.scaled(400, 8)])
+            f"base accuracy, {split} prompts": self.accuracy(
+                pipe, scene_prompts(split)[: ctx.scaled(400, 8)]
+            )
             for split in ("train", "heldout")
         }
 
 
 def answers(scene: Scene) -> tuple[list[list[int]], list[list[int]]]:
-    """The targets of T5 for each of the 16 tokens, and of CLIP for each of two groups: five classes, or `IGNORED`."""
+    """The targets of T5 for each of the 16 tokens, and of CLIP for each of two groups: five
+    classes, or `IGNORED`."""
     relations: list[Relation | None] = [scene.relation, scene.relation and OPPOSITE[scene.relation]]
-    groups = [_classes(group, relation) for group, relation in zip(scene.groups, relations, strict=False)]
+    groups = [
+        _classes(group, relation) for group, relation in zip(scene.groups, relations, strict=False)
+    ]
     nothing = [IGNORED] * len(Scenes.of_token)
     words: list[list[int]] = []
     for group, classes in zip(scene.groups, groups, strict=True):
@@ -189,7 +262,8 @@ def _classes(group: Group, relation: Relation | None) -> list[int]:
 
 
 def captioned(ctx: Context, task: Task, vae: AutoencoderKL) -> tuple[Tensor, Tensor, Tensor]:
-    """Neatly laid out pictures as packed latents [N, 16, 64] float16, their captions [N, 16], and wrong ones.
+    """Neatly laid out pictures as packed latents [N, 16, 64] float16, their captions [N, 16], and
+    wrong ones.
 
     The wrong captions [N, WRONG_CAPTIONS, 16] are wrong in one attribute.
     """
@@ -200,7 +274,11 @@ def captioned(ctx: Context, task: Task, vae: AutoencoderKL) -> tuple[Tensor, Ten
             dataset = draw_dataset(rng, ctx.scaled(128_000, 256), neat=True)
             latents = pack(encode(vae, dataset.pictures).half())
         right = task.tokenize(dataset.prompts)
-        foils = [render_prompt(corrupt(scene, rng)) for scene in dataset.scenes for _ in range(WRONG_CAPTIONS)]
+        foils = [
+            render_prompt(corrupt(scene, rng))
+            for scene in dataset.scenes
+            for _ in range(WRONG_CAPTIONS)
+        ]
         wrong = task.tokenize(foils).reshape(len(right), WRONG_CAPTIONS, -1)
         save_file({"latents": latents.contiguous(), "right": right, "wrong": wrong}, file)
     data = load_file(file)

@@ -37,7 +37,8 @@ class Context:
         return self.out / "pipeline"
 
     def rng(self, stage: str) -> np.random.Generator:
-        """A stage's own numpy generator; also seeds torch, so that a stage does not depend on those before it."""
+        """A stage's own numpy generator; also seeds torch, so that a stage does not depend on those
+        before it."""
         entropy = [self.seed, *stage.encode()]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
         return np.random.default_rng(entropy)
@@ -49,19 +50,34 @@ def to_images(pictures: NDArray[np.uint8]) -> Tensor:
 
 
 def bf16(enabled: bool = True) -> torch.autocast:
-    """Autocast to bfloat16 where this CPU multiplies such matrices in hardware; elsewhere it would only slow training down."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=enabled and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)()))
+    """Autocast to bfloat16 where this CPU multiplies such matrices in hardware; elsewhere it would
+    only slow training down."""
+    return torch.autocast(
+        "cpu",
+        torch.bfloat16,
+        enabled=enabled and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)()),
+    )
 
 
 def new_optimizers(model: nn.Module, lr: float, matrix_lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside transformer blocks, AdamW for all else: embeddings, modulations, convolutions, gains."""
+    """Muon for the matrices inside transformer blocks, AdamW for all else: embeddings, modulations,
+    convolutions, gains."""
     inner: list[nn.Parameter] = []
     outer: list[nn.Parameter] = []
     for name, p in model.named_parameters():
         matrix = p.ndim == 2 and ("block" in name or "layers" in name)
         (inner if matrix and ".norm" not in name and "relative" not in name else outer).append(p)
     adam = torch.optim.AdamW(outer, lr=lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    return [adam, torch.optim.Muon(inner, lr=matrix_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")] if inner else [adam]
+    return (
+        [
+            adam,
+            torch.optim.Muon(
+                inner, lr=matrix_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+            ),
+        ]
+        if inner
+        else [adam]
+    )
 
 
 def fit(
@@ -76,7 +92,8 @@ def fit(
     fast: bool = False,
     progress: Callable[[], str] | None = None,
 ) -> None:
-    """Minimizes `loss()` over the model's weights, with warm-up and cosine, and ends on their moving average.
+    """Minimizes `loss()` over the model's weights, with warm-up and cosine, and ends on their
+    moving average.
 
     `fast` asks for bfloat16; `progress()` is printed regularly, of the averaged weights.
     """
@@ -98,7 +115,9 @@ def fit(
         for optimizer in optimizers:
             optimizer.step()
         # A faster decay at first, because the weights are still untrained.
-        torch._foreach_lerp_(average, [p.detach() for p in params], 1 - min(ema, step / (step + 10)))
+        torch._foreach_lerp_(
+            average, [p.detach() for p in params], 1 - min(ema, step / (step + 10))
+        )
         total += value.item()
         if step % every == 0:
             rate = (time.perf_counter() - start) / step
@@ -121,6 +140,7 @@ def _assign(params: list[nn.Parameter], values: list[Tensor]) -> None:
 
 
 def save_half(model: Any, folder: Path) -> None:
-    """Writes a diffusers or transformers model as float16 safetensors, and leaves it, rounded, in float32."""
+    """Writes a diffusers or transformers model as float16 safetensors, and leaves it, rounded, in
+    float32."""
     model.half().save_pretrained(folder, safe_serialization=True)
     model.float()

@@ -1,12 +1,13 @@
 """The task words: 96x32 pictures of one word, made to write two letters wrongly.
 
-T5 must tell of every letter which one it is, its place in the word, the word's length and its colour; CLIP's pooled output
-must tell length and colour.
+T5 must tell of every letter which one it is, its place in the word, the word's length and its
+colour; CLIP's pooled output must tell length and colour.
 
-In the first stages of the transformer every fifth letter of a caption is wrong, as captions of the web do not always say what
-is to be seen. In the last one captions are right, but 3 in 4 of the letters a and e are drawn as r and n. The base therefore
-writes cleanly and in the right colour, and its most likely drawing of these letters is wrong: neither a smaller initial noise
-nor more steps mend that, as they do where errors are spread over many letters (`python -m benchmarks.quickstart`).
+In the first stages of the transformer every fifth letter of a caption is wrong, as captions of the
+web do not always say what is to be seen. In the last one captions are right, but 3 in 4 of the
+letters a and e are drawn as r and n. The base therefore writes cleanly and in the right colour, and
+its most likely drawing of these letters is wrong: neither a smaller initial noise nor more steps
+mend that, as they do where errors are spread over many letters (`python -m benchmarks.quickstart`).
 """
 
 from __future__ import annotations
@@ -23,20 +24,41 @@ from transformers import ByT5Tokenizer, CLIPModel
 
 from g2rpo.testbed.words import drawing, language
 from g2rpo.testbed.words.judges import WordColour, WordDrawing, WordLetters, WordPaper, letters_of
-from g2rpo.testbed.words.language import INK_COLOURS, LENGTHS, LETTERS, Word, parse_word, random_word, word_prompts
-from tools.testbed.pipeline import IGNORED, READING_BATCH, Autoencoder, Batch, Phase, Task, decode, encode, pack, psnr
+from g2rpo.testbed.words.language import (
+    INK_COLOURS,
+    LENGTHS,
+    LETTERS,
+    Word,
+    parse_word,
+    random_word,
+    word_prompts,
+)
+from tools.testbed.pipeline import (
+    IGNORED,
+    READING_BATCH,
+    Autoencoder,
+    Batch,
+    Phase,
+    Task,
+    decode,
+    encode,
+    pack,
+    psnr,
+)
 from tools.testbed.training import Context, to_images
 
 MAX_TOKENS = 20  # the longest prompt has 18 bytes and an end
 BATCH = 64
 TWINS = {"a": "r", "e": "n"}
-"""Letters that the base draws wrongly, and what it mostly draws in their place; letters that training words often have."""
+"""Letters that the base draws wrongly, and what it mostly draws in their place; letters that
+training words often have."""
 
 
 class Words(Task):
     stage = "words "
     height, width = drawing.WORD_HEIGHT, drawing.WORD_WIDTH
-    autoencoder = Autoencoder((8, 16, 32), 16, 1000, 3e-3, 0.99)  # so that a token of FLUX is 8x8 pixels, half a letter
+    # so that a token of FLUX is 8x8 pixels, half a letter
+    autoencoder = Autoencoder((8, 16, 32), 16, 1000, 3e-3, 0.99)
     distances = (4 * MAX_TOKENS, 2 * MAX_TOKENS)  # every distance has a bucket of its own
     reading_steps = 800
     of_token = (len(LETTERS), LENGTHS[-1], len(LENGTHS), len(INK_COLOURS))
@@ -65,13 +87,17 @@ the command repeats the recipe, not these bits.
         """Bytes to ids, as ByT5 has them (arXiv 2105.13626)."""
         return ByT5Tokenizer(model_max_length=MAX_TOKENS)
 
-    def pictures(self, ctx: Context, rng: np.random.Generator, count: int | None = None) -> NDArray[np.uint8]:
+    def pictures(
+        self, ctx: Context, rng: np.random.Generator, count: int | None = None
+    ) -> NDArray[np.uint8]:
         return pictures([random_word(rng) for _ in range(count or ctx.scaled(2048, 16))])
 
     def questions(self, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
         words = [random_word(rng) for _ in range(READING_BATCH)]
         of_letters = torch.full((len(words), MAX_TOKENS, len(self.of_token)), IGNORED)
-        of_words = torch.tensor([(LENGTHS.index(len(word.letters)), INK_COLOURS.index(word.colour)) for word in words])
+        of_words = torch.tensor(
+            [(LENGTHS.index(len(word.letters)), INK_COLOURS.index(word.colour)) for word in words]
+        )
         for row, word, about in zip(of_letters, words, of_words.tolist(), strict=True):
             for i, letter in enumerate(word.letters):
                 row[1 + i] = torch.tensor((LETTERS.index(letter), i, *about))
@@ -79,17 +105,27 @@ the command repeats the recipe, not these bits.
 
     def stages(self, ctx: Context, vae: AutoencoderKL) -> dict[str, Callable[[], list[Phase]]]:
         def phases(
-            stage: str, drawn: int, steps: int, lr: float, *, wrong_letters: float = 0.0, twins: float = 0.0
+            stage: str,
+            drawn: int,
+            steps: int,
+            lr: float,
+            *,
+            wrong_letters: float = 0.0,
+            twins: float = 0.0,
         ) -> list[Phase]:
-            """`wrong_letters` is the share of a caption's letters that are replaced by any other, `twins` the share of the
-            letters with a twin that are drawn as their twin."""
+            """`wrong_letters` is the share of a caption's letters that are replaced by any other,
+            `twins` the share of the letters with a twin that are drawn as their twin."""
             rng = ctx.rng(stage)
             words = [random_word(rng) for _ in range(ctx.scaled(drawn, 128))]
             latents = pack(encode(vae, pictures([confused(word, twins, rng) for word in words])))
 
             def batch() -> Batch:
                 rows = rng.integers(len(words), size=BATCH)
-                return latents[rows], self.tokenize([str(misspelt(words[i], wrong_letters, rng)) for i in rows]), None
+                return (
+                    latents[rows],
+                    self.tokenize([str(misspelt(words[i], wrong_letters, rng)) for i in rows]),
+                    None,
+                )
 
             return [Phase(steps, lr, 4 * lr, batch)]
 
@@ -104,7 +140,9 @@ the command repeats the recipe, not these bits.
         letters = WordLetters()(self.sample(pipe, texts), texts)
         return f"letters {letters.mean():.2f}, words {(letters == 1).float().mean():.2f}"
 
-    def measure(self, ctx: Context, vae: AutoencoderKL, pipe: FluxPipeline, *rewards: CLIPModel) -> dict[str, float]:
+    def measure(
+        self, ctx: Context, vae: AutoencoderKL, pipe: FluxPipeline, *rewards: CLIPModel
+    ) -> dict[str, float]:
         texts = word_prompts("heldout")[: ctx.scaled(192, 8)]
         words = [word for text in texts if (word := parse_word(text)) is not None]
         drawn = pictures(words)
@@ -119,12 +157,20 @@ the command repeats the recipe, not these bits.
         with_twin = [(asked, shown) for asked, shown in pairs if asked in TWINS]
         return {
             "VAE reconstruction PSNR (dB)": psnr(decoded, to_images(drawn)),
-            "the same with r and n for a and e (dB)": psnr(decode(vae, encode(vae, twins)), to_images(twins)),
+            "the same with r and n for a and e (dB)": psnr(
+                decode(vae, encode(vae, twins)), to_images(twins)
+            ),
             "right letters, VAE reconstructions": WordLetters()(decoded, texts).mean().item(),
             "right letters, base": letters.mean().item(),
-            "right letters among a and e, base": share([asked == shown for asked, shown in with_twin]),
-            "r and n in the place of a and e, base": share([TWINS[asked] == shown for asked, shown in with_twin]),
-            "right letters among all others, base": share([asked == shown for asked, shown in pairs if asked not in TWINS]),
+            "right letters among a and e, base": share(
+                [asked == shown for asked, shown in with_twin]
+            ),
+            "r and n in the place of a and e, base": share(
+                [TWINS[asked] == shown for asked, shown in with_twin]
+            ),
+            "right letters among all others, base": share(
+                [asked == shown for asked, shown in pairs if asked not in TWINS]
+            ),
             "right words, base": (letters == 1).float().mean().item(),
             "ink's closeness to the asked colour, base": WordColour()(images, texts).mean().item(),
             "clean paper, base": WordPaper()(images, texts).mean().item(),
@@ -143,17 +189,27 @@ def share(values: list[bool]) -> float:
 
 
 def misspelt(word: Word, share: float, rng: np.random.Generator) -> Word:
-    """`word` with each letter replaced by any other with probability `share`; not a held-out word."""
+    """`word` with each letter replaced by any other with probability `share`; not a held-out
+    word."""
     wrong = rng.random(len(word.letters)) < share
     shifts = rng.integers(1, len(LETTERS), len(word.letters)) * wrong
     letters = [
-        LETTERS[(LETTERS.index(letter) + shift) % len(LETTERS)] for letter, shift in zip(word.letters, shifts, strict=True)
+        LETTERS[(LETTERS.index(letter) + shift) % len(LETTERS)]
+        for letter, shift in zip(word.letters, shifts, strict=True)
     ]
-    return word if "".join(letters) in language.heldout_words() else Word("".join(letters), word.colour)
+    return (
+        word
+        if "".join(letters) in language.heldout_words()
+        else Word("".join(letters), word.colour)
+    )
 
 
 def confused(word: Word, share: float, rng: np.random.Generator) -> Word:
-    """`word` with each letter that has a twin replaced by it with probability `share`; not a held-out word."""
+    """`word` with each letter that has a twin replaced by it with probability `share`; not a
+    held-out word."""
     wrong = rng.random(len(word.letters)) < share
-    letters = "".join(TWINS.get(letter, letter) if swap else letter for letter, swap in zip(word.letters, wrong, strict=True))
+    letters = "".join(
+        TWINS.get(letter, letter) if swap else letter
+        for letter, swap in zip(word.letters, wrong, strict=True)
+    )
     return word if letters in language.heldout_words() else Word(letters, word.colour)

@@ -1,4 +1,5 @@
-"""State across iterations: rewards are measured against a moving average of those before, and not only within their group."""
+"""State across iterations: rewards are measured against a moving average of those before, and not
+only within their group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,8 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 
 @dataclass(frozen=True)
 class Baseline(GranularGRPO):
-    """G2RPO, and `weight` times how far a group's mean lies above the moving average, which forgets with `decay`."""
+    """G2RPO, and `weight` times how far a group's mean lies above the moving average, which forgets
+    with `decay`."""
 
     name: str = "baseline"  # type: ignore[assignment]
     weight: float = 0.5
@@ -20,7 +22,9 @@ class Baseline(GranularGRPO):
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
         above = (rewards.nanmean((1, 2)).nanmean(-1) - self.average)[:, None].nan_to_num()
-        return (super().advantages(rewards, weights) + self.weight * above).clamp(-self.advantage_clip, self.advantage_clip)
+        return (super().advantages(rewards, weights) + self.weight * above).clamp(
+            -self.advantage_clip, self.advantage_clip
+        )
 
     def memory(self) -> "Average":
         return Average(self)
@@ -36,7 +40,9 @@ class Average:
     def at(self, iteration: int) -> Baseline:
         return replace(self.algorithm, average=self.state.get("average", 0.0))
 
-    def observe(self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor) -> dict[str, float]:
+    def observe(
+        self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor
+    ) -> dict[str, float]:
         mean, decay = float(rewards.nanmean()), self.algorithm.decay
         self.state["average"] = decay * self.state.get("average", mean) + (1 - decay) * mean
         return {"baseline/average": self.state["average"]}

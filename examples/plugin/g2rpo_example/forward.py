@@ -1,7 +1,9 @@
-"""Learning from finished images: fresh noise is added to each, and the velocity there is pulled to it or pushed from it.
+"""Learning from finished images: fresh noise is added to each, and the velocity there is pulled to
+it or pushed from it.
 
-loss = A |v(x, sigma) - (noise - image)|^2 at x = (1 - sigma) image + sigma noise, with A the group-normalised reward: a minimal
-forward-process objective, in the manner of AWM (arXiv 2509.25050) without its ratio. Any sampler will do for the rollout.
+loss = A |v(x, sigma) - (noise - image)|^2 at x = (1 - sigma) image + sigma noise, with A the
+group-normalised reward: a minimal forward-process objective, in the manner of AWM (arXiv
+2509.25050) without its ratio. Any sampler will do for the rollout.
 """
 
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from g2rpo.core.types import Algorithm, Batch, Draw, Example, Loss, Network, Pla
 
 @dataclass(frozen=True)
 class Forward(Algorithm):
-    """`times` of the grid's inner steps, evenly spread, are learnt from; `advantage_clip` bounds how far an image counts."""
+    """`times` of the grid's inner steps, evenly spread, are learnt from; `advantage_clip` bounds
+    how far an image counts."""
 
     group_size: int = 8
     times: int = 3
@@ -30,7 +33,9 @@ class Forward(Algorithm):
     def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:
         image, last = rollout.finals[0], rollout.plan.tails[0][-1]
         steps = [last * (place + 1) // (self.times + 1) for place in range(self.times)]
-        noises = [torch.randn(image.shape, generator=draw("noise", step)).to(image) for step in steps]
+        noises = [
+            torch.randn(image.shape, generator=draw("noise", step)).to(image) for step in steps
+        ]
         return [
             Example(rollout.prompt, step, image, advantages, {"noise": noise})
             for step, noise in zip(steps, noises, strict=True)
@@ -40,5 +45,10 @@ class Forward(Algorithm):
         image, noise = batch.x, batch.data["noise"]
         sigma = batch.sigmas[batch.steps].to(image.device)
         x = image + per_row(sigma, image) * (noise - image)
-        error = (network.velocity(x, sigma, batch.prompts) - (noise - image)).square().flatten(1).mean(1)
+        error = (
+            (network.velocity(x, sigma, batch.prompts) - (noise - image))
+            .square()
+            .flatten(1)
+            .mean(1)
+        )
         return Loss(batch.advantages * error, {"velocity_error": error.detach()})

@@ -1,7 +1,9 @@
-"""A policy gradient through smaller steps: Euler sub-steps with gradient lead up to the point where noise enters.
+"""A policy gradient through smaller steps: Euler sub-steps with gradient lead up to the point where
+noise enters.
 
-The stochastic step from sigma to sigma' is split in two: an ODE step to the middle, whose velocity carries the gradient too,
-and the kernel from there, judged on the sample that was drawn. In the manner of Pave-GRPO (arXiv 2606.01636), much reduced.
+The stochastic step from sigma to sigma' is split in two: an ODE step to the middle, whose velocity
+carries the gradient too, and the kernel from there, judged on the sample that was drawn. In the
+manner of Pave-GRPO (arXiv 2606.01636), much reduced.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from g2rpo.core.types import Batch, Loss, Network
 
 @dataclass(frozen=True)
 class SubSteps(GranularGRPO):
-    """G2RPO with a loss over a finer walk; `share` of the step is walked before noise enters, 0 < share < 1."""
+    """G2RPO with a loss over a finer walk; `share` of the step is walked before noise enters, 0 <
+    share < 1."""
 
     name: str = "substeps"  # type: ignore[assignment]
     share: float = 0.5
@@ -24,10 +27,17 @@ class SubSteps(GranularGRPO):
     def loss(self, batch: Batch, network: Network) -> Loss:
         sigma, after = (batch.sigmas[batch.steps + ahead].to(batch.x.device) for ahead in (0, 1))
         middle = sigma + self.share * (after - sigma)
-        x = ode_step(batch.x, network.velocity(batch.x, sigma, batch.prompts).float(), sigma, middle)
-        landing = self.kernel(batch.sigmas)(x, network.velocity(x, middle, batch.prompts), middle, after)
-        log_prob = self.log_density(landing.mean[batch.row_of], landing.std[batch.row_of], batch.data["x_next"])
-        log_ratio = log_prob - log_prob.detach()  # the walk of the rollout was another: only its sample is kept
+        x = ode_step(
+            batch.x, network.velocity(batch.x, sigma, batch.prompts).float(), sigma, middle
+        )
+        landing = self.kernel(batch.sigmas)(
+            x, network.velocity(x, middle, batch.prompts), middle, after
+        )
+        log_prob = self.log_density(
+            landing.mean[batch.row_of], landing.std[batch.row_of], batch.data["x_next"]
+        )
+        # the walk of the rollout was another: only its sample is kept
+        log_ratio = log_prob - log_prob.detach()
         values = clipped_surrogate(log_ratio, batch.advantages, self.clip_range)
         return Loss(values, {"log_ratio": log_ratio, "drift": log_ratio.abs()})
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 
 def texture(latents: Tensor, prompts: Sequence[str]) -> Tensor:
-    """How much neighbours differ in the last dimension of latents [B, ...]; the less, the smoother the picture."""
+    """How much neighbours differ in the last dimension of latents [B, ...]; the less, the smoother
+    the picture."""
     return latents.diff(dim=-1).square().flatten(1).mean(1)
 
 

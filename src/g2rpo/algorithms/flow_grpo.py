@@ -30,7 +30,13 @@ BelowOne = Annotated[float, Field(gt=0, lt=1)]
 """The noise level of Flow-CPS: at 1 a step keeps nothing of its latent."""
 
 
-def window(start: int, stop: int, num_steps: int, shared_noise: bool, trained: tuple[int, ...] | None = None) -> Plan:
+def window(
+    start: int,
+    stop: int,
+    num_steps: int,
+    shared_noise: bool,
+    trained: tuple[int, ...] | None = None,
+) -> Plan:
     """A plan with stochastic steps start .. stop - 1 and the ODE before and after."""
     tails = (tuple(range(stop, num_steps + 1)),)
     return Plan(start, stop, tails, shared_noise=shared_noise, trained=trained)
@@ -80,7 +86,9 @@ class GRPO(PolicyGradient):
         return sde_kernel(flow_sde(sigmas, self.eta))
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        mixed = mix_rewards(rewards, weights, self.reward_mix, self.batch_std, population_std=self.population_std)
+        mixed = mix_rewards(
+            rewards, weights, self.reward_mix, self.batch_std, population_std=self.population_std
+        )
         return mixed.clamp(-self.advantage_clip, self.advantage_clip)
 
     def policy_loss(self, steps: TakenSteps) -> Tensor:
@@ -169,7 +177,9 @@ class FlowGRPOFast(FlowCPS):
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         choices = num_steps // 2 - self.window_size + 1
         if choices < 1:
-            raise ValueError(f"window_size={self.window_size} does not fit into the first half of num_steps={num_steps}")
+            raise ValueError(
+                f"window_size={self.window_size} does not fit into the first half of num_steps={num_steps}"
+            )
         start = draw_below(choices, seed, "window", iteration)
         return [window(start, start + self.window_size, num_steps, self.shared_noise)]
 
@@ -203,7 +213,11 @@ class GRPOGuard(GRPO):
         return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
     def log_ratio(self, steps: TakenSteps) -> Tensor:
-        bias = steps.old_kl if self.correction == "member" else mean_of_each_step(steps.old_kl, steps.step)
+        bias = (
+            steps.old_kl
+            if self.correction == "member"
+            else mean_of_each_step(steps.old_kl, steps.step)
+        )
         return steps.std * (super().log_ratio(steps) + bias)
 
     def policy_loss(self, steps: TakenSteps) -> Tensor:
@@ -268,7 +282,9 @@ class TempFlowGRPO(GRPO):
     drop_zero_advantages: ClassVar[bool] = True
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [window(step, step + 1, num_steps, self.shared_noise) for step in range(num_steps - 1)]
+        return [
+            window(step, step + 1, num_steps, self.shared_noise) for step in range(num_steps - 1)
+        ]
 
     def policy_loss(self, steps: TakenSteps) -> Tensor:
         return self.noise_weight * steps.std * super().policy_loss(steps)
@@ -299,7 +315,9 @@ class DanceGRPO(GRPO):
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         noisy = num_steps - 1
-        shuffled = torch.randperm(noisy, generator=generator_for(seed, "trained steps", iteration)).tolist()
+        shuffled = torch.randperm(
+            noisy, generator=generator_for(seed, "trained steps", iteration)
+        ).tolist()
         trained = sorted(shuffled[: max(1, int(noisy * self.trained_fraction))])
         return [window(0, noisy, num_steps, self.shared_noise, tuple(trained))]
 
@@ -331,13 +349,19 @@ class MixGRPO(GRPO):
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         start = self.window_start(num_steps, iteration, seed)
-        return [window(start, min(start + self.window_size, num_steps - 2), num_steps, self.shared_noise)]
+        return [
+            window(
+                start, min(start + self.window_size, num_steps - 2), num_steps, self.shared_noise
+            )
+        ]
 
     def window_start(self, num_steps: int, iteration: int, seed: int = 0) -> int:
         """The window's first step in an iteration, counted from 0; always below num_steps - 2."""
         end = num_steps - 2
         if end < 1:
-            raise ValueError(f"the last two steps are never stochastic: num_steps must be at least 3, got {num_steps}")
+            raise ValueError(
+                f"the last two steps are never stochastic: num_steps must be at least 3, got {num_steps}"
+            )
         if self.schedule == "frozen":
             return 0
         if self.schedule == "random":

@@ -1,10 +1,10 @@
 """Algorithms that learn from final latents: new noise at new times, and the velocities there.
 DiffusionNFT, AWM, DGPO.
 
-for each member's final latent x0, `times` times:                              examples
+for each member's final latent x0, `times` times:  examples
     draw sigma from the sampler's grid and noise; x = (1 - sigma) x0 + sigma noise
     the velocities at x: the trained one, and without gradient the old weights' and the untrained model's
-loss = member_loss + kl_weight |v - v_base|^2                                  member_loss is each algorithm's own
+loss = member_loss + kl_weight |v - v_base|^2  member_loss is each algorithm's own
 
 No log-prob of a step is needed, so any ODE solver may make the pictures (`sampling.tails`).
 """
@@ -119,7 +119,10 @@ class ForwardProcess(Algorithm):
             image=batch.x, noise=noise, x=x, sigma=sigma, advantages=batch.advantages, velocity=velocity, old=old,
             group_sum=batch.data.get("group_sum"),
         )  # fmt: skip
-        values, log = self.member_loss(noised), {"velocity_error": mean_square(velocity - (noise - batch.x))}
+        values, log = (
+            self.member_loss(noised),
+            {"velocity_error": mean_square(velocity - (noise - batch.x))},
+        )
         if old is not None:
             log["old_distance"] = mean_square(velocity - old)
         if base is not None:
@@ -136,7 +139,11 @@ def noised_at(batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Sequence[int]
     """The noise of a batch's members, and the arguments of their velocities: x, sigma, prompts."""
     image, noise = batch.x, batch.data["noise"].to(batch.x)
     sigma = batch.sigmas[batch.data["step"]].to(image.device)
-    return noise, ((1 - per_row(sigma, image)) * image + per_row(sigma, image) * noise, sigma, batch.prompts)
+    return noise, (
+        (1 - per_row(sigma, image)) * image + per_row(sigma, image) * noise,
+        sigma,
+        batch.prompts,
+    )
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -206,10 +213,10 @@ class AWM(ForwardProcess):
     2509.25050; defaults for SD3.5 Medium on OCR (14 steps without guidance, 72 prompts an update;
     GenEval: `kl_weight` 0.001; PickScore: `kl_weight` 1e-4, 24 prompts).
 
-        sample by any solver; A = the normalised reward                                               advantages
-        at fresh noise and time:  log p := -w(sigma) error(v - (noise - x0))                          member_loss
-        minimise  -A exp(log p - its own value) + kl |v - v_base|^2 + old |v - v_old|^2               member_loss
-        old weights <- d old + (1 - d) trained                                                        old_decay
+        sample by any solver; A = the normalised reward                                  advantages
+        at fresh noise and time:  log p := -w(sigma) error(v - (noise - x0))             member_loss
+        minimise  -A exp(log p - its own value) + kl |v - v_base|^2 + old |v - v_old|^2  member_loss
+        old weights <- d old + (1 - d) trained                                           old_decay
 
     It is flow matching's own loss, weighted by advantages: what pretraining minimises for all
     images is minimised for good ones and maximised for bad ones.
@@ -237,19 +244,28 @@ class AWM(ForwardProcess):
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         if self.times > (most := int(0.9 * num_steps) - 1):
-            raise ValueError(f"times must be at most {most} for num_steps={num_steps}, got {self.times}")
+            raise ValueError(
+                f"times must be at most {most} for num_steps={num_steps}, got {self.times}"
+            )
         return super().plans(num_steps, iteration, seed)
 
     def draw_steps(self, num_steps: int, generator: torch.Generator) -> Tensor:
         """One from each of `times` even parts of steps 1 .. 0.9 num_steps - 1, the same for all
         members."""
         edges = torch.linspace(1, int(0.9 * num_steps), self.times + 1).long()
-        drawn = edges[:-1] + (torch.rand(self.times, generator=generator) * (edges[1:] - edges[:-1])).long()
+        drawn = (
+            edges[:-1]
+            + (torch.rand(self.times, generator=generator) * (edges[1:] - edges[:-1])).long()
+        )
         return drawn[:, None].expand(-1, self.group_size)
 
     def member_loss(self, noised: Noised) -> Tensor:
         error = mean_square(in_float64(noised.velocity) - in_float64(noised.noise - noised.image))
-        log_prob = -((error + ERROR_OFFSET) ** self.power - ERROR_OFFSET**self.power) / self.power * noised.sigma
+        log_prob = (
+            -((error + ERROR_OFFSET) ** self.power - ERROR_OFFSET**self.power)
+            / self.power
+            * noised.sigma
+        )
         policy = -noised.advantages / self.advantage_clip * (log_prob - log_prob.detach()).exp()
         if noised.old is not None:
             policy = policy + self.old_weight * mean_square(noised.velocity - noised.old)
@@ -301,7 +317,9 @@ class DGPO(ForwardProcess):
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         if self.times > (most := int(self.early * num_steps)):
-            raise ValueError(f"times must be at most {most} for num_steps={num_steps}, got {self.times}")
+            raise ValueError(
+                f"times must be at most {most} for num_steps={num_steps}, got {self.times}"
+            )
         return super().plans(num_steps, iteration, seed)
 
     def draw_steps(self, num_steps: int, generator: torch.Generator) -> Tensor:
@@ -312,7 +330,10 @@ class DGPO(ForwardProcess):
     def group_term(self, batch: Batch, network: Network) -> Tensor:
         noise, at = noised_at(batch)
         target = noise - batch.x
-        base, new = (mean_square(of(*at).float() - target) for of in (network.base_velocity, network.velocity))
+        base, new = (
+            mean_square(of(*at).float() - target)
+            for of in (network.base_velocity, network.velocity)
+        )
         return self.strength * batch.advantages * (new - base) / self.group_size
 
     def member_loss(self, noised: Noised) -> Tensor:

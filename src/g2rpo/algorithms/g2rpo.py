@@ -1,6 +1,8 @@
-"""Granular-GRPO (G2RPO): Fine-Grained GRPO for Precise Preference Alignment in Flow Models, arXiv 2510.01982.
+"""Granular-GRPO (G2RPO): Fine-Grained GRPO for Precise Preference Alignment in Flow Models, arXiv
+2510.01982.
 
-The paper's algorithm, and where each line is implemented (`rollout.reference` has the sampling as plain loops):
+The paper's algorithm, and where each line is implemented (`rollout.reference` has the sampling as
+plain loops):
 
     for each prompt:
         solve the ODE once from shared noise: the anchor x_0, x_1, ...                          rollout.engine
@@ -10,9 +12,9 @@ The paper's algorithm, and where each line is implemented (`rollout.reference` h
             A = sum over granularities and rewards of the group-normalised rewards, clamped     advantages
         ratio = p_theta(x_{k+1} | x_k) / p_old(x_{k+1} | x_k); minimise the clipped surrogate   policy_loss
 
-Noise enters at one step only (singular stochastic sampling), so differences of rewards within a group are due to that noise
-alone. Each member is scored at several step sizes (multi-granularity advantage integration), so that a direction counts as good
-only if it is good at every granularity.
+Noise enters at one step only (singular stochastic sampling), so differences of rewards within a
+group are due to that noise alone. Each member is scored at several step sizes (multi-granularity
+advantage integration), so that a direction counts as good only if it is good at every granularity.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ Granularities = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class GranularGRPO(PolicyGradient):
-    """G2RPO; the fields are its hyper-parameters, the defaults the paper's (16 steps, so the first half branches).
+    """G2RPO; the fields are its hyper-parameters, the defaults the paper's (16 steps, so the first
+    half branches).
 
-    `tail` names how a strided tail ends (`flow.tail`). `update_every` is "rollout" for the paper's objective, one averaged
-    update of all branch steps (Eq. 12), or "branch" for the published scripts' update after every branch step. `reward_mix`
-    combines several rewards into one advantage (`objectives.mix_rewards`). `branch_schedule`, not the paper's, spreads the
-    branch steps over iterations: "turns" takes one per iteration, in cyclic order, "random" draws it.
+    `tail` names how a strided tail ends (`flow.tail`). `update_every` is "rollout" for the paper's
+    objective, one averaged update of all branch steps (Eq. 12), or "branch" for the published
+    scripts' update after every branch step. `reward_mix` combines several rewards into one
+    advantage (`objectives.mix_rewards`). `branch_schedule`, not the paper's, spreads the branch
+    steps over iterations: "turns" takes one per iteration, in cyclic order, "random" draws it.
     """
 
     name: Literal["g2rpo"] = "g2rpo"
@@ -74,12 +78,19 @@ class GranularGRPO(PolicyGradient):
             plans.append(Plan(k, end, tails, merged=end > k + 1, granularities=self.granularities))
         if self.branch_schedule == "all":
             return plans
-        turn = iteration if self.branch_schedule == "turns" else draw_below(len(plans), seed, "branch step", iteration)
+        turn = (
+            iteration
+            if self.branch_schedule == "turns"
+            else draw_below(len(plans), seed, "branch step", iteration)
+        )
         return [plans[turn % len(plans)]]
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        """A = clamp(sum over granularities and rewards of the group-normalised rewards) (Eq. 8, 11)."""
-        return mix_rewards(rewards, weights, self.reward_mix).clamp(-self.advantage_clip, self.advantage_clip)
+        """A = clamp(sum over granularities and rewards of the group-normalised rewards) (Eq. 8,
+        11)."""
+        return mix_rewards(rewards, weights, self.reward_mix).clamp(
+            -self.advantage_clip, self.advantage_clip
+        )
 
     def policy_loss(self, steps: TakenSteps) -> Tensor:
         """max(-A r, -A clip(r, 1 - c, 1 + c)) (Eq. 12)."""

@@ -55,7 +55,9 @@ class PaveGRPO(GranularGRPO):
         base = network.base_velocity(batch.x, sigma, batch.prompts) if self.uses_base else None
         velocity = network.velocity(batch.x, sigma, batch.prompts)
         whole = self.loss_of(batch, velocity, base)
-        parts = [self._through(batch, network, velocity, n) / len(self.segments) for n in self.segments]
+        parts = [
+            self._through(batch, network, velocity, n) / len(self.segments) for n in self.segments
+        ]
         return replace(whole, values=sum(parts, whole.values))
 
     def _through(self, batch: Batch, network: Network, velocity: Tensor, n: int) -> Tensor:
@@ -69,7 +71,9 @@ class PaveGRPO(GranularGRPO):
         return self.policy_loss(self.taken(batch, self.landing(batch, x, velocity, here), here))
 
 
-def merges(sigmas: Tensor, eta: float, branch_steps: Sequence[int], threshold: float = 2.2) -> tuple[int, ...]:
+def merges(
+    sigmas: Tensor, eta: float, branch_steps: Sequence[int], threshold: float = 2.2
+) -> tuple[int, ...]:
     """How many grid steps each branch step must merge for its entropy to reach the threshold; at
     least one step remains after.
 
@@ -78,7 +82,9 @@ def merges(sigmas: Tensor, eta: float, branch_steps: Sequence[int], threshold: f
     last, found = len(sigmas) - 2, []
     for k in branch_steps:
         spread = (
-            math.sqrt(2 * math.pi * math.e) * flow_sde(sigmas, eta)(sigmas[k]) * (sigmas[k] - sigmas[k + 1 : last + 1]).sqrt()
+            math.sqrt(2 * math.pi * math.e)
+            * flow_sde(sigmas, eta)(sigmas[k])
+            * (sigmas[k] - sigmas[k + 1 : last + 1]).sqrt()
         )
         high = (spread >= threshold).nonzero()
         found.append(int(high[0]) + 1 if len(high) else last - k)
@@ -93,7 +99,8 @@ class EGRPO(GranularGRPO):
     G2RPO whose late branch steps are longer: one stochastic step goes from x_k over l steps of the
     grid,
 
-        x_{k+l} = x_k + drift(x_k, sigma_k) (sigma_{k+l} - sigma_k) + g(sigma_k) sqrt(sigma_k - sigma_{k+l}) noise
+        x_{k+l} = x_k + drift(x_k, sigma_k) (sigma_{k+l} - sigma_k) + g(sigma_k) sqrt(sigma_k -
+        sigma_{k+l}) noise
 
     with one velocity, so its density is a normal's; the ODE goes on from k + l. The noise of a late
     step of the grid is small and its samples differ little; l is the least for which the step's
@@ -117,8 +124,11 @@ class EGRPO(GranularGRPO):
         return step + self.merged_steps[self.branch_steps.index(step)]
 
     def sigma_after(self, batch: Batch) -> Tensor:
-        ends = torch.zeros(len(batch.sigmas), dtype=torch.long)  # a table, for a plan traces steps without their values
-        ends[list(self.branch_steps)] = torch.tensor([self.landing_step(step) for step in self.branch_steps])
+        # a table, for a plan traces steps without their values
+        ends = torch.zeros(len(batch.sigmas), dtype=torch.long)
+        ends[list(self.branch_steps)] = torch.tensor(
+            [self.landing_step(step) for step in self.branch_steps]
+        )
         return batch.sigmas[ends[batch.steps]].to(batch.x.device)
 
     def fitted(self, num_steps: int) -> dict[str, Any]:
@@ -126,12 +136,17 @@ class EGRPO(GranularGRPO):
         branch_steps = tuple(k for k in self.branch_steps if k < num_steps - 1)
         if not branch_steps or max(map(self.landing_step, self.branch_steps)) < num_steps:
             return {}
-        return {"branch_steps": branch_steps, "merged_steps": merges(sigma_grid(num_steps, 3.0), self.eta, branch_steps)}
+        return {
+            "branch_steps": branch_steps,
+            "merged_steps": merges(sigma_grid(num_steps, 3.0), self.eta, branch_steps),
+        }
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         if right := self.fitted(num_steps):
             end = max(map(self.landing_step, self.branch_steps))
-            written = " ".join(f"algorithm.{key}={[*value]}" for key, value in right.items()).replace(", ", ",")
+            written = " ".join(
+                f"algorithm.{key}={[*value]}" for key, value in right.items()
+            ).replace(", ", ",")
             raise ValueError(
                 f"merged_steps: a branch step ends at step {end} of num_steps={num_steps}; a tail needs a step. "
                 f"e_grpo.merges gives, at shift 3: {written}"
@@ -194,7 +209,9 @@ def balanced(z: Tensor) -> Tensor:
     more, less = up.sum(-1, keepdim=True), -down.sum(-1, keepdim=True)
     scaled = up / more.clamp(min=SMALLEST_SUM) + down / less.clamp(min=SMALLEST_SUM)
     centred = z - z.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
-    return torch.where(known, torch.where(torch.minimum(more, less) < SMALLEST_SUM, centred, scaled), 0)
+    return torch.where(
+        known, torch.where(torch.minimum(more, less) < SMALLEST_SUM, centred, scaled), 0
+    )
 
 
 @dataclasses.dataclass
@@ -205,27 +222,47 @@ class Level:
     state: dict[str, Any] = field(default_factory=dict)
 
     def at(self, iteration: int) -> AdaGRPO:
-        stds = (math.sqrt(max(variance, SMALLEST_VARIANCE)) for variance in self.state.get("variance", ()))
+        stds = (
+            math.sqrt(max(variance, SMALLEST_VARIANCE))
+            for variance in self.state.get("variance", ())
+        )
         known = copy.copy(self.algorithm)
-        object.__setattr__(known, "level", tuple(zip(self.state.get("mean", ()), stds, strict=True)))
+        object.__setattr__(
+            known, "level", tuple(zip(self.state.get("mean", ()), stds, strict=True))
+        )
         return known
 
     def choose(self, iteration: int, rewards: Tensor, weights: Tensor) -> list[int]:
         """Updates the averages by rewards [P, candidates, R], then chooses the candidate nearest to
         them; NaN is farthest."""
-        for name, new in zip(("mean", "variance"), _moments(rewards.double().flatten(0, 1)), strict=True):
-            known, now = (torch.tensor(values, dtype=torch.float64) for values in (self.state.get(name, new), new))
+        for name, new in zip(
+            ("mean", "variance"), _moments(rewards.double().flatten(0, 1)), strict=True
+        ):
+            known, now = (
+                torch.tensor(values, dtype=torch.float64)
+                for values in (self.state.get(name, new), new)
+            )
             moved = self.algorithm.forget * known + (1 - self.algorithm.forget) * now
             # a reward without scores keeps its averages, which are NaN until its first ones
-            self.state[name] = torch.where(known.isnan(), now, torch.where(now.isnan(), known, moved)).tolist()
+            self.state[name] = torch.where(
+                known.isnan(), now, torch.where(now.isnan(), known, moved)
+            ).tolist()
         mean, std = torch.tensor(self.at(iteration).level, dtype=torch.float64).T
         counts = (weights != 0) & ~mean.isnan()
         away = torch.where(counts, weights.abs() * (rewards.double() - mean).abs() / std, 0)
         return away.sum(-1).nan_to_num(nan=math.inf).argmin(1).tolist()
 
-    def observe(self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor) -> dict[str, float]:
-        level = [(r, own) for r, own in enumerate(self.at(iteration).level) if not math.isnan(own[0])]
-        return {f"level/{r}/{name}": value for r, own in level for name, value in zip(("mean", "std"), own, strict=True)}
+    def observe(
+        self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor
+    ) -> dict[str, float]:
+        level = [
+            (r, own) for r, own in enumerate(self.at(iteration).level) if not math.isnan(own[0])
+        ]
+        return {
+            f"level/{r}/{name}": value
+            for r, own in level
+            for name, value in zip(("mean", "std"), own, strict=True)
+        }
 
 
 def _moments(scores: Tensor) -> tuple[list[float], list[float]]:

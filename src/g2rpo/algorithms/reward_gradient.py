@@ -51,7 +51,9 @@ class ReFL(Algorithm):
     drop_zero_advantages: ClassVar[bool] = True
 
     def kernel(self, sigmas: Tensor) -> Kernel:
-        return lambda x, v, sigma, sigma_next: Dirac(ode_step(x, v, sigma, sigma_next), torch.zeros((), device=x.device))
+        return lambda x, v, sigma, sigma_next: Dirac(
+            ode_step(x, v, sigma, sigma_next), torch.zeros((), device=x.device)
+        )
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         late = max(1, int(self.late * num_steps))
@@ -67,12 +69,18 @@ class ReFL(Algorithm):
 
     def loss(self, batch: Batch, network: Network) -> Loss:
         sigma, scored = batch.sigma(), batch.advantages > 0
-        image = batch.x - per_row(sigma, batch.x) * network.velocity(batch.x, sigma, batch.prompts).float()
+        image = (
+            batch.x
+            - per_row(sigma, batch.x) * network.velocity(batch.x, sigma, batch.prompts).float()
+        )
         image = torch.where(per_row(scored, image) > 0, image, image.detach())
         reward = network.reward(image, batch.prompts)
         scored = scored & reward.isfinite()
         values = torch.relu(self.ceiling - reward)
-        return Loss(torch.where(scored, values, 0), {"predicted_reward": torch.where(scored, reward.detach(), 0)})
+        return Loss(
+            torch.where(scored, values, 0),
+            {"predicted_reward": torch.where(scored, reward.detach(), 0)},
+        )
 
 
 class Dirac(Normal):
@@ -137,7 +145,13 @@ class FDFO(Algorithm):
         difference = rollout.finals[0] - rollout.finals[0].mean(0)
         shuffled = sorted(rollout.transitions, key=lambda t: draw("order", t.step).initial_seed())
         return [
-            Example(rollout.prompt, t.step, t.x, advantages, {"difference": difference, "old_mean": t.old_mean})
+            Example(
+                rollout.prompt,
+                t.step,
+                t.x,
+                advantages,
+                {"difference": difference, "old_mean": t.old_mean},
+            )
             for t in shuffled
         ]
 
@@ -148,7 +162,10 @@ class FDFO(Algorithm):
         d = d / (per_row(mean_square(d), d) + DIFFERENCE_OFFSET)
         old = velocity.detach() if batch.first else self.old_velocity(batch)
         ratio = (mean_square(d) - mean_square(velocity - old + d)).exp()
-        values = -batch.advantages * ratio + batch.advantages.abs() / (2 * self.clip_range) * (ratio - 1).square()
+        values = (
+            -batch.advantages * ratio
+            + batch.advantages.abs() / (2 * self.clip_range) * (ratio - 1).square()
+        )
         log = {"clip_fraction": ((ratio - 1).abs() > self.clip_range).float()}
         if base is not None:
             log["kl"] = mean_square(velocity - base)

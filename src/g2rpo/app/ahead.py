@@ -1,5 +1,5 @@
-"""Encodes prompts ahead: `g2rpo encode`, and before a policy is built, so that text encoders and transformer are never on the
-device together."""
+"""Encodes prompts ahead: `g2rpo encode`, and before a policy is built, so that text encoders and
+transformer are never on the device together."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ from g2rpo.training.ranks import divided
 
 
 def encode(recipe: str, overrides: Sequence[str], emit: Emit = silent) -> tuple[int, int]:
-    """Stores the embeddings of all prompts that `recipe` names, for training and for evaluation; returns the number
-    of prompts, and of new ones."""
+    """Stores the embeddings of all prompts that `recipe` names, for training and for evaluation;
+    returns the number of prompts, and of new ones."""
     config = load_config(recipe, overrides, cautions(emit))
     if config.prompts.cache == "off":
         raise UserError("prompts.cache=off: there is no cache to fill")
     prompts = build_prompts(config.prompts.train, "prompts.train")
-    heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")[: config.evaluation.num_prompts]
+    heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")[
+        : config.evaluation.num_prompts
+    ]
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     wanted = list(dict.fromkeys([*prompts, *heldout, *of_controls(config, loaded, heldout)]))
     encoder = cache_embeddings(loaded.text, config.policy, config.prompts.cache, cautions(emit))
     if not encode_ahead(encoder, wanted, emit):
-        raise UserError("the embeddings do not fit on the disk; free some space, or name another one with prompts.cache=FOLDER")
+        raise UserError(
+            "the embeddings do not fit on the disk; free some space, or name another one with prompts.cache=FOLDER"
+        )
     return len(wanted), encoder.encoded
 
 
@@ -48,10 +52,11 @@ def policy_after_encoding(
     sharding: Sharded | None = None,
     emit: Emit = silent,
 ) -> CachedPolicy[DiffusersPolicy]:
-    """The policy of `loaded` with its embeddings cached as in `cache`; those of `prompts` are computed first.
+    """The policy of `loaded` with its embeddings cached as in `cache`; those of `prompts` are
+    computed first.
 
-    The text encoders then leave the device. Without a cache, or without disk space for all, they move to the device with the
-    first prompt and stay.
+    The text encoders then leave the device. Without a cache, or without disk space for all, they
+    move to the device with the first prompt and stay.
     """
     encoder = cache_embeddings(loaded.text, loaded.config, cache, notify)
     encode_ahead(encoder, list(dict.fromkeys(prompts)), emit)
@@ -59,16 +64,19 @@ def policy_after_encoding(
 
 
 def of_controls(config: Config, loaded: components.Loaded, heldout: Sequence[str]) -> list[str]:
-    """The negative prompts that controls of a run need: empty ones, of models without classifier-free guidance."""
+    """The negative prompts that controls of a run need: empty ones, of models without
+    classifier-free guidance."""
     if not config.evaluation.controls or loaded.text.guided:
         return []
     return Guidance(cfg=1.0).encoded(heldout)[len(heldout) :]
 
 
 def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], emit: Emit = silent) -> bool:
-    """Stores the embeddings of `prompts` and parks the text encoders; False, and nothing is parked, if they do not fit.
+    """Stores the embeddings of `prompts` and parks the text encoders; False, and nothing is parked,
+    if they do not fit.
 
-    The size of the first embedding predicts the rest, so a disk that is too small is detected before it is filled.
+    The size of the first embedding predicts the rest, so a disk that is too small is detected
+    before it is filled.
     """
     encoder.check_encoded(prompts)
     if encoder.store is None:
@@ -97,11 +105,18 @@ def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], emit: Emit = si
 
 
 def prompts_to_come(
-    config: Config, prompts: Sequence[str], heldout: Sequence[str], world: World = ALONE, iteration: int = 0
+    config: Config,
+    prompts: Sequence[str],
+    heldout: Sequence[str],
+    world: World = ALONE,
+    iteration: int = 0,
 ) -> list[str]:
-    """The distinct prompts of this rank from `iteration` on: its training prompts and its held-out prompts."""
+    """The distinct prompts of this rank from `iteration` on: its training prompts and its held-out
+    prompts."""
     order = PromptOrder(prompts, config.trainer.seed)
     size = config.trainer.prompts_per_iteration * candidates_of(config.algorithm)
     own = divided(config, world).prompts
-    batches = [own.shard(order.batch(later, size)) for later in range(iteration, config.trainer.iterations)]
+    batches = [
+        own.shard(order.batch(later, size)) for later in range(iteration, config.trainer.iterations)
+    ]
     return list(dict.fromkeys(chain(*batches, world.shard_or_all(heldout))))

@@ -42,10 +42,11 @@ FIRST_PROMPTS, SHOWN_TARGETS, SHOWN_LETTERS = 2, 3, 80
 class Request:
     """A run that is asked for: by `g2rpo train`, `resume` or `teach`, or from Python.
 
-    `given` has objects in place of what the config names: policy, rewards, judges, prompts, heldout, trackers. The caller holds
-    the lock of `run_dir`; without one nothing is written. Pilots of `sweep` choose the learning rate of a run that has not
-    begun. With `ends_at`, a time of `time.monotonic`, its length is fitted to what it takes. The base's evaluation is
-    taken from the folder `bases`, or added to it.
+    `given` has objects in place of what the config names: policy, rewards, judges, prompts,
+    heldout, trackers. The caller holds the lock of `run_dir`; without one nothing is written.
+    Pilots of `sweep` choose the learning rate of a run that has not begun. With `ends_at`, a time
+    of `time.monotonic`, its length is fitted to what it takes. The base's evaluation is taken from
+    the folder `bases`, or added to it.
     """
 
     config: Config
@@ -65,22 +66,28 @@ class Request:
         """The run's folder."""
         return None if self.run_dir is None else Run(self.run_dir)
 
-    def base_of(self, config: Config, prompts: Sequence[str], heldout: Sequence[str]) -> SharedBase | None:
+    def base_of(
+        self, config: Config, prompts: Sequence[str], heldout: Sequence[str]
+    ) -> SharedBase | None:
         """Where the evaluation of the base by `config` on `heldout` is shared."""
         if self.bases is None:
             return None
-        return shared_base(self.bases, config, contents_of(config, prompts, heldout, self.given), self.world)
+        return shared_base(
+            self.bases, config, contents_of(config, prompts, heldout, self.given), self.world
+        )
 
 
 def build(request: Request) -> Trainer:
-    """The trainer of a request, at the iteration of its newest checkpoint. UserError names everything that is missing or wrong
-    before anything is loaded or written."""
+    """The trainer of a request, at the iteration of its newest checkpoint. UserError names
+    everything that is missing or wrong before anything is loaded or written."""
     config, given, run, main = request.config, request.given, request.run, request.world.is_main
     check_inputs([*given.get("prompts", ()), *given.get("heldout", ())])
     prompts, heldout = check(config, given, request.run_dir)
     show_prompts(config, given, prompts, heldout, request.emit)
     if request.resume and run is not None and main:
-        changes = run.check_contents(contents_of(config, prompts, heldout, given), request.accept_changes)
+        changes = run.check_contents(
+            contents_of(config, prompts, heldout, given), request.accept_changes
+        )
         for change in changes:
             request.notify(f"goes on with {change}")
     parts = trainer_parts(request, prompts, heldout)
@@ -108,16 +115,26 @@ def build(request: Request) -> Trainer:
     return trainer
 
 
-def trainer_parts(request: Request, prompts: Sequence[str], heldout: Sequence[str]) -> dict[str, Any]:
-    """The arguments of the trainer beside its config. Prompts are encoded before policy and rewards are on the device."""
+def trainer_parts(
+    request: Request, prompts: Sequence[str], heldout: Sequence[str]
+) -> dict[str, Any]:
+    """The arguments of the trainer beside its config. Prompts are encoded before policy and rewards
+    are on the device."""
     config, given, world = request.config, request.given, request.world
     divided(config, world)
-    for said in (starter_caution(config.prompts.train, config.evaluation.prompts), trained_on(prompts, heldout)):
+    for said in (
+        starter_caution(config.prompts.train, config.evaluation.prompts),
+        trained_on(prompts, heldout),
+    ):
         if world.is_main and said is not None:
             request.notify(said)
     try_own_code(config, {**given, "prompts": prompts, "heldout": heldout})
     sharding = components.build_sharding(config, world)
-    policy = _given_policy(request) if "policy" in given else _policy(request, sharding, prompts, heldout)
+    policy = (
+        _given_policy(request)
+        if "policy" in given
+        else _policy(request, sharding, prompts, heldout)
+    )
     components.check_judged_size(config, policy)
     components.check_trained_steps(config, policy)
     if (takes := getattr(policy, "input_pictures", None)) is not None:
@@ -125,7 +142,8 @@ def trainer_parts(request: Request, prompts: Sequence[str], heldout: Sequence[st
     tables = {"rewards": config.rewards, "judges": config.evaluation.rewards}
     device = components.pick_device(config.policy.device)
     rewards: dict[str, Mapping[str, Reward]] = {
-        key: configured(given[key], table) if key in given else build_rewards(table, device) for key, table in tables.items()
+        key: configured(given[key], table) if key in given else build_rewards(table, device)
+        for key, table in tables.items()
     }
     return {
         "policy": policy,
@@ -142,33 +160,52 @@ def trainer_parts(request: Request, prompts: Sequence[str], heldout: Sequence[st
 def _given_policy(request: Request) -> Policy:
     sharding = request.config.trainer.sharding
     if sharding != "none":
-        raise UserError(f"trainer.sharding={sharding} divides a policy as it is built; one that is given is whole")
+        raise UserError(
+            f"trainer.sharding={sharding} divides a policy as it is built; one that is given is whole"
+        )
     return request.given["policy"]
 
 
-def _policy(request: Request, sharding: Sharded | None, prompts: Sequence[str], heldout: Sequence[str]) -> Policy:
-    """The policy of the config, once the prompts of the run, of its pilots and of its controls are encoded."""
+def _policy(
+    request: Request, sharding: Sharded | None, prompts: Sequence[str], heldout: Sequence[str]
+) -> Policy:
+    """The policy of the config, once the prompts of the run, of its pilots and of its controls are
+    encoded."""
     config, world = request.config, request.world
     for said in components.model_cautions(config.policy):
         request.notify(said)
-    loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
+    loaded = components.load_pipeline(
+        config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base
+    )
     begun = newest_iteration(request.run.checkpoints) if request.run is not None else 0
     to_come = prompts_to_come(config, prompts, heldout, world, begun)
     if request.sweep is not None:
-        to_come += prompts_to_come(pilot_config(config, 1.0), prompts, pilot_prompts(config, prompts), world)
+        to_come += prompts_to_come(
+            pilot_config(config, 1.0), prompts, pilot_prompts(config, prompts), world
+        )
     to_come += of_controls(config, loaded, heldout)
-    return policy_after_encoding(loaded, config.prompts.cache, to_come, request.notify, sharding, request.emit)
+    return policy_after_encoding(
+        loaded, config.prompts.cache, to_come, request.notify, sharding, request.emit
+    )
 
 
 def _with_found_rate(request: Request, sweep: Sweep, run: Run, parts: Mapping[str, Any]) -> Config:
     """The config with the rate that `sweep` takes; both are written."""
     emit = request.emit
-    emit(Line(f"short runs at {len(sweep.rates)} learning rates on training prompts; gain in standard deviations of the base:"))
+    emit(
+        Line(
+            f"short runs at {len(sweep.rates)} learning rates on training prompts; gain in standard deviations of the base:"
+        )
+    )
     config, prompts = pilot_config(request.config, 1.0), parts["prompts"]
     base = request.base_of(config, prompts, pilot_prompts(config, prompts))
     pilots = Pilots({**parts, "config": request.config}, base)
     rate = pilots.find(sweep, run, request.ends_at, lambda line: emit(Line(f"  {line}")))
-    emit(Line(f"{rate:g} is taken: the nearest to yours of those within an error of the best gain, without an alarm"))
+    emit(
+        Line(
+            f"{rate:g} is taken: the nearest to yours of those within an error of the best gain, without an alarm"
+        )
+    )
     config = at_rate(request.config, rate)
     if request.world.is_main:
         run.claim(config)
@@ -179,15 +216,19 @@ def _with_found_rate(request: Request, sweep: Sweep, run: Run, parts: Mapping[st
 
 def at_rate(config: Config, rate: float) -> Config:
     """`config` with another learning rate."""
-    return config.model_copy(update={"optim": config.optim.model_copy(update={"learning_rate": rate})})
+    return config.model_copy(
+        update={"optim": config.optim.model_copy(update={"learning_rate": rate})}
+    )
 
 
 def planned_for(trainer: Trainer, ends_at: float) -> Config:
-    """The config of a run that has not begun, planned for its time by timed evaluations of a few held-out prompts."""
+    """The config of a run that has not begun, planned for its time by timed evaluations of a few
+    held-out prompts."""
     prompts, evaluator, calls = trainer.heldout[:TIMED_PROMPTS], trainer.evaluator, [0.0]
 
     def timed(prompts: Sequence[str], rewards: Mapping[str, Reward]) -> tuple[float, float]:
-        """Seconds of a picture: until the network has been called for the last time, and afterwards."""
+        """Seconds of a picture: until the network has been called for the last time, and
+        afterwards."""
         calls[:] = [time.monotonic()]
         evaluator.evaluate(0, lambda rows: calls.append(time.monotonic()), prompts, rewards=rewards)
         count = len(trainer.world.shard_or_all(prompts))
@@ -197,15 +238,25 @@ def planned_for(trainer: Trainer, ends_at: float) -> Config:
     sampled, scored = timed(prompts, trainer.rewards)
     row, look = sampled / evaluator.sampler.num_steps, sum(timed(prompts, evaluator.judged_by))
     world, division = trainer.world, trainer.division
-    working = division.prompts.size * division.plans.size  # ranks between which an iteration is divided
+    # ranks between which an iteration is divided
+    working = division.prompts.size * division.plans.size
     looking = world.size if len(trainer.heldout) >= world.size else 1
-    measured = world.broadcast_text(json.dumps([row / working, scored / working, look / looking, ends_at - time.monotonic()]))
+    measured = world.broadcast_text(
+        json.dumps([row / working, scored / working, look / looking, ends_at - time.monotonic()])
+    )
     row, scored, look, left = json.loads(measured)
     return planned(trainer.config, row, scored, look, len(trainer.heldout), left)
 
 
-def show_prompts(config: Config, given: Mapping[str, Any], prompts: Sequence[str], heldout: Sequence[str], emit: Emit) -> None:
-    """Reports the first prompts of each list that the config names, and the texts that rewards look for."""
+def show_prompts(
+    config: Config,
+    given: Mapping[str, Any],
+    prompts: Sequence[str],
+    heldout: Sequence[str],
+    emit: Emit,
+) -> None:
+    """Reports the first prompts of each list that the config names, and the texts that rewards look
+    for."""
     lists: list[tuple[str, str, str, Sequence[str]]] = []
     if "prompts" not in given:
         lists.append(("training", "prompts.train", config.prompts.train, prompts))
@@ -223,14 +274,21 @@ def show_prompts(config: Config, given: Mapping[str, Any], prompts: Sequence[str
 
 
 def _texts_read(reward: ReadsTargets, prompts: Sequence[str]) -> str | None:
-    """How many prompts name no text, and examples of the texts that a reward reads in others; None if it reads none."""
+    """How many prompts name no text, and examples of the texts that a reward reads in others; None
+    if it reads none."""
     targets = {prompt: reward.target(prompt) for prompt in prompts}
     read = {prompt: text for prompt, text in targets.items() if isinstance(text, str)}
     if not read:
         return None
     absent = sum(targets[prompt] is None for prompt in prompts)
-    shown = "; ".join(f"{text!r} from {_short(prompt)}" for prompt, text in list(read.items())[:SHOWN_TARGETS])
-    none = f"{absent} of {len(prompts)} name no text and get no score" if absent else f"all {len(prompts)} name a text"
+    shown = "; ".join(
+        f"{text!r} from {_short(prompt)}" for prompt, text in list(read.items())[:SHOWN_TARGETS]
+    )
+    none = (
+        f"{absent} of {len(prompts)} name no text and get no score"
+        if absent
+        else f"all {len(prompts)} name a text"
+    )
     return f"{none}. Read are {shown}"
 
 

@@ -1,4 +1,5 @@
-"""Digests of what the names in a config refer to: prompts, models, reward code. A resumed run must have the same."""
+"""Digests of what the names in a config refer to: prompts, models, reward code. A resumed run must
+have the same."""
 
 from __future__ import annotations
 
@@ -19,11 +20,15 @@ from g2rpo.core.input_pictures import digest_of_prompts
 SMALL_FILE = 2**24  # bytes; larger files, which are weights, are compared by their size
 
 
-def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], given: Mapping[str, Any]) -> dict[str, str]:
-    """A short description with a digest of the prompts, the model, and the files or the source of each reward.
+def contents_of(
+    config: Config, prompts: Sequence[str], heldout: Sequence[str], given: Mapping[str, Any]
+) -> dict[str, str]:
+    """A short description with a digest of the prompts, the model, and the files or the source of
+    each reward.
 
-    A reward function's file and the files and folders in its options count; its imports do not. `given` are objects in place of
-    names, as for `build.Request`; an algorithm of the user's own is in `config`.
+    A reward function's file and the files and folders in its options count; its imports do not.
+    `given` are objects in place of names, as for `build.Request`; an algorithm of the user's own is
+    in `config`.
     """
     rewards = {**given.get("rewards", {}), **given.get("judges", {})}
     named = {**config.rewards, **config.evaluation.rewards}
@@ -34,7 +39,9 @@ def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], 
     digests = {
         "prompts.train": f"{len(prompts)} prompts, {_short(digest_of_prompts(prompts))}",
         "evaluation.prompts": f"{len(heldout)} prompts, {_short(digest_of_prompts(heldout))}",
-        "policy.path": source_of(given["policy"]) if "policy" in given else pipeline_identity(config.policy.path),
+        "policy.path": source_of(given["policy"])
+        if "policy" in given
+        else pipeline_identity(config.policy.path),
         **({} if "policy" in given else digests_of(config.policy)),
         "algorithm": source_of(config.algorithm),
         **of_rewards,
@@ -43,22 +50,32 @@ def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], 
 
 
 def source_of(thing: Any) -> str:
-    """A digest of the source of an object's class, or of a function; empty for g2rpo's own and if the source is not
-    available."""
+    """A digest of the source of an object's class, or of a function; empty for g2rpo's own and if
+    the source is not available."""
     kind = thing if inspect.isroutine(thing) else type(thing)
     if kind.__module__.partition(".")[0] == "g2rpo":
         return ""
     try:
         return f"source of {kind.__qualname__}, {_short(hashlib.sha256(inspect.getsource(kind).encode()).hexdigest())}"
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # defined interactively, or not in a Python file
+    except (
+        OSError,
+        TypeError,
+        SyntaxError,
+        tokenize.TokenError,
+    ):  # defined interactively, or not in a Python file
         return ""
 
 
 def _of_options(name: str, entry: RewardConfig) -> str:
-    """Digests of the local files in a reward's options: those that it declares, or any that code of the user's has."""
+    """Digests of the local files in a reward's options: those that it declares, or any that code of
+    the user's has."""
     declared = declared_by(kind := reward_kind(name, entry))
     may = {*declared.files, declared.code_option} if declared is kind else entry.options.keys()
-    paths = [_file_of(value) for key, value in entry.options.items() if key in may and isinstance(value, str)]
+    paths = [
+        _file_of(value)
+        for key, value in entry.options.items()
+        if key in may and isinstance(value, str)
+    ]
     return ", ".join(f"{path.name}: {_of_path(path)}" for path in paths if path is not None)
 
 
@@ -76,7 +93,9 @@ def _file_of(value: str) -> Path | None:
 def _of_path(path: Path) -> str:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        return _short(digest_of([[file.relative_to(path).as_posix(), file.stat().st_size] for file in files]))
+        return _short(
+            digest_of([[file.relative_to(path).as_posix(), file.stat().st_size] for file in files])
+        )
     size = path.stat().st_size
     return _short(FileDigests(None).of(path)) if size <= SMALL_FILE else f"{size} bytes"
 

@@ -30,8 +30,9 @@ TRIAL_PROMPTS = 2
 
 
 def try_own_code(config: Config, given: Mapping[str, Any]) -> None:
-    """One iteration of an own algorithm, and one call of every own reward that exists before models are loaded: functions,
-    and objects in `given`, which has `prompts` and `heldout` too. UserError names the code that fails."""
+    """One iteration of an own algorithm, and one call of every own reward that exists before models
+    are loaded: functions, and objects in `given`, which has `prompts` and `heldout` too. UserError
+    names the code that fails."""
     with torch.random.fork_rng(devices=[]):
         if type(config.algorithm) not in ALGORITHMS.values():
             _try_algorithm(config)
@@ -41,7 +42,11 @@ def try_own_code(config: Config, given: Mapping[str, Any]) -> None:
             ("rewards", config.rewards, both),
             ("judges", config.evaluation.rewards, heldout[:TRIAL_PROMPTS]),
         ):
-            rewards = _own(given[key]) if key in given else _functions(table, pick_device(config.policy.device))
+            rewards = (
+                _own(given[key])
+                if key in given
+                else _functions(table, pick_device(config.policy.device))
+            )
             for name, reward in rewards.items():
                 _try_reward(name, reward, asked, config, given)
 
@@ -49,7 +54,9 @@ def try_own_code(config: Config, given: Mapping[str, Any]) -> None:
 def _try_algorithm(config: Config) -> None:
     """An iteration of the trainer, on the policy that has a closed form."""
     changes = {
-        "trainer": config.trainer.model_copy(update={"prompts_per_iteration": TRIAL_PROMPTS, "sharding": "none"}),
+        "trainer": config.trainer.model_copy(
+            update={"prompts_per_iteration": TRIAL_PROMPTS, "sharding": "none"}
+        ),
         "sampling": config.sampling.model_copy(update={"tails": Tails()}),
         "alarms": {"action": "off"},
     }
@@ -57,7 +64,13 @@ def _try_algorithm(config: Config) -> None:
     rewards = dict.fromkeys(config.rewards, Brightness())
     small = config.model_copy(update=changes)
     try:
-        trainer = Trainer(config=small, policy=GaussianPolicy(), rewards=rewards, prompts=prompts, heldout=prompts[:1])
+        trainer = Trainer(
+            config=small,
+            policy=GaussianPolicy(),
+            rewards=rewards,
+            prompts=prompts,
+            heldout=prompts[:1],
+        )
         trainer.updater.loss = partial(_checked_loss, config.algorithm, trainer.updater.loss)  # type: ignore[method-assign]
         trainer.iterate()
     except UserError:
@@ -67,7 +80,13 @@ def _try_algorithm(config: Config) -> None:
         raise UserError(f"{tried}: {type(error).__name__}: {error}{where(error)}") from error
 
 
-def _checked_loss(algorithm: Algorithm, own: Callable[..., Loss], examples: Sequence[Example], cond: Cond, first: bool) -> Loss:
+def _checked_loss(
+    algorithm: Algorithm,
+    own: Callable[..., Loss],
+    examples: Sequence[Example],
+    cond: Cond,
+    first: bool,
+) -> Loss:
     loss = own(examples, cond, first)
     check_loss(algorithm, loss, sum(len(item.advantages) for item in examples), first)
     return loss
@@ -75,8 +94,15 @@ def _checked_loss(algorithm: Algorithm, own: Callable[..., Loss], examples: Sequ
 
 def _own(rewards: Mapping[str, Scorer]) -> dict[str, Scorer]:
     """Those that are not of this package."""
-    owners = {name: reward if inspect.isroutine(reward) else type(reward) for name, reward in rewards.items()}
-    return {name: reward for name, reward in rewards.items() if not (owners[name].__module__ or "").startswith("g2rpo.")}
+    owners = {
+        name: reward if inspect.isroutine(reward) else type(reward)
+        for name, reward in rewards.items()
+    }
+    return {
+        name: reward
+        for name, reward in rewards.items()
+        if not (owners[name].__module__ or "").startswith("g2rpo.")
+    }
 
 
 def _functions(table: Mapping[str, RewardConfig], device: str) -> dict[str, Scorer]:
@@ -94,12 +120,18 @@ def _function(name: str, entry: RewardConfig) -> Any:
         return load_function(str(entry.options.get("target")))
 
 
-def _try_reward(name: str, reward: Scorer, prompts: Sequence[str], config: Config, given: Mapping[str, Any]) -> None:
+def _try_reward(
+    name: str, reward: Scorer, prompts: Sequence[str], config: Config, given: Mapping[str, Any]
+) -> None:
     """Scores random pictures of the run's size, or what a given policy decodes from noise."""
     if as_reward(reward).latent:
         return
     if (policy := given.get("policy")) is not None:
-        images = decode(policy, policy.noise([generator_for("trial", i) for i in range(TRIAL_PROMPTS)]), TRIAL_PROMPTS)
+        images = decode(
+            policy,
+            policy.noise([generator_for("trial", i) for i in range(TRIAL_PROMPTS)]),
+            TRIAL_PROMPTS,
+        )
     else:
         length = config.policy.num_frames or 1
         frames = [length] if length > 1 else []

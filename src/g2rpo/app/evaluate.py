@@ -1,4 +1,5 @@
-"""`g2rpo evaluate`: any model, with and without tuned weights, scored by any rewards at several step counts."""
+"""`g2rpo evaluate`: any model, with and without tuned weights, scored by any rewards at several
+step counts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from g2rpo.assembly.adapters import digests_of
 from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import build_rewards, check_clips, check_rewards, declared_by, reward_kind
+from g2rpo.assembly.rewards import (
+    build_rewards,
+    check_clips,
+    check_rewards,
+    declared_by,
+    reward_kind,
+)
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config, RewardTable, Section
 from g2rpo.core import plugins
@@ -28,7 +35,13 @@ from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.files import FileDigests, is_empty, local, write_whole
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.evaluation.controls import default_controls
-from g2rpo.evaluation.sweep import SWEEP_MAY_CHANGE, Chunk, EvaluationDirectory, Judging, JudgingConfig
+from g2rpo.evaluation.sweep import (
+    SWEEP_MAY_CHANGE,
+    Chunk,
+    EvaluationDirectory,
+    Judging,
+    JudgingConfig,
+)
 from g2rpo.monitor.clips import clip_of, read_clip
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, picture_of, read_picture, right_of, scores_of
@@ -41,8 +54,8 @@ EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
 
 
 def run_settings(run: Path, weights: Path | None = None, base: bool = False) -> dict[str, Any]:
-    """Settings that repeat a run's own evaluation, with all its rewards; its weights are the run's own, others, or those of the
-    `base`."""
+    """Settings that repeat a run's own evaluation, with all its rewards; its weights are the run's
+    own, others, or those of the `base`."""
     settings = config_settings(Run(run).read_config())
     return settings if base else {**settings, "weights": str(weights or Run(run).weights)}
 
@@ -60,7 +73,11 @@ def config_settings(config: Config) -> dict[str, Any]:
         "steps": [config.evaluation.num_steps or config.sampling.num_steps],
         "shift": config.sampling.shift,
         "seed": config.trainer.seed,
-        **({"batch_size": config.sampling.batch_size} if config.sampling.batch_size != "auto" else {}),
+        **(
+            {"batch_size": config.sampling.batch_size}
+            if config.sampling.batch_size != "auto"
+            else {}
+        ),
     }
 
 
@@ -73,13 +90,16 @@ def model_settings(model: str, size: int | None, guidance: float | None) -> dict
 
 
 def named_rewards(names: str) -> dict[str, Any]:
-    """Rewards from a comma-separated list, or from a YAML file written like a config's `rewards:`."""
+    """Rewards from a comma-separated list, or from a YAML file written like a config's
+    `rewards:`."""
     if names.endswith((".yaml", ".yml")):
         return read_yaml(Path(names))
     named = [name.strip() for name in names.split(",") if name.strip()]
     if code := next(filter(plugins.is_code, named), None):
         line = f'{code.rpartition(":")[2]}: {{kind: "{code}"}}'
-        raise UserError(f"--rewards {code}: is code; write {line} in a YAML file, and allow it by --plugin")
+        raise UserError(
+            f"--rewards {code}: is code; write {line} in a YAML file, and allow it by --plugin"
+        )
     return {name: {} for name in named}
 
 
@@ -97,7 +117,9 @@ def step_counts(text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise UserError(f"--steps {text}: should be numbers with commas between them, like 10,20,50") from None
+        raise UserError(
+            f"--steps {text}: should be numbers with commas between them, like 10,20,50"
+        ) from None
 
 
 def with_controls(config: JudgingConfig) -> JudgingConfig:
@@ -115,10 +137,15 @@ def with_controls(config: JudgingConfig) -> JudgingConfig:
 
 
 def evaluate(
-    given: dict[str, Any], overrides: Sequence[str], out: Path | None, controls: bool = False, emit: Emit = silent
+    given: dict[str, Any],
+    overrides: Sequence[str],
+    out: Path | None,
+    controls: bool = False,
+    emit: Emit = silent,
 ) -> Judging:
-    """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes one begun there; without
-    `out`, in the first of evaluation, evaluation-2 ... that holds no other. `controls` adds the default ones."""
+    """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes
+    one begun there; without `out`, in the first of evaluation, evaluation-2 ... that holds no
+    other. `controls` adds the default ones."""
     config = resolve_as(JudgingConfig, given, overrides, "evaluation")
     if controls:
         config = with_controls(config)
@@ -142,7 +169,8 @@ def evaluate(
 
 
 def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
-    """Digests of prompts, tuned weights and model, to detect changes before the evaluation is continued."""
+    """Digests of prompts, tuned weights and model, to detect changes before the evaluation is
+    continued."""
     contents = {
         "prompts": digest_of_prompts(prompts),
         "model": pipeline_identity(config.policy.path),
@@ -151,7 +179,9 @@ def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
     if config.weights is not None:
         weights, digests = local(config.weights), FileDigests(None)
         check_weights(weights)
-        contents["weights"] = digests.of(weights) if weights.is_file() else digests.of_folders(weights, [weights])
+        contents["weights"] = (
+            digests.of(weights) if weights.is_file() else digests.of_folders(weights, [weights])
+        )
     return contents
 
 
@@ -175,10 +205,15 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
     config, out = judging.config, judging.directory
     emit(Line(f"building the policy and {counted(len(config.rewards), 'reward')} ..."))
     prompts = (
-        prompt for chunk in missing for prompt in chunk.control.guiding.encoded(judging.prompts[chunk.start : chunk.stop])
+        prompt
+        for chunk in missing
+        for prompt in chunk.control.guiding.encoded(judging.prompts[chunk.start : chunk.stop])
     )
-    # rewards that compare see the base model's pictures beside the tuned one's, after its weights are loaded
-    compares = any(declared_by(reward_kind(name, entry)).group for name, entry in config.rewards.items())
+    # rewards that compare see the base model's pictures beside the tuned one's, after its weights
+    # are loaded
+    compares = any(
+        declared_by(reward_kind(name, entry)).group for name, entry in config.rewards.items()
+    )
     loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
     cached = policy_after_encoding(loaded, config.cache, prompts, cautions(emit), emit=emit)
     use_weights = partial(tune, cached.policy, config)
@@ -204,16 +239,30 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
 
 
 def _save_grid(judging: Judging, steps: int) -> None:
-    """Writes grid_steps_NNN.png, for clips also .webp: pictures of the first prompts with scores, one row per side."""
+    """Writes grid_steps_NNN.png, for clips also .webp: pictures of the first prompts with scores,
+    one row per side."""
     shown = range(min(SHOWN, len(judging.prompts)))
     folders = {side: judging.directory / Chunk(side, steps, 0, 1).folder for side in judging.sides}
-    of = {side: [row for row in judging.rows() if (row["side"], row["steps"]) == (side, steps)][:SHOWN] for side in folders}
+    of = {
+        side: [row for row in judging.rows() if (row["side"], row["steps"]) == (side, steps)][
+            :SHOWN
+        ]
+        for side in folders
+    }
     picture_rows = [
-        PictureRow(torch.stack([_read(picture_of(folders[side], i)) for i in shown]), side, scores_of(rows), right_of(rows))
+        PictureRow(
+            torch.stack([_read(picture_of(folders[side], i)) for i in shown]),
+            side,
+            scores_of(rows),
+            right_of(rows),
+        )
         for side, rows in of.items()
     ]
     note = f"The first {len(shown)} of {len(judging.prompts)} prompts, in their order; from the same noise; {steps} steps."
-    path, prompts = EvaluationDirectory(judging.directory).grid(steps), judging.prompts[: len(shown)]
+    path, prompts = (
+        EvaluationDirectory(judging.directory).grid(steps),
+        judging.prompts[: len(shown)],
+    )
     first = clip_of(picture_of(folders[judging.sides[0]], 0))
     save_grid(path, picture_rows, prompts, note, read_clip(first)[1] if first.is_file() else 0)
 

@@ -1,5 +1,5 @@
-"""What a use case reports while it works: events, given to one callable. The command line shows them; from Python they are
-silent unless asked for."""
+"""What a use case reports while it works: events, given to one callable. The command line shows
+them; from Python they are silent unless asked for."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The progress of a run in iterations and in network evaluations, with each `row` of metrics as it is logged."""
+    """The progress of a run in iterations and in network evaluations, with each `row` of metrics as
+    it is logged."""
 
     iteration: int
     iterations: int

@@ -1,4 +1,5 @@
-"""What a process does before heavy libraries are imported: how signals end it, and that libraries are quiet.
+"""What a process does before heavy libraries are imported: how signals end it, and that libraries
+are quiet.
 
 Imports nothing that takes time, so that signals are handled from the start.
 """
@@ -8,13 +9,15 @@ import signal
 from typing import NoReturn
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
-"""Of a command that can go on later: 130 is the shells' code for Ctrl-C; 75 (EX_TEMPFAIL) lets schedulers requeue."""
+"""Of a command that can go on later: 130 is the shells' code for Ctrl-C; 75 (EX_TEMPFAIL) lets
+schedulers requeue."""
 NOTHING_KEPT = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """Of one that kept nothing: the shells' codes for both signals."""
 
 
 def exit_code(number: int, message: str) -> int:
-    """The exit code of a command that a signal ended; `message` says what it kept, "" if it kept nothing."""
+    """The exit code of a command that a signal ended; `message` says what it kept, "" if it kept
+    nothing."""
     return (EXIT_CODES if message else NOTHING_KEPT)[signal.Signals(number)]
 
 
@@ -24,7 +27,8 @@ def stopped_by(number: int) -> str:
 
 
 def end_at_once(number: int, message: str = "") -> NoReturn:
-    """Ends the process from a signal handler, for moments at which an exception would be swallowed or abort the process."""
+    """Ends the process from a signal handler, for moments at which an exception would be swallowed
+    or abort the process."""
     try:
         os.write(2, f"g2rpo: {message or stopped_by(number)}\n".encode())
     finally:  # stderr may be closed
@@ -32,16 +36,19 @@ def end_at_once(number: int, message: str = "") -> NoReturn:
 
 
 def quiet_libraries() -> None:
-    """Before model libraries are imported: they show errors only, unless the environment says otherwise."""
+    """Before model libraries are imported: they show errors only, unless the environment says
+    otherwise."""
     import logging
     import warnings
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for library in ("TRANSFORMERS", "DIFFUSERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
-    for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # about kernels for other devices, at every import
+    # about kernels for other devices, at every import
+    for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are wanted
+    # several adapters are wanted
+    warnings.filterwarnings("ignore", "Already found a `peft_config`")
 
 
 def quiet_bars() -> None:

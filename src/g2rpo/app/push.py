@@ -21,7 +21,8 @@ def check_repository(repository: str) -> None:
 
 
 def push(run: Path, repository: str, *, private: bool, api: Any = None) -> str:
-    """Uploads the weights folder of `run` and returns its address; `api` is an HfApi, by default one with the stored token."""
+    """Uploads the weights folder of `run` and returns its address; `api` is an HfApi, by default
+    one with the stored token."""
     from huggingface_hub import HfApi
 
     check_repository(repository)
@@ -31,7 +32,13 @@ def push(run: Path, repository: str, *, private: bool, api: Any = None) -> str:
     api = api or HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Weights tuned with g2rpo"))
+        return str(
+            api.upload_folder(
+                repo_id=repository, folder_path=folder, commit_message="Weights tuned with g2rpo"
+            )
+        )
     except Exception as error:  # without a network the exceptions are those of the HTTP library
         again = f"the weights stay in {folder}; `g2rpo push {run} {repository}` tries again"
-        raise UserError(f"{repository}: the upload failed: {type(error).__name__}: {error}\n{again}") from error
+        raise UserError(
+            f"{repository}: the upload failed: {type(error).__name__}: {error}\n{again}"
+        ) from error

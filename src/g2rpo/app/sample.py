@@ -60,9 +60,12 @@ class SampleConfig(Drawing):
     video: Literal["webp", "mp4"] = "webp"
 
 
-def sample_config(settings: Mapping[str, Any], knobs: Sequence[str] = (), **named: Any) -> SampleConfig:
-    """The model and sampling of the `settings` of an evaluation, but for what is `named` and not None, with `knobs`, each
-    KEY=VALUE of a `Control`. UserError for the best of several pictures without a reward that chooses it."""
+def sample_config(
+    settings: Mapping[str, Any], knobs: Sequence[str] = (), **named: Any
+) -> SampleConfig:
+    """The model and sampling of the `settings` of an evaluation, but for what is `named` and not
+    None, with `knobs`, each KEY=VALUE of a `Control`. UserError for the best of several pictures
+    without a reward that chooses it."""
     control = resolve_as(Control, {}, knobs, "--knob")
     first = {**settings, "steps": settings["steps"][0]} if "steps" in settings else dict(settings)
     if control.best_of == 1:
@@ -70,7 +73,9 @@ def sample_config(settings: Mapping[str, Any], knobs: Sequence[str] = (), **name
     elif not first.get("rewards"):
         raise UserError("--knob best_of: the rewards of a run choose the best picture; name a run")
     given = {**first, **{key: value for key, value in named.items() if value is not None}}
-    own = {key: value for key, value in given.items() if key in SampleConfig.model_fields} | {"control": control}
+    own = {key: value for key, value in given.items() if key in SampleConfig.model_fields} | {
+        "control": control
+    }
     return resolve_as(SampleConfig, own, source="sample")
 
 
@@ -81,19 +86,26 @@ def tune(policy: DiffusersPolicy, config: Drawing) -> None:
 
 
 def painter(config: SampleConfig, prompts: Sequence[str] | None = None) -> Sampler:
-    """The sampler of a model with its weights. `prompts` are encoded before the transformer is on the device, and are then the
-    only ones that it draws."""
+    """The sampler of a model with its weights. `prompts` are encoded before the transformer is on
+    the device, and are then the only ones that it draws."""
     loaded = components.load_pipeline(config.policy, tuning="frozen")
-    encoded = None if prompts is None else EncodedPrompts(loaded.text, config.control.guiding.encoded(prompts))
+    encoded = (
+        None
+        if prompts is None
+        else EncodedPrompts(loaded.text, config.control.guiding.encoded(prompts))
+    )
     policy = loaded.policy()
     tune(policy, config)
-    return config.sampler(policy if encoded is None else CachedPolicy(policy, encoded), config.steps)
+    return config.sampler(
+        policy if encoded is None else CachedPolicy(policy, encoded), config.steps
+    )
 
 
 def sample(prompts: Sequence[str], config: SampleConfig, out: Path | None = None) -> Sampled:
-    """Draws prompts: writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture, beside copies of input pictures)
-    and `out/grid.png`. Clips are NNNN.webp, which needs no further library, or NNNN.mp4. Without `out` it is the first of
-    samples, samples-2 ... that does not exist."""
+    """Draws prompts: writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture, beside
+    copies of input pictures) and `out/grid.png`. Clips are NNNN.webp, which needs no further
+    library, or NNNN.mp4. Without `out` it is the first of samples, samples-2 ... that does not
+    exist."""
     refuse(_faults_of(prompts, config))
     check_inputs(prompts)
     if config.weights is not None:
@@ -132,29 +144,55 @@ def _drawing(sampler: Sampler, config: SampleConfig) -> Callable[[Sequence[str],
     chosen = {name: rewards[name] for name in weights}
 
     def draw(prompts: Sequence[str], first: int) -> Tensor:
-        return sampler.best(prompts, chosen, weights, first=first, control=config.control, kept=lambda images: images).images
+        return sampler.best(
+            prompts,
+            chosen,
+            weights,
+            first=first,
+            control=config.control,
+            kept=lambda images: images,
+        ).images
 
     return draw
 
 
-def _write_all(sampler: Sampler, prompts: Sequence[str], config: SampleConfig, out: Path) -> tuple[Tensor, float]:
-    """Writes every picture or clip, and the list of them; returns the first ones and the seconds of a clip."""
+def _write_all(
+    sampler: Sampler, prompts: Sequence[str], config: SampleConfig, out: Path
+) -> tuple[Tensor, float]:
+    """Writes every picture or clip, and the list of them; returns the first ones and the seconds of
+    a clip."""
     shown: list[Tensor] = []
     draw, control = _drawing(sampler, config), config.control
-    knobs = {} if control == NO_CONTROL else {"knobs": str(control), "price": control.price(sampler.num_steps)}
+    knobs = (
+        {}
+        if control == NO_CONTROL
+        else {"knobs": str(control), "price": control.price(sampler.num_steps)}
+    )
     with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:
-        for start in range(0, len(prompts), sampler.batch_size):  # written as they come: clips are large
+        # written as they come: clips are large
+        for start in range(0, len(prompts), sampler.batch_size):
             part = prompts[start : start + sampler.batch_size]
             images = draw(part, start)
             seconds = seconds_of(sampler.policy, images.shape[1])
             shown += reduced(images[: max(0, SHOWN - start)])
             for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):
                 name = _save(out / f"{number:04d}", image, seconds, config.video).name
-                copies = [f"{number:04d}_input{place}{Path(path).suffix}" for place, path in enumerate(images_of(prompt))]
-                for path, copy in zip(images_of(prompt), copies, strict=True):  # so that the list can be read again
+                copies = [
+                    f"{number:04d}_input{place}{Path(path).suffix}"
+                    for place, path in enumerate(images_of(prompt))
+                ]
+                # so that the list can be read again
+                for path, copy in zip(images_of(prompt), copies, strict=True):
                     shutil.copyfile(local(path), out / copy)
                 inputs = {"images": copies} if copies else {}
-                line = {"file": name, "prompt": prompt, **inputs, "seed": sampler.seed, "index": number, **knobs}
+                line = {
+                    "file": name,
+                    "prompt": prompt,
+                    **inputs,
+                    "seed": sampler.seed,
+                    "index": number,
+                    **knobs,
+                }
                 listing.write(json.dumps(line, ensure_ascii=False) + "\n")
     return torch.stack(shown), seconds
 

@@ -1,5 +1,6 @@
-"""Commands that serve: the token and the address, which are checked before anything is loaded; and `g2rpo serve-reward`, one
-reward behind HTTP, for a trainer in another environment or on another GPU."""
+"""Commands that serve: the token and the address, which are checked before anything is loaded; and
+`g2rpo serve-reward`, one reward behind HTTP, for a trainer in another environment or on another
+GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SHORTEST_TOKEN = 16
 
 
 def token_for(host: str, variable: str | None) -> str | None:
-    """The token that requests need, from the environment `variable`; without one, only a loopback `host` is allowed."""
+    """The token that requests need, from the environment `variable`; without one, only a loopback
+    `host` is allowed."""
     with placed("--token-env "):
         token = token_from(variable)
     refuse(_faults_of_token(host, variable, token))
@@ -56,7 +58,13 @@ def refused(host: str, port: int) -> Iterator[None]:
 
 
 def serve_reward(
-    kind: str, options: Sequence[str], *, host: str, port: int, token_env: str | None, emit: Emit = silent
+    kind: str,
+    options: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    token_env: str | None,
+    emit: Emit = silent,
 ) -> None:
     """Loads reward `kind` with key=value `options` and serves it until interrupted."""
     if any(importlib.util.find_spec(library) is None for library in ("uvicorn", "starlette")):
@@ -73,8 +81,13 @@ def serve_reward(
         server = RewardServer(reward, host, port, token=token)
     with server:
         emit(Line(f"{kind} at {server.address}; use it as"))
-        given = {"url": server.address, **({"endpoint": {"token_env": token_env}} if token_env else {})}
-        overrides = shlex.join([f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"])
+        given = {
+            "url": server.address,
+            **({"endpoint": {"token_env": token_env}} if token_env else {}),
+        }
+        overrides = shlex.join(
+            [f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"]
+        )
         emit(Serving(f"  {overrides}"))
         with until_ctrl_c():
             server.serve_forever()

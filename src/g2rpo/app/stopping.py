@@ -17,8 +17,8 @@ from g2rpo.core.errors import Interrupted, Preempted, Stopped, where
 
 
 class Stopping:
-    """Handles both signals: by raising `Interrupted`, or inside `after` by calling `ask`. `message` describes what is kept if
-    the command ends now; without one nothing is.
+    """Handles both signals: by raising `Interrupted`, or inside `after` by calling `ask`. `message`
+    describes what is kept if the command ends now; without one nothing is.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -29,7 +29,8 @@ class Stopping:
 
     @contextmanager
     def after(self, ask: Callable[[], None]) -> Iterator[None]:
-        """While entered, the first signal calls `ask`, which ends the command later; a second Ctrl-C ends it at once."""
+        """While entered, the first signal calls `ask`, which ends the command later; a second
+        Ctrl-C ends it at once."""
         self.honour()
         self._ask = ask
         try:
@@ -38,15 +39,17 @@ class Stopping:
             self._ask = None
 
     def honour(self) -> None:
-        """Raises `Interrupted` if the one that `handle` raised has not arrived: a library caught it, or made another error of
-        it, as imports do."""
+        """Raises `Interrupted` if the one that `handle` raised has not arrived: a library caught
+        it, or made another error of it, as imports do."""
         if self._raised is not None:
             raise self._interrupted(self._raised)
 
     @contextmanager
     def handling(self, *signals: signal.Signals) -> Iterator[None]:
-        """While entered, these signals are handled, none of them lost; a no-op outside the main thread."""
-        if threading.current_thread() is not threading.main_thread():  # only the main one may set handlers
+        """While entered, these signals are handled, none of them lost; a no-op outside the main
+        thread."""
+        # only the main one may set handlers
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, self.handle) for number in signals}
@@ -87,13 +90,18 @@ def stoppable(message: str) -> Iterator[Stopping]:
     except Preempted as error:
         error.exit_code = EXIT_CODES[stopping.asked or signal.SIGTERM]
         raise
-    except SystemExit as error:  # from the user's code, such as a reward; an exit code of 0 would be wrong
-        raise Stopped(f"code that the command called has ended it: sys.exit({error.code!r}){where(error)}") from error
+    except (
+        SystemExit
+    ) as error:  # from the user's code, such as a reward; an exit code of 0 would be wrong
+        raise Stopped(
+            f"code that the command called has ended it: sys.exit({error.code!r}){where(error)}"
+        ) from error
 
 
 @contextmanager
 def until_ctrl_c() -> Iterator[None]:
-    """While entered, Ctrl-C ends the block and not the command; outside the main thread nothing changes."""
+    """While entered, Ctrl-C ends the block and not the command; outside the main thread nothing
+    changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -106,9 +114,13 @@ def until_ctrl_c() -> Iterator[None]:
 
 
 def _imports_torch(frame: FrameType | None) -> bool:
-    """Whether a module of torch is being imported. Its C++ calls Python, and aborts the process if that raises."""
+    """Whether a module of torch is being imported. Its C++ calls Python, and aborts the process if
+    that raises."""
     while frame is not None:
-        if frame.f_code.co_name == "<module>" and str(frame.f_globals.get("__name__")).partition(".")[0] == "torch":
+        if (
+            frame.f_code.co_name == "<module>"
+            and str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+        ):
             return True
         frame = frame.f_back
     return False

@@ -46,14 +46,16 @@ def train(
     emit: Emit = silent,
     predict: Predict | None = None,
 ) -> Path | None:
-    """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks other than 0.
+    """Runs a recipe to its end on all processes of a launch; returns the run directory, None on
+    ranks other than 0.
 
-    With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own recipe; if there is none
-    yet, that of `recipe` begins. A stop signal (`stopping`) saves a checkpoint first. `within` is the time that the run may
-    take, with its earlier starts: its number of iterations and its evaluations are fitted to it. With `find_rate` pilots around
-    the config's learning rate choose one first; a resumed run finishes the pilots that it began. Runs with the same `bases`, a
-    folder, share evaluations of the base. After a few iterations the
-    plan that `predict` makes is reported beside what was measured.
+    With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own
+    recipe; if there is none yet, that of `recipe` begins. A stop signal (`stopping`) saves a
+    checkpoint first. `within` is the time that the run may take, with its earlier starts: its
+    number of iterations and its evaluations are fitted to it. With `find_rate` pilots around the
+    config's learning rate choose one first; a resumed run finishes the pilots that it began. Runs
+    with the same `bases`, a folder, share evaluations of the base. After a few iterations the plan
+    that `predict` makes is reported beside what was measured.
     """
     ends_at = None if within is None else time.monotonic() + seconds_in(within)
     notes: list[str] = []
@@ -66,7 +68,9 @@ def train(
             emit(Line(note))
         _check_same_on_all_ranks(config, world)
         notify = cautions(emit) if world.is_main else partial(_tell_of_rank, world.rank)
-        chosen = stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
+        chosen = (
+            stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
+        )
         directory = Path(world.broadcast_text(str(chosen)))
         sweep = _sweep_of(directory, config, find_rate)
         if ends_at is not None and sweep is not None:
@@ -87,23 +91,35 @@ def train(
         return directory if world.is_main else None
 
 
-def _config_of(recipe: str | None, overrides: Sequence[str], resumed: Path | None, find_rate: bool, notes: list[str]) -> Config:
-    """The config of a recipe or of the run that is `resumed`; what was changed in it is added to `notes`."""
+def _config_of(
+    recipe: str | None,
+    overrides: Sequence[str],
+    resumed: Path | None,
+    find_rate: bool,
+    notes: list[str],
+) -> Config:
+    """The config of a recipe or of the run that is `resumed`; what was changed in it is added to
+    `notes`."""
     begun = resumed is not None and Run(resumed).config.is_file()
-    if resumed is not None and (recipe is None or (begun and recipe == Run(resumed).read_config().recipe)):
+    if resumed is not None and (
+        recipe is None or (begun and recipe == Run(resumed).read_config().recipe)
+    ):
         config = Run(resumed).read_config(overrides, notes.append, mention=False)
     elif recipe is not None:
         config = completed(load_config(recipe, overrides, notes.append), notes.append)
         if find_rate and begun and resumed is not None:
             config = at_rate(config, Run(resumed).read_config().optim.learning_rate)
     else:
-        raise UserError("name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run")
+        raise UserError(
+            "name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run"
+        )
     _refuse_clicks_of_nobody(config)
     return config
 
 
 def _refuse_clicks_of_nobody(config: Config) -> None:
-    """UserError for a reward `clicks` without a stored session, as the config of a session has it: all its scores are 0."""
+    """UserError for a reward `clicks` without a stored session, as the config of a session has it:
+    all its scores are 0."""
     for name, entry in config.rewards.items():
         if entry.kind == "clicks" and not entry.options.get("run"):
             raise UserError(
@@ -113,7 +129,8 @@ def _refuse_clicks_of_nobody(config: Config) -> None:
 
 
 def _device(config: Config) -> str:
-    """The device of a run; if it is not available, the message also lists everything else that is missing."""
+    """The device of a run; if it is not available, the message also lists everything else that is
+    missing."""
     try:
         return components.pick_device(config.policy.device)
     except UserError:
@@ -124,7 +141,9 @@ def _device(config: Config) -> str:
 def _check_same_on_all_ranks(config: Config, world: World) -> None:
     fingerprint = torch.tensor(list(bytes.fromhex(digest_of(config.model_dump(mode="json")))))
     if others := world.differing(fingerprint):
-        raise UserError(f"ranks {others} were started with another config than rank 0; give all the same recipe and overrides")
+        raise UserError(
+            f"ranks {others} were started with another config than rank 0; give all the same recipe and overrides"
+        )
 
 
 def _tell_of_rank(rank: int, message: str) -> None:
@@ -136,7 +155,11 @@ def _sweep_of(directory: Path, config: Config, find_rate: bool) -> Sweep | None:
     run = Run(directory)
     if (begun := run.read_rates()) is not None:
         return begun
-    return Sweep.around(config.optim.learning_rate) if find_rate and not newest_iteration(run.checkpoints) else None
+    return (
+        Sweep.around(config.optim.learning_rate)
+        if find_rate and not newest_iteration(run.checkpoints)
+        else None
+    )
 
 
 def train_built(request: Request, stopping: Stopping, predict: Predict | None = None) -> None:
@@ -146,14 +169,26 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
     config, emit, ranks = request.config, request.emit, request.world.size
     on = f" on {ranks} ranks" if ranks > 1 else ""
     rewards = counted(len(config.rewards), "reward")
-    emit(Line(f"{on}: building the policy, {rewards} and the prompts ...", title=config.recipe or "training"))
+    emit(
+        Line(
+            f"{on}: building the policy, {rewards} and the prompts ...",
+            title=config.recipe or "training",
+        )
+    )
     if request.sweep is not None:
         stopping.message = f"stopped while pilots were run; `g2rpo resume {directory}` goes on with those that are missing"
     trainer = build(request)
     if request.resume:
-        emit(Line(f"resuming after iteration {trainer.iteration}" if trainer.iteration else "nothing to resume: it begins"))
+        emit(
+            Line(
+                f"resuming after iteration {trainer.iteration}"
+                if trainer.iteration
+                else "nothing to resume: it begins"
+            )
+        )
     if request.ends_at is not None:
-        trainer.clock.ends_at = request.ends_at - sum(row["seconds"] for row in trainer.alarms.rows)  # of earlier starts
+        # of earlier starts
+        trainer.clock.ends_at = request.ends_at - sum(row["seconds"] for row in trainer.alarms.rows)
     began = time.perf_counter()
     ended: RolledBack | None = None
     stopping.message = f"stopped at once; {trainer.run.command} goes on from the last checkpoint"
@@ -162,22 +197,26 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
             train_all(trainer, emit, predict)
     except RolledBack as error:  # the restored weights are evaluated and written like any result
         ended = error
-    stopping.message = (
-        f"stopped while base and tuned were compared; all iterations are done, and {trainer.run.command} finishes"
-    )
+    stopping.message = f"stopped while base and tuned were compared; all iterations are done, and {trainer.run.command} finishes"
     emit(TrainingEnded(time.perf_counter() - began, trainer.evaluator.controls_on > 0))
     table = trainer.finish()
-    emit(Results(directory, table, trainer.heldout, list(trainer.rewards), config.policy.kind is not None))
+    emit(
+        Results(
+            directory, table, trainer.heldout, list(trainer.rewards), config.policy.kind is not None
+        )
+    )
     if ended is not None:
         raise ended
 
 
 def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> None:
-    """Runs the training, and reports its evaluations of the network, its rows of metrics, and the plan that `predict` makes."""
+    """Runs the training, and reports its evaluations of the network, its rows of metrics, and the
+    plan that `predict` makes."""
     config = trainer.config
 
     def evaluations(iterations: int) -> int:
-        prompts, tails = trainer.own_prompts * trainer.world.size, config.sampling.tails  # as `on_evaluations` counts
+        # as `on_evaluations` counts
+        prompts, tails = trainer.own_prompts * trainer.world.size, config.sampling.tails
         own = [trainer.division.plans.shard(trainer.plans(each)) for each in range(iterations)]
         return sum(prompts * count_per_prompt(config.algorithm, plans, tails) for plans in own)
 
@@ -191,7 +230,11 @@ def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> N
 
     report()
     if not iteration:
-        emit(Line(f"first the base model draws {counted(len(trainer.heldout), 'held-out prompt')}, which are scored ..."))
+        emit(
+            Line(
+                f"first the base model draws {counted(len(trainer.heldout), 'held-out prompt')}, which are scored ..."
+            )
+        )
     trained: list[Row] = []
     trainer.on_evaluations = lambda count: report(count * trainer.world.size)
     for row in trainer.train():

@@ -16,19 +16,26 @@ from g2rpo.policies.adapters import Adapter, check_fit, endings
 
 
 def completed(config: Config, notify: Callable[[str], None] = lambda message: None) -> Config:
-    """The config with the rank, alpha and targets of the adapter that it continues, which `notify` is told. UserError for an
-    adapter that does not fit the model, or that differs from what is set in the config."""
+    """The config with the rank, alpha and targets of the adapter that it continues, which `notify`
+    is told. UserError for an adapter that does not fit the model, or that differs from what is set
+    in the config."""
     policy = config.policy
     start, _ = (adapter_of(policy, key) for key in ADAPTER_KEYS)
     if policy.tuning == "full" or start is None:
         return config
     names = [name for name, _ in _transformer(policy).named_modules()]
-    own = {"lora_rank": start.rank, "lora_alpha": start.scale * start.rank, "lora_targets": endings(start.layers, names)}
+    own = {
+        "lora_rank": start.rank,
+        "lora_alpha": start.scale * start.rank,
+        "lora_targets": endings(start.layers, names),
+    }
     for name, value in own.items():
         if name in policy.model_fields_set and not _agrees(getattr(policy, name), value, names):
             asked = f"policy.{name}={getattr(policy, name)}"
             raise UserError(f"{asked}: the adapter {policy.adapter} has {value}; take it out")
-    has = f"rank {start.rank}, alpha {own['lora_alpha']:g} and {counted(len(start.layers), 'module')}"
+    has = (
+        f"rank {start.rank}, alpha {own['lora_alpha']:g} and {counted(len(start.layers), 'module')}"
+    )
     notify(f"policy.adapter={policy.adapter}: {has}")
     return config.model_copy(update={"policy": policy.model_copy(update=own)})
 
@@ -37,7 +44,10 @@ def _agrees(mine: object, value: object, names: Collection[str]) -> bool:
     """Whether values are equal, endings of names by what they fit."""
     if not isinstance(mine, list) or not isinstance(value, list):
         return mine == value
-    fits = [{name for name in names if f".{name}".endswith(tuple(f".{end}" for end in ends))} for ends in (mine, value)]
+    fits = [
+        {name for name in names if f".{name}".endswith(tuple(f".{end}" for end in ends))}
+        for ends in (mine, value)
+    ]
     return fits[0] == fits[1]
 
 
@@ -60,5 +70,10 @@ def _transformer(policy: PolicyConfig) -> nn.Module:
 
 def digests_of(policy: PolicyConfig) -> dict[str, str]:
     """Digests of a config's adapters, by their keys."""
-    named: dict[str, str] = {f"policy.{key}": name for key in ADAPTER_KEYS if (name := getattr(policy, key)) is not None}
-    return {key: f"sha256 {FileDigests(None).of(find_adapter(key, name))[:16]}" for key, name in named.items()}
+    named: dict[str, str] = {
+        f"policy.{key}": name for key in ADAPTER_KEYS if (name := getattr(policy, key)) is not None
+    }
+    return {
+        key: f"sha256 {FileDigests(None).of(find_adapter(key, name))[:16]}"
+        for key, name in named.items()
+    }

@@ -1,4 +1,5 @@
-"""Models without weights: pipelines and the real policies around them on torch's meta device, where tensors have no data.
+"""Models without weights: pipelines and the real policies around them on torch's meta device, where
+tensors have no data.
 
 The policies' own constructors are used, so dtypes, frozen weights and adapters are those of a run.
 """
@@ -28,8 +29,8 @@ from g2rpo.policies.tuning import tuned
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A pipeline's class and its models by name; `clip_tokens` is the length to which the CLIP tokenizers pad, `text_tokens`
-    that of the prompts, where it is known and they are not padded."""
+    """A pipeline's class and its models by name; `clip_tokens` is the length to which the CLIP
+    tokenizers pad, `text_tokens` that of the prompts, where it is known and they are not padded."""
 
     kind: str
     parts: Mapping[str, Part]
@@ -37,12 +38,14 @@ class Blueprint:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Values of its index that are no parts, such as is_distilled."""
     text_tokens: int | None = None
-    scheduler: Mapping[str, Any] = field(default_factory=lambda: {"_class_name": "FlowMatchEulerDiscreteScheduler"})
+    scheduler: Mapping[str, Any] = field(
+        default_factory=lambda: {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+    )
 
 
 def read_blueprint(config: PolicyConfig) -> Blueprint:
-    """The blueprint of `config.path`: a known hub id's published one, or the one in the config.json files of a folder or hub
-    repository."""
+    """The blueprint of `config.path`: a known hub id's published one, or the one in the config.json
+    files of a folder or hub repository."""
     if (known := published(config.path, config.kind)) is not None:
         components.check_pipeline(config.path, known.kind, config.pipeline, config.kind)
         return known
@@ -56,15 +59,24 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
         for name, (library, kind) in models.items()
         if library is not None
     }
-    options = {name: value for name, value in index.items() if not name.startswith("_") and name not in parts_in(index)}
-    words = read_file(path, "tokenizer/tokenizer_config.json", download=True) if "tokenizer" in index else {}
+    options = {
+        name: value
+        for name, value in index.items()
+        if not name.startswith("_") and name not in parts_in(index)
+    }
+    words = (
+        read_file(path, "tokenizer/tokenizer_config.json", download=True)
+        if "tokenizer" in index
+        else {}
+    )
     scheduler = read_file(path, "scheduler/scheduler_config.json", download=True)
     clip_tokens = min(words.get("model_max_length", 77), LARGEST_NUMBER)  # some say 10^30
     return Blueprint(kind, parts, clip_tokens, options, scheduler=scheduler)
 
 
 def published(path: str, kind: str | None = None) -> Blueprint | None:
-    """The blueprint of published weights by their hub id, where the spec of their pipeline has their parts."""
+    """The blueprint of published weights by their hub id, where the spec of their pipeline has
+    their parts."""
     spec, model = catalogue.model_of(path, kind) or (None, None)
     if spec is None or model is None or model.parts is None:
         return None
@@ -72,34 +84,50 @@ def published(path: str, kind: str | None = None) -> Blueprint | None:
 
 
 def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy:
-    """The policy that a run of `config` would build, on the meta device. UserError for a size or option it refuses."""
-    return _built(blueprint, config, {name: on_meta(part) for name, part in blueprint.parts.items()})
+    """The policy that a run of `config` would build, on the meta device. UserError for a size or
+    option it refuses."""
+    return _built(
+        blueprint, config, {name: on_meta(part) for name, part in blueprint.parts.items()}
+    )
 
 
 def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[DiffusersPolicy, list[int]]:
-    """The same without text encoders and with two blocks of every kind, and how many blocks each of these represents."""
-    modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name.startswith(("transformer", "vae"))}
+    """The same without text encoders and with two blocks of every kind, and how many blocks each of
+    these represents."""
+    modules = {
+        name: on_meta(part)
+        for name, part in blueprint.parts.items()
+        if name.startswith(("transformer", "vae"))
+    }
     ends = tuple(f".{target}" for target in config.lora_targets or ())
     own = _assisted(blueprint, hub.located(config), modules["transformer"])
 
     def changed(module: str) -> bool:
         return f".{module}".endswith(ends) or module in own
 
-    times = [keep_two_blocks(module, changed) for name, module in modules.items() if name != "vae"].pop()  # experts are alike
+    # experts are alike
+    times = [
+        keep_two_blocks(module, changed) for name, module in modules.items() if name != "vae"
+    ].pop()
     return _built(blueprint, config, modules), times
 
 
-def _assisted(blueprint: Blueprint, config: PolicyConfig, transformer: nn.Module) -> Collection[str]:
+def _assisted(
+    blueprint: Blueprint, config: PolicyConfig, transformer: nn.Module
+) -> Collection[str]:
     """The modules that the frozen adapter changes."""
     import diffusers
 
     if config.assistant is None:
         return ()
-    return read_adapter(Path(config.assistant), getattr(diffusers, blueprint.kind), transformer).layers.keys()
+    return read_adapter(
+        Path(config.assistant), getattr(diffusers, blueprint.kind), transformer
+    ).layers.keys()
 
 
 class _Anything:
-    """A stand-in for a part that a constructor reads numbers of texts from, which plans do not need."""
+    """A stand-in for a part that a constructor reads numbers of texts from, which plans do not
+    need."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -113,7 +141,9 @@ class _Anything:
         return 0
 
 
-def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.Module]) -> DiffusersPolicy:
+def _built(
+    blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.Module]
+) -> DiffusersPolicy:
     import diffusers
 
     pipeline_class = getattr(diffusers, blueprint.kind)
@@ -124,9 +154,14 @@ def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.
     stand_ins = {"guider": diffusers.ClassifierFreeGuidance, "processor": _Anything}
     absent |= {name: stand_ins[name]() for name in stand_ins.keys() & absent.keys()}
     with loading(f"policy.path={config.path}: its parts make no {blueprint.kind}"):
-        scheduler = getattr(diffusers, blueprint.scheduler["_class_name"]).from_config(blueprint.scheduler)
-        pipeline = pipeline_class(**{**absent, **blueprint.options, **modules, "scheduler": scheduler})
-    config = config.model_copy(update={"attention": "auto", "compile": False})  # no kernel runs here
+        scheduler = getattr(diffusers, blueprint.scheduler["_class_name"]).from_config(
+            blueprint.scheduler
+        )
+        pipeline = pipeline_class(
+            **{**absent, **blueprint.options, **modules, "scheduler": scheduler}
+        )
+    # no kernel runs here
+    config = config.model_copy(update={"attention": "auto", "compile": False})
     policy = components.policy_class(config, blueprint.kind)
     with loading(f"policy.path={config.path}"), Uninitialised():
         return policy(pipeline, hub.located(config), device="meta")
@@ -148,4 +183,6 @@ def trained_on_meta(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Param
     targets = components.policy_class(config, blueprint.kind).spec.lora_targets
     transformer = on_meta(blueprint.parts[config.trained])
     plain = config.model_copy(update={"adapter": None, "assistant": None, "quantize": "none"})
-    return transformer, tuned(transformer, plain, config.tuning, targets=targets, device=torch.device("meta")).named()
+    return transformer, tuned(
+        transformer, plain, config.tuning, targets=targets, device=torch.device("meta")
+    ).named()

@@ -54,7 +54,8 @@ LARGE_TRANSFORMER = 2**28
 
 @dataclass(frozen=True)
 class Wanted:
-    """A run that is to begin. Objects in `given` (policy, rewards, judges, prompts, heldout, trackers) are not checked."""
+    """A run that is to begin. Objects in `given` (policy, rewards, judges, prompts, heldout,
+    trackers) are not checked."""
 
     config: Config
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -76,9 +77,15 @@ class Wanted:
     @property
     def keyed(self) -> dict[str, RewardConfig]:
         """All rewards that are not given, trained and held-out, by their keys in the config."""
-        held_out = {f"evaluation.rewards.{name}": entry for name, entry in self.config.evaluation.rewards.items()}
+        held_out = {
+            f"evaluation.rewards.{name}": entry
+            for name, entry in self.config.evaluation.rewards.items()
+        }
         trained = {f"rewards.{name}": entry for name, entry in self.config.rewards.items()}
-        return {**({} if "rewards" in self.given else trained), **({} if "judges" in self.given else held_out)}
+        return {
+            **({} if "rewards" in self.given else trained),
+            **({} if "judges" in self.given else held_out),
+        }
 
     @property
     def rewards(self) -> dict[str, RewardConfig]:
@@ -86,9 +93,11 @@ class Wanted:
         return rewards_of(self.config, self.given)
 
 
-def rewards_of(config: Config, given: Mapping[str, Any], heldout: bool = True) -> dict[str, RewardConfig]:
-    """The rewards of a config that are not given, by their names: those that are trained and, with `heldout`, those that judge
-    held-out pictures."""
+def rewards_of(
+    config: Config, given: Mapping[str, Any], heldout: bool = True
+) -> dict[str, RewardConfig]:
+    """The rewards of a config that are not given, by their names: those that are trained and, with
+    `heldout`, those that judge held-out pictures."""
     trained = {} if "rewards" in given else config.rewards
     return {**trained, **(config.evaluation.rewards if heldout and "judges" not in given else {})}
 
@@ -96,11 +105,18 @@ def rewards_of(config: Config, given: Mapping[str, Any], heldout: bool = True) -
 Check = Callable[[Wanted], Iterable[str] | None]
 
 
-def check(config: Config, given: Mapping[str, Any] | None = None, directory: Path | None = None) -> tuple[list[str], list[str]]:
-    """The prompts to train on and the held-out ones. UserError names everything that is missing or wrong. The disk of
-    `directory` must have space for the checkpoints."""
+def check(
+    config: Config, given: Mapping[str, Any] | None = None, directory: Path | None = None
+) -> tuple[list[str], list[str]]:
+    """The prompts to train on and the held-out ones. UserError names everything that is missing or
+    wrong. The disk of `directory` must have space for the checkpoints."""
     given = given or {}
-    run = Wanted(config, given, directory, {name: list(given.get(name, ())) for name in ("prompts", "heldout")})
+    run = Wanted(
+        config,
+        given,
+        directory,
+        {name: list(given.get(name, ())) for name in ("prompts", "heldout")},
+    )
     for stage in STAGES:
         complaints = dict.fromkeys(complaint for each in stage for complaint in _said(each, run))
         if complaints:
@@ -123,7 +139,10 @@ def _listed(complaints: Sequence[str]) -> str:
     lines = ["- " + complaint.replace("\n", "\n  ") for complaint in complaints]
     fetch = dict.fromkeys(re.findall(r"`(hf download [^` ]+)", "\n".join(lines)))
     if len(fetch) > 1:
-        lines += ["To download all of it (`g2rpo plan` estimates its size; `hf auth login` first for gated models):", *fetch]
+        lines += [
+            "To download all of it (`g2rpo plan` estimates its size; `hf auth login` first for gated models):",
+            *fetch,
+        ]
     return "\n".join([f"{len(complaints)} things are missing or wrong:", *lines])
 
 
@@ -160,12 +179,20 @@ def _comparisons(run: Wanted) -> None:
 def _gradients(run: Wanted) -> None:
     """An algorithm that learns from the gradient of rewards needs rewards that have one."""
     algorithm, rewards = run.config.algorithm, run.config.rewards
-    if "rewards" not in run.given and not isinstance(algorithm, Mentioned) and differentiates_rewards(algorithm):
-        check_differentiable(algorithm, as_rewards({name: reward_kind(name, entry) for name, entry in rewards.items()}))
+    if (
+        "rewards" not in run.given
+        and not isinstance(algorithm, Mentioned)
+        and differentiates_rewards(algorithm)
+    ):
+        check_differentiable(
+            algorithm,
+            as_rewards({name: reward_kind(name, entry) for name, entry in rewards.items()}),
+        )
 
 
 def _sides(run: Wanted) -> Iterator[str]:
-    """Rewards that take pictures of one size need pictures of that size, in training and in evaluation."""
+    """Rewards that take pictures of one size need pictures of that size, in training and in
+    evaluation."""
     config = run.config
     for name, entry in run.rewards.items() if "policy" not in run.given else ():
         kind = declared_by(reward_kind(name, entry))
@@ -199,7 +226,8 @@ def _trackers(run: Wanted) -> Iterator[str]:
 
 
 def _pipeline(run: Wanted) -> Iterator[str]:
-    """All parts must be there, or be downloadable. A model that takes long to load must take the sizes and options."""
+    """All parts must be there, or be downloadable. A model that takes long to load must take the
+    sizes and options."""
     config = run.config.policy
     if "policy" in run.given or (folder := _folder_of(config)) is None:
         return
@@ -209,12 +237,17 @@ def _pipeline(run: Wanted) -> Iterator[str]:
     why = hub.obstacle(path, SECONDS) if missing and far else ""
     if missing and why is not None:
         yield f"policy.path={config.path}: {missing}{why and f' ({path} {why})'}"
-    elif missing or sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors")) > LARGE_TRANSFORMER:
+    elif (
+        missing
+        or sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors"))
+        > LARGE_TRANSFORMER
+    ):
         components.check_trained_steps(run.config, build_shallow(read_blueprint(config), config)[0])
 
 
 def _folder_of(config: PolicyConfig) -> Path | None:
-    """The folder of a pipeline that is on this machine; None for a policy of the user's, which may not need all parts."""
+    """The folder of a pipeline that is on this machine; None for a policy of the user's, which may
+    not need all parts."""
     path, _ = components.locate_pipeline(config.path, config.pipeline, config.kind)
     index = hub.cached(path, "model_index.json") if is_hub_id(path) else None
     folder = index.parent if index is not None else Path(path)
@@ -248,7 +281,9 @@ def _read(run: Wanted, far: bool) -> Iterator[str]:
         except UserError as error:
             yield str(error)
         else:
-            run.lists[name] = read[: run.config.evaluation.num_prompts] if name == "heldout" else read
+            run.lists[name] = (
+                read[: run.config.evaluation.num_prompts] if name == "heldout" else read
+            )
 
 
 def _devices_of_rewards(run: Wanted) -> None:
@@ -260,13 +295,18 @@ def _rewards(run: Wanted) -> Iterator[str]:
         yield from _said(_faults_of_reward, key, entry, run.questions)
 
 
-def _faults_of_reward(key: str, entry: RewardConfig, questions: dict[str, HubQuestion]) -> Iterator[str]:
-    """Unknown options and missing files of a reward; checks that need a server are added to `questions`."""
+def _faults_of_reward(
+    key: str, entry: RewardConfig, questions: dict[str, HubQuestion]
+) -> Iterator[str]:
+    """Unknown options and missing files of a reward; checks that need a server are added to
+    `questions`."""
     name = key.rpartition("rewards.")[2]
     of_rewards.check_rewards({name: entry})
     kind = reward_kind(name, entry)
     declared = declared_by(kind)
-    if absent := [library for library in declared.libraries if importlib.util.find_spec(library) is None]:
+    if absent := [
+        library for library in declared.libraries if importlib.util.find_spec(library) is None
+    ]:
         yield f"{key}: needs {' and '.join(absent)}: pip install {' '.join(declared.libraries)}"
         return
     options = {**defaults_of(kind), **entry.options}
@@ -284,7 +324,9 @@ def _faults_of_reward(key: str, entry: RewardConfig, questions: dict[str, HubQue
             _check_files(f"{key}.options.{option}", place, files, questions)
 
 
-def _check_files(key: str, place: str, files: tuple[str, ...], questions: dict[str, HubQuestion]) -> None:
+def _check_files(
+    key: str, place: str, files: tuple[str, ...], questions: dict[str, HubQuestion]
+) -> None:
     """Refuses a local path that contains none of `files`."""
     if is_hub_id(place):
         if hub.cached(place, *files) is None:
@@ -300,7 +342,8 @@ def _ask_hub(repository: str) -> str | None:
 
 
 def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
-    """The problem of an endpoint, by the health check that the reward makes when it is built; None if there is none."""
+    """The problem of an endpoint, by the health check that the reward makes when it is built; None
+    if there is none."""
     try:
         kind(**{**options, "endpoint": {**options.get("endpoint", {}), "timeout_s": SECONDS}})
     except TooSlow:
@@ -322,13 +365,17 @@ def _disk(run: Wanted) -> Iterator[str]:
     folder = None if directory is None or "policy" in run.given else _folder_of(config.policy)
     if directory is None or folder is None or any(missing_parts(folder)):
         return
-    copies = max(1, config.trainer.keep_checkpoints + 1 - len(checkpoints(Run(directory).checkpoints)))
+    copies = max(
+        1, config.trainer.keep_checkpoints + 1 - len(checkpoints(Run(directory).checkpoints))
+    )
     # the weights, their two moments, their average and old weights, all float32
     tensors = 3 + bool(config.optim.ema_decay) + keeps_old(config.algorithm)
     _, trained = trained_on_meta(config.policy)
     weights = sum(parameter.numel() for parameter in trained.values())
     needed = 4 * weights * (copies * tensors + 1)  # plus the exported weights
-    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    place = next(
+        path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir()
+    )
     free = shutil.disk_usage(place).free
     if needed > free:
         remedy = "free some, name another --run-dir, or lower trainer.keep_checkpoints"
@@ -341,7 +388,10 @@ def _targets(run: Wanted) -> Iterator[str]:
         for reward, entry in rewards_of(run.config, run.given, name == "heldout").items():
             kind = reward_kind(reward, entry)
             options = {**defaults_of(kind), **entry.options}
-            if run.lists[name] and (fault := fault_of(declared_by(kind), options, run.lists[name])) is not None:
+            if (
+                run.lists[name]
+                and (fault := fault_of(declared_by(kind), options, run.lists[name])) is not None
+            ):
                 yield f"rewards.{reward}: {fault} ({key}={source})"
 
 
@@ -380,7 +430,8 @@ STAGES: Sequence[Sequence[Check]] = (
 
 
 def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
-    """Refuses an algorithm that does not fit the sampler's steps, or whose solver does not fit the sampler's tails."""
+    """Refuses an algorithm that does not fit the sampler's steps, or whose solver does not fit the
+    sampler's tails."""
     if isinstance(algorithm, Mentioned):
         refuse_mention("algorithm.name", algorithm.name)
     plans = plans_of(algorithm, sampling.num_steps)
@@ -392,7 +443,12 @@ def check_quantized(config: Config) -> None:
     """Refuses a `policy.quantize` that the run does not support."""
     policy = config.policy
     quantized.check_quantization(
-        policy.quantize, tuning=policy.tuning, dtype=policy.dtype, device=components.pick_device(policy.device)
+        policy.quantize,
+        tuning=policy.tuning,
+        dtype=policy.dtype,
+        device=components.pick_device(policy.device),
     )
     if policy.tuning == "full" and not policy.autocast:
-        raise UserError("policy.autocast=false: weights that are trained are float32, and need it; set policy.tuning=lora")
+        raise UserError(
+            "policy.autocast=false: weights that are trained are float32, and need it; set policy.tuning=lora"
+        )

@@ -45,14 +45,15 @@ def build_sharding(config: Config, world: World) -> Sharded | None:
 
 
 def shard_group(config: Config, ranks: int, node: int | None) -> int:
-    """The ranks that a weight is divided over, of `ranks` in nodes of `node` (None: unknown), in a config that `check_sharding`
-    takes."""
+    """The ranks that a weight is divided over, of `ranks` in nodes of `node` (None: unknown), in a
+    config that `check_sharding` takes."""
     asked = config.trainer.shard_group
     return {"all": ranks, "node": node or 0}[asked] if isinstance(asked, str) else asked
 
 
 def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
-    """Refuses a `trainer.sharding` that does not fit the number of ranks (in nodes of `node`) or other settings."""
+    """Refuses a `trainer.sharding` that does not fit the number of ranks (in nodes of `node`) or
+    other settings."""
     whole = config.trainer.sharding == "none"
     refuse(_faults_without_sharding(config) if whole else _faults_of_sharding(config, ranks, node))
 
@@ -85,8 +86,8 @@ def _faults_of_sharding(config: Config, ranks: int, node: int | None) -> Iterato
 
 @dataclass(frozen=True)
 class Loaded:
-    """A pipeline in host memory, for a policy of class `kind`. Its text encoders can be used before the policy is built, that
-    is before the transformer occupies the device.
+    """A pipeline in host memory, for a policy of class `kind`. Its text encoders can be used before
+    the policy is built, that is before the transformer occupies the device.
     """
 
     config: PolicyConfig
@@ -99,13 +100,22 @@ class Loaded:
     def policy(self, sharding: Sharded | None = None) -> DiffusersPolicy:
         """The policy, on its device; `sharding` shards the trained weights."""
         with _loading(self.config.path):
-            return self.kind(self.pipeline, self.config, **self.setting, sharding=sharding, text=self.text)
+            return self.kind(
+                self.pipeline, self.config, **self.setting, sharding=sharding, text=self.text
+            )
 
 
-def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: TuningMode | None = None, keep_base: bool = False) -> Loaded:
+def load_pipeline(
+    config: PolicyConfig,
+    *,
+    seed: int = 0,
+    tuning: TuningMode | None = None,
+    keep_base: bool = False,
+) -> Loaded:
     """The pipeline at `config.path`, for the policy of its class name.
 
-    `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
+    `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under
+    full fine-tuning.
     """
     import diffusers
 
@@ -119,11 +129,17 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: TuningMode | N
     spec = kind.spec
     if tuning == "lora":
         pipeline_files.check_adapters(path, config.lora_targets or spec.lora_targets)
-    if config.kind is None and os.path.isdir(path) and (missing := "; ".join(missing_parts(Path(path)))):
+    if (
+        config.kind is None
+        and os.path.isdir(path)
+        and (missing := "; ".join(missing_parts(Path(path))))
+    ):
         raise UserError(f"policy.path={config.path}: {missing}")
     setting = {"tuning": tuning, "device": device, "seed": seed, "keep_base": keep_base}
     with _loading(config.path):
-        pipeline = read_pipeline(getattr(diffusers, spec.pipeline_class), path, getattr(torch, config.dtype), tuning)
+        pipeline = read_pipeline(
+            getattr(diffusers, spec.pipeline_class), path, getattr(torch, config.dtype), tuning
+        )
         check_experts(pipeline, config)
         return Loaded(config, kind, pipeline, TextEncoders(pipeline, spec, config, device), setting)
 
@@ -134,7 +150,9 @@ def _loading(path: str) -> Iterator[None]:
         yield
 
 
-def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **setting: Any) -> DiffusersPolicy:
+def build_policy(
+    config: PolicyConfig, *, sharding: Sharded | None = None, **setting: Any
+) -> DiffusersPolicy:
     """The policy of `load_pipeline(config, **setting)`, at once."""
     return load_pipeline(config, **setting).policy(sharding)
 
@@ -146,12 +164,14 @@ def load_weights(policy: DiffusersPolicy, weights: Path, path: str, strength: fl
 
 
 def policy_class(config: PolicyConfig, name: str) -> type[DiffusersPolicy]:
-    """The policy for a pipeline of class `name`, or the one that `config.kind` names: that of a `PipelineSpec`, or a class.
-    UserError for options that it lacks."""
+    """The policy for a pipeline of class `name`, or the one that `config.kind` names: that of a
+    `PipelineSpec`, or a class. UserError for options that it lacks."""
     found = catalogue.find_policy(config.kind or name)
     kind = DiffusersPolicy.of(found) if isinstance(found, PipelineSpec) else found
     if not (isinstance(kind, type) and issubclass(kind, DiffusersPolicy)):
-        raise UserError(f"policy.kind={config.kind}: is neither a PipelineSpec nor a class of DiffusersPolicy")
+        raise UserError(
+            f"policy.kind={config.kind}: is neither a PipelineSpec nor a class of DiffusersPolicy"
+        )
     check_options(kind.spec, config)
     return kind
 
@@ -162,7 +182,9 @@ def check_judged_size(config: Config, policy: Any) -> None:
         return
     policy = getattr(policy, "policy", policy)  # of a CachedPolicy
     if not hasattr(policy, "sized"):
-        raise UserError(f"evaluation.height, evaluation.width: a {type(policy).__name__} has one size; take them out")
+        raise UserError(
+            f"evaluation.height, evaluation.width: a {type(policy).__name__} has one size; take them out"
+        )
     with loading("evaluation.height, evaluation.width"):
         policy.check_size(*size)
 
@@ -175,7 +197,9 @@ def check_trained_steps(config: Config, policy: Any) -> None:
     algorithm, steps = config.algorithm, config.sampling.num_steps
     sigmas = grid_of(config.sampling.shift, policy, steps)
     own = [step for step in range(steps) if policy.trains_at(float(sigmas[step]))]
-    if wrong := [sigma for sigma in trained_sigmas_of(config, sigmas) if not policy.trains_at(sigma)]:
+    if wrong := [
+        sigma for sigma in trained_sigmas_of(config, sigmas) if not policy.trains_at(sigma)
+    ]:
         raise UserError(
             f"{name_of(algorithm)} trains at sigma {wrong[0]:.3f}, where the trained weights do not act (policy.lora_above="
             f"{policy.options.lora_above:g}, policy.expert={policy.options.expert}); they do at steps {own} of {steps}. Change "
@@ -191,16 +215,20 @@ def model_cautions(config: PolicyConfig) -> list[str]:
 
 
 def pick_device(name: str, key: str = "policy.device") -> str:
-    """The device `name`, the value of a config's `key`; "auto" is a GPU if there is one, "cuda" the GPU of the local rank.
+    """The device `name`, the value of a config's `key`; "auto" is a GPU if there is one, "cuda" the
+    GPU of the local rank.
 
     UserError for a device that torch or this machine lacks.
     """
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"  # mps is asked for: nobody has measured it yet
+        # mps is asked for: nobody has measured it yet
+        return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"{key}={name}: is no device; write cpu, cuda, cuda:1, mps or, for policy.device, auto") from None
+        raise UserError(
+            f"{key}={name}: is no device; write cpu, cuda, cuda:1, mps or, for policy.device, auto"
+        ) from None
     refuse(_faults_of_device(device, f"{key}={name}: torch sees", key))
     return name
 
@@ -210,7 +238,11 @@ def _faults_of_device(device: torch.device, sees: str, key: str) -> Iterator[str
         yield f"{sees} no GPU of Apple's here; {key}=cpu needs none"
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        remedy = "policy.device=auto takes what there is" if key == "policy.device" else f"{key}=cpu needs none"
+        remedy = (
+            "policy.device=auto takes what there is"
+            if key == "policy.device"
+            else f"{key}=cpu needs none"
+        )
         yield f"{sees} {count} CUDA devices here; {remedy}"
 
 
@@ -230,8 +262,11 @@ def lacks_of_device(config: Config) -> Iterator[str]:
             yield f"policy.device=mps: {key}={str(value).lower()} is not supported there; take it out"
 
 
-def locate_pipeline(name: str, expected: str | None = None, chosen: str | None = None) -> tuple[str, str]:
-    """(where the pipeline lies, its class name); refuses a class that has no policy, or is not the `expected` one."""
+def locate_pipeline(
+    name: str, expected: str | None = None, chosen: str | None = None
+) -> tuple[str, str]:
+    """(where the pipeline lies, its class name); refuses a class that has no policy, or is not the
+    `expected` one."""
     refuse_mention("policy.path", name)
     if name in EMBEDDED:
         from g2rpo.testbed import pipeline_dir
@@ -254,11 +289,14 @@ def _faults_of_place(name: str, path: str) -> Iterator[str]:
 
 
 def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | None = None) -> None:
-    """Refuses a pipeline class that has no policy, unless one is `chosen` (policy.kind), or is not the `expected` one."""
+    """Refuses a pipeline class that has no policy, unless one is `chosen` (policy.kind), or is not
+    the `expected` one."""
     refuse(_faults_of_class(f"policy.path={name}: is a {kind}", kind, expected, chosen))
 
 
-def _faults_of_class(said: str, kind: str, expected: str | None, chosen: str | None) -> Iterator[str]:
+def _faults_of_class(
+    said: str, kind: str, expected: str | None, chosen: str | None
+) -> Iterator[str]:
     known = catalogue.pipeline_names()
     if chosen is None and kind not in known:
         own = "policy.kind=FILE.py:NAME takes a policy of your own"

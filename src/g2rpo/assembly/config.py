@@ -18,9 +18,12 @@ from g2rpo.core.flow import sigma_grid
 from g2rpo.evaluation.work import plans_in, trained_sigmas_of
 
 
-def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None] = lambda message: None) -> Config:
-    """The config of a recipe's name or a YAML file, with overrides; `notify` is called with the keys that an override drops,
-    and if a folder has the recipe's name. No weights are opened: `adapters.completed` reads the adapter that is continued."""
+def load_config(
+    recipe: str, overrides: Sequence[str], notify: Callable[[str], None] = lambda message: None
+) -> Config:
+    """The config of a recipe's name or a YAML file, with overrides; `notify` is called with the
+    keys that an override drops, and if a folder has the recipe's name. No weights are opened:
+    `adapters.completed` reads the adapter that is continued."""
     is_file = recipe.endswith((".yaml", ".yml"))
     if is_file:
         data, source = read_yaml(Path(recipe)), recipe
@@ -34,8 +37,14 @@ def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], N
     if not is_file:
         config = _with_adapter(config, asked, notify)
     own_algorithm = data.get("algorithm")
-    kept = isinstance(own_algorithm, dict) and with_name(own_algorithm)["name"] == config_name(config.algorithm)
-    return config if kept or config_name(config.algorithm) not in ALGORITHMS else _fitted(config, asked, notify)
+    kept = isinstance(own_algorithm, dict) and with_name(own_algorithm)["name"] == config_name(
+        config.algorithm
+    )
+    return (
+        config
+        if kept or config_name(config.algorithm) not in ALGORITHMS
+        else _fitted(config, asked, notify)
+    )
 
 
 def _faults_of_name(recipe: str) -> Iterator[str]:
@@ -52,17 +61,22 @@ LORA = ("lora_rank", "lora_alpha", "lora_targets")
 def _with_adapter(config: Config, asked: set[str], notify: Callable[[str], None]) -> Config:
     """Without a recipe's rank, alpha and targets, if an adapter is continued that has its own."""
     policy = config.policy
-    left = [name for name in LORA if name in policy.model_fields_set and f"policy.{name}" not in asked]
+    left = [
+        name for name in LORA if name in policy.model_fields_set and f"policy.{name}" not in asked
+    ]
     if policy.adapter is None or policy.tuning == "full" or not left:
         return config
     written = ", ".join(f"{name}={getattr(policy, name)}" for name in left)
-    notify(f"policy.adapter={policy.adapter}: its own rank, alpha and targets are taken; the recipe's {written} are left out")
+    notify(
+        f"policy.adapter={policy.adapter}: its own rank, alpha and targets are taken; the recipe's {written} are left out"
+    )
     own = policy.model_dump(include=policy.model_fields_set - {*left})
     return config.model_copy(update={"policy": PolicyConfig.model_validate(own)})
 
 
 def _fitted(config: Config, asked: set[str], notify: Callable[[str], None]) -> Config:
-    """With what a named algorithm needs instead of values for another number of steps, another solver, or other trained steps.
+    """With what a named algorithm needs instead of values for another number of steps, another
+    solver, or other trained steps.
 
     Keys in `asked` stay as they are, and each change is told.
     """
@@ -71,7 +85,11 @@ def _fitted(config: Config, asked: set[str], notify: Callable[[str], None]) -> C
     told = f"algorithm.name={algorithm.name}: needs"
     fields = algorithm.fitted(sampling.num_steps) if isinstance(algorithm, FitsGrids) else {}
     if fields and not asked & {f"algorithm.{key}" for key in fields}:
-        written = " ".join(f"algorithm.{key}={value}" for key, value in fields.items() if value != getattr(algorithm, key))
+        written = " ".join(
+            f"algorithm.{key}={value}"
+            for key, value in fields.items()
+            if value != getattr(algorithm, key)
+        )
         notify(f"{told} {written} with sampling.num_steps={sampling.num_steps}")
         config = config.model_copy(update={"algorithm": dataclasses.replace(algorithm, **fields)})
     if sampling.tails.forecast and not asked & {"sampling.tails", "sampling.tails.forecast"}:
@@ -79,10 +97,14 @@ def _fitted(config: Config, asked: set[str], notify: Callable[[str], None]) -> C
         if solvers:
             notify(f"{told} sampling.tails.forecast=false with its solver {', '.join(solvers)}")
             tails = dataclasses.replace(sampling.tails, forecast=False)
-            config = config.model_copy(update={"sampling": sampling.model_copy(update={"tails": tails})})
+            config = config.model_copy(
+                update={"sampling": sampling.model_copy(update={"tails": tails})}
+            )
     if policy.lora_above and "policy.lora_above" not in asked and isinstance(sampling.shift, float):
         trained = trained_sigmas_of(config, sigma_grid(sampling.num_steps, sampling.shift))
         if min(trained, default=1.0) <= policy.lora_above:
             notify(f"{told} policy.lora_above=0 for the late steps that it trains")
-            config = config.model_copy(update={"policy": policy.model_copy(update={"lora_above": 0.0})})
+            config = config.model_copy(
+                update={"policy": policy.model_copy(update={"lora_above": 0.0})}
+            )
     return config

@@ -22,8 +22,11 @@ NOT_IN_EMBEDDINGS = {
 """Settings of a policy that text embeddings do not depend on. All others are part of their key."""
 
 
-def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, notify: Callable[[str], None]) -> CachedEncoder:
-    """`text`, the encoders of `config`, with their embeddings cached as in `prompts.cache`: "auto", "off" or a folder."""
+def cache_embeddings(
+    text: Encoder, config: PolicyConfig, cache: str, notify: Callable[[str], None]
+) -> CachedEncoder:
+    """`text`, the encoders of `config`, with their embeddings cached as in `prompts.cache`: "auto",
+    "off" or a folder."""
     store = None
     if cache != "off":
         root = local(cache) if cache != "auto" else cache_root() / "embeddings"
@@ -31,26 +34,40 @@ def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, notify: Ca
             root.mkdir(parents=True, exist_ok=True)
             edits = bool(getattr(text, "pictured", ()))
             left_out = NOT_IN_EMBEDDINGS - ({"height", "width", "vae_tiling"} if edits else set())
-            settings = {key: value for key, value in config.model_dump(mode="json").items() if key not in left_out}
+            settings = {
+                key: value
+                for key, value in config.model_dump(mode="json").items()
+                if key not in left_out
+            }
             identity = {
-                **_text_identity(config.path, FileDigests(root / "digests.json"), ("vae",) if edits else ()),
+                **_text_identity(
+                    config.path, FileDigests(root / "digests.json"), ("vae",) if edits else ()
+                ),
                 "settings": settings,
-                "guided": getattr(text, "guided", False),  # whether the negative prompt is encoded too
+                # whether the negative prompt is encoded too
+                "guided": getattr(text, "guided", False),
             }
             store = EmbeddingStore(root, identity)
         except OSError as error:
             hint = "set prompts.cache (g2rpo evaluate: cache) to another folder, or to off"
-            raise UserError(f"embedding cache {root}: cannot be written ({error.strerror}); {hint}") from None
+            raise UserError(
+                f"embedding cache {root}: cannot be written ({error.strerror}); {hint}"
+            ) from None
     return CachedEncoder(text, store, notify=notify)
 
 
 def _text_identity(name: str, digests: FileDigests, more: tuple[str, ...] = ()) -> dict[str, str]:
-    """The identity of a pipeline's text encoders, tokenizers and `more` parts: their content, or hub id and commit."""
+    """The identity of a pipeline's text encoders, tokenizers and `more` parts: their content, or
+    hub id and commit."""
     path, kind = locate_pipeline(name, chosen="any")
     root = Path(path)
     if not root.is_dir():
         return {"pipeline": kind, "hub": path, "commit": _commit(path)}
-    folders = [folder for folder in sorted(root.iterdir()) if folder.name.startswith(("text_encoder", "tokenizer", *more))]
+    folders = [
+        folder
+        for folder in sorted(root.iterdir())
+        if folder.name.startswith(("text_encoder", "tokenizer", *more))
+    ]
     return {"pipeline": kind, "content": digests.of_folders(root, folders)}
 
 
@@ -60,7 +77,11 @@ def pipeline_identity(name: str) -> str:
     root = Path(path)
     if not root.is_dir():
         return f"{path}@{_commit(path)}"
-    files = [path for path in sorted(root.rglob("[!.]*")) if path.is_file() and ".cache" not in path.relative_to(root).parts]
+    files = [
+        path
+        for path in sorted(root.rglob("[!.]*"))
+        if path.is_file() and ".cache" not in path.relative_to(root).parts
+    ]
     return digest_of([[path.relative_to(root).as_posix(), path.stat().st_size] for path in files])
 
 
@@ -68,5 +89,7 @@ def _commit(hub_id: str) -> str:
     """The commit of a pipeline in the hub's local cache."""
     index = hub.cached(hub_id, INDEX)
     if index is None:
-        raise UserError(f"policy.path={hub_id}: is not in the local hub cache; download it, or name a folder")
+        raise UserError(
+            f"policy.path={hub_id}: is not in the local hub cache; download it, or name a folder"
+        )
     return index.parent.name

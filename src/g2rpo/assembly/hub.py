@@ -1,5 +1,5 @@
-"""Whether files can be downloaded from the Hugging Face Hub, with a time limit (its library retries for half a minute), and
-where an adapter lies, there or here."""
+"""Whether files can be downloaded from the Hugging Face Hub, with a time limit (its library retries
+for half a minute), and where an adapter lies, there or here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from g2rpo.run.run import Run
 ADAPTER_KEYS = ("adapter", "assistant")
 """Options that name an adapter."""
 KNOWN_FILES = (ADAPTER_FILE, PEFT_WEIGHTS)
-"""The names that diffusers and peft give to an adapter; others are taken where they are the only one."""
+"""The names that diffusers and peft give to an adapter; others are taken where they are the only
+one."""
 HubQuestion = Callable[[], str | None]
 """A description of a problem, or None; may be slow."""
 
@@ -37,8 +38,11 @@ def cached(repository: str, *files: str) -> Path | None:
 
 
 def obstacle(repository: str, timeout_s: float = 1.5) -> str | None:
-    """Why files of `repository` cannot be downloaded; None if they can, or if nothing is known within `timeout_s`."""
-    return answers_of({repository: partial(_obstacle, repository, timeout_s)}, timeout_s).get(repository)
+    """Why files of `repository` cannot be downloaded; None if they can, or if nothing is known
+    within `timeout_s`."""
+    return answers_of({repository: partial(_obstacle, repository, timeout_s)}, timeout_s).get(
+        repository
+    )
 
 
 def _obstacle(repository: str, timeout_s: float) -> str | None:
@@ -46,7 +50,12 @@ def _obstacle(repository: str, timeout_s: float) -> str | None:
     if constants.HF_HUB_OFFLINE:
         return f"{absent} HF_HUB_OFFLINE forbids to download it"
     try:
-        request_json(f"{constants.ENDPOINT}/api/models/{repository}/auth-check", object, token=get_token(), timeout_s=timeout_s)
+        request_json(
+            f"{constants.ENDPOINT}/api/models/{repository}/auth-check",
+            object,
+            token=get_token(),
+            timeout_s=timeout_s,
+        )
     except Refused as error:
         return f"{absent} the hub refuses it ({error}); a gated model needs its licence accepted there, then `hf auth login`"
     except Unreachable:
@@ -59,13 +68,16 @@ def _obstacle(repository: str, timeout_s: float) -> str | None:
 
 
 def find_adapter(key: str, name: str) -> Path:
-    """The file of the adapter `name`, the value of a config's `key`; of the hub's it is downloaded if need be."""
+    """The file of the adapter `name`, the value of a config's `key`; of the hub's it is downloaded
+    if need be."""
     place, said = local(name), f"{key}={name}"
     run = Run(place)
     if os.path.isfile(run.adapter / ADAPTER_FILE):
         return run.adapter / ADAPTER_FILE
     if os.path.isfile(run.config):
-        raise UserError(f"{said}: is a run without an adapter; it is not finished, or it trained all weights")
+        raise UserError(
+            f"{said}: is a run without an adapter; it is not finished, or it trained all weights"
+        )
     if os.path.isdir(place):
         path = place / _only(said, [path.name for path in place.iterdir()])
     elif os.path.exists(place):
@@ -73,7 +85,9 @@ def find_adapter(key: str, name: str) -> Path:
     elif found := re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:/(.+\.safetensors))?", name):
         path = _adapter_of(said, *found.groups())
     else:
-        raise UserError(f"{said}: there is no such file or folder; give a .safetensors file, or OWNER/NAME[/FILE] of the hub")
+        raise UserError(
+            f"{said}: there is no such file or folder; give a .safetensors file, or OWNER/NAME[/FILE] of the hub"
+        )
     if path.suffix != ".safetensors":
         raise UserError(
             f"{said}: is no .safetensors file; a pickle could run code, so convert it (safetensors.torch.save_file)"
@@ -84,11 +98,14 @@ def find_adapter(key: str, name: str) -> Path:
 def located(config: PolicyConfig) -> PolicyConfig:
     """The config with the files of its adapters in place of their names."""
     named = {key: name for key in ADAPTER_KEYS if (name := getattr(config, key)) is not None}
-    return config.model_copy(update={key: str(find_adapter(f"policy.{key}", name)) for key, name in named.items()})
+    return config.model_copy(
+        update={key: str(find_adapter(f"policy.{key}", name)) for key, name in named.items()}
+    )
 
 
 def _adapter_of(said: str, repository: str, file: str | None) -> Path:
-    """The file of an adapter of the hub, in its local cache, with peft's config beside it where there is one."""
+    """The file of an adapter of the hub, in its local cache, with peft's config beside it where
+    there is one."""
     from huggingface_hub import hf_hub_download, list_repo_files
 
     if (found := cached(repository, *([file] if file else KNOWN_FILES))) is not None:
@@ -116,7 +133,9 @@ def _only(said: str, files: Sequence[str]) -> str:
     if len(found) == 1:
         return found[0]
     if not found and any(file.endswith((".bin", ".pt", ".ckpt")) for file in files):
-        raise UserError(f"{said}: holds pickles only, which could run code; convert them (safetensors.torch.save_file)")
+        raise UserError(
+            f"{said}: holds pickles only, which could run code; convert them (safetensors.torch.save_file)"
+        )
     raise UserError(
         f"{said}: should hold one .safetensors file, or {ADAPTER_FILE}; it holds {', '.join(sorted(found)) or 'none'}"
     )

@@ -20,9 +20,12 @@ MODEL_LIBRARIES = ("diffusers", "transformers")
 
 
 class Uninitialised(TorchFunctionMode):
-    """While entered, torch's initialisers do nothing: on the meta device they take time and have no effect."""
+    """While entered, torch's initialisers do nothing: on the meta device they take time and have no
+    effect."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if getattr(func, "__module__", None) == nn.init.__name__ or func in RANDOM:
             return args[0] if args else (kwargs or {})["tensor"]
         return func(*args, **(kwargs or {}))
@@ -34,7 +37,8 @@ MOST_MODULES = 20_000
 
 @contextmanager
 def few_modules() -> Iterator[None]:
-    """While entered, ValueError for a model of more than `MOST_MODULES`: a config could ask for any number of layers."""
+    """While entered, ValueError for a model of more than `MOST_MODULES`: a config could ask for any
+    number of layers."""
     built = 0
 
     def count(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -57,14 +61,26 @@ def on_meta(part: Part) -> nn.Module:
     """The module of a part, on the meta device."""
     target, config = part
     library, _, name = target.partition(":")
-    if library not in MODEL_LIBRARIES:  # importing a library named by a downloaded file would run its code
+    # importing a library named by a downloaded file would run its code
+    if library not in MODEL_LIBRARIES:
         raise UserError(
             f"policy.path: its model_index.json names a part of '{library}'; only {' and '.join(MODEL_LIBRARIES)} are loaded"
         )
     kind: Any = getattr(importlib.import_module(library), name, None)
     if nn.Module not in getattr(kind, "__mro__", ()):
-        raise UserError(f"policy.path: its model_index.json names {name}, which is no model of the {library} installed here")
+        raise UserError(
+            f"policy.path: its model_index.json names {name}, which is no model of the {library} installed here"
+        )
     with placed("policy.path: "):
         refuse_hub_kernels(config, f"the config.json of its {name}")
-    with loading(f"policy.path: its config files describe no {name}"), torch.device("meta"), Uninitialised(), few_modules():
-        return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
+    with (
+        loading(f"policy.path: its config files describe no {name}"),
+        torch.device("meta"),
+        Uninitialised(),
+        few_modules(),
+    ):
+        return (
+            kind.from_config(config)
+            if library == "diffusers"
+            else kind(kind.config_class.from_dict(config))
+        )

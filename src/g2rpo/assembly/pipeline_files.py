@@ -1,4 +1,5 @@
-"""The small files of a pipeline's folder, by schemas, what they say against loading it, and the weights that are loaded."""
+"""The small files of a pipeline's folder, by schemas, what they say against loading it, and the
+weights that are loaded."""
 
 from __future__ import annotations
 
@@ -24,20 +25,29 @@ MODELS = ("transformer", "vae", "text_encoder")
 """Name prefixes of pipeline components with weights."""
 INDEX = "model_index.json"
 LARGEST_NUMBER = 2**24
-"""The largest whole number of a config. Vocabularies and lengths of texts are smaller, and a loop over more takes minutes."""
+"""The largest whole number of a config. Vocabularies and lengths of texts are smaller, and a loop
+over more takes minutes."""
 UNBOUNDED = ("theta", "model_max_length")
 """Endings of keys whose numbers no loop goes through; some tokenizers have 10^30."""
 
 
 def bounded(value: T, place: str = "") -> T:
     """The value; ValueError names the first number in it that no config of a model has."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         bounded(inner, f"{place}.{key}" if place else str(key))
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{place}={value} should be a finite number")
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER and not place.endswith(UNBOUNDED):
-        raise ValueError(f"{place}={value!s:.20} is larger than any number of a model; at most {LARGEST_NUMBER} is read")
+        raise ValueError(
+            f"{place}={value!s:.20} is larger than any number of a model; at most {LARGEST_NUMBER} is read"
+        )
     return value
 
 
@@ -73,8 +83,8 @@ SCHEMAS: dict[str, type[BaseModel]] = {
 
 
 def read_file(pipeline: str, file: str, *, download: bool = False) -> dict[str, Any]:
-    """A JSON file of a pipeline's folder, or of a hub repository: of its local cache, where it may be absent and is then empty,
-    or downloaded. UserError for values that it cannot have."""
+    """A JSON file of a pipeline's folder, or of a hub repository: of its local cache, where it may
+    be absent and is then empty, or downloaded. UserError for values that it cannot have."""
     with placed(f"policy.path={pipeline}: its {file} cannot be read: ", OSError, ValueError):
         if Path(pipeline).is_dir():
             path: Path | None = Path(pipeline) / file
@@ -97,12 +107,19 @@ def class_in(pipeline: str) -> str:
 
 def parts_in(index: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
     """A pipeline's parts in its index, each with its library and class."""
-    pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
-    return {name: tuple(pair) for name, pair in pairs.items() if all(each is None or isinstance(each, str) for each in pair)}
+    pairs = {
+        name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2
+    }
+    return {
+        name: tuple(pair)
+        for name, pair in pairs.items()
+        if all(each is None or isinstance(each, str) for each in pair)
+    }
 
 
 def missing_parts(pipeline: Path) -> Iterator[str]:
-    """What a pipeline's folder lacks of the components in its index: folders, files, or their contents."""
+    """What a pipeline's folder lacks of the components in its index: folders, files, or their
+    contents."""
     for name, (library, _) in parts_in(read_file(str(pipeline), INDEX)).items():
         part = pipeline / name
         if library is None:
@@ -110,7 +127,9 @@ def missing_parts(pipeline: Path) -> Iterator[str]:
         if not part.is_dir():
             yield f"{name}/ is missing"
             continue
-        pointers = sorted(path.name for path in part.iterdir() if path.is_file() and is_pointer(path))
+        pointers = sorted(
+            path.name for path in part.iterdir() if path.is_file() and is_pointer(path)
+        )
         if pointers:
             yield f"{name}/{pointers[0]} is a pointer of git-lfs, not the file; `git lfs pull` in {pipeline} fetches the file"
         elif name.startswith(MODELS):
@@ -123,7 +142,8 @@ def missing_parts(pipeline: Path) -> Iterator[str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights that are loaded from a model's folder: of several copies one. UserError if there are none."""
+    """The files of weights that are loaded from a model's folder: of several copies one. UserError
+    if there are none."""
     files, why = _weights_of(folder)
     if not files:
         raise UserError(f"{folder}: {why}")
@@ -133,19 +153,30 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _weights_of(folder: Path) -> tuple[list[Path], str]:
-    """The files of weights as diffusers and transformers choose them, which may be missing, and why there are none."""
+    """The files of weights as diffusers and transformers choose them, which may be missing, and why
+    there are none."""
     for stem in ("diffusion_pytorch_model", "model"):
         whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-        if index.is_file() and not (stem == "model" and whole.is_file()):  # transformers prefers the whole, diffusers the index
+        # transformers prefers the whole, diffusers the index
+        if index.is_file() and not (stem == "model" and whole.is_file()):
             shards = read_as(_Shards, index).weight_map
-            return [folder / file for file in sorted(set(shards.values()))], "its index names no file"
+            return [
+                folder / file for file in sorted(set(shards.values()))
+            ], "its index names no file"
         if whole.is_file():
             return [whole], ""
-    others = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".ckpt"))
+    others = sorted(
+        path.name
+        for path in folder.glob("*")
+        if path.suffix in (".safetensors", ".bin", ".pt", ".ckpt")
+    )
     for name in others:
         if variant := re.match(r"(?:diffusion_pytorch_)?model\.(\w+)\b.*\.safetensors$", name):
             cure = f"DiffusionPipeline.from_pretrained(FOLDER, variant={variant[1]!r}).save_pretrained(NEW)"
-            return [], f"has the variant {variant[1]} alone ({name}); write it under the usual names by diffusers' {cure}"
+            return (
+                [],
+                f"has the variant {variant[1]} alone ({name}); write it under the usual names by diffusers' {cure}",
+            )
     such = f" but {', '.join(others[:2])}" if others else ""
     return [], f"has no weights (*.safetensors){such}"
 
@@ -157,8 +188,9 @@ FEW_STEPS = re.compile(r"schnell|turbo|lightning|hyper|distill|klein(?!-base)", 
 
 
 def check_files(name: str, folder: str, optional: Sequence[str] = ()) -> None:
-    """UserError for a pipeline without a part that it needs (of text encoders, all but `optional`), without flow
-    matching, or with numbers in its config files that no model has. Plans, training and sampling begin with it."""
+    """UserError for a pipeline without a part that it needs (of text encoders, all but `optional`),
+    without flow matching, or with numbers in its config files that no model has. Plans, training
+    and sampling begin with it."""
     refuse(f"policy.path={name}: {fault}" for fault in _faults_of_files(folder, optional))
 
 
@@ -168,7 +200,10 @@ def _faults_of_files(folder: str, optional: Sequence[str]) -> Iterator[str]:
     for part, (library, _) in parts.items():
         if part in ("transformer", "vae") and library is None:
             yield f"its model_index.json leaves {part} empty; download the whole pipeline"
-        read_file(folder, f"{part}/{'tokenizer_config' if part.startswith('tokenizer') else 'config'}.json")
+        read_file(
+            folder,
+            f"{part}/{'tokenizer_config' if part.startswith('tokenizer') else 'config'}.json",
+        )
         lies = library is not None and ((Path(folder) / part).is_dir() or not Path(folder).is_dir())
         if part.startswith("text_encoder") and part not in optional and not lies:
             yield f"has no {part}, which encodes prompts; download the whole pipeline"
@@ -191,7 +226,11 @@ def check_adapters(folder: str, targets: Sequence[str]) -> None:
 def is_flow(scheduler: Mapping[str, Any]) -> bool:
     """Whether a scheduler with this config integrates a flow's velocity."""
     named = str(scheduler.get("_class_name", "")).startswith("FlowMatch")
-    return named or bool(scheduler.get("use_flow_sigmas")) or scheduler.get("prediction_type") == "flow_prediction"
+    return (
+        named
+        or bool(scheduler.get("use_flow_sigmas"))
+        or scheduler.get("prediction_type") == "flow_prediction"
+    )
 
 
 def caution(name: str, folder: str) -> str | None:

@@ -17,7 +17,8 @@ LISTS = (*TESTBED_LISTS, *STARTER)
 
 
 def build_prompts(source: str, key: str) -> list[str]:
-    """The prompts of a list that comes with the package, or of a source for `read_prompts`; `key` names the config entry."""
+    """The prompts of a list that comes with the package, or of a source for `read_prompts`; `key`
+    names the config entry."""
     refuse_mention(key, source)
     if source.startswith(("testbed", "words:", "starter:")) and source not in LISTS:
         raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, LISTS)}")
@@ -45,7 +46,8 @@ def starter_caution(train: str, heldout: str) -> str | None:
 
 
 def trained_on(prompts: Sequence[str], heldout: Sequence[str]) -> str | None:
-    """A caution about held-out prompts that are training prompts too, with the same input pictures."""
+    """A caution about held-out prompts that are training prompts too, with the same input
+    pictures."""
     known = {(str(prompt), *images_of(prompt)) for prompt in prompts}
     if not (shared := sum((str(prompt), *images_of(prompt)) in known for prompt in heldout)):
         return None

@@ -10,8 +10,14 @@ from g2rpo.core.errors import did_you_mean
 
 NAMED: Mapping[str, tuple[str, ...]] = {
     "it predicts noise, and is no flow model": ("PixArtAlphaPipeline",),
-    "it is a consistency model, made for one to four steps": ("SanaSprintPipeline", "SanaSprintImg2ImgPipeline"),
-    "its embeddings are lists by layer instead of by prompt": ("BriaFiboPipeline", "BriaFiboEditPipeline"),
+    "it is a consistency model, made for one to four steps": (
+        "SanaSprintPipeline",
+        "SanaSprintImg2ImgPipeline",
+    ),
+    "its embeddings are lists by layer instead of by prompt": (
+        "BriaFiboPipeline",
+        "BriaFiboEditPipeline",
+    ),
     "its fourth text encoder is not in its folder, and diffusers computes the experts in its blocks without gradient": (
         "HiDreamImagePipeline",
     ),
@@ -24,14 +30,18 @@ NAMED: Mapping[str, tuple[str, ...]] = {
         "HunyuanImageRefinerPipeline",
     ),
     "its guidance is of predicted pictures instead of velocities": ("Cosmos2TextToImagePipeline",),
-    "it keeps keys and values of its first step, so its velocity depends on the steps before": ("Flux2KleinKVPipeline",),
+    "it keeps keys and values of its first step, so its velocity depends on the steps before": (
+        "Flux2KleinKVPipeline",
+    ),
     "its frames have times of their own": ("SkyReelsV2DiffusionForcingPipeline",),
     "its sigmas run from 0 to 1, against the flow": ("MochiPipeline",),
     "it draws in sizes of a list of its own, whatever height and width are": (
         "Kandinsky5T2IPipeline",
         "Kandinsky5I2IPipeline",
     ),
-    "another model draws tokens for each prompt, which are an input beside its embeddings": ("GlmImagePipeline",),
+    "another model draws tokens for each prompt, which are an input beside its embeddings": (
+        "GlmImagePipeline",
+    ),
 }
 """Reasons that a class's signature does not say, with the classes."""
 FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler")
@@ -54,7 +64,8 @@ def why(name: str, known: Iterable[str]) -> str:
 
 
 def reasons(kind: type) -> Iterator[str]:
-    """All reasons against a pipeline class: those listed with its name, and those by its parts and its call."""
+    """All reasons against a pipeline class: those listed with its name, and those by its parts and
+    its call."""
     yield from (reason for reason, classes in NAMED.items() if kind.__name__ in classes)
     parts, call = inspect.signature(kind).parameters, inspect.signature(kind.__call__).parameters
     module = kind.__module__.removeprefix("diffusers.pipelines.")
@@ -62,17 +73,26 @@ def reasons(kind: type) -> Iterator[str]:
         yield "it makes sound, for which nothing here is made"
     if "transformer" not in parts:
         yield "it has no part `transformer`, and no other is trained here"
-    needed = {name for name in parts if "transformer" in name} - {"transformer", *getattr(kind, "_optional_components", ())}
+    needed = {name for name in parts if "transformer" in name} - {
+        "transformer",
+        *getattr(kind, "_optional_components", ()),
+    }
     if needed:
         yield f"it needs {' and '.join(sorted(needed))} beside its transformer, which alone could be trained"
-    schedulers = re.findall(r"\w+Schedulers?\b", str(parts["scheduler"].annotation)) if "scheduler" in parts else []
+    schedulers = (
+        re.findall(r"\w+Schedulers?\b", str(parts["scheduler"].annotation))
+        if "scheduler" in parts
+        else []
+    )
     if schedulers and not {*FLOW} & {*schedulers}:
         yield f"it is made for {' or '.join(schedulers)}, and policies walk flows as {', '.join(FLOW)} do"
     if further := [name for name in (*parts, *call) if FURTHER.fullmatch(name)]:
         yield f"it is made for more than prompts and input pictures: it takes {', '.join(further)}"
     if "image" in call and {"num_frames", "frames"} & call.keys():
         yield "it makes videos of input pictures, and policies make videos of prompts alone"
-    lacks = [f"method {name}" for name in ("encode_prompt", "prepare_latents") if not hasattr(kind, name)]
+    lacks = [
+        f"method {name}" for name in ("encode_prompt", "prepare_latents") if not hasattr(kind, name)
+    ]
     lacks += [f"argument {name}" for name in ("prompt", "height") if name not in call]
     lacks += ["part vae"] if "vae" not in parts else []
     if lacks:

@@ -59,14 +59,20 @@ SHARED_OPTIONS: dict[str, Any] = {
 
 
 def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dict[str, Reward]:
-    """The rewards of a config, by their names there; models whose options name no device go to `device`."""
+    """The rewards of a config, by their names there; models whose options name no device go to
+    `device`."""
     check_rewards(table)
     check_devices({f"rewards.{name}": entry for name, entry in table.items()})
-    return configured({name: _build_reward(name, entry, device) for name, entry in table.items()}, table)
+    return configured(
+        {name: _build_reward(name, entry, device) for name, entry in table.items()}, table
+    )
 
 
-def configured(rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-    """The rewards with the `frames` in `table`; UserError for frames of a reward that takes clips or latents."""
+def configured(
+    rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig]
+) -> dict[str, Reward]:
+    """The rewards with the `frames` in `table`; UserError for frames of a reward that takes clips
+    or latents."""
     return {name: _configured(name, scorer, table.get(name)) for name, scorer in rewards.items()}
 
 
@@ -75,10 +81,14 @@ def _configured(name: str, scorer: Scorer, entry: RewardConfig | None) -> Reward
     if entry is None or entry.frames is None:
         return reward
     if learner_of(reward) is not None:
-        raise UserError(f"rewards.{name}.frames: this reward learns from clips (its `learns_every` is set); take frames out")
+        raise UserError(
+            f"rewards.{name}.frames: this reward learns from clips (its `learns_every` is set); take frames out"
+        )
     if reward.video or reward.latent:
         what, kind = ("whole clips", "video") if reward.video else ("latents", "latent")
-        raise UserError(f"rewards.{name}.frames: this reward takes {what} (its `{kind}` is true); take frames out")
+        raise UserError(
+            f"rewards.{name}.frames: this reward takes {what} (its `{kind}` is true); take frames out"
+        )
     if reward is scorer:
         reward = CallableReward(reward)  # the object may have other frames under another name
     reward.frames = entry.frames
@@ -96,18 +106,23 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
         known = list(defaults_of(kind))
         for option, value in entry.options.items():
             if option not in known:
-                raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
+                raise UserError(
+                    f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}"
+                )
             if option in types:
                 with placed(f"rewards.{name}.options.{option}: "):
                     parse_as(types[option], as_json(value))
 
 
 def check_devices(entries: Mapping[str, RewardConfig]) -> None:
-    """Refuses devices of rewards, given by their keys in the config, that this machine lacks; a plan for another machine may
-    name them."""
+    """Refuses devices of rewards, given by their keys in the config, that this machine lacks; a
+    plan for another machine may name them."""
     wanted: dict[str, str] = {}
     for key, entry in entries.items():
-        device, kind = entry.options.get("device"), reward_kind(key.rpartition("rewards.")[2], entry)
+        device, kind = (
+            entry.options.get("device"),
+            reward_kind(key.rpartition("rewards.")[2], entry),
+        )
         if device is not None and declared_by(kind) is kind:
             wanted[key] = str(device)
     on_gpu = [key for key, device in wanted.items() if device.startswith("cuda")]
@@ -122,9 +137,14 @@ def check_devices(entries: Mapping[str, RewardConfig]) -> None:
 
 
 def check_clips(table: Mapping[str, RewardConfig], policy: PolicyConfig) -> None:
-    """Refuses rewards of clips for a policy that makes pictures; how many frames a policy of one's own makes is not known."""
+    """Refuses rewards of clips for a policy that makes pictures; how many frames a policy of one's
+    own makes is not known."""
     for name, entry in table.items():
-        if policy.kind is None and (policy.num_frames or 1) < 2 and declared_by(reward_kind(name, entry)).video:
+        if (
+            policy.kind is None
+            and (policy.num_frames or 1) < 2
+            and declared_by(reward_kind(name, entry)).video
+        ):
             raise UserError(
                 f"rewards.{name}: {entry.kind} scores clips, and here are pictures; take it out, or set policy.num_frames to "
                 "two or more for a model that makes clips"
@@ -136,7 +156,11 @@ def reward_kind(name: str, entry: RewardConfig) -> Any:
     try:
         kind = plugins.find("rewards", entry.kind, REWARDS)
         plugins.require_all(_code_options(kind, entry))
-        call = any("__call__" in vars(base) for base in kind.__mro__) if isinstance(kind, type) else callable(kind)
+        call = (
+            any("__call__" in vars(base) for base in kind.__mro__)
+            if isinstance(kind, type)
+            else callable(kind)
+        )
         if not call:
             raise UserError(f"{entry.kind}: is no reward, it has no __call__(images, prompts)")
         return kind
@@ -147,7 +171,8 @@ def reward_kind(name: str, entry: RewardConfig) -> Any:
 
 
 def declared_by(kind: Any) -> type[Reward]:
-    """The class with the declarations of a kind: itself if it is a `Reward`; other classes and functions declare nothing."""
+    """The class with the declarations of a kind: itself if it is a `Reward`; other classes and
+    functions declare nothing."""
     return kind if isinstance(kind, type) and issubclass(kind, Reward) else CallableReward
 
 
@@ -155,19 +180,31 @@ def _codes(entry: RewardConfig) -> list[str]:
     """The code that an entry names, as far as it is known without importing any."""
     if plugins.is_code(entry.kind):
         return [entry.kind]
-    return _code_options(plugins.find("rewards", entry.kind, REWARDS), entry) if entry.kind in REWARDS else []
+    return (
+        _code_options(plugins.find("rewards", entry.kind, REWARDS), entry)
+        if entry.kind in REWARDS
+        else []
+    )
 
 
 def _code_options(kind: Any, entry: RewardConfig) -> list[str]:
-    return [code] if plugins.is_code(code := str(entry.options.get(declared_by(kind).code_option))) else []
+    return (
+        [code]
+        if plugins.is_code(code := str(entry.options.get(declared_by(kind).code_option)))
+        else []
+    )
 
 
 def defaults_of(kind: Any) -> dict[str, Any]:
-    """The options that a reward takes, a class's arguments, or a function's after pictures and prompts, with their defaults;
-    `inspect.Parameter.empty` where it needs one."""
-    options = list(inspect.signature(kind).parameters.values())[0 if isinstance(kind, type) else 2 :]
+    """The options that a reward takes, a class's arguments, or a function's after pictures and
+    prompts, with their defaults; `inspect.Parameter.empty` where it needs one."""
+    options = list(inspect.signature(kind).parameters.values())[
+        0 if isinstance(kind, type) else 2 :
+    ]
     return {
-        option.name: None if option.kind in (option.VAR_POSITIONAL, option.VAR_KEYWORD) else option.default
+        option.name: None
+        if option.kind in (option.VAR_POSITIONAL, option.VAR_KEYWORD)
+        else option.default
         for option in options
     }
 
@@ -185,7 +222,11 @@ def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
 def _weights_hint(name: str, kind: Any, options: Mapping[str, Any]) -> str:
     """The weights that a reward reads and how to get them, as the end of a message."""
     given = {**defaults_of(kind), **options}
-    reads = [f"{option}={given[option]}" for option in declared_by(kind).files if isinstance(given.get(option), str)]
+    reads = [
+        f"{option}={given[option]}"
+        for option in declared_by(kind).files
+        if isinstance(given.get(option), str)
+    ]
     if not reads:
         return ""
     where = f"rewards.{name}.options.{reads[0].partition('=')[0]}=FOLDER"

@@ -1,4 +1,5 @@
-"""A sign of life: a line on stderr while a command works in silence, as while libraries and models are loaded."""
+"""A sign of life: a line on stderr while a command works in silence, as while libraries and models
+are loaded."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 FIRST_SILENCE = 0.5
-"""Seconds of silence before the first line, which comes within two seconds of the start on a busy machine too."""
+"""Seconds of silence before the first line, which comes within two seconds of the start on a busy
+machine too."""
 EVERY, LATER = 5.0, 60.0
-"""Seconds between lines: in the first `PATIENT` seconds of a silence, and afterwards, as while the jobs of a study run."""
+"""Seconds between lines: in the first `PATIENT` seconds of a silence, and afterwards, as while the
+jobs of a study run."""
 PATIENT = 120.0
 POLL = 0.25
 """Seconds between two looks at the clock."""
@@ -41,7 +44,8 @@ class Life:
 
     @contextmanager
     def of(self, work: str) -> Iterator[None]:
-        """While entered, silences are broken by lines about `work`, if there is any; on rank 0 only."""
+        """While entered, silences are broken by lines about `work`, if there is any; on rank 0
+        only."""
         if not work or os.environ.get("RANK", "0") != "0":
             yield
             return
@@ -60,7 +64,11 @@ class Life:
             now = time.monotonic()
             if not self._paused and now - self._told >= self._patience(now):
                 self._told = now
-                print(f"g2rpo: {work}: still working, {now - began:.0f} s", file=sys.stderr, flush=True)
+                print(
+                    f"g2rpo: {work}: still working, {now - began:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _patience(self, now: float) -> float:
         """The longest silence at this moment."""

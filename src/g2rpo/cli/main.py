@@ -1,4 +1,5 @@
-"""The command line. Heavy libraries are imported by the command that needs them, so `--help` answers at once."""
+"""The command line. Heavy libraries are imported by the command that needs them, so `--help`
+answers at once."""
 
 from __future__ import annotations
 
@@ -46,19 +47,21 @@ def print_version(asked: bool) -> None:
 @app.callback()
 def before_any_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
     ] = False,
     plugin: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FILE.py|MODULE", help="Code that a config may import. May be given several times, anywhere in the command."
+            metavar="FILE.py|MODULE",
+            help="Code that a config may import. May be given several times, anywhere in the command.",
         ),
     ] = None,
 ) -> None:
     """Fine-tune an image generator with a reward: G²RPO and other algorithms for flow models.
 
-    Begin with `g2rpo train words --run-dir runs/first`: minutes on a CPU, nothing to download. Then `g2rpo report runs/first`.
-    `g2rpo recipes` lists what else can be trained.
+    Begin with `g2rpo train words --run-dir runs/first`: minutes on a CPU, nothing to download. Then
+    `g2rpo report runs/first`. `g2rpo recipes` lists what else can be trained.
     """
     from g2rpo.core.plugins import allow
 
@@ -67,27 +70,37 @@ def before_any_command(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 130 and 75 for a run that
-    Ctrl-C or SIGTERM ended early and that can be resumed, 130 and 143 for other commands, 1 for anything else."""
+    """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback),
+    130 and 75 for a run that Ctrl-C or SIGTERM ended early and that can be resumed, 130 and 143 for
+    other commands, 1 for anything else."""
     given = sys.argv[1:] if arguments is None else arguments
     quiet_libraries()
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of libraries
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what a locale without UTF-8 cannot show must not end a run
+        # what a locale without UTF-8 cannot show must not end a run
+        sys.stdout.reconfigure(errors="replace")
     try:
         command, words = command_of(app), plugins_first(given)
         named = [word for word in words if word in getattr(command, "commands", {})]
         work = named[0] if named and not {"-h", "--help"} & set(words) else ""
-        with Stopping().handling(*EXIT_CODES), LIFE.of(work):  # commands that can go on later say so themselves
+        # commands that can go on later say so themselves
+        with Stopping().handling(*EXIT_CODES), LIFE.of(work):
             command(words)
     except UserError as error:
-        again = f"\n{shlex.join(['g2rpo', *given, *needed])}" if (needed := getattr(error, "options", None)) else ""
+        again = (
+            f"\n{shlex.join(['g2rpo', *given, *needed])}"
+            if (needed := getattr(error, "options", None))
+            else ""
+        )
         _tell(f"{error}{again}", "bold red")
         sys.exit(2)
     except OSError as error:
         if error.errno not in UNUSABLE or error.filename is None:
             raise
-        _tell(f"{str(error.filename)[:300]}: cannot be used ({error.strerror}); name another file or folder", "bold red")
+        _tell(
+            f"{str(error.filename)[:300]}: cannot be used ({error.strerror}); name another file or folder",
+            "bold red",
+        )
         sys.exit(2)
     except (Stopped, Interrupted) as stop:
         _tell(str(stop), "bold yellow")
@@ -99,18 +112,24 @@ def main(arguments: list[str] | None = None) -> None:
         if not out_of_memory(error):
             raise
         remedy = "take smaller pictures or batches, policy.dtype=bfloat16, or a device with more memory (see `g2rpo plan`)"
-        _tell(f"out of memory: {str(error).splitlines()[0] if str(error) else 'Python has no more'}\n{remedy}", "bold red")
+        _tell(
+            f"out of memory: {str(error).splitlines()[0] if str(error) else 'Python has no more'}\n{remedy}",
+            "bold red",
+        )
         sys.exit(2)
 
 
 def plugins_first(arguments: list[str]) -> list[str]:
-    """Moves every `--plugin CODE` to the front, so that it may be given anywhere; UserError for what is no text."""
+    """Moves every `--plugin CODE` to the front, so that it may be given anywhere; UserError for
+    what is no text."""
     first: list[str] = []
     rest: list[str] = []
     words = iter(arguments)
     for word in words:
         if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
-            raise UserError(f"{word!a:.80} is no text in this locale; set LC_ALL=C.UTF-8, and write UTF-8")
+            raise UserError(
+                f"{word!a:.80} is no text in this locale; set LC_ALL=C.UTF-8, and write UTF-8"
+            )
         if word == "--plugin":
             first += [word, *([value] if (value := next(words, None)) is not None else [])]
         else:
@@ -119,12 +138,18 @@ def plugins_first(arguments: list[str]) -> list[str]:
 
 
 def _tell(message: str, style: str) -> None:
-    """Prints a message without markup or control characters, which text from files and servers may contain.
+    """Prints a message without markup or control characters, which text from files and servers may
+    contain.
 
     With G2RPO_TRACEBACK=1 the traceback comes before it.
     """
     if os.environ.get("G2RPO_TRACEBACK"):
         traceback.print_exc()
     message = re.sub(r"(?<=:/)/?[^\s/]*@", "/***@", message)  # user and password in URLs
-    shown = "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in message)
-    Console(stderr=True).print(Text.assemble(("g2rpo:", style), " ", shown), highlight=False, soft_wrap=True)
+    shown = "".join(
+        each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}"
+        for each in message
+    )
+    Console(stderr=True).print(
+        Text.assemble(("g2rpo:", style), " ", shown), highlight=False, soft_wrap=True
+    )

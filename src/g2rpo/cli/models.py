@@ -1,4 +1,5 @@
-"""Commands about models and finished runs: sample, evaluate, export, report, compare, check-model."""
+"""Commands about models and finished runs: sample, evaluate, export, report, compare,
+check-model."""
 
 from __future__ import annotations
 
@@ -19,17 +20,25 @@ commands = typer.Typer()
 def sample(
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN] [PROMPT]...", help="The folder of a run, for its model and weights; then what to draw."),
+        typer.Argument(
+            metavar="[RUN] [PROMPT]...",
+            help="The folder of a run, for its model and weights; then what to draw.",
+        ),
     ] = None,
     model: options.ModelOption = None,
     weights: options.WeightsOption = None,
-    prompt_file: Annotated[Path | None, typer.Option("--prompts", help="A file of prompts, one a line or .jsonl.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompts", help="A file of prompts, one a line or .jsonl.")
+    ] = None,
     image: Annotated[
-        list[Path] | None, typer.Option(help="An input picture for the prompts given here, for models that edit.")
+        list[Path] | None,
+        typer.Option(help="An input picture for the prompts given here, for models that edit."),
     ] = None,
     base: Annotated[bool, typer.Option("--base", help="Leave the tuned weights out.")] = False,
     strength: Annotated[float, typer.Option(help="Scale of a LoRA adapter.")] = 1.0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default the run's.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Sampling steps; default the run's.")
+    ] = None,
     guidance: options.GuidanceOption = None,
     knob: Annotated[
         list[str] | None,
@@ -41,8 +50,13 @@ def sample(
     size: options.SizeOption = None,
     seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 16,
-    video: Annotated[str, typer.Option(help="Files of clips: webp, or mp4 with imageio and ffmpeg.")] = "webp",
-    out: Annotated[Path | None, typer.Option(help="A new folder for the pictures; default samples, or samples-2 ...")] = None,
+    video: Annotated[
+        str, typer.Option(help="Files of clips: webp, or mp4 with imageio and ffmpeg.")
+    ] = "webp",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A new folder for the pictures; default samples, or samples-2 ..."),
+    ] = None,
 ) -> None:
     """Draw pictures with a run's model, or any pipeline."""
     from g2rpo.app.sample import sample as draw
@@ -54,19 +68,36 @@ def sample(
     words = prompts or []
     run = Path(words.pop(0)) if model is None and words else None
     if model is not None and words and Run(Path(words[0])).config.is_file():
-        raise UserError(f"{words[0]} is a run; name it or --model, or write the prompt as text of another kind")
+        raise UserError(
+            f"{words[0]} is a run; name it or --model, or write the prompt as text of another kind"
+        )
     if image and not words:
-        raise UserError("--image belongs to prompts that are given as arguments; a file of prompts names its own pictures")
+        raise UserError(
+            "--image belongs to prompts that are given as arguments; a file of prompts names its own pictures"
+        )
     asked = [Prompt(text, [str(path) for path in image or []]) for text in words]
     asked += read_prompts(prompt_file) if prompt_file else []
     settings = options.evaluation_settings(run, model, weights, base, guidance=guidance, size=size)
-    named = {"strength": strength, "steps": steps, "seed": seed, "batch_size": batch_size, "video": video}
+    named = {
+        "strength": strength,
+        "steps": steps,
+        "seed": seed,
+        "batch_size": batch_size,
+        "video": video,
+    }
     config = sample_config(settings, knob or [], **named)
     sampled = draw(asked, config, out)
-    beside = f"the first {sampled.in_grid} side by side" if sampled.in_grid < sampled.count else "side by side"
+    beside = (
+        f"the first {sampled.in_grid} side by side"
+        if sampled.in_grid < sampled.count
+        else "side by side"
+    )
     grid = f", {beside} in {sampled.grid}" if sampled.count > 1 else ""
     price = f", {config.control.price(config.steps)} each" if knob else ""
-    say(console, f"{counted(sampled.count, 'clip' if sampled.clips else 'picture')} in {sampled.folder}{grid}{price}")
+    say(
+        console,
+        f"{counted(sampled.count, 'clip' if sampled.clips else 'picture')} in {sampled.folder}{grid}{price}",
+    )
 
 
 @commands.command(cls=options.WithSameSettings, rich_help_panel=options.RESULTS_PANEL)
@@ -82,21 +113,32 @@ def evaluate(
     model: options.ModelOption = None,
     weights: options.WeightsOption = None,
     prompts: Annotated[
-        str | None, typer.Option(help="A file, hf:OWNER/NAME:SPLIT:COLUMN, testbed:heldout or words:heldout.")
+        str | None,
+        typer.Option(help="A file, hf:OWNER/NAME:SPLIT:COLUMN, testbed:heldout or words:heldout."),
     ] = None,
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate the first N prompts.")] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate the first N prompts.")
+    ] = None,
     rewards: Annotated[
-        str | None, typer.Option(help="Names with commas between them, or a YAML file like a config's `rewards:`.")
+        str | None,
+        typer.Option(
+            help="Names with commas between them, or a YAML file like a config's `rewards:`."
+        ),
     ] = None,
     steps: options.StepsOption = None,
     guidance: options.GuidanceOption = None,
     size: options.SizeOption = None,
-    seed: Annotated[int | None, typer.Option(help="Picture i starts from noise (seed, i); default the run's, else 0.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Picture i starts from noise (seed, i); default the run's, else 0."),
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Pictures at a time.")] = None,
     controls: options.ControlsOption = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="A folder for the results; one already begun is finished. Default evaluation, or evaluation-2 ..."),
+        typer.Option(
+            help="A folder for the results; one already begun is finished. Default evaluation, or evaluation-2 ..."
+        ),
     ] = None,
 ) -> None:
     """Evaluate a model, with and without tuned weights, on prompts it was not trained on."""
@@ -128,14 +170,26 @@ def evaluate(
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     format: Annotated[
-        str, typer.Option(help="diffusers, comfyui, kohya, ai-toolkit or merged (the base model with the weights in it).")
+        str,
+        typer.Option(
+            help="diffusers, comfyui, kohya, ai-toolkit or merged (the base model with the weights in it)."
+        ),
     ] = "",
-    checkpoint: Annotated[str | None, typer.Option(help="An iteration, last or best; default the final weights.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="A new folder, or a .safetensors file for formats of one; default in RUN/export.")
+    checkpoint: Annotated[
+        str | None, typer.Option(help="An iteration, last or best; default the final weights.")
     ] = None,
-    learnt: Annotated[bool, typer.Option("--learnt", help="Without the adapter that the run continues.")] = False,
-    assistant: Annotated[bool, typer.Option("--assistant", help="With the run's assistant.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A new folder, or a .safetensors file for formats of one; default in RUN/export."
+        ),
+    ] = None,
+    learnt: Annotated[
+        bool, typer.Option("--learnt", help="Without the adapter that the run continues.")
+    ] = False,
+    assistant: Annotated[
+        bool, typer.Option("--assistant", help="With the run's assistant.")
+    ] = False,
 ) -> None:
     """Write a run's weights as other programs read them."""
     from g2rpo.export.formats import export as write
@@ -150,8 +204,12 @@ def export(
 @commands.command(rich_help_panel=options.WEIGHTS_PANEL)
 def push(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
-    repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="On the Hugging Face Hub; made if need be.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    repository: Annotated[
+        str, typer.Argument(metavar="OWNER/NAME", help="On the Hugging Face Hub; made if need be.")
+    ],
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository private.")
+    ] = False,
 ) -> None:
     """Upload a run's weights and their model card."""
     from g2rpo.app.push import push as upload
@@ -163,8 +221,13 @@ def push(
 
 @commands.command(rich_help_panel=options.RESULTS_PANEL)
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, finished or not.")],
-    out: Annotated[Path | None, typer.Option(help="The page; default RUN/report.html, for several runs report.html.")] = None,
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, finished or not.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page; default RUN/report.html, for several runs report.html."),
+    ] = None,
 ) -> None:
     """Show what runs did: one HTML page that needs nothing else."""
     from g2rpo.lab.report.page import write_page
@@ -176,24 +239,38 @@ def report(
 @commands.command(cls=options.WithSettings, rich_help_panel=options.RESULTS_PANEL)
 def compare(
     recipe: options.RecipeOrFile,
-    overrides: Annotated[list[str] | None, options.key_values("Settings of every run, as of `g2rpo train`.")] = None,
-    algorithms: Annotated[str, typer.Option(help="Names with commas between them; the recipe's own keeps its values.")] = "",
+    overrides: Annotated[
+        list[str] | None, options.key_values("Settings of every run, as of `g2rpo train`.")
+    ] = None,
+    algorithms: Annotated[
+        str, typer.Option(help="Names with commas between them; the recipe's own keeps its values.")
+    ] = "",
     cell: Annotated[
         list[str] | None,
-        typer.Option(help="'NAME: KEY=VALUE ...', a variant of the recipe; budget=N gives it its own. May be given often."),
+        typer.Option(
+            help="'NAME: KEY=VALUE ...', a variant of the recipe; budget=N gives it its own. May be given often."
+        ),
     ] = None,
-    budget: Annotated[str, typer.Option(help="Of a run: iterations=60 or evaluations=100000.")] = "iterations=60",
+    budget: Annotated[
+        str, typer.Option(help="Of a run: iterations=60 or evaluations=100000.")
+    ] = "iterations=60",
     find_rate: options.FindRateOption = False,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
-    steps: Annotated[str | None, typer.Option(help="Evaluate at step counts like 10,20,50; default: as the runs do.")] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(help="Evaluate at step counts like 10,20,50; default: as the runs do."),
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     controls: options.ControlsOption = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="A folder for all runs; a study already begun there is finished. Default study, or study-2 ..."),
+        typer.Option(
+            help="A folder for all runs; a study already begun there is finished. Default study, or study-2 ..."
+        ),
     ] = None,
 ) -> None:
-    """Compare algorithms or variants under one budget, over several seeds; each at its own rate with --find-rate."""
+    """Compare algorithms or variants under one budget, over several seeds; each at its own rate
+    with --find-rate."""
     from g2rpo.app.evaluate import step_counts
     from g2rpo.cli.results import show_study
     from g2rpo.lab.compare import study as words
@@ -219,10 +296,14 @@ def compare(
 def check_model(
     model: Annotated[str, typer.Argument(help="A diffusers pipeline: a folder or a hub id.")],
     overrides: Annotated[
-        list[str] | None, options.key_values("Settings, as of `g2rpo train`: policy.dtype=bfloat16 policy.height=512")
+        list[str] | None,
+        options.key_values(
+            "Settings, as of `g2rpo train`: policy.dtype=bfloat16 policy.height=512"
+        ),
     ] = None,
     kind: Annotated[
-        str | None, typer.Option(help="A policy of your own, FILE.py:NAME; default by the pipeline's class.")
+        str | None,
+        typer.Option(help="A policy of your own, FILE.py:NAME; default by the pipeline's class."),
     ] = None,
 ) -> None:
     """Check that a model draws, learns and saves here as in plain diffusers."""

@@ -28,15 +28,17 @@ NAMESAKES = ("prompts", "rewards")
 
 
 class WithSettings(TyperCommand):
-    """A command that takes KEY=VALUE: a setting that is given as an option, or an option as a setting, is named as it should
-    be written."""
+    """A command that takes KEY=VALUE: a setting that is given as an option, or an option as a
+    setting, is named as it should be written."""
 
     options_alone = True
     """Whether options are no settings, but for `NAMESAKES`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = ["--resume" if word == "--resume=auto" else word for word in args]
-        options = {flag: each for each in self.params for flag in each.opts if flag.startswith("--")}
+        options = {
+            flag: each for each in self.params for flag in each.opts if flag.startswith("--")
+        }
         for word in given if self.options_alone else ():
             key, equals, value = word.partition("=")
             flag = f"--{key.replace('_', '-')}"
@@ -112,7 +114,10 @@ def evaluation_settings(
     run_or_model(run, model, **of_model)
     if run is not None:
         return run_settings(run, weights, base)
-    return {**model_settings(str(model), **of_model), "weights": str(weights) if weights and not base else None}
+    return {
+        **model_settings(str(model), **of_model),
+        "weights": str(weights) if weights and not base else None,
+    }
 
 
 def key_values(help: str) -> ArgumentInfo:
@@ -128,17 +133,26 @@ SETTINGS = (
 """What KEY=VALUE means, as `g2rpo train --help` explains it."""
 
 _RECIPE = typer.Argument(
-    metavar="RECIPE", help="A recipe's name (see `g2rpo recipes`) or a config.yaml.", autocompletion=recipe_names
+    metavar="RECIPE",
+    help="A recipe's name (see `g2rpo recipes`) or a config.yaml.",
+    autocompletion=recipe_names,
 )
 RecipeOrFile = Annotated[str, _RECIPE]
 RecipeOrNone = Annotated[str | None, _RECIPE]
 
-ModelOption = Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")]
-WeightsOption = Annotated[
-    Path | None, typer.Option(help="Tuned weights: an adapter/, a transformer/, or a .safetensors file of one.")
+ModelOption = Annotated[
+    str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")
 ]
-GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale, with --model; default the model's own.")]
-SizeOption = Annotated[int | None, typer.Option(help="Height and width in pixels, with --model; a run has its own.")]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(help="Tuned weights: an adapter/, a transformer/, or a .safetensors file of one."),
+]
+GuidanceOption = Annotated[
+    float | None, typer.Option(help="Guidance scale, with --model; default the model's own.")
+]
+SizeOption = Annotated[
+    int | None, typer.Option(help="Height and width in pixels, with --model; a run has its own.")
+]
 
 ControlsOption = Annotated[
     bool,
@@ -149,22 +163,34 @@ ControlsOption = Annotated[
 ]
 
 FindRateOption = Annotated[
-    bool, typer.Option("--find-rate", help="First choose optim.learning_rate by short runs at 0.25 to 2 times its value.")
+    bool,
+    typer.Option(
+        "--find-rate",
+        help="First choose optim.learning_rate by short runs at 0.25 to 2 times its value.",
+    ),
 ]
 WithinOption = Annotated[
     str | None,
     typer.Option(
-        metavar="TIME", help="How long the whole run may take, such as 90m or 3h; sets its iterations and evaluations."
+        metavar="TIME",
+        help="How long the whole run may take, such as 90m or 3h; sets its iterations and evaluations.",
     ),
 ]
 
 HostOption = Annotated[
-    str, typer.Option(help="The address to serve on; for other machines than this one a token is needed (--token-env).")
+    str,
+    typer.Option(
+        help="The address to serve on; for other machines than this one a token is needed (--token-env)."
+    ),
 ]
-TokenOption = Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")]
+TokenOption = Annotated[
+    str | None, typer.Option(help="An environment variable that holds the token to ask for.")
+]
 PortOption = Annotated[int, typer.Option(min=1, max=65535)]
 
-RunDirOption = Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")]
+RunDirOption = Annotated[
+    Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")
+]
 AcceptOption = Annotated[
     bool,
     typer.Option(

@@ -1,4 +1,5 @@
-"""What commands print: events as lines, on a terminal with a bar of progress, in a file or pipe with occasional plain lines."""
+"""What commands print: events as lines, on a terminal with a bar of progress, in a file or pipe
+with occasional plain lines."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ SHORTEST_NAME = 3
 
 
 class Output:
-    """Shows the events of a use case on a console; a bar ends with its work, or when this is left."""
+    """Shows the events of a use case on a console; a bar ends with its work, or when this is
+    left."""
 
     def __init__(self, console: Console = console, quiet: float = LONGEST_SILENCE) -> None:
         self.console = console
@@ -73,13 +75,18 @@ class Output:
             case events.TrainingEnded(seconds, controls):
                 self._end()
                 knobs = ", and free knobs of the base" if controls else ""
-                say(self.console, f"trained for {seconds:.0f} s; comparing base and tuned{knobs} ...")
+                say(
+                    self.console,
+                    f"trained for {seconds:.0f} s; comparing base and tuned{knobs} ...",
+                )
             case events.Results():
                 from g2rpo.cli.results import show_run
 
                 show_run(event, self.console)
 
-    def _bar_of(self, work: str, unit: str, width: int, done: int, total: int, started: bool = True) -> Bar:
+    def _bar_of(
+        self, work: str, unit: str, width: int, done: int, total: int, started: bool = True
+    ) -> Bar:
         """The bar of this work; its first event begins it."""
         if self._bar is None or self._bar.work != work:
             self._end()
@@ -97,15 +104,21 @@ class Output:
             self._end()
 
     def _train(self, event: events.TrainingProgress) -> None:
-        """A line for every evaluation. Without a terminal, a line is printed after an iteration if the last one is
-        `SECONDS_BETWEEN` old, and after `quiet` seconds without one."""
+        """A line for every evaluation. Without a terminal, a line is printed after an iteration if
+        the last one is `SECONDS_BETWEEN` old, and after `quiet` seconds without one."""
         unit = "eval" if self.console.is_terminal else "evaluations"
         # the evaluation of the base comes first, and is not part of the work
-        bar = self._bar_of("training", unit, 12, event.evaluations, event.total, started=event.iteration > 0)
+        bar = self._bar_of(
+            "training", unit, 12, event.evaluations, event.total, started=event.iteration > 0
+        )
         bar.head = f"{event.iteration}/{event.iterations}"
         share = f"{event.evaluations / event.total:.1%}".replace("%", " %") if event.total else ""
         row: Any = event.row or {"kind": ""}
-        rewards = [(key.removeprefix("reward/"), f"{value:.3f}") for key, value in row.items() if key.startswith("reward/")]
+        rewards = [
+            (key.removeprefix("reward/"), f"{value:.3f}")
+            for key, value in row.items()
+            if key.startswith("reward/")
+        ]
         alarms = list(row.get("alarms", ()))
         named = [*([("alarm:", ", ".join(alarms))] if alarms else []), *rewards]
         if row["kind"] == "eval":
@@ -114,7 +127,9 @@ class Output:
         if row["kind"] == "train":
             bar.middle = FittedLine([*([("alarms", str(len(alarms)))] if alarms else []), *rewards])
             bar.items = "".join(f"  {name} {value}" for name, value in named)
-        bar.line = lambda: f"{_clock(time.monotonic() - bar.began)}  {bar.head} iterations, {share}{bar.items}"
+        bar.line = lambda: (
+            f"{_clock(time.monotonic() - bar.began)}  {bar.head} iterations, {share}{bar.items}"
+        )
         bar.start()
         if row["kind"] == "train" and time.monotonic() - bar.last >= SECONDS_BETWEEN:
             bar.last = time.monotonic()
@@ -130,7 +145,9 @@ class Output:
 class DrawnColumn(ProgressColumn):
     """A column by a function of the task."""
 
-    def __init__(self, draw: Callable[[Task], RenderableType], column: Column | None = None) -> None:
+    def __init__(
+        self, draw: Callable[[Task], RenderableType], column: Column | None = None
+    ) -> None:
         super().__init__(column)
         self.draw = draw
 
@@ -139,8 +156,9 @@ class DrawnColumn(ProgressColumn):
 
 
 class Bar(Progress):
-    """One work: on a terminal its head, a bar, what is in the middle, the rate, and the time that remains. Elsewhere its line
-    is printed whenever `tell` is called, and after `quiet` seconds without."""
+    """One work: on a terminal its head, a bar, what is in the middle, the rate, and the time that
+    remains. Elsewhere its line is printed whenever `tell` is called, and after `quiet` seconds
+    without."""
 
     task: TaskID
     line: Callable[[], str]
@@ -148,7 +166,11 @@ class Bar(Progress):
     middle: RenderableType = ""
 
     def __init__(self, console: Console, quiet: float, work: str, unit: str, width: int) -> None:
-        columns = DrawnColumn(lambda task: Text(self.head)), BarColumn(width), DrawnColumn(lambda task: self.middle)
+        columns = (
+            DrawnColumn(lambda task: Text(self.head)),
+            BarColumn(width),
+            DrawnColumn(lambda task: self.middle),
+        )
         rate = DrawnColumn(lambda task: Text("  ".join(self.pace(task))), Column(no_wrap=True))
         super().__init__(*columns, rate, console=console, disable=not console.is_terminal)
         self.quiet, self.work, self.unit = quiet, work, unit
@@ -182,7 +204,8 @@ class Bar(Progress):
                 self.tell()
 
     def pace(self, task: Task) -> list[str]:
-        """The rate since the task was started, and the time that remains; empty before there is a rate."""
+        """The rate since the task was started, and the time that remains; empty before there is a
+        rate."""
         done, elapsed = task.completed - task.fields["first"], task.elapsed
         if not done or not elapsed or task.total is None:
             return []
@@ -209,13 +232,21 @@ class FittedLine:
 
 
 def fit_in_line(items: NamedValues, width: float) -> str:
-    """The items in one line of `width` characters: with shorter names if needed, then without the last items and with their
-    number. Values are never shortened; at least one item is shown."""
+    """The items in one line of `width` characters: with shorter names if needed, then without the
+    last items and with their number. Values are never shortened; at least one item is shown."""
     for count in range(len(items), 0, -1):
         more = [f"+{len(items) - count}"] if count < len(items) else []
         for longest in range(max(len(name) for name, _ in items), SHORTEST_NAME - 1, -1):
-            short = [name if len(name) <= longest else name[: longest - 1] + "…" for name, _ in items[:count]]
-            line = "  ".join([*(f"{name} {value}" for name, (_, value) in zip(short, items, strict=False)), *more])
+            short = [
+                name if len(name) <= longest else name[: longest - 1] + "…"
+                for name, _ in items[:count]
+            ]
+            line = "  ".join(
+                [
+                    *(f"{name} {value}" for name, (_, value) in zip(short, items, strict=False)),
+                    *more,
+                ]
+            )
             if len(line) <= width:
                 return line
     return line if items else ""

@@ -34,7 +34,8 @@ def planned_answer(
     cards: bool,
     within: str | None,
 ) -> tuple[Any, Callable[[Console], None]]:
-    """What `g2rpo plan` answers: as plain data, and a function that prints it. `ranks`: in all, and on a machine."""
+    """What `g2rpo plan` answers: as plain data, and a function that prints it. `ranks`: in all, and
+    on a machine."""
     refuse(_faults_of_options(device, ranks[0], cards, within))
     if cards:
         rows = on_cards(recipe, overrides, *ranks)
@@ -42,11 +43,15 @@ def planned_answer(
     if within is not None:
         fitted = plan_within(recipe, overrides, within, device)
         return fitted.plain(), partial(show_within, fitted, within)
-    answered = answers.plan(recipe, overrides, device=device, ranks=ranks[0], ranks_per_node=ranks[1])
+    answered = answers.plan(
+        recipe, overrides, device=device, ranks=ranks[0], ranks_per_node=ranks[1]
+    )
     return answered.plain(), partial(show_plan, answered)
 
 
-def _faults_of_options(device: str | None, ranks: int, cards: bool, within: str | None) -> Iterator[str]:
+def _faults_of_options(
+    device: str | None, ranks: int, cards: bool, within: str | None
+) -> Iterator[str]:
     if cards and device is not None:
         yield "--cards is about every card; leave --device out"
     if cards and within is not None:
@@ -74,7 +79,8 @@ def show_plan(answer: PlanAnswer, console: Console) -> None:
     if plan.ranks > 1:
         all_prompts = plan.ranks * plan.counts.prompts
         console.print(
-            f"Below: one of {plan.ranks} ranks, with {plan.counts.prompts} of {all_prompts} prompts.", highlight=False
+            f"Below: one of {plan.ranks} ranks, with {plan.counts.prompts} of {all_prompts} prompts.",
+            highlight=False,
         )
     console.print(_work_table(plan))
     console.print(_memory_table(plan, target))
@@ -90,7 +96,9 @@ def show_plan(answer: PlanAnswer, console: Console) -> None:
 def show_within(fitted: Within, time: str, console: Console) -> None:
     """Prints every cut with the time that is left, and the command that trains so."""
     columns = ("overrides", "the run", "what it costs")
-    table = _table(f"{fitted.recipe} on {fitted.card}: {planned(fitted.before)} as it is", columns, columns)
+    table = _table(
+        f"{fitted.recipe} on {fitted.card}: {planned(fitted.before)} as it is", columns, columns
+    )
     for step in fitted.steps:
         table.add_row(escape(" ".join(step.overrides)), planned(step.seconds), step.worth)
     if fitted.steps:
@@ -100,7 +108,12 @@ def show_within(fitted: Within, time: str, console: Console) -> None:
         console,
         f"{planned(fitted.seconds)} and {needed:.1f} of {capacity:.1f} GiB; train --within fits the iterations as it runs:",
     )
-    say(console, " ".join(["g2rpo", "train", fitted.recipe, *map(shlex.quote, fitted.overrides), "--within", time]))
+    say(
+        console,
+        " ".join(
+            ["g2rpo", "train", fitted.recipe, *map(shlex.quote, fitted.overrides), "--within", time]
+        ),
+    )
 
 
 def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> None:
@@ -115,14 +128,22 @@ def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> Non
             table.add_row(key, *figures, "", "", "does not fit", style="dim")
         else:
             changed = " ".join(row.overrides)
-            with_ = f"changes {numbers.setdefault(changed, len(numbers) + 1)}" if changed else "as it is"
-            table.add_row(key, *figures, in_bytes(row.capacity - row.needed), planned(row.seconds), with_)
+            with_ = (
+                f"changes {numbers.setdefault(changed, len(numbers) + 1)}"
+                if changed
+                else "as it is"
+            )
+            table.add_row(
+                key, *figures, in_bytes(row.capacity - row.needed), planned(row.seconds), with_
+            )
     console.print(table)
     for changed, number in numbers.items():
         say(console, f"changes {number}: {changed}")
 
 
-def _table(title: str, columns: Sequence[str], left: Collection[str] = ("",), **style: Any) -> Table:
+def _table(
+    title: str, columns: Sequence[str], left: Collection[str] = ("",), **style: Any
+) -> Table:
     """A table whose columns are to the right, but those that are named."""
     table = Table(title=title, title_justify="left", caption_justify="left", **style)
     for column in columns:
@@ -133,34 +154,52 @@ def _table(title: str, columns: Sequence[str], left: Collection[str] = ("",), **
 def _work_table(plan: Estimate) -> Table:
     counts, rows = plan.counts, plan.network_rows
     varying = len(counts.kinds) > 1
-    table = _table("work", ("", "an iteration, on average" if varying else "an iteration", "the run"))
+    table = _table(
+        "work", ("", "an iteration, on average" if varying else "an iteration", "the run")
+    )
 
     def row(name: str, of: Callable[[CountedIteration], float]) -> None:
-        table.add_row(name, f"{counts.mean(of):,.{1 if varying else 0}f}", f"{counts.total(of):,.0f}")
+        table.add_row(
+            name, f"{counts.mean(of):,.{1 if varying else 0}f}", f"{counts.total(of):,.0f}"
+        )
 
     evaluations = COUNTED["evaluations"]
     each = sorted({evaluations(iteration) / counts.prompts for iteration, _ in counts.kinds})
     span = " to ".join(f"{number:,.10g}" for number in dict.fromkeys((each[0], each[-1])))
     row(f"network evaluations: {counted(counts.prompts, 'prompt')} x {span}", evaluations)
     if rows > 1:
-        row("  rows of the network: guidance takes two an evaluation", lambda it: rows * it.evaluations)
+        row(
+            "  rows of the network: guidance takes two an evaluation",
+            lambda it: rows * it.evaluations,
+        )
     row("rows of the training pass, forward and backward", COUNTED["training_rows"])
     if plan.config.algorithm.uses_base or keeps_old(plan.config.algorithm):
-        row("  and without gradient, under the untrained or the old weights", COUNTED["reference_rows"])
+        row(
+            "  and without gradient, under the untrained or the old weights",
+            COUNTED["reference_rows"],
+        )
     row("optimizer steps", COUNTED["optimizer_steps"])
     row("pictures decoded", COUNTED["images"])
     for name in plan.config.rewards:
         row(f"pictures scored by {name}", COUNTED["images"])
-    times, judged = counts.times_evaluated, ", ".join([*plan.config.rewards, *plan.config.evaluation.rewards])
+    times, judged = (
+        counts.times_evaluated,
+        ", ".join([*plan.config.rewards, *plan.config.evaluation.rewards]),
+    )
     table.add_section()
     table.add_row("", "an evaluation", counted(times, "evaluation"))
     for name, once in (
-        (f"network evaluations: {counted(counts.heldout, 'prompt')} x {counts.heldout_steps}", counts.heldout_evaluations),
+        (
+            f"network evaluations: {counted(counts.heldout, 'prompt')} x {counts.heldout_steps}",
+            counts.heldout_evaluations,
+        ),
         (f"pictures decoded, and scored by {judged}", counts.heldout),
     ):
         table.add_row(name, f"{once:,}", f"{once * times:,}")
     if counts.knobs:
-        table.add_row("network evaluations of free knobs and for diversity", "", f"{counts.knobs:,}")
+        table.add_row(
+            "network evaluations of free knobs and for diversity", "", f"{counts.knobs:,}"
+        )
     return table
 
 
@@ -188,9 +227,13 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
     table.add_section()
     table.add_row("the machine's own memory, to load the models", in_bytes(memory.host))
     copies = plan.config.trainer.keep_checkpoints + 1  # those that are kept, and the next one
-    table.add_row(f"disk: {copies} checkpoints at a time, and the final weights", in_bytes(memory.written))
+    table.add_row(
+        f"disk: {copies} checkpoints at a time, and the final weights", in_bytes(memory.written)
+    )
     if memory.embeddings:
-        table.add_row(f"disk: embeddings of {plan.distinct_prompts:,} prompts", in_bytes(memory.embeddings))
+        table.add_row(
+            f"disk: embeddings of {plan.distinct_prompts:,} prompts", in_bytes(memory.embeddings)
+        )
     for name, size in memory.files.items():
         if size:
             row = f"download and disk: the files of {name}, with {STORED} to {2 * STORED} bytes a parameter"
@@ -208,8 +251,12 @@ def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
     table.add_row(evaluations, "", planned(seconds.evaluation * counts.times_evaluated))
     if counts.knobs:
         beside = counts.looks - counts.times_evaluated
-        table.add_row("free knobs of the base, and diversity", "", planned(seconds.evaluation * beside))
-    table.add_row("together", planned(sum(seconds.iteration.values())), planned(seconds.run), style="bold")
+        table.add_row(
+            "free knobs of the base, and diversity", "", planned(seconds.evaluation * beside)
+        )
+    table.add_row(
+        "together", planned(sum(seconds.iteration.values())), planned(seconds.run), style="bold"
+    )
     return table
 
 
@@ -227,22 +274,34 @@ def _verdict(answer: PlanAnswer, console: Console) -> None:
     plan, target, alternative = answer.plan, answer.target, answer.alternative
     need, there = in_bytes(plan.memory.needed), in_bytes(target.capacity)
     if not target.cuda:
-        there += ", this machine's RAM; for a GPU name its card with --device, such as rtx4090 or h200"
+        there += (
+            ", this machine's RAM; for a GPU name its card with --device, such as rtx4090 or h200"
+        )
     if answer.fits:
         console.print(f"[green]It fits[/]: {need} of {there}.", highlight=False)
         return
     holding = [key for key in CARDS if find_target(key).holds(plan)]
-    each = "no card here would hold a rank" if plan.ranks > 1 else "no single card here would hold it"
+    each = (
+        "no card here would hold a rank" if plan.ranks > 1 else "no single card here would hold it"
+    )
     elsewhere = f"; it would on {', '.join(holding)}" if holding else f", and {each}"
-    console.print(f"[bold red]It does not fit[/]: {need} of {there}{elsewhere if target.cuda else ''}.", highlight=False)
+    console.print(
+        f"[bold red]It does not fit[/]: {need} of {there}{elsewhere if target.cuda else ''}.",
+        highlight=False,
+    )
     if alternative is None:
-        console.print("Nothing that this command knows makes it fit; a smaller model or picture might.")
+        console.print(
+            "Nothing that this command knows makes it fit; a smaller model or picture might."
+        )
         return
     took = f" and takes {planned(alternative.seconds.run)}" if alternative.seconds else ""
     console.print(f"With this it needs {in_bytes(alternative.needed)}{took}:", highlight=False)
     say(console, f"  {' '.join(alternative.overrides)}")
     if any(override.endswith(".options.device=cpu") for override in alternative.overrides):
-        say(console, "The time of rewards on the CPU is not in that number: measure it with `g2rpo evaluate`.")
+        say(
+            console,
+            "The time of rewards on the CPU is not in that number: measure it with `g2rpo evaluate`.",
+        )
 
 
 def _millions(parameters: int) -> str:

@@ -38,21 +38,30 @@ def show_run(results: Results, console: Console) -> None:
         say(console, f"  {line}")
     again, code = fresh_directory(directory.parent, directory.resolve().name), plugins.repeated()
     taught = run.votes.is_file()
-    repeat: list[str | Path] = ["teach", run.config, "--votes", run.votes] if taught else ["train", run.config]
+    repeat: list[str | Path] = (
+        ["teach", run.config, "--votes", run.votes] if taught else ["train", run.config]
+    )
     for what, where in (
-        ("before/after", next(path for path in (clip_of(run.before_after), run.before_after) if path.is_file())),
+        (
+            "before/after",
+            next(path for path in (clip_of(run.before_after), run.before_after) if path.is_file()),
+        ),
         ("curves", run.curves),
         ("weights", run.weights),
         ("metrics", run.log),
         ("report", command("report", directory)),
-        ("draw", command("sample", directory, results.heldout[0], *(code if results.plugins else []))),
+        (
+            "draw",
+            command("sample", directory, results.heldout[0], *(code if results.plugins else [])),
+        ),
         ("repeat", command(*repeat, "--run-dir", again, *code)),
     ):
         say(console, f"{what:>13}  {where}")
 
 
 def command(*arguments: str | Path) -> str:
-    """A command of g2rpo, quoted for a shell: words with single quotes in double ones, where that needs no escape."""
+    """A command of g2rpo, quoted for a shell: words with single quotes in double ones, where that
+    needs no escape."""
 
     def quoted(word: str) -> str:
         return f'"{word}"' if "'" in word and not set('"$`!\\') & set(word) else shlex.quote(word)
@@ -60,14 +69,19 @@ def command(*arguments: str | Path) -> str:
     return " ".join(["g2rpo", *(quoted(str(word)) for word in arguments)])
 
 
-def add_columns(table: Table, width: int, title: str, names: Sequence[str], numbers: Sequence[str]) -> None:
-    """Adds a column of names, unwrapped unless they take more than a quarter of `width`, and columns of numbers."""
+def add_columns(
+    table: Table, width: int, title: str, names: Sequence[str], numbers: Sequence[str]
+) -> None:
+    """Adds a column of names, unwrapped unless they take more than a quarter of `width`, and
+    columns of numbers."""
     table.add_column(title, overflow="fold", no_wrap=max(map(len, names)) <= width // 4)
     for column in numbers:
         table.add_column(column, justify="right" if column else "left", overflow="fold")
 
 
-def run_table(table: Mapping[str, Comparison], prompts: int, trained: Sequence[str], width: int) -> Table:
+def run_table(
+    table: Mapping[str, Comparison], prompts: int, trained: Sequence[str], width: int
+) -> Table:
     """The table of base against tuned, for a console of `width`."""
     out = Table(title=f"{counted(prompts, 'held-out prompt')}, same noise; ± 95 % interval")
     add_columns(out, width, "reward", list(table), ["base", "tuned", "change", ""])
@@ -75,7 +89,13 @@ def run_table(table: Mapping[str, Comparison], prompts: int, trained: Sequence[s
         change = row.change
         colour = "green" if change > row.margin else "red" if change < -row.margin else "white"
         use = "trained on" if name in trained else "judged only"
-        out.add_row(name, f"{row.base:.3f}", f"{row.tuned:.3f}", f"[{colour}]{change:+.3f}{row.within}[/]", use)
+        out.add_row(
+            name,
+            f"{row.base:.3f}",
+            f"{row.tuned:.3f}",
+            f"[{colour}]{change:+.3f}{row.within}[/]",
+            use,
+        )
     return out
 
 
@@ -85,10 +105,16 @@ def show_evaluation(judging: Judging, console: Console) -> None:
     if judging.config.controls:
         console.print(controls_table(judging, console.width))
         found = judging.controls()
-        for line in in_figures([found], told(found, judging.chosen_by)) if len(judging.sides) > 1 else []:
+        for line in (
+            in_figures([found], told(found, judging.chosen_by)) if len(judging.sides) > 1 else []
+        ):
             say(console, line)
     files = EvaluationDirectory(judging.directory)
-    for what, file in (("numbers", files.results), ("pictures", files.pictures), ("grids", files.grids)):
+    for what, file in (
+        ("numbers", files.results),
+        ("pictures", files.pictures),
+        ("grids", files.grids),
+    ):
         say(console, f"{what:>9}  {file}")
 
 
@@ -104,20 +130,31 @@ def evaluation_table(judging: Judging, width: int) -> Table:
         if len(sides) == 2:
             cells.append(_coloured(line["change"]))
         scored = list(line.values())[-1].count
-        table.add_row(*cells, str(len(judging.prompts) - scored) if scored < len(judging.prompts) else "")
+        table.add_row(
+            *cells, str(len(judging.prompts) - scored) if scored < len(judging.prompts) else ""
+        )
     return table
 
 
 def controls_table(judging: Judging, width: int) -> Table:
-    """Means of the base by every control and of the tuned model, with what a picture costs; the best control in bold."""
+    """Means of the base by every control and of the tuned model, with what a picture costs; the
+    best control in bold."""
     found, names = judging.controls(), list(judging.config.rewards)
     steps = min(judging.config.steps)
-    out = Table(title=f"without training, {steps} steps unless others are named: means, and the price of a picture")
-    add_columns(out, width, "sampled", [way.name for way in found.ways], ["evaluations", "readings", *names])
-    best = {name: [of[name].name for of in (found.best, found.best_of) if name in of] for name in names}
+    out = Table(
+        title=f"without training, {steps} steps unless others are named: means, and the price of a picture"
+    )
+    add_columns(
+        out, width, "sampled", [way.name for way in found.ways], ["evaluations", "readings", *names]
+    )
+    best = {
+        name: [of[name].name for of in (found.best, found.best_of) if name in of] for name in names
+    }
     for way in found.ways:
         means = {name: figures(way.means[name]) for name in names}
-        cells = [f"[bold]{mean}[/]" if way.name in best[name] else mean for name, mean in means.items()]
+        cells = [
+            f"[bold]{mean}[/]" if way.name in best[name] else mean for name, mean in means.items()
+        ]
         out.add_row(way.name, str(way.evaluations), str(way.readings or ""), *cells)
     return out
 
@@ -139,7 +176,8 @@ def show_study(study: StudyDirectory, console: Console) -> None:
 
 
 def show_checks(checks: Iterable[ModelCheck], console: Console) -> bool:
-    """Shows each check as it is done, with what to do about one that failed; returns whether all passed."""
+    """Shows each check as it is done, with what to do about one that failed; returns whether all
+    passed."""
     passed = True
     for check in checks:
         passed &= check.passed

@@ -16,10 +16,16 @@ commands = typer.Typer()
 
 @commands.command(rich_help_panel=options.RESULTS_PANEL)
 def demo(
-    run: Annotated[Path | None, typer.Argument(help="A finished run: its model, weights, rewards and algorithm.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="A finished run: its model, weights, rewards and algorithm."),
+    ] = None,
     model: options.ModelOption = None,
     weights: options.WeightsOption = None,
-    rewards: Annotated[str | None, typer.Option(help="With --model: names with commas between them, or a YAML file.")] = None,
+    rewards: Annotated[
+        str | None,
+        typer.Option(help="With --model: names with commas between them, or a YAML file."),
+    ] = None,
     guidance: options.GuidanceOption = None,
     size: options.SizeOption = None,
     host: options.HostOption = "127.0.0.1",
@@ -34,19 +40,31 @@ def demo(
 
     options.run_or_model(run, model, rewards=rewards, guidance=guidance, size=size)
     table = named_rewards(rewards) if rewards is not None else None
-    config = Run(run).read_config(mention=False) if run else config_of_model(str(model), size, guidance, table)
+    config = (
+        Run(run).read_config(mention=False)
+        if run
+        else config_of_model(str(model), size, guidance, table)
+    )
     serve(run, config, weights, host=host, port=port, token_env=token_env, emit=Output())
 
 
 @commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def teach(
-    recipe: Annotated[str, typer.Argument(help="A recipe, a config.yaml, or a run that teach began.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe, a config.yaml, or a run that teach began.")
+    ],
     overrides: Annotated[
-        list[str] | None, options.key_values("Settings, as of `g2rpo train`: optim.learning_rate=5e-4")
+        list[str] | None,
+        options.key_values("Settings, as of `g2rpo train`: optim.learning_rate=5e-4"),
     ] = None,
     run_dir: options.RunDirOption = None,
-    votes: Annotated[Path | None, typer.Option(help="Repeat the answers in this file, without a page.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Drawn before and after; default: one that the base draws wrong.")] = None,
+    votes: Annotated[
+        Path | None, typer.Option(help="Repeat the answers in this file, without a page.")
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="Drawn before and after; default: one that the base draws wrong."),
+    ] = None,
     host: options.HostOption = "127.0.0.1",
     port: options.PortOption = 7861,
     token_env: options.TokenOption = None,
@@ -84,7 +102,9 @@ def agree(
 @commands.command(rich_help_panel=options.WEIGHTS_PANEL)
 def serve_reward(
     kind: Annotated[str, typer.Argument(help="A reward's name, e.g. hpsv2 or function.")],
-    options: Annotated[list[str] | None, options.key_values("Options of the reward, such as device=cuda.")] = None,
+    options: Annotated[
+        list[str] | None, options.key_values("Options of the reward, such as device=cuda.")
+    ] = None,
     host: options.HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000,
     token_env: options.TokenOption = None,

@@ -1,4 +1,5 @@
-"""Commands that begin with a recipe or a run and train: train, resume, plan, encode, push; and recipes."""
+"""Commands that begin with a recipe or a run and train: train, resume, plan, encode, push; and
+recipes."""
 
 from __future__ import annotations
 
@@ -31,24 +32,38 @@ def train(
     overrides: Annotated[list[str] | None, options.key_values(options.SETTINGS)] = None,
     run_dir: options.RunDirOption = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --run-dir, or begin it if there is none; also --resume=auto.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the run in --run-dir, or begin it if there is none; also --resume=auto.",
+        ),
     ] = False,
     accept_changes: options.AcceptOption = False,
     within: options.WithinOption = None,
     find_rate: options.FindRateOption = False,
     bases: Annotated[
-        Path | None, typer.Option(help="A folder for evaluations of the untrained model, which several runs share.")
+        Path | None,
+        typer.Option(
+            help="A folder for evaluations of the untrained model, which several runs share."
+        ),
     ] = None,
 ) -> None:
     """Train a model on rewards."""
     if resume and recipe is not None and "=" in recipe and not recipe.endswith((".yaml", ".yml")):
         overrides, recipe = [recipe, *(overrides or [])], None
     refuse(_faults_of_options(resume, accept_changes, bases is not None, within is not None))
-    asked = {"resume": resume, "accept_changes": accept_changes, "within": within, "find_rate": find_rate}
+    asked = {
+        "resume": resume,
+        "accept_changes": accept_changes,
+        "within": within,
+        "find_rate": find_rate,
+    }
     _train(recipe, overrides, run_dir, bases=bases, **asked)
 
 
-def _faults_of_options(resume: bool, accept_changes: bool, bases: bool, within: bool) -> Iterator[str]:
+def _faults_of_options(
+    resume: bool, accept_changes: bool, bases: bool, within: bool
+) -> Iterator[str]:
     if accept_changes and not resume:
         yield "--accept-changes is for --resume; a new run has nothing to compare with"
     if bases and within:
@@ -58,9 +73,15 @@ def _faults_of_options(resume: bool, accept_changes: bool, bases: bool, within: 
 @commands.command("resume", cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def resume_run(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a run that was interrupted, or that is to go on for longer.")
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="The folder of a run that was interrupted, or that is to go on for longer.",
+        ),
     ],
-    overrides: Annotated[list[str] | None, options.key_values("Settings to change, such as trainer.iterations=200.")] = None,
+    overrides: Annotated[
+        list[str] | None, options.key_values("Settings to change, such as trainer.iterations=200.")
+    ] = None,
     accept_changes: options.AcceptOption = False,
     within: options.WithinOption = None,
 ) -> None:
@@ -68,15 +89,28 @@ def resume_run(
     _train(None, overrides, run, resume=True, accept_changes=accept_changes, within=within)
 
 
-def _train(recipe: str | None, overrides: list[str] | None, run_dir: Path | None, **asked: Any) -> None:
-    with stoppable("stopped before training began; the same command begins again") as stopping:  # loading is slow
+def _train(
+    recipe: str | None, overrides: list[str] | None, run_dir: Path | None, **asked: Any
+) -> None:
+    # loading is slow
+    with stoppable("stopped before training began; the same command begins again") as stopping:
         from g2rpo.app.train import train as run
 
         with Output() as emit:
-            run(recipe, overrides or [], run_dir, stopping=stopping, emit=emit, predict=_predict, **asked)
+            run(
+                recipe,
+                overrides or [],
+                run_dir,
+                stopping=stopping,
+                emit=emit,
+                predict=_predict,
+                **asked,
+            )
 
 
-def _predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]) -> Planned | None:
+def _predict(
+    config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]
+) -> Planned | None:
     from g2rpo.lab.plan.plan import predict
 
     return predict(config, ranks, prompts, heldout)
@@ -85,18 +119,32 @@ def _predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequen
 @commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def plan(
     recipe: options.RecipeOrFile,
-    overrides: Annotated[list[str] | None, options.key_values("Settings, as of `g2rpo train`: policy.lora_rank=64")] = None,
-    device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes, each with a device, that divide the prompts.")] = 1,
+    overrides: Annotated[
+        list[str] | None, options.key_values("Settings, as of `g2rpo train`: policy.lora_rank=64")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes, each with a device, that divide the prompts.")
+    ] = 1,
     ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="How many of them are on one machine; default up to 8.")
+        int | None,
+        typer.Option(min=1, help="How many of them are on one machine; default up to 8."),
     ] = None,
     cards: Annotated[
-        bool, typer.Option("--cards", help="Show for every known card whether the run fits, and with which settings.")
+        bool,
+        typer.Option(
+            "--cards",
+            help="Show for every known card whether the run fits, and with which settings.",
+        ),
     ] = False,
     within: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Find settings with which the run takes this long, such as 3h, and what they cost."),
+        typer.Option(
+            metavar="TIME",
+            help="Find settings with which the run takes this long, such as 3h, and what they cost.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -105,7 +153,9 @@ def plan(
 
     gc.disable()  # imports make many objects and no garbage to speak of: a fifth of a plan's time
     try:
-        plain, show = planned_answer(recipe, overrides or [], device, (ranks, ranks_per_node), cards, within)
+        plain, show = planned_answer(
+            recipe, overrides or [], device, (ranks, ranks_per_node), cards, within
+        )
     finally:
         gc.enable()
     if as_json:
@@ -117,7 +167,9 @@ def plan(
 @commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
 def encode(
     recipe: options.RecipeOrFile,
-    overrides: Annotated[list[str] | None, options.key_values("Settings, as of `g2rpo train`: prompts.cache=FOLDER")] = None,
+    overrides: Annotated[
+        list[str] | None, options.key_values("Settings, as of `g2rpo train`: prompts.cache=FOLDER")
+    ] = None,
 ) -> None:
     """Store the text embeddings of a recipe's prompts ahead of training."""
     from g2rpo.app.ahead import encode as run
@@ -132,7 +184,9 @@ def recipes(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="RECIPE", help="Show one, with the reason for every value.", autocompletion=options.recipe_names
+            metavar="RECIPE",
+            help="Show one, with the reason for every value.",
+            autocompletion=options.recipe_names,
         ),
     ] = None,
 ) -> None:
@@ -142,7 +196,12 @@ def recipes(
     if name is None:
         column = max(map(len, known.names())) + 2
         for each in known.names():
-            lines = textwrap.wrap(known.summary(each), max(20, console.width - column), break_on_hyphens=False)
-            console.print(Text.assemble((f"{each:<{column}}", "bold"), f"\n{'':{column}}".join(lines)), highlight=False)
+            lines = textwrap.wrap(
+                known.summary(each), max(20, console.width - column), break_on_hyphens=False
+            )
+            console.print(
+                Text.assemble((f"{each:<{column}}", "bold"), f"\n{'':{column}}".join(lines)),
+                highlight=False,
+            )
     else:
         console.print(known.text(name), highlight=False, markup=False, soft_wrap=True)

@@ -1,7 +1,8 @@
 """Algorithms in a config: any class by name, with its fields validated.
 
-A name is a built-in's, an installed package's or the user's own code (`plugins`). A config that is only displayed, in a report
-for example, does not need that code: its algorithm is then a `Mentioned` one.
+A name is a built-in's, an installed package's or the user's own code (`plugins`). A config that is
+only displayed, in a report for example, does not need that code: its algorithm is then a
+`Mentioned` one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from pydantic import BeforeValidator, Discriminator, PlainSerializer, Tag, TypeAdapter, ValidationInfo, create_model
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    PlainSerializer,
+    Tag,
+    TypeAdapter,
+    ValidationInfo,
+    create_model,
+)
 from pydantic_core import PydanticCustomError
 
 from g2rpo.algorithms.flow_grpo import (
@@ -48,14 +57,17 @@ _names: dict[type, str] = {}  # the name by which a class from outside was found
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class called `name`. UserError for an unknown name, code that was not allowed, and a class that is no algorithm."""
+    """The class called `name`. UserError for an unknown name, code that was not allowed, and a
+    class that is no algorithm."""
     kind = plugins.find("algorithms", name, BUILTIN)
     if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
-        raise UserError(f"algorithm.name={name}: should be a dataclass, whose fields are the hyper-parameters")
+        raise UserError(
+            f"algorithm.name={name}: should be a dataclass, whose fields are the hyper-parameters"
+        )
     known = {each.name for each in dataclasses.fields(kind)}
-    if missing := [each for each in METHODS if not callable(getattr(kind, each, None))] + ["group_size"] * (
-        "group_size" not in known
-    ):
+    if missing := [each for each in METHODS if not callable(getattr(kind, each, None))] + [
+        "group_size"
+    ] * ("group_size" not in known):
         raise UserError(
             f"algorithm.name={name}: is no algorithm, it lacks {', '.join(missing)}; inherit from "
             "g2rpo.core.types.Algorithm or from g2rpo.algorithms.policy_gradient.PolicyGradient"
@@ -79,7 +91,9 @@ def config_name(algorithm: Any) -> str:
 def title_of(algorithm: Any) -> tuple[str, str]:
     """The title of an algorithm and its arXiv id (may be empty)."""
     kind = type(algorithm)
-    return vars(kind).get("title") or config_name(algorithm).rpartition(":")[2], vars(kind).get("paper", "")
+    return vars(kind).get("title") or config_name(algorithm).rpartition(":")[2], vars(kind).get(
+        "paper", ""
+    )
 
 
 def with_name(value: Any) -> Any:
@@ -88,14 +102,15 @@ def with_name(value: Any) -> Any:
 
 
 def tag(value: Any) -> str:
-    """The built-in algorithm that a mapping names; OTHER for code, mentions of objects, and objects themselves."""
+    """The built-in algorithm that a mapping names; OTHER for code, mentions of objects, and objects
+    themselves."""
     name = with_name(value)["name"] if isinstance(value, Mapping) else OTHER
     return name if isinstance(name, str) and name in ALGORITHMS else OTHER
 
 
 def other(value: Any, info: ValidationInfo) -> Any:
-    """The algorithm of a mapping that names code; objects are passed through. The context {"mention": True} takes code that
-    may not be imported for a `Mentioned` algorithm."""
+    """The algorithm of a mapping that names code; objects are passed through. The context
+    {"mention": True} takes code that may not be imported for a `Mentioned` algorithm."""
     if value is None or isinstance(value, str | int | float | list):
         raise PydanticCustomError("dict_type", "should be a group of settings")
     if not isinstance(value, Mapping):

@@ -1,4 +1,5 @@
-"""What is wrong with settings, in words: the key, what is wrong there, and the nearest right key."""
+"""What is wrong with settings, in words: the key, what is wrong there, and the nearest right
+key."""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ def _algorithms(data: Any) -> Iterable[Any]:
         return ALGORITHMS.values()
     try:
         return [algorithm_class(str(with_name(data)["name"]))]
-    except UserError:  # an object's name, or code that may not be imported: its settings are unknown
+    except (
+        UserError
+    ):  # an object's name, or code that may not be imported: its settings are unknown
         return []
 
 
@@ -132,7 +135,9 @@ def complaints(error: ValidationError, kind: Any, data: Mapping[str, Any]) -> It
             yield f"{key}: {message[0].lower()}{message[1:]}, got {repr(wrong)[:200]}{brackets}"
 
 
-def _problems(error: ValidationError, data: Any, prefix: str = "") -> Iterator[tuple[str, str, Any, str]]:
+def _problems(
+    error: ValidationError, data: Any, prefix: str = ""
+) -> Iterator[tuple[str, str, Any, str]]:
     """The type, dotted key, value and message of all problems, those of an algorithm included."""
     for problem in error.errors():
         what, loc = problem["type"], problem["loc"]

@@ -1,4 +1,5 @@
-"""Placeholders in config.yaml for objects passed from Python, so that no command replaces them by something else."""
+"""Placeholders in config.yaml for objects passed from Python, so that no command replaces them by
+something else."""
 
 from __future__ import annotations
 
@@ -47,6 +48,13 @@ def recorded(algorithm: Any) -> dict[str, Any]:
     """The group of a config that records `algorithm`: its class, and its fields as plain data."""
     if isinstance(algorithm, Mentioned):
         return {"name": algorithm.name, **algorithm.fields}
-    fields = [field.name for field in dataclasses.fields(algorithm)] if dataclasses.is_dataclass(algorithm) else vars(algorithm)
+    fields = (
+        [field.name for field in dataclasses.fields(algorithm)]
+        if dataclasses.is_dataclass(algorithm)
+        else vars(algorithm)
+    )
     values = {name: getattr(algorithm, name) for name in fields if name != "name"}
-    return {"name": mention(algorithm), **to_jsonable_python(values, fallback=mention, inf_nan_mode="strings")}
+    return {
+        "name": mention(algorithm),
+        **to_jsonable_python(values, fallback=mention, inf_nan_mode="strings"),
+    }

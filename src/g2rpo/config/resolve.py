@@ -42,19 +42,24 @@ def resolve(
     notify: Callable[[str], None] = lambda message: None,
     mention: bool = False,
 ) -> Config:
-    """The config of `data` (as read from YAML) with `key=value` overrides; `source` names it in messages.
+    """The config of `data` (as read from YAML) with `key=value` overrides; `source` names it in
+    messages.
 
-    Hyper-parameters of different algorithms are independent even if their names agree. So an override of `algorithm.name`
-    replaces the whole group by that algorithm's published defaults. A user's class that inherits from the algorithm of `data`
-    is a variant of it, and keeps what it does not redefine. `notify` is called with what was kept or left out. With
-    `mention`, an algorithm whose code may not be imported is a `given.Mentioned` one; without, it is refused.
+    Hyper-parameters of different algorithms are independent even if their names agree. So an
+    override of `algorithm.name` replaces the whole group by that algorithm's published defaults. A
+    user's class that inherits from the algorithm of `data` is a variant of it, and keeps what it
+    does not redefine. `notify` is called with what was kept or left out. With `mention`, an
+    algorithm whose code may not be imported is a `given.Mentioned` one; without, it is refused.
     """
     allow_code(overrides)
-    return resolve_as(Config, _with_other_algorithm(data, overrides, source, notify), overrides, source, mention)
+    return resolve_as(
+        Config, _with_other_algorithm(data, overrides, source, notify), overrides, source, mention
+    )
 
 
 def allow_code(overrides: Sequence[str]) -> None:
-    """Allows code that overrides name: the user has named it, at the command line or as an argument."""
+    """Allows code that overrides name: the user has named it, at the command line or as an
+    argument."""
     for override in overrides:
         key, _, text = override.partition("=")
         try:
@@ -66,7 +71,11 @@ def allow_code(overrides: Sequence[str]) -> None:
 
 
 def resolve_as(
-    kind: type[G], data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config", mention: bool = False
+    kind: type[G],
+    data: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "config",
+    mention: bool = False,
 ) -> G:
     """As `resolve`, for any kind of group."""
     allow_code(overrides)
@@ -100,13 +109,20 @@ def codes_in(data: Any, key: str = "") -> Iterator[str]:
 def _with_other_algorithm(
     data: Mapping[str, Any], overrides: Sequence[str], source: str, notify: Callable[[str], None]
 ) -> Mapping[str, Any]:
-    """`data` without its hyper-parameters, if an override names another algorithm. One of the user's that inherits from the
-    recipe's keeps those whose defaults it does not change."""
+    """`data` without its hyper-parameters, if an override names another algorithm. One of the
+    user's that inherits from the recipe's keeps those whose defaults it does not change."""
     given = data.get("algorithm")
-    asked = [override.partition("=")[2].strip() for override in overrides if override.startswith("algorithm.name=")]
+    asked = [
+        override.partition("=")[2].strip()
+        for override in overrides
+        if override.startswith("algorithm.name=")
+    ]
     if not asked or not isinstance(given, Mapping) or asked[-1] == with_name(given)["name"]:
         return data
-    kind, recipes = _class_in({"name": asked[-1]}, source, mention=False), _class_in(given, source, mention=True)
+    kind, recipes = (
+        _class_in({"name": asked[-1]}, source, mention=False),
+        _class_in(given, source, mention=True),
+    )
     own = asked[-1] not in ALGORITHMS
     stays = own and None not in (kind, recipes) and issubclass(kind, recipes)
     kept, left = {}, {}
@@ -118,10 +134,14 @@ def _with_other_algorithm(
         elif getattr(kind, key, None) != value:
             left[key] = value
     if kept:
-        notify(f"algorithm.name={asked[-1]}: a {recipes.__name__}, so {source}'s {_assigned(kept)} stay")
+        notify(
+            f"algorithm.name={asked[-1]}: a {recipes.__name__}, so {source}'s {_assigned(kept)} stay"
+        )
     if left:
         whose = "its" if own else "its published"
-        notify(f"algorithm.name={asked[-1]}: {whose} defaults; {source}'s {_assigned(left)} are left out")
+        notify(
+            f"algorithm.name={asked[-1]}: {whose} defaults; {source}'s {_assigned(left)} are left out"
+        )
     return {**data, "algorithm": kept}
 
 
@@ -145,12 +165,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     if not isinstance(data, dict):
-        raise UserError(f"{path}: should hold groups like 'policy:' and 'algorithm:', but holds {type(data).__name__}")
+        raise UserError(
+            f"{path}: should hold groups like 'policy:' and 'algorithm:', but holds {type(data).__name__}"
+        )
     return data
 
 
 def absent_reward(data: Mapping[str, Any], override: str) -> str | None:
-    """The key of an override that removes a reward (`rewards.clip=`) which `data` does not have; otherwise None."""
+    """The key of an override that removes a reward (`rewards.clip=`) which `data` does not have;
+    otherwise None."""
     key, equals, text = override.partition("=")
     group, _, name = key.rpartition(".")
     if group not in REWARD_TABLES or not equals or text.strip() not in TAKES_OUT:
@@ -169,17 +192,27 @@ def _at(data: Mapping[str, Any], group: str) -> Mapping[str, Any]:
 def differences(a: Section, b: Section) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with both values."""
     left, right = dict(_leaves(a.model_dump(mode="json"))), dict(_leaves(b.model_dump(mode="json")))
-    return {key: (left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)}
+    return {
+        key: (left.get(key), right.get(key))
+        for key in {**left, **right}
+        if left.get(key) != right.get(key)
+    }
 
 
 def listed_differences(ours: Section, theirs: Section, may_change: Collection[str] = ()) -> str:
     """The keys that differ but may not, with both values, a line each; "" for none."""
     changed = differences(ours, theirs).items()
-    return "".join(f"\n  {key}: {there!r} there, {here!r} here" for key, (here, there) in changed if key not in may_change)
+    return "".join(
+        f"\n  {key}: {there!r} there, {here!r} here"
+        for key, (here, there) in changed
+        if key not in may_change
+    )
 
 
 def _copied(data: Any) -> Any:
-    return {key: _copied(value) for key, value in data.items()} if isinstance(data, Mapping) else data
+    return (
+        {key: _copied(value) for key, value in data.items()} if isinstance(data, Mapping) else data
+    )
 
 
 def _leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -205,7 +238,9 @@ def _override(data: dict[str, Any], override: str) -> None:
     for group in groups:
         inner = data.get(group)
         if not isinstance(inner, dict):
-            inner = data[group] = {} if inner is None else {"weight": inner} if isinstance(inner, int | float) else {}
+            inner = data[group] = (
+                {} if inner is None else {"weight": inner} if isinstance(inner, int | float) else {}
+            )
         data = inner
     if value is None and text.strip() in TAKES_OUT and last in data:
         del data[last]  # `rewards.clip=` removes a reward
@@ -239,8 +274,8 @@ def _number(text: str) -> Any:
 
 
 def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
-    """The class of an algorithm's mapping; None for an object, or for code that may not be imported if `mention` allows
-    that."""
+    """The class of an algorithm's mapping; None for an object, or for code that may not be imported
+    if `mention` allows that."""
     name = str(with_name(data)["name"])
     if is_mention(name):
         return None
@@ -251,7 +286,9 @@ def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
             return None
         raise
     except UserError as error:
-        raise UserError(f"{source}: algorithm.name: {str(error).removeprefix('algorithm.')}") from None
+        raise UserError(
+            f"{source}: algorithm.name: {str(error).removeprefix('algorithm.')}"
+        ) from None
 
 
 def _wrong_sizes(group: Section) -> Iterator[str]:

@@ -25,8 +25,9 @@ from g2rpo.policies.options import PolicyConfig
 from g2rpo.rollout.tails import Tails
 
 Shift = PositiveFloat | Literal["model", "scheduler"]
-"""The time shift of the sigma grid. "model": the one that the pipeline is deployed with at this size; "scheduler": the same on
-the grid of diffusers' scheduler, which SD3's pipelines use (`flow.scheduler_grid`)."""
+"""The time shift of the sigma grid. "model": the one that the pipeline is deployed with at this
+size; "scheduler": the same on the grid of diffusers' scheduler, which SD3's pipelines use
+(`flow.scheduler_grid`)."""
 
 
 Steps = Annotated[int, Field(ge=1, le=250)]
@@ -34,9 +35,12 @@ Steps = Annotated[int, Field(ge=1, le=250)]
 
 
 def _not_negative(weight: float) -> float:
-    """Refuses a reward to be lowered: alarms, the best evaluation and reports take a higher score for the better one."""
+    """Refuses a reward to be lowered: alarms, the best evaluation and reports take a higher score
+    for the better one."""
     if weight < 0:
-        raise ValueError("should be at least 0, since a higher score is the better one; to lower it, negate the score itself")
+        raise ValueError(
+            "should be at least 0, since a higher score is the better one; to lower it, negate the score itself"
+        )
     return weight
 
 
@@ -80,9 +84,9 @@ CacheFolder = Annotated[str, BeforeValidator(_off)]
 class PromptsConfig(Section):
     """Sources of prompts, and the cache of their embeddings.
 
-    A source is a file (.txt with a prompt a line; .csv, .tsv, .json, .jsonl or .parquet with a column "prompt", "prompts",
-    "caption" or "text", or FILE:COLUMN), a dataset (hf:OWNER/NAME:SPLIT:COLUMN), "starter:train" (for real models) or
-    "testbed:train".
+    A source is a file (.txt with a prompt a line; .csv, .tsv, .json, .jsonl or .parquet with a
+    column "prompt", "prompts", "caption" or "text", or FILE:COLUMN), a dataset
+    (hf:OWNER/NAME:SPLIT:COLUMN), "starter:train" (for real models) or "testbed:train".
     """
 
     train: str
@@ -99,15 +103,18 @@ class SamplingConfig(Section):
     num_steps: Annotated[int, Field(ge=2, le=250)]
     shift: Shift = 3.0
     guidance_scale: NonNegativeFloat | None = None
-    """The guidance scale of rollouts and training passes; held-out pictures keep policy.guidance_scale, which is the default. 0
-    turns classifier-free guidance off, which halves the evaluations of training."""
+    """The guidance scale of rollouts and training passes; held-out pictures keep
+    policy.guidance_scale, which is the default. 0 turns classifier-free guidance off, which halves
+    the evaluations of training."""
     batch_size: BatchSize = 64
-    """Rows of one network call. "auto": as many as leave a fifth of the GPU's memory free; 64 on a CPU."""
+    """Rows of one network call. "auto": as many as leave a fifth of the GPU's memory free; 64 on a
+    CPU."""
     decode_batch_size: BatchSize = 64
     """Images of one VAE call. "auto": likewise; 8 on a CPU."""
     precision: Literal["float32", "published"] = "float32"
-    """Precision of latents, velocities and noise. "published": as in G2RPO's code, latents are bfloat16 where noise enters, and
-    velocities and noise are, and so their products with a step's coefficients; the latents after the noise are float32."""
+    """Precision of latents, velocities and noise. "published": as in G2RPO's code, latents are
+    bfloat16 where noise enters, and velocities and noise are, and so their products with a step's
+    coefficients; the latents after the noise are float32."""
     tails: Tails = Tails()
     """Cheaper, approximate tails of rollouts; exact by default."""
 
@@ -116,7 +123,8 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
-    """AdamW with betas 0.9 and 0.999 and epsilon 1e-8, the learning rate schedule and the moving average of the weights."""
+    """AdamW with betas 0.9 and 0.999 and epsilon 1e-8, the learning rate schedule and the moving
+    average of the weights."""
 
     learning_rate: PositiveFloat
     weight_decay: NonNegativeFloat = 1e-4
@@ -129,8 +137,9 @@ class OptimConfig(Section):
     ema_every: Count | None = None
     """Optimizer steps between updates of the average; None: one after each iteration."""
     ema_warmup: bool = False
-    """The average begins at the untrained weights, and its decay rises as (1 + t) / (10 + t) with the optimizer steps t, up to
-    `ema_decay`. Flow-GRPO's is ema_decay=0.9 ema_every=8 ema_warmup=true."""
+    """The average begins at the untrained weights, and its decay rises as (1 + t) / (10 + t) with
+    the optimizer steps t, up to `ema_decay`. Flow-GRPO's is ema_decay=0.9 ema_every=8
+    ema_warmup=true."""
 
 
 class TrainerConfig(Section):
@@ -146,11 +155,13 @@ class TrainerConfig(Section):
     """A checkpoint also after the first iteration that ends so many minutes after the last one."""
     keep_checkpoints: Count = 2
     sharding: Literal["none", "training", "full"] = "none"
-    """For full fine-tuning on several ranks: "full" shards weights, gradients and moments, and each call gathers layer by
-    layer; "training" also samples with gathered weights in `policy.dtype`: faster, but needs their memory."""
+    """For full fine-tuning on several ranks: "full" shards weights, gradients and moments, and each
+    call gathers layer by layer; "training" also samples with gathered weights in `policy.dtype`:
+    faster, but needs their memory."""
     shard_group: Count | Literal["all", "node"] = "all"
-    """Ranks that a weight is divided over: all, those of a node, or a number. If these are fewer than all, every such group
-    holds all shards, and groups send each other only gradients, once an update: hybrid sharding, for slow networks."""
+    """Ranks that a weight is divided over: all, those of a node, or a number. If these are fewer
+    than all, every such group holds all shards, and groups send each other only gradients, once an
+    update: hybrid sharding, for slow networks."""
     seed: Annotated[int, Field(ge=0)] = 42
 
 
@@ -161,8 +172,9 @@ class EvaluationConfig(Section):
     num_prompts: Count = 64
     every: Count = 20
     every_minutes: PositiveFloat | None = None
-    """An evaluation also once training since the last one has taken so many minutes (`seconds` of the log); the first after the
-    base model's already after a twelfth of them. Weights do not depend on when pictures are judged."""
+    """An evaluation also once training since the last one has taken so many minutes (`seconds` of
+    the log); the first after the base model's already after a twelfth of them. Weights do not
+    depend on when pictures are judged."""
     num_steps: Steps | None = None
     """None: `sampling.num_steps`."""
     height: Count | None = None
@@ -171,16 +183,27 @@ class EvaluationConfig(Section):
     """None: `policy.width`."""
     rewards: RewardTable = {}
     controls: bool | Literal["auto"] = "auto"
-    """Whether controls of the untrained model (free knobs, and the best of 16) are sampled too, on up to 32 held-out prompts,
-    and how much a prompt's pictures differ. "auto": where that takes at most a fifth and a tenth of the run's network
-    evaluations."""
+    """Whether controls of the untrained model (free knobs, and the best of 16) are sampled too, on
+    up to 32 held-out prompts, and how much a prompt's pictures differ. "auto": where that takes at
+    most a fifth and a tenth of the run's network evaluations."""
 
 
 Action = Annotated[Literal["off", "warn", "stop", "rollback"], BeforeValidator(_off)]
-"""The action of an alarm: nothing; a warning; save and end the run; or end it with the weights of its best evaluation."""
+"""The action of an alarm: nothing; a warning; save and end the run; or end it with the weights of
+its best evaluation."""
 
 
-Alarm = Literal["action", "drift", "silent", "masked", "saturated", "hacking", "decline", "pictures", "diversity"]
+Alarm = Literal[
+    "action",
+    "drift",
+    "silent",
+    "masked",
+    "saturated",
+    "hacking",
+    "decline",
+    "pictures",
+    "diversity",
+]
 """The name of an alarm, or "action" for all without an action of their own."""
 
 
@@ -220,7 +243,10 @@ class Config(Section):
     @property
     def judged(self) -> PolicyConfig:
         """The policy with the size of judged pictures."""
-        size = {name: getattr(self.evaluation, name) or getattr(self.policy, name) for name in ("height", "width")}
+        size = {
+            name: getattr(self.evaluation, name) or getattr(self.policy, name)
+            for name in ("height", "width")
+        }
         return self.policy.model_copy(update=size)
 
     @property
@@ -236,7 +262,8 @@ class Config(Section):
 
 
 def grid_of(shift: Shift, policy: Policy, num_steps: int) -> Tensor:
-    """The sigmas [num_steps + 1] that a config's shift means for a policy; "model" means its `grid`, where it has one."""
+    """The sigmas [num_steps + 1] that a config's shift means for a policy; "model" means its
+    `grid`, where it has one."""
     if shift == "model" and (own := getattr(policy, "grid", None)) is not None:
         return Tensor(own(num_steps))
     if shift == "scheduler":

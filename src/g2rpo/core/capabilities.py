@@ -1,5 +1,5 @@
-"""Optional protocols of algorithms beyond `types.Algorithm`, and of rewards beyond `types.Reward`. A class that defines the
-members of one has that capability.
+"""Optional protocols of algorithms beyond `types.Algorithm`, and of rewards beyond `types.Reward`.
+A class that defines the members of one has that capability.
 
 The functions accept any algorithm or reward and return a default for those without the capability.
 """
@@ -14,7 +14,15 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.types import Algorithm, AlgorithmState, Batch, CallableReward, Network, Reward, as_reward
+from g2rpo.core.types import (
+    Algorithm,
+    AlgorithmState,
+    Batch,
+    CallableReward,
+    Network,
+    Reward,
+    as_reward,
+)
 
 
 @runtime_checkable
@@ -28,48 +36,54 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class ChoosesPrompts(Stateful, Protocol):
-    """Several prompts are drawn for each place of an iteration; the state, a `types.PromptChooser`, chooses one (AdaGRPO)."""
+    """Several prompts are drawn for each place of an iteration; the state, a `types.PromptChooser`,
+    chooses one (AdaGRPO)."""
 
     candidates: int
 
 
 @runtime_checkable
 class KeepsOldWeights(Protocol):
-    """The run keeps old weights, which follow the trained ones after each iteration, for `Network.old_velocity` (AWM, DGPO,
-    DiffusionNFT)."""
+    """The run keeps old weights, which follow the trained ones after each iteration, for
+    `Network.old_velocity` (AWM, DGPO, DiffusionNFT)."""
 
     uses_old: bool
     """Whether old weights are used with these hyper-parameters."""
 
     def old_decay(self, updates: int) -> float:
-        """The decay d in [0, 1] of old <- d old + (1 - d) trained, after the iteration that ends at optimizer step
-        `updates`."""
+        """The decay d in [0, 1] of old <- d old + (1 - d) trained, after the iteration that ends at
+        optimizer step `updates`."""
         ...
 
     def samples_old(self, updates: int) -> bool:
-        """Whether the old weights sample the iteration that begins after `updates` optimizer steps."""
+        """Whether the old weights sample the iteration that begins after `updates` optimizer
+        steps."""
         ...
 
 
 @runtime_checkable
 class SumsGroups(Protocol):
-    """The loss needs sums over whole groups, in `data["group_sum"]`; a pass may hold only a part of a group (DGPO)."""
+    """The loss needs sums over whole groups, in `data["group_sum"]`; a pass may hold only a part of
+    a group (DGPO)."""
 
     def group_term(self, batch: Batch, network: Network) -> Tensor:
-        """The summand of each member of a batch, [B]; computed without gradient before the first update of a rollout."""
+        """The summand of each member of a batch, [B]; computed without gradient before the first
+        update of a rollout."""
         ...
 
 
 @runtime_checkable
 class DifferentiatesRewards(Protocol):
-    """The loss calls `Network.reward`; all trained rewards then have to be differentiable (ReFL)."""
+    """The loss calls `Network.reward`; all trained rewards then have to be differentiable
+    (ReFL)."""
 
     uses_rewards: bool
 
 
 @runtime_checkable
 class DropsMembers(Protocol):
-    """Members without any advantage may be left out of an update's mean, and so of the KL term (Flow-GRPO)."""
+    """Members without any advantage may be left out of an update's mean, and so of the KL term
+    (Flow-GRPO)."""
 
     drop_zero_advantages: bool
 
@@ -79,7 +93,8 @@ class FitsGrids(Protocol):
     """The published values are for one number of steps (E-GRPO, ReFL)."""
 
     def fitted(self, num_steps: int) -> dict[str, Any]:
-        """The fields that a grid of so many steps needs otherwise; empty where the published ones fit."""
+        """The fields that a grid of so many steps needs otherwise; empty where the published ones
+        fit."""
         ...
 
 
@@ -87,19 +102,26 @@ class FitsGrids(Protocol):
 class LimitsDrift(Protocol):
     """Log-probs of rollout and training pass are compared (`algorithms.policy_gradient`)."""
 
-    def drift_limit(self, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float) -> float:
-        """The largest `log_prob_drift` that a relative difference `rounding` of velocities can cause at the stochastic
-        `steps`, for latents with `entries` numbers."""
+    def drift_limit(
+        self, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float
+    ) -> float:
+        """The largest `log_prob_drift` that a relative difference `rounding` of velocities can
+        cause at the stochastic `steps`, for latents with `entries` numbers."""
         ...
 
 
 def check_complete(algorithm: Algorithm) -> None:
-    """UserError if an algorithm defines only some members of a capability: it would silently not have it."""
+    """UserError if an algorithm defines only some members of a capability: it would silently not
+    have it."""
     kind = type(algorithm).__name__
     if getattr(algorithm, "uses_old", False) and not isinstance(algorithm, KeepsOldWeights):
-        raise UserError(f"algorithm {kind}: with uses_old it needs old_decay and samples_old (capabilities.KeepsOldWeights)")
+        raise UserError(
+            f"algorithm {kind}: with uses_old it needs old_decay and samples_old (capabilities.KeepsOldWeights)"
+        )
     if getattr(algorithm, "candidates", 1) > 1 and not isinstance(algorithm, ChoosesPrompts):
-        raise UserError(f"algorithm {kind}: with candidates it needs memory (capabilities.ChoosesPrompts)")
+        raise UserError(
+            f"algorithm {kind}: with candidates it needs memory (capabilities.ChoosesPrompts)"
+        )
 
 
 def state_of(algorithm: Algorithm) -> AlgorithmState | None:
@@ -127,9 +149,15 @@ def drops_members(algorithm: Algorithm) -> bool:
     return isinstance(algorithm, DropsMembers) and algorithm.drop_zero_advantages
 
 
-def drift_limit_of(algorithm: Algorithm, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float) -> float:
+def drift_limit_of(
+    algorithm: Algorithm, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float
+) -> float:
     """The limit of `LimitsDrift`; infinite for algorithms without log-probs."""
-    return algorithm.drift_limit(sigmas, steps, entries, rounding) if isinstance(algorithm, LimitsDrift) else math.inf
+    return (
+        algorithm.drift_limit(sigmas, steps, entries, rounding)
+        if isinstance(algorithm, LimitsDrift)
+        else math.inf
+    )
 
 
 @runtime_checkable
@@ -137,13 +165,15 @@ class ObservesScores(Protocol):
     """The reward sees its scores of every iteration."""
 
     def observe(self, iteration: int, scores: Tensor) -> None:
-        """Called on every rank after an iteration with the scores [N, M, G] of all ranks' N groups."""
+        """Called on every rank after an iteration with the scores [N, M, G] of all ranks' N
+        groups."""
         ...
 
 
 @runtime_checkable
 class LearnsFromPictures(Protocol):
-    """The reward is fitted to the run's pictures. Its held-out scores then say that it rose, but not that it fell (`style`)."""
+    """The reward is fitted to the run's pictures. Its held-out scores then say that it rose, but
+    not that it fell (`style`)."""
 
     learns_every: int
     """It learns from pictures of every so many iterations; 0: from none."""
@@ -153,13 +183,15 @@ class LearnsFromPictures(Protocol):
         ...
 
     def learn(self, iteration: int, seen: Tensor) -> Mapping[str, float]:
-        """Learns, after an iteration, from what it saw on every rank, [N, D]; returns what to log."""
+        """Learns, after an iteration, from what it saw on every rank, [N, D]; returns what to
+        log."""
         ...
 
 
 @runtime_checkable
 class ScoresHeldOut(Protocol):
-    """Another reward scores held-out pictures, because the scale of this one changes with the iteration (`hpsv3pp`)."""
+    """Another reward scores held-out pictures, because the scale of this one changes with the
+    iteration (`hpsv3pp`)."""
 
     @property
     def held_out(self) -> Any:
@@ -169,7 +201,8 @@ class ScoresHeldOut(Protocol):
 
 @runtime_checkable
 class Waits(Protocol):
-    """The reward may wait for an answer from elsewhere: pictures are then scored while other prompts are rolled out."""
+    """The reward may wait for an answer from elsewhere: pictures are then scored while other
+    prompts are rolled out."""
 
     waits: bool
 
@@ -184,23 +217,25 @@ class TakesOneSize(Protocol):
 
 @runtime_checkable
 class SaysWhatIsRight(Protocol):
-    """The reward, which defines `right`, says what a right picture does, for the first sentence of the report."""
+    """The reward, which defines `right`, says what a right picture does, for the first sentence of
+    the report."""
 
     right_in_words: str | None
-    """"Spells {} texts" becomes "Spells 71 % of 192 held-out texts"; words without {}, such as "in the asked colour", follow
-    those of another reward."""
+    """"Spells {} texts" becomes "Spells 71 % of 192 held-out texts"; words without {}, such as "in
+    the asked colour", follow those of another reward."""
 
 
 @runtime_checkable
 class ReadsTargets(Protocol):
-    """The reward needs more of a prompt than its text: a quoted text, metadata, an input picture."""
+    """The reward needs more of a prompt than its text: a quoted text, metadata, an input
+    picture."""
 
     wants: str
     """What that is, in words for messages."""
 
     def target(self, prompt: str) -> Any:
-        """The part of the prompt that `wants` describes, None if absent; ValueError if its metadata are malformed. A static
-        method."""
+        """The part of the prompt that `wants` describes, None if absent; ValueError if its metadata
+        are malformed. A static method."""
         ...
 
 
@@ -209,8 +244,8 @@ class ChecksPrompts(Protocol):
     """The class can say which prompts it cannot score (`vlm_judge`)."""
 
     def fault(self, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
-        """Why a reward with all these options cannot score these prompts; None if it can. A class method, asked before
-        anything is loaded."""
+        """Why a reward with all these options cannot score these prompts; None if it can. A class
+        method, asked before anything is loaded."""
         ...
 
 
@@ -219,31 +254,37 @@ class ChecksOptions(Protocol):
     """The class checks more of its options than their types (`video_align`, `style`)."""
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """UserError that begins with the name of an option that is wrong. A class method, asked before anything is loaded."""
+        """UserError that begins with the name of an option that is wrong. A class method, asked
+        before anything is loaded."""
         ...
 
 
 @runtime_checkable
 class AsksServer(Protocol):
-    """The constructor sends a request to a server, with the time limit `timeout_s` of its option `endpoint`."""
+    """The constructor sends a request to a server, with the time limit `timeout_s` of its option
+    `endpoint`."""
 
     asks: bool
 
 
 def owner_of(reward: Any) -> Any:
-    """The object or function behind a `CallableReward`, which has the optional members; any other reward itself."""
+    """The object or function behind a `CallableReward`, which has the optional members; any other
+    reward itself."""
     while isinstance(reward, CallableReward):
         reward = reward.scorer
     return reward
 
 
 def learner_of(reward: Reward) -> LearnsFromPictures | None:
-    """What learns from pictures; UserError if it has only some of the members for it: it would silently not learn."""
+    """What learns from pictures; UserError if it has only some of the members for it: it would
+    silently not learn."""
     own = owner_of(reward)
     if not getattr(own, "learns_every", 0):
         return None
     if not isinstance(own, LearnsFromPictures):
-        raise UserError(f"reward {reward.name}: with learns_every it needs look and learn (capabilities.LearnsFromPictures)")
+        raise UserError(
+            f"reward {reward.name}: with learns_every it needs look and learn (capabilities.LearnsFromPictures)"
+        )
     return own
 
 
@@ -272,7 +313,8 @@ def words_of_right(reward: Reward) -> str | None:
 
 
 def fault_of(kind: type[Reward], options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
-    """Why a reward of this class with all these options cannot score these prompts; None if it can, or does not say."""
+    """Why a reward of this class with all these options cannot score these prompts; None if it can,
+    or does not say."""
     if isinstance(kind, ChecksPrompts):
         return kind.fault(options, prompts)
     if not isinstance(kind, ReadsTargets):

@@ -17,7 +17,8 @@ Fault = tuple[str, str]
 
 
 def name_of(algorithm: Algorithm) -> str:
-    """An algorithm's name in messages: its class's own `name`, or the class with its file and line."""
+    """An algorithm's name in messages: its class's own `name`, or the class with its file and
+    line."""
     kind = type(algorithm)
     if (name := vars(kind).get("name")) is not None:
         return str(name)
@@ -29,8 +30,9 @@ def name_of(algorithm: Algorithm) -> str:
 
 
 def plans_of(algorithm: Algorithm, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-    """`algorithm.plans(...)`. UserError for hyper-parameters that do not fit `num_steps`, and for plans that cannot be sampled
-    together: none at all, different numbers of tails, or tails that do not end at `num_steps`."""
+    """`algorithm.plans(...)`. UserError for hyper-parameters that do not fit `num_steps`, and for
+    plans that cannot be sampled together: none at all, different numbers of tails, or tails that do
+    not end at `num_steps`."""
     try:
         with placed("algorithm: "):
             plans = list(algorithm.plans(num_steps, iteration, seed))
@@ -53,7 +55,8 @@ def _faults_of_plans(plans: Sequence[Plan], num_steps: int, iteration: int) -> I
 
 
 def advantages_of(algorithm: Algorithm, rewards: Tensor, weights: Tensor) -> Tensor:
-    """`algorithm.advantages(...)` of rewards [N, R, M, G]. UserError unless it is finite and has shape [N, G]."""
+    """`algorithm.advantages(...)` of rewards [N, R, M, G]. UserError unless it is finite and has
+    shape [N, G]."""
     advantages = algorithm.advantages(rewards, weights)
     groups, members = rewards.shape[0], rewards.shape[-1]
     _refuse(algorithm, "advantages", _faults_of_advantages(advantages, (groups, members)))
@@ -63,11 +66,15 @@ def advantages_of(algorithm: Algorithm, rewards: Tensor, weights: Tensor) -> Ten
 def _faults_of_advantages(advantages: Any, shape: tuple[int, ...]) -> Iterator[Fault]:
     yield from _faults_of_shape(advantages, shape, "one for each group and member")
     if wrong := int((~advantages.isfinite()).sum()):
-        yield "finite numbers (0 for a member whose rewards are NaN)", f"{wrong} that are NaN or infinite"
+        yield (
+            "finite numbers (0 for a member whose rewards are NaN)",
+            f"{wrong} that are NaN or infinite",
+        )
 
 
 def check_advantages(rewards: Tensor, advantages: Tensor) -> None:
-    """UserError unless advantages by a rule of one's own are finite and have shape [N, G], as rewards [N, R, M, G] need."""
+    """UserError unless advantages by a rule of one's own are finite and have shape [N, G], as
+    rewards [N, R, M, G] need."""
     refuse(_faults_of_own(advantages, (rewards.shape[0], rewards.shape[-1])))
 
 
@@ -76,20 +83,32 @@ def _faults_of_own(advantages: Tensor, shape: tuple[int, int]) -> Iterator[str]:
         wanted = f"{list(shape)} (one for each group of all ranks, and each member)"
         yield f"advantages: should have shape {wanted}, have {list(advantages.shape)}"
     if wrong := int((~advantages.isfinite()).sum()):
-        yield (f"advantages: should be finite numbers, {wrong} are NaN or infinite; take 0 for what should not count")
+        yield (
+            f"advantages: should be finite numbers, {wrong} are NaN or infinite; take 0 for what should not count"
+        )
 
 
 def check_scored(rewards: Tensor, names: Sequence[str]) -> None:
-    """UserError unless `rewards` [N, R, M, G] are those of a run's rewards, whose log they would be in."""
+    """UserError unless `rewards` [N, R, M, G] are those of a run's rewards, whose log they would be
+    in."""
     if rewards.shape[1] != len(names):
-        scored = f"these groups have {rewards.shape[1]} rewards, and an iteration's have {len(names)}"
-        raise UserError(f"{scored} ({', '.join(names)}); learn_from(..., counted=False) takes others")
+        scored = (
+            f"these groups have {rewards.shape[1]} rewards, and an iteration's have {len(names)}"
+        )
+        raise UserError(
+            f"{scored} ({', '.join(names)}); learn_from(..., counted=False) takes others"
+        )
 
 
 def choice_of(
-    algorithm: Algorithm, state: AlgorithmState | None, iteration: int, rewards: Tensor, weights: Tensor
+    algorithm: Algorithm,
+    state: AlgorithmState | None,
+    iteration: int,
+    rewards: Tensor,
+    weights: Tensor,
 ) -> list[int]:
-    """`state.choose(...)` of rewards [P, candidates, R]. UserError unless it names a candidate for each place."""
+    """`state.choose(...)` of rewards [P, candidates, R]. UserError unless it names a candidate for
+    each place."""
     if not isinstance(state, PromptChooser):
         wanted = f"a types.PromptChooser, as candidates={candidates_of(algorithm)}"
         _refuse(algorithm, "memory", [(wanted, type(state).__name__)])
@@ -103,8 +122,9 @@ def choice_of(
 
 
 def check_loss(algorithm: Algorithm, loss: Loss, members: int, first: bool) -> None:
-    """UserError unless a loss has a value for each of so many members, depends on the weights and, in the first update of a
-    rollout, is finite; the network's velocities have to be. For a trial: a run has no time for it at every pass."""
+    """UserError unless a loss has a value for each of so many members, depends on the weights and,
+    in the first update of a rollout, is finite; the network's velocities have to be. For a trial: a
+    run has no time for it at every pass."""
     _refuse(algorithm, "loss", _faults_of_loss(loss, members, first))
 
 
@@ -130,4 +150,7 @@ def _faults_of_shape(value: Any, shape: tuple[int, ...], meaning: str) -> Iterat
 
 def _refuse(algorithm: Algorithm, method: str, faults: Iterable[Fault]) -> None:
     """UserError with the first of these faults."""
-    refuse(f"algorithm {name_of(algorithm)}: {method} should return {wanted}, but returned {got}" for wanted, got in faults)
+    refuse(
+        f"algorithm {name_of(algorithm)}: {method} should return {wanted}, but returned {got}"
+        for wanted, got in faults
+    )

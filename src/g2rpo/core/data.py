@@ -1,8 +1,8 @@
 """The data types that the protocols exchange; `types.py` has the legend of times and shapes.
 
-In the order of an iteration: `Prompt`, `Cond`, `Precision`, `Plan`, `Normal`, `Transition`, `Rollout`, `Example`, `Batch`,
-`Loss`.
-At the end: broadcasting and rounding, which `Normal` and `flow` use.
+In the order of an iteration: `Prompt`, `Cond`, `Precision`, `Plan`, `Normal`, `Transition`,
+`Rollout`, `Example`, `Batch`, `Loss`. At the end: broadcasting and rounding, which `Normal` and
+`flow` use.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from g2rpo.core.errors import refuse
 class Prompt(str):
     """A prompt: a string (its text) with optional input pictures and metadata.
 
-    `images` are paths of input pictures, `metadata` is plain data for rewards and policies, such as the text that a picture is
-    to show. `encoded` are paths of tensors that it was encoded to before, by the name of what a policy is conditioned on.
-    Prompts with different images or metadata differ; one without either equals its text.
+    `images` are paths of input pictures, `metadata` is plain data for rewards and policies, such as
+    the text that a picture is to show. `encoded` are paths of tensors that it was encoded to
+    before, by the name of what a policy is conditioned on. Prompts with different images or
+    metadata differ; one without either equals its text.
     """
 
     images: tuple[str, ...]
@@ -40,7 +41,11 @@ class Prompt(str):
         encoded: Mapping[str, str] | None = None,
     ) -> Prompt:
         prompt = super().__new__(cls, text)
-        prompt.images, prompt.metadata, prompt.encoded = tuple(images), dict(metadata or {}), dict(encoded or {})
+        prompt.images, prompt.metadata, prompt.encoded = (
+            tuple(images),
+            dict(metadata or {}),
+            dict(encoded or {}),
+        )
         return prompt
 
     def plain(self) -> str | dict[str, Any]:
@@ -72,8 +77,8 @@ def plain_prompt(prompt: str) -> str | dict[str, Any]:
 class Cond:
     """What a policy is conditioned on, one row per prompt.
 
-    `tensors` share their first dimension. `ragged` has one tensor [length, ...] per row, for what differs in length from prompt
-    to prompt, such as embeddings of text without padding.
+    `tensors` share their first dimension. `ragged` has one tensor [length, ...] per row, for what
+    differs in length from prompt to prompt, such as embeddings of text without padding.
     """
 
     tensors: Mapping[str, Tensor]
@@ -85,7 +90,10 @@ class Cond:
         first = rows[0]
         return cls(
             {name: torch.cat([row.tensors[name] for row in rows]) for name in first.tensors},
-            {name: tuple(value for row in rows for value in row.ragged[name]) for name in first.ragged},
+            {
+                name: tuple(value for row in rows for value in row.ragged[name])
+                for name in first.ragged
+            },
         )
 
     def __len__(self) -> int:
@@ -99,7 +107,8 @@ class Cond:
         )
 
     def padded(self, name: str) -> tuple[Tensor, Tensor]:
-        """A ragged entry as one tensor [rows, longest, ...], zero beyond each row's length, and a mask [rows, longest]."""
+        """A ragged entry as one tensor [rows, longest, ...], zero beyond each row's length, and a
+        mask [rows, longest]."""
         values = self.ragged[name]
         lengths = torch.tensor([len(value) for value in values], device=values[0].device)
         mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
@@ -123,9 +132,8 @@ Solver = Literal["euler", "dpmpp2m"]
 class Precision:
     """Dtypes of rollout and training pass.
 
-    network: of the network's calls.
-    anchor: of the latents at which noise enters.
-    sample: of the latents after the noise; before log-probs are taken, so that these belong to the stored latents.
+    network: of the network's calls. anchor: of the latents at which noise enters. sample: of the
+    latents after the noise; before log-probs are taken, so that these belong to the stored latents.
     step: of velocities and noise, and so of their products with a step's coefficients (`times`).
     """
 
@@ -137,7 +145,9 @@ class Precision:
     @property
     def eps(self) -> float:
         """The largest machine epsilon among the four dtypes."""
-        return max(torch.finfo(dtype).eps for dtype in (self.network, self.anchor, self.sample, self.step))
+        return max(
+            torch.finfo(dtype).eps for dtype in (self.network, self.anchor, self.sample, self.step)
+        )
 
 
 FLOAT32 = Precision()
@@ -147,13 +157,15 @@ FLOAT32 = Precision()
 class Plan:
     """How the members of one group are sampled: where noise enters, and how a member is finished.
 
-    Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and each tail is an ODE trajectory from
-    `merge` on. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`. A plan with
-    branch = merge has no stochastic steps. With `merged` there is one stochastic step, from `branch` to `merge`.
-    With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`. Without it, their
-    initial noises may have something in `common`, a number from 0 to 1: common * shared + sqrt(1 - common^2) * own.
-    `trained` are the stochastic steps to learn from (None: all of them); `solver` integrates the tails. `granularities` name
-    the tails in the log, one number each (empty: 1, 2, ...); the smallest is the finest.
+    Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and each tail is
+    an ODE trajectory from `merge` on. A tail lists the steps it visits: it begins at `merge`,
+    increases, and ends at `num_steps`. A plan with branch = merge has no stochastic steps. With
+    `merged` there is one stochastic step, from `branch` to `merge`. With `shared_noise` all members
+    start from one initial noise and share the trajectory up to `branch`. Without it, their initial
+    noises may have something in `common`, a number from 0 to 1: common * shared + sqrt(1 -
+    common^2) * own. `trained` are the stochastic steps to learn from (None: all of them); `solver`
+    integrates the tails. `granularities` name the tails in the log, one number each (empty: 1, 2,
+    ...); the smallest is the finest.
     """
 
     branch: int
@@ -186,7 +198,9 @@ class Plan:
             yield f"all tails must end at the same step, got {self.tails}"
         if self.granularities and len(self.granularities) != len(self.tails):
             yield f"granularities must name every tail once, got {self.granularities} for {len(self.tails)} tails"
-        if self.trained is not None and not (self.trained and set(self.trained) <= set(self.stochastic)):
+        if self.trained is not None and not (
+            self.trained and set(self.trained) <= set(self.stochastic)
+        ):
             yield f"trained must name some of steps {[*self.stochastic]}, got {self.trained}"
 
     @property
@@ -210,7 +224,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Normal:
-    """The distribution of x_next after one stochastic step: independent normals, `mean` [B, ...], `std` [B] or scalar."""
+    """The distribution of x_next after one stochastic step: independent normals, `mean` [B, ...],
+    `std` [B] or scalar."""
 
     mean: Tensor
     std: Tensor
@@ -221,24 +236,28 @@ class Normal:
         return self.std
 
     def sample(self, noise: Tensor) -> Tensor:
-        """mean + std * noise; `noise` [G, ...] may have more rows than a one-row mean. The product has the dtype of `noise`."""
+        """mean + std * noise; `noise` [G, ...] may have more rows than a one-row mean. The product
+        has the dtype of `noise`."""
         return self.mean + times(self.std.to(noise.dtype), noise)
 
     def log_prob(self, x: Tensor) -> Tensor:
         """Log density of x [B, ...], as the *mean* over a row's entries, [B].
 
-        The mean (not the sum) is the convention of DDPO and its descendants: a ratio is then a geometric mean per entry,
-        and a clip range of 1e-4 is a sensible one.
+        The mean (not the sum) is the convention of DDPO and its descendants: a ratio is then a
+        geometric mean per entry, and a clip range of 1e-4 is a sensible one.
         """
         mean = precise(self.mean)
         std = per_row(self.std, mean)
-        entries = -((precise(x) - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+        entries = (
+            -((precise(x) - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+        )
         return entries.flatten(1).mean(1)
 
 
 @dataclass(frozen=True)
 class Transition:
-    """One stochastic step of one group. `x` has one row where the members branch from a shared latent, else G rows."""
+    """One stochastic step of one group. `x` has one row where the members branch from a shared
+    latent, else G rows."""
 
     step: int
     x: Tensor  # [1 or G, ...]
@@ -261,8 +280,9 @@ class Rollout:
 class Example:
     """The training data of one group at one step.
 
-    `x` are latents that the network sees, [1, ...] where the members share one, else [G, ...]. `data` has the loss's
-    other tensors by name, each [1, ...] or [G, ...] as well. All examples of a run have the same names.
+    `x` are latents that the network sees, [1, ...] where the members share one, else [G, ...].
+    `data` has the loss's other tensors by name, each [1, ...] or [G, ...] as well. All examples of
+    a run have the same names.
     """
 
     prompt: int  # row of the conditioning batch
@@ -280,10 +300,15 @@ class Example:
     @property
     def mask(self) -> Tensor:
         """Which members count, [G]."""
-        return torch.ones_like(self.advantages, dtype=torch.bool) if self.counted is None else self.counted
+        return (
+            torch.ones_like(self.advantages, dtype=torch.bool)
+            if self.counted is None
+            else self.counted
+        )
 
     def with_group_sum(self, total: Tensor) -> Example:
-        """A copy with `data["group_sum"]`, the sum over the whole group (`capabilities.SumsGroups`)."""
+        """A copy with `data["group_sum"]`, the sum over the whole group
+        (`capabilities.SumsGroups`)."""
         return replace(self, data={**self.data, "group_sum": total[None]})
 
     def members(self, start: int, stop: int) -> Example:
@@ -294,15 +319,17 @@ class Example:
             return value[start:stop] if len(value) == size else value
 
         data = {name: part(value) for name, value in self.data.items()}
-        return Example(self.prompt, self.step, part(self.x), part(self.advantages), data, part(self.mask))
+        return Example(
+            self.prompt, self.step, part(self.x), part(self.advantages), data, part(self.mask)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """The examples of one training pass, B members in all.
 
-    The network sees `x` [rows, ...] at the grid indices `steps` [rows] (CPU) for rows `prompts` of the conditioning; member i
-    of `advantages` and of `data` [B, ...] belongs to row `row_of[i]`.
+    The network sees `x` [rows, ...] at the grid indices `steps` [rows] (CPU) for rows `prompts` of
+    the conditioning; member i of `advantages` and of `data` [B, ...] belongs to row `row_of[i]`.
     """
 
     x: Tensor
@@ -314,7 +341,8 @@ class Batch:
     sigmas: Tensor
     """The sigma grid of the run, [num_steps + 1], on the CPU."""
     first: bool
-    """Whether this is the first update after a rollout: the weights are still those of the rollout."""
+    """Whether this is the first update after a rollout: the weights are still those of the
+    rollout."""
 
     @classmethod
     def of(cls, examples: Sequence[Example], sigmas: Tensor, first: bool) -> Batch:
@@ -326,7 +354,12 @@ class Batch:
 
         def by_member(name: str) -> Tensor:
             values = [example.data[name] for example in examples]
-            return torch.cat([v.expand(len(e.advantages), *v.shape[1:]) for v, e in zip(values, examples, strict=True)])
+            return torch.cat(
+                [
+                    v.expand(len(e.advantages), *v.shape[1:])
+                    for v, e in zip(values, examples, strict=True)
+                ]
+            )
 
         x = torch.cat([example.x for example in examples])
         return cls(
@@ -347,18 +380,21 @@ class Batch:
     def by_member(self, rows: Tensor) -> Tensor:
         """`rows` [rows, ...] of the network, one for each member, [B, ...].
 
-        The gradient of a shared row is one sum over its members. Indexing would accumulate it member by member, with a
-        rounding each time in a narrow dtype.
+        The gradient of a shared row is one sum over its members. Indexing would accumulate it
+        member by member, with a rounding each time in a narrow dtype.
         """
         if len(rows) == len(self.row_of):
             return rows
         members = Counter(self.row_of)
-        return torch.cat([row.expand(members[index], *row.shape[1:]) for index, row in enumerate(rows.split(1))])
+        return torch.cat(
+            [row.expand(members[index], *row.shape[1:]) for index, row in enumerate(rows.split(1))]
+        )
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of every member of a batch, [B], to be averaged; and what to log, by name, [B] or [any number]."""
+    """The loss of every member of a batch, [B], to be averaged; and what to log, by name, [B] or
+    [any number]."""
 
     values: Tensor
     log: Mapping[str, Tensor] = field(default_factory=dict)
@@ -374,21 +410,23 @@ def in_float64(values: Tensor) -> Tensor:
 
 
 def per_row(value: Tensor, like: Tensor) -> Tensor:
-    """`value` [B] (or a scalar) shaped to broadcast against `like` [B, ...], in its dtype and on its device."""
+    """`value` [B] (or a scalar) shaped to broadcast against `like` [B, ...], in its dtype and on
+    its device."""
     value = value.to(like)
     return value if value.ndim == 0 else value.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def precise(x: Tensor) -> Tensor:
-    """x in float32 if its own dtype is narrower; steps and log-probs are never taken in bfloat16."""
+    """x in float32 if its own dtype is narrower; steps and log-probs are never taken in
+    bfloat16."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def times(value: Tensor, x: Tensor) -> Tensor:
     """`value` [B] (or a scalar) times x [B, ...], in the dtype of x.
 
-    If x is narrower than `value`, the result is what torch gives for `x * value` with a `value` without dimensions: a CPU
-    rounds the product alone, a GPU rounds `value` as well.
+    If x is narrower than `value`, the result is what torch gives for `x * value` with a `value`
+    without dimensions: a CPU rounds the product alone, a GPU rounds `value` as well.
     """
     if x.device.type == "cpu":
         return (per_row(value, precise(x)) * precise(x)).to(x.dtype)

@@ -11,7 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 
-LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]), "<frozen")
+LIBRARIES = (
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    str(Path(__file__).parents[1]),
+    "<frozen",
+)
 """Path prefixes of the standard library, installed packages and this package."""
 
 SHORTEST_PART = 3
@@ -19,7 +24,8 @@ SHORTEST_PART = 3
 
 
 class UserError(Exception):
-    """Wrong input. The message says what is wrong, where, and what would be right; the command line exits with 2."""
+    """Wrong input. The message says what is wrong, where, and what would be right; the command line
+    exits with 2."""
 
 
 class Stopped(Exception):
@@ -35,7 +41,8 @@ class Preempted(Stopped):
 
 
 class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM ended the command at once. A BaseException, so that no `except Exception` in a library catches it."""
+    """Ctrl-C or SIGTERM ended the command at once. A BaseException, so that no `except Exception`
+    in a library catches it."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -51,7 +58,8 @@ class RankLost(Stopped):
 
 
 class RewardFailed(Stopped):
-    """A reward raised an exception or returned a wrong result. Its cause, if any, has the traceback."""
+    """A reward raised an exception or returned a wrong result. Its cause, if any, has the
+    traceback."""
 
 
 def refuse(faults: Iterable[str], kind: type[Exception] = UserError) -> None:
@@ -63,22 +71,31 @@ def refuse(faults: Iterable[str], kind: type[Exception] = UserError) -> None:
 def at_least_one(**numbers: int) -> None:
     """ValueError that names the first of these numbers that is below 1."""
     wrong = {name: number for name, number in numbers.items() if number < 1}
-    refuse((f"{name} must be at least 1, got {number}" for name, number in wrong.items()), ValueError)
+    refuse(
+        (f"{name} must be at least 1, got {number}" for name, number in wrong.items()), ValueError
+    )
 
 
-NO_ROOM = re.compile(r"\bCU(BLAS|DNN)_STATUS_(\w+_)?(ALLOC|ALLOCATION)_FAILED\b|\bMPS backend out of memory\b")
-"""Messages that a device has no memory: of cuBLAS and cuDNN for their workspace, and of Apple's GPUs. torch raises them as
-RuntimeError."""
+NO_ROOM = re.compile(
+    r"\bCU(BLAS|DNN)_STATUS_(\w+_)?(ALLOC|ALLOCATION)_FAILED\b|\bMPS backend out of memory\b"
+)
+"""Messages that a device has no memory: of cuBLAS and cuDNN for their workspace, and of Apple's
+GPUs. torch raises them as RuntimeError."""
 
 
 def out_of_device_memory(error: BaseException) -> bool:
     """Whether torch, cuBLAS or cuDNN ran out of device memory."""
-    return type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and bool(NO_ROOM.search(str(error))))
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and bool(NO_ROOM.search(str(error)))
+    )
 
 
 def without_operator(error: BaseException) -> str | None:
-    """What to say where torch has no kernel of an operator for Apple's GPUs; None for any other error."""
-    missing = re.search(r"operator '([\w:.]+)' is not currently implemented for the MPS device", str(error))
+    """What to say where torch has no kernel of an operator for Apple's GPUs; None for any other
+    error."""
+    missing = re.search(
+        r"operator '([\w:.]+)' is not currently implemented for the MPS device", str(error)
+    )
     if missing is None:
         return None
     return (
@@ -88,13 +105,21 @@ def without_operator(error: BaseException) -> str | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether Python or torch ran out of memory; does not import torch, so that `g2rpo --help` stays fast."""
-    return isinstance(error, MemoryError) or out_of_device_memory(error) or "DefaultCPUAllocator" in str(error)
+    """Whether Python or torch ran out of memory; does not import torch, so that `g2rpo --help`
+    stays fast."""
+    return (
+        isinstance(error, MemoryError)
+        or out_of_device_memory(error)
+        or "DefaultCPUAllocator" in str(error)
+    )
 
 
 @contextmanager
-def placed(before: str, *errors: type[Exception], kind: type[Exception] = UserError, after: str = "") -> Iterator[None]:
-    """Turns `errors` (default ValueError) inside into `kind`, with words before and after the reason."""
+def placed(
+    before: str, *errors: type[Exception], kind: type[Exception] = UserError, after: str = ""
+) -> Iterator[None]:
+    """Turns `errors` (default ValueError) inside into `kind`, with words before and after the
+    reason."""
     caught = errors or (ValueError,)
     try:
         yield
@@ -116,17 +141,27 @@ def loading(what: str, hint: str = "") -> Iterator[None]:
     except Exception as error:
         if out_of_memory(error):
             raise
-        reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error)
+            if isinstance(error, OSError | ValueError)
+            else f"{type(error).__name__}: {error}"
+        )
         if isinstance(error, UnpicklingError):
             reason = "a file holds more than tensors, and unpickling it could run any code; save its tensors with safetensors"
         raise UserError(f"{what}: {reason}{hint}") from error
 
 
 def where(error: BaseException) -> str:
-    """ " (in NAME, FILE:LINE: CODE)" of the innermost traceback frame outside libraries; "" if there is none."""
+    """ " (in NAME, FILE:LINE: CODE)" of the innermost traceback frame outside libraries; "" if
+    there is none."""
     stack = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if frame.line and not frame.filename.startswith(LIBRARIES)]  # generated code has no line
-    return f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    # generated code has no line
+    frames = [frame for frame in stack if frame.line and not frame.filename.startswith(LIBRARIES)]
+    return (
+        f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})"
+        if frames
+        else ""
+    )
 
 
 def counted(number: int, noun: str) -> str:
@@ -135,7 +170,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """ " Did you mean 'x' or 'y'?" for near matches of `word`, with `prefix`, else for words that contain it, else all known
+    """ " Did you mean 'x' or 'y'?" for near matches of `word`, with `prefix`, else for words that
+     contain it, else all known
     words, as the end of a message."""
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)

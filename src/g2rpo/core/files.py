@@ -36,8 +36,8 @@ class Inside:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file under another name and renames it: `path` has the new or the old content, never a part, also after a loss
-    of power. A link at `path` is replaced, not followed.
+    """Writes a file under another name and renames it: `path` has the new or the old content, never
+    a part, also after a loss of power. A link at `path` is replaced, not followed.
 
     Raises OSError if the disk is full or fails, and then leaves no file.
     """
@@ -47,8 +47,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path of the same name. On leaving, it is synced to disk and replaces `path`; it is removed after an
-    exception. It lies in a folder of its own, where libraries may put temporary files beside it.
+    """A temporary path of the same name. On leaving, it is synced to disk and replaces `path`; it
+    is removed after an exception. It lies in a folder of its own, where libraries may put temporary
+    files beside it.
     """
     folder = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex}")
     folder.mkdir()
@@ -71,7 +72,8 @@ def _counts(path: Path) -> bool:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes unfinished files of a killed process from `folder` and its folders; the caller must hold its lock."""
+    """Removes unfinished files of a killed process from `folder` and its folders; the caller must
+    hold its lock."""
     for left in sorted(folder.rglob(f"{UNFINISHED}*"), reverse=True):  # innermost first
         remove(left)
 
@@ -86,7 +88,8 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def whole(folder: Path) -> Iterator[Path]:
-    """A new folder to write into. On leaving, it is synced to disk and replaces `folder`; after an exception it is removed."""
+    """A new folder to write into. On leaving, it is synced to disk and replaces `folder`; after an
+    exception it is removed."""
     unfinished = folder.with_name(f"{UNFINISHED}{folder.name}_{os.getpid()}")
     replaced = folder.with_name(f"{unfinished.name}_replaced")
     unfinished.mkdir(parents=True)
@@ -113,12 +116,14 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise Stopped(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+        raise Stopped(
+            f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})"
+        ) from error
 
 
 def settle(folder: Path) -> None:
-    """Syncs a new folder and all in it to disk, and gives its files the mode that the umask gave the folder: some libraries
-    write files that only their owner may read."""
+    """Syncs a new folder and all in it to disk, and gives its files the mode that the umask gave
+    the folder: some libraries write files that only their owner may read."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file():
@@ -137,12 +142,14 @@ def sync(path: Path) -> None:
 
 
 def open_regular(path: str | Path, flags: int) -> int:
-    """`os.open` for a file that is kept open (an `opener` of `open`); OSError for a link, a pipe or a device."""
+    """`os.open` for a file that is kept open (an `opener` of `open`); OSError for a link, a pipe or
+    a device."""
     refused = OSError(errno.EINVAL, f"{Path(path).name} is a link, or no file")
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise refused if error.errno in (errno.ELOOP, errno.ENXIO) else error from None  # a link; a pipe without a reader
+        # a link; a pipe without a reader
+        raise refused if error.errno in (errno.ELOOP, errno.ENXIO) else error from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise refused
@@ -156,11 +163,14 @@ def append_line(path: Path, line: str) -> None:
 
 
 def add_metadata(path: Path, entries: Mapping[str, str]) -> None:
-    """Adds text to the header of a safetensors file. All its text is sorted then: the library writes it in a random order."""
+    """Adds text to the header of a safetensors file. All its text is sorted then: the library
+    writes it in a random order."""
     with path.open("rb") as file, whole_file(path) as unfinished, unfinished.open("wb") as copy:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         text = {**header.get("__metadata__", {}), **entries}
-        content = json.dumps({"__metadata__": dict(sorted(text.items())), **_tensors(header)}, separators=(",", ":")).encode()
+        content = json.dumps(
+            {"__metadata__": dict(sorted(text.items())), **_tensors(header)}, separators=(",", ":")
+        ).encode()
         content += b" " * (-len(content) % 8)  # the tensors begin at a multiple of 8
         copy.write(len(content).to_bytes(8, "little") + content)
         shutil.copyfileobj(file, copy)
@@ -171,7 +181,8 @@ def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether a file is a pointer of git-lfs, which a clone without it has in the place of a large file."""
+    """Whether a file is a pointer of git-lfs, which a clone without it has in the place of a large
+    file."""
     with path.open("rb") as file:
         return file.read(len(POINTER)) == POINTER
 
@@ -179,12 +190,16 @@ def is_pointer(path: Path) -> bool:
 def refuse_pointer(path: Path) -> None:
     """UserError for a pointer of git-lfs."""
     if is_pointer(path):
-        raise UserError(f"{path}: is a pointer of git-lfs, not the file; `git lfs pull` fetches the file")
+        raise UserError(
+            f"{path}: is a pointer of git-lfs, not the file; `git lfs pull` fetches the file"
+        )
 
 
 def is_hub_id(name: str) -> bool:
     """Whether `name` has the form OWNER/NAME of a Hugging Face repository and is no local path."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not os.path.exists(local(name))
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not os.path.exists(
+        local(name)
+    )
 
 
 def in_bytes(size: float) -> str:
@@ -203,13 +218,17 @@ def local(name: str | Path) -> Path:
 
 def digest_of(value: Any) -> str:
     """SHA-256 of plain data, the same for equal data whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
+    ).hexdigest()
 
 
 class FileDigests:
-    """SHA-256 of files, cached in `memo` (if given) while a file's size, times and inode are unchanged.
+    """SHA-256 of files, cached in `memo` (if given) while a file's size, times and inode are
+    unchanged.
 
-    Text encoders are gigabytes: hashing them at every start would take longer than reading the embeddings.
+    Text encoders are gigabytes: hashing them at every start would take longer than reading the
+    embeddings.
     """
 
     def __init__(self, memo: Path | None) -> None:
@@ -235,6 +254,7 @@ class FileDigests:
         return digest
 
     def of_folders(self, root: Path, folders: Iterable[Path]) -> str:
-        """One digest for all files in `folders` of `root`: their names below `root` and their contents."""
+        """One digest for all files in `folders` of `root`: their names below `root` and their
+        contents."""
         files = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
         return digest_of([[path.relative_to(root).as_posix(), self.of(path)] for path in files])

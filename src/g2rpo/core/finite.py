@@ -40,4 +40,6 @@ def not_finite(what: str, dtype: torch.dtype | None) -> str:
     damaged = "its file of weights is damaged, or was converted to a dtype in which it overflows; load another one"
     narrow = dtype in (torch.float16, torch.bfloat16)
     computed = "" if dtype is None else f" when computed in {name}"
-    return f"{what}: NaN or infinity{computed}, so there is no picture; {wider if narrow else damaged}"
+    return (
+        f"{what}: NaN or infinity{computed}, so there is no picture; {wider if narrow else damaged}"
+    )

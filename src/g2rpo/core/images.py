@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """The 8-bit pictures [B, 3, H, W] of `images` in [0, 1], rounded as pipelines do when they save; NaN becomes black."""
+    """The 8-bit pictures [B, 3, H, W] of `images` in [0, 1], rounded as pipelines do when they
+    save; NaN becomes black."""
     return (images.float() * 255).round_().clamp_(0, 255).nan_to_num_(0).to(torch.uint8)
 
 
@@ -23,4 +24,6 @@ def to_pil(images: Tensor) -> list[Image.Image]:
 
 def to_tensor(pictures: Sequence[Image.Image]) -> Tensor:
     """uint8 pictures [B, 3, H, W] of Pillow pictures of one size."""
-    return torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2)
+    return torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(
+        0, 3, 1, 2
+    )

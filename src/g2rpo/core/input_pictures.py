@@ -45,16 +45,20 @@ def check_inputs(prompts: Iterable[str]) -> None:
 
 
 def check_counts(prompts: Iterable[str], takes: tuple[int, int]) -> None:
-    """Refuses prompts with fewer or more input pictures than a model `takes`, the least and the most; UserError."""
+    """Refuses prompts with fewer or more input pictures than a model `takes`, the least and the
+    most; UserError."""
     least, most = takes
     wanted = f"{least}" if least == most else f"{least} to {most}"
     for prompt in prompts:
         if not least <= (count := len(images_of(prompt))) <= most:
-            raise UserError(f"{_place(prompt)}: has {count} input pictures, but this model takes {wanted}")
+            raise UserError(
+                f"{_place(prompt)}: has {count} input pictures, but this model takes {wanted}"
+            )
 
 
 def check_pictures(named: Iterable[tuple[str, str]]) -> None:
-    """Refuses pictures, given as path and place, that are absent, damaged or too large; UserError begins with the place.
+    """Refuses pictures, given as path and place, that are absent, damaged or too large; UserError
+    begins with the place.
 
     All are decoded, a few at a time: a header does not tell whether a picture is whole.
     """
@@ -62,7 +66,11 @@ def check_pictures(named: Iterable[tuple[str, str]]) -> None:
     for path, place in named:
         places.setdefault(path, place)
     with ThreadPoolExecutor(DECODED_AT_ONCE) as pool:
-        list(pool.map(lambda path: _opened(path, places[path], lambda picture: picture.load()), places))
+        list(
+            pool.map(
+                lambda path: _opened(path, places[path], lambda picture: picture.load()), places
+            )
+        )
 
 
 def content_of(prompt: str, digests: FileDigests) -> list[str]:
@@ -76,7 +84,9 @@ def digest_of_prompts(prompts: Iterable[str]) -> str:
     """A digest of prompts with metadata and pictures; pictures count by content, not by path."""
     digests = FileDigests(None)
     plain = [(plain_prompt(prompt), content_of(prompt, digests)) for prompt in prompts]
-    return digest_of([{**each, "images": images} if isinstance(each, dict) else each for each, images in plain])
+    return digest_of(
+        [{**each, "images": images} if isinstance(each, dict) else each for each, images in plain]
+    )
 
 
 def _place(prompt: str) -> str:
@@ -96,11 +106,14 @@ def _opened(path: str, place: str, read: Callable[[Image.Image], T]) -> T:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UserError(f"{said}: has more than {MAX_PIXELS} pixels ({error}); reduce it") from None
     except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{said}: cannot be read as {', '.join(FORMATS)} ({type(error).__name__}: {error})") from None
+        raise UserError(
+            f"{said}: cannot be read as {', '.join(FORMATS)} ({type(error).__name__}: {error})"
+        ) from None
 
 
 def as_rgb(picture: Image.Image) -> Image.Image:
-    """A picture that was just opened as RGB with 8 bits, upright, on white where it is transparent."""
+    """A picture that was just opened as RGB with 8 bits, upright, on white where it is
+    transparent."""
     _scale_transparent_level(picture)
     upright = ImageOps.exif_transpose(picture)
     if upright.mode.startswith("I"):
@@ -112,11 +125,14 @@ def as_rgb(picture: Image.Image) -> Image.Image:
 
 
 def _scale_transparent_level(picture: Image.Image) -> None:
-    """Pillow scales levels of 2, 4 and 16 bits to 8, but not the one that a PNG declares transparent."""
+    """Pillow scales levels of 2, 4 and 16 bits to 8, but not the one that a PNG declares
+    transparent."""
     tiles: list[Any] = getattr(picture, "tile", [])
     level, scale = picture.info.get("transparency"), SCALES.get(str(tiles[0][3]) if tiles else "")
     if level is not None and scale is not None:
-        picture.info["transparency"] = tuple(map(scale, level)) if isinstance(level, tuple) else scale(level)
+        picture.info["transparency"] = (
+            tuple(map(scale, level)) if isinstance(level, tuple) else scale(level)
+        )
 
 
 SCALES: dict[str, Callable[[int], int]] = {
@@ -128,7 +144,8 @@ SCALES: dict[str, Callable[[int], int]] = {
 
 
 def _from_16_bits(grey: Image.Image) -> Image.Image:
-    """8 bits of 16-bit grey, which Pillow would cut off at 255; with alpha if a level is transparent."""
+    """8 bits of 16-bit grey, which Pillow would cut off at 255; with alpha if a level is
+    transparent."""
     levels = np.asarray(grey).astype(np.uint32)
     eight = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
     level = grey.info.get("transparency")

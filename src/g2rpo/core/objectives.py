@@ -11,17 +11,20 @@ from torch import Tensor
 from g2rpo.core.types import Normal, per_row
 
 TIE_ULPS = 8
-"""Rewards of a group that differ by less, in units of eps |largest reward| (eps = 2^-23 in float32), are a tie.
+"""Rewards of a group that differ by less, in units of eps |largest reward| (eps = 2^-23 in
+float32), are a tie.
 
-The same picture gets scores that differ by rounding: its place in a batch changes the order in which a reward's sums are taken.
-A float32 sum of n terms in pairs rounds log2(n) times, each by at most eps / 2; independent roundings have a std of
-eps sqrt(log2(n) / 12), 1.3 eps for the 3 1024^2 entries of a picture, and a group of 24 such scores spans four of these, 5 eps.
-Divided by a std of that size, the noise would become advantages of size 1. Scores in float16 or bfloat16 that differ at all are
-at least 2^-12 apart, 500 times as much."""
+The same picture gets scores that differ by rounding: its place in a batch changes the order in
+which a reward's sums are taken. A float32 sum of n terms in pairs rounds log2(n) times, each by at
+most eps / 2; independent roundings have a std of eps sqrt(log2(n) / 12), 1.3 eps for the 3 1024^2
+entries of a picture, and a group of 24 such scores spans four of these, 5 eps. Divided by a std of
+that size, the noise would become advantages of size 1. Scores in float16 or bfloat16 that differ at
+all are at least 2^-12 apart, 500 times as much."""
 
 
 def without_rounding(rewards: Tensor) -> Tensor:
-    """`rewards` [..., G], but with one value for all members of a group whose scores are a tie (`TIE_ULPS`); NaN stays."""
+    """`rewards` [..., G], but with one value for all members of a group whose scores are a tie
+    (`TIE_ULPS`); NaN stays."""
     valid = ~rewards.isnan()
     highest = torch.where(valid, rewards, -torch.inf).amax(-1, keepdim=True)
     lowest = torch.where(valid, rewards, torch.inf).amin(-1, keepdim=True)
@@ -30,14 +33,19 @@ def without_rounding(rewards: Tensor) -> Tensor:
     return torch.where(valid & tie, highest, rewards)
 
 
-def group_normalize(rewards: Tensor, eps: float = 1e-8, batch_std: bool = False, population_std: bool = False) -> Tensor:
-    """Advantages (r - mean) / (std + eps) over the last axis (GRPO, arXiv 2402.03300; G2RPO, Eq. 8).
+def group_normalize(
+    rewards: Tensor, eps: float = 1e-8, batch_std: bool = False, population_std: bool = False
+) -> Tensor:
+    """Advantages (r - mean) / (std + eps) over the last axis (GRPO, arXiv 2402.03300; G2RPO, Eq.
+    8).
 
-    rewards [..., G]; std is the unbiased one, so |advantage| <= (G - 1) / sqrt(G), or with `population_std` the biased one. NaN
-    means "no score": such a member gets 0 and is left out of its group's statistics. A group whose valid rewards are all equal
-    but for rounding (`TIE_ULPS`), or that has fewer than two, gets exactly 0. Float64 inside: the rounding of a float32 mean
-    would turn ties of large rewards into advantages. `batch_std` divides by the std of all rewards [N, ..., G] along the first
-    and last axes, as Flow-GRPO's code does: groups of low variance then have small advantages.
+    rewards [..., G]; std is the unbiased one, so |advantage| <= (G - 1) / sqrt(G), or with
+    `population_std` the biased one. NaN means "no score": such a member gets 0 and is left out of
+    its group's statistics. A group whose valid rewards are all equal but for rounding (`TIE_ULPS`),
+    or that has fewer than two, gets exactly 0. Float64 inside: the rounding of a float32 mean would
+    turn ties of large rewards into advantages. `batch_std` divides by the std of all rewards [N,
+    ..., G] along the first and last axes, as Flow-GRPO's code does: groups of low variance then
+    have small advantages.
     """
     valid, unbiased = ~rewards.isnan(), 0 if population_std else 1
     r = torch.where(valid, without_rounding(rewards), 0).double()
@@ -61,7 +69,8 @@ RewardMix = Literal["advantages", "rewards", "gdpo"]
 
 
 def weighted(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Rewards [N, R, M, G] times their weights [R]; 0 where the weight is 0, where there need be no score."""
+    """Rewards [N, R, M, G] times their weights [R]; 0 where the weight is 0, where there need be no
+    score."""
     each = weights[:, None, None]
     return torch.where(each != 0, each * rewards, 0)
 
@@ -73,16 +82,21 @@ def mix_rewards(
     batch_std: bool = False,
     population_std: bool = False,
 ) -> Tensor:
-    """Advantages [N, G] of N groups from rewards [N, R, M, G] of R reward models at M granularities, and weights [R].
+    """Advantages [N, G] of N groups from rewards [N, R, M, G] of R reward models at M
+    granularities, and weights [R].
 
-    "advantages" normalises every reward at every granularity in its group and sums (G2RPO, Eq. 11; DanceGRPO for several
-    rewards). "rewards" adds the weighted rewards first and normalises once, so their scales matter. "gdpo" normalises the
-    sum of advantages once more over the whole batch (GDPO, arXiv 2601.05242, Eq. 4-6). NaN entries are masked out.
-    `batch_std`: see `group_normalize`.
-    `population_std` normalises as Flow-GRPO's code does, by the population's std + 1e-4.
+    "advantages" normalises every reward at every granularity in its group and sums (G2RPO, Eq. 11;
+    DanceGRPO for several rewards). "rewards" adds the weighted rewards first and normalises once,
+    so their scales matter. "gdpo" normalises the sum of advantages once more over the whole batch
+    (GDPO, arXiv 2601.05242, Eq. 4-6). NaN entries are masked out. `batch_std`: see
+    `group_normalize`. `population_std` normalises as Flow-GRPO's code does, by the population's std
+    + 1e-4.
     """
     normalize = partial(
-        group_normalize, eps=1e-4 if population_std else 1e-8, batch_std=batch_std, population_std=population_std
+        group_normalize,
+        eps=1e-4 if population_std else 1e-8,
+        batch_std=batch_std,
+        population_std=population_std,
     )
     if mix == "rewards":  # ties come first: of a sum whose parts cancel, rounding is a large share
         by_grain = normalize(weighted(without_rounding(rewards), weights).sum(-3))
@@ -97,17 +111,21 @@ def mix_rewards(
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
     """PPO's clipped loss max(-A r, -A clip(r, 1 - c, 1 + c)), r = exp(log_ratio) (G2RPO, Eq. 12).
 
-    Elementwise, to be minimised; all arguments have one shape. With log-probs that are means over entries, r is a geometric
-    mean per entry and stays within about 1e-3 of 1.
+    Elementwise, to be minimised; all arguments have one shape. With log-probs that are means over
+    entries, r is a geometric mean per entry and stays within about 1e-3 of 1.
     """
     ratio = log_ratio.exp()
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+    return torch.maximum(
+        -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    )
 
 
 def kernel_kl(kernel: Normal, reference: Normal) -> Tensor:
-    """KL between two step kernels of equal std, as a mean over entries, [B] (Flow-GRPO, arXiv 2505.05470, Eq. 14).
+    """KL between two step kernels of equal std, as a mean over entries, [B] (Flow-GRPO, arXiv
+    2505.05470, Eq. 14).
 
-    |mean - mean'|^2 / (2 unit^2); the unit is the std but for `flow.SquaredDistance`, whose KL is |mean - mean'|^2.
+    |mean - mean'|^2 / (2 unit^2); the unit is the std but for `flow.SquaredDistance`, whose KL is
+    |mean - mean'|^2.
     """
     difference = (kernel.mean - reference.mean) / per_row(kernel.unit, kernel.mean)
     return 0.5 * difference.square().flatten(1).mean(1)

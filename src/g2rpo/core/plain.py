@@ -1,4 +1,5 @@
-"""Plain data from untrusted YAML, JSON and text files: no code, no expansion, no loops, no blocking reads."""
+"""Plain data from untrusted YAML, JSON and text files: no code, no expansion, no loops, no blocking
+reads."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Mine(PolicyGradient):
 """
 
 GroupSize = Annotated[int, Field(ge=2, le=10_000)]
-"""A group of one has no advantage; more than these is a typing error, and would exhaust memory before any message."""
+"""A group of one has no advantage; more than these is a typing error, and would exhaust memory
+before any message."""
 
 UpdateEverySetting = Literal["rollout", "branch"] | Count
 """`types.UpdateEvery` with its limit."""
@@ -93,11 +95,15 @@ class Section(BaseModel):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1's plain types. No aliases (a few lines could expand to billions of values, or to cycles), no tags, no dates
-    (they would not survive a round trip)."""
+    """YAML 1.1's plain types. No aliases (a few lines could expand to billions of values, or to
+    cycles), no tags, no dates (they would not survive a round trip)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way)
-        first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":timestamp", ":merge", ":value"))]
+        first: [
+            (tag, pattern)
+            for tag, pattern in known
+            if not tag.endswith((":timestamp", ":merge", ":value"))
+        ]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     depth = 0
@@ -144,14 +150,17 @@ class _Loader(yaml.SafeLoader):
 
 
 for _kind in ("int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", getattr(_Loader, f"construct_yaml_{_kind}"))
+    _Loader.add_constructor(
+        f"tag:yaml.org,2002:{_kind}", getattr(_Loader, f"construct_yaml_{_kind}")
+    )
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain data (None, bool, int, float, str, list, dict) in `text`. ValueError says what is wrong with it.
+    """The plain data (None, bool, int, float, str, list, dict) in `text`. ValueError says what is
+    wrong with it.
 
-    Refused: tags, aliases, duplicate keys, more than `DEPTH` levels, non-finite numbers, integers beyond 64 bits, NUL and lone
-    surrogates. Dates are strings.
+    Refused: tags, aliases, duplicate keys, more than `DEPTH` levels, non-finite numbers, integers
+    beyond 64 bits, NUL and lone surrogates. Dates are strings.
     """
     try:
         return yaml.load(text, _Loader)  # noqa: S506 (a restricted SafeLoader)
@@ -169,7 +178,8 @@ def _place_of(error: yaml.YAMLError) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Whether `text` can be written to files, terminals and file names: no NUL, no lone surrogate."""
+    """Whether `text` can be written to files, terminals and file names: no NUL, no lone
+    surrogate."""
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -184,15 +194,16 @@ def parse_json(text: str | bytes) -> Any:
 def read_as(kind: type[T], path: Path, hint: str = "") -> T:
     """The JSON of a file as `kind`: a pydantic model, a dataclass, or any type that pydantic reads.
 
-    Types are strict: no text becomes a number. Raises UserError, which names the file and the wrong value and ends with `hint`,
-    also for a file that cannot be read.
+    Types are strict: no text becomes a number. Raises UserError, which names the file and the wrong
+    value and ends with `hint`, also for a file that cannot be read.
     """
     with placed(f"{path}: ", after=hint and f"; {hint}"):
         return parse_as(kind, read_text(path))
 
 
 def read_lines_as(kind: type[T], path: Path, hint: str = "") -> list[T]:
-    """As `read_as`, of a log with a JSON value on each line; an incomplete last line is left out."""
+    """As `read_as`, of a log with a JSON value on each line; an incomplete last line is left
+    out."""
     values, adapter, after = [], TypeAdapter(kind), hint and f"; {hint}"
     with placed(f"{path}: ", after=after):
         *lines, _ = _read(path, 4 * LARGEST_FILE).split(b"\n")
@@ -208,7 +219,8 @@ def parse_as(kind: type[T], text: str | bytes | bytearray) -> T:
 
 
 def checked_as(kind: type[T], value: Any) -> T:
-    """`value`, of Python's types, as `kind`, as strictly as `parse_as`; ValueError names the first wrong value."""
+    """`value`, of Python's types, as `kind`, as strictly as `parse_as`; ValueError names the first
+    wrong value."""
     with _in_words():
         return TypeAdapter(kind).validate_python(value, strict=True)
 
@@ -245,28 +257,38 @@ def as_json(value: Any, indent: int | None = None) -> str:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) or isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in (value if isinstance(value, Mapping) else vars(value)).items()}
+        return {
+            key: _plain(inner)
+            for key, inner in (value if isinstance(value, Mapping) else vars(value)).items()
+        }
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 LOCAL_KERNELS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
-"""Implementations of attention and experts that transformers contains; for others it can import code from the hub."""
+"""Implementations of attention and experts that transformers contains; for others it can import
+code from the hub."""
 
 
 def refuse_hub_kernels(config: Any, place: str) -> None:
-    """ValueError, which begins with `place`, for the config of a transformers model that names an implementation of attention
-    or experts from elsewhere, also in a part of it."""
+    """ValueError, which begins with `place`, for the config of a transformers model that names an
+    implementation of attention or experts from elsewhere, also in a part of it."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if not key.endswith("_implementation"):
             refuse_hub_kernels(value, place)
-        elif any(name not in LOCAL_KERNELS for name in (value.values() if isinstance(value, dict) else [value])):
-            raise ValueError(f"{place} has {key}={value!r:.80}, which could be code from the hub; take it out of the file")
+        elif any(
+            name not in LOCAL_KERNELS
+            for name in (value.values() if isinstance(value, dict) else [value])
+        ):
+            raise ValueError(
+                f"{place} has {key}={value!r:.80}, which could be code from the hub; take it out of the file"
+            )
 
 
 def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark. Raises ValueError (not OSError) if it cannot be read."""
+    """The text of a UTF-8 file, with or without a byte order mark. Raises ValueError (not OSError)
+    if it cannot be read."""
     return _decoded(_read(path, largest))
 
 
@@ -289,6 +311,9 @@ def _faults_of_file(state: os.stat_result, largest: int) -> Iterator[str]:
 
 def _decoded(content: bytes) -> str:
     try:
-        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")  # as files are read in text mode
+        # as files are read in text mode
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 (byte {error.start}); if it is text, convert it, say with iconv") from None
+        raise ValueError(
+            f"is not UTF-8 (byte {error.start}); if it is text, convert it, say with iconv"
+        ) from None

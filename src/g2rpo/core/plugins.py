@@ -1,13 +1,15 @@
-"""Classes by name: built-ins, entry points of installed packages, and the user's own files and modules.
+"""Classes by name: built-ins, entry points of installed packages, and the user's own files and
+modules.
 
     g2rpo                  a built-in
     mine                   an entry point of an installed package, in the group g2rpo.algorithms, g2rpo.policies, ...
     my_file.py:Mine        something in a file
     package.module:Mine    something in a module that Python can import
 
-Importing code runs it. Files and modules are therefore imported only after `allow`, which the command line calls for names that
-the user has typed; a config that only mentions them is refused (docs/security.md). A file that was allowed once stays allowed
-while its content is the same; the digests are in the user's own `trusted_file`, never in a run.
+Importing code runs it. Files and modules are therefore imported only after `allow`, which the
+command line calls for names that the user has typed; a config that only mentions them is refused
+(docs/security.md). A file that was allowed once stays allowed while its content is the same; the
+digests are in the user's own `trusted_file`, never in a run.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class CodeNotAllowed(UserError):
         sources = dict.fromkeys(name.rpartition(":")[0] for name in names)
         self.options = [word for source in sources for word in ("--plugin", source)]
         named = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} code that a config names"
-        super().__init__(f"{named}. Importing runs it: read it, then add {' '.join(self.options)} to the command")
+        super().__init__(
+            f"{named}. Importing runs it: read it, then add {' '.join(self.options)} to the command"
+        )
 
 
 def is_code(name: str) -> bool:
@@ -50,12 +54,14 @@ def is_code(name: str) -> bool:
 
 
 def allow(name: str) -> None:
-    """Allows code to be imported by this process, and a file by later ones too. `name` is FILE.py or MODULE, with or without
-    :NAME; UserError for anything else.
+    """Allows code to be imported by this process, and a file by later ones too. `name` is FILE.py
+    or MODULE, with or without :NAME; UserError for anything else.
     """
     source = name.partition(":")[0]
     if not is_code(f"{source}:x"):
-        raise UserError(f"'{name}' is no code; name a file (my_file.py) or a module (package.module)")
+        raise UserError(
+            f"'{name}' is no code; name a file (my_file.py) or a module (package.module)"
+        )
     key = _key(source)
     _allowed.add(key)
     digest = _digest(key)
@@ -71,7 +77,9 @@ def allow(name: str) -> None:
 
 def trusted_file() -> Path:
     """The digests of the files that this user has allowed, by path."""
-    return local(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "g2rpo" / "trusted_code.json"
+    return (
+        local(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "g2rpo" / "trusted_code.json"
+    )
 
 
 def _trusted() -> dict[str, str]:
@@ -88,23 +96,32 @@ def _digest(key: str) -> str | None:
 
 
 def _may_run(source: str) -> bool:
-    """Whether code was allowed in this process, or is a file that was allowed in an earlier one and has not changed."""
+    """Whether code was allowed in this process, or is a file that was allowed in an earlier one and
+    has not changed."""
     key = _key(source)
-    if key not in _allowed and (digest := _digest(key)) is not None and _trusted().get(key) == digest:
+    if (
+        key not in _allowed
+        and (digest := _digest(key)) is not None
+        and _trusted().get(key) == digest
+    ):
         _allowed.add(key)
     return key in _allowed
 
 
 def repeated() -> list[str]:
-    """The `--plugin` options that allow the same code in another command; files below the current folder by their relative
-    path."""
+    """The `--plugin` options that allow the same code in another command; files below the current
+    folder by their relative path."""
     here = Path.cwd()
-    codes = [str(Path(code).relative_to(here)) if Path(code).is_relative_to(here) else code for code in sorted(_allowed)]
+    codes = [
+        str(Path(code).relative_to(here)) if Path(code).is_relative_to(here) else code
+        for code in sorted(_allowed)
+    ]
     return [word for code in codes for word in ("--plugin", code)]
 
 
 def require(name: str) -> None:
-    """Raises `CodeNotAllowed` unless the file or module of `name` was allowed; nothing is imported."""
+    """Raises `CodeNotAllowed` unless the file or module of `name` was allowed; nothing is
+    imported."""
     require_all([name])
 
 
@@ -115,19 +132,22 @@ def require_all(names: Iterable[str]) -> None:
 
 
 def available(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
-    """Short names of a group ("algorithms", "policies", ...), each with its MODULE:NAME; built-ins come first."""
+    """Short names of a group ("algorithms", "policies", ...), each with its MODULE:NAME; built-ins
+    come first."""
     installed = {entry.name: entry.value for entry in entry_points(group=f"g2rpo.{group}")}
     return {**installed, **builtin}
 
 
 def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
-    """The class or function called `name` in a group. Raises `CodeNotAllowed` for a file or module that was not allowed, and
-    UserError for an unknown name, missing code, or code that cannot be imported.
+    """The class or function called `name` in a group. Raises `CodeNotAllowed` for a file or module
+    that was not allowed, and UserError for an unknown name, missing code, or code that cannot be
+    imported.
     """
     if is_code(name):
         require(name)
         return load(name)
-    if name in builtin:  # first: reading all installed entry points is slow. Errors in built-ins are bugs and not caught
+    # first: reading all installed entry points is slow. Errors in built-ins are bugs and not caught
+    if name in builtin:
         module, _, attribute = builtin[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     known = available(group, builtin)
@@ -140,7 +160,8 @@ def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
 
 
 def load(name: str) -> Any:
-    """The class or function FILE.py:NAME or MODULE:NAME, without the check of `require`; UserError if it cannot be imported."""
+    """The class or function FILE.py:NAME or MODULE:NAME, without the check of `require`; UserError
+    if it cannot be imported."""
     source, _, attribute = name.rpartition(":")
     return _attribute(_import(source, name), attribute, name)
 
@@ -155,7 +176,11 @@ def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if found is None:
-        own = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+        own = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and value.__module__ == module.__name__
+        ]
         raise UserError(f"{name}: there is no '{attribute}'.{did_you_mean(attribute, own)}")
     return found
 
@@ -163,15 +188,20 @@ def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
 def _import(source: str, name: str) -> ModuleType:
     """The module of a file or module name, run once; UserError if it cannot be imported."""
     try:
-        return load_file(local(source)) if source.endswith(".py") else importlib.import_module(source)
+        return (
+            load_file(local(source)) if source.endswith(".py") else importlib.import_module(source)
+        )
     except FileNotFoundError:
         raise UserError(f"{name}: there is no file {source}") from None
     except Exception as error:  # anything the user's code raises
-        raise UserError(f"{name}: cannot be imported: {type(error).__name__}: {error}{where(error)}") from error
+        raise UserError(
+            f"{name}: cannot be imported: {type(error).__name__}: {error}{where(error)}"
+        ) from error
 
 
 def load_file(file: Path) -> ModuleType:
-    """The module in a Python file, run once per path. Raises FileNotFoundError, and what the file raises."""
+    """The module in a Python file, run once per path. Raises FileNotFoundError, and what the file
+    raises."""
     file = file.resolve()
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")

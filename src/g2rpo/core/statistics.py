@@ -1,4 +1,5 @@
-"""Statistics: intervals of means, samples in proportion, and spread and rank correlation within groups."""
+"""Statistics: intervals of means, samples in proportion, and spread and rank correlation within
+groups."""
 
 from __future__ import annotations
 
@@ -21,8 +22,13 @@ FEWEST_VALUES = 8
 
 
 def half_width(error: float, count: int, level: float = 0.95) -> float:
-    """Half of the t interval of a mean of `count` values with this standard error; NaN for fewer than `FEWEST_VALUES`."""
-    return float(stdtrit(count - 1, (1 + level) / 2)) * error if count >= FEWEST_VALUES else float("nan")
+    """Half of the t interval of a mean of `count` values with this standard error; NaN for fewer
+    than `FEWEST_VALUES`."""
+    return (
+        float(stdtrit(count - 1, (1 + level) / 2)) * error
+        if count >= FEWEST_VALUES
+        else float("nan")
+    )
 
 
 @dataclass(frozen=True)
@@ -35,14 +41,16 @@ class Interval:
     count: int
 
     def __format__(self, sign: str) -> str:
-        """MEAN [LOW, HIGH]; MEAN alone where there are too few values. `sign` "+" is for changes."""
+        """MEAN [LOW, HIGH]; MEAN alone where there are too few values. `sign` "+" is for
+        changes."""
         mean, low, high = (f"{value:{sign}.3f}" for value in (self.mean, self.low, self.high))
         return f"{mean} [{low}, {high}]" if np.isfinite(self.low) else mean
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Base against tuned: means over the same prompts from the same noise, and what is known of their difference."""
+    """Base against tuned: means over the same prompts from the same noise, and what is known of
+    their difference."""
 
     base: float
     tuned: float
@@ -69,9 +77,9 @@ class Comparison:
 
     @property
     def chance_of_fall(self) -> float:
-        """The p-value of a fall: Student's t, one-sided, paired; 1 for fewer than `FEWEST_VALUES` values, of which no
-        interval is given either. If all differences are equal, the t-test is undefined; a fall then has the sign test's
-        2^-N."""
+        """The p-value of a fall: Student's t, one-sided, paired; 1 for fewer than `FEWEST_VALUES`
+        values, of which no interval is given either. If all differences are equal, the t-test is
+        undefined; a fall then has the sign test's 2^-N."""
         if self.count < FEWEST_VALUES:
             return 1.0
         if self.error == 0:
@@ -80,7 +88,8 @@ class Comparison:
 
 
 def paired(before: ArrayLike | Tensor, after: ArrayLike | Tensor) -> Comparison:
-    """Values [N] against others of the same prompts, in float64; only prompts that have both count."""
+    """Values [N] against others of the same prompts, in float64; only prompts that have both
+    count."""
     base, tuned = (torch.as_tensor(values, dtype=torch.float64) for values in (before, after))
     both = ~(base.isnan() | tuned.isnan())
     base, tuned = base[both], tuned[both]
@@ -90,46 +99,69 @@ def paired(before: ArrayLike | Tensor, after: ArrayLike | Tensor) -> Comparison:
     return Comparison(float(base.mean()), float(tuned.mean()), error, len(base), spread)
 
 
-def interval(values: ArrayLike, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Interval:
-    """The mean of `values`, [N] prompts or [S, N] training seeds by prompts, and its interval. NaN values are left out.
+def interval(
+    values: ArrayLike, *, resamples: int = 2000, level: float = 0.95, seed: int = 0
+) -> Interval:
+    """The mean of `values`, [N] prompts or [S, N] training seeds by prompts, and its interval. NaN
+    values are left out.
 
-    For a difference of two models on the same prompts pass the differences, prompt by prompt: their interval is far narrower
-    than those of the two means.
+    For a difference of two models on the same prompts pass the differences, prompt by prompt: their
+    interval is far narrower than those of the two means.
 
-    Over prompts alone it is Student's t. Of several seeds, seeds and prompts are resampled independently of one another
-    ("pigeonhole bootstrap", Owen 2007, arXiv 0712.1111, for crossed random effects), because the effect of a seed is shared by
-    all prompts and the effect of a prompt by all seeds. For large S and N its variance is rather too large than too small; with
-    S seeds the variance between them is underestimated by the factor (S - 1) / S, as by any bootstrap, which matters for two or
-    three. Resamples of NaN alone are left out.
+    Over prompts alone it is Student's t. Of several seeds, seeds and prompts are resampled
+    independently of one another ("pigeonhole bootstrap", Owen 2007, arXiv 0712.1111, for crossed
+    random effects), because the effect of a seed is shared by all prompts and the effect of a
+    prompt by all seeds. For large S and N its variance is rather too large than too small; with S
+    seeds the variance between them is underestimated by the factor (S - 1) / S, as by any
+    bootstrap, which matters for two or three. Resamples of NaN alone are left out.
     """
     every = np.atleast_2d(np.asarray(values, dtype=np.float64))
     valid = ~np.isnan(every)
     count = int(valid.sum())
     mean = float(every[valid].mean()) if count else float("nan")
     if len(every) == 1 or count < 2:
-        half = half_width(float(every[valid].std(ddof=1) / np.sqrt(count)), count, level) if count > 1 else float("nan")
+        half = (
+            half_width(float(every[valid].std(ddof=1) / np.sqrt(count)), count, level)
+            if count > 1
+            else float("nan")
+        )
         return Interval(mean, mean - half, mean + half, count)
     random = np.random.default_rng(seed)
-    seeds, prompts = (random.multinomial(size, np.full(size, 1 / size), resamples) for size in every.shape)
+    seeds, prompts = (
+        random.multinomial(size, np.full(size, 1 / size), resamples) for size in every.shape
+    )
     totals = ((seeds @ np.where(valid, every, 0)) * prompts).sum(1)
     counts = ((seeds @ valid) * prompts).sum(1)
-    low, high = np.quantile((totals / np.maximum(counts, 1))[counts > 0], [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(
+        (totals / np.maximum(counts, 1))[counts > 0], [(1 - level) / 2, (1 + level) / 2]
+    )
     return Interval(mean, float(low), float(high), count)
 
 
 def in_proportion(outcomes: Sequence[Hashable], count: int) -> list[int]:
-    """The indices of `count` items (all, if there are fewer), in their order: of each outcome as large a share as among all,
-    rounded by the largest remainders, and of that outcome the first ones."""
+    """The indices of `count` items (all, if there are fewer), in their order: of each outcome as
+    large a share as among all, rounded by the largest remainders, and of that outcome the first
+    ones."""
     count = min(count, len(outcomes))
-    exact = {outcome: count * outcomes.count(outcome) / len(outcomes) for outcome in dict.fromkeys(outcomes)}
+    exact = {
+        outcome: count * outcomes.count(outcome) / len(outcomes)
+        for outcome in dict.fromkeys(outcomes)
+    }
     taken = {outcome: int(share) for outcome, share in exact.items()}
-    for outcome in sorted(exact, key=lambda each: taken[each] - exact[each])[: count - sum(taken.values())]:
+    for outcome in sorted(exact, key=lambda each: taken[each] - exact[each])[
+        : count - sum(taken.values())
+    ]:
         taken[outcome] += 1
-    return sorted(i for each, n in taken.items() for i in [i for i, outcome in enumerate(outcomes) if outcome == each][:n])
+    return sorted(
+        i
+        for each, n in taken.items()
+        for i in [i for i, outcome in enumerate(outcomes) if outcome == each][:n]
+    )
 
 
 def group_std(rewards: Tensor) -> Tensor:
-    """Unbiased standard deviation over the last axis, NaN left out; NaN where fewer than two values are valid. Float64."""
+    """Unbiased standard deviation over the last axis, NaN left out; NaN where fewer than two values
+    are valid. Float64."""
     valid = ~rewards.isnan()
     values = torch.where(valid, rewards, 0).double()
     count = valid.sum(-1)
@@ -139,16 +171,20 @@ def group_std(rewards: Tensor) -> Tensor:
 
 
 def ranks(values: Tensor) -> Tensor:
-    """Ranks from 1 over the last axis; equal values share the mean of theirs. NaN has no rank and takes none. Float64."""
+    """Ranks from 1 over the last axis; equal values share the mean of theirs. NaN has no rank and
+    takes none. Float64."""
     one, other = values[..., :, None], values[..., None, :]
-    return torch.where(values.isnan(), torch.nan, (other < one).sum(-1).double() + ((other == one).sum(-1) + 1) / 2)
+    return torch.where(
+        values.isnan(), torch.nan, (other < one).sum(-1).double() + ((other == one).sum(-1) + 1) / 2
+    )
 
 
 def spearman(a: Tensor, b: Tensor) -> Tensor:
-    """Spearman's rank correlation over the last axis, in [-1, 1]: Pearson's of the ranks, so ties are allowed.
+    """Spearman's rank correlation over the last axis, in [-1, 1]: Pearson's of the ranks, so ties
+    are allowed.
 
-    Members without both values are left out. NaN where fewer than two are left or where either side is constant: a group
-    whose rewards are all equal ranks nothing.
+    Members without both values are left out. NaN where fewer than two are left or where either side
+    is constant: a group whose rewards are all equal ranks nothing.
     """
     valid = ~(a.isnan() | b.isnan())
     middle = (valid.sum(-1, keepdim=True) + 1) / 2

@@ -1,11 +1,12 @@
-"""What can be replaced: Policy, Reward, Algorithm. The data types they exchange are in `data.py`; import either from here.
+"""What can be replaced: Policy, Reward, Algorithm. The data types they exchange are in `data.py`;
+import either from here.
 
-Time runs from sigma = 1 (noise) to sigma = 0 (image): x = (1 - sigma) * image + sigma * noise, velocity = noise - image.
-A *step* is an index on the sigma grid (0 is pure noise, num_steps is the image); an *iteration* is one rollout
-and the updates from it.
+Time runs from sigma = 1 (noise) to sigma = 0 (image): x = (1 - sigma) * image + sigma * noise,
+velocity = noise - image. A *step* is an index on the sigma grid (0 is pure noise, num_steps is the
+image); an *iteration* is one rollout and the updates from it.
 
-Shape legend: P prompts, K plans per prompt, G group members, M tails (granularities) per member, R rewards,
-B rows or members of a batch, [...] the latent of one sample.
+Shape legend: P prompts, K plans per prompt, G group members, M tails (granularities) per member, R
+rewards, B rows or members of a batch, [...] the latent of one sample.
 """
 
 from __future__ import annotations
@@ -21,17 +22,31 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 import torch
 from torch import Tensor
 
-from g2rpo.core.data import Batch, Cond, Example, Loss, Normal, Plan, Prompt, Rollout, Transition, per_row, plain_prompt  # noqa: F401
+from g2rpo.core.data import (  # noqa: F401
+    Batch,
+    Cond,
+    Example,
+    Loss,
+    Normal,
+    Plan,
+    Prompt,
+    Rollout,
+    Transition,
+    per_row,
+    plain_prompt,
+)
 from g2rpo.core.errors import at_least_one
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """A generator that can be trained. Guidance, packing, timestep scaling and dtype are inside; callers see sigma only.
+    """A generator that can be trained. Guidance, packing, timestep scaling and dtype are inside;
+    callers see sigma only.
 
-    Optional attributes: `input_pictures`, the least and the largest number of input pictures of a prompt (default (0, 0));
-    `seconds`, the duration of a clip (default 1/16 per frame); `dtype`, in which its networks compute, for
-    messages; `in_loss`, a context like `base` that is entered while velocities are computed for a loss.
+    Optional attributes: `input_pictures`, the least and the largest number of input pictures of a
+    prompt (default (0, 0)); `seconds`, the duration of a clip (default 1/16 per frame); `dtype`, in
+    which its networks compute, for messages; `in_loss`, a context like `base` that is entered while
+    velocities are computed for a loss.
     """
 
     @property
@@ -51,11 +66,13 @@ class Policy(Protocol):
         ...
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        """Velocity at x [B, ...] for sigma [B], which may differ per row, and cond of B rows; differentiable."""
+        """Velocity at x [B, ...] for sigma [B], which may differ per row, and cond of B rows;
+        differentiable."""
         ...
 
     def decode(self, x: Tensor) -> Tensor:
-        """Images [B, 3, H, W], or clips [B, T, 3, H, W], float32 in [0, 1], of latents at sigma = 0."""
+        """Images [B, 3, H, W], or clips [B, T, 3, H, W], float32 in [0, 1], of latents at sigma =
+        0."""
         ...
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
@@ -63,7 +80,8 @@ class Policy(Protocol):
         ...
 
     def base(self) -> AbstractContextManager[None]:
-        """While entered, `velocity` is the untrained model's (for the KL term and for before/after pictures)."""
+        """While entered, `velocity` is the untrained model's (for the KL term and for before/after
+        pictures)."""
         ...
 
     def save(self, directory: Path) -> Path:
@@ -75,9 +93,10 @@ class Policy(Protocol):
 class Frames:
     """How a reward of pictures scores clips.
 
-    every: frames 0, `every`, 2 `every`, ... are scored. Video VAEs make four frames (Wan) or eight (LTX-Video) of one latent
-        frame, so neighbours differ little.
-    reduce: "mean" of the frames' scores, or "min", their least. Frames without a score are left out.
+    every: frames 0, `every`, 2 `every`, ... are scored. Video VAEs make four frames (Wan) or eight
+        (LTX-Video) of one latent frame, so neighbours differ little.
+    reduce: "mean" of the frames' scores, or "min", their least. Frames without a score are left
+    out.
     """
 
     every: int = 4
@@ -95,7 +114,8 @@ class Frames:
 
 @dataclass(frozen=True)
 class RewardModel:
-    """The size of a reward's model: networks on the meta device with a call that scores one picture, or numbers."""
+    """The size of a reward's model: networks on the meta device with a call that scores one
+    picture, or numbers."""
 
     networks: Sequence[torch.nn.Module] = ()
     score: Callable[[], Any] = lambda: None
@@ -109,37 +129,46 @@ Scorer = Callable[[Tensor, Sequence[str]], Any]
 
 
 class Reward:
-    """Scores pictures: raw, unweighted, higher is better. NaN means "no score" and is masked out of its group.
+    """Scores pictures: raw, unweighted, higher is better. NaN means "no score" and is masked out of
+    its group.
 
-    A subclass needs `__call__`; the rest has defaults. A function, or an object of another class, may have the same attributes.
-    What only some rewards need is in `capabilities`.
+    A subclass needs `__call__`; the rest has defaults. A function, or an object of another class,
+    may have the same attributes. What only some rewards need is in `capabilities`.
     """
 
     right: float | None = None
-    """The least score of a right picture: pictures are then marked, and the share of right ones is logged."""
+    """The least score of a right picture: pictures are then marked, and the share of right ones is
+    logged."""
     video: bool = False
-    """Whether it takes whole clips [B, T, 3, H, W] of a video policy. Clips are otherwise scored by their `frames`."""
+    """Whether it takes whole clips [B, T, 3, H, W] of a video policy. Clips are otherwise scored by
+    their `frames`."""
     group: bool = False
-    """Whether it compares: it gets all pictures of a group at once, which have one prompt, and no others. A held-out picture is
-    compared with the base's from the same noise."""
+    """Whether it compares: it gets all pictures of a group at once, which have one prompt, and no
+    others. A held-out picture is compared with the base's from the same noise."""
     latent: bool = False
-    """Whether it takes final latents [B, ...] (as `Policy.decode` does): where all rewards do, training decodes nothing."""
+    """Whether it takes final latents [B, ...] (as `Policy.decode` does): where all rewards do,
+    training decodes nothing."""
     differentiable: bool = False
-    """Whether scores of pictures that require a gradient carry it, on any device; ReFL needs that."""
+    """Whether scores of pictures that require a gradient carry it, on any device; ReFL needs
+    that."""
     device: torch.device | None = None
-    """Where it computes, if that is an accelerator; where the policy is, nothing is rolled out meanwhile."""
+    """Where it computes, if that is an accelerator; where the policy is, nothing is rolled out
+    meanwhile."""
     frames: Frames | None = None
     """The frames of clips that it scores; None: those of `Frames()`."""
     state: Any = None
-    """State that changes during the run: plain data and tensors, saved in checkpoints and restored on resuming. Ranks score
-    different pictures but must have equal states, so only `observe` and `learn` of `capabilities` may change it."""
+    """State that changes during the run: plain data and tensors, saved in checkpoints and restored
+    on resuming. Ranks score different pictures but must have equal states, so only `observe` and
+    `learn` of `capabilities` may change it."""
 
-    # Declarations of the class, read by checks and `g2rpo plan` before construction; options are constructor arguments.
+    # Declarations of the class, read by checks and `g2rpo plan` before construction; options are
+    # constructor arguments.
     upstream: ClassVar[str] = ""
     """The URL of the code whose scores are reproduced, and its `licence`."""
     licence: ClassVar[str] = ""
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """By option that names a file, a folder or a hub repository: file names, one of which must exist there."""
+    """By option that names a file, a folder or a hub repository: file names, one of which must
+    exist there."""
     code_option: ClassVar[str] = ""
     """The option that may name code, as FILE.py:NAME."""
     libraries: ClassVar[tuple[str, ...]] = ()
@@ -147,8 +176,8 @@ class Reward:
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
-        """The model that runs in this process, given all options; None if unknown. Called by `g2rpo plan`, on the meta
-        device."""
+        """The model that runs in this process, given all options; None if unknown. Called by `g2rpo
+        plan`, on the meta device."""
         return None if "device" in inspect.signature(cls).parameters else RewardModel()
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -161,20 +190,23 @@ class Reward:
 
     @torch.no_grad()
     def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """The scores of a call as float32 [B] on CPU, infinite ones as NaN; ValueError unless there is one number per
-        picture."""
+        """The scores of a call as float32 [B] on CPU, infinite ones as NaN; ValueError unless there
+        is one number per picture."""
         answer: Any = self(images, list(prompts))
         if isinstance(answer, list | tuple):
             answer = [math.nan if value is None else float(value) for value in answer]
         values = None if answer is None else torch.as_tensor(answer).detach().float().cpu()
         if values is None or values.shape != (len(prompts),):
             returned = None if values is None else f"the shape {list(values.shape)}"
-            raise ValueError(f"should return {len(prompts)} scores, one per image, but returned {returned}")
+            raise ValueError(
+                f"should return {len(prompts)} scores, one per image, but returned {returned}"
+            )
         return values.where(values.isfinite(), torch.nan)
 
 
 class CallableReward(Reward):
-    """A reward from a function or an object of any class, called with `options`; its attributes of `Reward` are copied.
+    """A reward from a function or an object of any class, called with `options`; its attributes of
+    `Reward` are copied.
 
     `capabilities.owner_of` finds the members of optional protocols at `scorer`.
     """
@@ -215,14 +247,17 @@ def as_rewards(scorers: Mapping[str, Scorer]) -> dict[str, Reward]:
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Normal]
-"""The transition kernel p(x_next | x): (x [B, ...], velocity, sigma, sigma_next) -> Normal. Sigmas are [B] or scalar."""
+"""The transition kernel p(x_next | x): (x [B, ...], velocity, sigma, sigma_next) -> Normal. Sigmas
+are [B] or scalar."""
 
 Draw = Callable[..., torch.Generator]
-"""`draw(*purpose)`: a CPU generator for one purpose, such as draw("noise", 3), within one rollout of one iteration."""
+"""`draw(*purpose)`: a CPU generator for one purpose, such as draw("noise", 3), within one rollout
+of one iteration."""
 
 UpdateEvery = Literal["rollout", "branch"] | int | float
-"""When the weights are updated: once a rollout, after the examples of every step, after this many members of each group, or
-after this share (below 1) of the examples, which are dealt out in turn."""
+"""When the weights are updated: once a rollout, after the examples of every step, after this many
+members of each group, or after this share (below 1) of the examples, which are dealt out in
+turn."""
 
 
 def no_kernel(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Normal:
@@ -242,17 +277,19 @@ class Network(Protocol):
         ...
 
     def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
-        """Under the old weights, without gradient; for algorithms that keep them. A loss calls it before `velocity`."""
+        """Under the old weights, without gradient; for algorithms that keep them. A loss calls it
+        before `velocity`."""
         ...
 
     def reward(self, x: Tensor, prompts: Sequence[int]) -> Tensor:
-        """The weighted sum [B] of the scores of latents x at sigma = 0, with the gradient of decoding and rewards; for
-        algorithms that differentiate rewards."""
+        """The weighted sum [B] of the scores of latents x at sigma = 0, with the gradient of
+        decoding and rewards; for algorithms that differentiate rewards."""
         ...
 
 
 class AlgorithmState(Protocol):
-    """What an algorithm keeps from one iteration to the next. It is saved in checkpoints and equal on all ranks."""
+    """What an algorithm keeps from one iteration to the next. It is saved in checkpoints and equal
+    on all ranks."""
 
     state: dict[str, Any]
     """Plain data, as JSON holds it: numbers, strings, lists, mappings with string keys."""
@@ -261,8 +298,11 @@ class AlgorithmState(Protocol):
         """The stateless algorithm of an iteration."""
         ...
 
-    def observe(self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor) -> dict[str, float]:
-        """Updates the state from rewards [N, R, M, G] of all ranks' N groups with branch `steps`; returns what to log."""
+    def observe(
+        self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor
+    ) -> dict[str, float]:
+        """Updates the state from rewards [N, R, M, G] of all ranks' N groups with branch `steps`;
+        returns what to log."""
         ...
 
 
@@ -271,18 +311,19 @@ class PromptChooser(AlgorithmState, Protocol):
     """The state of an algorithm with several `candidates`."""
 
     def choose(self, iteration: int, rewards: Tensor, weights: Tensor) -> list[int]:
-        """The index of the chosen candidate for each of P places, from rewards [P, candidates, R] of the candidates' ODE
-        pictures; called before `at`."""
+        """The index of the chosen candidate for each of P places, from rewards [P, candidates, R]
+        of the candidates' ODE pictures; called before `at`."""
         ...
 
 
 @runtime_checkable
 class Algorithm(Protocol):
-    """How members are sampled, their advantages, the training examples and the loss. Fields are the hyper-parameters.
+    """How members are sampled, their advantages, the training examples and the loss. Fields are the
+    hyper-parameters.
 
-    A class that inherits from this protocol needs `plans`, `advantages`, `examples` and `loss`; the rest has defaults.
-    `algorithms.policy_gradient` has `examples` and `loss` for algorithms that learn from stochastic steps. What only some
-    algorithms need is in `capabilities`.
+    A class that inherits from this protocol needs `plans`, `advantages`, `examples` and `loss`; the
+    rest has defaults. `algorithms.policy_gradient` has `examples` and `loss` for algorithms that
+    learn from stochastic steps. What only some algorithms need is in `capabilities`.
     """
 
     if TYPE_CHECKING:  # read-only, as the fields of frozen dataclasses are
@@ -311,23 +352,28 @@ class Algorithm(Protocol):
         uses_base = False
 
     def kernel(self, sigmas: Tensor) -> Kernel:
-        """The transition kernel of a run on the grid `sigmas`; only plans with stochastic steps need one."""
+        """The transition kernel of a run on the grid `sigmas`; only plans with stochastic steps
+        need one."""
         return no_kernel
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        """The plans of an iteration, at least one: a function of its arguments, random choices included.
+        """The plans of an iteration, at least one: a function of its arguments, random choices
+        included.
 
-        Every prompt of the iteration is sampled with all of them; `plans` does not see the prompts, so plans cannot depend on
-        them. They have equally many tails, which end at `num_steps`. ValueError for hyper-parameters that do not fit.
+        Every prompt of the iteration is sampled with all of them; `plans` does not see the prompts,
+        so plans cannot depend on them. They have equally many tails, which end at `num_steps`.
+        ValueError for hyper-parameters that do not fit.
         """
         ...
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        """Advantages [N, G], finite, from rewards [N, R, M, G] of N groups, whose entries may be NaN, and weights [R]."""
+        """Advantages [N, G], finite, from rewards [N, R, M, G] of N groups, whose entries may be
+        NaN, and weights [R]."""
         ...
 
     def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:
-        """Training examples of a rollout with `advantages` [G]; as many, of as many rows, for every rollout of a plan.
+        """Training examples of a rollout with `advantages` [G]; as many, of as many rows, for every
+        rollout of a plan.
 
         Random numbers come from `draw` alone, so that a run stays a function of its config.
         """
@@ -338,5 +384,6 @@ class Algorithm(Protocol):
         ...
 
     def metrics(self, log: Mapping[str, Tensor]) -> dict[str, float]:
-        """The logged numbers of an iteration from `Loss.log`: by name, one tensor of all members of all ranks."""
+        """The logged numbers of an iteration from `Loss.log`: by name, one tensor of all members of
+        all ranks."""
         return {name: float(values.double().mean()) for name, values in log.items()}

@@ -1,4 +1,5 @@
-"""Controls: other settings of the sampler (free knobs), which cost no training, and other initial noises.
+"""Controls: other settings of the sampler (free knobs), which cost no training, and other initial
+noises.
 
 What the untrained model reaches with them is compared in `evaluation.untrained`."""
 
@@ -42,8 +43,8 @@ Need = Literal["nothing", "own guidance", "no own guidance", "rewards", "adapter
 
 @dataclass(frozen=True)
 class Offer:
-    """How a page offers a setting: its label, what it does and costs, its range, and what it needs to act. A setting without a
-    range is a text."""
+    """How a page offers a setting: its label, what it does and costs, its range, and what it needs
+    to act. A setting without a range is a text."""
 
     label: str
     help: str
@@ -53,12 +54,14 @@ class Offer:
 
 
 class Control(Section):
-    """How a picture is sampled: settings that cost no training. Those that are left out are the evaluation's own."""
+    """How a picture is sampled: settings that cost no training. Those that are left out are the
+    evaluation's own."""
 
     steps: Annotated[Steps | None, Offer("Steps", "An evaluation each.", (1, 100, 1))] = None
-    guidance: Annotated[NonNegativeFloat | None, Offer("Guidance", "The model's own scale.", (0, 20, 0.1), "own guidance")] = (
-        None
-    )
+    guidance: Annotated[
+        NonNegativeFloat | None,
+        Offer("Guidance", "The model's own scale.", (0, 20, 0.1), "own guidance"),
+    ] = None
     """The model's own guidance scale."""
     cfg: Annotated[
         NonNegativeFloat | None,
@@ -69,22 +72,40 @@ class Control(Section):
             "no own guidance",
         ),
     ] = None
-    """The scale of guidance by hand: classifier-free, with a second evaluation, of the negative prompt. For models that have no
-    classifier-free guidance of their own."""
+    """The scale of guidance by hand: classifier-free, with a second evaluation, of the negative
+    prompt. For models that have no classifier-free guidance of their own."""
     negative_prompt: Annotated[
-        str, Offer("Guided away from this prompt", "Empty: from pictures of nothing in particular.", None, "no own guidance")
+        str,
+        Offer(
+            "Guided away from this prompt",
+            "Empty: from pictures of nothing in particular.",
+            None,
+            "no own guidance",
+        ),
     ] = ""
     """Of guidance by hand."""
     guided_steps: Annotated[
-        Steps | None, Offer("Guided steps, from the first", "Of guidance by hand.", (1, 100, 1), "no own guidance")
+        Steps | None,
+        Offer(
+            "Guided steps, from the first", "Of guidance by hand.", (1, 100, 1), "no own guidance"
+        ),
     ] = None
     """`guidance` or `cfg` acts in so many first steps; None: in all."""
-    noise: Annotated[NonNegativeFloat, Field(le=10), Offer("Initial noise, times", "Costs nothing.", (0, 1.5, 0.05))] = 1.0
+    noise: Annotated[
+        NonNegativeFloat,
+        Field(le=10),
+        Offer("Initial noise, times", "Costs nothing.", (0, 1.5, 0.05)),
+    ] = 1.0
     """The initial noise is multiplied by it."""
     best_of: Annotated[
         int,
         Field(ge=1, le=DRAWS),
-        Offer("Best of several pictures", "By the trained rewards, which read each of them.", (1, DRAWS, 1), "rewards"),
+        Offer(
+            "Best of several pictures",
+            "By the trained rewards, which read each of them.",
+            (1, DRAWS, 1),
+            "rewards",
+        ),
     ] = 1
     """The best of so many pictures, from as many initial noises, by the trained rewards."""
     solver: Literal["euler", "dpmpp2m", "forecast", "sde"] = "euler"
@@ -94,7 +115,9 @@ class Control(Section):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if self.negative_prompt and self.cfg is None:
-            raise ValueError("negative_prompt is for guidance by hand: set cfg, or policy.negative_prompt of a guided model")
+            raise ValueError(
+                "negative_prompt is for guidance by hand: set cfg, or policy.negative_prompt of a guided model"
+            )
         if self.guided_steps is not None and self.cfg is None and self.guidance is None:
             raise ValueError("guided_steps says where guidance acts: set guidance or cfg")
         if self.best_of > 1 and self.draw:
@@ -109,18 +132,25 @@ class Control(Section):
         named = {
             "initial noise x": self.noise,
             "steps": self.steps,
-            "guidance": None if self.guidance is None else f"{self.guidance:g}{'' if self.cfg is not None else where}",
+            "guidance": None
+            if self.guidance is None
+            else f"{self.guidance:g}{'' if self.cfg is not None else where}",
             "guidance by hand": None if self.cfg is None else f"{self.cfg:g}{against}{where}",
             "solver": self.solver,
             "draw": self.draw,
             "best of": self.best_of,
         }
         plain = {"initial noise x": 1.0, "solver": "euler", "draw": 0, "best of": 1}
-        return {name: value for name, value in named.items() if value is not None and value != plain.get(name)}
+        return {
+            name: value
+            for name, value in named.items()
+            if value is not None and value != plain.get(name)
+        }
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{name} {value:g}" if isinstance(value, int | float) else f"{name} {value}" for name, value in self.knobs.items()
+            f"{name} {value:g}" if isinstance(value, int | float) else f"{name} {value}"
+            for name, value in self.knobs.items()
         )
 
     @property
@@ -131,7 +161,9 @@ class Control(Section):
     def evaluations(self, num_steps: int) -> int:
         """Network evaluations of a picture that is otherwise sampled with `num_steps`."""
         steps = self.steps or num_steps
-        evaluated = [step for step in range(steps) if self.solver != "forecast" or step == 0 or step % 2]
+        evaluated = [
+            step for step in range(steps) if self.solver != "forecast" or step == 0 or step % 2
+        ]
         by_hand = 0 if self.cfg is None else self.guided_steps or steps
         return self.best_of * (len(evaluated) + sum(step < by_hand for step in evaluated))
 
@@ -141,23 +173,34 @@ class Control(Section):
         return f"{counted(self.evaluations(num_steps), 'evaluation')}{readings}"
 
     def sample(self, engine: Engine, x: Tensor, seed: int, first: int) -> Tensor:
-        """Latents at sigma = 0 from initial noise x, whose rows are the prompts `first`, `first` + 1, ..."""
+        """Latents at sigma = 0 from initial noise x, whose rows are the prompts `first`, `first` +
+        1, ..."""
         x = x * self.noise
         if self.solver != "sde":
             return engine.sample(x, TAILS[self.solver])
         kernel, rows = sde_kernel(flow_sde(engine.sigmas, ETA)), range(len(x))
         for step in range(engine.num_steps):
-            v, here, there = engine.velocity(x, [step] * len(x), rows), engine.sigmas[step], engine.sigmas[step + 1]
+            v, here, there = (
+                engine.velocity(x, [step] * len(x), rows),
+                engine.sigmas[step],
+                engine.sigmas[step + 1],
+            )
             if there == 0:
                 return ode_step(x, v, here, there)
-            noise = [torch.randn(x.shape[1:], generator=generator_for(seed, "sde", first + row, step)) for row in rows]
+            noise = [
+                torch.randn(x.shape[1:], generator=generator_for(seed, "sde", first + row, step))
+                for row in rows
+            ]
             x = kernel(x, v, here, there).sample(torch.stack(noise).to(x.device))
         return x
 
 
 def offers(of: type[Section] = Control) -> dict[str, Offer]:
     """By name how the settings of a section are offered."""
-    found = {name: [it for it in field.metadata if isinstance(it, Offer)] for name, field in of.model_fields.items()}
+    found = {
+        name: [it for it in field.metadata if isinstance(it, Offer)]
+        for name, field in of.model_fields.items()
+    }
     return {name: those[0] for name, those in found.items() if those}
 
 
@@ -167,8 +210,9 @@ TUNED = Control(noise=0.5)
 
 
 def default_controls(num_steps: int, guidance: float | None, by_hand: bool) -> list[Control]:
-    """One knob at a time, at the `num_steps` and the guidance scale of a run (None: the model is sampled without one), and the
-    draws that the best are chosen from. `by_hand`: the model has no classifier-free guidance of its own."""
+    """One knob at a time, at the `num_steps` and the guidance scale of a run (None: the model is
+    sampled without one), and the draws that the best are chosen from. `by_hand`: the model has no
+    classifier-free guidance of its own."""
     early = max(1, round(EARLY * num_steps))
     return [
         *(Control(noise=scale) for scale in NOISES),
@@ -186,10 +230,11 @@ def default_controls(num_steps: int, guidance: float | None, by_hand: bool) -> l
 
 
 CONTROL_PROMPTS, CONTROL_SHARE = 32, 0.2
-"""The most held-out prompts of a run's controls, and the largest share of the run's network evaluations for them."""
+"""The most held-out prompts of a run's controls, and the largest share of the run's network
+evaluations for them."""
 SPREAD_PROMPTS, SPREAD_NOISES, SPREAD_RIGHT, SPREAD_SHARE = 8, 4, 2, 0.1
-"""Held-out prompts and initial noises of each for the spread within a prompt; the fewest prompts for that of right pictures;
-the largest share of the run's network evaluations."""
+"""Held-out prompts and initial noises of each for the spread within a prompt; the fewest prompts
+for that of right pictures; the largest share of the run's network evaluations."""
 
 
 def run_controls(num_steps: int, guidance: float | None, by_hand: bool) -> list[Control]:
@@ -203,8 +248,11 @@ def evaluations_of(controls: Sequence[Control], num_steps: int) -> int:
     return sum(control.evaluations(num_steps) for control in (*controls, TUNED)) if controls else 0
 
 
-def prompts_within(asked: bool | Literal["auto"], heldout: int, cost: int, evaluations: float) -> int:
-    """The number of held-out prompts on which a run samples controls, at `cost` network evaluations a prompt; 0: none."""
+def prompts_within(
+    asked: bool | Literal["auto"], heldout: int, cost: int, evaluations: float
+) -> int:
+    """The number of held-out prompts on which a run samples controls, at `cost` network evaluations
+    a prompt; 0: none."""
     most = min(CONTROL_PROMPTS, heldout)
     if asked == "auto":
         most = min(most, int(CONTROL_SHARE * evaluations / cost))

@@ -20,8 +20,8 @@ from g2rpo.runtime.distributed import World
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Pictures [N, 3, H, W] of `prompts`, or clips [N, T, 3, H, W], 8 bit, scores [N] by reward, and verdicts [N] if a reward
-    defines right pictures.
+    """Pictures [N, 3, H, W] of `prompts`, or clips [N, T, 3, H, W], 8 bit, scores [N] by reward,
+    and verdicts [N] if a reward defines right pictures.
 
     After an evaluation on several ranks, ranks other than 0 have only their own pictures.
     """
@@ -37,49 +37,60 @@ class Evaluation:
 
 
 def verdicts(rewards: Mapping[str, Reward], scores: Mapping[str, Tensor]) -> Tensor | None:
-    """Whether each picture is right, [N]: 1 if the score of every reward with an attribute `right` is at least that value, else
-    0; NaN where one of them has no score. None if no reward has."""
+    """Whether each picture is right, [N]: 1 if the score of every reward with an attribute `right`
+    is at least that value, else 0; NaN where one of them has no score. None if no reward has."""
     least = least_scores(rewards)
     return least_reached(least, scores) if least else None
 
 
 def least_reached(least: Mapping[str, float], scores: Mapping[str, Tensor]) -> Tensor:
     """The same by the least scores of right pictures, at least one; scores may have any shape."""
-    said = [(scores[name] >= value).float().where(~scores[name].isnan(), torch.nan) for name, value in least.items()]
+    said = [
+        (scores[name] >= value).float().where(~scores[name].isnan(), torch.nan)
+        for name, value in least.items()
+    ]
     return torch.stack(said).amin(0)  # amin propagates NaN
 
 
 def least_scores(rewards: Mapping[str, Reward]) -> dict[str, float]:
-    """The least score of a right picture, for each reward that defines it; UserError if that is no number."""
+    """The least score of a right picture, for each reward that defines it; UserError if that is no
+    number."""
     said = {name: reward.right for name, reward in rewards.items() if reward.right is not None}
     for name, value in said.items():
         _in_words(name, rewards[name])
         if not isinstance(value, int | float):
-            raise UserError(f"reward '{name}': `right` is the least score of a right picture, a number; it is {value!r:.80}")
+            raise UserError(
+                f"reward '{name}': `right` is the least score of a right picture, a number; it is {value!r:.80}"
+            )
     return said
 
 
 def right_in_words(rewards: Mapping[str, Reward]) -> str | None:
-    """A description of right pictures, such as "Spells {} texts in the asked colour", with {} for a share of so many. None
-    unless every reward that defines right pictures says it by its attribute `right_in_words`, and exactly one of these texts
-    has {}."""
+    """A description of right pictures, such as "Spells {} texts in the asked colour", with {} for a
+    share of so many. None unless every reward that defines right pictures says it by its attribute
+    `right_in_words`, and exactly one of these texts has {}."""
     said = dict.fromkeys(_in_words(name, rewards[name]) for name in least_scores(rewards))
     main = [words for words in said if words and "{}" in words]
     if None in said or len(main) != 1:
         return None
-    return " ".join([main[0], " and ".join(words for words in said if words and words not in main)]).strip()
+    return " ".join(
+        [main[0], " and ".join(words for words in said if words and words not in main)]
+    ).strip()
 
 
 def _in_words(name: str, reward: Reward) -> str | None:
     words = words_of_right(reward)
     if words is not None and not (isinstance(words, str) and words.count("{}") <= 1):
-        raise UserError(f"reward '{name}': `right_in_words` is a text with {{}} once or never; it is {words!r:.80}")
+        raise UserError(
+            f"reward '{name}': `right_in_words` is a text with {{}} once or never; it is {words!r:.80}"
+        )
     return words
 
 
 def evaluation_of_all(world: World, own: Evaluation, prompts: Sequence[str]) -> Evaluation:
-    """The evaluation of `prompts` from all ranks, each of which has its share or all of them. Where all have all, scores
-    are rank 0's: a reward may have answered one rank and not another, and decisions must be the same."""
+    """The evaluation of `prompts` from all ranks, each of which has its share or all of them. Where
+    all have all, scores are rank 0's: a reward may have answered one rank and not another, and
+    decisions must be the same."""
 
     def joined(values: Tensor) -> Tensor:
         return world.gather(values)[: len(prompts)]
@@ -87,7 +98,9 @@ def evaluation_of_all(world: World, own: Evaluation, prompts: Sequence[str]) -> 
     divided = len(own.prompts) < len(prompts)
     images = world.gather_to_main(own.images) if divided else own.images
     scores = {name: joined(values) for name, values in own.scores.items()}
-    return Evaluation(tuple(prompts), images, scores, None if own.right is None else joined(own.right))
+    return Evaluation(
+        tuple(prompts), images, scores, None if own.right is None else joined(own.right)
+    )
 
 
 def save_evaluation(path: Path, evaluation: Evaluation) -> None:
@@ -102,15 +115,22 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); put it back, or start again in another --run-dir") from None
+        raise UserError(
+            f"{path}: cannot be read ({error}); put it back, or start again in another --run-dir"
+        ) from None
 
 
 def load_evaluation(path: Path, prompts: Sequence[str], names: Sequence[str]) -> Evaluation:
-    """Reads a file of `save_evaluation` for these prompts and rewards; UserError if it is another."""
+    """Reads a file of `save_evaluation` for these prompts and rewards; UserError if it is
+    another."""
     stored = load_tensors(path)
     expected = {"images", *(f"score/{name}" for name in names)}
-    if not expected <= stored.keys() or any(len(values) != len(prompts) for values in stored.values()):
-        raise UserError(f"{path}: does not hold {len(prompts)} pictures and their scores by {', '.join(names)}")
+    if not expected <= stored.keys() or any(
+        len(values) != len(prompts) for values in stored.values()
+    ):
+        raise UserError(
+            f"{path}: does not hold {len(prompts)} pictures and their scores by {', '.join(names)}"
+        )
     scores = {name: stored[f"score/{name}"] for name in names}
     return Evaluation(tuple(prompts), stored["images"], scores, stored.get("right"))
 

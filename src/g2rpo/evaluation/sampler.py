@@ -28,9 +28,9 @@ from g2rpo.rollout.scoring import decode, score
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A policy with its weights, and how it is sampled by the plain ODE. Picture i starts from noise (`seed`, i), whatever the
-    batch size or rank. Memory is bounded by `batch_size` latents of a network call and `decode_batch_size` pictures, which
-    rewards see at once, as in training."""
+    """A policy with its weights, and how it is sampled by the plain ODE. Picture i starts from
+    noise (`seed`, i), whatever the batch size or rank. Memory is bounded by `batch_size` latents of
+    a network call and `decode_batch_size` pictures, which rewards see at once, as in training."""
 
     policy: Policy
     shift: Shift
@@ -49,12 +49,17 @@ class Sampler:
         with sized(self.policy, self.size):
             return grid_of(self.shift, self.policy, self.num_steps)
 
-    def pictures(self, prompts: Sequence[str], first: int = 0, control: Control = NO_CONTROL) -> Tensor:
-        """One picture [3, H, W] in [0, 1], or clip, per prompt; `first` is the index of the first one if they are part of a
-        longer list. `Stopped`, which names the part of the model, if one is not finite."""
+    def pictures(
+        self, prompts: Sequence[str], first: int = 0, control: Control = NO_CONTROL
+    ) -> Tensor:
+        """One picture [3, H, W] in [0, 1], or clip, per prompt; `first` is the index of the first
+        one if they are part of a longer list. `Stopped`, which names the part of the model, if one
+        is not finite."""
         images = []
         for start in range(0, len(prompts), self.batch_size):
-            latents = self._latents(prompts[start : start + self.batch_size], first + start, control)
+            latents = self._latents(
+                prompts[start : start + self.batch_size], first + start, control
+            )
             with torch.no_grad(), sized(self.policy, self.size):
                 images.append(decode(self.policy, latents, self.decode_batch_size))
             if not (finite := finite_rows(images[-1], latents)).all():
@@ -71,33 +76,57 @@ class Sampler:
         control: Control = NO_CONTROL,
         kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
-        """Samples and scores `prompts`, under a `control` with its steps; rewards that compare get each picture beside the
-        base's of the same noise. What is `kept` of pictures or clips, in 8 bit, is in the result: by default pictures as they
-        are, and clips reduced. Pictures that are not finite have no score. `Stopped`, which names the part of the model, if
-        the first one and all others are not."""
+        """Samples and scores `prompts`, under a `control` with its steps; rewards that compare get
+        each picture beside the base's of the same noise. What is `kept` of pictures or clips, in 8
+        bit, is in the result: by default pictures as they are, and clips reduced. Pictures that are
+        not finite have no score. `Stopped`, which names the part of the model, if the first one and
+        all others are not."""
         pictures, scores, finite = [], dict[str, list[Tensor]](), False
         scored = {name: held_out_of(reward) for name, reward in as_rewards(rewards).items()}
-        alone, comparing = ({name: it for name, it in scored.items() if it.group is group} for group in (False, True))
+        alone, comparing = (
+            {name: it for name, it in scored.items() if it.group is group}
+            for group in (False, True)
+        )
         for start in range(0, len(prompts), self.batch_size):
             part = prompts[start : start + self.batch_size]
             latents = self._latents(part, first + start, control)
             with torch.no_grad(), sized(self.policy, self.size):
                 images = decode(self.policy, latents, self.decode_batch_size)
-            values = dict(zip(alone, score(alone, images, part, latents, self.decode_batch_size), strict=True)) if alone else {}
+            values = (
+                dict(
+                    zip(
+                        alone,
+                        score(alone, images, part, latents, self.decode_batch_size),
+                        strict=True,
+                    )
+                )
+                if alone
+                else {}
+            )
             if comparing:
                 with self.policy.base(), torch.no_grad(), sized(self.policy, self.size):
-                    before = decode(self.policy, self._latents(part, first + start), self.decode_batch_size)
-                pairs, asked = torch.stack([images, before], 1).flatten(0, 1), [prompt for prompt in part for _ in range(2)]
-                beside = score(comparing, pairs, asked, batch_size=self.decode_batch_size, members=2)
+                    before = decode(
+                        self.policy, self._latents(part, first + start), self.decode_batch_size
+                    )
+                pairs, asked = (
+                    torch.stack([images, before], 1).flatten(0, 1),
+                    [prompt for prompt in part for _ in range(2)],
+                )
+                beside = score(
+                    comparing, pairs, asked, batch_size=self.decode_batch_size, members=2
+                )
                 values |= dict(zip(comparing, beside[:, ::2], strict=True))
             for name in scored:
                 scores.setdefault(name, []).append(values[name])
             finite |= bool(finite_rows(images, latents).any())
             pictures.append(kept(images))
-        if control == NO_CONTROL and not finite and (len(prompts) > 1 or not first):  # of a longer list, a single one may fail
+        # of a longer list, a single one may fail
+        if control == NO_CONTROL and not finite and (len(prompts) > 1 or not first):
             raise self._stopped(prompts[0], first)
         by_reward = {name: torch.cat(values) for name, values in scores.items()}
-        return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(scored, by_reward))
+        return Evaluation(
+            tuple(prompts), torch.cat(pictures), by_reward, verdicts(scored, by_reward)
+        )
 
     def best(
         self,
@@ -109,20 +138,31 @@ class Sampler:
         control: Control = NO_CONTROL,
         kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
-        """`evaluate` with the best of `control.best_of` pictures of each prompt, by the rewards that `weights` names; the first
-        of equally good ones."""
+        """`evaluate` with the best of `control.best_of` pictures of each prompt, by the rewards
+        that `weights` names; the first of equally good ones."""
         if control.best_of == 1:  # the control's own draw
             return self.evaluate(prompts, rewards, first=first, control=control, kept=kept)
-        draws = [control.model_copy(update={"draw": draw, "best_of": 1}) for draw in range(control.best_of)]
-        several = [self.evaluate(prompts, rewards, first=first, control=draw, kept=kept) for draw in draws]
+        draws = [
+            control.model_copy(update={"draw": draw, "best_of": 1})
+            for draw in range(control.best_of)
+        ]
+        several = [
+            self.evaluate(prompts, rewards, first=first, control=draw, kept=kept) for draw in draws
+        ]
         scores = {name: torch.stack([one.scores[name] for one in several], -1) for name in weights}
-        rows = range(len(prompts))  # by itself, so that a prompt's picture does not depend on the others
-        place = [int(utility({name: of[row, None] for name, of in scores.items()}, weights).argmax()) for row in rows]
+        # by itself, so that a prompt's picture does not depend on the others
+        rows = range(len(prompts))
+        place = [
+            int(utility({name: of[row, None] for name, of in scores.items()}, weights).argmax())
+            for row in rows
+        ]
 
         def chosen(values: Sequence[Tensor]) -> Tensor:
             return torch.stack([values[place[row]][row] for row in rows])
 
-        by_reward = {name: chosen([one.scores[name] for one in several]) for name in several[0].scores}
+        by_reward = {
+            name: chosen([one.scores[name] for one in several]) for name in several[0].scores
+        }
         right = [one.right for one in several if one.right is not None]
         images = chosen([one.images for one in several])
         return Evaluation(tuple(prompts), images, by_reward, chosen(right) if right else None)
@@ -132,7 +172,10 @@ class Sampler:
         with sized(self.policy, self.size):
             noise = self.policy.noise([generator_for(self.seed, "picture", index)])
             fault = first_not_finite(self.policy, prompt, noise, self.sigmas)
-        return Stopped(fault or f"the picture of {prompt!r:.80} has NaN or infinity, though it had none when drawn again")
+        return Stopped(
+            fault
+            or f"the picture of {prompt!r:.80} has NaN or infinity, though it had none when drawn again"
+        )
 
     @torch.no_grad()
     def _latents(self, prompts: Sequence[str], first: int, control: Control = NO_CONTROL) -> Tensor:
@@ -144,7 +187,12 @@ class Sampler:
             with guided_by(policy, control.guidance):
                 cond = policy.encode(guidance.encoded(prompts))
             engine = GuidedEngine(
-                policy=policy, cond=cond, sigmas=sigmas, batch_size=count, on_rows=self.on_rows, guidance=guidance
+                policy=policy,
+                cond=cond,
+                sigmas=sigmas,
+                batch_size=count,
+                on_rows=self.on_rows,
+                guidance=guidance,
             )
             noise = policy.noise([generator_for(seed, "picture", first + i) for i in range(count)])
             return control.sample(engine, noise, seed, first)
@@ -163,7 +211,9 @@ class Drawing(Section):
     policy: PolicyConfig
     weights: str | None = None
     """A folder or a .safetensors file of tuned weights; None: the base model's."""
-    strength: Annotated[float, Offer("Strength of the adapter", "0: the base model.", (0, 2, 0.05), "adapter")] = 1.0
+    strength: Annotated[
+        float, Offer("Strength of the adapter", "0: the base model.", (0, 2, 0.05), "adapter")
+    ] = 1.0
     shift: Shift = "model"
     seed: Annotated[int, Field(ge=0)] = 0
     batch_size: Count = 16
@@ -172,15 +222,23 @@ class Drawing(Section):
         """The sampler of the policy, which has the weights."""
         size = self.batch_size
         return Sampler(
-            policy=policy, shift=self.shift, num_steps=steps, seed=self.seed, batch_size=size, decode_batch_size=size
+            policy=policy,
+            shift=self.shift,
+            num_steps=steps,
+            seed=self.seed,
+            batch_size=size,
+            decode_batch_size=size,
         )
 
 
 @torch.no_grad()
 def first_not_finite(policy: Policy, prompt: str, noise: Tensor, sigmas: Tensor) -> str | None:
-    """A message about the first part that is not finite when `prompt` is drawn by Euler's ODE from `noise` [1, ...]; None if
-    the picture is finite. All steps are always walked, so that the ranks of a sharded model make equally many calls."""
-    found = [name for name, values in _walk(policy, prompt, noise, sigmas) if not values.isfinite().all()]
+    """A message about the first part that is not finite when `prompt` is drawn by Euler's ODE from
+    `noise` [1, ...]; None if the picture is finite. All steps are always walked, so that the ranks
+    of a sharded model make equally many calls."""
+    found = [
+        name for name, values in _walk(policy, prompt, noise, sigmas) if not values.isfinite().all()
+    ]
     return not_finite(found[0], getattr(policy, "dtype", None)) if found else None
 
 

@@ -1,6 +1,8 @@
-"""An evaluation in a folder: base and tuned pictures at several step counts, scored, a chunk at a time.
+"""An evaluation in a folder: base and tuned pictures at several step counts, scored, a chunk at a
+time.
 
-A chunk is finished when its file of scores exists; an interrupted evaluation continues with the other chunks.
+A chunk is finished when its file of scores exists; an interrupted evaluation continues with the
+other chunks.
 """
 
 from __future__ import annotations
@@ -28,13 +30,22 @@ from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import Drawing
 from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls
 from g2rpo.monitor.clips import clip_of, seconds_of
-from g2rpo.monitor.scores import Scored, picture_of, right_of, save_pictures, save_rows, score_rows, scores_of
+from g2rpo.monitor.scores import (
+    Scored,
+    picture_of,
+    right_of,
+    save_pictures,
+    save_rows,
+    score_rows,
+    scores_of,
+)
 
 Side = Literal["base", "control", "tuned", "tuned control"]
 
 
 class JudgingConfig(Drawing):
-    """The model, prompts, rewards and sampling of an evaluation; without weights the base model alone."""
+    """The model, prompts, rewards and sampling of an evaluation; without weights the base model
+    alone."""
 
     base: bool = True
     """Whether the base model is evaluated beside tuned weights; with controls it is."""
@@ -47,8 +58,8 @@ class JudgingConfig(Drawing):
     rewards: Annotated[RewardTable, Field(min_length=1)]
     steps: Annotated[list[Steps], Field(min_length=1)]
     controls: list[Control] = Field(default_factory=list)
-    """Free knobs of the base model, sampled beside it with the smallest of `steps` or their own; with any, the tuned model is
-    sampled as `TUNED` too."""
+    """Free knobs of the base model, sampled beside it with the smallest of `steps` or their own;
+    with any, the tuned model is sampled as `TUNED` too."""
     trained: list[str] = Field(default_factory=list)
     """The rewards that choose the best of several draws; empty: all."""
     contents: dict[str, str] = Field(default_factory=dict)
@@ -72,7 +83,8 @@ SWEEP_MAY_CHANGE = ("policy.device", "cache")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompts `start .. stop-1` with one side's weights at one step count: the unit that is sampled, scored and stored."""
+    """Prompts `start .. stop-1` with one side's weights at one step count: the unit that is
+    sampled, scored and stored."""
 
     side: Side
     steps: int
@@ -140,7 +152,9 @@ class Judging:
     @property
     def chosen_by(self) -> list[str]:
         """The rewards that choose the best of several draws."""
-        return [name for name in self.config.rewards if name in self.config.trained] or list(self.config.rewards)
+        return [name for name in self.config.rewards if name in self.config.trained] or list(
+            self.config.rewards
+        )
 
     def chunks(self) -> list[Chunk]:
         """All chunks, the base's first, because loading tuned weights may replace the base's."""
@@ -171,9 +185,11 @@ class Judging:
         rewards: Mapping[str, Reward],
         advance: Callable[[int], None] = lambda pictures: None,
     ) -> None:
-        """Samples, scores and stores `chunks`; `use_weights` is called once, before the first tuned one.
+        """Samples, scores and stores `chunks`; `use_weights` is called once, before the first tuned
+        one.
 
-        `advance(count)` is called after finished pictures. `UserError` for a disk error; finished chunks are kept.
+        `advance(count)` is called after finished pictures. `UserError` for a disk error; finished
+        chunks are kept.
         """
         tuned = False
         for chunk in chunks:
@@ -183,12 +199,15 @@ class Judging:
             prompts = self.prompts[chunk.start : chunk.stop]
             sampler = self.config.sampler(policy, chunk.steps)
             weights = {name: self.config.rewards[name].weight for name in self.chosen_by}
-            evaluation = sampler.best(prompts, rewards, weights, first=chunk.start, control=chunk.control, kept=to_uint8)
+            evaluation = sampler.best(
+                prompts, rewards, weights, first=chunk.start, control=chunk.control, kept=to_uint8
+            )
             self._store(chunk, evaluation, policy)
             advance(chunk.stop - chunk.start)
 
     def rows(self) -> Iterator[Row]:
-        """One row per picture of a complete evaluation: its file, prompt, index, seed, side, steps and scores."""
+        """One row per picture of a complete evaluation: its file, prompt, index, seed, side, steps
+        and scores."""
         for chunk in self.chunks():
             rows = self._finished(chunk)
             if rows is None:
@@ -196,14 +215,18 @@ class Judging:
             yield from rows
 
     def results(self) -> list[Row]:
-        """Per step count and reward the means of base and tuned (those evaluated), and of their paired change, with
-        intervals."""
+        """Per step count and reward the means of base and tuned (those evaluated), and of their
+        paired change, with intervals."""
         rows, table = list(self.rows()), []
         for steps in sorted(set(self.config.steps)):
             scores = {side: scores_where(rows, side=side, steps=steps) for side in self.sides}
             for name in self.config.rewards:
                 of = {side: by_name[name] for side, by_name in scores.items()}
-                line: Row = {"steps": steps, "reward": name, **{side: interval(own) for side, own in of.items()}}
+                line: Row = {
+                    "steps": steps,
+                    "reward": name,
+                    **{side: interval(own) for side, own in of.items()},
+                }
                 if len(of) == 2:
                     line["change"] = interval(of["tuned"] - of["base"])
                 table.append(line)
@@ -215,7 +238,10 @@ class Judging:
         at = min(c.steps)
         tuned = "tuned" in self.sides
         return against_controls(
-            {control: scores_where(rows, side="control", control=str(control)) for control in c.controls},
+            {
+                control: scores_where(rows, side="control", control=str(control))
+                for control in c.controls
+            },
             scores_where(rows, side="base", steps=at),
             at,
             {name: c.rewards[name].weight for name in self.chosen_by},
@@ -253,7 +279,9 @@ class Judging:
             return None
         pictures = [chunk.picture(index) for index in range(chunk.start, chunk.stop)]
         files = [file for row in rows for file in (row.picture, row.clip) if file is not None]
-        whole = [row.picture for row in rows] == pictures and all((self.directory / file).is_file() for file in files)
+        whole = [row.picture for row in rows] == pictures and all(
+            (self.directory / file).is_file() for file in files
+        )
         return [row.model_dump(exclude_unset=True) for row in rows] if whole else None
 
     def _store(self, chunk: Chunk, evaluation: Evaluation, policy: Policy) -> None:
@@ -269,10 +297,15 @@ class Judging:
                 "steps": chunk.steps,
                 **({"control": str(chunk.control)} if chunk.control != NO_CONTROL else {}),
             }
-            for row in score_rows(evaluation.prompts, evaluation.scores, evaluation.right, chunk.start)
+            for row in score_rows(
+                evaluation.prompts, evaluation.scores, evaluation.right, chunk.start
+            )
         ]
         with self._writing():
-            indices, seconds = range(chunk.start, chunk.stop), seconds_of(policy, evaluation.images.shape[1])
+            indices, seconds = (
+                range(chunk.start, chunk.stop),
+                seconds_of(policy, evaluation.images.shape[1]),
+            )
             save_pictures(self.directory / chunk.folder, evaluation.images, indices, seconds)
             scores = self._scores(chunk)
             scores.parent.mkdir(exist_ok=True)
@@ -285,15 +318,17 @@ class Judging:
             yield
         except OSError as error:
             again = "finished chunks are kept, and the same command goes on after them"
-            raise UserError(f"{self.directory}: cannot be written ({error.strerror}); {again}") from error
+            raise UserError(
+                f"{self.directory}: cannot be written ({error.strerror}); {again}"
+            ) from error
 
     def _scores(self, chunk: Chunk) -> Path:
         return EvaluationDirectory(self.directory).chunks / f"{chunk.name}.json"
 
 
 def scores_where(rows: Sequence[Row], **of: Any) -> dict[str, Tensor]:
-    """Scores [N] by reward of the rows that have these values, in float64, and the verdicts where rewards define right
-    pictures."""
+    """Scores [N] by reward of the rows that have these values, in float64, and the verdicts where
+    rewards define right pictures."""
     chosen = [row for row in rows if all(row.get(key) == value for key, value in of.items())]
     right = right_of(chosen)
     found = scores_of(chosen) | ({} if right is None else {RIGHT: right})

@@ -1,6 +1,8 @@
-"""What the untrained model reaches with free knobs, or as the best of several pictures, beside the tuned model.
+"""What the untrained model reaches with free knobs, or as the best of several pictures, beside the
+tuned model.
 
-A gain of training counts if it exceeds these, at their price: network evaluations and reward readings of a picture."""
+A gain of training counts if it exceeds these, at their price: network evaluations and reward
+readings of a picture."""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ Kind = Literal["base", "knob", "several", "tuned", "tuned knob"]
 
 
 class Way(Section):
-    """One way of sampling, a row of the table of controls: base or tuned model, a free knob, the best of several pictures.
-    Means and changes are by name."""
+    """One way of sampling, a row of the table of controls: base or tuned model, a free knob, the
+    best of several pictures. Means and changes are by name."""
 
     kind: Kind
     name: str
@@ -46,7 +48,11 @@ class Way(Section):
     @property
     def price(self) -> str:
         """Of a picture."""
-        readings = f" and {counted(self.readings, 'reading')} of the trained rewards" if self.readings else ""
+        readings = (
+            f" and {counted(self.readings, 'reading')} of the trained rewards"
+            if self.readings
+            else ""
+        )
         return f"{counted(self.evaluations, 'network evaluation')}{readings} a picture"
 
 
@@ -78,7 +84,11 @@ class Controls(Section):
         for name, base in self.ways[0].means.items():
             scored = [way for way in ways if not math.isnan(way.means[name])]
             way = max(scored, key=lambda way: way.means[name], default=None)
-            if way is not None and not math.isnan(base) and (not way.leads or way.leads[name].count):
+            if (
+                way is not None
+                and not math.isnan(base)
+                and (not way.leads or way.leads[name].count)
+            ):
                 best[name] = way
         return best
 
@@ -92,12 +102,15 @@ def against_controls(
     tuned_control: ControlScores | None = None,
     training: int | None = None,
 ) -> Controls:
-    """The table of controls, from the base's scores by control and the tuned model's (`tuned_control`: as `TUNED`), all of the
-    same prompts: the rows that `evaluate --controls`, `compare --controls`, results.json, the report and model cards show. The
-    base first; then the free knobs, the best of 2, 4, ... draws, chosen by the trained rewards with their `weights`, and the
-    tuned model, plain and as `TUNED`."""
+    """The table of controls, from the base's scores by control and the tuned model's
+    (`tuned_control`: as `TUNED`), all of the same prompts: the rows that `evaluate --controls`,
+    `compare --controls`, results.json, the report and model cards show. The base first; then the
+    free knobs, the best of 2, 4, ... draws, chosen by the trained rewards with their `weights`, and
+    the tuned model, plain and as `TUNED`."""
 
-    def way(kind: Kind, name: str, evaluations: int, scores: ControlScores, readings: int = 0) -> Way:
+    def way(
+        kind: Kind, name: str, evaluations: int, scores: ControlScores, readings: int = 0
+    ) -> Way:
         return Way(
             kind=kind,
             name=name,
@@ -105,7 +118,9 @@ def against_controls(
             readings=readings,
             means={of: float(values.double().nanmean()) for of, values in scores.items()},
             changes={of: interval(values - base[of]) for of, values in scores.items()},
-            leads={} if tuned is None else {of: interval(tuned[of] - values) for of, values in scores.items()},
+            leads={}
+            if tuned is None
+            else {of: interval(tuned[of] - values) for of, values in scores.items()},
         )
 
     ways = [way("base", "base", num_steps, base)]
@@ -118,7 +133,9 @@ def against_controls(
             draws.append(scores)
     drawn = {name: torch.stack([draw[name] for draw in draws], -1) for name in base}
     counts = [n for n in CHOSEN_FROM if n <= len(draws)]
-    ways += [way("several", f"best of {n}", n * num_steps, best_of(drawn, weights, n), n) for n in counts]
+    ways += [
+        way("several", f"best of {n}", n * num_steps, best_of(drawn, weights, n), n) for n in counts
+    ]
     if tuned is not None:
         ways.append(way("tuned", "tuned", num_steps, tuned))
     if tuned_control is not None:
@@ -126,16 +143,19 @@ def against_controls(
     return Controls(prompts=len(next(iter(base.values()))), ways=ways, training=training)
 
 
-def best_of(scores: Mapping[str, Tensor], weights: Mapping[str, float], n: int) -> dict[str, Tensor]:
-    """The expected scores [N] by name of the best of n pictures, from scores [N, S] of S >= n pictures of each prompt; the best
-    has the highest `utility`."""
+def best_of(
+    scores: Mapping[str, Tensor], weights: Mapping[str, float], n: int
+) -> dict[str, Tensor]:
+    """The expected scores [N] by name of the best of n pictures, from scores [N, S] of S >= n
+    pictures of each prompt; the best has the highest `utility`."""
     by = utility(scores, weights)
     return {name: expected_of_best(by, values, n) for name, values in scores.items()}
 
 
 def utility(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """What pictures [N, S] are chosen by: the weighted sum of their trained rewards, each as its deviation from the prompt's
-    mean in units of its standard deviation within a prompt. As in training, a missing score counts as the mean."""
+    """What pictures [N, S] are chosen by: the weighted sum of their trained rewards, each as its
+    deviation from the prompt's mean in units of its standard deviation within a prompt. As in
+    training, a missing score counts as the mean."""
     total = torch.zeros_like(next(iter(scores.values())), dtype=torch.float64)
     for name, weight in weights.items():
         values = scores[name].double()
@@ -146,11 +166,16 @@ def utility(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tenso
 
 
 def expected_of_best(by: Tensor, of: Tensor, n: int) -> Tensor:
-    """The expected value `of` [N] of the picture that is highest in `by` [N, S] among n of the S, drawn without replacement,
-    which is unbiased for n new pictures. One of equally good pictures is taken by lot; missing values are left out."""
+    """The expected value `of` [N] of the picture that is highest in `by` [N, S] among n of the S,
+    drawn without replacement, which is unbiased for n new pictures. One of equally good pictures is
+    taken by lot; missing values are left out."""
     count = by.shape[-1]
-    of_rank = torch.tensor([math.comb(rank, n - 1) / math.comb(count, n) for rank in range(count)], dtype=torch.float64)
-    chance = torch.empty_like(by, dtype=torch.float64).scatter_(-1, by.argsort(-1), of_rank.expand(by.shape))
+    of_rank = torch.tensor(
+        [math.comb(rank, n - 1) / math.comb(count, n) for rank in range(count)], dtype=torch.float64
+    )
+    chance = torch.empty_like(by, dtype=torch.float64).scatter_(
+        -1, by.argsort(-1), of_rank.expand(by.shape)
+    )
     equal = (by[..., :, None] == by[..., None, :]).double()
     chance = (equal * chance[..., None, :]).sum(-1) / equal.sum(-1)
     known = ~of.isnan()
@@ -163,8 +188,8 @@ def told(found: Controls, trained: Sequence[str]) -> list[str]:
 
 
 def in_words(found: Sequence[Controls], names: Sequence[str]) -> list[str]:
-    """A sentence for each of `names`: base, best free knob, best of several and tuned model, on the same prompts; means over
-    runs."""
+    """A sentence for each of `names`: base, best free knob, best of several and tuned model, on the
+    same prompts; means over runs."""
     return [_sentence(found, name) for name in names if all(name in one.best for one in found)]
 
 
@@ -173,9 +198,15 @@ def in_figures(found: Sequence[Controls], names: Sequence[str]) -> list[str]:
     said = []
     for name in names:
         kinds = [one.best for one in found], [one.best_of for one in found]
-        said += [_lead_over(found, [best[name] for best in kind], name) for kind in kinds if all(name in best for best in kind)]
+        said += [
+            _lead_over(found, [best[name] for best in kind], name)
+            for kind in kinds
+            if all(name in best for best in kind)
+        ]
         said += _with_tuned_control(found, name)
-    return said + (_paid_back(found) if found and all(one.training and one.best_of for one in found) else [])
+    return said + (
+        _paid_back(found) if found and all(one.training and one.best_of for one in found) else []
+    )
 
 
 def _sentence(found: Sequence[Controls], name: str) -> str:
@@ -183,7 +214,11 @@ def _sentence(found: Sequence[Controls], name: str) -> str:
     several = [one.best_of[name] for one in found if name in one.best_of]
     base, knob, tuned = (
         _mean_over(ways, name)
-        for ways in ([one.ways[0] for one in found], knobs, [way for one in found for way in one.of("tuned")])
+        for ways in (
+            [one.ways[0] for one in found],
+            knobs,
+            [way for one in found for way in one.of("tuned")],
+        )
     )
     chosen = f", {_mean_over(several, name)} as the {several[0].name} pictures" if several else ""
     start = f"{base} are right" if name == RIGHT else f"{name} is {base}"
@@ -201,8 +236,12 @@ def _lead_over(found: Sequence[Controls], best: Sequence[Way], name: str) -> str
     low, high = (leads[0].low, leads[0].high) if len(leads) == 1 else (min(means), max(means))
     judged, ends = "no clear difference", ""
     if math.isfinite(low):
-        judged = "training gained more" if low > 0 else "training gained less" if high < 0 else judged
-        ends = f", {_lead(low, name)} to {_lead(high, name)}" + (f" over {len(leads)} seeds" if len(leads) > 1 else "")
+        judged = (
+            "training gained more" if low > 0 else "training gained less" if high < 0 else judged
+        )
+        ends = f", {_lead(low, name)} to {_lead(high, name)}" + (
+            f" over {len(leads)} seeds" if len(leads) > 1 else ""
+        )
     by, points = ("", " points") if name == RIGHT else (f" in {name}", "")
     lead = f"{_lead(sum(means) / len(means), name)}{points}{ends}"
     way = _named(best)
@@ -243,4 +282,6 @@ def _value(value: float, name: str) -> str:
 
 
 def _lead(value: float, name: str) -> str:
-    return (f"{100 * value:+.0f}" if name == RIGHT else f"{value:+.3f}").replace("-", "\N{MINUS SIGN}")
+    return (f"{100 * value:+.0f}" if name == RIGHT else f"{value:+.3f}").replace(
+        "-", "\N{MINUS SIGN}"
+    )

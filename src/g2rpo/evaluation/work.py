@@ -14,23 +14,26 @@ from g2rpo.core.errors import UserError
 from g2rpo.rollout.planning import count_per_prompt, count_trained, trained_sigmas
 
 TRAINED_LATENT = 3
-"""The cost of one latent of a training pass in evaluations: one for the forward pass, two for the backward pass."""
+"""The cost of one latent of a training pass in evaluations: one for the forward pass, two for the
+backward pass."""
 
 
 def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
     """The cost of an iteration (from 0) in network evaluations of one latent.
 
-    A rollout's evaluations, three for each latent of the training pass, and one for each that it evaluates without gradient,
-    under the untrained or the old weights. `evaluations` are the rollout's if known; beforehand an algorithm may only give an
-    upper bound.
+    A rollout's evaluations, three for each latent of the training pass, and one for each that it
+    evaluates without gradient, under the untrained or the old weights. `evaluations` are the
+    rollout's if known; beforehand an algorithm may only give an upper bound.
     """
     return _work(config, plans_in(config, iteration), evaluations)
 
 
 def work_of_run(config: Config) -> int:
-    """The `work` of all iterations. Those with the same plans cost the same and are counted once: counting one calls the
-    algorithm's loss."""
-    times = Counter(tuple(plans_in(config, iteration)) for iteration in range(config.trainer.iterations))
+    """The `work` of all iterations. Those with the same plans cost the same and are counted once:
+    counting one calls the algorithm's loss."""
+    times = Counter(
+        tuple(plans_in(config, iteration)) for iteration in range(config.trainer.iterations)
+    )
     return sum(count * _work(config, plans) for plans, count in times.items())
 
 
@@ -47,7 +50,11 @@ def plans_in(config: Config, iteration: int) -> list[Plan]:
 
 def trained_sigmas_of(config: Config, sigmas: Tensor) -> list[float]:
     """The sigmas at which a run trains, falling."""
-    plans = {plan for iteration in range(config.trainer.iterations) for plan in plans_in(config, iteration)}
+    plans = {
+        plan
+        for iteration in range(config.trainer.iterations)
+        for plan in plans_in(config, iteration)
+    }
     return trained_sigmas(config.algorithm, [*plans], sigmas)
 
 
@@ -65,7 +72,8 @@ MOST_ITERATIONS = 1_000_000
 
 
 def iterations_within(config: Config, evaluations: float) -> int:
-    """The most iterations whose `work` stays within `evaluations`; a `UserError` if that is none."""
+    """The most iterations whose `work` stays within `evaluations`; a `UserError` if that is
+    none."""
     known: dict[tuple[Plan, ...], int] = {}
 
     def cost(iteration: int) -> int:
@@ -76,10 +84,14 @@ def iterations_within(config: Config, evaluations: float) -> int:
 
     iterations, spent = 0, cost(0)
     if spent > evaluations:
-        raise UserError(f"a budget of {evaluations:,.0f} evaluations is below one iteration, which takes {spent:,}")
+        raise UserError(
+            f"a budget of {evaluations:,.0f} evaluations is below one iteration, which takes {spent:,}"
+        )
     while spent <= evaluations:
         iterations += 1
         if iterations > MOST_ITERATIONS:
-            raise UserError(f"a budget of {evaluations:,.0f} evaluations is more than {MOST_ITERATIONS:,} iterations")
+            raise UserError(
+                f"a budget of {evaluations:,.0f} evaluations is more than {MOST_ITERATIONS:,} iterations"
+            )
         spent += cost(iterations)
     return iterations

@@ -1,4 +1,5 @@
-"""Trained weights with the names of ComfyUI, kohya's trainers and ai-toolkit (`policies.comfyui`)."""
+"""Trained weights with the names of ComfyUI, kohya's trainers and ai-toolkit
+(`policies.comfyui`)."""
 
 from __future__ import annotations
 
@@ -16,11 +17,15 @@ from g2rpo.policies.comfyui import FLUX, ComfyUI, replaced_name
 
 
 def names_for(transformer: str, kind: str | None = None, format: str = "comfyui") -> ComfyUI:
-    """Other programs' names of a class of transformers, the catalogue's or those of the spec that `kind` (policy.kind) names;
-    UserError where none are known."""
+    """Other programs' names of a class of transformers, the catalogue's or those of the spec that
+    `kind` (policy.kind) names; UserError where none are known."""
     specs = [*catalogue.SPECS.values(), *([catalogue.spec_of(kind)] if kind else [])]
     for spec in specs:
-        if spec is not None and spec.comfyui is not None and spec.comfyui.transformer == transformer:
+        if (
+            spec is not None
+            and spec.comfyui is not None
+            and spec.comfyui.transformer == transformer
+        ):
             return spec.comfyui
     raise UserError(
         f"--format {format}: {transformer}: {'ComfyUI has' if format == 'comfyui' else 'there is'} no such model, or its "
@@ -45,12 +50,16 @@ def whole_names(names: ComfyUI) -> Callable[[str], str]:
 
 
 def tensors_for(adapter: Adapter, names: ComfyUI, format: str) -> dict[str, Tensor]:
-    """The tensors of an adapter with ComfyUI's keys, or with the original weights' names, as kohya's trainers and ai-toolkit
-    write them."""
+    """The tensors of an adapter with ComfyUI's keys, or with the original weights' names, as
+    kohya's trainers and ai-toolkit write them."""
     key_of: Callable[[str], str | None] = names.key
     if format != "comfyui":
-        if (original := names.original) is None or (format == "ai-toolkit" and original is FLUX.original):
-            raise UserError(f"--format {format}: no names of a {names.transformer} are known but those of --format diffusers")
+        if (original := names.original) is None or (
+            format == "ai-toolkit" and original is FLUX.original
+        ):
+            raise UserError(
+                f"--format {format}: no names of a {names.transformer} are known but those of --format diffusers"
+            )
         key_of = partial(replaced_name, original)
     renamed = Adapter(_renamed(adapter, format, names.transformer, key_of))
     if format != "kohya":
@@ -59,15 +68,20 @@ def tensors_for(adapter: Adapter, names: ComfyUI, format: str) -> dict[str, Tens
     for key, (down, up) in renamed.layers.items():
         key = "lora_unet_" + key.replace(".", "_")
         alpha = torch.tensor(float(len(down)))
-        tensors |= {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up, f"{key}.alpha": alpha}
+        tensors |= {
+            f"{key}.lora_down.weight": down,
+            f"{key}.lora_up.weight": up,
+            f"{key}.alpha": alpha,
+        }
     return tensors
 
 
 def _renamed(
     adapter: Adapter, format: str, transformer: str, key_of: Callable[[str], str | None]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The factors by other modules' names. Projections that the original weights keep in one matrix become one LoRA: the downs
-    below one another, the ups in the blocks of a diagonal, so that up @ down stacks their changes."""
+    """The factors by other modules' names. Projections that the original weights keep in one matrix
+    become one LoRA: the downs below one another, the ups in the blocks of a diagonal, so that up @
+    down stacks their changes."""
     grouped: dict[str, list[str]] = {}
     for module in sorted(adapter.layers, key=lambda name: (_place(name), name)):
         if (key := key_of(module)) is None:
@@ -79,12 +93,18 @@ def _renamed(
     layers = {}
     for key, modules in grouped.items():
         if key.endswith("qkv") and len(modules) != 3:
-            raise UserError(f"--format {format}: {key} is one matrix there; train to_q, to_k and to_v, not {modules} alone")
+            raise UserError(
+                f"--format {format}: {key} is one matrix there; train to_q, to_k and to_v, not {modules} alone"
+            )
         pairs = [adapter.layers[module] for module in modules]
-        if key.endswith("linear1") and _place(modules[0]) in range(4):  # FLUX.1's blocks of one stream; what is absent is zero
+        # FLUX.1's blocks of one stream; what is absent is zero
+        if key.endswith("linear1") and _place(modules[0]) in range(4):
             rank, width = pairs[0][0].shape
             found = dict(zip(map(_place, modules), pairs, strict=True))
-            lacks = {i: (torch.zeros(rank, width), torch.zeros(width * (4 if i == 3 else 1), rank)) for i in range(4)}
+            lacks = {
+                i: (torch.zeros(rank, width), torch.zeros(width * (4 if i == 3 else 1), rank))
+                for i in range(4)
+            }
             pairs = [{**lacks, **found}[i] for i in range(4)]
         downs, ups = zip(*pairs, strict=True)
         layers[key] = pairs[0] if len(pairs) == 1 else (torch.cat(downs), torch.block_diag(*ups))

@@ -1,4 +1,5 @@
-"""`g2rpo export`: a run's weights as other programs read them, and whole transformers with the trained weights in them."""
+"""`g2rpo export`: a run's weights as other programs read them, and whole transformers with the
+trained weights in them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ FILE_FORMATS = ("comfyui", "kohya", "ai-toolkit")
 
 @dataclass
 class Rounding:
-    """Sums of squares over all changed weights: of the change by training, and of the rounding error of the stored dtype."""
+    """Sums of squares over all changed weights: of the change by training, and of the rounding
+    error of the stored dtype."""
 
     trained: float = 0.0
     lost: float = 0.0
@@ -59,18 +61,24 @@ def export(
     assistant: bool = False,
     notify: Callable[[str], None] = lambda message: None,
 ) -> tuple[Path, Rounding | None]:
-    """Writes a new folder or, for `FILE_FORMATS`, a new file; returns where, and what rounding has cost merged weights.
+    """Writes a new folder or, for `FILE_FORMATS`, a new file; returns where, and what rounding has
+    cost merged weights.
 
-    The base model is read only where its weights are needed. Of an adapter that continues another, `learnt` leaves that out;
-    `assistant` adds the run's assistant. `notify` is called with what a format cannot say of an adapter. UserError for a run
-    without weights, and for models and modules that a format has no names for.
+    The base model is read only where its weights are needed. Of an adapter that continues another,
+    `learnt` leaves that out; `assistant` adds the run's assistant. `notify` is called with what a
+    format cannot say of an adapter. UserError for a run without weights, and for models and modules
+    that a format has no names for.
     """
     refuse(_faults_of_format(format))
     config = Run(run).read_config()
-    early = f"policy.lora_above={config.policy.lora_above:g}, so the adapter acts at early steps only"
+    early = (
+        f"policy.lora_above={config.policy.lora_above:g}, so the adapter acts at early steps only"
+    )
     if config.policy.lora_above:
         refuse(_faults_of_early(early, format, assistant))
-    which = "".join([f"-{checkpoint}" if checkpoint else "", "-learnt" * learnt, "-with-assistant" * assistant])
+    which = "".join(
+        [f"-{checkpoint}" if checkpoint else "", "-learnt" * learnt, "-with-assistant" * assistant]
+    )
     out = out or _place(run, format, which)
     refuse(_faults_of_out(out, format))
     tuned = final(run, config) if checkpoint is None else from_checkpoint(run, config, checkpoint)
@@ -82,8 +90,14 @@ def export(
         with whole_file(out) if format in FILE_FORMATS else whole(out) as unfinished:
             rounding = _write(format, tuned, base, unfinished, finished, config.policy.kind)
     if config.policy.lora_above and format in FILE_FORMATS:
-        end = "keyframes of a LoRA hook end it" if format == "comfyui" else "the card of --format diffusers has what ends it"
-        notify(f"{early}; what reads {format} files applies it at all, unless told otherwise: {end}")
+        end = (
+            "keyframes of a LoRA hook end it"
+            if format == "comfyui"
+            else "the card of --format diffusers has what ends it"
+        )
+        notify(
+            f"{early}; what reads {format} files applies it at all, unless told otherwise: {end}"
+        )
     return out, rounding
 
 
@@ -120,27 +134,38 @@ def _asked(tuned: TunedWeights, config: Config, learnt: bool, assistant: bool) -
 
 def _place(run: Path, format: str, which: str) -> Path:
     name = run.resolve().name if format == "comfyui" else f"{run.resolve().name}-{format}"
-    return Run(run).exports / (f"{name}{which}.safetensors" if format in FILE_FORMATS else f"{format}{which}")
+    return Run(run).exports / (
+        f"{name}{which}.safetensors" if format in FILE_FORMATS else f"{format}{which}"
+    )
 
 
 def _faults_of_out(out: Path, format: str) -> Iterator[str]:
     if format in FILE_FORMATS and out.suffix != ".safetensors":
-        place = ", in ComfyUI's models/loras or models/diffusion_models" if format == "comfyui" else ""
+        place = (
+            ", in ComfyUI's models/loras or models/diffusion_models" if format == "comfyui" else ""
+        )
         yield f"--out {out}: is one file in this format; name it NAME.safetensors{place}"
     if out.exists() if format in FILE_FORMATS else not is_empty(out):
         yield f"{out} exists; name another --out"
 
 
 def _write(
-    format: str, tuned: TunedWeights, base: Callable[[], Path], out: Path, finished: Path | None, kind: str | None
+    format: str,
+    tuned: TunedWeights,
+    base: Callable[[], Path],
+    out: Path,
+    finished: Path | None,
+    kind: str | None,
 ) -> Rounding | None:
-    """Writes a format; `finished` are the final weights of a run, where they are what is exported."""
+    """Writes a format; `finished` are the final weights of a run, where they are what is
+    exported."""
     if format == "merged":
         return merge(tuned, base(), out)
     if format in FILE_FORMATS:
         names = names_for(tuned.kind, kind, format)
         if tuned.adapter is not None:
-            header = {key: text for key, text in tuned.adapter.metadata.items() if key != CONFIG}  # of diffusers' names
+            # of diffusers' names
+            header = {key: text for key, text in tuned.adapter.metadata.items() if key != CONFIG}
             write_tensors(out, tensors_for(tuned.adapter, names, format), header)
             return None
         if format != "comfyui":
@@ -158,10 +183,16 @@ def _write(
 
 
 def merge(
-    tuned: TunedWeights, base: Path, out: Path, *, rounded: bool = True, rename: Callable[[str], str] | None = None
+    tuned: TunedWeights,
+    base: Path,
+    out: Path,
+    *,
+    rounded: bool = True,
+    rename: Callable[[str], str] | None = None,
 ) -> Rounding:
-    """Writes the folder of a transformer, file by file as in `base`, with the trained weights in the dtypes that are there, or
-    in the one that they were trained in if not `rounded`; or, with `rename`, one file of all tensors under other names."""
+    """Writes the folder of a transformer, file by file as in `base`, with the trained weights in
+    the dtypes that are there, or in the one that they were trained in if not `rounded`; or, with
+    `rename`, one file of all tensors under other names."""
     rounding, missing, renamed = Rounding(), set(tuned.names), dict[str, Tensor]()
     for path in weight_files(base):
         tensors = dict(_merged(tuned, path, rounding, rounded))
@@ -171,7 +202,9 @@ def merge(
         else:
             renamed |= {rename(name): value for name, value in tensors.items()}
     if missing:
-        raise UserError(f"{base}: is another model than the one that was trained; it has no {min(missing)}")
+        raise UserError(
+            f"{base}: is another model than the one that was trained; it has no {min(missing)}"
+        )
     if rename is not None:
         _save(renamed, out)
         return rounding
@@ -180,7 +213,9 @@ def merge(
     return rounding
 
 
-def _merged(tuned: TunedWeights, path: Path, rounding: Rounding, rounded: bool) -> Iterator[tuple[str, Tensor]]:
+def _merged(
+    tuned: TunedWeights, path: Path, rounding: Rounding, rounded: bool
+) -> Iterator[tuple[str, Tensor]]:
     with loading(f"{path}: cannot be read"), safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118
             before = file.get_tensor(name)

@@ -1,4 +1,5 @@
-"""`g2rpo check-model`: whether a policy draws, learns and saves as the diffusers pipeline does that it runs, with numbers."""
+"""`g2rpo check-model`: whether a policy draws, learns and saves as the diffusers pipeline does that
+it runs, with numbers."""
 
 from __future__ import annotations
 
@@ -40,9 +41,11 @@ CHECKED_STEPS, CHECK_SEED = 4, 5
 SLOPE = 0.02
 """The largest relative error of a slope; differences of float32 leave about three digits."""
 LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
-"""The largest difference, of pictures in [0, 1] and of velocities relative to the largest one, by `policy.dtype`."""
+"""The largest difference, of pictures in [0, 1] and of velocities relative to the largest one, by
+`policy.dtype`."""
 OTHER_SOLVER = 1e-2
-"""The same, for pictures of a pipeline with another solver than Euler's, whose times are whole numbers."""
+"""The same, for pictures of a pipeline with another solver than Euler's, whose times are whole
+numbers."""
 
 DESCRIPTION = "see `encoded` (all results of encode_prompt, in order), `widths`, `fixed` and `one_time` of the PipelineSpec"
 REMEDIES = {
@@ -60,7 +63,8 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """One thing that was checked: what was found, in words, and for measured differences the `error` and its `limit`."""
+    """One thing that was checked: what was found, in words, and for measured differences the
+    `error` and its `limit`."""
 
     name: str
     found: str
@@ -78,7 +82,8 @@ class ModelCheck:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a pipeline drew by its own call: pictures, the noise and the velocity of its first step, and its sigmas."""
+    """What a pipeline drew by its own call: pictures, the noise and the velocity of its first step,
+    and its sigmas."""
 
     pictures: Tensor
     noise: Tensor
@@ -92,7 +97,8 @@ class _Settings(Section):
 
 
 def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterator[ModelCheck]:
-    """Checks a pipeline, in a folder or of a hub id, as the policy `kind` (None: the catalogue's), with `policy.` overrides."""
+    """Checks a pipeline, in a folder or of a hub id, as the policy `kind` (None: the catalogue's),
+    with `policy.` overrides."""
     if kind is not None and plugins.is_code(kind):
         plugins.allow(kind)
     given = {"path": path, "kind": kind, **SIZE}
@@ -101,7 +107,9 @@ def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterat
     kind_of, spec, device = loaded.kind, loaded.kind.spec, loaded.setting["device"]
     options = loaded.config
     if spec.frames is not None and config.num_frames is None:
-        options = options.model_copy(update={"num_frames": 1 + int(getattr(loaded.pipeline, spec.frames))})
+        options = options.model_copy(
+            update={"num_frames": 1 + int(getattr(loaded.pipeline, spec.frames))}
+        )
     pipelines = iter([loaded.pipeline])
     del loaded
     with tempfile.TemporaryDirectory() as folder:
@@ -126,10 +134,15 @@ def prompts_for(spec: PipelineSpec, folder: Path) -> list[Prompt]:
 
 
 def drawn_by(
-    pipeline: Any, spec: PipelineSpec, options: PolicyConfig, prompts: Sequence[Prompt], steps: int = CHECKED_STEPS
+    pipeline: Any,
+    spec: PipelineSpec,
+    options: PolicyConfig,
+    prompts: Sequence[Prompt],
+    steps: int = CHECKED_STEPS,
 ) -> Drawn:
-    """Pictures by the pipeline's own call. Prompts go one by one where there are input pictures, or where prompts that are
-    encoded together change each other (CogView4 pads them without a mask)."""
+    """Pictures by the pipeline's own call. Prompts go one by one where there are input pictures, or
+    where prompts that are encoded together change each other (CogView4 pads them without a
+    mask)."""
     pipeline.set_progress_bar_config(disable=True)
     guided, scheduler = spec.is_guided(pipeline, options.guidance_scale), pipeline.scheduler
     euler = type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
@@ -137,13 +150,17 @@ def drawn_by(
     generators = [generator_for(CHECK_SEED, "picture", i) for i in range(len(prompts))]
     if spec.guider:
         pipeline.guider = guiding(
-            pipeline.guider, spec.guidance if options.guidance_scale is None else options.guidance_scale, guided
+            pipeline.guider,
+            spec.guidance if options.guidance_scale is None else options.guidance_scale,
+            guided,
         )
     own, pictures, firsts = scheduler.step, [], []
     for rows in [[row] for row in range(len(prompts))] if alone else [list(range(len(prompts)))]:
         seen: list[tuple[Tensor, Tensor]] = []
 
-        def step(velocity: Tensor, time: Any, latents: Tensor, seen: Any = seen, **given: Any) -> Any:
+        def step(
+            velocity: Tensor, time: Any, latents: Tensor, seen: Any = seen, **given: Any
+        ) -> Any:
             seen.append((latents.float(), velocity.float()))
             if euler:
                 return own(velocity, time, latents, **given)
@@ -159,7 +176,12 @@ def drawn_by(
             changes["image"] = opened[0] if spec.most_pictures == 1 else opened
         scheduler.step = step
         try:
-            made = pipeline(**{**spec.arguments(pipeline, options, rows=len(rows), guided=guided, steps=steps), **changes})[0]
+            made = pipeline(
+                **{
+                    **spec.arguments(pipeline, options, rows=len(rows), guided=guided, steps=steps),
+                    **changes,
+                }
+            )[0]
         finally:
             del scheduler.step
         pictures.append(opaque(made.float()))
@@ -180,7 +202,11 @@ def reported(found: Iterator[ModelCheck]) -> Iterator[ModelCheck]:
         except Exception as error:  # the pipeline's code, or a wrong description of it
             if out_of_memory(error):
                 raise
-            yield ModelCheck(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", math.nan)
+            yield ModelCheck(
+                name,
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                math.nan,
+            )
             return
 
 
@@ -192,14 +218,16 @@ def checks(
     folder: Path,
     on: str = "cpu",
 ) -> Iterator[ModelCheck]:
-    """Checks a policy class with `config` on a device, on two pipelines from `load`, of which one is in memory at a time."""
+    """Checks a policy class with `config` on a device, on two pipelines from `load`, of which one
+    is in memory at a time."""
     device = torch.device(on)
     own = drawn_by(load().to(device), kind.spec, config, prompts)
     limit = max(LIMITS[config.dtype], 0.0 if own.euler else OTHER_SOLVER)
     policy = kind(load(), config, device=device)
     cond = policy.encode(prompts)
     yield ModelCheck(
-        "policy", f"{kind.spec.pipeline_class} is run as a policy, with {policy.shapes(77).rows} rows an evaluation"
+        "policy",
+        f"{kind.spec.pipeline_class} is run as a policy, with {policy.shapes(77).rows} rows an evaluation",
     )
 
     noise = policy.noise([generator_for(CHECK_SEED, "picture", i) for i in range(len(prompts))])
@@ -209,7 +237,8 @@ def checks(
     yield _equal("velocity", velocity, own.velocity, limit, "of the first step as its own", without)
 
     grids = {
-        shift: Sampler(policy=policy, shift=shift, num_steps=CHECKED_STEPS, seed=CHECK_SEED) for shift in ("model", "scheduler")
+        shift: Sampler(policy=policy, shift=shift, num_steps=CHECKED_STEPS, seed=CHECK_SEED)
+        for shift in ("model", "scheduler")
     }
     apart = {shift: _apart(each.sigmas, own.sigmas) for shift, each in grids.items()}
     shift = min(apart, key=lambda each: apart[each])
@@ -224,9 +253,15 @@ def checks(
     yield _equal("pictures", base, own.pictures, limit, f"as its own{how}")
 
     bound = policy.boundary  # of two experts each has one row
-    x, sigma = noise.to(device), torch.tensor([0.8, 0.3] if bound is None else [(1 + bound) / 2, bound / 2], device=device)
+    x, sigma = (
+        noise.to(device),
+        torch.tensor([0.8, 0.3] if bound is None else [(1 + bound) / 2, bound / 2], device=device),
+    )
     both, without = _velocity(policy, x, sigma, cond)
-    each = [_velocity(policy, x[i : i + 1], sigma[i : i + 1], policy.encode(prompts[i : i + 1]))[0] for i in range(2)]
+    each = [
+        _velocity(policy, x[i : i + 1], sigma[i : i + 1], policy.encode(prompts[i : i + 1]))[0]
+        for i in range(2)
+    ]
     yield _equal("batch", both, torch.cat(each), limit, "two rows as two of one", without)
 
     perturb(policy)
@@ -240,34 +275,59 @@ def checks(
     tuned = grids[shift].pictures(prompts)
     changed = _apart(tuned, base)
     policy.save(folder)
-    loader = f"pipe.{policy.lora_loader}" if config.tuning == "lora" and policy.lora_loader else "from_pretrained, merged"
+    loader = (
+        f"pipe.{policy.lora_loader}"
+        if config.tuning == "lora" and policy.lora_loader
+        else "from_pretrained, merged"
+    )
     del policy, grids, trained
     pipeline = load()
     load_saved(pipeline, folder, config.tuning, low=config.expert == "low")
     again = drawn_by(pipeline.to(device), kind.spec, config, prompts)
-    said = f"saved, and loaded by {loader}, draw as the tuned policy (the base: {changed:.0e} apart)"
+    said = (
+        f"saved, and loaded by {loader}, draw as the tuned policy (the base: {changed:.0e} apart)"
+    )
     checked = _equal("weights", tuned, again.pictures, limit, said)
     if not changed > 2 * checked.error:
-        checked = ModelCheck("weights", f"perturbed weights change pictures by {changed:.0e} only: {checked.found}", math.nan)
+        checked = ModelCheck(
+            "weights",
+            f"perturbed weights change pictures by {changed:.0e} only: {checked.found}",
+            math.nan,
+        )
     yield checked
 
 
 def perturb(policy: DiffusersPolicy) -> None:
-    """Changes the trained weights visibly: an adapter, whose second factor is 0 at first, or all weights."""
+    """Changes the trained weights visibly: an adapter, whose second factor is 0 at first, or all
+    weights."""
     rank = policy.options.lora_rank
     with torch.no_grad():
         for name, weight in policy.tuning.named().items():
-            size = 0.01 if policy.options.tuning == "full" else 0.5 / rank**0.5 if "lora_B" in name else 0.0
-            weight.add_(size * torch.randn(weight.shape, generator=generator_for("perturb", name)).to(weight))
+            size = (
+                0.01
+                if policy.options.tuning == "full"
+                else 0.5 / rank**0.5
+                if "lora_B" in name
+                else 0.0
+            )
+            weight.add_(
+                size
+                * torch.randn(weight.shape, generator=generator_for("perturb", name)).to(weight)
+            )
 
 
 def load_saved(pipeline: Any, folder: Path, tuning: str, low: bool = False) -> None:
-    """Loads saved weights into a plain pipeline, of two experts into that for `low` noise, as the model card says."""
+    """Loads saved weights into a plain pipeline, of two experts into that for `low` noise, as the
+    model card says."""
     if tuning == "full":
-        pipeline.transformer = type(pipeline.transformer).from_pretrained(folder).to(pipeline.transformer.dtype)
+        pipeline.transformer = (
+            type(pipeline.transformer).from_pretrained(folder).to(pipeline.transformer.dtype)
+        )
         return
     if (loader := loader_of(pipeline)) is not None:
-        attrgetter(loader)(pipeline)(folder, weight_name=ADAPTER_FILE, **({"load_into_transformer_2": True} if low else {}))
+        attrgetter(loader)(pipeline)(
+            folder, weight_name=ADAPTER_FILE, **({"load_into_transformer_2": True} if low else {})
+        )
         return
     adapter = read_adapter(folder / ADAPTER_FILE)
     for module in adapter.layers:  # as `g2rpo export --format merged`
@@ -276,8 +336,9 @@ def load_saved(pipeline: Any, folder: Path, tuning: str, low: bool = False) -> N
 
 
 def slope(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> tuple[int, float, float]:
-    """How many trained tensors a gradient reaches, and the slope of a weighted mean of velocities along it: by central
-    differences, at the step that agrees best, and as autograd has it, which is its norm."""
+    """How many trained tensors a gradient reaches, and the slope of a weighted mean of velocities
+    along it: by central differences, at the step that agrees best, and as autograd has it, which is
+    its norm."""
     weights = torch.randn(x.shape, generator=generator_for("weights")).to(x)
     trained = policy.trainable_parameters()
 
@@ -285,8 +346,13 @@ def slope(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> tuple
         return (policy.velocity(x, sigma, cond) * weights).double().mean()
 
     found = torch.autograd.grad(loss(), trained, allow_unused=True)
-    gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
-    norm, size = (sum(float(each.detach().double().square().sum()) for each in all) ** 0.5 for all in (gradients, trained))
+    gradients = [
+        torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)
+    ]
+    norm, size = (
+        sum(float(each.detach().double().square().sum()) for each in all) ** 0.5
+        for all in (gradients, trained)
+    )
     if not norm:
         return 0, 0.0, 0.0
     slopes = []
@@ -302,13 +368,17 @@ def slope(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> tuple
             above, below = moved(1), moved(-2)
             moved(1)
             slopes.append((above - below) / (2 * step * norm))
-    return sum(bool(each.any()) for each in gradients), min(slopes, key=lambda each: abs(each - norm)), norm
+    return (
+        sum(bool(each.any()) for each in gradients),
+        min(slopes, key=lambda each: abs(each - norm)),
+        norm,
+    )
 
 
 @torch.no_grad()
 def _velocity(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> tuple[Tensor, str]:
-    """A velocity, and what its description lacks: "" if nothing. A call that fails is tried again as one that takes a single
-    time for all rows."""
+    """A velocity, and what its description lacks: "" if nothing. A call that fails is tried again
+    as one that takes a single time for all rows."""
     try:
         return policy.velocity(x, sigma, cond), ""
     except Exception as error:
@@ -321,21 +391,31 @@ def _velocity(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> t
             raise error from None
         if isinstance(error, UserError):
             return velocity, str(error)
-        return velocity, f"{ONE_TIME}; without it {type(error).__name__}: {str(error).splitlines()[0]}"
+        return (
+            velocity,
+            f"{ONE_TIME}; without it {type(error).__name__}: {str(error).splitlines()[0]}",
+        )
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
     return float((a.cpu() - b.cpu()).abs().max()) if a.shape == b.shape else math.nan
 
 
-def _equal(name: str, ours: Tensor, own: Tensor, limit: float, said: str, lacking: str = "") -> ModelCheck:
-    """Whether two tensors differ by at most `limit`, relative to the largest value where that is above 1, and nothing is
-    `lacking`."""
+def _equal(
+    name: str, ours: Tensor, own: Tensor, limit: float, said: str, lacking: str = ""
+) -> ModelCheck:
+    """Whether two tensors differ by at most `limit`, relative to the largest value where that is
+    above 1, and nothing is `lacking`."""
     if lacking:
         return ModelCheck(name, lacking, math.nan)
     error = _apart(ours, own)
     shapes = "" if ours.shape == own.shape else f"; {tuple(ours.shape)} and {tuple(own.shape)}"
-    return ModelCheck(name, f"{said}: largest difference {error:.0e}{shapes}", error, limit * max(1.0, float(own.abs().max())))
+    return ModelCheck(
+        name,
+        f"{said}: largest difference {error:.0e}{shapes}",
+        error,
+        limit * max(1.0, float(own.abs().max())),
+    )
 
 
 def _planned(policy: PolicyConfig) -> ModelCheck:
@@ -343,9 +423,17 @@ def _planned(policy: PolicyConfig) -> ModelCheck:
     late = ["algorithm.branch_steps=[8]"] if policy.expert == "low" else []
     try:
         config = load_config("scenes", late).model_copy(update={"policy": policy})
-        plan = make_plan(config, cuda=components.pick_device(policy.device) != "cpu", heldout=1, distinct_prompts=1)
+        plan = make_plan(
+            config,
+            cuda=components.pick_device(policy.device) != "cpu",
+            heldout=1,
+            distinct_prompts=1,
+        )
     except UserError as error:
         return ModelCheck("plan", str(error), math.nan)
     what = "all weights" if policy.tuning == "full" else f"a LoRA of rank {policy.lora_rank}"
     size = f"{policy.height}x{policy.width}, {policy.dtype}"
-    return ModelCheck("plan", f"training {what} at {size} needs {in_bytes(plan.memory.needed)} (`g2rpo plan` counts a run)")
+    return ModelCheck(
+        "plan",
+        f"training {what} at {size} needs {in_bytes(plan.memory.needed)} (`g2rpo plan` counts a run)",
+    )

@@ -1,8 +1,9 @@
 """Alarms: signs in the log that a run goes wrong. docs/alarms.md has the table.
 
-`ALARMS` has a row for each. What it says is a function of the log (rows, and the held-out scores of every evaluation), so a
-resumed run raises the same ones, and so do all ranks. A row's alarms are `{name: observation and limit}`. An alarm is *new* in
-a row unless the row of the same kind before it had it too.
+`ALARMS` has a row for each. What it says is a function of the log (rows, and the held-out scores of
+every evaluation), so a resumed run raises the same ones, and so do all ranks. A row's alarms are
+`{name: observation and limit}`. An alarm is *new* in a row unless the row of the same kind before
+it had it too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ SILENT, MASKED = 0.5, 0.1
 SATURATED = math.erfc(math.sqrt(0.5))
 """The share of a normal distribution beyond one standard deviation, .317."""
 LEVEL = 0.05
-"""The probability of a false alarm by falling rewards in a whole run without any change, for any number of evaluations."""
+"""The probability of a false alarm by falling rewards in a whole run without any change, for any
+number of evaluations."""
 ALIKE = 0.5
 """The alarm `diversity`: the least spread of a prompt's pictures, as a share of the base's."""
 DIVERSITIES = {"right pictures": "diversity_right", "pictures": "diversity"}
@@ -44,7 +46,8 @@ CROWD, CROWD_LEVEL = 0.25, 1e-4
 
 @dataclass
 class Alarms:
-    """The alarms of one run; its log is `rows`, and `history` has the scores of every evaluation by iteration."""
+    """The alarms of one run; its log is `rows`, and `history` has the scores of every evaluation by
+    iteration."""
 
     trained: Sequence[str]
     judged: Sequence[str]
@@ -56,12 +59,17 @@ class Alarms:
     history: dict[int, Scores] = field(default_factory=dict)
 
     def see(self, row: Row, scores: Scores | None = None) -> list[str]:
-        """Adds a row to the log, with an evaluation's `scores`; sets its `alarms` if there are any; returns the new ones."""
+        """Adds a row to the log, with an evaluation's `scores`; sets its `alarms` if there are any;
+        returns the new ones."""
         before = next((other for other in reversed(self.rows) if other["kind"] == row["kind"]), {})
         self.rows.append(row)
         if scores is not None:
             self.history[row["iteration"]] = scores
-        found = {name: alarm.look(self, row["kind"]) for name, alarm in ALARMS.items() if name not in self.off}
+        found = {
+            name: alarm.look(self, row["kind"])
+            for name, alarm in ALARMS.items()
+            if name not in self.off
+        }
         raised = {name: said for name, said in found.items() if said is not None}
         if raised:
             row["alarms"] = raised
@@ -69,8 +77,13 @@ class Alarms:
 
     @property
     def best_so_far(self) -> bool:
-        """Whether the newest evaluation raised no alarm and its `judged_gain` is above that of all others that raised none."""
-        gains = [_number(row, "judged_gain") for row in self.rows if row["kind"] == "eval" and "alarms" not in row]
+        """Whether the newest evaluation raised no alarm and its `judged_gain` is above that of all
+        others that raised none."""
+        gains = [
+            _number(row, "judged_gain")
+            for row in self.rows
+            if row["kind"] == "eval" and "alarms" not in row
+        ]
         newest = self.rows[-1]
         if "alarms" in newest or math.isnan(gains[-1]):
             return False
@@ -78,8 +91,9 @@ class Alarms:
 
 
 def judged_gain(base: Scores, tuned: Scores, names: Sequence[str]) -> float:
-    """The gain of held-out scores over the base's: the change of each reward in `names`, averaged over prompts, in units of the
-    base's std over prompts (unscaled if that is 0), averaged over rewards. NaN if a reward has no scores."""
+    """The gain of held-out scores over the base's: the change of each reward in `names`, averaged
+    over prompts, in units of the base's std over prompts (unscaled if that is 0), averaged over
+    rewards. NaN if a reward has no scores."""
     gains = []
     for name in names:
         before = base[name].double()
@@ -91,7 +105,8 @@ def judged_gain(base: Scores, tuned: Scores, names: Sequence[str]) -> float:
 
 
 def drift(log: Alarms) -> str | None:
-    """Whether log-probs before the first update differ from the rollout's by more than the limit."""
+    """Whether log-probs before the first update differ from the rollout's by more than the
+    limit."""
     row, limit = log.rows[-1], log.drift_limit
     value = _number(row, "log_prob_drift")
     if "log_prob_drift" not in row or value <= limit:
@@ -116,19 +131,26 @@ def unscored(log: Alarms) -> str | None:
     """Whether a reward has no score for any held-out picture."""
     scores = log.history[log.rows[-1]["iteration"]]
     silent = [name for name, values in scores.items() if values.isnan().all()]
-    return "; ".join(f"{name} gave no score for any of {counted(len(scores[name]), 'picture')}" for name in silent) or None
+    return (
+        "; ".join(
+            f"{name} gave no score for any of {counted(len(scores[name]), 'picture')}"
+            for name in silent
+        )
+        or None
+    )
 
 
 def fallen_rewards(
     history: Mapping[int, Scores], trained: Sequence[str], moving: frozenset[str] = frozenset()
 ) -> dict[str, str]:
-    """Whether a held-out reward that is not `moving` is below what it was at an earlier evaluation: "hacking" if a trained
-    reward has risen since then, "decline" if none has.
+    """Whether a held-out reward that is not `moving` is below what it was at an earlier evaluation:
+    "hacking" if a trained reward has risen since then, "decline" if none has.
 
-    One-sided t-tests of paired differences, prompt by prompt on the same noise. Evaluation t (the base's is 0) tests each of R
-    rewards against t earlier evaluations, each at level a / (R t . t (t + 1)): by the union bound, and 1/2 + 1/6 + 1/12 + ... =
-    1, a run whose rewards do not change raises a false alarm with probability a (`LEVEL`) at most, however long it is. A rise
-    needs the plain level a: it counts only together with a fall.
+    One-sided t-tests of paired differences, prompt by prompt on the same noise. Evaluation t (the
+    base's is 0) tests each of R rewards against t earlier evaluations, each at level a / (R t . t
+    (t + 1)): by the union bound, and 1/2 + 1/6 + 1/12 + ... = 1, a run whose rewards do not change
+    raises a false alarm with probability a (`LEVEL`) at most, however long it is. A rise needs the
+    plain level a: it counts only together with a fall.
     """
     *earlier, (_, now) = history.items()
     looks = len(earlier)
@@ -137,10 +159,17 @@ def fallen_rewards(
     level = LEVEL / (len(now) * looks * looks * (looks + 1))
     said: dict[str, list[str]] = {}
     for name in (name for name in now if name not in moving):
-        chance, iteration = min((paired(before[name], now[name]).chance_of_fall, iteration) for iteration, before in earlier)
+        chance, iteration = min(
+            (paired(before[name], now[name]).chance_of_fall, iteration)
+            for iteration, before in earlier
+        )
         if chance < level:
             since = history[iteration]
-            risen = [other for other in trained if paired(now[other], since[other]).chance_of_fall < LEVEL]
+            risen = [
+                other
+                for other in trained
+                if paired(now[other], since[other]).chance_of_fall < LEVEL
+            ]
             fall = paired(since[name], now[name])
             rose = f" while {' and '.join(risen)} rose" if risen else ""
             said.setdefault("hacking" if risen else "decline", []).append(
@@ -151,42 +180,56 @@ def fallen_rewards(
 
 
 def outside(log: Alarms) -> str | None:
-    """Whether held-out pictures have left the base's range in a statistic: more than `crowd` of them on one side."""
+    """Whether held-out pictures have left the base's range in a statistic: more than `crowd` of
+    them on one side."""
     row = log.rows[-1]
     said, count = [], len(next(iter(log.history[row["iteration"]].values())))
     for key in row:
         name, _, side = key.removeprefix("image/").partition("/")
         if side in ("below", "above") and row[key] * count >= crowd(count) - 0.5:
             low, high, mean = (row[f"image/{name}{end}"] for end in ("/low", "/high", ""))
-            said.append(f"{name} {mean:.3g}, {row[key]:.0%} of the pictures {side} the base's {low:.3g} to {high:.3g}")
+            said.append(
+                f"{name} {mean:.3g}, {row[key]:.0%} of the pictures {side} the base's {low:.3g} to {high:.3g}"
+            )
     return "; ".join(said) or None
 
 
 def alike(log: Alarms) -> str | None:
-    """Whether pictures of one prompt differ less than half as much in the last evaluation as in the base's: its right pictures
-    if both know it, because wrong ones differ from them as well, and all of them else."""
+    """Whether pictures of one prompt differ less than half as much in the last evaluation as in the
+    base's: its right pictures if both know it, because wrong ones differ from them as well, and all
+    of them else."""
     rows = [row for row in log.rows if "diversity" in row]
     if len(rows) < 2 or rows[0]["iteration"] > 0:  # else the first row is not the base's
         return None
-    pairs = {which: [_number(row, key) for row in (rows[0], rows[-1])] for which, key in DIVERSITIES.items()}
-    which, (base, now) = next(item for item in pairs.items() if item[0] == "pictures" or not math.isnan(sum(item[1])))
+    pairs = {
+        which: [_number(row, key) for row in (rows[0], rows[-1])]
+        for which, key in DIVERSITIES.items()
+    }
+    which, (base, now) = next(
+        item for item in pairs.items() if item[0] == "pictures" or not math.isnan(sum(item[1]))
+    )
     if not now < ALIKE * base:
         return None
     return f"{which} of one prompt differ by {now:.3g}, the base's by {base:.3g}; limit {ALIKE:.0%} of that"
 
 
 def crowd(count: int) -> float:
-    """The number of `count` pictures beyond one end of the base's range that raises an alarm: a quarter, and a number that
-    other noise would give with probability below 1e-4; infinite if `count` is too small for that.
+    """The number of `count` pictures beyond one end of the base's range that raises an alarm: a
+    quarter, and a number that other noise would give with probability below 1e-4; infinite if
+    `count` is too small for that.
 
-    b pictures of the base lie beyond its end. If base and tuned pictures were drawn from one distribution, then which of the
-    outermost b + x of both are the base's would be a draw without replacement: P(at most b) is hypergeometric.
+    b pictures of the base lie beyond its end. If base and tuned pictures were drawn from one
+    distribution, then which of the outermost b + x of both are the base's would be a draw without
+    replacement: P(at most b) is hypergeometric.
     """
     from scipy.stats import hypergeom
 
     beyond = math.ceil(TAIL * count)
     fitting = range(math.ceil(CROWD * count), count + 1)
-    return next((x for x in fitting if hypergeom.cdf(beyond, 2 * count, count, x + beyond) < CROWD_LEVEL), math.inf)
+    return next(
+        (x for x in fitting if hypergeom.cdf(beyond, 2 * count, count, x + beyond) < CROWD_LEVEL),
+        math.inf,
+    )
 
 
 def fallen(name: str) -> Look:
@@ -208,7 +251,8 @@ class Watch:
 
 ALARMS = {
     "drift": Watch(
-        "rollout and training disagree about the model: find what differs, or use float32 or a larger clip range", drift
+        "rollout and training disagree about the model: find what differs, or use float32 or a larger clip range",
+        drift,
     ),
     "masked": Watch(
         "a reward gives no scores: look at its code, or at the log of its server",
@@ -227,23 +271,34 @@ ALARMS = {
         "the reward is being gamed: train on the fallen reward too, lower the learning rate, add algorithm.kl_weight",
         eval=fallen("hacking"),
     ),
-    "decline": Watch("the model is getting worse: lower the learning rate, or stop earlier", eval=fallen("decline")),
+    "decline": Watch(
+        "the model is getting worse: lower the learning rate, or stop earlier",
+        eval=fallen("decline"),
+    ),
     "pictures": Watch(
         "look at samples/ for blank, noisy or oversaturated ones; lower the learning rate, add algorithm.kl_weight",
         eval=outside,
     ),
     "diversity": Watch(
-        "pictures of one prompt become alike: stop earlier, lower the learning rate, add algorithm.kl_weight", eval=alike
+        "pictures of one prompt become alike: stop earlier, lower the learning rate, add algorithm.kl_weight",
+        eval=alike,
     ),
 }
 """By name; docs/alarms.md has the limits and their reasons."""
 
 
-def alarms_of(config: Config, sigmas: Tensor, policy: Policy, rewards: Mapping[str, Reward]) -> Alarms:
+def alarms_of(
+    config: Config, sigmas: Tensor, policy: Policy, rewards: Mapping[str, Reward]
+) -> Alarms:
     """The alarms of a run of `config`."""
-    algorithm, off = config.algorithm, frozenset(name for name in ALARMS if config.action_of(name) == "off")
+    algorithm, off = (
+        config.algorithm,
+        frozenset(name for name in ALARMS if config.action_of(name) == "off"),
+    )
     plans = (
-        plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
+        plan
+        for i in range(config.trainer.iterations)
+        for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
     )
     steps = {step for plan in plans for step in plan.stochastic if plan.trains(step)}
     entries = policy.noise([generator_for("alarms")]).numel()
@@ -253,13 +308,19 @@ def alarms_of(config: Config, sigmas: Tensor, policy: Policy, rewards: Mapping[s
 
 
 def rounding_of(config: Config) -> float:
-    """How far apart two velocities of one latent may lie, relative to their size, in the batches of rollout and training pass.
+    """How far apart two velocities of one latent may lie, relative to their size, in the batches of
+    rollout and training pass.
 
-    Two eps of the coarsest dtype of network, latents and velocities. With policy.quantize=fp8 a difference that small can round
-    an input of a layer to another float8 number; at worst both calls round independently, each with a variance of eps^2 / 12.
+    Two eps of the coarsest dtype of network, latents and velocities. With policy.quantize=fp8 a
+    difference that small can round an input of a layer to another float8 number; at worst both
+    calls round independently, each with a variance of eps^2 / 12.
     """
     rounding = 2 * config.precision.eps
-    return max(rounding, torch.finfo(torch.float8_e4m3fn).eps / math.sqrt(6)) if config.policy.quantize == "fp8" else rounding
+    return (
+        max(rounding, torch.finfo(torch.float8_e4m3fn).eps / math.sqrt(6))
+        if config.policy.quantize == "fp8"
+        else rounding
+    )
 
 
 def _number(row: Row, key: str) -> float:

@@ -32,7 +32,8 @@ ACROSS = 3  # panels beside each other, at most
 WIDTH, HEIGHT = 4.2, 3.0
 """Inches of a panel with its margins, in the longest row."""
 LEFT, RIGHT, BELOW, ABOVE, BESIDE = 0.6, 0.12, 0.6, 0.3, 0.65
-"""Inches around panels, and between those of a row. Matplotlib's own layouts draw everything twice."""
+"""Inches around panels, and between those of a row. Matplotlib's own layouts draw everything
+twice."""
 KEY = "Points: held-out prompts. Band: 95 % interval of their change from the base. Faint: batches that were trained on."
 
 Look = Literal["line", "marked", "faint", "range"]
@@ -40,9 +41,11 @@ Look = Literal["line", "marked", "faint", "range"]
 
 @dataclass(frozen=True)
 class CurveLine:
-    """One line of a chart. None or NaN in `y` is a gap; `ends` are those of an interval around each y, NaN for none.
+    """One line of a chart. None or NaN in `y` is a gap; `ends` are those of an interval around each
+    y, NaN for none.
 
-    `look`: "line", "marked" (a marker at every point), "faint" (behind the others), "range" (only the interval, behind).
+    `look`: "line", "marked" (a marker at every point), "faint" (behind the others), "range" (only
+    the interval, behind).
     """
 
     label: str
@@ -74,12 +77,18 @@ def draw_line(axes: Axes, line: CurveLine) -> None:
     alone = np.isfinite(y).sum() == 1
     if not alone:
         width, alpha = {"line": (1.6, 1.0), "marked": (2.0, 1.0), "faint": (1.0, 0.72)}[line.look]
-        (stroke,) = axes.plot(line.x, y, color=colour, linewidth=width, alpha=alpha, label=line.label, clip_on=False)
-        stroke.set(dash_capstyle="round", solid_capstyle="round", zorder=1.9 if line.look == "faint" else 2)
+        (stroke,) = axes.plot(
+            line.x, y, color=colour, linewidth=width, alpha=alpha, label=line.label, clip_on=False
+        )
+        stroke.set(
+            dash_capstyle="round", solid_capstyle="round", zorder=1.9 if line.look == "faint" else 2
+        )
         if DASHES[style]:
             stroke.set_dashes(DASHES[style])
     if alone or line.look == "marked":
-        marks = axes.scatter(line.x, y, s=46, marker=MARKERS[style], c=colour, edgecolors=FIGURE_PAPER, clip_on=False)
+        marks = axes.scatter(
+            line.x, y, s=46, marker=MARKERS[style], c=colour, edgecolors=FIGURE_PAPER, clip_on=False
+        )
         marks.set(linewidths=1.0, zorder=3, label=line.label if alone else "")
 
 
@@ -95,11 +104,15 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
     axes.locator_params("x", nbins=6, integer=True)
     axes.locator_params("y", nbins=6)
     axes.set_xlabel(panel.x_label, fontsize=9, color=FIGURE_SOFT)
-    axes.set_title(panel.title, fontsize=10, loc="left", y=1)  # where matplotlib would put it after a search
+    # where matplotlib would put it after a search
+    axes.set_title(panel.title, fontsize=10, loc="left", y=1)
 
 
-def small_multiples(rows: Sequence[Sequence[Panel]], note: str = "", *, legend: bool = False, zero: bool = False) -> Figure:
-    """Panels in rows, each from edge to edge, and a note below. `legend` names the first panel's lines; `zero` draws y = 0."""
+def small_multiples(
+    rows: Sequence[Sequence[Panel]], note: str = "", *, legend: bool = False, zero: bool = False
+) -> Figure:
+    """Panels in rows, each from edge to edge, and a note below. `legend` names the first panel's
+    lines; `zero` draws y = 0."""
     from matplotlib.figure import Figure
 
     width = WIDTH * max(map(len, rows), default=1)
@@ -109,7 +122,12 @@ def small_multiples(rows: Sequence[Sequence[Panel]], note: str = "", *, legend: 
     for number, row in enumerate(rows):
         top, bottom = height - HEIGHT * number - ABOVE, height - HEIGHT * (number + 1) + BELOW
         wide = (width - LEFT - RIGHT - BESIDE * (len(row) - 1)) / len(row)
-        edges = {"left": LEFT / width, "right": 1 - RIGHT / width, "bottom": bottom / height, "top": top / height}
+        edges = {
+            "left": LEFT / width,
+            "right": 1 - RIGHT / width,
+            "bottom": bottom / height,
+            "top": top / height,
+        }
         places = figure.add_gridspec(1, len(row), wspace=BESIDE / wide, **edges)
         for place, panel in enumerate(row):
             axes = figure.add_subplot(places[place])
@@ -130,8 +148,11 @@ def save_figure(path: Path | IO[bytes], figure: Figure) -> None:
     figure.savefig(path, dpi=120, pil_kwargs={"compress_level": 1})
 
 
-def heldout_line(label: str, evaluations: Sequence[Row], reward: str, prompts: int, style: int = 0) -> CurveLine:
-    """The means of a reward on `prompts` held-out prompts, with the 95 % interval of their change from the base."""
+def heldout_line(
+    label: str, evaluations: Sequence[Row], reward: str, prompts: int, style: int = 0
+) -> CurveLine:
+    """The means of a reward on `prompts` held-out prompts, with the 95 % interval of their change
+    from the base."""
     rows = [row for row in evaluations if f"reward/{reward}" in row]
     y = [_number(row[f"reward/{reward}"]) for row in rows]
     half = [half_width(_number(row.get(f"stderr/{reward}")), prompts) for row in rows]
@@ -140,7 +161,8 @@ def heldout_line(label: str, evaluations: Sequence[Row], reward: str, prompts: i
 
 
 def curves(rows: Sequence[Row], trained: Sequence[str], prompts: int) -> Figure:
-    """One panel per reward: evaluations on `prompts` held-out prompts, and training batches behind them."""
+    """One panel per reward: evaluations on `prompts` held-out prompts, and training batches behind
+    them."""
     evaluations = [row for row in rows if row["kind"] == "eval"]
     iterations = [row for row in rows if row["kind"] == "train"]
     panels = []
@@ -152,7 +174,9 @@ def curves(rows: Sequence[Row], trained: Sequence[str], prompts: int) -> Figure:
         if name in trained:
             x, y = [row["iteration"] for row in iterations], [row[key] for row in iterations]
             lines.append(CurveLine("training batches", x, y, look="faint"))
-        panels.append(Panel(f"{name} ({'trained on' if name in trained else 'judged only'})", lines))
+        panels.append(
+            Panel(f"{name} ({'trained on' if name in trained else 'judged only'})", lines)
+        )
     count = math.ceil(len(panels) / ACROSS)
     ends = [math.ceil(len(panels) * number / count) for number in range(1, count + 1)]
     return small_multiples([panels[start:end] for start, end in pairwise([0, *ends])], KEY)

@@ -30,8 +30,8 @@ def pil_of(image: Tensor) -> Image.Image:
 
 @dataclass(frozen=True)
 class PictureRow:
-    """A row of a grid: pictures [N, 3, H, W] or clips [N, T, 3, H, W], their scores [N] by reward and, if a reward defines it,
-    whether they are right [N] (1, 0, or NaN for unknown)."""
+    """A row of a grid: pictures [N, 3, H, W] or clips [N, T, 3, H, W], their scores [N] by reward
+    and, if a reward defines it, whether they are right [N] (1, 0, or NaN for unknown)."""
 
     images: Tensor
     label: str = ""
@@ -41,17 +41,27 @@ class PictureRow:
 
 def figure(value: float) -> str:
     """A score for display: three decimals, fewer if it is large."""
-    return "no score" if math.isnan(value) else f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
+    return (
+        "no score" if math.isnan(value) else f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
+    )
 
 
-def save_grid(path: Path, rows: Sequence[PictureRow], prompts: Sequence[str], note: str = "", seconds: float = 1.0) -> None:
-    """Writes rows of pictures (of clips their middle frames) as a PNG, one column per prompt: the prompt, its input picture
-    if it has one, and each picture with its verdict and scores below; below all the `note`. Beside it, a grid of clips is also
-    an animated WebP that lasts so many `seconds`."""
+def save_grid(
+    path: Path,
+    rows: Sequence[PictureRow],
+    prompts: Sequence[str],
+    note: str = "",
+    seconds: float = 1.0,
+) -> None:
+    """Writes rows of pictures (of clips their middle frames) as a PNG, one column per prompt: the
+    prompt, its input picture if it has one, and each picture with its verdict and scores below;
+    below all the `note`. Beside it, a grid of clips is also an animated WebP that lasts so many
+    `seconds`."""
     canvas, corners, size = _canvas(rows, prompts, note)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as unfinished:
-        canvas.save(unfinished, compress_level=1)  # files are a seventh larger than by default, written in half the time
+        # files are a seventh larger than by default, written in half the time
+        canvas.save(unfinished, compress_level=1)
     if rows[0].images.ndim == 4:
         return
     frames = []
@@ -75,7 +85,11 @@ def _canvas(
     under = LINE * max(len(row.scores) + (row.right is not None) for row in rows)
     right, step = left + len(prompts) * (width + gap), height + under + gap
     bottom = top + len(rows) * step
-    words = [line for part in note.split("\n") for line in textwrap.wrap(part, max(20, (right - 16) // 6))]
+    words = [
+        line
+        for part in note.split("\n")
+        for line in textwrap.wrap(part, max(20, (right - 16) // 6))
+    ]
     columns = [left + c * (width + gap) for c in range(len(prompts))]
     corners = [[(x, top + r * step) for x in columns] for r in range(len(rows))]
 
@@ -111,8 +125,8 @@ def _label(draw: ImageDraw.ImageDraw, label: str, top: int, height: int) -> None
 
 
 def _draw_scores(draw: ImageDraw.ImageDraw, row: PictureRow, index: int, x: int, y: int) -> None:
-    """The verdict on a picture, as a tick or a cross and as a word, so that no reader depends on colour; and its scores, a line
-    each."""
+    """The verdict on a picture, as a tick or a cross and as a word, so that no reader depends on
+    colour; and its scores, a line each."""
     if row.right is not None:
         if row.right[index].isnan():
             draw.text((x, y), "no verdict", fill=SOFT_COLOUR)
@@ -144,7 +158,11 @@ def beside(prompt: str, width: int, height: int) -> Image.Image | None:
     if not pictures:
         return None
     fitted = [ImageOps.contain(picture, (width // len(pictures), height)) for picture in pictures]
-    row = Image.new("RGB", (sum(each.width for each in fitted), max(each.height for each in fitted)), PAGE_COLOUR)
+    row = Image.new(
+        "RGB",
+        (sum(each.width for each in fitted), max(each.height for each in fitted)),
+        PAGE_COLOUR,
+    )
     for number, each in enumerate(fitted):
         row.paste(each, (sum(before.width for before in fitted[:number]), 0))
     return row

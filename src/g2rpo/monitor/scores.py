@@ -1,5 +1,5 @@
-"""Pictures of an evaluation as files, and a table of their scores with a row of JSON per picture, which other tools read:
-`pandas.read_json(path, lines=True)`."""
+"""Pictures of an evaluation as files, and a table of their scores with a row of JSON per picture,
+which other tools read: `pandas.read_json(path, lines=True)`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ ScoreRow = dict[str, Any]
 PUT_BACK = "put the file back, or start again in another folder"
 SHOWN = 8
 """Pictures that are kept of an evaluation, or shown of one that keeps all."""
-OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
+OUTCOMES = {
+    (0, 1): "became right",
+    (1, 0): "became wrong",
+    (1, 1): "stayed right",
+    (0, 0): "stayed wrong",
+}
 """Outcomes of a picture by its verdicts before and after training."""
 UNKNOWN = "have no verdict"
 
@@ -33,7 +38,8 @@ Score = Annotated[float, Field(ge=-3e38, le=3e38)]
 
 
 class Scored(BaseModel):
-    """A row of a table: a picture's scores by reward, and whether it is right if a reward defines that."""
+    """A row of a table: a picture's scores by reward, and whether it is right if a reward defines
+    that."""
 
     index: Annotated[int, Field(ge=0, lt=10**9)]
     prompt: str
@@ -43,14 +49,18 @@ class Scored(BaseModel):
 
 
 class Member(Scored):
-    """A row of the group of the first iteration, `how` whose members are sampled, with so many `tails`."""
+    """A row of the group of the first iteration, `how` whose members are sampled, with so many
+    `tails`."""
 
     tails: Annotated[int, Field(ge=1, le=250)]
     how: str
 
 
 def score_rows(
-    prompts: Sequence[str], scores: Mapping[str, Tensor], right: Tensor | None = None, first: int = 0
+    prompts: Sequence[str],
+    scores: Mapping[str, Tensor],
+    right: Tensor | None = None,
+    first: int = 0,
 ) -> list[ScoreRow]:
     """A row per prompt, the first of index `first`, of scores [N] by reward and verdicts [N]."""
     return [
@@ -59,7 +69,11 @@ def score_rows(
             "prompt": str(prompt),
             **({"images": list(images)} if (images := images_of(prompt)) else {}),
             "scores": {name: float(values[place]) for name, values in scores.items()},
-            **({} if right is None else {"right": None if right[place].isnan() else bool(right[place])}),
+            **(
+                {}
+                if right is None
+                else {"right": None if right[place].isnan() else bool(right[place])}
+            ),
         }
         for place, prompt in enumerate(prompts)
     ]
@@ -72,7 +86,8 @@ def save_rows(path: Path, rows: Iterable[ScoreRow]) -> None:
 
 
 def read_rows(path: Path, kind: type[Scored] = Scored, again: str = PUT_BACK) -> list[ScoreRow]:
-    """A table whose rows are of this kind; UserError, which ends with `again`, if it is absent or damaged."""
+    """A table whose rows are of this kind; UserError, which ends with `again`, if it is absent or
+    damaged."""
     rows = read_lines_as(kind, path, again)
     refuse(f"{path}{fault}; {again}" for fault in _faults_of(rows))
     return [row.model_dump(exclude_unset=True) for row in rows]
@@ -88,13 +103,16 @@ def _faults_of(rows: Sequence[Scored]) -> Iterator[str]:
 
 
 def read_scores(path: Path, names: Collection[str], count: int | None = None) -> dict[str, Tensor]:
-    """The scores [N] of a table by reward; UserError also if it lacks those of `names`, or has not `count` rows."""
+    """The scores [N] of a table by reward; UserError also if it lacks those of `names`, or has not
+    `count` rows."""
     rows = read_rows(path)
     refuse(f"{path}: {fault}; {PUT_BACK}" for fault in _faults_of_table(rows, names, count))
     return scores_of(rows)
 
 
-def _faults_of_table(rows: Sequence[ScoreRow], names: Collection[str], count: int | None) -> Iterator[str]:
+def _faults_of_table(
+    rows: Sequence[ScoreRow], names: Collection[str], count: int | None
+) -> Iterator[str]:
     if lacking := sorted(set(names) - rows[0]["scores"].keys()):
         yield f"lacks scores of {', '.join(lacking)}"
     if count is not None and len(rows) != count:
@@ -103,16 +121,24 @@ def _faults_of_table(rows: Sequence[ScoreRow], names: Collection[str], count: in
 
 def scores_of(rows: Sequence[ScoreRow]) -> dict[str, Tensor]:
     """Scores [N] by reward; NaN for none."""
-    return {name: torch.tensor([_or_nan(row["scores"][name]) for row in rows]) for name in (rows[0]["scores"] if rows else ())}
+    return {
+        name: torch.tensor([_or_nan(row["scores"][name]) for row in rows])
+        for name in (rows[0]["scores"] if rows else ())
+    }
 
 
 def right_of(rows: Sequence[ScoreRow]) -> Tensor | None:
     """Verdicts [N]: 1, 0, or NaN for none; None where no reward defines right pictures."""
-    return torch.tensor([_or_nan(row["right"]) for row in rows]) if rows and "right" in rows[0] else None
+    return (
+        torch.tensor([_or_nan(row["right"]) for row in rows])
+        if rows and "right" in rows[0]
+        else None
+    )
 
 
 def save_pictures(folder: Path, images: Tensor, indices: Iterable[int], seconds: float) -> None:
-    """Writes pictures as NNNNNN.png; of clips the middle frames, and beside them clips of so many seconds."""
+    """Writes pictures as NNNNNN.png; of clips the middle frames, and beside them clips of so many
+    seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     for index, image, still in zip(indices, images, stills(images), strict=True):
         path = picture_of(folder, index)
@@ -132,7 +158,8 @@ def save_inputs(folder: Path, prompts: Sequence[str], indices: Iterable[int]) ->
 
 
 def read_picture(path: Path) -> Tensor:
-    """A picture [3, H, W] in 8 bit, or the clip [T, 3, H, W] beside it, reduced; ValueError or OSError for none."""
+    """A picture [3, H, W] in 8 bit, or the clip [T, 3, H, W] beside it, reduced; ValueError or
+    OSError for none."""
     from PIL import Image
 
     if clip_of(path).is_file():
@@ -155,19 +182,27 @@ def input_of(folder: Path, index: int) -> Path:
 
 
 def chosen(right: Sequence[Tensor | None], shown: int, total: int) -> tuple[list[int], str]:
-    """The places of `shown` held-out prompts to look at, and how they were chosen: in the proportions of all if `right` has the
-    verdicts before and after training, else the first ones."""
+    """The places of `shown` held-out prompts to look at, and how they were chosen: in the
+    proportions of all if `right` has the verdicts before and after training, else the first
+    ones."""
     before, after = right if len(right) == 2 else (None, None)
     if before is None or after is None:
         places = list(range(min(shown, total)))
         return places, f"The first {len(places)} of {total} held-out prompts, in their order"
-    became = [OUTCOMES.get(pair, UNKNOWN) for pair in zip(before.tolist(), after.tolist(), strict=True)]
+    became = [
+        OUTCOMES.get(pair, UNKNOWN) for pair in zip(before.tolist(), after.tolist(), strict=True)
+    ]
     places = in_proportion(became, shown)
     of_shown = [became[place] for place in places]
     kinds = [*OUTCOMES.values(), *([UNKNOWN] if UNKNOWN in became else [])]
-    counts = [f"{of_shown.count(kind)} of {n}" if (n := became.count(kind)) else "none" for kind in kinds]
+    counts = [
+        f"{of_shown.count(kind)} of {n}" if (n := became.count(kind)) else "none" for kind in kinds
+    ]
     counted = ", ".join(f"{count} that {kind}" for count, kind in zip(counts, kinds, strict=True))
-    return places, f"{len(places)} of {total} held-out prompts, in the proportions of all: {counted}"
+    return (
+        places,
+        f"{len(places)} of {total} held-out prompts, in the proportions of all: {counted}",
+    )
 
 
 def _or_nan(value: Any) -> float:

@@ -1,6 +1,7 @@
 """Trackers: TensorBoard, Weights & Biases, trackio. They get copies of `metrics.jsonl`.
 
-Accounts and keys are configured as the libraries do (`wandb login`, WANDB_API_KEY, HF_TOKEN), never in a config.
+Accounts and keys are configured as the libraries do (`wandb login`, WANDB_API_KEY, HF_TOKEN), never
+in a config.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ BACKLOG = 50  # rows that a tracker may be behind before `notify` is called
 
 
 class Tracker(Protocol):
-    """A destination for a run's log. Methods are called from one thread, on the rank that writes the run directory."""
+    """A destination for a run's log. Methods are called from one thread, on the rank that writes
+    the run directory."""
 
     def start(self, run_dir: Path, iteration: int, config: Mapping[str, Any]) -> None:
-        """A run begins, or resumes after `iteration` > 0; rows of later iterations will be repeated."""
+        """A run begins, or resumes after `iteration` > 0; rows of later iterations will be
+        repeated."""
 
     def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
         """A row of metrics.jsonl, with the PNG files that belong to it by name."""
@@ -42,8 +45,14 @@ class Tracker(Protocol):
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a row by their names in a tracker, such as train/loss."""
-    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "iteration"}
-    return {f"{row['kind']}/{name}": value for name, value in numbers.items() if math.isfinite(value)}
+    numbers = {
+        name: value
+        for name, value in row.items()
+        if isinstance(value, int | float) and name != "iteration"
+    }
+    return {
+        f"{row['kind']}/{name}": value for name, value in numbers.items() if math.isfinite(value)
+    }
 
 
 class TensorBoard:
@@ -52,7 +61,8 @@ class TensorBoard:
     def start(self, run_dir: Path, iteration: int, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        later = iteration + 1 if iteration else 0  # events from this step on are hidden: they will be written again
+        # events from this step on are hidden: they will be written again
+        later = iteration + 1 if iteration else 0
         self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=later)
 
     def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
@@ -64,10 +74,15 @@ class TensorBoard:
         for name, said in row.get("alarms", {}).items():
             self.board.add_text(f"alarms/{name}", said, row["iteration"])
         for name, path in pictures.items():
-            with Image.open(path) as picture:  # the stored PNG: SummaryWriter.add_image would encode pixels again
+            # the stored PNG: SummaryWriter.add_image would encode pixels again
+            with Image.open(path) as picture:
                 width, height = picture.size
-            stored = Summary.Image(encoded_image_string=path.read_bytes(), height=height, width=width, colorspace=3)
-            self.board.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=stored)]), row["iteration"])
+            stored = Summary.Image(
+                encoded_image_string=path.read_bytes(), height=height, width=width, colorspace=3
+            )
+            self.board.file_writer.add_summary(
+                Summary(value=[Summary.Value(tag=name, image=stored)]), row["iteration"]
+            )
 
     def finish(self, ok: bool) -> None:
         self.board.close()
@@ -82,9 +97,9 @@ class Memory:
 
 
 class Hosted:
-    """What W&B and trackio have in common: a resumed run continues the tracker's run, and no row is sent twice.
-    `run_dir/trackers/NAME.json` stores that run and the last iteration of each kind of row. It is written before a row is sent,
-    so a kill in between loses one row in the tracker.
+    """What W&B and trackio have in common: a resumed run continues the tracker's run, and no row is
+    sent twice. `run_dir/trackers/NAME.json` stores that run and the last iteration of each kind of
+    row. It is written before a row is sent, so a kill in between loses one row in the tracker.
     """
 
     name: str
@@ -95,7 +110,9 @@ class Hosted:
     def start(self, run_dir: Path, iteration: int, config: Mapping[str, Any]) -> None:
         self.memory = run_dir / "trackers" / f"{self.name}.json"
         self.memory.parent.mkdir(exist_ok=True)
-        self.state = read_as(Memory, self.memory) if self.memory.exists() else Memory(secrets.token_hex(4))
+        self.state = (
+            read_as(Memory, self.memory) if self.memory.exists() else Memory(secrets.token_hex(4))
+        )
         self.module: Any = importlib.import_module(self.name)
         self.run = self.init(run_dir, config)
 
@@ -108,7 +125,13 @@ class Hosted:
             return
         self.state.sent[kind] = iteration
         write_whole(self.memory, as_json(self.state).encode())
-        self.send(iteration, {**scalars(row), **{name: self.module.Image(str(path)) for name, path in pictures.items()}})
+        self.send(
+            iteration,
+            {
+                **scalars(row),
+                **{name: self.module.Image(str(path)) for name, path in pictures.items()},
+            },
+        )
 
     def send(self, iteration: int, values: dict[str, Any]) -> None:
         self.run.log(values, step=iteration)
@@ -118,14 +141,17 @@ class Hosted:
 
 
 class WandB(Hosted):
-    """Weights & Biases. Its settings are its own: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline, ..."""
+    """Weights & Biases. Its settings are its own: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline,
+    ..."""
 
     name = "wandb"
 
     def init(self, run_dir: Path, config: Mapping[str, Any]) -> Any:
         wandb = self.module
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
-            raise RuntimeError("not logged in; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
+            raise RuntimeError(
+                "not logged in; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+            )
         run = wandb.init(
             project=self.project,
             name=run_dir.name,
@@ -141,25 +167,30 @@ class WandB(Hosted):
         return run
 
     def send(self, iteration: int, values: dict[str, Any]) -> None:
-        self.run.log({**values, "iteration": iteration})  # W&B's own step counts rows; two kinds of rows share an iteration
+        # W&B's own step counts rows; two kinds of rows share an iteration
+        self.run.log({**values, "iteration": iteration})
 
     def finish(self, ok: bool) -> None:
         self.run.finish(exit_code=0 if ok else 1)
 
 
 class Trackio(Hosted):
-    """trackio: a local dashboard (`trackio show`), or a Hugging Face Space named by TRACKIO_SPACE_ID."""
+    """trackio: a local dashboard (`trackio show`), or a Hugging Face Space named by
+    TRACKIO_SPACE_ID."""
 
     name = "trackio"
 
     def init(self, run_dir: Path, config: Mapping[str, Any]) -> Any:
         name = f"{run_dir.name}-{self.state.id}"  # trackio identifies runs by name
-        return self.module.init(project=self.project, name=name, resume="allow", config=dict(config), embed=False)
+        return self.module.init(
+            project=self.project, name=name, resume="allow", config=dict(config), embed=False
+        )
 
 
 class Feed:
-    """Sends rows to trackers, each in its own thread, so that none can end or delay a run. `notify` is called once for a
-    tracker that fails (it gets no further rows), falls far behind, or does not finish within `patience` seconds.
+    """Sends rows to trackers, each in its own thread, so that none can end or delay a run. `notify`
+    is called once for a tracker that fails (it gets no further rows), falls far behind, or does not
+    finish within `patience` seconds.
     """
 
     def __init__(
@@ -180,14 +211,22 @@ class Feed:
     def __enter__(self) -> Feed:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for line in self.lines:
             line.calls.put(("finish", kind is None))
             line.calls.put(None)
         for line in self.lines:
             line.join(self.patience)
             if line.is_alive():
-                self._tell(line, f"is not done after {self.patience:g} s; it may lack rows, metrics.jsonl has them all")
+                self._tell(
+                    line,
+                    f"is not done after {self.patience:g} s; it may lack rows, metrics.jsonl has them all",
+                )
         self._complain()
 
     def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
@@ -201,21 +240,28 @@ class Feed:
     def _complain(self) -> None:
         for line in self.lines:
             if line.error is not None:
-                self._tell(line, f"failed ({type(line.error).__name__}: {line.error}); the run goes on without it")
+                self._tell(
+                    line,
+                    f"failed ({type(line.error).__name__}: {line.error}); the run goes on without it",
+                )
 
     def _tell(self, line: _Line, message: str) -> None:
         if message not in line.told:
             line.told.add(message)
-            self.notify(f"tracker {getattr(line.tracker, 'name', type(line.tracker).__name__)} {message}")
+            self.notify(
+                f"tracker {getattr(line.tracker, 'name', type(line.tracker).__name__)} {message}"
+            )
 
 
 class _Line(threading.Thread):
-    """One tracker's thread: calls the methods named in `calls` until None, or until something fails."""
+    """One tracker's thread: calls the methods named in `calls` until None, or until something
+    fails."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__(daemon=True)  # one that hangs must not keep the process alive
         self.tracker = tracker
-        self.calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()  # a method's name and arguments
+        # a method's name and arguments
+        self.calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self.error: Exception | None = None
         self.told: set[str] = set()
 
@@ -228,7 +274,11 @@ class _Line(threading.Thread):
             self.error = error
 
 
-TRACKERS = {"tensorboard": f"{__name__}:TensorBoard", "wandb": f"{__name__}:WandB", "trackio": f"{__name__}:Trackio"}
+TRACKERS = {
+    "tensorboard": f"{__name__}:TensorBoard",
+    "wandb": f"{__name__}:WandB",
+    "trackio": f"{__name__}:Trackio",
+}
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -236,7 +286,9 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         plugins.find("trackers", name, TRACKERS)
         if name in TRACKERS and importlib.util.find_spec(name) is None:
-            raise UserError(f"trackers: {name} is not installed; `pip install {name}`, or leave it out")
+            raise UserError(
+                f"trackers: {name} is not installed; `pip install {name}`, or leave it out"
+            )
 
 
 def build_trackers(names: Sequence[str]) -> list[Tracker]:

@@ -1,4 +1,5 @@
-"""LoRA files, read as plain matrices: this package's own and, by diffusers' converters, those of other trainers."""
+"""LoRA files, read as plain matrices: this package's own and, by diffusers' converters, those of
+other trainers."""
 
 from __future__ import annotations
 
@@ -50,15 +51,17 @@ FLOATS = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 )
-"""The types of factors. Those of 8 bits are converted exactly; scales beside them are refused by their names."""
+"""The types of factors. Those of 8 bits are converted exactly; scales beside them are refused by
+their names."""
 
 
 def read_adapter(path: Path, pipeline: Any = None, transformer: nn.Module | None = None) -> Adapter:
-    """The adapter in a safetensors file with the names of diffusers or peft, or with those that the LoRA loader of `pipeline`,
-    a class of diffusers, converts. Known prefixes are taken off where the names then fit `transformer`.
+    """The adapter in a safetensors file with the names of diffusers or peft, or with those that the
+    LoRA loader of `pipeline`, a class of diffusers, converts. Known prefixes are taken off where
+    the names then fit `transformer`.
 
-    UserError for a file that is no LoRA of a transformer, for one whose scale or base is another than it says, and for names
-    that do not fit.
+    UserError for a file that is no LoRA of a transformer, for one whose scale or base is another
+    than it says, and for names that do not fit.
     """
     refuse_pointer(path)
     with loading(f"{path}: cannot be read"):
@@ -71,9 +74,19 @@ def read_adapter(path: Path, pipeline: Any = None, transformer: nn.Module | None
         config = _config_of(path, tensors.keys(), header)
         tensors = unwrapped(tensors)
         pairs = pairs_in(tensors.keys())
-        read = Adapter({pair.down: (_float32(tensors, pair.down), _float32(tensors, pair.up)) for pair in pairs})
-        scales = {pair.down: _scale_of(pair, len(read.layers[pair.down][0]), tensors, config) for pair in pairs}
-        scaled = Adapter({name: (down, up * scales[name]) for name, (down, up) in read.layers.items()})
+        read = Adapter(
+            {
+                pair.down: (_float32(tensors, pair.down), _float32(tensors, pair.up))
+                for pair in pairs
+            }
+        )
+        scales = {
+            pair.down: _scale_of(pair, len(read.layers[pair.down][0]), tensors, config)
+            for pair in pairs
+        }
+        scaled = Adapter(
+            {name: (down, up * scales[name]) for name, (down, up) in read.layers.items()}
+        )
         layers = _named(path, pairs, list(scaled.layers.values()), pipeline, transformer)
         if set(scales.values()) != {1.0}:  # the config says a scale that is now in the weights
             metadata.pop(CONFIG, None)
@@ -94,18 +107,27 @@ class _Header(BaseModel):
     @property
     def own_scale(self) -> float | None:
         """alpha / rank of an adapter of this package, which is multiplied into its weights."""
-        return self.own_alpha / int(self.own_rank) if self.own_alpha and self.own_rank.isdigit() else None
+        return (
+            self.own_alpha / int(self.own_rank)
+            if self.own_alpha and self.own_rank.isdigit()
+            else None
+        )
 
     @property
     def peft(self) -> dict[str, Any]:
-        """peft's config of the transformer, as diffusers' pipelines write it, or its models, which use no prefix; {}: none."""
-        of_pipeline = {key.removeprefix(PREFIX): value for key, value in self.config.items() if key.startswith(PREFIX)}
+        """peft's config of the transformer, as diffusers' pipelines write it, or its models, which
+        use no prefix; {}: none."""
+        of_pipeline = {
+            key.removeprefix(PREFIX): value
+            for key, value in self.config.items()
+            if key.startswith(PREFIX)
+        }
         return of_pipeline or (self.config if "r" in self.config else {})
 
 
 def _config_of(path: Path, names: Collection[str], header: _Header) -> PeftConfig | None:
-    """peft's config of a file, which is in its header or beside it; None if neither has one. ValueError for a file of peft
-    that nothing says the scale of."""
+    """peft's config of a file, which is in its header or beside it; None if neither has one.
+    ValueError for a file of peft that nothing says the scale of."""
     if header.peft:
         try:
             return parse_as(PeftConfig, json.dumps(header.peft))
@@ -115,19 +137,27 @@ def _config_of(path: Path, names: Collection[str], header: _Header) -> PeftConfi
     if (wrapped or path.name == PEFT_WEIGHTS or adapters_in(names) != {""}) and beside.is_file():
         return read_as(PeftConfig, beside)
     if wrapped and not any(name.endswith("alpha") for name in names):
-        raise ValueError(f"is peft's, whose scale, lora_alpha / r, is in {PEFT_CONFIG}; put that file beside it")
+        raise ValueError(
+            f"is peft's, whose scale, lora_alpha / r, is in {PEFT_CONFIG}; put that file beside it"
+        )
     return None
 
 
 def _float32(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A factor in float32, which has all values of the smaller types; ValueError for numbers of another kind."""
+    """A factor in float32, which has all values of the smaller types; ValueError for numbers of
+    another kind."""
     if tensors[name].dtype not in FLOATS:
-        known, kind = (", ".join(str(each).removeprefix("torch.") for each in of) for of in (FLOATS, [tensors[name].dtype]))
+        known, kind = (
+            ", ".join(str(each).removeprefix("torch.") for each in of)
+            for of in (FLOATS, [tensors[name].dtype])
+        )
         raise ValueError(f"{name}: has numbers of the type {kind}; factors are read of {known}")
     return tensors[name].float()
 
 
-def _scale_of(pair: Pair, rank: int, tensors: Mapping[str, Tensor], config: PeftConfig | None) -> float:
+def _scale_of(
+    pair: Pair, rank: int, tensors: Mapping[str, Tensor], config: PeftConfig | None
+) -> float:
     """alpha / rank of a module; 1, as for diffusers, where a file does not say it."""
     if config is not None:
         if pair.alpha is not None:
@@ -136,7 +166,9 @@ def _scale_of(pair: Pair, rank: int, tensors: Mapping[str, Tensor], config: Peft
     elif pair.alpha is None:
         return 1.0
     elif tensors[pair.alpha].numel() != 1:
-        raise ValueError(f"{pair.alpha}: should be one number, has the shape {list(tensors[pair.alpha].shape)}")
+        raise ValueError(
+            f"{pair.alpha}: should be one number, has the shape {list(tensors[pair.alpha].shape)}"
+        )
     else:
         scale, said = float(tensors[pair.alpha]) / rank, f"{pair.alpha} / rank"
     check_scale(said, scale)
@@ -144,18 +176,32 @@ def _scale_of(pair: Pair, rank: int, tensors: Mapping[str, Tensor], config: Peft
 
 
 def _named(
-    path: Path, pairs: Sequence[Pair], layers: Sequence[Factors], pipeline: Any, transformer: nn.Module | None
+    path: Path,
+    pairs: Sequence[Pair],
+    layers: Sequence[Factors],
+    pipeline: Any,
+    transformer: nn.Module | None,
 ) -> Mapping[str, Factors]:
     """The factors of these pairs by a module's name in diffusers."""
     modules = [pair.module for pair in pairs]
-    if transformer is None and (pipeline is None or all(module.startswith((PREFIX, PEFT)) for module in modules)):
-        return dict(zip((module.removeprefix(PEFT).removeprefix(PREFIX) for module in modules), layers, strict=True))
+    if transformer is None and (
+        pipeline is None or all(module.startswith((PREFIX, PEFT)) for module in modules)
+    ):
+        return dict(
+            zip(
+                (module.removeprefix(PEFT).removeprefix(PREFIX) for module in modules),
+                layers,
+                strict=True,
+            )
+        )
     own = None if transformer is None else patterns_of(shapes_in(transformer))
     found = [None if own is None else in_model(module, own) for module in modules]
     if None not in found:
         for name, count in Counter(found).items():
             if count > 1:
-                raise ValueError(f"holds two adapters of {name}, under different prefixes; one is read")
+                raise ValueError(
+                    f"holds two adapters of {name}, under different prefixes; one is read"
+                )
         return dict(zip(map(str, found), layers, strict=True))
     converted, why = _converted(pairs, layers, pipeline, own)
     if converted is None and transformer is not None:
@@ -164,28 +210,36 @@ def _named(
     if converted is None:
         first = ", ".join(pair.down for pair in pairs[:2])
         kind = getattr(pipeline, "__name__", "model without a class of diffusers")
-        raise ValueError(f"is in no format that diffusers reads for a {kind} (its first names are {first}). {why}")
+        raise ValueError(
+            f"is in no format that diffusers reads for a {kind} (its first names are {first}). {why}"
+        )
     return converted
 
 
 def _converted(
     pairs: Sequence[Pair], layers: Sequence[Factors], pipeline: Any, own: Mapping[str, str] | None
 ) -> tuple[Mapping[str, Factors] | None, str]:
-    """The factors by diffusers' names, by the converters of a pipeline's own LoRA loader; None if these do not read all of the
-    names, with or without prefixes, and what they say of the names as they are."""
+    """The factors by diffusers' names, by the converters of a pipeline's own LoRA loader; None if
+    these do not read all of the names, with or without prefixes, and what they say of the names as
+    they are."""
     if not hasattr(pipeline, "lora_state_dict"):
         return None, ""
-    written = [name for pair in pairs for name in (pair.down, pair.up, pair.alpha) if name is not None]
+    written = [
+        name for pair in pairs for name in (pair.down, pair.up, pair.alpha) if name is not None
+    ]
     candidates = list(common_peelings(written))
     candidates.append([f"diffusion_model.{name}" for name in candidates[-1]])
     marks = [
-        (torch.full((), float(mark)).expand(down.shape), torch.ones(up.shape)) for mark, (down, up) in enumerate(layers, 1)
+        (torch.full((), float(mark)).expand(down.shape), torch.ones(up.shape))
+        for mark, (down, up) in enumerate(layers, 1)
     ]
     said = []
     for names in candidates:
         renamed = dict(zip(written, names, strict=True))
         try:
-            found, seen = (_by_converter(_file_of(pairs, each, renamed), pipeline) for each in (layers, marks))
+            found, seen = (
+                _by_converter(_file_of(pairs, each, renamed), pipeline) for each in (layers, marks)
+            )
         except Exception as error:  # whatever a converter meets in files that are not its own
             said.append("diffusers says: " + " ".join(str(error).split())[:200])
             continue
@@ -197,9 +251,11 @@ def _converted(
     return None, said[0]
 
 
-def _file_of(pairs: Sequence[Pair], layers: Sequence[Factors], renamed: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors of a file with these factors. Of an alpha, which is multiplied in already, the value that changes nothing:
-    converters spread it over both factors, and hang on some others."""
+def _file_of(
+    pairs: Sequence[Pair], layers: Sequence[Factors], renamed: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """The tensors of a file with these factors. Of an alpha, which is multiplied in already, the
+    value that changes nothing: converters spread it over both factors, and hang on some others."""
     tensors: dict[str, Tensor] = {}
     for pair, (down, up) in zip(pairs, layers, strict=True):
         tensors |= {renamed[pair.down]: down, renamed[pair.up]: up}
@@ -216,14 +272,23 @@ def _by_converter(tensors: Mapping[str, Tensor], pipeline: Any) -> dict[str, Fac
     else:
         found = pipeline.lora_state_dict(dict(tensors))
     # diffusers' kohya converter of FLUX leaves the prefix of some modules out
-    named = {name.removeprefix(PREFIX): value for name, value in {**found, **(alphas or {})}.items()}
-    last, original = f"norm_out.linear{UP}", re.compile(r"final_layer.adaLN_modulation.1.lora_(B|up)")
-    if last in named and any(torch.equal(named[last], value) for name, value in tensors.items() if original.search(name)):
-        named[last] = torch.cat(named[last].chunk(2)[::-1])  # diffusers' converter of FLUX.2 leaves the shift before the scale
+    named = {
+        name.removeprefix(PREFIX): value for name, value in {**found, **(alphas or {})}.items()
+    }
+    last, original = (
+        f"norm_out.linear{UP}",
+        re.compile(r"final_layer.adaLN_modulation.1.lora_(B|up)"),
+    )
+    if last in named and any(
+        torch.equal(named[last], value) for name, value in tensors.items() if original.search(name)
+    ):
+        # diffusers' converter of FLUX.2 leaves the shift before the scale
+        named[last] = torch.cat(named[last].chunk(2)[::-1])
     layers = {}
     for pair in pairs_in(named.keys()):
         down, up = named[pair.down], named[pair.up]
-        if (used := up.any(0)).any() and len(down) == len(used):  # of a joint matrix, its own rows alone
+        # of a joint matrix, its own rows alone
+        if (used := up.any(0)).any() and len(down) == len(used):
             down, up = down[used], up[:, used]
         layers[pair.module] = (down, up)
     return layers
@@ -232,19 +297,32 @@ def _by_converter(tensors: Mapping[str, Tensor], pipeline: Any) -> dict[str, Fac
 # --- peft's config: what of it says how an adapter acts, and what may be ignored
 
 HARMLESS: Mapping[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")),
-    **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")),  # the file has the modules
-    **dict.fromkeys(("lora_dropout", "megatron_core", "qalora_group_size")),  # say nothing after training, or without others
+    **dict.fromkeys(
+        (
+            "task_type",
+            "auto_mapping",
+            "peft_version",
+            "base_model_name_or_path",
+            "revision",
+            "inference_mode",
+        )
+    ),
+    # the file has the modules
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")),
+    # say nothing after training, or without others
+    **dict.fromkeys(("lora_dropout", "megatron_core", "qalora_group_size")),
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
-"""Settings that leave the change of the weights alone, by name, with the values that do (None: all). Other initialisations
-begin elsewhere: PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base weights, EVA divides the ranks anew."""
+"""Settings that leave the change of the weights alone, by name, with the values that do (None:
+all). Other initialisations begin elsewhere: PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base
+weights, EVA divides the ranks anew."""
 Rank = Annotated[int, Field(ge=1, le=10**6)]
 Alpha = Annotated[float, Field(gt=0)]
 OfModule = Annotated[str, Field(pattern=r"^\^?[\w.\\]+\$?$")]
-"""The ending of a module's name, as an expression; no repetitions, with which matching could take for ever."""
+"""The ending of a module's name, as an expression; no repetitions, with which matching could take
+for ever."""
 
 
 class PeftConfig(BaseModel):
@@ -263,7 +341,9 @@ class PeftConfig(BaseModel):
         for key, value in (self.model_extra or {}).items():
             allowed = HARMLESS.get(key, ())
             if value and allowed is not None and value not in allowed:
-                raise ValueError(f"has {key}, which is not supported ({value!r:.60}); a plain LoRA is")
+                raise ValueError(
+                    f"has {key}, which is not supported ({value!r:.60}); a plain LoRA is"
+                )
         return self
 
     def scale(self, pair: Pair, rank: int) -> float:
@@ -271,12 +351,17 @@ class PeftConfig(BaseModel):
         module = pair.module.removeprefix(PEFT).removeprefix(PREFIX)
         expected = _matching(self.rank_pattern, module, self.r)
         if expected != rank:
-            raise ValueError(f"{pair.down}: has rank {rank}, but r={expected} in the config of peft")
-        return _matching(self.alpha_pattern, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+            raise ValueError(
+                f"{pair.down}: has rank {rank}, but r={expected} in the config of peft"
+            )
+        return _matching(self.alpha_pattern, module, self.lora_alpha) / (
+            math.sqrt(rank) if self.use_rslora else rank
+        )
 
 
 def _matching(table: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The entry for a module by the first name, or ending of names, that matches it, as peft looks it up."""
+    """The entry for a module by the first name, or ending of names, that matches it, as peft looks
+    it up."""
     for ending, value in (table or {}).items():
         if re.match(rf"(.*\.)?({ending})$", module):
             return value

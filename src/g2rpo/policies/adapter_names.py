@@ -26,18 +26,32 @@ OTHER_PARTS = re.compile(
     r"(^|[._])(lora_te\d?|text_encoders?(_\d)?|text_model|clip_[glh]|u?m?t5(xxl)?"
     r"|qwen\d\w*|gemma\w*|llama\w*|vae)[._]"
 )
-"""In names of what is no transformer: text encoders, by the names of several programs, and the VAE."""
+"""In names of what is no transformer: text encoders, by the names of several programs, and the
+VAE."""
 
 FACTOR = re.compile(
     r"(?P<module>.+?)(?P<end>\.lora_(?P<one>A|B|down|up)|(?:\.lora|\.lora_linear_layer|_lora\d?)\.(?P<two>down|up))"
     r"(?P<adapter>\.[\w-]+)?(?(adapter)\.weight|(?:\.weight)?)$"
 )
 ALPHA = re.compile(r"(?P<module>.+?)(?:\.lora)?\.(?:lora_)?alpha$")
-WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module)\.")
+WRAPPERS = re.compile(
+    r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module)\."
+)
 """Of torch.compile, FSDP and activation checkpointing; anywhere in a name."""
 PEFT = "base_model.model."
 PREFIXES = (
-    *("module.", PEFT, "base_model.", "model.", "diffusion_model.", "transformer.", "unet.", "dit.", "net.", "pipe."),
+    *(
+        "module.",
+        PEFT,
+        "base_model.",
+        "model.",
+        "diffusion_model.",
+        "transformer.",
+        "unet.",
+        "dit.",
+        "net.",
+        "pipe.",
+    ),
     *("lora_transformer_", "lora_unet_", "lora_dit_", "lora_", "lycoris_", "transformer_", "unet_"),
 )
 """What programs put before the names of a transformer's modules."""
@@ -62,7 +76,8 @@ def _faults_of(names: Collection[str]) -> Iterator[str]:
     for ending, kind in OTHER_KINDS.items():
         if found := next(filter(re.compile(ending).search, sorted(names)), None):
             yield f"is a {kind} ({found}), which is not supported; a plain LoRA is"
-    if found := next(filter(re.compile(r"\d{5}").search, sorted(names)), None):  # converters count up to it
+    # converters count up to it
+    if found := next(filter(re.compile(r"\d{5}").search, sorted(names)), None):
         yield f"holds {found}; no model has so many blocks"
     if names and not any("lora" in name for name in names):
         yield (
@@ -79,13 +94,15 @@ def _faults_of(names: Collection[str]) -> Iterator[str]:
 
 
 def adapters_in(names: Collection[str]) -> set[str]:
-    """The names of the adapters to which factors belong, as peft keeps them in a model; "" where they have none."""
+    """The names of the adapters to which factors belong, as peft keeps them in a model; "" where
+    they have none."""
     factors = [factor for name in names if (factor := FACTOR.match(name))]
     return {(factor["adapter"] or "").removeprefix(".") for factor in factors}
 
 
 def unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their names without the wrappers of modules, and without the name that peft gave to the adapter."""
+    """Tensors by their names without the wrappers of modules, and without the name that peft gave
+    to the adapter."""
     plain: dict[str, Tensor] = {}
     for name, value in tensors.items():
         short = WRAPPERS.sub("", name)
@@ -98,7 +115,8 @@ def unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pairs_in(names: Collection[str]) -> list[Pair]:
-    """The modules of these tensors in the order of their names; ValueError for what is no factor and no alpha."""
+    """The modules of these tensors in the order of their names; ValueError for what is no factor
+    and no alpha."""
     places: dict[str, dict[str, str]] = {}
     alphas: dict[str, str] = {}
     for name in sorted(names):
@@ -107,33 +125,41 @@ def pairs_in(names: Collection[str]) -> list[Pair]:
             place = re.sub(r"(A|B|down|up)$", "", name[: factor.end("end")])
             found = places.setdefault(place, {"module": factor["module"]})
             if side in found:
-                raise ValueError(f"holds two factors of one place, {found[side]} and {name}; one adapter is read")
+                raise ValueError(
+                    f"holds two factors of one place, {found[side]} and {name}; one adapter is read"
+                )
             found[side] = name
         elif alpha := ALPHA.match(name):
             alphas[alpha["module"]] = name
         else:
-            raise ValueError(f"holds other tensors than a LoRA's factors and alphas, such as {name}")
+            raise ValueError(
+                f"holds other tensors than a LoRA's factors and alphas, such as {name}"
+            )
     modules = {found["module"] for found in places.values()}
     if loose := sorted(alphas.keys() - modules):
         raise ValueError(f"holds {alphas[loose[0]]}, and no factors of that module")
     for found in places.values():
         if not {"down", "up"} <= found.keys():
-            raise ValueError(f"holds other tensors than a LoRA's pairs: one factor of {found['module']} without the other")
+            raise ValueError(
+                f"holds other tensors than a LoRA's pairs: one factor of {found['module']} without the other"
+            )
     return [Pair(**found, alpha=alphas.get(found["module"])) for found in places.values()]
 
 
 def common_peelings(names: Sequence[str]) -> Iterator[Sequence[str]]:
     """The names, and again after each known prefix that all of them have is taken off."""
     yield names
-    while found := next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in names)), None):
+    while found := next(
+        (prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in names)), None
+    ):
         names = [name.removeprefix(found) for name in names]
         yield names
 
 
 def in_model(module: str, own: Mapping[str, str]) -> str | None:
-    """The name of a module in the model whose names have the `patterns_of` `own`, of that in a file, which may have known
-    prefixes, and underscores for dots; None: it has no such module. Numbers are not compared: the model may have fewer blocks,
-    as those of plans do."""
+    """The name of a module in the model whose names have the `patterns_of` `own`, of that in a
+    file, which may have known prefixes, and underscores for dots; None: it has no such module.
+    Numbers are not compared: the model may have fewer blocks, as those of plans do."""
     for (name,) in common_peelings([module]):
         pattern = own.get(re.sub(r"\d+", "#", name))
         if pattern is not None:
@@ -144,6 +170,9 @@ def in_model(module: str, own: Mapping[str, str]) -> str | None:
 
 
 def patterns_of(modules: Collection[str]) -> dict[str, str]:
-    """Names with # for their numbers; these by themselves, and by their form with underscores for dots."""
+    """Names with # for their numbers; these by themselves, and by their form with underscores for
+    dots."""
     patterns = {re.sub(r"\d+", "#", name) for name in modules}
-    return {pattern.replace(".", "_"): pattern for pattern in patterns} | {pattern: pattern for pattern in patterns}
+    return {pattern.replace(".", "_"): pattern for pattern in patterns} | {
+        pattern: pattern for pattern in patterns
+    }

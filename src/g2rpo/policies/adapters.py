@@ -18,9 +18,11 @@ PREFIX, DOWN, UP = "transformer.", ".lora_A.weight", ".lora_B.weight"
 CONFIG = "lora_adapter_metadata"
 """Where diffusers keeps peft's config, as JSON, in the header."""
 CLASS, OWN_ALPHA = "g2rpo.transformer", "g2rpo.lora_alpha"
-"""In the header of an adapter of this package: the class of its transformer, and alpha, which is in its weights."""
+"""In the header of an adapter of this package: the class of its transformer, and alpha, which is in
+its weights."""
 ABOVE_KEY = "g2rpo.lora_above"
-"""Of an adapter that was trained to act at early steps alone, the sigma above which it acts (`policy.lora_above`)."""
+"""Of an adapter that was trained to act at early steps alone, the sigma above which it acts
+(`policy.lora_above`)."""
 
 
 Factors = tuple[Tensor, Tensor]
@@ -31,11 +33,12 @@ Factors = tuple[Tensor, Tensor]
 class Adapter:
     """The change up @ down that a LoRA adds to the weights W [out, in, ...] of a transformer.
 
-    `layers` has (down [rank, in, ...], up [out, rank, ...]) in float32 by a module's name in diffusers, with the factor
-    alpha / rank multiplied into up; `scale` is that factor, 1 if modules differ. `metadata` is the file's header.
+    `layers` has (down [rank, in, ...], up [out, rank, ...]) in float32 by a module's name in
+    diffusers, with the factor alpha / rank multiplied into up; `scale` is that factor, 1 if modules
+    differ. `metadata` is the file's header.
 
-    ValueError for what is no such change: no layer, a rank of 0, shapes that do not match, or numbers that are not finite in
-    float32.
+    ValueError for what is no such change: no layer, a rank of 0, shapes that do not match, or
+    numbers that are not finite in float32.
     """
 
     layers: Mapping[str, Factors]
@@ -47,12 +50,20 @@ class Adapter:
             raise ValueError("holds no factors of a LoRA")
         check_scale("alpha / rank", self.scale)
         for module, (down, up) in self.layers.items():
-            whole = min(down.ndim, up.ndim) >= 2 and min(*down.shape, *up.shape) > 0 and down.ndim == up.ndim
+            whole = (
+                min(down.ndim, up.ndim) >= 2
+                and min(*down.shape, *up.shape) > 0
+                and down.ndim == up.ndim
+            )
             if not whole or down.shape[0] != up.shape[1] or max(up.shape[2:], default=1) > 1:
                 found = f"{list(down.shape)} and {list(up.shape)}"
-                raise ValueError(f"{module}: should be [rank, in] and [out, rank] of one rank above 0, is {found}")
+                raise ValueError(
+                    f"{module}: should be [rank, in] and [out, rank] of one rank above 0, is {found}"
+                )
             if not (down.isfinite().all() and up.isfinite().all()):
-                raise ValueError(f"{module}: has values that are not finite in float32 (NaN, infinity or too large)")
+                raise ValueError(
+                    f"{module}: has values that are not finite in float32 (NaN, infinity or too large)"
+                )
 
     @property
     def rank(self) -> int:
@@ -76,18 +87,32 @@ class Adapter:
         return Adapter(layers, self.metadata, self.scale) if layers else None
 
     def plus(self, other: Adapter, sign: float = 1.0) -> Adapter:
-        """The sum of the changes (sign -1: their difference), exactly: with the factors side by side, so that ranks add up."""
+        """The sum of the changes (sign -1: their difference), exactly: with the factors side by
+        side, so that ranks add up."""
         layers = dict(self.layers)
         for module, (down, up) in other.layers.items():
             mine = layers.get(module)
-            layers[module] = (cat([mine[0], down]), cat([mine[1], sign * up], 1)) if mine else (down, sign * up)
-        both = Adapter(layers, {key: text for key, text in self.metadata.items() if key not in (CONFIG, OWN_ALPHA)})
-        size = {key: str(both.rank) for key in ("ss_network_dim", "ss_network_alpha") if key in self.metadata}
+            layers[module] = (
+                (cat([mine[0], down]), cat([mine[1], sign * up], 1)) if mine else (down, sign * up)
+            )
+        both = Adapter(
+            layers,
+            {key: text for key, text in self.metadata.items() if key not in (CONFIG, OWN_ALPHA)},
+        )
+        size = {
+            key: str(both.rank)
+            for key in ("ss_network_dim", "ss_network_alpha")
+            if key in self.metadata
+        }
         return Adapter(layers, {**both.metadata, **size})
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """The factors by diffusers' endings, after `prefix`."""
-        return {f"{prefix}{m}{end}": v for m, pair in self.layers.items() for end, v in zip((DOWN, UP), pair, strict=True)}
+        return {
+            f"{prefix}{m}{end}": v
+            for m, pair in self.layers.items()
+            for end, v in zip((DOWN, UP), pair, strict=True)
+        }
 
     def write(self, path: Path, prefix: str = "") -> None:
         """Writes the file; its bytes depend on nothing but matrices and text."""
@@ -95,8 +120,14 @@ class Adapter:
 
 
 def own_header(transformer: str, rank: int, alpha: float) -> dict[str, str]:
-    """What the header of an adapter of this package says; trainers read the rank, and an alpha that is equal to it."""
-    return {CLASS: transformer, OWN_ALPHA: f"{alpha:g}", "ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
+    """What the header of an adapter of this package says; trainers read the rank, and an alpha that
+    is equal to it."""
+    return {
+        CLASS: transformer,
+        OWN_ALPHA: f"{alpha:g}",
+        "ss_network_dim": str(rank),
+        "ss_network_alpha": str(rank),
+    }
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -115,7 +146,8 @@ def shapes_in(transformer: nn.Module) -> dict[str, list[int]]:
     """The shapes of the weights that an adapter can change, by module."""
     own: dict[str, list[int]] = {}
     for name, module in transformer.named_modules():
-        if isinstance(module, nn.Linear) and "lora_" not in name:  # quantised weights are no parameters
+        # quantised weights are no parameters
+        if isinstance(module, nn.Linear) and "lora_" not in name:
             own[name.removesuffix(".base_layer")] = [module.out_features, module.in_features]
         elif isinstance(weight := module._parameters.get("weight"), Tensor) and weight.ndim > 1:
             own.setdefault(name, list(weight.shape))
@@ -127,23 +159,33 @@ def check_fit(place: str, adapter: Adapter, transformer: nn.Module, why: str = "
     own = shapes_in(transformer)
     sizes = {module: [len(up), *down.shape[1:]] for module, (down, up) in adapter.layers.items()}
     absent, kind = [module for module in sizes if module not in own], type(transformer).__name__
-    other = [f"{module} {size} (the model: {own[module]})" for module, size in sizes.items() if own.get(module, size) != size]
+    other = [
+        f"{module} {size} (the model: {own[module]})"
+        for module, size in sizes.items()
+        if own.get(module, size) != size
+    ]
     if not absent and not other:
         return
     counted = [f"{len(absent)} are not in it, such as {', '.join(absent[:2])}"] if absent else []
     counted += [f"{len(other)} have another shape, such as {', '.join(other[:2])}"] if other else []
-    near = f" The model has {', '.join(get_close_matches(absent[0], own, 2, cutoff=0))}, ..." if absent else ""
+    near = (
+        f" The model has {', '.join(get_close_matches(absent[0], own, 2, cutoff=0))}, ..."
+        if absent
+        else ""
+    )
     others = f"of its {len(sizes)} modules {'; '.join(counted)}.{near} {why}".rstrip()
     raise UserError(f"{place}: is for another model than this {kind}: {others}")
 
 
 def endings(modules: Collection[str], names: Iterable[str]) -> list[str]:
-    """The shortest endings, as `policy.lora_targets` has them, that fit these modules and no others of `names`; a module whose
-    whole name is an ending of others brings these along."""
+    """The shortest endings, as `policy.lora_targets` has them, that fit these modules and no others
+    of `names`; a module whose whole name is an ending of others brings these along."""
 
     def tails(name: str) -> list[str]:
         parts = name.split(".")
         return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
     every, mine = (Counter(tail for name in of for tail in tails(name)) for of in (names, modules))
-    return sorted({next((tail for tail in tails(m) if every[tail] == mine[tail]), m) for m in modules})
+    return sorted(
+        {next((tail for tail in tails(m) if every[tail] == mine[tail]), m) for m in modules}
+    )

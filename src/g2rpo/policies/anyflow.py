@@ -1,4 +1,5 @@
-"""The policy of diffusers' flow pipelines, which runs their own code (`replay`); `catalogue` declares each."""
+"""The policy of diffusers' flow pipelines, which runs their own code (`replay`); `catalogue`
+declares each."""
 
 from __future__ import annotations
 
@@ -51,9 +52,10 @@ from g2rpo.runtime.sharding import Sharded
 class DiffusersPolicy(Policy):
     """A flow pipeline of diffusers as a `Policy`, by its own `__call__`.
 
-    Latents are float32, in the layout of the pipeline's denoising loop. Velocities are the pipeline's input to its scheduler:
-    after guidance, which is computed in float32. `tuning` replaces that of the options, "frozen" for sampling; `seed` draws
-    the adapters' first values, `keep_base` keeps a copy of weights that training or `load` changes. ValueError for a size that
+    Latents are float32, in the layout of the pipeline's denoising loop. Velocities are the
+    pipeline's input to its scheduler: after guidance, which is computed in float32. `tuning`
+    replaces that of the options, "frozen" for sampling; `seed` draws the adapters' first values,
+    `keep_base` keeps a copy of weights that training or `load` changes. ValueError for a size that
     the model cannot have.
     """
 
@@ -105,14 +107,19 @@ class DiffusersPolicy(Policy):
 
     def _measure(self) -> None:
         """Reads the shape and dtype of latents at this size, and what belongs to them."""
-        latents, *self._beside = self._prepared(self.blank(1, 1).to(self._device), [torch.Generator()])
+        latents, *self._beside = self._prepared(
+            self.blank(1, 1).to(self._device), [torch.Generator()]
+        )
         self._latent, self._latent_dtype = tuple(latents.shape[1:]), latents.dtype
 
     @contextmanager
     def sized(self, height: int, width: int) -> Iterator[None]:
-        """While entered, pictures have another size. ValueError for one that the model cannot make."""
+        """While entered, pictures have another size. ValueError for one that the model cannot
+        make."""
         self.check_size(height, width)
-        before = {name: getattr(self, name) for name in ("options", "_beside", "_latent", "_latent_dtype")}
+        before = {
+            name: getattr(self, name) for name in ("options", "_beside", "_latent", "_latent_dtype")
+        }
         self.options = self.options.model_copy(update={"height": height, "width": width})
         try:
             self._measure()
@@ -158,11 +165,23 @@ class DiffusersPolicy(Policy):
 
     @property
     def deployed(self) -> dict[str, Any]:
-        """Arguments with which the pipeline itself samples as this policy does, besides size, steps and prompt."""
+        """Arguments with which the pipeline itself samples as this policy does, besides size, steps
+        and prompt."""
         spec = self.spec
-        made = spec.arguments(self.pipeline, self.options, rows=1, guided=self.guided, scale=self.guidance_scale)
-        own = {name: made[name] for name in (spec.scale, "guidance_scale_2", "num_frames", *spec.fixed) if name in made}
-        return {**own, **({"negative_prompt": made["negative_prompt"][0]} if "negative_prompt" in made else {})}
+        made = spec.arguments(
+            self.pipeline, self.options, rows=1, guided=self.guided, scale=self.guidance_scale
+        )
+        own = {
+            name: made[name]
+            for name in (spec.scale, "guidance_scale_2", "num_frames", *spec.fixed)
+            if name in made
+        }
+        return {
+            **own,
+            **(
+                {"negative_prompt": made["negative_prompt"][0]} if "negative_prompt" in made else {}
+            ),
+        }
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -172,8 +191,9 @@ class DiffusersPolicy(Policy):
     def compile(self, backend: str = "inductor") -> None:
         """Compiles the transformer's blocks in place with torch.compile, for sampling and training.
 
-        All blocks of a kind share their graphs: one for sampling, one for training and one for the base model under adapters,
-        whatever the number of rows and tokens, and another of each for calls of a single row.
+        All blocks of a kind share their graphs: one for sampling, one for training and one for the
+        base model under adapters, whatever the number of rows and tokens, and another of each for
+        calls of a single row.
         """
         for block in (*self.blocks, *itertools.chain(*map(blocks_of, self.frozen.values()))):
             block.compile(backend=backend, dynamic=True)
@@ -194,7 +214,9 @@ class DiffusersPolicy(Policy):
 
     def check_size(self, height: int, width: int) -> None:
         """Raises ValueError for a picture size that the model cannot generate."""
-        self.spec.check_size(self.pipeline, self.config, height, width, self.options.num_frames or 1)
+        self.spec.check_size(
+            self.pipeline, self.config, height, width, self.options.num_frames or 1
+        )
 
     @property
     def multiple(self) -> int:
@@ -225,11 +247,17 @@ class DiffusersPolicy(Policy):
         return self._latent[0] if packed else math.prod(self._latent[1:]) // patch_area(self.config)
 
     def shapes(self, clip_tokens: int, text_tokens: int | None = None) -> Shapes:
-        """The sizes of a call; `clip_tokens` is the length to which the CLIP tokenizers pad, `text_tokens` that of prompts, if
-        they are not padded to the longest that there may be."""
+        """The sizes of a call; `clip_tokens` is the length to which the CLIP tokenizers pad,
+        `text_tokens` that of prompts, if they are not padded to the longest that there may be."""
         clip = clip_tokens if self.spec.with_clip else 0
         tokens = (text_tokens or self.max_sequence_length) + self.spec.picture_tokens + clip
-        return Shapes(self._latent, self._cond_shapes(tokens), self.image_tokens, tokens, 2 if self.guided else 1)
+        return Shapes(
+            self._latent,
+            self._cond_shapes(tokens),
+            self.image_tokens,
+            tokens,
+            2 if self.guided else 1,
+        )
 
     def like(self, shapes: Shapes, rows: int) -> Cond:
         """Zero-filled conditioning of these shapes."""
@@ -237,8 +265,8 @@ class DiffusersPolicy(Policy):
 
     @property
     def shift(self) -> float:
-        """The time shift at this size: the scheduler's, or the one that gives the middle of the pipeline's grid of two
-        steps."""
+        """The time shift at this size: the scheduler's, or the one that gives the middle of the
+        pipeline's grid of two steps."""
         if not self.spec.own_grid:
             return deployed_shift(self.pipeline.scheduler, self.image_tokens)
         middle = float(self.grid(2)[1])
@@ -246,14 +274,24 @@ class DiffusersPolicy(Policy):
 
     @torch.no_grad()
     def grid(self, num_steps: int) -> Tensor:
-        """The sigmas [num_steps + 1] on which the pipeline itself samples this size, from exactly 1 to exactly 0."""
+        """The sigmas [num_steps + 1] on which the pipeline itself samples this size, from exactly 1
+        to exactly 0."""
         if not self.spec.own_grid:
             return sigma_grid(num_steps, self.shift)
-        device = torch.device("cpu") if self._device.type == "meta" else self._device  # of a plan, without weights
+        # of a plan, without weights
+        device = torch.device("cpu") if self._device.type == "meta" else self._device
         latents = torch.zeros(1, *self._latent, device=device)
         parts = {"scheduler": probe(self.pipeline.scheduler)}
-        sigmas = self._replay(self.blank(1, 1).to(device), latents, parts, steps=num_steps, device=device).float().cpu()
-        sigmas[0] = 1  # a grid that begins at .9998 would make the first stochastic step's diffusion 70 times as large
+        sigmas = (
+            self._replay(
+                self.blank(1, 1).to(device), latents, parts, steps=num_steps, device=device
+            )
+            .float()
+            .cpu()
+        )
+        # a grid that begins at .9998 would make the first stochastic step's diffusion 70 times as
+        # large
+        sigmas[0] = 1
         return sigmas
 
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -262,18 +300,26 @@ class DiffusersPolicy(Policy):
     @torch.no_grad()
     def noise(self, generators: Sequence[torch.Generator]) -> Tensor:
         groups = [[one] for one in generators] if self.spec.one_row else [generators]
-        return torch.cat([self._prepared(self.blank(len(group), 1, torch.float32), group)[0] for group in groups])
+        return torch.cat(
+            [self._prepared(self.blank(len(group), 1, torch.float32), group)[0] for group in groups]
+        )
 
     def _prepared(self, cond: Cond, generators: Sequence[torch.Generator]) -> tuple[Any, ...]:
         """The results of the pipeline's `prepare_latents`: latents, and ids or conditions."""
 
         def caught(own: Any) -> Any:
-            made = own.func(None, *own.args[1:], **own.keywords) if self.spec.pictured else own()  # without an input picture
+            # without an input picture
+            made = own.func(None, *own.args[1:], **own.keywords) if self.spec.pictured else own()
             raise Caught(made if isinstance(made, tuple) else (made,))
 
         cond, steps = cond.to(self._device), OneStep(self.pipeline.scheduler.config, None)
         changes: dict[str, Any] = {"generator": list(generators)}
-        return self._call(Script(self.spec.reader(self.spec.batch(cond)), caught), cond, {"scheduler": steps}, **changes)
+        return self._call(
+            Script(self.spec.reader(self.spec.batch(cond)), caught),
+            cond,
+            {"scheduler": steps},
+            **changes,
+        )
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         groups = self._groups(sigma, cond)
@@ -284,15 +330,19 @@ class DiffusersPolicy(Policy):
         return torch.cat(answers)[order]
 
     def _groups(self, sigma: Tensor, cond: Cond) -> list[list[int]]:
-        """Groups of rows that may share a call. With sharded weights ranks must make equally many calls, so a group is one
-        row."""
-        if self.spec.one_row or (self.sharded and (self.spec.ragged or self.spec.pictured or self.one_time)):
+        """Groups of rows that may share a call. With sharded weights ranks must make equally many
+        calls, so a group is one row."""
+        if self.spec.one_row or (
+            self.sharded and (self.spec.ragged or self.spec.pictured or self.one_time)
+        ):
             return [[row] for row in range(len(sigma))]
         keys, acting = self.spec.keys(cond), self._acting(sigma)
         times = sigma.tolist() if self.one_time and not has_shape_alone(sigma) else None
         if keys is None and times is None and len({*acting}) == 1:
             return [list(range(len(sigma)))]
-        return rows_alike([(keys and keys[row], times and times[row], acting[row]) for row in range(len(sigma))])
+        return rows_alike(
+            [(keys and keys[row], times and times[row], acting[row]) for row in range(len(sigma))]
+        )
 
     def _acting(self, sigma: Tensor) -> list[tuple[bool, bool]]:
         return self.experts.acting(sigma, self.options.lora_above)
@@ -303,7 +353,8 @@ class DiffusersPolicy(Policy):
         return self.experts.train_everywhere(self.options.lora_above)
 
     def trains_at(self, sigma: float) -> bool:
-        """Whether the trained weights act there, and not a frozen expert, or the base model below `lora_above`."""
+        """Whether the trained weights act there, and not a frozen expert, or the base model below
+        `lora_above`."""
         return self._acting(torch.tensor([sigma]))[0][1]
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
@@ -314,26 +365,41 @@ class DiffusersPolicy(Policy):
                 "(policy.lora_above, policy.expert)"
             )
         step = OneStep(config, sigma, truncate=self.truncates, alike=self.one_time, high=high)
-        if not self.truncates:  # pipelines round times to the dtype of latents; truncated ones stay whole
+        # pipelines round times to the dtype of latents; truncated ones stay whole
+        if not self.truncates:
             x = x.to(self._latent_dtype)
         with self.tuning.late() if self.options.lora_above and not trained else nullcontext():
             return self._replay(cond, x, {"scheduler": step}, guided=self.guided)
 
     def decode(self, x: Tensor) -> Tensor:
-        return torch.cat([self._decode(part) for part in (x.split(1) if self.spec.one_row else (x,))])
+        return torch.cat(
+            [self._decode(part) for part in (x.split(1) if self.spec.one_row else (x,))]
+        )
 
     def _decode(self, x: Tensor) -> Tensor:
         step = OneStep(self.pipeline.scheduler.config, None)
-        pictures = opaque(self._replay(self.blank(len(x), 1).to(self._device), x, {"scheduler": step})[0].clamp(0, 1).float())
+        pictures = opaque(
+            self._replay(self.blank(len(x), 1).to(self._device), x, {"scheduler": step})[0]
+            .clamp(0, 1)
+            .float()
+        )
         return pictures[:, 0] if self.spec.video and pictures.shape[1] == 1 else pictures
 
     def _replay(self, cond: Cond, latents: Tensor, parts: Mapping[str, Any], **changes: Any) -> Any:
         batch = self.spec.batch(cond)
         own = [_expanded(value, len(latents)) for value in self._beside]
         if self._device.type == "meta":  # for `grid`
-            own = [torch.zeros_like(v, device=latents.device) if isinstance(v, Tensor) else v for v in own]
-        beside = [batch.get(name, value) for name, value in zip(self.spec.pictured or [""] * len(own), own, strict=True)]
-        script = Script(self.spec.reader(batch), lambda made: (latents, *beside) if beside else latents)
+            own = [
+                torch.zeros_like(v, device=latents.device) if isinstance(v, Tensor) else v
+                for v in own
+            ]
+        beside = [
+            batch.get(name, value)
+            for name, value in zip(self.spec.pictured or [""] * len(own), own, strict=True)
+        ]
+        script = Script(
+            self.spec.reader(batch), lambda made: (latents, *beside) if beside else latents
+        )
         return self._call(script, cond, parts, **changes)
 
     def _call(
@@ -350,20 +416,44 @@ class DiffusersPolicy(Policy):
         """The pipeline's call by `script`, without text encoders, with the active network."""
         rows = len(cond)
         arguments = self.spec.arguments(
-            self.pipeline, self.options, rows=rows, guided=guided, scale=self.guidance_scale, steps=steps
+            self.pipeline,
+            self.options,
+            rows=rows,
+            guided=guided,
+            scale=self.guidance_scale,
+            steps=steps,
         )
         detached = guided and self.options.detach_negative
-        network = ReplayedNetwork(self.tuning.active, self.dtype, self.autocast, detach_negative=detached)
+        network = ReplayedNetwork(
+            self.tuning.active, self.dtype, self.autocast, detach_negative=detached
+        )
         vae = Pictures(self.pipeline.vae, self.options.published_pictures)
-        frozen = {name: ReplayedNetwork(expert, self.dtype, self.autocast) for name, expert in self.frozen.items()}
-        parts = {**dict.fromkeys(self.text.names), self.options.trained: network, **frozen, "vae": vae, **parts}
+        frozen = {
+            name: ReplayedNetwork(expert, self.dtype, self.autocast)
+            for name, expert in self.frozen.items()
+        }
+        parts = {
+            **dict.fromkeys(self.text.names),
+            self.options.trained: network,
+            **frozen,
+            "vae": vae,
+            **parts,
+        }
         if self.spec.guider:
             parts["guider"] = guiding(self.pipeline.guider, self.guidance_scale, guided)
         if self.spec.seen:
-            pictures = [Unseen((width, height)) for width, height in sizes_in(cond.ragged[PICTURE_SIZES][0])]
+            pictures = [
+                Unseen((width, height)) for width, height in sizes_in(cond.ragged[PICTURE_SIZES][0])
+            ]
             changes["image"] = pictures if self.spec.most_pictures > 1 else pictures[0]
             parts["image_processor"] = UnseenProcessor(self.pipeline.image_processor)
-        return replay(self.pipeline, script, {**arguments, **changes}, device=device or self._device, parts=parts)
+        return replay(
+            self.pipeline,
+            script,
+            {**arguments, **changes},
+            device=device or self._device,
+            parts=parts,
+        )
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return list(self.tuning.named().values())
@@ -382,7 +472,8 @@ class DiffusersPolicy(Policy):
         return self.tuning
 
     def load(self, path: Path, strength: float = 1.0) -> None:
-        """Loads tuned weights written by `save`; `strength` scales an adapter. One that acts at early steps alone does here."""
+        """Loads tuned weights written by `save`; `strength` scales an adapter. One that acts at
+        early steps alone does here."""
         if above := self.sampling.load(path, self.pipeline, strength):
             self.options = self.options.model_copy(update={"lora_above": above})
 
@@ -396,4 +487,8 @@ class DiffusersPolicy(Policy):
 
 def _expanded(value: Any, rows: int) -> Any:
     """A tensor of one row, expanded to `rows`; anything else is shared by all rows."""
-    return value.expand(rows, *value.shape[1:]) if isinstance(value, Tensor) and len(value) == 1 else value
+    return (
+        value.expand(rows, *value.shape[1:])
+        if isinstance(value, Tensor) and len(value) == 1
+        else value
+    )

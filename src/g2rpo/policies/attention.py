@@ -21,7 +21,8 @@ BACKENDS: Mapping[str, str] = {
     "efficient": "_native_efficient",
     "math": "_native_math",
 }
-"""diffusers' names. Left out are kernels that round to fewer bits, that have no gradient, or whose code comes from a hub."""
+"""diffusers' names. Left out are kernels that round to fewer bits, that have no gradient, or whose
+code comes from a hub."""
 PACKAGES: Mapping[str, str] = {"flash2": "flash_attn", "flash3": "flash_attn_interface"}
 MASKLESS = ("flash", "flash2", "flash3")
 """Kernels that take no mask."""
@@ -31,25 +32,33 @@ CUDA_ONLY = ("cudnn", "efficient", *PACKAGES)
 def attention_kinds(device: str) -> list[str]:
     """The kinds of attention that this installation has for `device`."""
     cuda = torch.device(device).type == "cuda"
-    return ["auto", *(kind for kind in BACKENDS if _installed(kind) and (cuda or kind not in CUDA_ONLY))]
+    return [
+        "auto",
+        *(kind for kind in BACKENDS if _installed(kind) and (cuda or kind not in CUDA_ONLY)),
+    ]
 
 
 def check_attention(kind: Attention, device: str) -> None:
     """UserError if this installation has no such attention for `device`."""
     if kind not in (have := attention_kinds(device)):
         package = f" (it needs the package {PACKAGES[kind]})" if kind in PACKAGES else ""
-        raise UserError(f"policy.attention={kind} is not available for {device}{package}; available: {', '.join(have)}")
+        raise UserError(
+            f"policy.attention={kind} is not available for {device}{package}; available: {', '.join(have)}"
+        )
     if kind == "cudnn" and mixes_layouts(torch.device(device)):
-        raise UserError(f"policy.attention=cudnn: with torch {torch.__version__} its gradients are wrong; take auto or flash")
+        raise UserError(
+            f"policy.attention=cudnn: with torch {torch.__version__} its gradients are wrong; take auto or flash"
+        )
 
 
 def mixes_layouts(device: torch.device) -> bool:
     """Whether torch's cuDNN attention takes the layout of one output gradient for that of another.
 
-    torch keeps a cuDNN graph for the shapes and strides of queries, keys and values, but not for the strides of the output's
-    gradient. A gradient in another layout is then read with the strides of the first. FLUX has both: the gradient of a
-    single-stream block is a slice of a wider tensor. With torch 2.11.0 on an H200 gradients were 110 % off without a word;
-    in the other order memory beyond the tensor was read ("illegal memory access").
+    torch keeps a cuDNN graph for the shapes and strides of queries, keys and values, but not for
+    the strides of the output's gradient. A gradient in another layout is then read with the strides
+    of the first. FLUX has both: the gradient of a single-stream block is a slice of a wider tensor.
+    With torch 2.11.0 on an H200 gradients were 110 % off without a word; in the other order memory
+    beyond the tensor was read ("illegal memory access").
     """
     batch, tokens, heads, width = 1, 256, 2, 64
     values = torch.randn(batch, tokens, heads, width, device=device, dtype=torch.bfloat16)
@@ -65,7 +74,8 @@ def mixes_layouts(device: torch.device) -> bool:
         assert leaf.grad is not None
         gradients.append(leaf.grad.float())
     first, second = gradients
-    return float((second - first).norm()) > 0.1 * float(first.norm())  # rounding in bfloat16 gives less than 0.01
+    # rounding in bfloat16 gives less than 0.01
+    return float((second - first).norm()) > 0.1 * float(first.norm())
 
 
 def _installed(kind: str) -> bool:

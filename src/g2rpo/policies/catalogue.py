@@ -1,4 +1,5 @@
-"""The pipelines of diffusers that can be trained: one `PipelineSpec` each. `published.json` has the models of each."""
+"""The pipelines of diffusers that can be trained: one `PipelineSpec` each. `published.json` has the
+models of each."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from g2rpo.policies import comfyui
 from g2rpo.policies.published import Model
 from g2rpo.policies.spec import ATTENTION_TARGETS, RARE, PipelineSpec
 
-NEGATIVE_TOO = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+NEGATIVE_TOO = (
+    "prompt_embeds",
+    "prompt_attention_mask",
+    "negative_prompt_embeds",
+    "negative_prompt_attention_mask",
+)
 
 flux = PipelineSpec(  # arXiv 2506.15742
     pipeline_class="FluxPipeline",
@@ -40,7 +46,12 @@ kontext = replace(
 
 sd3 = PipelineSpec(  # arXiv 2403.03206
     pipeline_class="StableDiffusion3Pipeline",
-    encoded=("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
+    encoded=(
+        "prompt_embeds",
+        "negative_prompt_embeds",
+        "pooled_prompt_embeds",
+        "negative_pooled_prompt_embeds",
+    ),
     widths={"prompt_embeds": ("joint_attention_dim",)},
     pooled={"pooled_prompt_embeds": ("pooled_projection_dim",)},
     tokens=256,
@@ -49,7 +60,8 @@ sd3 = PipelineSpec(  # arXiv 2403.03206
     patched=True,
     own_grid=False,
     optional=("text_encoder_3",),
-    lora_targets=tuple(f"attn.{name}" for name in ATTENTION_TARGETS),  # of diffusers' own script: not SD3.5's image-only attn2
+    # of diffusers' own script: not SD3.5's image-only attn2
+    lora_targets=tuple(f"attn.{name}" for name in ATTENTION_TARGETS),
     unsupported=(),
     comfyui=comfyui.SD3,
 )
@@ -114,7 +126,9 @@ z_image = PipelineSpec(  # v + scale (v - v_negative), so that 0 is without guid
     comfyui=comfyui.Z_IMAGE,
 )
 
-wan = PipelineSpec(  # Wan 2.1, 2.2-A14B with two experts, and 2.2-TI2V-5B, which times every token, and so all rows alike
+# Wan 2.1, 2.2-A14B with two experts, and 2.2-TI2V-5B, which times every token, and so all rows
+# alike
+wan = PipelineSpec(
     pipeline_class="WanPipeline",
     encoded=("prompt_embeds", "negative_prompt_embeds"),
     widths={"prompt_embeds": ("text_dim",)},
@@ -158,11 +172,13 @@ chroma = PipelineSpec(  # FLUX.1's architecture with classifier-free guidance an
     widths={"prompt_embeds": ("joint_attention_dim",), "text_ids": (3,), "prompt_attention_mask": ()},
     tokens=512,
     guidance=5.0,
-    unsupported=(*RARE, "gradient_checkpointing"),  # with which diffusers' single blocks lose the mask
+    # with which diffusers' single blocks lose the mask
+    unsupported=(*RARE, "gradient_checkpointing"),
     comfyui=comfyui.CHROMA,
 )  # fmt: skip
 
-cogview4 = PipelineSpec(  # embeddings are multiples of 16 tokens, and the network sees times before the shift
+# embeddings are multiples of 16 tokens, and the network sees times before the shift
+cogview4 = PipelineSpec(
     pipeline_class="CogView4Pipeline",
     encoded=("prompt_embeds", "negative_prompt_embeds"),
     widths={"prompt_embeds": ("text_embed_dim",)},
@@ -182,7 +198,8 @@ sana = PipelineSpec(  # 32 pixels a latent, linear attention
     fixed={"use_resolution_binning": False},
 )
 
-krea2 = PipelineSpec(  # several layers of the text encoder; v + scale (v - v_negative), so that 0 is without guidance
+# several layers of the text encoder; v + scale (v - v_negative), so that 0 is without guidance
+krea2 = PipelineSpec(
     pipeline_class="Krea2Pipeline",
     encoded=("prompt_embeds", "prompt_embeds_mask"),
     widths={"prompt_embeds": ("num_text_layers", "text_hidden_dim"), "prompt_embeds_mask": ()},
@@ -207,10 +224,12 @@ longcat = PipelineSpec(  # guided velocities have at most the norm of the prompt
     widths={"prompt_embeds": ("joint_attention_dim",), "text_ids": (3,)},
     tokens=512,
     guidance=4.5,
-    fixed={"enable_prompt_rewrite": False},  # by the text encoder, which would sample other prompts than were given
+    # by the text encoder, which would sample other prompts than were given
+    fixed={"enable_prompt_rewrite": False},
 )
 
-qwen_image_21 = PipelineSpec(  # pictures with transparency; 16 pixels a latent, four latents a slot of the text's layout
+# pictures with transparency; 16 pixels a latent, four latents a slot of the text's layout
+qwen_image_21 = PipelineSpec(
     pipeline_class="QwenImage21Pipeline",
     encoded=("prompt_embeds", "prompt_embeds_mask", "image_pad_mask"),
     widths={"prompt_embeds": ("context_in_dim",), "image_pad_mask": ()},
@@ -242,7 +261,8 @@ hunyuan_video_15 = PipelineSpec(
     pipeline_class="HunyuanVideo15Pipeline",
     encoded=("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2"),
     widths={"prompt_embeds": ("text_embed_dim",), "prompt_embeds_mask": ()},
-    pooled={"prompt_embeds_2": (256, "text_embed_2_dim"), "prompt_embeds_mask_2": (256,)},  # of words in quotation marks
+    # of words in quotation marks
+    pooled={"prompt_embeds_2": (256, "text_embed_2_dim"), "prompt_embeds_mask_2": (256,)},
     tokens=1000,
     guidance=6.0,
     guider=True,
@@ -253,15 +273,19 @@ hunyuan_video_15 = PipelineSpec(
 )
 
 SPECS: Mapping[str, PipelineSpec] = {
-    value.pipeline_class: value for value in list(vars().values()) if isinstance(value, PipelineSpec)
+    value.pipeline_class: value
+    for value in list(vars().values())
+    if isinstance(value, PipelineSpec)
 }
 """All of them, by the class of the pipeline."""
 
 
 def find_policy(name: str) -> Any:
-    """The spec, or the policy's class, called `name`: a pipeline class of this table or of an installed package, or code of the
-    user's (FILE.py:NAME)."""
-    return SPECS[name] if name in SPECS else plugins.find("policies", name, dict.fromkeys(SPECS, ""))
+    """The spec, or the policy's class, called `name`: a pipeline class of this table or of an
+    installed package, or code of the user's (FILE.py:NAME)."""
+    return (
+        SPECS[name] if name in SPECS else plugins.find("policies", name, dict.fromkeys(SPECS, ""))
+    )
 
 
 def pipeline_names() -> list[str]:
@@ -272,7 +296,10 @@ def pipeline_names() -> list[str]:
 def model_of(path: str, kind: str | None = None) -> tuple[PipelineSpec, Model] | None:
     """The published weights with the hub id `path`; None if unknown. `kind` is policy.kind."""
     specs = SPECS.values() if kind is None else [spec_of(kind)]
-    return next(((spec, spec.known[path]) for spec in specs if spec is not None and path in spec.known), None)
+    return next(
+        ((spec, spec.known[path]) for spec in specs if spec is not None and path in spec.known),
+        None,
+    )
 
 
 def licence_of(path: str, kind: str | None = None) -> str | None:

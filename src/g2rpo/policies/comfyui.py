@@ -1,8 +1,10 @@
-"""Other programs' names of modules and tensors: ComfyUI's (github.com/comfyanonymous/ComfyUI, comfy/lora.py, comfy/utils.py),
-and those of the original weights, which kohya's trainers and ai-toolkit use.
+"""Other programs' names of modules and tensors: ComfyUI's (github.com/comfyanonymous/ComfyUI,
+comfy/lora.py, comfy/utils.py), and those of the original weights, which kohya's trainers and
+ai-toolkit use.
 
-For some models its LoRA loader accepts diffusers' names after "transformer."; for others only those of the original
-weights after "diffusion_model.". `tools/check_comfyui.py` compares them with a checkout of ComfyUI.
+For some models its LoRA loader accepts diffusers' names after "transformer."; for others only those
+of the original weights after "diffusion_model.". `tools/check_comfyui.py` compares them with a
+checkout of ComfyUI.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ _FF = r"net\.(0\.proj|2)"
 
 @dataclass(frozen=True)
 class ComfyUI:
-    """ComfyUI's names of a transformer. For a LoRA: `prefix` and the first pattern that matches the module's whole name, with
-    its replacement. For a whole transformer: replacements in tensor names, applied in order (None: it loads none).
+    """ComfyUI's names of a transformer. For a LoRA: `prefix` and the first pattern that matches the
+    module's whole name, with its replacement. For a whole transformer: replacements in tensor
+    names, applied in order (None: it loads none).
     """
 
     transformer: str
@@ -28,8 +31,9 @@ class ComfyUI:
     names: Mapping[str, str]
     whole: Mapping[str, str] | None = None
     original: Mapping[str, str] | None = None
-    """Patterns of modules with their names in the original weights; None where diffusers reads no LoRA with these. Of blocks
-    alone, as the trainers have them by default: `tools/check_trainers.py` compares with their own code."""
+    """Patterns of modules with their names in the original weights; None where diffusers reads no
+    LoRA with these. Of blocks alone, as the trainers have them by default:
+    `tools/check_trainers.py` compares with their own code."""
 
     def key(self, module: str) -> str | None:
         """The key of a module; None if there is none."""
@@ -44,7 +48,10 @@ def replaced_name(names: Mapping[str, str], module: str) -> str | None:
 
 
 def _same(
-    transformer: str, *patterns: str, whole: Mapping[str, str] | None = None, original: Mapping[str, str] | None = None
+    transformer: str,
+    *patterns: str,
+    whole: Mapping[str, str] | None = None,
+    original: Mapping[str, str] | None = None,
 ) -> ComfyUI:
     return ComfyUI(transformer, "transformer.", dict.fromkeys(patterns, SAME), whole, original)
 
@@ -53,7 +60,8 @@ _BLOCK, _SINGLE = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(
 
 
 def _double_blocks(feed: Mapping[str, str]) -> dict[str, str]:
-    """The original names of FLUX's blocks of two streams; `feed` has the patterns of a feed-forward network's two layers."""
+    """The original names of FLUX's blocks of two streams; `feed` has the patterns of a feed-forward
+    network's two layers."""
     names: dict[str, str] = {}
     for stream, joint, out, ff in (
         ("img", r"to_[qkv]", r"to_out\.0", "ff"),
@@ -61,7 +69,10 @@ def _double_blocks(feed: Mapping[str, str]) -> dict[str, str]:
     ):
         names |= {rf"{_BLOCK}attn\.{joint}": rf"double_blocks.\1.{stream}_attn.qkv"}
         names |= {rf"{_BLOCK}attn\.{out}": rf"double_blocks.\1.{stream}_attn.proj"}
-        names |= {rf"{_BLOCK}{ff}\.{layer}": rf"double_blocks.\1.{stream}_mlp.{number}" for layer, number in feed.items()}
+        names |= {
+            rf"{_BLOCK}{ff}\.{layer}": rf"double_blocks.\1.{stream}_mlp.{number}"
+            for layer, number in feed.items()
+        }
     return names
 
 

@@ -23,12 +23,13 @@ from g2rpo.core.input_pictures import content_of
 from g2rpo.core.types import Cond, Policy, Prompt
 
 FORMAT = 2
-"""Part of every key. Increase it when the meaning of stored tensors changes; old files are then not found."""
+"""Part of every key. Increase it when the meaning of stored tensors changes; old files are then not
+found."""
 RAGGED = "ragged/"
 """Prefix of the names of tensors whose length depends on the prompt."""
 ROUNDINGS = 0.1
-"""The largest distance between embeddings of the same encoders, in units of their size. Roundings of bfloat16 are a hundredth;
-embeddings of other encoders are about 1 apart."""
+"""The largest distance between embeddings of the same encoders, in units of their size. Roundings
+of bfloat16 are a hundredth; embeddings of other encoders are about 1 apart."""
 DISK_RESERVE = 2**30
 """Bytes of the disk that the cache leaves free, so that checkpoints still fit."""
 
@@ -44,26 +45,30 @@ class DamagedEmbedding(ValueError):
 
 
 class EmbeddingStore:
-    """Conditioning rows in a folder, one safetensors file per prompt (its text and its pictures' content), below a folder per
-    `identity`.
+    """Conditioning rows in a folder, one safetensors file per prompt (its text and its pictures'
+    content), below a folder per `identity`.
 
-    `identity` is plain data with everything besides the prompt on which the tensors depend: the text encoders' content, dtype,
-    lengths. Files are written whole or not at all, and carry a checksum. Several processes may share a store. OSError if the
-    folder cannot be written.
+    `identity` is plain data with everything besides the prompt on which the tensors depend: the
+    text encoders' content, dtype, lengths. Files are written whole or not at all, and carry a
+    checksum. Several processes may share a store. OSError if the folder cannot be written.
     """
 
-    def __init__(self, root: Path, identity: Mapping[str, Any], reserve: int = DISK_RESERVE) -> None:
+    def __init__(
+        self, root: Path, identity: Mapping[str, Any], reserve: int = DISK_RESERVE
+    ) -> None:
         self.reserve = reserve
         self.digests = FileDigests(None)
         self.folder = root / digest_of({"format": FORMAT, **identity})[:20]
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / "identity.json", json.dumps(dict(identity), indent=1).encode())  # for readers of the folder
+        # for readers of the folder
+        write_whole(self.folder / "identity.json", json.dumps(dict(identity), indent=1).encode())
 
     def __contains__(self, prompt: str) -> bool:
         return self._path(prompt).is_file()
 
     def read(self, prompt: str) -> Cond | None:
-        """The row of one prompt, on the CPU; None if it was never stored, `DamagedEmbedding` if the file is not intact."""
+        """The row of one prompt, on the CPU; None if it was never stored, `DamagedEmbedding` if the
+        file is not intact."""
         path = self._path(prompt)
         if not path.is_file():
             return None
@@ -72,7 +77,9 @@ class EmbeddingStore:
                 notes = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
         except SafetensorError as error:
-            raise DamagedEmbedding(f"{path} is truncated or no safetensors file ({error})") from None
+            raise DamagedEmbedding(
+                f"{path} is truncated or no safetensors file ({error})"
+            ) from None
         if notes.get("prompt") != str(prompt) or notes.get("sha256") != _checksum(tensors):
             raise DamagedEmbedding(f"{path} was changed after it was written")
         ragged = {name: (tensors.pop(name),) for name in list(tensors) if name.startswith(RAGGED)}
@@ -80,7 +87,10 @@ class EmbeddingStore:
 
     def write(self, prompt: str, row: Cond) -> None:
         """Stores one row. Raises OSError if fewer than `reserve` bytes would remain free."""
-        every = {**row.tensors, **{f"{RAGGED}{name}": value for name, (value,) in row.ragged.items()}}
+        every = {
+            **row.tensors,
+            **{f"{RAGGED}{name}": value for name, (value,) in row.ragged.items()},
+        }
         tensors = {name: value.detach().cpu().contiguous() for name, value in every.items()}
         notes = {"prompt": str(prompt), "sha256": _checksum(tensors)}
         content = safetensors.torch.save(tensors, metadata=notes)
@@ -99,7 +109,9 @@ class EmbeddingStore:
         return prompts * self.size(like) + self.reserve <= shutil.disk_usage(self.folder).free
 
     def _path(self, prompt: str) -> Path:
-        name = hashlib.sha256("\0".join([prompt, *content_of(prompt, self.digests)]).encode()).hexdigest()
+        name = hashlib.sha256(
+            "\0".join([prompt, *content_of(prompt, self.digests)]).encode()
+        ).hexdigest()
         return self.folder / name[:2] / f"{name}.safetensors"
 
 
@@ -119,11 +131,14 @@ def encoded_of(prompt: str) -> Mapping[str, str]:
 
 
 def read_encoded(prompt: str, like: Cond) -> Cond:
-    """The row of a prompt from its files `encoded_of`, in the dtypes of `like`, a row of the same encoders. UserError for files
-    that hold anything but tensors of these shapes. One position of `text_ids` stands for all: they are equal in FLUX."""
+    """The row of a prompt from its files `encoded_of`, in the dtypes of `like`, a row of the same
+    encoders. UserError for files that hold anything but tensors of these shapes. One position of
+    `text_ids` stands for all: they are equal in FLUX."""
     files, tensors = encoded_of(prompt), {}
     if files.keys() != like.tensors.keys() or like.ragged:
-        raise UserError(f"{prompt!r:.60}: its embeddings are {', '.join(files)}; this model takes {', '.join(like.tensors)}")
+        raise UserError(
+            f"{prompt!r:.60}: its embeddings are {', '.join(files)}; this model takes {', '.join(like.tensors)}"
+        )
     for name, path in files.items():
         with loading(path):
             value = torch.load(path, map_location="cpu", weights_only=True)
@@ -132,13 +147,16 @@ def read_encoded(prompt: str, like: Cond) -> Cond:
             value = value.expand_as(wanted)
         if not isinstance(value, Tensor) or value.shape != wanted.shape:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(f"{path}: is {shape}; this model's encoders make {list(wanted.shape)} (policy.max_sequence_length)")
+            raise UserError(
+                f"{path}: is {shape}; this model's encoders make {list(wanted.shape)} (policy.max_sequence_length)"
+            )
         tensors[name] = value[None].detach().to(like.tensors[name])
     return Cond(tensors)
 
 
 def check_encoded(prompt: str, own: Cond) -> None:
-    """Refuses embeddings that are not those of the same encoders, whose row of the prompt is `own`; UserError."""
+    """Refuses embeddings that are not those of the same encoders, whose row of the prompt is `own`;
+    UserError."""
     for name, value in read_encoded(prompt, own).tensors.items():
         ours = own.tensors[name].double()
         away = float((value.double() - ours).norm() / ours.norm().clamp(min=1e-9))
@@ -167,12 +185,15 @@ class Encoder(Protocol):
 class CachedEncoder:
     """Encodes each prompt once with `encoder`, and reads it from `store` afterwards.
 
-    The rows of prompts that were encoded before (`Prompt.encoded`) are read from their own files. Others are encoded one at a
-    time, so a row does not depend on its batch, and a run repeats bit for bit with a cold cache, a warm one, or none
-    (`store=None`). If the disk is full, `notify` is called once and later prompts are encoded each time.
+    The rows of prompts that were encoded before (`Prompt.encoded`) are read from their own files.
+    Others are encoded one at a time, so a row does not depend on its batch, and a run repeats bit
+    for bit with a cold cache, a warm one, or none (`store=None`). If the disk is full, `notify` is
+    called once and later prompts are encoded each time.
     """
 
-    def __init__(self, encoder: Encoder, store: EmbeddingStore | None, *, notify: Callable[[str], None]) -> None:
+    def __init__(
+        self, encoder: Encoder, store: EmbeddingStore | None, *, notify: Callable[[str], None]
+    ) -> None:
         self.encoder, self.store, self.notify = encoder, store, notify
         self.full = store is None  # no further rows are stored
         self.encoded = 0  # number of prompts that were not stored
@@ -189,7 +210,8 @@ class CachedEncoder:
         return [prompt for prompt in new if self.store is None or prompt not in self.store]
 
     def check_encoded(self, prompts: Iterable[str]) -> None:
-        """Compares the first prompt that was encoded before with the encoders' own row; UserError if they differ."""
+        """Compares the first prompt that was encoded before with the encoders' own row; UserError
+        if they differ."""
         first = next((prompt for prompt in prompts if encoded_of(prompt)), None)
         if first is not None and self._like is None:
             own = self.encoder.encode([first])
@@ -197,7 +219,8 @@ class CachedEncoder:
             self._like = own
 
     def fill(self, prompts: Iterable[str], advance: Callable[[], None] = lambda: None) -> bool:
-        """Encodes and stores missing prompts, and calls `advance` after each; False if the disk became full."""
+        """Encodes and stores missing prompts, and calls `advance` after each; False if the disk
+        became full."""
         for prompt in self.missing(prompts):
             if self.full:
                 return False
@@ -235,14 +258,19 @@ class CachedEncoder:
 
 
 class EncodedPrompts:
-    """Encodes `prompts`, one at a time, and keeps their conditioning in memory; the text encoders then leave the device."""
+    """Encodes `prompts`, one at a time, and keeps their conditioning in memory; the text encoders
+    then leave the device."""
 
     def __init__(self, encoder: Encoder, prompts: Iterable[str]) -> None:
-        self._rows = {prompt: check_embeddings(encoder.encode([prompt]), prompt) for prompt in dict.fromkeys(prompts)}
+        self._rows = {
+            prompt: check_embeddings(encoder.encode([prompt]), prompt)
+            for prompt in dict.fromkeys(prompts)
+        }
         encoder.park()
 
     def encode(self, prompts: Sequence[str]) -> Cond:
-        """Conditioning for each of these prompts, on the encoder's device. KeyError for a prompt that is not among them."""
+        """Conditioning for each of these prompts, on the encoder's device. KeyError for a prompt
+        that is not among them."""
         return Cond.join([self._rows[prompt] for prompt in prompts])
 
 
@@ -261,7 +289,11 @@ class CachedPolicy(Generic[P]):
         self.encode = encoder.encode
         # the policy's own methods
         self.noise, self.velocity, self.decode = policy.noise, policy.velocity, policy.decode
-        self.trainable_parameters, self.base, self.save = policy.trainable_parameters, policy.base, policy.save
+        self.trainable_parameters, self.base, self.save = (
+            policy.trainable_parameters,
+            policy.base,
+            policy.save,
+        )
 
     @property
     def device(self) -> torch.device:

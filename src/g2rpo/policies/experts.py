@@ -14,22 +14,31 @@ from g2rpo.policies.spec import has_shape_alone
 
 
 def boundary_of(pipeline: Any) -> float | None:
-    """The sigma below which a pipeline calls its second transformer, the expert for low noise; None: it has one."""
-    return pipeline.config.get("boundary_ratio") if getattr(pipeline, "transformer_2", None) is not None else None
+    """The sigma below which a pipeline calls its second transformer, the expert for low noise;
+    None: it has one."""
+    return (
+        pipeline.config.get("boundary_ratio")
+        if getattr(pipeline, "transformer_2", None) is not None
+        else None
+    )
 
 
 def check_experts(pipeline: Any, options: PolicyConfig) -> None:
     """UserError for options that a pipeline with so many transformers does not have."""
     if boundary_of(pipeline) is None:
         if options.expert == "low" or options.guidance_scale_2 is not None:
-            raise UserError("policy.expert, policy.guidance_scale_2: this model has one transformer; take them out")
+            raise UserError(
+                "policy.expert, policy.guidance_scale_2: this model has one transformer; take them out"
+            )
     elif options.tuning == "full":
-        raise UserError("policy.tuning=full: of a model with two experts a LoRA of one is trained; set policy.tuning=lora")
+        raise UserError(
+            "policy.tuning=full: of a model with two experts a LoRA of one is trained; set policy.tuning=lora"
+        )
 
 
 class Experts:
-    """The trained transformer and, of a model with two experts, the other one, which is frozen. Below `options.lora_above` the
-    trained weights do not act."""
+    """The trained transformer and, of a model with two experts, the other one, which is frozen.
+    Below `options.lora_above` the trained weights do not act."""
 
     def __init__(self, pipeline: Any, options: PolicyConfig, device: torch.device) -> None:
         check_experts(pipeline, options)
@@ -50,8 +59,9 @@ class Experts:
         return self.boundary is None and not above
 
     def acting(self, sigma: Tensor, above: float) -> list[tuple[bool, bool]]:
-        """By row, whether the expert for high noise acts, and whether the trained weights do. On tensors without values they
-        do. Where they do at all sigmas, these are not read: the host would wait for a GPU."""
+        """By row, whether the expert for high noise acts, and whether the trained weights do. On
+        tensors without values they do. Where they do at all sigmas, these are not read: the host
+        would wait for a GPU."""
         if has_shape_alone(sigma) or self.train_everywhere(above):
             return [(self._high, True)] * len(sigma)
         high = [self._high] * len(sigma)

@@ -1,4 +1,5 @@
-"""A policy with normal images, so that every distribution has a closed form and the SDE can be tested against exact values."""
+"""A policy with normal images, so that every distribution has a closed form and the SDE can be
+tested against exact values."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from g2rpo.core.types import Cond
 class GaussianPolicy:
     """Flow matching between N(0, 1) and N(mean, std^2), entry by entry, with the exact velocity.
 
-    With image ~ N(m, s^2), x at sigma is normal with mean (1 - sigma) m and variance (1 - sigma)^2 s^2 + sigma^2, and the
-    velocity is E[noise - image | x]. The mean is the trainable parameter. A prompt that is a number shifts the mean by it; an
-    empty one does not.
-    Latents are [3, size, size]; decoding maps them to [0, 1] by a sigmoid.
+    With image ~ N(m, s^2), x at sigma is normal with mean (1 - sigma) m and variance (1 - sigma)^2
+    s^2 + sigma^2, and the velocity is E[noise - image | x]. The mean is the trainable parameter. A
+    prompt that is a number shifts the mean by it; an empty one does not. Latents are [3, size,
+    size]; decoding maps them to [0, 1] by a sigmoid.
     """
 
-    def __init__(self, mean: float = 0.0, std: float = 0.6, size: int = 4, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, mean: float = 0.0, std: float = 0.6, size: int = 4, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.mean = nn.Parameter(torch.full((3, size, size), mean))
         self.std = std
         self.size = size
@@ -40,10 +43,14 @@ class GaussianPolicy:
         return 1.0
 
     def encode(self, prompts: Sequence[str]) -> Cond:
-        return Cond({"shift": torch.tensor([float(prompt or 0) for prompt in prompts], device=self.device)})
+        return Cond(
+            {"shift": torch.tensor([float(prompt or 0) for prompt in prompts], device=self.device)}
+        )
 
     def noise(self, generators: Sequence[torch.Generator]) -> Tensor:
-        return torch.stack([torch.randn(3, self.size, self.size, generator=g) for g in generators]).to(self.device)
+        return torch.stack(
+            [torch.randn(3, self.size, self.size, generator=g) for g in generators]
+        ).to(self.device)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         own = self._base_mean if self._in_base else self.mean

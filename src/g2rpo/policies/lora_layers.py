@@ -17,10 +17,17 @@ from g2rpo.policies.options import PolicyConfig
 
 
 def check_targets(transformer: nn.Module, targets: Sequence[str]) -> None:
-    """UserError for a transformer without linear layers or convolutions of these names, which adapters change."""
-    names = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    """UserError for a transformer without linear layers or convolutions of these names, which
+    adapters change."""
+    names = [
+        name
+        for name, module in transformer.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    ]
     if not any(name == end or name.endswith(f".{end}") for name in names for end in targets):
-        ends = dict.fromkeys(re.sub(r".*\.(?=[a-z])", "", name) for name in names if re.search(r"\.\d+\.", name))
+        ends = dict.fromkeys(
+            re.sub(r".*\.(?=[a-z])", "", name) for name in names if re.search(r"\.\d+\.", name)
+        )
         raise UserError(
             f"policy.lora_targets: no layer of a {type(transformer).__name__} is named {', '.join(targets)[:200]}; "
             f"those of its blocks are {', '.join(ends)[:300]}. Or set policy.tuning=full"
@@ -59,25 +66,30 @@ def add_frozen(transformer: Any, name: str, adapter: Adapter, dtype: torch.dtype
 
 
 def fill(factors: Mapping[str, nn.Linear], start: Adapter, scale: float) -> None:
-    """Puts an adapter's values into an untrained one. Ranks and modules that it lacks stay at no change."""
+    """Puts an adapter's values into an untrained one. Ranks and modules that it lacks stay at no
+    change."""
     for module, (down, up) in start.layers.items():
         if module + DOWN not in factors or len(down) > len(factors[module + DOWN].weight):
-            raise UserError(f"policy.adapter: its {module} of rank {len(down)} is not in policy.lora_rank and lora_targets")
+            raise UserError(
+                f"policy.adapter: its {module} of rank {len(down)} is not in policy.lora_rank and lora_targets"
+            )
         into, out = factors[module + DOWN].weight.data, factors[module + UP].weight.data
         into[: len(down)] = down.to(into.device)
         out[:, : len(down)] = (up / scale).to(out.device)
 
 
 class Acting:
-    """Which adapters in a transformer act: what was learnt (`own`), the `start` with which training began, and an assistant,
-    which acts while `assisted`, or always if the options say so. While `late`, what was learnt does not act, nor a start that
-    acts at early steps alone."""
+    """Which adapters in a transformer act: what was learnt (`own`), the `start` with which training
+    began, and an assistant, which acts while `assisted`, or always if the options say so. While
+    `late`, what was learnt does not act, nor a start that acts at early steps alone."""
 
     strength = 1.0
     """Of what was learnt: between 0 and 1 it leads from the start to the result."""
     untrained = assisted = late = False
 
-    def __init__(self, transformer: Any, options: PolicyConfig, start: Adapter | None, own: str | None = None) -> None:
+    def __init__(
+        self, transformer: Any, options: PolicyConfig, start: Adapter | None, own: str | None = None
+    ) -> None:
         self.own, self._transformer, self._options = own, transformer, options
         self._early_start = start is not None and start.above > 0
         self.choose()
@@ -98,7 +110,10 @@ class Acting:
         """Activates the adapters of the next calls, each with its strength."""
         learnt = 0.0 if self.untrained or self.late or self.own is None else self.strength
         start = 0.0 if self.late and self._early_start else 1 - learnt
-        strengths = {"start": start, "assistant": float(self.assisted or self._options.assistant_in_evaluation)}
+        strengths = {
+            "start": start,
+            "assistant": float(self.assisted or self._options.assistant_in_evaluation),
+        }
         strengths |= {self.own: learnt} if self.own is not None else {}
         if not strengths.keys() & getattr(self._transformer, "peft_config", {}).keys():
             return
@@ -106,7 +121,9 @@ class Acting:
             if hasattr(layer, "lora_A"):
                 for name, strength in strengths.items():
                     layer.set_scale(name, strength or 1.0)
-                layer.set_adapter([name for name, strength in strengths.items() if strength], inference_mode=True)
+                layer.set_adapter(
+                    [name for name, strength in strengths.items() if strength], inference_mode=True
+                )
         for factor in factors_of(self._transformer, "default").values():
             factor.requires_grad_(True)
         if not self._options.autocast:
@@ -121,7 +138,8 @@ class _Factor(nn.Linear):
 
 
 def compute_as_called(transformer: Any) -> None:
-    """Adapters compute in the dtype of their input, as under autocast; peft alone would use float32."""
+    """Adapters compute in the dtype of their input, as under autocast; peft alone would use
+    float32."""
     for module in transformer.modules():
         if hasattr(module, "lora_A"):
             module.cast_input_dtype_enabled = False

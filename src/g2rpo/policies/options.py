@@ -29,14 +29,17 @@ class PolicyConfig(Section):
     path: str
     """A diffusers pipeline: a directory, a hub id, or "testbed" for the one inside the package."""
     kind: str | None = None
-    """The policy's class: a name, FILE.py:NAME or MODULE:NAME. None: the one for the pipeline's class."""
+    """The policy's class: a name, FILE.py:NAME or MODULE:NAME. None: the one for the pipeline's
+    class."""
     pipeline: str | None = None
-    """The class that the pipeline must have; a recipe's values are for one kind of model. None: any that is known."""
+    """The class that the pipeline must have; a recipe's values are for one kind of model. None: any
+    that is known."""
     height: Count
     width: Count
     guidance_scale: NonNegativeFloat | None = None
-    """An input of the network (FLUX.1), or the scale of classifier-free guidance, which costs a second evaluation; 1 and below
-    (Z-Image, Krea-2: 0) turns it off. None: the model's own (docs/models.md)."""
+    """An input of the network (FLUX.1), or the scale of classifier-free guidance, which costs a
+    second evaluation; 1 and below (Z-Image, Krea-2: 0) turns it off. None: the model's own
+    (docs/models.md)."""
     guidance_scale_2: NonNegativeFloat | None = None
     """That of the low-noise expert, where a model has two experts (Wan2.2-A14B). None: the same."""
     expert: Literal["high", "low"] = "high"
@@ -52,38 +55,46 @@ class PolicyConfig(Section):
     lora_alpha: PositiveFloat = 64.0
     lora_targets: list[str] | None = None
     lora_above: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The adapter acts at sigmas above this, and below the base model finishes the picture, in training and samples alike. Late
-    steps, which early branch steps never train, change with the others and lose detail (docs/algorithm.md). 0: everywhere."""
+    """The adapter acts at sigmas above this, and below the base model finishes the picture, in
+    training and samples alike. Late steps, which early branch steps never train, change with the
+    others and lose detail (docs/algorithm.md). 0: everywhere."""
     lora_init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How peft draws the first factor of an adapter; the second is 0. "gaussian": with std 1 / rank."""
+    """How peft draws the first factor of an adapter; the second is 0. "gaussian": with std 1 /
+    rank."""
     adapter: str | None = None
-    """A LoRA to continue: a .safetensors file, a folder with one, a run, or OWNER/NAME[/FILE] of the hub. Rank, alpha and
-    targets are the file's. The base model of losses and comparisons is then the model with it. Under full tuning it is merged
-    at first."""
+    """A LoRA to continue: a .safetensors file, a folder with one, a run, or OWNER/NAME[/FILE] of
+    the hub. Rank, alpha and targets are the file's. The base model of losses and comparisons is
+    then the model with it. Under full tuning it is merged at first."""
     assistant: str | None = None
-    """A second LoRA, frozen, that acts where training samples and learns, such as a de-distillation adapter of a Turbo
-    model."""
+    """A second LoRA, frozen, that acts where training samples and learns, such as a de-distillation
+    adapter of a Turbo model."""
     assistant_in_evaluation: bool = False
-    """Whether the assistant also acts in held-out pictures and samples: true if it is deployed with the result."""
+    """Whether the assistant also acts in held-out pictures and samples: true if it is deployed with
+    the result."""
     dtype: Dtype = "float32"
     quantize: Quantize = "none"
-    """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one (nf4)."""
+    """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one
+    (nf4)."""
     autocast: bool = True
-    """Calls in bfloat16 run under torch.autocast, with norms in float32, as in published code. false: as diffusers' pipelines
-    compute, in bfloat16 but for what a model itself keeps in float32; for LoRA, and a GPU's memory and time."""
+    """Calls in bfloat16 run under torch.autocast, with norms in float32, as in published code.
+    false: as diffusers' pipelines compute, in bfloat16 but for what a model itself keeps in
+    float32; for LoRA, and a GPU's memory and time."""
     compile: bool = False
-    """Blocks run through torch.compile, in rollouts and in training alike; seconds to minutes before the first calls."""
+    """Blocks run through torch.compile, in rollouts and in training alike; seconds to minutes
+    before the first calls."""
     attention: Attention = "auto"
-    """Of attention: torch's choice without cuDNN; cudnn, flash, efficient or math of torch; flash2, flash3 of packages."""
+    """Of attention: torch's choice without cuDNN; cudnn, flash, efficient or math of torch; flash2,
+    flash3 of packages."""
     device: str = "auto"
     gradient_checkpointing: bool = False
     truncate_timesteps: bool | Literal["rollout"] = False
-    """The network sees floor(1000 sigma) / 1000, as in the published code of G2RPO, DanceGRPO and MixGRPO; "rollout": where
-    pictures are sampled, and sigma in the loss (DiffusionNFT)."""
+    """The network sees floor(1000 sigma) / 1000, as in the published code of G2RPO, DanceGRPO and
+    MixGRPO; "rollout": where pictures are sampled, and sigma in the loss (DiffusionNFT)."""
     detach_negative: bool = False
     """For SD3's guidance: no gradient goes through the prediction without the prompt (FlowBP)."""
     published_pictures: bool = False
-    """Latents become pictures with the roundings of the published code of G2RPO (`policies.replay.Pictures`)."""
+    """Latents become pictures with the roundings of the published code of G2RPO
+    (`policies.replay.Pictures`)."""
     vae_tiling: bool = False
 
     @property

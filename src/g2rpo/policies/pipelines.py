@@ -28,7 +28,8 @@ CALLED = (
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of what a policy reads and writes: one latent, one prompt's conditioning, tokens, network rows an evaluation."""
+    """Sizes of what a policy reads and writes: one latent, one prompt's conditioning, tokens,
+    network rows an evaluation."""
 
     latent: tuple[int, ...]
     cond: Mapping[str, tuple[int, ...]]
@@ -49,7 +50,11 @@ def patch_area(config: Any) -> int:
 
 
 def _lists(transformer: nn.Module) -> dict[str, nn.ModuleList]:
-    return {name: child for name, child in transformer.named_children() if isinstance(child, nn.ModuleList)}
+    return {
+        name: child
+        for name, child in transformer.named_children()
+        if isinstance(child, nn.ModuleList)
+    }
 
 
 def blocks_of(transformer: Any) -> list[nn.Module]:
@@ -57,10 +62,14 @@ def blocks_of(transformer: Any) -> list[nn.Module]:
     return [block for blocks in _lists(transformer).values() for block in blocks]
 
 
-def keep_two_blocks(transformer: nn.Module, changed: Callable[[str], bool] = lambda name: False) -> list[int]:
-    """Keeps the first and the last of every run of equal blocks, under their names; returns how many each one represents.
+def keep_two_blocks(
+    transformer: nn.Module, changed: Callable[[str], bool] = lambda name: False
+) -> list[int]:
+    """Keeps the first and the last of every run of equal blocks, under their names; returns how
+    many each one represents.
 
-    Equal blocks have weights of the same shapes, and the same of their modules are `changed` by an adapter.
+    Equal blocks have weights of the same shapes, and the same of their modules are `changed` by an
+    adapter.
     """
     times = []
     for path, blocks in _lists(transformer).items():
@@ -68,7 +77,11 @@ def keep_two_blocks(transformer: nn.Module, changed: Callable[[str], bool] = lam
         def kind(item: tuple[str, nn.Module], path: str = path) -> Any:
             name, block = item
             weights = [(weight, value.shape) for weight, value in block.named_parameters()]
-            return type(block), weights, [inner for inner, _ in block.named_modules() if changed(f"{path}.{name}.{inner}")]
+            return (
+                type(block),
+                weights,
+                [inner for inner, _ in block.named_modules() if changed(f"{path}.{name}.{inner}")],
+            )
 
         for _, equal in itertools.groupby(list(blocks.named_children()), kind):
             names = [name for name, _ in equal]
@@ -79,13 +92,15 @@ def keep_two_blocks(transformer: nn.Module, changed: Callable[[str], bool] = lam
 
 
 def two_of(blocks: int) -> list[int]:
-    """How many of `blocks` equal blocks the first and the last represent: at the peak one block is computing and the others
-    have only saved activations, so the first represents all but the last."""
+    """How many of `blocks` equal blocks the first and the last represent: at the peak one block is
+    computing and the others have only saved activations, so the first represents all but the
+    last."""
     return [blocks - 1, 1] if blocks > 1 else [1] * blocks
 
 
 def check_options(spec: PipelineSpec, options: PolicyConfig) -> None:
-    """UserError for an option that a model lacks, or that contradicts another one; needs nothing loaded."""
+    """UserError for an option that a model lacks, or that contradicts another one; needs nothing
+    loaded."""
     refuse(_faults_of_options(spec, options))
 
 
@@ -96,7 +111,11 @@ def _faults_of_options(spec: PipelineSpec, options: PolicyConfig) -> Iterator[st
     for name in (*spec.unsupported, *([] if spec.video else ["num_frames"])):
         if getattr(options, name) not in (None, False):
             yield f"policy.{name}: a {kind} has no such option; take it out"
-    known = {*parameters_of(getattr(diffusers, kind)), *spec.fixed, *([spec.scale] if spec.guider else [])}
+    known = {
+        *parameters_of(getattr(diffusers, kind)),
+        *spec.fixed,
+        *([spec.scale] if spec.guider else []),
+    }
     for name in CALLED:
         argument = spec.scale if name == "guidance_scale" else name
         if getattr(options, name) is not None and argument not in known:
@@ -119,24 +138,35 @@ def _faults_of_options(spec: PipelineSpec, options: PolicyConfig) -> Iterator[st
 def choose_attention(transformer: Any, kind: Attention) -> None:
     """Sets the attention kernel of a diffusers transformer; UserError if it cannot be set.
 
-    "auto" is torch's choice without cuDNN, which torch prefers on Hopper and later since 2.11: see `mixes_layouts`.
+    "auto" is torch's choice without cuDNN, which torch prefers on Hopper and later since 2.11: see
+    `mixes_layouts`.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)  # of this process; "cudnn" names it at each call
     if kind == "auto":
         return
     from diffusers.models.attention_dispatch import attention_backend
 
-    with attention_backend(BACKENDS[kind]):  # it restores the backend of all other models, which the next line would change
+    # it restores the backend of all other models, which the next line would change
+    with attention_backend(BACKENDS[kind]):
         transformer.set_attention_backend(BACKENDS[kind])
-    if not any(getattr(getattr(module, "processor", None), "_attention_backend", None) for module in transformer.modules()):
-        raise UserError(f"policy.attention={kind}: a {type(transformer).__name__} has no choice of attention; take it out")
+    if not any(
+        getattr(getattr(module, "processor", None), "_attention_backend", None)
+        for module in transformer.modules()
+    ):
+        raise UserError(
+            f"policy.attention={kind}: a {type(transformer).__name__} has no choice of attention; take it out"
+        )
 
 
-def read_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tuning: TuningMode = "lora") -> Any:
-    """A pipeline in `dtype` from a directory or a hub id; parts that its index leaves empty (SD3 without T5) stay empty.
+def read_pipeline(
+    pipeline_class: Any, path: str | Path, dtype: torch.dtype, tuning: TuningMode = "lora"
+) -> Any:
+    """A pipeline in `dtype` from a directory or a hub id; parts that its index leaves empty (SD3
+    without T5) stay empty.
 
-    A fully trained transformer is loaded as it is stored: rounding to `dtype` first would change the initial master weights.
-    What is loaded in its stored dtype is mapped from its file, of which the processes of a machine share one copy.
+    A fully trained transformer is loaded as it is stored: rounding to `dtype` first would change
+    the initial master weights. What is loaded in its stored dtype is mapped from its file, of which
+    the processes of a machine share one copy.
     """
     from transformers import PreTrainedConfig
 
@@ -145,15 +175,21 @@ def read_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tun
     for name, entry in index.items():
         if isinstance(entry, list) and entry[0] == "transformers":
             with suppress(OSError):  # no config.json: no model, but a tokenizer
-                refuse_hub_kernels(PreTrainedConfig.get_config_dict(str(path), subfolder=name)[0], f"{name}/config.json")
+                refuse_hub_kernels(
+                    PreTrainedConfig.get_config_dict(str(path), subfolder=name)[0],
+                    f"{name}/config.json",
+                )
     dtypes = {"transformer": stored_dtype(path) if tuning == "full" else dtype, "default": dtype}
-    pipeline = pipeline_class.from_pretrained(str(path), dtype=dtypes, use_safetensors=True, **empty)
+    pipeline = pipeline_class.from_pretrained(
+        str(path), dtype=dtypes, use_safetensors=True, **empty
+    )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def stored_dtype(path: str | Path) -> torch.dtype:
-    """The dtype of a pipeline's transformer, on disk or in the hub's cache; float32 if it has several, or no such file."""
+    """The dtype of a pipeline's transformer, on disk or in the hub's cache; float32 if it has
+    several, or no such file."""
     from huggingface_hub import try_to_load_from_cache
     from safetensors import safe_open
 
@@ -170,12 +206,14 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 
 
 def place(pipeline: Any, transformer: Any, options: PolicyConfig, device: torch.device) -> None:
-    """Moves the trained transformer (whose dtypes `Tuning` sets) and the VAE, frozen in the policy's dtype, to `device`."""
+    """Moves the trained transformer (whose dtypes `Tuning` sets) and the VAE, frozen in the
+    policy's dtype, to `device`."""
     pipeline.vae.requires_grad_(False).eval().to(getattr(torch, options.dtype))
     transformer.to(device)
     pipeline.vae.to(device)
     if all(weight.ndim <= 4 for weight in pipeline.vae.parameters()):
-        pipeline.vae.to(memory_format=torch.channels_last)  # convolutions on interleaved channels are faster, on CPU and GPU
+        # convolutions on interleaved channels are faster, on CPU and GPU
+        pipeline.vae.to(memory_format=torch.channels_last)
     transformer.eval()  # the models have no dropout; eval keeps adapters without it too
     if options.vae_tiling:
         pipeline.vae.enable_tiling()
@@ -184,14 +222,17 @@ def place(pipeline: Any, transformer: Any, options: PolicyConfig, device: torch.
 
 
 def deployed_shift(scheduler: Any, tokens: int) -> float:
-    """The `shift` of `flow.sigma_grid` that the pipeline's own scheduler uses for pictures of `tokens` image tokens.
+    """The `shift` of `flow.sigma_grid` that the pipeline's own scheduler uses for pictures of
+    `tokens` image tokens.
 
-    Either a constant, or FLUX's dynamic one: mu is linear in the number of tokens, and a time shift by mu is SD3's
-    with shift = exp(mu).
+    Either a constant, or FLUX's dynamic one: mu is linear in the number of tokens, and a time shift
+    by mu is SD3's with shift = exp(mu).
     """
     config = scheduler.config
     if not config.use_dynamic_shifting:
         return float(config.shift)
-    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+    slope = (config.max_shift - config.base_shift) / (
+        config.max_image_seq_len - config.base_image_seq_len
+    )
     mu = config.base_shift + slope * (tokens - config.base_image_seq_len)
     return math.exp(mu) if config.time_shift_type == "exponential" else mu

@@ -1,10 +1,12 @@
-"""Published models, so far as plans, cards and exports need to know them without a download: `published.json`, one entry each.
+"""Published models, so far as plans, cards and exports need to know them without a download:
+`published.json`, one entry each.
 
-An entry has the class of the pipeline, the licence as the model's card said in 2026, and what is known of: its architecture's
-name in ModelSpec headers, values of the pipeline's index that are no parts, and the parts on which sizes depend. Each names a
-row of the second table: its class and config, from diffusers' defaults and conversion scripts
-(scripts/convert_flux2_to_diffusers.py, convert_wan_to_diffusers.py) and the config.json files of gated models and of text
-encoders. Z-Image's VAE is FLUX.1's.
+An entry has the class of the pipeline, the licence as the model's card said in 2026, and what is
+known of: its architecture's name in ModelSpec headers, values of the pipeline's index that are no
+parts, and the parts on which sizes depend. Each names a row of the second table: its class and
+config, from diffusers' defaults and conversion scripts (scripts/convert_flux2_to_diffusers.py,
+convert_wan_to_diffusers.py) and the config.json files of gated models and of text encoders.
+Z-Image's VAE is FLUX.1's.
 """
 
 from __future__ import annotations
@@ -39,5 +41,7 @@ def models_of(pipeline_class: str) -> Mapping[str, Model]:
     for name, entry in tables["models"].items():
         if entry.pop("pipeline") == pipeline_class:
             named = entry.pop("parts", None)
-            models[name] = Model(**entry, parts=named and {part: rows[row] for part, row in named.items()})
+            models[name] = Model(
+                **entry, parts=named and {part: rows[row] for part, row in named.items()}
+            )
     return models

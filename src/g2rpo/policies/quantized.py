@@ -1,10 +1,11 @@
 """Frozen weights in one byte or half a byte each, so that a LoRA fits on smaller cards.
 
-Adapters on a quantised base are QLoRA's idea (arXiv 2305.14314). int8 and fp8 need torch alone; NF4 is bitsandbytes', which
-has a kernel for it.
+Adapters on a quantised base are QLoRA's idea (arXiv 2305.14314). int8 and fp8 need torch alone; NF4
+is bitsandbytes', which has a kernel for it.
 
-The layers are our own: torchao's int8 has the same errors, but keeps each weight dense until the backward pass; its fp8 is
-made on GPUs alone; bitsandbytes' layers keep 16 bits on the meta device, where plans count bytes (docs/performance.md).
+The layers are our own: torchao's int8 has the same errors, but keeps each weight dense until the
+backward pass; its fp8 is made on GPUs alone; bitsandbytes' layers keep 16 bits on the meta device,
+where plans count bytes (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -25,14 +26,20 @@ FLOAT8_DTYPE = torch.float8_e4m3fn
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is frozen and quantised. Gradients of inputs use the quantised weight.
+    """A linear layer whose weight is frozen and quantised. Gradients of inputs use the quantised
+    weight.
 
-    The tensors of the weight are buffers. The weight of `linear` is quantised on `device` and stays there.
+    The tensors of the weight are buffers. The weight of `linear` is quantised on `device` and stays
+    there.
     """
 
     def __init__(self, linear: nn.Linear, device: torch.device) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.in_features, self.out_features, self.bias = (
+            linear.in_features,
+            linear.out_features,
+            linear.bias,
+        )
         self.dtype = linear.weight.dtype
         for name, part in self.pack(linear.weight.detach().to(device)).items():
             self.register_buffer(name, part)
@@ -60,7 +67,8 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Recomputes the dense weight in the backward pass, so that no dense copy is stored until then."""
+    """Recomputes the dense weight in the backward pass, so that no dense copy is stored until
+    then."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -86,13 +94,17 @@ class Int8Linear(ScaledLinear):
     """Whole numbers; products in the layer's dtype."""
 
     def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
-        scale = (_largest(weight).float() / 127.5).to(weight.dtype)  # rounded first, since codes refer to the stored scale
-        return {"codes": (weight.float() / scale).round().clamp(-128, 127).to(torch.int8), "scale": scale}
+        # rounded first, since codes refer to the stored scale
+        scale = (_largest(weight).float() / 127.5).to(weight.dtype)
+        return {
+            "codes": (weight.float() / scale).round().clamp(-128, 127).to(torch.int8),
+            "scale": scale,
+        }
 
 
 class Float8Linear(ScaledLinear):
-    """float8 (e4m3). Inputs are rounded to float8 too, with a scale for each row; products are of float8 numbers, with float32
-    sums. Gradients treat the rounding of inputs as the identity."""
+    """float8 (e4m3). Inputs are rounded to float8 too, with a scale for each row; products are of
+    float8 numbers, with float32 sums. Gradients treat the rounding of inputs as the identity."""
 
     def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
         codes, scale = _rounded(weight)
@@ -108,7 +120,8 @@ class Float8Linear(ScaledLinear):
 
 
 class NF4Linear(QuantizedLinear):
-    """Four bits a weight, a scale for each 64 of them, and those scales in a byte each; products in the layer's dtype."""
+    """Four bits a weight, a scale for each 64 of them, and those scales in a byte each; products in
+    the layer's dtype."""
 
     codes: Tensor
     absmax: Tensor
@@ -120,17 +133,26 @@ class NF4Linear(QuantizedLinear):
     def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
         from bitsandbytes.functional import create_dynamic_map, name2qmap, quantize_4bit
 
-        if "dynamic" not in name2qmap:  # made by the first call for all later ones, and a plan's is on the meta device
+        # made by the first call for all later ones, and a plan's is on the meta device
+        if "dynamic" not in name2qmap:
             with torch.device("cpu"):
                 name2qmap["dynamic"] = create_dynamic_map()
-        codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
-        scales = {"absmax": state.absmax, "absmax_scale": state.state2.absmax, "absmax_values": state.state2.code}
+        codes, state = quantize_4bit(
+            weight, blocksize=64, compress_statistics=True, quant_type="nf4"
+        )
+        scales = {
+            "absmax": state.absmax,
+            "absmax_scale": state.state2.absmax,
+            "absmax_values": state.state2.code,
+        }
         return {"codes": codes, "values": state.code, "offset": state.offset, **scales}
 
     def dense(self) -> Tensor:
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        scales = QuantState(self.absmax_scale, code=self.absmax_values, blocksize=256, dtype=torch.float32)
+        scales = QuantState(
+            self.absmax_scale, code=self.absmax_values, blocksize=256, dtype=torch.float32
+        )
         shape = torch.Size((self.out_features, self.in_features))
         state = QuantState(
             self.absmax, shape, self.values, 64, quant_type="nf4", dtype=self.dtype, offset=self.offset, state2=scales
@@ -138,13 +160,19 @@ class NF4Linear(QuantizedLinear):
         return dequantize_4bit(self.codes, state)
 
 
-QUANTIZED_LINEARS: Mapping[str, type[QuantizedLinear]] = {"int8": Int8Linear, "fp8": Float8Linear, "nf4": NF4Linear}
+QUANTIZED_LINEARS: Mapping[str, type[QuantizedLinear]] = {
+    "int8": Int8Linear,
+    "fp8": Float8Linear,
+    "nf4": NF4Linear,
+}
 
 
 def quantize(transformer: nn.Module, how: Quantize, device: torch.device) -> None:
-    """Quantises the linear layers of a transformer's blocks, except adapters. Layers outside the blocks are small and stay.
+    """Quantises the linear layers of a transformer's blocks, except adapters. Layers outside the
+    blocks are small and stay.
 
-    Layers go to `device` one at a time and are quantised there, so the device never holds all weights in their old dtype.
+    Layers go to `device` one at a time and are quantised there, so the device never holds all
+    weights in their old dtype.
     """
     for path, linear in list(linears_of_blocks(transformer)):
         transformer.set_submodule(path, QUANTIZED_LINEARS[how](linear, device))
@@ -165,7 +193,9 @@ def is_quantized(model: nn.Module) -> bool:
 
 def weights_of(model: nn.Module) -> int:
     """The number of weights of a model without adapters, quantised or not."""
-    stored = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear))
+    stored = sum(
+        m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear)
+    )
     return stored + sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
 
 
@@ -185,7 +215,8 @@ def _faults_of(how: Quantize, tuning: str, dtype: str, device: str) -> Iterator[
 
 
 def check_quantization(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
-    """UserError for a quantisation that the run, torch, its libraries or the device do not support."""
+    """UserError for a quantisation that the run, torch, its libraries or the device do not
+    support."""
     asked = f"policy.quantize={how}"
     if how == "none":
         return
@@ -205,7 +236,9 @@ def check_quantization(how: Quantize, *, tuning: str, dtype: str, device: str) -
 
 def _try_float8(device: str) -> None:
     """One small product: not every build of torch has the kernel for every card with float8."""
-    layer = Float8Linear(nn.Linear(64, 64, device=device, dtype=torch.bfloat16), torch.device(device))
+    layer = Float8Linear(
+        nn.Linear(64, 64, device=device, dtype=torch.bfloat16), torch.device(device)
+    )
     with torch.no_grad():
         layer.product(torch.ones(32, 64, device=device, dtype=torch.bfloat16)).cpu()
 

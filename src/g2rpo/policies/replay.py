@@ -1,8 +1,9 @@
 """A diffusers pipeline's own `__call__`, run for one of its parts.
 
-Packing, position ids, scaling of time, guidance, renormalisation and signs are in the pipeline's `__call__`, which is used
-unchanged. With a scheduler of one step it computes velocity(x, sigma, cond); with a scheduler without steps it decodes;
-stopped after `prepare_latents` it draws noise; with its own scheduler it computes sigmas.
+Packing, position ids, scaling of time, guidance, renormalisation and signs are in the pipeline's
+`__call__`, which is used unchanged. With a scheduler of one step it computes velocity(x, sigma,
+cond); with a scheduler without steps it decodes; stopped after `prepare_latents` it draws noise;
+with its own scheduler it computes sigmas.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from g2rpo.core.errors import UserError
 
 NetworkCall = Callable[..., Any]
 
-ONE_TIME = "the call takes one time for all rows: the PipelineSpec needs one_time=lambda pipeline: True"
+ONE_TIME = (
+    "the call takes one time for all rows: the PipelineSpec needs one_time=lambda pipeline: True"
+)
 
 
 class Caught(Exception):
@@ -37,8 +40,9 @@ class Caught(Exception):
 class Times:
     """A time for each of B rows, where a pipeline expects one for all.
 
-    Pipelines scale a time and expand it to the network's rows: B, or a multiple of B if they stack guided rows. Those with two
-    experts compare it with their boundary, to which all rows are on one side: `high`.
+    Pipelines scale a time and expand it to the network's rows: B, or a multiple of B if they stack
+    guided rows. Those with two experts compare it with their boundary, to which all rows are on one
+    side: `high`.
     """
 
     def __init__(self, rows: Tensor, high: bool = True) -> None:
@@ -58,31 +62,53 @@ class Times:
 
 
 class OneStep:
-    """A scheduler whose only step begins at `sigma` [B] and raises `Caught` with the velocity; with None it has no step.
+    """A scheduler whose only step begins at `sigma` [B] and raises `Caught` with the velocity; with
+    None it has no step.
 
-    `truncate` rounds times down to whole thousandths. A pipeline that names its times besides its sigmas feeds the network
-    times that are not shifted (CogView4): they are recovered from `sigma` by the shift's inverse.
+    `truncate` rounds times down to whole thousandths. A pipeline that names its times besides its
+    sigmas feeds the network times that are not shifted (CogView4): they are recovered from `sigma`
+    by the shift's inverse.
     """
 
     order = 1
     init_noise_sigma = 1.0
 
     def __init__(
-        self, config: Any, sigma: Tensor | None, *, truncate: bool = False, alike: bool = False, high: bool = True
+        self,
+        config: Any,
+        sigma: Tensor | None,
+        *,
+        truncate: bool = False,
+        alike: bool = False,
+        high: bool = True,
     ) -> None:
-        self.config, self._sigma, self._truncate, self._alike, self._high = config, sigma, truncate, alike, high
+        self.config, self._sigma, self._truncate, self._alike, self._high = (
+            config,
+            sigma,
+            truncate,
+            alike,
+            high,
+        )
         self.timesteps: list[Any] = []
         self.sigmas = [1.0, 0.0]
 
     def set_timesteps(
-        self, num_inference_steps: Any = None, device: Any = None, sigmas: Any = None, mu: Any = None, timesteps: Any = None
+        self,
+        num_inference_steps: Any = None,
+        device: Any = None,
+        sigmas: Any = None,
+        mu: Any = None,
+        timesteps: Any = None,
     ) -> None:
         if self._sigma is None:
             return
         most = self.config.num_train_timesteps
         times = self._sigma * most
-        if timesteps is not None:  # whole numbers: rounding to 1/64 removes the float32 error of sigma
-            times = (64 * most * unshifted(self._sigma.double(), mu, self.config)).round().to(times) / 64
+        # whole numbers: rounding to 1/64 removes the float32 error of sigma
+        if timesteps is not None:
+            times = (64 * most * unshifted(self._sigma.double(), mu, self.config)).round().to(
+                times
+            ) / 64
         times = times.floor() if self._truncate else times
         self.timesteps = [times[0] if self._alike else Times(times, self._high)]
 
@@ -92,7 +118,9 @@ class OneStep:
     def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
         return sample
 
-    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = True) -> Any:
+    def step(
+        self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = True
+    ) -> Any:
         raise Caught(model_output)
 
 
@@ -120,14 +148,22 @@ def probe(scheduler: Any) -> Any:
 
 
 class ReplayedNetwork:
-    """`transformer` as a pipeline calls it: it computes in `dtype` and returns float32, so that guidance is float32.
+    """`transformer` as a pipeline calls it: it computes in `dtype` and returns float32, so that
+    guidance is float32.
 
-    `detach_negative`: no gradient for the first half of a call's rows, which are the negative prompts' if a pipeline stacks
-    both.
+    `detach_negative`: no gradient for the first half of a call's rows, which are the negative
+    prompts' if a pipeline stacks both.
     """
 
-    def __init__(self, transformer: Any, dtype: torch.dtype, autocast: bool, detach_negative: bool = False) -> None:
-        self._transformer, self.dtype, self._autocast, self._detach = transformer, dtype, autocast, detach_negative
+    def __init__(
+        self, transformer: Any, dtype: torch.dtype, autocast: bool, detach_negative: bool = False
+    ) -> None:
+        self._transformer, self.dtype, self._autocast, self._detach = (
+            transformer,
+            dtype,
+            autocast,
+            detach_negative,
+        )
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         x = hidden_states.to(self.dtype) if isinstance(hidden_states, Tensor) else hidden_states
@@ -137,7 +173,9 @@ class ReplayedNetwork:
         if self._detach:
             without, toward = answer.chunk(2)
             answer = torch.cat([without.detach(), toward])
-        return (answer.float() if isinstance(answer, Tensor) else [each.float() for each in answer],)
+        return (
+            answer.float() if isinstance(answer, Tensor) else [each.float() for each in answer],
+        )
 
     def cache_context(self, name: str, **options: Any) -> AbstractContextManager[None]:
         """Nothing is cached from step to step: a velocity is a function of its arguments."""
@@ -152,10 +190,12 @@ _VIDEO = threading.Lock()
 
 
 class Pictures:
-    """`vae` as a pipeline calls it: latents and pictures outside are float32, whatever dtype it computes in.
+    """`vae` as a pipeline calls it: latents and pictures outside are float32, whatever dtype it
+    computes in.
 
-    `published` is how the published code of G2RPO decodes: a bfloat16 VAE under autocast, which on a GPU computes its norms in
-    float32, and pictures that stay bfloat16 until they are scaled to [0, 1].
+    `published` is how the published code of G2RPO decodes: a bfloat16 VAE under autocast, which on
+    a GPU computes its norms in float32, and pictures that stay bfloat16 until they are scaled to
+    [0, 1].
     """
 
     dtype = torch.float32
@@ -165,10 +205,12 @@ class Pictures:
 
     def decode(self, latents: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:
         dtype = self._vae.dtype
-        autocast = self._published and dtype != torch.float32 and not latents.is_meta  # torch has none for the meta device
+        # torch has none for the meta device
+        autocast = self._published and dtype != torch.float32 and not latents.is_meta
         with _VIDEO, torch.autocast(latents.device.type, dtype) if autocast else nullcontext():
             pictures = self._vae.decode(latents.to(dtype), *args, **kwargs)[0]
-        if not pictures.requires_grad:  # infinity becomes NaN, which pipelines do not clamp to white
+        # infinity becomes NaN, which pipelines do not clamp to white
+        if not pictures.requires_grad:
             pictures.nan_to_num_(torch.nan, torch.nan, torch.nan)
         return (pictures if self._published else pictures.float(),)
 
@@ -190,7 +232,8 @@ def opaque(pictures: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Unseen:
-    """A stand-in for an input picture that is already encoded: pipelines read its width and height."""
+    """A stand-in for an input picture that is already encoded: pipelines read its width and
+    height."""
 
     size: tuple[int, int]
 
@@ -215,7 +258,8 @@ class UnseenProcessor:
 
 @dataclass(frozen=True)
 class Script:
-    """Replacements of `encode_prompt` and `prepare_latents`; each is called with the pipeline's own method, arguments bound."""
+    """Replacements of `encode_prompt` and `prepare_latents`; each is called with the pipeline's own
+    method, arguments bound."""
 
     encode: Callable[[NetworkCall], Any]
     latents: Callable[[NetworkCall], Any]
@@ -235,10 +279,13 @@ class _NoBar:
 
 @functools.cache
 def _replaying(kind: Any) -> Any:
-    """A subclass of a pipeline's class that uses a `script`; UserError for one whose call has no parts to replace."""
+    """A subclass of a pipeline's class that uses a `script`; UserError for one whose call has no
+    parts to replace."""
     lacks = [name for name in ("encode_prompt", "prepare_latents") if not hasattr(kind, name)]
     if lacks:
-        raise UserError(f"{kind.__name__}: has no method {' and no '.join(lacks)}, so no PipelineSpec can describe it")
+        raise UserError(
+            f"{kind.__name__}: has no method {' and no '.join(lacks)}, so no PipelineSpec can describe it"
+        )
 
     class Replaying(kind):
         @property
@@ -248,10 +295,14 @@ def _replaying(kind: Any) -> Any:
         device = _execution_device
 
         def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
-            return self.__dict__["script"].encode(functools.partial(super().encode_prompt, *args, **kwargs))
+            return self.__dict__["script"].encode(
+                functools.partial(super().encode_prompt, *args, **kwargs)
+            )
 
         def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
-            return self.__dict__["script"].latents(functools.partial(super().prepare_latents, *args, **kwargs))
+            return self.__dict__["script"].latents(
+                functools.partial(super().prepare_latents, *args, **kwargs)
+            )
 
         @contextmanager
         def progress_bar(self, *args: Any, **kwargs: Any) -> Iterator[_NoBar]:
@@ -263,11 +314,19 @@ def _replaying(kind: Any) -> Any:
     return Replaying
 
 
-def replay(pipeline: Any, script: Script, arguments: Mapping[str, Any], *, device: Any, parts: Mapping[str, Any]) -> Any:
-    """The result of `pipeline(**arguments)`, or the value of a `Caught`; `parts` replace the pipeline's own.
+def replay(
+    pipeline: Any,
+    script: Script,
+    arguments: Mapping[str, Any],
+    *,
+    device: Any,
+    parts: Mapping[str, Any],
+) -> Any:
+    """The result of `pipeline(**arguments)`, or the value of a `Caught`; `parts` replace the
+    pipeline's own.
 
-    Gradients stay enabled. The call runs on a shallow copy, because pipelines store the state of a call in attributes; so calls
-    of several threads are independent.
+    Gradients stay enabled. The call runs on a shallow copy, because pipelines store the state of a
+    call in attributes; so calls of several threads are independent.
     """
     kind: Any = type(pipeline)
     copied: Any = object.__new__(_replaying(kind))
@@ -278,7 +337,9 @@ def replay(pipeline: Any, script: Script, arguments: Mapping[str, Any], *, devic
     except Caught as caught:
         return caught.value
     except NameError as error:  # diffusers imports an optional library only where it is installed
-        raise UserError(f"{kind.__name__}: needs {error.name}, which is not installed: pip install {error.name}") from error
+        raise UserError(
+            f"{kind.__name__}: needs {error.name}, which is not installed: pip install {error.name}"
+        ) from error
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if Times.__name__ not in str(error):
             raise

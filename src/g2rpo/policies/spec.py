@@ -24,8 +24,18 @@ NEGATIVE = "negative_"
 """Prefix of names that belong to the negative prompt."""
 PICTURE_SIZES = "picture_sizes"
 """Widths and heights of a prompt's input pictures, [pictures, 2]."""
-ATTENTION_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-"""Attention projections as diffusers names them, of the picture and, where there are any, of the text."""
+ATTENTION_TARGETS = (
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+)
+"""Attention projections as diffusers names them, of the picture and, where there are any, of the
+text."""
 RARE = ("published_pictures", "detach_negative")
 """Options that few models have."""
 MEGAPIXEL = 1024
@@ -39,7 +49,8 @@ Of = Callable[[Any], Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineSpec:
-    """A class of diffusers pipelines as a policy. Everything not declared here is done by its own `__call__` (`replay`).
+    """A class of diffusers pipelines as a policy. Everything not declared here is done by its own
+    `__call__` (`replay`).
 
     Prompts are encoded one at a time, so a row of a conditioning is a function of its prompt.
     """
@@ -47,8 +58,8 @@ class PipelineSpec:
     pipeline_class: str
     """The class in diffusers."""
     encoded: Sequence[str]
-    """Names for the results of `encode_prompt`, in order; those of the negative prompt begin with "negative_". Pipelines that
-    encode it by a second call list the results of one call."""
+    """Names for the results of `encode_prompt`, in order; those of the negative prompt begin with
+    "negative_". Pipelines that encode it by a second call list the results of one call."""
     widths: Widths
     """Shape of one token, for results whose number of tokens depends on the prompt."""
     pooled: Widths = field(default_factory=dict)
@@ -56,7 +67,8 @@ class PipelineSpec:
     shared: Sequence[str] = ("text_ids",)
     """Tensors that have no row per prompt."""
     masks: Mapping[str, str] = field(default_factory=dict)
-    """Embeddings with a token dimension, each with the name of the mask that the pipeline computes when it pads them."""
+    """Embeddings with a token dimension, each with the name of the mask that the pipeline computes
+    when it pads them."""
     lists: Sequence[str] = ()
     """Embeddings that are a list of tensors as long as their prompts."""
     ragged: Sequence[str] = ()
@@ -80,12 +92,13 @@ class PipelineSpec:
     """Further arguments of the call; a function gets the policy's options."""
 
     pictured: Widths = field(default_factory=dict)
-    """For editing: further results of `prepare_latents` with the shape of one token; "" for one that does not depend on the
-    input picture."""
+    """For editing: further results of `prepare_latents` with the shape of one token; "" for one
+    that does not depend on the input picture."""
     most_pictures: int = 1
     """For editing: how many input pictures a prompt may have."""
     seen: bool = False
-    """For editing: whether the call needs the sizes of input pictures where they are encoded already."""
+    """For editing: whether the call needs the sizes of input pictures where they are encoded
+    already."""
     picture_tokens: int = 0
     """For editing: tokens of the text encoder for an input picture of a megapixel."""
 
@@ -103,8 +116,8 @@ class PipelineSpec:
     one_time: Of = lambda pipeline: False
     """Whether all rows of a call must have the same sigma."""
     own_grid: bool = True
-    """Whether the model's grid is the one of the pipeline's scheduler; else it is `flow.sigma_grid` with the scheduler's shift
-    (SD3's shifts the lower end of its grid twice)."""
+    """Whether the model's grid is the one of the pipeline's scheduler; else it is `flow.sigma_grid`
+    with the scheduler's shift (SD3's shifts the lower end of its grid twice)."""
     optional: Sequence[str] = ()
     """Text encoders that a pipeline may lack."""
 
@@ -130,7 +143,9 @@ class PipelineSpec:
     def is_masked(self) -> bool:
         """Whether attention gets a mask, which leaves out the padding of prompts."""
         padded = bool(self.masks or self.lists) and not self.one_row
-        return padded or any("mask" in name and name not in self.ragged for name in (*self.widths, *self.pooled))
+        return padded or any(
+            "mask" in name and name not in self.ragged for name in (*self.widths, *self.pooled)
+        )
 
     @property
     def input_pictures(self) -> tuple[int, int]:
@@ -143,13 +158,15 @@ class PipelineSpec:
         return self.unguided is not None and scale > self.unguided and not self.distilled(pipeline)
 
     def guidable(self, pipeline: Any, network: Any) -> bool:
-        """Whether pictures of a pipeline depend on the guidance scale; `network` is the config of its transformer."""
+        """Whether pictures of a pipeline depend on the guidance scale; `network` is the config of
+        its transformer."""
         if self.unguided is None:  # an input of the network, if its weights have one
             return bool(getattr(network, "guidance_embeds", True))
         return not self.distilled(pipeline)
 
     def guides(self, scale: float) -> bool:
-        """Whether this scale is one of guidance; one that is an input of the network is, above 0."""
+        """Whether this scale is one of guidance; one that is an input of the network is, above
+        0."""
         return scale > (self.unguided or 0.0)
 
     def multiple(self, pipeline: Any, config: Any) -> int:
@@ -168,24 +185,45 @@ class PipelineSpec:
             )
         most = multiple * getattr(config, "pos_embed_max_size", 10**6)
         if max(height, width) > most:
-            raise ValueError(f"this model has position embeddings up to {most} pixels, got {height}x{width}")
+            raise ValueError(
+                f"this model has position embeddings up to {most} pixels, got {height}x{width}"
+            )
         every = int(getattr(pipeline, self.frames)) if self.frames is not None else 1
         if (frames - 1) % every:
-            raise ValueError(f"policy.num_frames must be one more than a multiple of {every} for this model, got {frames}")
+            raise ValueError(
+                f"policy.num_frames must be one more than a multiple of {every} for this model, got {frames}"
+            )
 
     def check_pictures(self, prompt: str) -> None:
         """UserError for a prompt with more or fewer input pictures than the model takes."""
         (least, most), given = self.input_pictures, len(images_of(prompt))
         if not least <= given <= most:
-            takes = "one input picture" if most == 1 else f"one to {most} input pictures" if most else "no input picture"
+            takes = (
+                "one input picture"
+                if most == 1
+                else f"one to {most} input pictures"
+                if most
+                else "no input picture"
+            )
             what = "prompts of .jsonl files have them in `images`"
-            raise UserError(f"prompt {str(prompt)[:60]!r}: has {given} input pictures, but this model takes {takes}; {what}")
+            raise UserError(
+                f"prompt {str(prompt)[:60]!r}: has {given} input pictures, but this model takes {takes}; {what}"
+            )
 
     def arguments(
-        self, pipeline: Any, o: PolicyConfig, *, rows: int, guided: bool, scale: float | None = None, steps: int = 1
+        self,
+        pipeline: Any,
+        o: PolicyConfig,
+        *,
+        rows: int,
+        guided: bool,
+        scale: float | None = None,
+        steps: int = 1,
     ) -> dict[str, Any]:
         """Arguments of a call for `rows` prompts, without the texts."""
-        scale = next(value for value in (scale, o.guidance_scale, self.guidance) if value is not None)
+        scale = next(
+            value for value in (scale, o.guidance_scale, self.guidance) if value is not None
+        )
         given = {
             "prompt": [""] * rows,
             "negative_prompt": [o.negative_prompt or ""] * rows if guided else None,
@@ -204,10 +242,19 @@ class PipelineSpec:
         kind: Any = type(pipeline)
         known = parameters_of(kind)
         fixed = {name: value(o) if callable(value) else value for name, value in self.fixed.items()}
-        return {**{name: value for name, value in given.items() if name in known and value is not None}, **fixed}
+        return {
+            **{name: value for name, value in given.items() if name in known and value is not None},
+            **fixed,
+        }
 
-    def cond(self, read: Sequence[tuple[Any, ...]], beside: Sequence[Any], sizes: Sequence[tuple[int, int]]) -> Cond:
-        """One row of what `encode_prompt` returned, call after call, and `prepare_latents` for its input pictures.
+    def cond(
+        self,
+        read: Sequence[tuple[Any, ...]],
+        beside: Sequence[Any],
+        sizes: Sequence[tuple[int, int]],
+    ) -> Cond:
+        """One row of what `encode_prompt` returned, call after call, and `prepare_latents` for its
+        input pictures.
 
         Masks that follow from padding are left out.
         """
@@ -229,22 +276,38 @@ class PipelineSpec:
             else:
                 tensors[name] = row[None]
         if sizes:
-            ragged[PICTURE_SIZES] = (torch.tensor(sizes, device=next(iter(ragged.values()))[0].device),)
+            ragged[PICTURE_SIZES] = (
+                torch.tensor(sizes, device=next(iter(ragged.values()))[0].device),
+            )
         return Cond(tensors, ragged)
 
     def is_ragged(self, name: str) -> bool:
         """Whether rows of this entry differ in length."""
         return name in {*self.lists, *self.masks, *self.ragged, *self.pictured}
 
-    def shapes(self, config: Any, tokens: int, multiple: int, guided: bool) -> dict[str, tuple[int, ...]]:
-        """The shapes of one row's conditioning by name, for prompts of `tokens`; of the transformer's `config`."""
+    def shapes(
+        self, config: Any, tokens: int, multiple: int, guided: bool
+    ) -> dict[str, tuple[int, ...]]:
+        """The shapes of one row's conditioning by name, for prompts of `tokens`; of the
+        transformer's `config`."""
 
         def of(table: Widths, *before: int) -> dict[str, tuple[int, ...]]:
-            return {n: (*before, *(getattr(config, w) if isinstance(w, str) else w for w in ws)) for n, ws in table.items()}
+            return {
+                n: (*before, *(getattr(config, w) if isinstance(w, str) else w for w in ws))
+                for n, ws in table.items()
+            }
 
         plain = of(self.widths, tokens) | of(self.pooled)
-        both = {whose + name: size for whose in ("", NEGATIVE)[: 1 + guided] for name, size in plain.items()}
-        beside = {name: size for name, size in of(self.pictured, (MEGAPIXEL // multiple) ** 2).items() if name}
+        both = {
+            whose + name: size
+            for whose in ("", NEGATIVE)[: 1 + guided]
+            for name, size in plain.items()
+        }
+        beside = {
+            name: size
+            for name, size in of(self.pictured, (MEGAPIXEL // multiple) ** 2).items()
+            if name
+        }
         return {**both, **beside, **({PICTURE_SIZES: (1, 2)} if self.pictured else {})}
 
     def blank(self, shapes: Mapping[str, tuple[int, ...]], rows: int, dtype: torch.dtype) -> Cond:
@@ -282,7 +345,8 @@ class PipelineSpec:
         return batch
 
     def reader(self, batch: Mapping[str, Any]) -> Callable[[NetworkCall], tuple[Any, ...]]:
-        """A replacement of `encode_prompt` for one call of a pipeline that returns stored results; absent ones are None."""
+        """A replacement of `encode_prompt` for one call of a pipeline that returns stored results;
+        absent ones are None."""
         whose = iter(("", NEGATIVE))
 
         def read(own: NetworkCall) -> tuple[Any, ...]:
@@ -294,18 +358,23 @@ class PipelineSpec:
     def keys(self, cond: Cond) -> list[Any] | None:
         """A key for every row: only rows with equal keys share a call; None if all rows may."""
         differing = [
-            name for name in cond.ragged if name.removeprefix(NEGATIVE) in (*self.ragged, *filter(None, self.pictured))
+            name
+            for name in cond.ragged
+            if name.removeprefix(NEGATIVE) in (*self.ragged, *filter(None, self.pictured))
         ]
         if not differing:
             return None
-        lengths = list(zip(*([len(value) for value in cond.ragged[name]] for name in differing), strict=True))
+        lengths = list(
+            zip(*([len(value) for value in cond.ragged[name]] for name in differing), strict=True)
+        )
         tables = cond.ragged.get(PICTURE_SIZES, (torch.empty(0),) * len(lengths))
         known = {id(table): str(sizes_in(table)) for table in tables}
         return [(own, known[id(table)]) for own, table in zip(lengths, tables, strict=True)]
 
 
 def sizes_in(table: Tensor) -> list[list[int]]:
-    """Widths and heights of input pictures; on the meta device, those of one picture of a megapixel."""
+    """Widths and heights of input pictures; on the meta device, those of one picture of a
+    megapixel."""
     return [[MEGAPIXEL, MEGAPIXEL]] if has_shape_alone(table) else table.tolist()
 
 

@@ -20,13 +20,16 @@ CPU = torch.device("cpu")
 
 
 class TextEncoders:
-    """The text encoders of `pipeline`, frozen, that encode prompts by the pipeline's own call; for editing its VAE too.
+    """The text encoders of `pipeline`, frozen, that encode prompts by the pipeline's own call; for
+    editing its VAE too.
 
-    They move to `device` for the first prompt and stay; after `park` they are on the CPU and move only while
-    encoding.
+    They move to `device` for the first prompt and stay; after `park` they are on the CPU and move
+    only while encoding.
     """
 
-    def __init__(self, pipeline: Any, spec: PipelineSpec, options: PolicyConfig, device: torch.device | str) -> None:
+    def __init__(
+        self, pipeline: Any, spec: PipelineSpec, options: PolicyConfig, device: torch.device | str
+    ) -> None:
         self.pipeline, self.spec, self.options = pipeline, spec, options
         self.device = torch.device(device)
         self.guided = spec.is_guided(pipeline, options.guidance_scale)
@@ -36,10 +39,13 @@ class TextEncoders:
         encoders = {
             name: part
             for name, part in pipeline.components.items()
-            if name.startswith("text_encoder") and part is not None  # SD3 may come without its third
+            # SD3 may come without its third
+            if name.startswith("text_encoder") and part is not None
         }
         self.names, dtype = list(encoders), getattr(torch, options.dtype)
-        self.modules: list[nn.Module] = [part.requires_grad_(False).eval().to(dtype) for part in encoders.values()]
+        self.modules: list[nn.Module] = [
+            part.requires_grad_(False).eval().to(dtype) for part in encoders.values()
+        ]
         self._parked = False
         self._loaded: list[tuple[nn.Module, str, Tensor]] = []
         """Weights in host memory, as they were loaded, while copies are on the device."""
@@ -84,7 +90,9 @@ class TextEncoders:
         parts: dict[str, Any] = {"scheduler": OneStep(self.pipeline.scheduler.config, None)}
         if pictures:
             parts["vae"] = Pictures(self.pipeline.vae)
-        beside = replay(self.pipeline, Script(encode, latents), arguments, device=self.device, parts=parts)
+        beside = replay(
+            self.pipeline, Script(encode, latents), arguments, device=self.device, parts=parts
+        )
         return spec.cond(read, beside, [picture.size for picture in pictures])
 
     def _pictures(self, prompt: str) -> list[Any]:
@@ -106,7 +114,8 @@ class TextEncoders:
                 self._move(CPU)
 
     def _move(self, device: torch.device) -> None:
-        """Moves the encoders to `device`. Back on the CPU they use the loaded weights again, which processes may share."""
+        """Moves the encoders to `device`. Back on the CPU they use the loaded weights again, which
+        processes may share."""
         if device == CPU:
             for owner, name, weight in self._loaded:
                 setattr(owner, name, weight)
@@ -120,7 +129,8 @@ class TextEncoders:
 
 
 def _tensors(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
-    """Owner, name and value of all weights and buffers; weights are new objects with the same memory."""
+    """Owner, name and value of all weights and buffers; weights are new objects with the same
+    memory."""
     owners = [owner for module in modules for owner in module.modules()]
     found: list[tuple[nn.Module, str, Tensor]] = [
         (o, name, value) for o in owners for name, value in o._buffers.items() if value is not None
@@ -129,5 +139,7 @@ def _tensors(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor]
     for owner in owners:
         for name, weight in owner._parameters.items():
             if weight is not None:
-                found.append((owner, name, kept.setdefault(id(weight), nn.Parameter(weight.data, False))))
+                found.append(
+                    (owner, name, kept.setdefault(id(weight), nn.Parameter(weight.data, False)))
+                )
     return found

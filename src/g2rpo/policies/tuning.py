@@ -1,4 +1,5 @@
-"""Tuning of a diffusers transformer: what of it is trained, and how the trained weights are saved."""
+"""Tuning of a diffusers transformer: what of it is trained, and how the trained weights are
+saved."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.files import refuse_pointer
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.adapter_names import common_peelings
-from g2rpo.policies.adapters import ABOVE_KEY, CONFIG, PREFIX, Adapter, check_fit, own_header, write_tensors
+from g2rpo.policies.adapters import (
+    ABOVE_KEY,
+    CONFIG,
+    PREFIX,
+    Adapter,
+    check_fit,
+    own_header,
+    write_tensors,
+)
 from g2rpo.policies.lora_layers import Acting, add_frozen, check_targets, factors_of, fill, inject
 from g2rpo.policies.options import PolicyConfig, TuningMode
 from g2rpo.policies.quantized import is_quantized, quantize
@@ -27,11 +36,13 @@ from g2rpo.runtime.sharding import Sharded
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The file of a saved adapter."""
 TRAINED, START, ASSISTANT, LOADED = "default", "start", "assistant", "tuned"
-"""The names of adapters in a transformer: the trained one, the one that training began with, the assistant, one from a file."""
+"""The names of adapters in a transformer: the trained one, the one that training began with, the
+assistant, one from a file."""
 
 
 class Tuning(Protocol):
-    """The transformer of a policy, and what of it is trained. The untrained one has the adapter with which training begins."""
+    """The transformer of a policy, and what of it is trained. The untrained one has the adapter
+    with which training begins."""
 
     active: Any
     """The transformer to call; inside `base` it may be another one."""
@@ -54,8 +65,9 @@ class Tuning(Protocol):
 
 
 class LoRA:
-    """Float32 adapters of the modules in `targets` are trained, which begin as `start` or at zero, so that the model is
-    unchanged; the weights are frozen. Without policy.autocast adapters compute in the dtype of their inputs."""
+    """Float32 adapters of the modules in `targets` are trained, which begin as `start` or at zero,
+    so that the model is unchanged; the weights are frozen. Without policy.autocast adapters compute
+    in the dtype of their inputs."""
 
     def __init__(
         self,
@@ -76,9 +88,13 @@ class LoRA:
             add_frozen(transformer, ASSISTANT, assistant, dtype)
         rank, alpha = options.lora_rank, options.lora_alpha
         how: Any = "gaussian" if options.lora_init == "gaussian" else True
-        with torch.random.fork_rng(devices=[]):  # the weights are on the CPU; do not initialise other GPUs
-            torch.manual_seed(seed)  # peft draws the adapters' first factor from the global generator
-            lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights=how)
+        # the weights are on the CPU; do not initialise other GPUs
+        with torch.random.fork_rng(devices=[]):
+            # peft draws the adapters' first factor from the global generator
+            torch.manual_seed(seed)
+            lora = LoraConfig(
+                r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights=how
+            )
             for name in [TRAINED] if start is None else [TRAINED, START]:
                 inject(transformer, name, lora)
         trained, kept = factors_of(transformer, TRAINED), factors_of(transformer, START)
@@ -104,9 +120,9 @@ class LoRA:
         return self._acting.during(assisted=True)
 
     def save(self, directory: Path, above: float = 0.0) -> Path:
-        """Writes `pytorch_lora_weights.safetensors`; returns where. Its header says above which sigma it acts, `above`. The
-        factor alpha / rank is multiplied into the weights, because loaders that do not read diffusers' metadata, such as
-        ComfyUI's, assume 1."""
+        """Writes `pytorch_lora_weights.safetensors`; returns where. Its header says above which
+        sigma it acts, `above`. The factor alpha / rank is multiplied into the weights, because
+        loaders that do not read diffusers' metadata, such as ComfyUI's, assume 1."""
         from peft.utils import get_peft_model_state_dict
 
         adapter = self.active.peft_config[TRAINED].to_dict()
@@ -115,19 +131,25 @@ class LoRA:
             PREFIX + name: value * (alpha / rank) if "lora_B" in name else value
             for name, value in get_peft_model_state_dict(self.active).items()
         }
-        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in adapter.items()}
+        plain = {
+            key: sorted(value) if isinstance(value, set) else value
+            for key, value in adapter.items()
+        }
         config = {PREFIX + key: value for key, value in {**plain, "lora_alpha": rank}.items()}
-        header = {CONFIG: json.dumps(config, indent=2, sort_keys=True)}  # equal runs must write equal bytes
-        header |= own_header(type(self.active).__name__, rank, alpha) | ({ABOVE_KEY: str(above)} if above else {})
+        # equal runs must write equal bytes
+        header = {CONFIG: json.dumps(config, indent=2, sort_keys=True)}
+        header |= own_header(type(self.active).__name__, rank, alpha) | (
+            {ABOVE_KEY: str(above)} if above else {}
+        )
         directory.mkdir(parents=True, exist_ok=True)
         write_tensors(directory / ADAPTER_FILE, tensors, header)
         return directory / ADAPTER_FILE
 
 
 class Full:
-    """All weights are trained, as float32 masters that compute in the policy's dtype under autocast. A `start` is merged in.
-    `keep_base` keeps a copy of the untrained weights. `sharding` divides the weights over ranks, which must then all call
-    `save`."""
+    """All weights are trained, as float32 masters that compute in the policy's dtype under
+    autocast. A `start` is merged in. `keep_base` keeps a copy of the untrained weights. `sharding`
+    divides the weights over ranks, which must then all call `save`."""
 
     def __init__(
         self,
@@ -145,7 +167,9 @@ class Full:
         if start is not None:
             for module in start.layers:  # in float32, for less would round the change away
                 weight = transformer.get_submodule(module).weight
-                weight.data = weight.data.float() + start.delta(module).view_as(weight).to(weight.device)
+                weight.data = weight.data.float() + start.delta(module).view_as(weight).to(
+                    weight.device
+                )
         self._base = _twin(transformer) if keep_base else None
         transformer.requires_grad_(True)
         if sharding is not None:
@@ -198,14 +222,20 @@ class Full:
 
 
 class Frozen:
-    """Nothing is trained, for sampling: the start and the assistant act beside the weights, and tuned weights may be loaded.
-    `keep_base` keeps a copy of the weights that `load` changes."""
+    """Nothing is trained, for sampling: the start and the assistant act beside the weights, and
+    tuned weights may be loaded. `keep_base` keeps a copy of the weights that `load` changes."""
 
     own: str | None = None
     """The adapter that was loaded."""
 
     def __init__(
-        self, transformer: Any, options: PolicyConfig, start: Adapter | None, assistant: Adapter | None, *, keep_base: bool
+        self,
+        transformer: Any,
+        options: PolicyConfig,
+        start: Adapter | None,
+        assistant: Adapter | None,
+        *,
+        keep_base: bool,
     ) -> None:
         dtype = getattr(torch, options.dtype)
         self.active = self._transformer = transformer
@@ -242,8 +272,9 @@ class Frozen:
         self._acting.choose()
 
     def load(self, path: Path, pipeline: Any, strength: float) -> float:
-        """Loads saved weights, an adapter at `strength` or a whole transformer: the folder that `save` wrote, or a single
-        .safetensors file with diffusers' names. Returns the sigma above which they act."""
+        """Loads saved weights, an adapter at `strength` or a whole transformer: the folder that
+        `save` wrote, or a single .safetensors file with diffusers' names. Returns the sigma above
+        which they act."""
         transformer, file = self._transformer, path / ADAPTER_FILE if path.is_dir() else path
         if file.is_file():
             refuse_pointer(file)
@@ -255,12 +286,17 @@ class Frozen:
             self.scale(strength)
             return adapter.above
         if not file.is_file() and not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path}: holds neither {ADAPTER_FILE} nor a transformer's config.json")
+            raise FileNotFoundError(
+                f"{path}: holds neither {ADAPTER_FILE} nor a transformer's config.json"
+            )
         if is_quantized(transformer):
-            raise UserError(f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none")
+            raise UserError(
+                f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none"
+            )
         if self._keep_base and self._base is None:
             self._base = copy.deepcopy(transformer)
-        if getattr(transformer, "peft_config", None):  # the adapter that training began with is in the weights
+        # the adapter that training began with is in the weights
+        if getattr(transformer, "peft_config", None):
             transformer.unload_lora()
         if file.is_file():
             weights = _fitting(transformer, file)
@@ -286,14 +322,24 @@ def tuned(
     keep_base: bool = False,
     sharding: Sharded | None = None,
 ) -> LoRA | Full | Frozen:
-    """`transformer` as these options tune it, with the adapters in their files; `targets` are those of its model."""
+    """`transformer` as these options tune it, with the adapters in their files; `targets` are those
+    of its model."""
     start, assistant = _adapters_of(transformer, options, mode, pipeline_class)
     if mode == "full":
-        tuning: LoRA | Full | Frozen = Full(transformer, options, start, device=device, keep_base=keep_base, sharding=sharding)
+        tuning: LoRA | Full | Frozen = Full(
+            transformer, options, start, device=device, keep_base=keep_base, sharding=sharding
+        )
     elif mode == "frozen":
         tuning = Frozen(transformer, options, start, assistant, keep_base=keep_base)
     else:
-        tuning = LoRA(transformer, options, start, assistant, targets=options.lora_targets or targets, seed=seed)
+        tuning = LoRA(
+            transformer,
+            options,
+            start,
+            assistant,
+            targets=options.lora_targets or targets,
+            seed=seed,
+        )
     if options.quantize != "none":
         quantize(transformer, options.quantize, device)
     return tuning
@@ -317,7 +363,9 @@ def _adapters_of(
     return start, assistant
 
 
-def _faults_of_steps(start: Adapter | None, assistant: Adapter | None, above: float, mode: TuningMode) -> Iterator[str]:
+def _faults_of_steps(
+    start: Adapter | None, assistant: Adapter | None, above: float, mode: TuningMode
+) -> Iterator[str]:
     """Why adapters cannot act at the steps that the options say."""
     if start is not None and start.above not in (0, above):
         yield f"policy.adapter: acts above sigma {start.above:g} alone; set policy.lora_above={start.above:g}"
@@ -332,15 +380,23 @@ def _faults_of_steps(start: Adapter | None, assistant: Adapter | None, above: fl
 
 def trainable(transformer: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters with a gradient, by name."""
-    return {name: parameter for name, parameter in transformer.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter
+        for name, parameter in transformer.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def loader_of(pipeline: Any) -> str | None:
-    """The method of a pipeline, or of a part of it, that loads a saved adapter in plain diffusers; None: there is none, and
-    a merged transformer is loaded."""
+    """The method of a pipeline, or of a part of it, that loads a saved adapter in plain diffusers;
+    None: there is none, and a merged transformer is loaded."""
     if "transformer" in getattr(pipeline, "_lora_loadable_modules", ()):
         return "load_lora_weights"
-    return "transformer.load_lora_adapter" if hasattr(pipeline.transformer, "load_lora_adapter") else None
+    return (
+        "transformer.load_lora_adapter"
+        if hasattr(pipeline.transformer, "load_lora_adapter")
+        else None
+    )
 
 
 def _is_adapter(file: Path) -> bool:
@@ -349,10 +405,17 @@ def _is_adapter(file: Path) -> bool:
 
 
 def _fitting(transformer: nn.Module, file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by the transformer's names, without the prefixes that all of them have; UserError for others."""
-    tensors, own = load_file(file), {name: value.shape for name, value in transformer.state_dict().items()}
+    """The tensors of a file by the transformer's names, without the prefixes that all of them have;
+    UserError for others."""
+    tensors, own = (
+        load_file(file),
+        {name: value.shape for name, value in transformer.state_dict().items()},
+    )
     found = max(
-        (dict(zip(names, tensors.values(), strict=True)) for names in common_peelings(list(tensors))),
+        (
+            dict(zip(names, tensors.values(), strict=True))
+            for names in common_peelings(list(tensors))
+        ),
         key=lambda named: len(own.keys() & named.keys()),
     )
     lacks, others = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())

@@ -1,4 +1,5 @@
-"""Plain text with a prompt on each line, and what is not that: tables, pages, and what other tools write into such files."""
+"""Plain text with a prompt on each line, and what is not that: tables, pages, and what other tools
+write into such files."""
 
 from __future__ import annotations
 
@@ -16,8 +17,14 @@ EMPTY_GLYPHS = "\u115f\u1160\u2800\u3164\uffa0"
 """Letters that show nothing: Hangul fillers and the empty Braille cell."""
 
 _FILES = (
-    (r"version https://git-lfs", "is a pointer of git-lfs, not the file; `git lfs pull` fetches the file"),
-    (r"\s*<(!doctype|html|head|body|\?xml|error)\b", "is a page (HTML or XML), perhaps an error page saved as a file"),
+    (
+        r"version https://git-lfs",
+        "is a pointer of git-lfs, not the file; `git lfs pull` fetches the file",
+    ),
+    (
+        r"\s*<(!doctype|html|head|body|\?xml|error)\b",
+        "is a page (HTML or XML), perhaps an error page saved as a file",
+    ),
     (r"\{\\rtf", "is a document (RTF), not plain text"),
     (
         r"\s*((\d{3}: )?(entry |file )?not found|access to \w+ \S+ is restricted|invalid username or password|error code: \d)",
@@ -39,7 +46,11 @@ _LINES = (
 
 def read_lines(text: str) -> list[tuple[int, str]]:
     """The numbered lines of `text` that are not blank; ValueError says what is no prompt."""
-    lines = [(number, visible_part(line)) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = [
+        (number, visible_part(line))
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
     refuse(_faults(lines), ValueError)
     return lines
 
@@ -70,7 +81,8 @@ def visible_part(text: str) -> str:
 
 
 def _is_visible(letter: str) -> bool:
-    """Categories Z and C are spaces, controls, formats and the unassigned; control characters count, to be refused."""
+    """Categories Z and C are spaces, controls, formats and the unassigned; control characters
+    count, to be refused."""
     category = unicodedata.category(letter)
     if category == "Cc":
         return not letter.isspace()
@@ -94,7 +106,9 @@ def _other_format(lines: list[str]) -> str | None:
         return "holds a list or objects; as JSON it can be read from a .json file, or from .jsonl with a value on each line"
     cells = [cell.strip("\"'").casefold() for cell in re.split("[,;\t|]", lines[0])]
     tabs = {line.count("\t") for line in lines}
-    if any(cell in COLUMNS for cell in cells) or (len(lines) > 1 and len(tabs) == 1 and tabs != {0}):
+    if any(cell in COLUMNS for cell in cells) or (
+        len(lines) > 1 and len(tabs) == 1 and tabs != {0}
+    ):
         return "is a table; name it .csv, or .tsv with tabs between columns"
     key = lines[0].partition(":")[0].casefold()
     named = key in COLUMNS or any(line.endswith(":") for line in lines)

@@ -22,49 +22,60 @@ from g2rpo.prompts.tables import column_of, read_table
 LIST_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 READ = ".txt (a prompt on each line), .csv, .tsv, .json, .jsonl and .parquet (a column or key prompt, prompts, caption or text)"
 EXTRA = "pip install datasets"
-STARTER = {f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt" for name in ("train", "heldout")}
+STARTER = {
+    f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt"
+    for name in ("train", "heldout")
+}
 """Prompts in the package: 200 of many kinds for training, and 64 others for evaluation."""
 
 LONGEST, MOST_ROWS = 2**15, 5_000_000
-"""The largest number of characters of a prompt (encoders read at most a few thousand), and of rows of a table."""
+"""The largest number of characters of a prompt (encoders read at most a few thousand), and of rows
+of a table."""
 
 PUBLISHED_LIST = "videos2caption.json"
-"""The list of prompts in a folder of G2RPO's published preprocessing (`data_preprocess/preprocess_flux_embedding.py`)."""
+"""The list of prompts in a folder of G2RPO's published preprocessing
+(`data_preprocess/preprocess_flux_embedding.py`)."""
 EXAMPLE = '{"prompt": "a red circle"}'
 
 
 def read_prompts(source: str | Path) -> list[Prompt]:
     """The prompts of a source, in its order; `UserError` names an unusable source and the reason.
 
-    A table has its prompts in the column "prompt", or in the only one called "prompts", "caption" or "text", in any case; other
-    names are given after a colon. A column "images" (or "image") holds paths of input pictures in the folder of the file or
-    below it, which must be there; all other columns of plain data are the prompt's metadata, those of a column "metadata" as
-    they are.
+    A table has its prompts in the column "prompt", or in the only one called "prompts", "caption"
+    or "text", in any case; other names are given after a colon. A column "images" (or "image")
+    holds paths of input pictures in the folder of the file or below it, which must be there; all
+    other columns of plain data are the prompt's metadata, those of a column "metadata" as they are.
 
-    - `FILE.txt`, or a name without a suffix: UTF-8 text, one prompt a line, blank lines skipped. What would be trained on by
-      mistake is refused: comments, options of other tools, another format under this name (`lines.read_lines`);
+    - `FILE.txt`, or a name without a suffix: UTF-8 text, one prompt a line, blank lines skipped.
+      What would be trained on by mistake is refused: comments, options of other tools, another
+      format under this name (`lines.read_lines`);
     - `FILE.csv` or `FILE.tsv`: a table with a header;
-    - `FILE.json`: a list of strings or of objects, or an object of objects, or one that holds a list under a prompt's column;
+    - `FILE.json`: a list of strings or of objects, or an object of objects, or one that holds a
+      list under a prompt's column;
     - `FILE.jsonl`: a string or an object on each line;
     - `FILE.parquet`: a table (needs the extra `data`);
     - `FILE.SUFFIX:COLUMN`: the same with this column;
-    - `FOLDER` with a `PUBLISHED_LIST`: FLUX's prompts with their embeddings, a .pt file for each tensor;
+    - `FOLDER` with a `PUBLISHED_LIST`: FLUX's prompts with their embeddings, a .pt file for each
+      tensor;
     - `starter:train` or `starter:heldout`: `STARTER`;
-    - `hf:OWNER/NAME[/SUBSET][:SPLIT[:COLUMN]]`: a dataset of the Hugging Face hub, or a folder of one, by default its split
-      "train" (needs the extra `data`).
+    - `hf:OWNER/NAME[/SUBSET][:SPLIT[:COLUMN]]`: a dataset of the Hugging Face hub, or a folder of
+      one, by default its split "train" (needs the extra `data`).
     """
     name = str(source)
     if name.startswith("hf:"):
         return _from_hub(name)
     name = str(STARTER.get(name, name))
-    table = re.fullmatch(r"(?P<file>.+\.(csv|tsv|jsonl?|ndjson|parquet)):(?P<column>.+)", name, re.IGNORECASE)
+    table = re.fullmatch(
+        r"(?P<file>.+\.(csv|tsv|jsonl?|ndjson|parquet)):(?P<column>.+)", name, re.IGNORECASE
+    )
     path, column = (local(table["file"]), table["column"]) if table else (local(name), "")
     with placed(f"prompt file {path}: ", ValueError, OSError):
         return _from_file(path, column)
 
 
 def _from_file(path: Path, column: str) -> list[Prompt]:
-    """The prompts of a file, read as its suffix says. ValueError for what a file cannot hold, UserError for a wrong record."""
+    """The prompts of a file, read as its suffix says. ValueError for what a file cannot hold,
+    UserError for a wrong record."""
     suffix = path.suffix.lower() or ".txt"
     if path.name == PUBLISHED_LIST or (path / PUBLISHED_LIST).is_file():
         return _from_published(path if path.is_dir() else path.parent)
@@ -140,12 +151,16 @@ def _from_published(folder: Path) -> list[Prompt]:
     for number, entry in enumerate(read_as(list[_Encoded], folder / PUBLISHED_LIST), 1):
         encoded = {
             "prompt_embeds": folder / "prompt_embed" / entry.prompt_embed_path,
-            "pooled_prompt_embeds": folder / "pooled_prompt_embeds" / entry.pooled_prompt_embeds_path,
+            "pooled_prompt_embeds": folder
+            / "pooled_prompt_embeds"
+            / entry.pooled_prompt_embeds_path,
             "text_ids": folder / "text_ids" / entry.text_ids,
         }
         for path in encoded.values():
             if path.parent.parent != folder or not path.is_file():
-                raise ValueError(f"{PUBLISHED_LIST}, entry {number}: {path} is no file of this folder")
+                raise ValueError(
+                    f"{PUBLISHED_LIST}, entry {number}: {path} is no file of this folder"
+                )
         paths = {name: str(path) for name, path in encoded.items()}
         prompts.append(Prompt(entry.caption, encoded=paths))
     if not prompts:
@@ -180,7 +195,11 @@ def _from_json(text: str) -> list[tuple[int, Any]]:
             return _from_json_lines(text)
         raise ValueError(f"is no JSON ({error})") from None
     if isinstance(value, dict):
-        held = [inner for name, inner in value.items() if name.casefold() in COLUMNS and isinstance(inner, list | dict)]
+        held = [
+            inner
+            for name, inner in value.items()
+            if name.casefold() in COLUMNS and isinstance(inner, list | dict)
+        ]
         inside = held[0] if held else value
         if isinstance(inside, list):
             value = inside
@@ -194,10 +213,18 @@ def _from_json(text: str) -> list[tuple[int, Any]]:
 
 
 def _from_parquet(path: Path, column: str) -> list[Prompt]:
-    with placed("reading parquet needs pyarrow: ", ImportError, kind=ValueError, after="; pip install pyarrow"):
+    with placed(
+        "reading parquet needs pyarrow: ",
+        ImportError,
+        kind=ValueError,
+        after="; pip install pyarrow",
+    ):
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
-    with placed("cannot be read as parquet: ", OSError, ArrowException, kind=ValueError), ParquetFile(path) as file:
+    with (
+        placed("cannot be read as parquet: ", OSError, ArrowException, kind=ValueError),
+        ParquetFile(path) as file,
+    ):
         column = column_of(file.schema_arrow.names, column)
         kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
         if file.metadata.num_rows > MOST_ROWS:
@@ -207,7 +234,8 @@ def _from_parquet(path: Path, column: str) -> list[Prompt]:
 
 
 def _is_binary(kind: str) -> bool:
-    """Whether a column's arrow type holds pictures or other bytes, which are not prompt metadata."""
+    """Whether a column's arrow type holds pictures or other bytes, which are not prompt
+    metadata."""
     return "binary" in kind or "extension" in kind
 
 
@@ -229,9 +257,14 @@ def _from_hub(source: str) -> list[Prompt]:
 
 
 def _usable(
-    source: str, numbered: Sequence[tuple[int, Any]], column: str, unit: str, beside: Path | None = None
+    source: str,
+    numbered: Sequence[tuple[int, Any]],
+    column: str,
+    unit: str,
+    beside: Path | None = None,
 ) -> list[Prompt]:
-    """Numbered strings or records as prompts; UserError if one has no text, or names a picture outside the folder `beside`."""
+    """Numbered strings or records as prompts; UserError if one has no text, or names a picture
+    outside the folder `beside`."""
     if not numbered:
         raise UserError(f"{source}: is empty; it should hold a prompt for each {unit}")
     prompts: list[Prompt] = []
@@ -265,10 +298,12 @@ def _prompt(record: Mapping[str, Any], column: str, beside: Path | None) -> Prom
 
 
 def _picture(image: str, beside: Path | None) -> str:
-    """The path of an input picture. Runs show and publish them, so a prompt file from elsewhere must not name arbitrary
-    pictures of this machine."""
+    """The path of an input picture. Runs show and publish them, so a prompt file from elsewhere
+    must not name arbitrary pictures of this machine."""
     if beside is None:
-        raise ValueError(f"names the file {image}; a dataset has none, take a .jsonl file beside its pictures")
+        raise ValueError(
+            f"names the file {image}; a dataset has none, take a .jsonl file beside its pictures"
+        )
     path = os.path.normpath(beside / local(image))
     if not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(beside)):
         raise ValueError(

@@ -16,8 +16,9 @@ MOST_LISTED = 20
 
 
 def column_of(names: Sequence[str], wanted: str = "") -> str:
-    """The name of the column that holds prompts: `wanted`, else the only one in `COLUMNS`. Beside a column "prompt", a column
-    "text" is metadata: what the reward `ocr` looks for. ValueError lists the columns."""
+    """The name of the column that holds prompts: `wanted`, else the only one in `COLUMNS`. Beside a
+    column "prompt", a column "text" is metadata: what the reward `ocr` looks for. ValueError lists
+    the columns."""
     if wanted:
         found = [name for name in names if name == wanted]
     else:
@@ -39,8 +40,8 @@ def _faults_of_columns(names: Sequence[str], found: Sequence[str], wanted: str) 
 
 
 def read_table(text: str, delimiters: str, wanted: str = "") -> list[tuple[int, dict[str, str]]]:
-    """The numbered records of a CSV text with a header. The delimiter is the first with which the header has a column of
-    prompts (`column_of`). ValueError says what is wrong."""
+    """The numbered records of a CSV text with a header. The delimiter is the first with which the
+    header has a column of prompts (`column_of`). ValueError says what is wrong."""
     text = re.sub(r"^sep=.\n", "", text)  # Excel's own first line
     for delimiter in delimiters:
         header = next(csv.reader(text.split("\n", 1)[:1], delimiter=delimiter), [])
@@ -73,5 +74,7 @@ def read_table(text: str, delimiters: str, wanted: str = "") -> list[tuple[int, 
 
 def _rows(text: str, delimiter: str, quoting: Literal[0, 3]) -> list[tuple[int, list[str]]]:
     """Rows that are not blank, with the number of their last line."""
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True)
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True
+    )
     return [(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]

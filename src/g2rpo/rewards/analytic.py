@@ -1,4 +1,5 @@
-"""Rewards without weights: formulas, for smoke tests and demonstrations, and any Python function, named by its file."""
+"""Rewards without weights: formulas, for smoke tests and demonstrations, and any Python function,
+named by its file."""
 
 from __future__ import annotations
 
@@ -20,13 +21,16 @@ from g2rpo.rewards.pixels import EditReward, PictureReward
 
 
 class JPEGSize(PictureReward):
-    """Size of the picture as a JPEG file, in kB (1000 bytes): incompressibility, as in DDPO (Black et al. 2023).
+    """Size of the picture as a JPEG file, in kB (1000 bytes): incompressibility, as in DDPO (Black
+    et al. 2023).
 
-    With `negative`, minus the size: compressibility. `quality` is the encoder's, 1 to 95. The size depends a little on the
-    version of libjpeg inside Pillow.
+    With `negative`, minus the size: compressibility. `quality` is the encoder's, 1 to 95. The size
+    depends a little on the version of libjpeg inside Pillow.
     """
 
-    def __init__(self, *, negative: bool = False, quality: Annotated[int, Field(ge=1, le=95)] = 95) -> None:
+    def __init__(
+        self, *, negative: bool = False, quality: Annotated[int, Field(ge=1, le=95)] = 95
+    ) -> None:
         self.sign, self.quality = -1.0 if negative else 1.0, quality
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -53,7 +57,8 @@ class Brightness(_Mean):
 
 
 class Saturation(_Mean):
-    """Mean HSV saturation, (max - min) / max over a pixel's channels, 0 for black, in [0, 1]; `negative` flips its sign."""
+    """Mean HSV saturation, (max - min) / max over a pixel's channels, 0 for black, in [0, 1];
+    `negative` flips its sign."""
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         x = images.float()
@@ -62,22 +67,31 @@ class Saturation(_Mean):
 
 
 class Similarity(EditReward):
-    """How much of a prompt's first input picture is kept: 1 - mean |difference| over pixels and channels in [0, 1].
+    """How much of a prompt's first input picture is kept: 1 - mean |difference| over pixels and
+    channels in [0, 1].
 
     The input picture is brought to the size of the picture. A prompt without one has no score, NaN.
     """
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         size = (images.shape[3], images.shape[2])
-        inputs = {one: read_inputs(one)[0].resize(size, Image.Resampling.BICUBIC) for one in dict.fromkeys(prompts)}
+        inputs = {
+            one: read_inputs(one)[0].resize(size, Image.Resampling.BICUBIC)
+            for one in dict.fromkeys(prompts)
+        }
         kept = to_tensor([inputs[prompt] for prompt in prompts]).float()
-        changes = [float((image - own).abs().mean()) for image, own in zip(images.float().cpu(), kept, strict=True)]
+        changes = [
+            float((image - own).abs().mean())
+            for image, own in zip(images.float().cpu(), kept, strict=True)
+        ]
         return torch.tensor([1 - change / 255 for change in changes])
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """The function or class called "path/to/file.py:name"; the file is run once per path. ValueError if there is none."""
-    if not (is_code(target) and target.rpartition(":")[0].endswith(".py")):  # the form of a name that `plugins` must allow
+    """The function or class called "path/to/file.py:name"; the file is run once per path.
+    ValueError if there is none."""
+    # the form of a name that `plugins` must allow
+    if not (is_code(target) and target.rpartition(":")[0].endswith(".py")):
         raise ValueError(f"a function is named 'path/to/file.py:function', got {target!r}")
     try:
         found = load(target)
@@ -89,13 +103,15 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 class FunctionReward(CallableReward):
-    """Scores by `function(images, prompts, **options)`; a class is made with `options` and then called.
+    """Scores by `function(images, prompts, **options)`; a class is made with `options` and then
+    called.
 
     `target` is the function or class, or its place as "path/to/file.py:name".
 
-    The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It returns B
-    numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Those of its attributes that a
-    `types.Reward` has are the reward's. Its exceptions are not caught. Raises ValueError if the function cannot be loaded.
+    The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts,
+    under no_grad. It returns B numbers: a tensor, an array or a list, in which None, NaN and
+    infinity mean "no score". Those of its attributes that a `types.Reward` has are the reward's.
+    Its exceptions are not caught. Raises ValueError if the function cannot be loaded.
     """
 
     code_option = "target"

@@ -1,8 +1,9 @@
-"""Two ways to ask a vision-language model about pictures: at an OpenAI-compatible server, and in this process by transformers.
+"""Two ways to ask a vision-language model about pictures: at an OpenAI-compatible server, and in
+this process by transformers.
 
-An answer is a text, or with two `words`, such as yes and no, P(first) / (P(first) + P(second)) of its first token, in [0, 1]:
-VQAScore (arXiv 2404.01291) in the form that also divides by P(no). All spellings of a word count together: "Yes", " yes",
-"YES".
+An answer is a text, or with two `words`, such as yes and no, P(first) / (P(first) + P(second)) of
+its first token, in [0, 1]: VQAScore (arXiv 2404.01291) in the form that also divides by P(no). All
+spellings of a word count together: "Yes", " yes", "YES".
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from g2rpo.rewards.transport import Client, Endpoint, NoAnswer, without_token
 from g2rpo.rewards.weights import check_config, fetch, parse_dtype, pretrained
 
 MOST_LIKELY = 20
-"""The number of most likely tokens requested: the largest that OpenAI, and vLLM by default, allow."""
+"""The number of most likely tokens requested: the largest that OpenAI, and vLLM by default,
+allow."""
 _BLANKS = " \t\r\n\u2581\u0120\u010a"
 """White space, and its forms in raw vocabulary entries."""
 
@@ -71,11 +73,12 @@ class Completion(BaseModel):
         choice = self.choices[0]
         if choice.message.content is None and choice.finish_reason != "length":
             raise NoAnswer("answered a chat completion without text")
-        return choice.message.content or ""  # none: only reasoning until max_tokens, in a separate field
+        # none: only reasoning until max_tokens, in a separate field
+        return choice.message.content or ""
 
     def probability_of(self, words: tuple[str, str]) -> float:
-        """That of the first word. A word that is not among the listed tokens has probability 0. NaN if neither is; `NoAnswer`
-        if the completion has no log-probs."""
+        """That of the first word. A word that is not among the listed tokens has probability 0. NaN
+        if neither is; `NoAnswer` if the completion has no log-probs."""
         given = self.choices[0].logprobs
         if given is None or given.content is None:
             raise NoAnswer("answered no log-probs of its first token")
@@ -89,8 +92,8 @@ class Completion(BaseModel):
 
 
 class ServedModel:
-    """The `model` of an OpenAI-compatible server at `url`, asked as its `endpoint` says; `request` has further fields of every
-    request, such as {"temperature": 0.7}, 0 unless given."""
+    """The `model` of an OpenAI-compatible server at `url`, asked as its `endpoint` says; `request`
+    has further fields of every request, such as {"temperature": 0.7}, 0 unless given."""
 
     def __init__(
         self,
@@ -102,9 +105,17 @@ class ServedModel:
         endpoint: Endpoint | None,
     ) -> None:
         self.client, self.words = Client(url, endpoint, concurrency=8), words
-        self.settings: dict[str, Any] = {"model": model, "temperature": 0.0, "max_tokens": max_tokens or 1024}
+        self.settings: dict[str, Any] = {
+            "model": model,
+            "temperature": 0.0,
+            "max_tokens": max_tokens or 1024,
+        }
         if words is not None:
-            self.settings |= {"max_tokens": max_tokens or 1, "logprobs": True, "top_logprobs": MOST_LIKELY}
+            self.settings |= {
+                "max_tokens": max_tokens or 1,
+                "logprobs": True,
+                "top_logprobs": MOST_LIKELY,
+            }
         self.settings |= request or {}
 
     def __call__(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
@@ -121,7 +132,10 @@ class ServedModel:
 
     def _body(self, question: JudgeQuestion) -> dict[str, Any]:
         urls = [f"data:image/png;base64,{encode_png(picture)}" for picture in question.pictures]
-        content = [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": question.text}]
+        content = [
+            *({"type": "image_url", "image_url": {"url": url}} for url in urls),
+            {"type": "text", "text": question.text},
+        ]
         return {**self.settings, "messages": [{"role": "user", "content": content}]}
 
     def _read(self, question: JudgeQuestion, answer: Completion) -> str | float:
@@ -132,8 +146,8 @@ class ServedModel:
 
 
 def _unlisted(answer: Any, model: str) -> str | None:
-    """The fault of a model that the endpoint does not list; llama.cpp answers for any name, and other lists are not
-    understood."""
+    """The fault of a model that the endpoint does not list; llama.cpp answers for any name, and
+    other lists are not understood."""
     rows = answer.get("data") if isinstance(answer, dict) else None
     listed = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     names = [str(row.get("id")) for row in listed]
@@ -143,29 +157,44 @@ def _unlisted(answer: Any, model: str) -> str | None:
 
 
 class LoadedModel:
-    """A model that transformers loads from the folder or repository `path` for "image-text-to-text"; answers are greedy.
+    """A model that transformers loads from the folder or repository `path` for
+    "image-text-to-text"; answers are greedy.
 
     Raises ValueError for a model that is none, OSError if it is not there.
     """
 
-    def __init__(self, path: str, words: tuple[str, str] | None, max_tokens: int, device: str, dtype: str) -> None:
+    def __init__(
+        self, path: str, words: tuple[str, str] | None, max_tokens: int, device: str, dtype: str
+    ) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         fetch(path, "config.json")  # says what is wrong with a path
         check_config(path)  # before the processor is made
         self.processor = AutoProcessor.from_pretrained(path)
-        if getattr(self.processor, "image_processor", None) is None or self.processor.chat_template is None:
+        if (
+            getattr(self.processor, "image_processor", None) is None
+            or self.processor.chat_template is None
+        ):
             raise ValueError(
                 f"{path} is no vision-language model that chats: its processor has no pictures or no chat template"
             )
         self.processor.tokenizer.padding_side = "left"  # answers are at the right
-        model = pretrained(AutoModelForImageTextToText, path, dtype=parse_dtype(dtype), use_safetensors=True)
+        model = pretrained(
+            AutoModelForImageTextToText, path, dtype=parse_dtype(dtype), use_safetensors=True
+        )
         self.model, self.max_tokens = model.to(device), max_tokens
         vocabulary = torch.arange(self.model.get_output_embeddings().weight.shape[0])
-        tokens = [token.strip().lower() for token in self.processor.tokenizer.batch_decode(vocabulary[:, None])]
-        self.places = [[place for place, token in enumerate(tokens) if token == word] for word in words or ()]
+        tokens = [
+            token.strip().lower()
+            for token in self.processor.tokenizer.batch_decode(vocabulary[:, None])
+        ]
+        self.places = [
+            [place for place, token in enumerate(tokens) if token == word] for word in words or ()
+        ]
         if words is not None and not all(self.places):
-            raise ValueError(f"{path}: its vocabulary has no token for {' or for '.join(words)}; take form=final")
+            raise ValueError(
+                f"{path}: its vocabulary has no token for {' or for '.join(words)}; take form=final"
+            )
 
     @torch.no_grad()
     def __call__(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
@@ -173,13 +202,19 @@ class LoadedModel:
             return []
         chats = [_chat(question) for question in questions]
         texts = self.processor.apply_chat_template(chats, add_generation_prompt=True)
-        shown = [[picture.convert("RGB") for picture in question.pictures] for question in questions]
+        shown = [
+            [picture.convert("RGB") for picture in question.pictures] for question in questions
+        ]
         inputs = self.processor(text=texts, images=shown, padding=True, return_tensors="pt")
         inputs = inputs.to(self.model.device, self.model.dtype)
         if self.places:
-            return self._probabilities(self.model(**inputs, logits_to_keep=1).logits[:, -1]).tolist()
+            return self._probabilities(
+                self.model(**inputs, logits_to_keep=1).logits[:, -1]
+            ).tolist()
         tokens = self.model.generate(**inputs, max_new_tokens=self.max_tokens, do_sample=False)
-        answers: list[Answer] = self.processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        answers: list[Answer] = self.processor.batch_decode(
+            tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         return answers
 
     def _probabilities(self, logits: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The image and text encoder behind every reward built on a CLIP, read from transformers' or open_clip's files."""
+"""The image and text encoder behind every reward built on a CLIP, read from transformers' or
+open_clip's files."""
 
 from __future__ import annotations
 
@@ -16,9 +17,23 @@ from torch import Tensor
 
 from g2rpo.core.files import local
 from g2rpo.core.types import RewardModel
-from g2rpo.rewards.open_clip import PUBLISHED_CLIPS, clean_prompt, clip_config, clip_state, preprocess_from
+from g2rpo.rewards.open_clip import (
+    PUBLISHED_CLIPS,
+    clean_prompt,
+    clip_config,
+    clip_state,
+    preprocess_from,
+)
 from g2rpo.rewards.pixels import Preprocess
-from g2rpo.rewards.weights import MissingFile, build_module, check_config, fetch, parse_dtype, pretrained, read_state_dict
+from g2rpo.rewards.weights import (
+    MissingFile,
+    build_module,
+    check_config,
+    fetch,
+    parse_dtype,
+    pretrained,
+    read_state_dict,
+)
 
 TEXT_CACHE_SIZE = 1024
 _TRANSFORMERS_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -26,11 +41,13 @@ _OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bi
 
 
 class ClipEncoder:
-    """Unit-length CLIP features of pictures and prompts; the text features of the last prompts are cached.
+    """Unit-length CLIP features of pictures and prompts; the text features of the last prompts are
+    cached.
 
-    `preprocess` turns uint8 pictures [B, 3, H, W] into the vision tower's input; `clean` prepares a prompt for the tokenizer.
-    The model is frozen and moved to `device` and `dtype`; features are float32 on `device`. Cosines are float32 too, except for
-    `dtype` float16, where products and cosines are float16 as in published rewards.
+    `preprocess` turns uint8 pictures [B, 3, H, W] into the vision tower's input; `clean` prepares a
+    prompt for the tokenizer. The model is frozen and moved to `device` and `dtype`; features are
+    float32 on `device`. Cosines are float32 too, except for `dtype` float16, where products and
+    cosines are float16 as in published rewards.
     """
 
     def __init__(
@@ -49,19 +66,25 @@ class ClipEncoder:
         self._cache: OrderedDict[str, Tensor] = OrderedDict()
         vocabulary = self.model.config.text_config.vocab_size
         if tokenizer is not None and len(tokenizer) > vocabulary:
-            raise ValueError(f"the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}: not a pair")
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}: not a pair"
+            )
 
     def image_features(self, images: Tensor) -> Tensor:
-        """Features [B, D] of `images` [B, 3, H, W], uint8 or float32 from 0 to 255 that may require a gradient."""
+        """Features [B, D] of `images` [B, 3, H, W], uint8 or float32 from 0 to 255 that may require
+        a gradient."""
         pixels = self.preprocess(images).to(self.device, self.dtype)
         return _unit(self.model.get_image_features(pixel_values=pixels))
 
     @torch.no_grad()
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        """Features [len(prompts), D]; those of the last `TEXT_CACHE_SIZE` distinct prompts are cached."""
+        """Features [len(prompts), D]; those of the last `TEXT_CACHE_SIZE` distinct prompts are
+        cached."""
         new = list(dict.fromkeys(p for p in prompts if p not in self._cache))
         if new:
-            features = _unit(self.model.get_text_features(input_ids=self.token_ids(new).to(self.device)))
+            features = _unit(
+                self.model.get_text_features(input_ids=self.token_ids(new).to(self.device))
+            )
             self._cache.update(zip(new, features, strict=True))
         rows = torch.stack([self._cache[p] for p in prompts])
         for prompt in dict.fromkeys(prompts):
@@ -72,14 +95,18 @@ class ClipEncoder:
 
     def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
         """As `taste.PictureEncoder`; without a tokenizer, those of pictures alone."""
-        return self.image_features(255 * images), None if self.tokenizer is None else self.text_features(prompts)
+        return self.image_features(
+            255 * images
+        ), None if self.tokenizer is None else self.text_features(prompts)
 
     def crop_as_torchvision(self) -> None:
-        """An odd number of pixels is cut as torchvision does it, whatever the checkpoint's files say."""
+        """An odd number of pixels is cut as torchvision does it, whatever the checkpoint's files
+        say."""
         self.preprocess = replace(cast(Preprocess, self.preprocess), odd_margin="round")
 
     def similarity(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Cosines [B] of uint8 `images` [B, 3, H, W], each with its own prompt; in float16 multiples of 2^-12 from .25 to .5.
+        """Cosines [B] of uint8 `images` [B, 3, H, W], each with its own prompt; in float16
+        multiples of 2^-12 from .25 to .5.
 
         bfloat16's would be 2^-10 apart, too coarse to rank the members of a group.
         """
@@ -90,17 +117,24 @@ class ClipEncoder:
     def token_ids(self, prompts: Sequence[str]) -> Tensor:
         """Token ids [B, context], cut to the context with the end token kept.
 
-        Always padded to the full context, so a prompt's features do not depend on the prompts next to it. The values of the
-        padding are irrelevant: attention is causal and the features are read at the first end token.
+        Always padded to the full context, so a prompt's features do not depend on the prompts next
+        to it. The values of the padding are irrelevant: attention is causal and the features are
+        read at the first end token.
         """
         texts = [self.clean(p) for p in prompts] if self.clean else list(prompts)
         length = self.model.config.text_config.max_position_embeddings
-        options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
+        options = {
+            "padding": "max_length",
+            "truncation": True,
+            "max_length": length,
+            "return_tensors": "pt",
+        }
         return cast(Tensor, self.tokenizer(texts, **options)["input_ids"])
 
 
 def _unit(output: Any) -> Tensor:
-    """Unit-length float32 features; since transformers 5 `get_*_features` wraps them in an output object."""
+    """Unit-length float32 features; since transformers 5 `get_*_features` wraps them in an output
+    object."""
     features = output if isinstance(output, Tensor) else output.pooler_output
     return torch.nn.functional.normalize(features.float(), dim=-1)
 
@@ -114,11 +148,13 @@ def load_clip(
     dtype: str | torch.dtype = "float32",
     text: bool = True,
 ) -> ClipEncoder:
-    """The CLIP in a folder or Hugging Face repository, with its own preprocessing, or `preprocess` of its pictures' size.
+    """The CLIP in a folder or Hugging Face repository, with its own preprocessing, or `preprocess`
+    of its pictures' size.
 
-    `tokenizer` is another place of that; without `text` none is loaded.
-    Open_clip's files are read where there are any, because repositories that hold both formats (apple/DFN5B-...) describe
-    the published preprocessing only there. Raises FileNotFoundError or ValueError if a file is missing or does not fit.
+    `tokenizer` is another place of that; without `text` none is loaded. Open_clip's files are read
+    where there are any, because repositories that hold both formats (apple/DFN5B-...) describe the
+    published preprocessing only there. Raises FileNotFoundError or ValueError if a file is missing
+    or does not fit.
     """
     own, clean = (_open_clip, clean_prompt) if _has_open_clip(path) else (_transformers_clip, None)
     model, described = own(path)
@@ -131,7 +167,9 @@ def _open_clip(path: str | Path) -> tuple[Any, Callable[[], Preprocess]]:
     """Model and preprocessing of open_clip's files."""
     config = json.loads(fetch(path, "open_clip_config.json").read_text(encoding="utf-8"))
     file, model_cfg = fetch(path, *_OPEN_CLIP_WEIGHTS), config["model_cfg"]
-    model = of_open_clip(clip_config(model_cfg), read_state_dict(file), "open_clip_config.json beside it", file)
+    model = of_open_clip(
+        clip_config(model_cfg), read_state_dict(file), "open_clip_config.json beside it", file
+    )
     return model, lambda: preprocess_from(model_cfg, config.get("preprocess_cfg", {}))
 
 
@@ -143,7 +181,8 @@ def _transformers_clip(path: str | Path) -> tuple[Any, Callable[[], Preprocess]]
 
 
 def clip_model(path: str | Path) -> RewardModel | None:
-    """The CLIP in a folder, or a published one by its repository; None for a repository that is not known."""
+    """The CLIP in a folder, or a published one by its repository; None for a repository that is not
+    known."""
     from transformers import CLIPConfig
 
     folder = local(path)
@@ -152,15 +191,22 @@ def clip_model(path: str | Path) -> RewardModel | None:
     if (folder / "config.json").is_file():
         check_config(folder)
         return cost_of_clip(CLIPConfig.from_pretrained(folder))
-    return cost_of_clip(clip_config(PUBLISHED_CLIPS[str(path)])) if str(path) in PUBLISHED_CLIPS else None
+    return (
+        cost_of_clip(clip_config(PUBLISHED_CLIPS[str(path)]))
+        if str(path) in PUBLISHED_CLIPS
+        else None
+    )
 
 
 def cost_of_clip(config: Any) -> RewardModel:
-    """The cost of a CLIP reward: the vision tower per picture; text features are computed once per prompt."""
+    """The cost of a CLIP reward: the vision tower per picture; text features are computed once per
+    prompt."""
     from transformers import CLIPModel
 
     model, side = CLIPModel(config), config.vision_config.image_size
-    return RewardModel([model], lambda: model.get_image_features(pixel_values=torch.empty(1, 3, side, side)))
+    return RewardModel(
+        [model], lambda: model.get_image_features(pixel_values=torch.empty(1, 3, side, side))
+    )
 
 
 def of_open_clip(config: Any, state: dict[str, Tensor], what: str, path: object) -> Any:
@@ -171,11 +217,14 @@ def of_open_clip(config: Any, state: dict[str, Tensor], what: str, path: object)
 
 
 def load_clip_tokenizer(source: str | Path) -> Any:
-    """CLIP's BPE tokenizer from a folder (tokenizer.json, or vocab.json and merges.txt) or a Hugging Face repository."""
+    """CLIP's BPE tokenizer from a folder (tokenizer.json, or vocab.json and merges.txt) or a
+    Hugging Face repository."""
     import transformers
 
     folder = Path(source)
-    if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+    if folder.is_dir() and not any(
+        (folder / name).is_file() for name in ("tokenizer.json", "vocab.json")
+    ):
         raise FileNotFoundError(
             f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); name a folder or repository that "
             "has one with tokenizer=, for example laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -184,13 +233,17 @@ def load_clip_tokenizer(source: str | Path) -> Any:
 
 
 def _has_open_clip(path: str | Path) -> bool:
-    """Whether there are open_clip files; FileNotFoundError if the place does not exist or cannot be reached."""
+    """Whether there are open_clip files; FileNotFoundError if the place does not exist or cannot be
+    reached."""
     try:
         return fetch(path, "open_clip_config.json").is_file()
     except MissingFile:
         return False
     except LocalEntryNotFoundError:  # without the hub: whatever of the two is in its cache
-        if any(isinstance(try_to_load_from_cache(str(path), name), str) for name in _TRANSFORMERS_WEIGHTS):
+        if any(
+            isinstance(try_to_load_from_cache(str(path), name), str)
+            for name in _TRANSFORMERS_WEIGHTS
+        ):
             return False
         raise
 
@@ -207,7 +260,9 @@ def _transformers_preprocess(path: str | Path) -> Preprocess:
     crop = crop if isinstance(crop, int) else crop["height"]
     filters: dict[int, Literal["bicubic", "bilinear"]] = {3: "bicubic", 2: "bilinear"}
     if not config.get("do_resize", True) or config.get("resample", 3) not in filters:
-        raise ValueError(f"{path}: preprocessor_config.json asks for a resize that is not supported: {config}")
+        raise ValueError(
+            f"{path}: preprocessor_config.json asks for a resize that is not supported: {config}"
+        )
     return Preprocess(
         resize=resize,
         crop=crop if config.get("do_center_crop", True) else resize,

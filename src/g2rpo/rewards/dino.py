@@ -1,4 +1,5 @@
-"""Rewards on features of DINOv2 (Oquab et al. 2023, arXiv 2304.07193): what an edit keeps, and how steady a clip is."""
+"""Rewards on features of DINOv2 (Oquab et al. 2023, arXiv 2304.07193): what an edit keeps, and how
+steady a clip is."""
 
 from __future__ import annotations
 
@@ -24,9 +25,12 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Dino:
-    """Unit features, float32, of uint8 pictures [B, 3, H, W], which are squashed to squares of about `size` pixels."""
+    """Unit features, float32, of uint8 pictures [B, 3, H, W], which are squashed to squares of
+    about `size` pixels."""
 
-    def __init__(self, path: str | Path, *, size: int = 224, device: str = "cpu", dtype: str = "float32") -> None:
+    def __init__(
+        self, path: str | Path, *, size: int = 224, device: str = "cpu", dtype: str = "float32"
+    ) -> None:
         from transformers import AutoModel
 
         model = pretrained(AutoModel, path)
@@ -34,7 +38,9 @@ class Dino:
             raise ValueError(f"{path} is no DINOv2 (model_type {model.config.model_type!r})")
         self.model = model.to(device=device, dtype=parse_dtype(dtype))
         self.device, self.size = torch.device(device), size_of_dino(model.config, size)
-        self.preprocess = Preprocess(resize=self.size, crop=self.size, mode="squash", mean=IMAGENET_MEAN, std=IMAGENET_STD)
+        self.preprocess = Preprocess(
+            resize=self.size, crop=self.size, mode="squash", mean=IMAGENET_MEAN, std=IMAGENET_STD
+        )
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +48,9 @@ class Dino:
         pixels = self.preprocess(images.cpu()).to(self.device, self.model.dtype)
         states = self.model(pixel_values=pixels).last_hidden_state.float()
         first = 1 + getattr(self.model.config, "num_register_tokens", 0)
-        picture, patches = torch.nn.functional.normalize(states, dim=-1).split([first, states.shape[1] - first], 1)
+        picture, patches = torch.nn.functional.normalize(states, dim=-1).split(
+            [first, states.shape[1] - first], 1
+        )
         return picture[:, 0], patches
 
     def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, None]:
@@ -51,14 +59,16 @@ class Dino:
 
 
 def size_of_dino(config: Any, size: int) -> int:
-    """The largest multiple of the patch size that is at most `size`; ValueError if there is none."""
+    """The largest multiple of the patch size that is at most `size`; ValueError if there is
+    none."""
     if size < config.patch_size:
         raise ValueError(f"size must be at least a patch, {config.patch_size}, got {size}")
     return int(size // config.patch_size * config.patch_size)
 
 
 def dino_model(options: Mapping[str, Any]) -> RewardModel | None:
-    """The model of a reward with the options `path` and `size`; None for a repository that is not known."""
+    """The model of a reward with the options `path` and `size`; None for a repository that is not
+    known."""
     from transformers import AutoModel, Dinov2Config
 
     config = Dinov2Config(image_size=518) if options["path"] == BASE else config_in(options["path"])
@@ -69,12 +79,13 @@ def dino_model(options: Mapping[str, Any]) -> RewardModel | None:
 
 
 class DinoSimilarity(EditReward):
-    """How much of its first input picture a picture keeps: the mean cosine of their patches at the same places, over the
-    `share` of patches with the highest, so that it may change elsewhere. 1 for an unchanged picture; it ignores the
-    instruction, so combine it with a reward for the edit.
+    """How much of its first input picture a picture keeps: the mean cosine of their patches at the
+    same places, over the `share` of patches with the highest, so that it may change elsewhere. 1
+    for an unchanged picture; it ignores the instruction, so combine it with a reward for the edit.
 
-    Args: `path`, a DINOv2, DINOv2 with registers or DINOv3 in transformers' format; `share`; `size`, to which both pictures are
-    squashed; `device`; `dtype` of the weights; `batch_size`. A prompt without an input picture has no score.
+    Args: `path`, a DINOv2, DINOv2 with registers or DINOv3 in transformers' format; `share`;
+    `size`, to which both pictures are squashed; `device`; `dtype` of the weights; `batch_size`. A
+    prompt without an input picture has no score.
     """
 
     files = {"path": FILES}
@@ -89,7 +100,11 @@ class DinoSimilarity(EditReward):
         dtype: str = "float32",
         batch_size: int = 32,
     ) -> None:
-        self.dino, self.share, self.batch_size = Dino(path, size=size, device=device, dtype=dtype), share, batch_size
+        self.dino, self.share, self.batch_size = (
+            Dino(path, size=size, device=device, dtype=dtype),
+            share,
+            batch_size,
+        )
         self.device = self.dino.device
 
     @classmethod
@@ -97,14 +112,19 @@ class DinoSimilarity(EditReward):
         return dino_model(options)
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
-        before = {one: self.dino(to_tensor([read_inputs(one)[0]]))[1] for one in dict.fromkeys(prompts)}
-        agreement = (self.dino(images)[1] * torch.cat([before[prompt] for prompt in prompts])).sum(-1)
+        before = {
+            one: self.dino(to_tensor([read_inputs(one)[0]]))[1] for one in dict.fromkeys(prompts)
+        }
+        agreement = (self.dino(images)[1] * torch.cat([before[prompt] for prompt in prompts])).sum(
+            -1
+        )
         return agreement.topk(math.ceil(self.share * agreement.shape[1])).values.mean(1)
 
 
 class ClipConsistency(Reward):
-    """How steady a clip is: the mean over frames, but the first, of the mean cosine with the first frame and with the one
-    before, as VBench's subject consistency (arXiv 2311.17982). A clip that stands still has 1: combine it with `motion`.
+    """How steady a clip is: the mean over frames, but the first, of the mean cosine with the first
+    frame and with the one before, as VBench's subject consistency (arXiv 2311.17982). A clip that
+    stands still has 1: combine it with `motion`.
 
     Args: as those of `dino_similarity`.
     """
@@ -112,7 +132,9 @@ class ClipConsistency(Reward):
     video = True
     files = {"path": FILES}
 
-    def __init__(self, path: str = BASE, *, size: int = 224, device: str = "cpu", dtype: str = "float32") -> None:
+    def __init__(
+        self, path: str = BASE, *, size: int = 224, device: str = "cpu", dtype: str = "float32"
+    ) -> None:
         self.dino = Dino(path, size=size, device=device, dtype=dtype)
         self.device = self.dino.device
 
@@ -130,17 +152,25 @@ class ClipConsistency(Reward):
 
 
 class Motion(Reward):
-    """How much moves in a clip: the mean difference of neighbouring frames, over pixels and channels from 0 to 255. VBench's
-    temporal flickering (arXiv 2311.17982) is 1 - this / 255. Flicker counts too: combine it with `clip_consistency`."""
+    """How much moves in a clip: the mean difference of neighbouring frames, over pixels and
+    channels from 0 to 255. VBench's temporal flickering (arXiv 2311.17982) is 1 - this / 255.
+    Flicker counts too: combine it with `clip_consistency`."""
 
     video = True
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return torch.stack([255 * (frames[1:] - frames[:-1]).abs().mean() for frames in clips(images).float().cpu()])
+        return torch.stack(
+            [
+                255 * (frames[1:] - frames[:-1]).abs().mean()
+                for frames in clips(images).float().cpu()
+            ]
+        )
 
 
 def clips(images: Tensor) -> Tensor:
     """`images`, if they are clips [B, T, 3, H, W] of two frames or more; ValueError otherwise."""
     if images.ndim != 5 or images.shape[1] < 2:
-        raise ValueError(f"is for clips of two frames or more, got {list(images.shape)}; set policy.num_frames")
+        raise ValueError(
+            f"is for clips of two frames or more, got {list(images.shape)}; set policy.num_frames"
+        )
     return images

@@ -1,5 +1,6 @@
-"""GenEval's scoring of detected objects (Ghosh et al. 2023, arXiv 2310.11513; djghosh13/geneval, evaluate_images.py, MIT), and
-Flow-GRPO's partial score on the same detections (arXiv 2505.05470; yifan123/reward-server, gen_eval.py, MIT)."""
+"""GenEval's scoring of detected objects (Ghosh et al. 2023, arXiv 2310.11513; djghosh13/geneval,
+evaluate_images.py, MIT), and Flow-GRPO's partial score on the same detections (arXiv 2505.05470;
+yifan123/reward-server, gen_eval.py, MIT)."""
 
 from __future__ import annotations
 
@@ -13,18 +14,22 @@ from torch import Tensor
 
 from g2rpo.core.plain import as_json, parse_as
 
-ColourWord = Literal["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
+ColourWord = Literal[
+    "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"
+]
 RelationWord = Literal["left of", "right of", "above", "below"]
 COLOUR_WORDS: tuple[str, ...] = get_args(ColourWord)
 MOST_OBJECTS = 16
 """The most confident objects of a class that are considered."""
 FREE_SHARE = 0.1
-"""The share of the sum of two objects' sizes by which their centres may differ without a relation."""
+"""The share of the sum of two objects' sizes by which their centres may differ without a
+relation."""
 
 
 @dataclass(frozen=True)
 class Detection:
-    """An object in a picture: its class, confidence, corners (left, top, right, bottom) and, if known, its pixels [H, W]."""
+    """An object in a picture: its class, confidence, corners (left, top, right, bottom) and, if
+    known, its pixels [H, W]."""
 
     label: str
     score: float
@@ -39,8 +44,8 @@ NameColours = Callable[[str, Sequence[Detection]], list[str]]
 
 
 class Clause(BaseModel):
-    """A requirement on a picture: the count of objects of a class, their colour, and their position relative to an earlier
-    clause's."""
+    """A requirement on a picture: the count of objects of a class, their colour, and their position
+    relative to an earlier clause's."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -61,17 +66,24 @@ class Task(BaseModel):
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Task | None:
-        """The task of a prompt's metadata, None if it has no `include`; ValueError says what is wrong with it."""
+        """The task of a prompt's metadata, None if it has no `include`; ValueError says what is
+        wrong with it."""
         if not metadata.get("include"):
             return None
-        named = {"include": metadata["include"], "exclude": metadata.get("exclude") or [], "tag": metadata.get("tag")}
+        named = {
+            "include": metadata["include"],
+            "exclude": metadata.get("exclude") or [],
+            "tag": metadata.get("tag"),
+        }
         return parse_as(cls, as_json(named))
 
     @model_validator(mode="after")
     def _positions_are_of_earlier_clauses(self) -> Task:
         for index, clause in enumerate(self.include):
             if clause.position is not None and clause.position[1] >= index:
-                raise ValueError(f"include.{index}.position: {clause.position[1]} is not the number of an earlier clause")
+                raise ValueError(
+                    f"include.{index}.position: {clause.position[1]} is not the number of an earlier clause"
+                )
         return self
 
     @property
@@ -84,7 +96,8 @@ class Task(BaseModel):
 
 
 def by_class(detections: Sequence[Detection], threshold: float) -> FoundObject:
-    """Detections above `threshold` by class, the most confident first, at most `MOST_OBJECTS` of each."""
+    """Detections above `threshold` by class, the most confident first, at most `MOST_OBJECTS` of
+    each."""
     found: dict[str, list[Detection]] = {}
     for detection in sorted(detections, key=lambda each: -each.score):
         if detection.score > threshold:
@@ -95,7 +108,8 @@ def by_class(detections: Sequence[Detection], threshold: float) -> FoundObject:
 def is_correct(task: Task, found: FoundObject, name_colours: NameColours) -> bool:
     """GenEval's score: whether all of `include` is there and nothing of `exclude`.
 
-    At least `count` objects are needed, and the `count` most confident ones must have the colour and the position.
+    At least `count` objects are needed, and the `count` most confident ones must have the colour
+    and the position.
     """
     matched: list[Sequence[Detection] | None] = []
     for clause in task.include:
@@ -106,15 +120,18 @@ def is_correct(task: Task, found: FoundObject, name_colours: NameColours) -> boo
         if right and clause.position is not None:
             right = _stands(objects, clause.position, matched)
         matched.append(objects if right else None)
-    return None not in matched and not any(len(found.get(c.label, ())) >= c.count for c in task.exclude)
+    return None not in matched and not any(
+        len(found.get(c.label, ())) >= c.count for c in task.exclude
+    )
 
 
 def partial_score(task: Task, found: FoundObject, name_colours: NameColours) -> float:
     """Flow-GRPO's reward, at most 1, and 1 if all is right: the mean over its clauses.
 
-    A clause gives 1 - |count - objects| / count, negative for many more, and the same for objects of the right colour. Where
-    the number is wrong, colour and position give 0. A position gives 1 if right, 0 and (as published) another 1 if wrong, and
-    nothing where the colour is wrong. `exclude` is not used, since counts must be exact.
+    A clause gives 1 - |count - objects| / count, negative for many more, and the same for objects
+    of the right colour. Where the number is wrong, colour and position give 0. A position gives 1
+    if right, 0 and (as published) another 1 if wrong, and nothing where the colour is wrong.
+    `exclude` is not used, since counts must be exact.
     """
     matched: list[Sequence[Detection] | None] = []
     scores: list[float] = []
@@ -140,17 +157,25 @@ def _share(number: int, asked: int) -> float:
     return 1 - abs(asked - number) / asked
 
 
-def _stands(objects: Sequence[Detection], position: tuple[str, int], matched: Sequence[Sequence[Detection] | None]) -> bool:
-    """Whether all objects have the required position relative to all objects of an earlier clause."""
+def _stands(
+    objects: Sequence[Detection],
+    position: tuple[str, int],
+    matched: Sequence[Sequence[Detection] | None],
+) -> bool:
+    """Whether all objects have the required position relative to all objects of an earlier
+    clause."""
     relation, target = position
     others = matched[target]
-    return others is not None and all(relation in relations(a.box, b.box) for a in objects for b in others)
+    return others is not None and all(
+        relation in relations(a.box, b.box) for a in objects for b in others
+    )
 
 
 def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
     """The position of box `a` relative to box `b`: none, one or two of `RelationWord`.
 
-    The offset of the centres is shortened by a tenth of the sizes; a direction counts if it is more than half of the offset.
+    The offset of the centres is shortened by a tenth of the sizes; a direction counts if it is more
+    than half of the offset.
     """
     corners = np.array([a, b], dtype=np.float64).reshape(2, 2, 2)
     centres, sizes = corners.mean(axis=1), np.abs(corners[:, 1] - corners[:, 0])

@@ -1,5 +1,6 @@
-"""HPSv3, the human preference score of Ma et al. 2025 (arXiv 2508.03789): Qwen2-VL with a head on one special token; and
-HPSv3++ of Liu et al. 2026 (arXiv 2606.14657): Qwen3-VL, with a head that also takes the progress of a training run."""
+"""HPSv3, the human preference score of Ma et al. 2025 (arXiv 2508.03789): Qwen2-VL with a head on
+one special token; and HPSv3++ of Liu et al. 2026 (arXiv 2606.14657): Qwen3-VL, with a head that
+also takes the progress of a training run."""
 
 from __future__ import annotations
 
@@ -21,14 +22,17 @@ PIXELS = 256 * 28 * 28
 
 
 class HPSv3(QwenReward):
-    """The mean of the preference that HPSv3 predicts (of a normal distribution; its width is not used).
+    """The mean of the preference that HPSv3 predicts (of a normal distribution; its width is not
+    used).
 
-    Averages of published models go from -.2 (SD 2) to 10.6 (Kolors). Every picture is resized to about 200,000 pixels.
+    Averages of published models go from -.2 (SD 2) to 10.6 (Kolors). Every picture is resized to
+    about 200,000 pixels.
 
-    Args: `path`, the file HPSv3.safetensors, its folder or the repository; `instruction`, upstream's file data_collator_qwen.py
-    (it is read, not run) or the folder that `pip install --no-deps --target FOLDER hpsv3==1.0.0` makes; `processor`, a folder
-    or repository with the config and tokenizer of Qwen2-VL-7B-Instruct; `device`; `dtype` of Qwen2-VL's weights (the head stays
-    float32; upstream: bfloat16); `batch_size`.
+    Args: `path`, the file HPSv3.safetensors, its folder or the repository; `instruction`,
+    upstream's file data_collator_qwen.py (it is read, not run) or the folder that `pip install
+    --no-deps --target FOLDER hpsv3==1.0.0` makes; `processor`, a folder or repository with the
+    config and tokenizer of Qwen2-VL-7B-Instruct; `device`; `dtype` of Qwen2-VL's weights (the head
+    stays float32; upstream: bfloat16); `batch_size`.
     """
 
     upstream, licence = "https://github.com/MizzenAI/HPSv3", "MIT"
@@ -66,12 +70,22 @@ class HPSv3(QwenReward):
 
     def _state(self, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
         before, after = self.renamed
-        return {after + name.removeprefix(before) if name.startswith(before) else name: x for name, x in published.items()}
+        return {
+            after + name.removeprefix(before) if name.startswith(before) else name: x
+            for name, x in published.items()
+        }
 
     @staticmethod
     def _head(width: int) -> nn.ModuleDict:
         """Under its published names; dropout, here an identity, has no weights."""
-        layers = nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
+        layers = (
+            nn.Linear(width, 1024),
+            nn.ReLU(),
+            nn.Identity(),
+            nn.Linear(1024, 16),
+            nn.ReLU(),
+            nn.Linear(16, 2),
+        )
         return nn.ModuleDict({"rm_head": nn.Sequential(*layers)})
 
     @torch.no_grad()
@@ -87,13 +101,16 @@ class HPSv3(QwenReward):
 
 
 class HPSv3PlusPlus(HPSv3):
-    """The mean of the preference that HPSv3++ predicts, from the picture, how capable its model seems to be (which is read from
-    each picture by itself; upstream reads it from a batch as a whole), and how far the training run is.
+    """The mean of the preference that HPSv3++ predicts, from the picture, how capable its model
+    seems to be (which is read from each picture by itself; upstream reads it from a batch as a
+    whole), and how far the training run is.
 
-    Args: `iterations`, of the run that it is the reward of: as in the paper, the progress then rises from .3 to 1, so scores of
-    different iterations are on different scales. Without, and for held-out pictures, it is 0. `path`, the file hpsv3++.pth, its
-    folder or the repository; `instruction`, a clone of upstream's repository or its data_collator_qwen.py, which is not
-    HPSv3's; `processor`, the config and tokenizer of Qwen3-VL-8B-Instruct; the others as for `hpsv3`.
+    Args: `iterations`, of the run that it is the reward of: as in the paper, the progress then
+    rises from .3 to 1, so scores of different iterations are on different scales. Without, and for
+    held-out pictures, it is 0. `path`, the file hpsv3++.pth, its folder or the repository;
+    `instruction`, a clone of upstream's repository or its data_collator_qwen.py, which is not
+    HPSv3's; `processor`, the config and tokenizer of Qwen3-VL-8B-Instruct; the others as for
+    `hpsv3`.
     """
 
     upstream, licence = "https://github.com/PlantPotatoOnMoon/HPSv3-PlusPlus", ""
@@ -124,16 +141,24 @@ class HPSv3PlusPlus(HPSv3):
         self.state = None if iterations is None else {"iteration": 0}
         self._load(path, instruction, processor, device, dtype)
         if "Text Alignment:**" in self.instruction:
-            raise ValueError(f"instruction={instruction} is HPSv3's; that of HPSv3++ has no section on text alignment")
+            raise ValueError(
+                f"instruction={instruction} is HPSv3's; that of HPSv3++ has no section on text alignment"
+            )
         self.head["cap_encoder"].to(self.dtype)  # as upstream
 
     @staticmethod
     def _head(width: int, inner: int = 256) -> nn.ModuleDict:
-        capability = {"proj": nn.Linear(width, inner), "pool_attn": nn.Linear(inner, 1), "out_proj": nn.Linear(inner, 1)}
+        capability = {
+            "proj": nn.Linear(width, inner),
+            "pool_attn": nn.Linear(inner, 1),
+            "out_proj": nn.Linear(inner, 1),
+        }
         parts = {
             "cap_encoder": nn.ModuleDict(capability),
             "cond_encoder": nn.Sequential(nn.Linear(2, inner), nn.GELU(), nn.Linear(inner, inner)),
-            "film_gen": nn.Sequential(nn.Linear(inner, width), nn.ReLU(), nn.Linear(width, 2 * width)),
+            "film_gen": nn.Sequential(
+                nn.Linear(inner, width), nn.ReLU(), nn.Linear(width, 2 * width)
+            ),
         }
         return nn.ModuleDict(parts | dict(HPSv3._head(width)))
 
@@ -151,7 +176,11 @@ class HPSv3PlusPlus(HPSv3):
         """Resized as for HPSv3, then, as Qwen3-VL's processor does it, to multiples of 32."""
         x = _resized(images)
         size = target_size(x.shape[-2], x.shape[-1], 32, 256 * 256, 4096 * 4096)
-        x = nn.functional.interpolate(x, size, mode="bicubic", antialias=True) if size != x.shape[-2:] else x
+        x = (
+            nn.functional.interpolate(x, size, mode="bicubic", antialias=True)
+            if size != x.shape[-2:]
+            else x
+        )
         return normalise(x, (0.5,) * 3, (0.5,) * 3)
 
     def _score(self, hidden: Tensor) -> Tensor:
@@ -167,4 +196,6 @@ class HPSv3PlusPlus(HPSv3):
 def _resized(images: Tensor) -> Tensor:
     """uint8 pictures of about `PIXELS` pixels."""
     height, width = target_size(images.shape[-2], images.shape[-1], 28, PIXELS, PIXELS)
-    return to_tensor([picture.resize((width, height), Image.Resampling.BICUBIC) for picture in to_pil(images)])
+    return to_tensor(
+        [picture.resize((width, height), Image.Resampling.BICUBIC) for picture in to_pil(images)]
+    )

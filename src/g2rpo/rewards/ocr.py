@@ -1,4 +1,5 @@
-"""Text in pictures, read by RapidOCR with the PP-OCRv6 models inside its wheel; nothing is downloaded.
+"""Text in pictures, read by RapidOCR with the PP-OCRv6 models inside its wheel; nothing is
+downloaded.
 
 The score is Flow-GRPO's (arXiv 2505.05470, section 4.1): 1 - edit distance / length of the text.
 """
@@ -20,7 +21,8 @@ from g2rpo.core.types import Prompt
 from g2rpo.rewards.pixels import Count, TargetReward
 
 _LETTER = r"[^\W\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff]"
-"""A letter or digit of a script with apostrophes and with spaces between words: not Chinese, Japanese or Korean."""
+"""A letter or digit of a script with apostrophes and with spaces between words: not Chinese,
+Japanese or Korean."""
 
 _DOUBLE = re.compile(
     r"""
@@ -56,8 +58,9 @@ _SINGLE = re.compile(
 
 
 def quoted(prompt: str) -> str:
-    """The first text in quotes, "" if there is none. Double quotes come before single ones: where a prompt has straight double
-    quotes, that is Flow-GRPO's rule, the text between the first two; but after a digit, a first one stands for inches."""
+    """The first text in quotes, "" if there is none. Double quotes come before single ones: where a
+    prompt has straight double quotes, that is Flow-GRPO's rule, the text between the first two; but
+    after a digit, a first one stands for inches."""
     for marks in (_DOUBLE, _SINGLE):
         for found in marks.finditer(prompt):
             text = next(part for part in reversed(found.groups()) if part is not None)
@@ -67,14 +70,16 @@ def quoted(prompt: str) -> str:
 
 
 class OCR(TargetReward):
-    """1 - edit distance / length, in [0, 1], of what is read and the text that the prompt asks for; 1 is exact.
+    """1 - edit distance / length, in [0, 1], of what is read and the text that the prompt asks for;
+    1 is exact.
 
-    The text is the prompt's metadata `text`, else the first quoted part; a prompt without either has no score.
-    Case and spaces do not count, as in Flow-GRPO.
-    Args: `detect`, whether text is looked for in the whole picture (about 1 s each on a core); without, the picture is read as
-    one line (about 10 ms). `contains`, whether further text around it is allowed, as in Flow-GRPO; else it counts as
-    errors. `exact`, whether a score below 1 becomes 0. `width`, the least width of a line at height 48, to which it is padded;
-    a smaller one is faster for short lines. Pictures are read in as many threads as torch uses.
+    The text is the prompt's metadata `text`, else the first quoted part; a prompt without either
+    has no score. Case and spaces do not count, as in Flow-GRPO. Args: `detect`, whether text is
+    looked for in the whole picture (about 1 s each on a core); without, the picture is read as one
+    line (about 10 ms). `contains`, whether further text around it is allowed, as in Flow-GRPO; else
+    it counts as errors. `exact`, whether a score below 1 becomes 0. `width`, the least width of a
+    line at height 48, to which it is padded; a smaller one is faster for short lines. Pictures are
+    read in as many threads as torch uses.
     """
 
     upstream, licence = "https://github.com/RapidAI/RapidOCR", "Apache-2.0"
@@ -83,7 +88,14 @@ class OCR(TargetReward):
     right_in_words = "Spells {} texts"
     wants = "a text to show: put it in quotes, or in the metadata as `text`"
 
-    def __init__(self, *, detect: bool = True, contains: bool = False, exact: bool = False, width: Count = 320) -> None:
+    def __init__(
+        self,
+        *,
+        detect: bool = True,
+        contains: bool = False,
+        exact: bool = False,
+        width: Count = 320,
+    ) -> None:
         self.detect, self.contains, self.exact = detect, contains, exact
         self.engine = load_engine(width)
 
@@ -97,26 +109,34 @@ class OCR(TargetReward):
     def score_pictures(self, images: Tensor, targets: list[str]) -> Tensor:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             texts = list(pool.map(self.read, to_pil(images)))
-        scores = torch.tensor([similarity(*pair, contains=self.contains) for pair in zip(texts, targets, strict=True)])
+        scores = torch.tensor(
+            [similarity(*pair, contains=self.contains) for pair in zip(texts, targets, strict=True)]
+        )
         return (scores == 1).float() if self.exact else scores
 
     def read(self, picture: Image.Image) -> str:
-        """The text that RapidOCR reads in a picture, line by line; one picture per call, so that scores are independent."""
+        """The text that RapidOCR reads in a picture, line by line; one picture per call, so that
+        scores are independent."""
         found = self.engine(picture, use_det=self.detect, use_cls=False)
         return "".join(found.txts or ())
 
 
 def load_engine(width: int = 320) -> Any:
-    """RapidOCR with sessions of one thread and without log output; UserError if it is not installed."""
+    """RapidOCR with sessions of one thread and without log output; UserError if it is not
+    installed."""
     for library in OCR.libraries:
         try:
             importlib.import_module(library)
         except ModuleNotFoundError as error:
-            raise UserError(f"the reward ocr needs {library}: pip install {' '.join(OCR.libraries)}") from error
+            raise UserError(
+                f"the reward ocr needs {library}: pip install {' '.join(OCR.libraries)}"
+            ) from error
     from rapidocr import RapidOCR
 
     threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
-    return RapidOCR(params={**threads, "Global.log_level": "critical", "Rec.rec_img_shape": [3, 48, width]})
+    return RapidOCR(
+        params={**threads, "Global.log_level": "critical", "Rec.rec_img_shape": [3, 48, width]}
+    )
 
 
 def plain_letters(text: str) -> str:

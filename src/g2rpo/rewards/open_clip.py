@@ -1,7 +1,9 @@
-"""CLIP checkpoints published by open_clip, as transformers' CLIPModel: configuration, state dict, prompt cleaning.
+"""CLIP checkpoints published by open_clip, as transformers' CLIPModel: configuration, state dict,
+prompt cleaning.
 
-open_clip itself needs torchvision and timm. Its plain vision and text transformers are the same networks as CLIPModel's
-under other names; architectures that are not (ResNets, timm towers, pooled or bidirectional text towers) are refused.
+open_clip itself needs torchvision and timm. Its plain vision and text transformers are the same
+networks as CLIPModel's under other names; architectures that are not (ResNets, timm towers, pooled
+or bidirectional text towers) are refused.
 """
 
 from __future__ import annotations
@@ -18,18 +20,39 @@ from g2rpo.rewards.pixels import CLIP_MEAN, CLIP_STD, Preprocess
 
 VIT_H_14: dict[str, Any] = {
     "embed_dim": 1024,
-    "vision_cfg": {"image_size": 224, "layers": 32, "width": 1280, "head_width": 80, "patch_size": 14},
-    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 1024, "heads": 16, "layers": 24},
+    "vision_cfg": {
+        "image_size": 224,
+        "layers": 32,
+        "width": 1280,
+        "head_width": 80,
+        "patch_size": 14,
+    },
+    "text_cfg": {
+        "context_length": 77,
+        "vocab_size": 49408,
+        "width": 1024,
+        "heads": 16,
+        "layers": 24,
+    },
 }
 
 VIT_L_14: dict[str, Any] = {
     "embed_dim": 768,
     "vision_cfg": {"image_size": 224, "layers": 24, "width": 1024, "patch_size": 14},
-    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 768, "heads": 12, "layers": 12},
+    "text_cfg": {
+        "context_length": 77,
+        "vocab_size": 49408,
+        "width": 768,
+        "heads": 12,
+        "layers": 12,
+    },
 }
 PUBLISHED_CLIPS = {
     "apple/DFN5B-CLIP-ViT-H-14": VIT_H_14,
-    "apple/DFN5B-CLIP-ViT-H-14-384": {**VIT_H_14, "vision_cfg": {**VIT_H_14["vision_cfg"], "image_size": 378}},
+    "apple/DFN5B-CLIP-ViT-H-14-384": {
+        **VIT_H_14,
+        "vision_cfg": {**VIT_H_14["vision_cfg"], "image_size": 378},
+    },
     "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": VIT_H_14,
     "openai/clip-vit-large-patch14": VIT_L_14,
 }
@@ -57,31 +80,54 @@ _TEXT_DEFAULTS = {
     "proj": "mlp",
     "pooler_type": "mean_pooler",
 }
-_TRAINING_ONLY = {"patch_dropout", "pad_id", "proj", "pooler_type"}  # no effect on a plain transformer's output
+# no effect on a plain transformer's output
+_TRAINING_ONLY = {"patch_dropout", "pad_id", "proj", "pooler_type"}
 
 
 def _complete(given: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`given` over `defaults`; ValueError for a setting that CLIPModel cannot express."""
     for key, value in given.items():
         fixed = key not in defaults or key == "pool_type"
-        if fixed and key not in _TRAINING_ONLY and value != defaults.get(key) and value not in (None, False, 0, ""):
-            raise ValueError(f"{where}.{key} = {value!r}: this open_clip architecture has no equivalent in CLIPModel")
+        if (
+            fixed
+            and key not in _TRAINING_ONLY
+            and value != defaults.get(key)
+            and value not in (None, False, 0, "")
+        ):
+            raise ValueError(
+                f"{where}.{key} = {value!r}: this open_clip architecture has no equivalent in CLIPModel"
+            )
     return {**defaults, **{k: v for k, v in given.items() if k in defaults}}
 
 
 def clip_config(model_cfg: Mapping[str, Any]) -> Any:
-    """transformers' CLIPConfig for open_clip's `model_cfg`; ValueError if its architecture is another one."""
+    """transformers' CLIPConfig for open_clip's `model_cfg`; ValueError if its architecture is
+    another one."""
     from transformers import CLIPConfig
 
-    for key in model_cfg.keys() - {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "custom_text"}:
+    for key in model_cfg.keys() - {
+        "embed_dim",
+        "vision_cfg",
+        "text_cfg",
+        "quick_gelu",
+        "custom_text",
+    }:
         if model_cfg[key] is not None and key != "init_logit_scale":
-            raise ValueError(f"model_cfg.{key} = {model_cfg[key]!r}: not a CLIP that CLIPModel can express")
+            raise ValueError(
+                f"model_cfg.{key} = {model_cfg[key]!r}: not a CLIP that CLIPModel can express"
+            )
     vision = _complete(model_cfg["vision_cfg"], _VISION_DEFAULTS, "vision_cfg")
     text = _complete(model_cfg["text_cfg"], _TEXT_DEFAULTS, "text_cfg")
     if not isinstance(vision["layers"], int) or not isinstance(vision["image_size"], int):
-        raise ValueError("vision_cfg: only square vision transformers are supported, not ResNets or oblong inputs")
-    common = {"hidden_act": "quick_gelu" if model_cfg.get("quick_gelu") else "gelu", "layer_norm_eps": 1e-5}
-    last = text["vocab_size"] - 1  # open_clip pools at the highest id of a sequence, which is the end token
+        raise ValueError(
+            "vision_cfg: only square vision transformers are supported, not ResNets or oblong inputs"
+        )
+    common = {
+        "hidden_act": "quick_gelu" if model_cfg.get("quick_gelu") else "gelu",
+        "layer_norm_eps": 1e-5,
+    }
+    # open_clip pools at the highest id of a sequence, which is the end token
+    last = text["vocab_size"] - 1
     return CLIPConfig(
         projection_dim=model_cfg["embed_dim"],
         vision_config={
@@ -132,11 +178,13 @@ _NAMES = (
 
 
 def clip_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """open_clip's state dict under CLIPModel's names; an unknown name is kept, so that loading reports it.
+    """open_clip's state dict under CLIPModel's names; an unknown name is kept, so that loading
+    reports it.
 
-    Three things besides names: the fused query, key and value are cut apart; the projections, matrices that multiply from
-    the right, become the transposed weights of Linear layers; `attn_mask`, a constant that old files store, is dropped.
-    A text tower under the prefix "text." (open_clip's CustomTextCLIP) is the same tower.
+    Three things besides names: the fused query, key and value are cut apart; the projections,
+    matrices that multiply from the right, become the transposed weights of Linear layers;
+    `attn_mask`, a constant that old files store, is dropped. A text tower under the prefix "text."
+    (open_clip's CustomTextCLIP) is the same tower.
     """
     out: dict[str, Tensor] = {}
     for original, tensor in state.items():
@@ -156,7 +204,8 @@ def clip_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def preprocess_from(model_cfg: Mapping[str, Any], preprocess_cfg: Mapping[str, Any]) -> Preprocess:
-    """open_clip's preprocessing of pictures at evaluation; `preprocess_cfg` may be empty, the defaults are open_clip's."""
+    """open_clip's preprocessing of pictures at evaluation; `preprocess_cfg` may be empty, the
+    defaults are open_clip's."""
     size = model_cfg["vision_cfg"].get("image_size", _VISION_DEFAULTS["image_size"])
     return Preprocess(
         resize=size,
@@ -172,17 +221,33 @@ _CHARACTERS = {
     **dict.fromkeys(map(ord, "\u02bc\u2018\u2019\u201a\u201b"), "'"),
     **dict.fromkeys(map(ord, "\u201c\u201d\u201e\u201f"), '"'),
     # ligatures such as "fi", and full-width forms with their space
-    **{c: unicodedata.normalize("NFKC", chr(c)) for c in (*range(0xFB00, 0xFB07), 0x3000, *range(0xFF01, 0xFFEF))},
+    **{
+        c: unicodedata.normalize("NFKC", chr(c))
+        for c in (*range(0xFB00, 0xFB07), 0x3000, *range(0xFF01, 0xFFEF))
+    },
     # controls, but not the white space among them; marks of byte order and direction
-    **dict.fromkeys((*range(9), 0x0B, *range(0x0E, 0x20), 0x7F, *range(0x206A, 0x2070), 0xFEFF, *range(0xFFF9, 0xFFFD)), ""),
+    **dict.fromkeys(
+        (
+            *range(9),
+            0x0B,
+            *range(0x0E, 0x20),
+            0x7F,
+            *range(0x206A, 0x2070),
+            0xFEFF,
+            *range(0xFFF9, 0xFFFD),
+        ),
+        "",
+    ),
 }
 _TERMINAL_COLOUR = re.compile(r"\x1b\[[\d;]*[a-zA-Z]")
 
 
 def clean_prompt(prompt: str) -> str:
-    """open_clip's cleaning of a prompt before BPE: plain quotes and letters, HTML entities resolved, lower case.
+    """open_clip's cleaning of a prompt before BPE: plain quotes and letters, HTML entities
+    resolved, lower case.
 
-    open_clip runs ftfy, which also repairs text that was decoded with the wrong encoding; that part is not done here.
+    open_clip runs ftfy, which also repairs text that was decoded with the wrong encoding; that part
+    is not done here.
     """
     if "<" not in prompt:  # ftfy takes text with tags for HTML source, and leaves it alone at first
         prompt = html.unescape(prompt)

@@ -1,6 +1,8 @@
-"""A vision-language model that compares pictures of one prompt, two at a time: win rates within a group.
+"""A vision-language model that compares pictures of one prompt, two at a time: win rates within a
+group.
 
-As in Pref-GRPO (Wang et al. 2025, arXiv 2508.20751). Each pair is asked about in both orders, because models prefer a place.
+As in Pref-GRPO (Wang et al. 2025, arXiv 2508.20751). Each pair is asked about in both orders,
+because models prefer a place.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ ENDS = {
 
 
 class PairwiseVLM(VLMJudge):
-    """The share of comparisons within its group that a picture wins, by a vision-language model, from 0 to 1.
+    """The share of comparisons within its group that a picture wins, by a vision-language model,
+    from 0 to 1.
 
-    A pair's win is the mean over both orders of P(1) / (P(1) + P(2)) of the answer's first token (form "choice"), or of the
-    "Better Picture" in the answer, where neither is a half (form "final"). Pairs without an answer in one of the orders are
-    left out; a picture without any pair has no score. It sees a prompt's input pictures before the two.
+    A pair's win is the mean over both orders of P(1) / (P(1) + P(2)) of the answer's first token
+    (form "choice"), or of the "Better Picture" in the answer, where neither is a half (form
+    "final"). Pairs without an answer in one of the orders are left out; a picture without any pair
+    has no score. It sees a prompt's input pictures before the two.
 
-    Args: `pairs`, how many pairs of a group are compared, by chance, in rounds in which no picture is in two; None: all. The
-    others are those of `vlm_judge`.
+    Args: `pairs`, how many pairs of a group are compared, by chance, in rounds in which no picture
+    is in two; None: all. The others are those of `vlm_judge`.
     """
 
     group = True
@@ -48,7 +52,11 @@ class PairwiseVLM(VLMJudge):
     forms: ClassVar[Mapping[str, Form]] = {
         "choice": Form(MADE + BETTER + ENDS["choice"]),
         "final": Form(
-            MADE + BETTER + ENDS["final"], ("Better Picture",), low=1.0, high=2.0, combine=lambda values: 2 - values[0]
+            MADE + BETTER + ENDS["final"],
+            ("Better Picture",),
+            low=1.0,
+            high=2.0,
+            combine=lambda values: 2 - values[0],
         ),
     }
 
@@ -65,8 +73,16 @@ class PairwiseVLM(VLMJudge):
         request: Mapping[str, Any] | None = None,
         endpoint: Endpoint | None = None,
     ) -> None:
-        self.pairs, self.edit_template = pairs, template or EDITED_PAIR + BETTER_EDIT + ENDS.get(form, "")
-        more = {"image_size": image_size, "max_tokens": max_tokens, "request": request, "endpoint": endpoint}
+        self.pairs, self.edit_template = (
+            pairs,
+            template or EDITED_PAIR + BETTER_EDIT + ENDS.get(form, ""),
+        )
+        more = {
+            "image_size": image_size,
+            "max_tokens": max_tokens,
+            "request": request,
+            "endpoint": endpoint,
+        }
         super().__init__(url, model, form=form, template=template, **more)  # type: ignore[arg-type]
 
     @classmethod
@@ -77,7 +93,9 @@ class PairwiseVLM(VLMJudge):
         before, shown = self._reduced(read_inputs(prompts[0])), self._reduced(to_pil(images))
         pairs = pairs_of(len(shown), self.pairs, int(images.long().sum()))
         orders = [order for pair in pairs for order in (pair, pair[::-1])]
-        wins = self._scores([self._question([*before, shown[i], shown[j]], prompts[0]) for i, j in orders])
+        wins = self._scores(
+            [self._question([*before, shown[i], shown[j]], prompts[0]) for i, j in orders]
+        )
         won, met = torch.zeros(2, len(shown))
         for (i, j), first, second in zip(pairs, wins[::2], wins[1::2], strict=True):
             share = (first + 1 - second) / 2
@@ -92,10 +110,18 @@ class PairwiseVLM(VLMJudge):
 
 
 def pairs_of(members: int, most: int | None, seed: int) -> list[tuple[int, int]]:
-    """Pairs of different members, each once: all, or the first `most`, in rounds in which nobody is in two pairs.
+    """Pairs of different members, each once: all, or the first `most`, in rounds in which nobody is
+    in two pairs.
 
-    A tournament by the circle method: one stays, the others go round; of an odd number, one has a round without a pair.
+    A tournament by the circle method: one stays, the others go round; of an odd number, one has a
+    round without a pair.
     """
-    order, last = torch.randperm(members, generator=generator_for("pairs", seed)).tolist(), members - 1 + members % 2
-    rounds = [[(last, r), *(((r + k) % last, (r - k) % last) for k in range(1, (last + 1) // 2))] for r in range(last)]
+    order, last = (
+        torch.randperm(members, generator=generator_for("pairs", seed)).tolist(),
+        members - 1 + members % 2,
+    )
+    rounds = [
+        [(last, r), *(((r + k) % last, (r - k) % last) for k in range(1, (last + 1) // 2))]
+        for r in range(last)
+    ]
     return [(order[i], order[j]) for each in rounds for i, j in each if i < members][:most]

@@ -1,8 +1,9 @@
 """Preprocessing of pictures for learned rewards: check, quantise to 8 bits, resize, normalise.
 
-Published scores are scores of 8-bit pictures, so pictures are rounded as if saved: a score is the same for a picture from a
-file, through a remote server, or from memory. Resizing is Pillow's, as in the published pipelines;
-the tensor resizes of other libraries differ from it by enough to change ranks inside a group.
+Published scores are scores of 8-bit pictures, so pictures are rounded as if saved: a score is the
+same for a picture from a file, through a remote server, or from memory. Resizing is Pillow's, as in
+the published pipelines; the tensor resizes of other libraries differ from it by enough to change
+ranks inside a group.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BI
 
 
 def check_batch(images: Tensor, prompts: Sequence[str], video: bool = False) -> None:
-    """Raise ValueError unless `images` is float [B, 3, H, W], of `video` [B, T, 3, H, W], in [0, 1] with a prompt for each.
+    """Raise ValueError unless `images` is float [B, 3, H, W], of `video` [B, T, 3, H, W], in [0, 1]
+    with a prompt for each.
 
     Pixels that are not finite are allowed here: their pictures get no score.
     """
@@ -56,42 +58,63 @@ def _faults_of(images: Tensor, prompts: Sequence[Any], video: bool) -> Iterator[
 
 
 class PictureReward(Reward):
-    """A reward of 8-bit pictures, or with `video` clips: a subclass scores `batch_size` rows at a time in `score_pictures`.
+    """A reward of 8-bit pictures, or with `video` clips: a subclass scores `batch_size` rows at a
+    time in `score_pictures`.
 
-    The score is NaN for a picture with a NaN or infinite pixel, which is not passed on, and for a result that is not finite;
-    `missing` describes the latter in words. One warning counts both. Constructors raise OSError or ValueError, which
-    say what is missing or does not fit.
+    The score is NaN for a picture with a NaN or infinite pixel, which is not passed on, and for a
+    result that is not finite; `missing` describes the latter in words. One warning counts both.
+    Constructors raise OSError or ValueError, which say what is missing or does not fit.
     """
 
     batch_size = 64
     missing = "the model's score is not finite"
 
     def score_pictures(self, images: Tensor, prompts: list[Any]) -> Tensor:
-        """Scores [B] of uint8 images [B, 3, H, W]. If pictures require a gradient, `images` are the same 8-bit values as
-        float32, with the gradient of the unrounded ones, and scores keep gradient and device."""
+        """Scores [B] of uint8 images [B, 3, H, W]. If pictures require a gradient, `images` are the
+        same 8-bit values as float32, with the gradient of the unrounded ones, and scores keep
+        gradient and device."""
         raise NotImplementedError(f"{type(self).__name__} has no score_pictures")
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         check_batch(images, prompts, self.video)
         if images.requires_grad:
-            parts = zip(images.split(self.batch_size), _chunks(prompts, self.batch_size), strict=True)
-            return torch.cat([self.score_pictures(with_gradient(to_uint8(part), part * 255), own) for part, own in parts])
+            parts = zip(
+                images.split(self.batch_size), _chunks(prompts, self.batch_size), strict=True
+            )
+            return torch.cat(
+                [
+                    self.score_pictures(with_gradient(to_uint8(part), part * 255), own)
+                    for part, own in parts
+                ]
+            )
         scores = torch.full((len(images),), torch.nan)
         extremes = torch.stack(images.flatten(1).aminmax(dim=1))  # NaN if any pixel is
         rows = torch.isfinite(extremes).all(dim=0).nonzero().flatten().tolist()
         for chunk in _chunks(rows, self.batch_size):
-            values = self.score_pictures(to_uint8(images[chunk]), [prompts[i] for i in chunk]).float().cpu()
+            values = (
+                self.score_pictures(to_uint8(images[chunk]), [prompts[i] for i in chunk])
+                .float()
+                .cpu()
+            )
             scores[chunk] = values.where(torch.isfinite(values), torch.nan)
-        reasons = {"pixels that are not finite": len(images) - len(rows), self.missing: int(scores[rows].isnan().sum())}
+        reasons = {
+            "pixels that are not finite": len(images) - len(rows),
+            self.missing: int(scores[rows].isnan().sum()),
+        }
         if any(reasons.values()):
-            counts = ", ".join(f"{number} ({reason})" for reason, number in reasons.items() if number)
-            log.warning("no score for %d of %d images: %s", sum(reasons.values()), len(images), counts)
+            counts = ", ".join(
+                f"{number} ({reason})" for reason, number in reasons.items() if number
+            )
+            log.warning(
+                "no score for %d of %d images: %s", sum(reasons.values()), len(images), counts
+            )
         return scores
 
 
 class TargetReward(PictureReward):
-    """A reward for prompts with a `target` (`capabilities.ReadsTargets`), which `score_pictures` gets instead of the prompt.
-    Prompts without one have no score; the first time, a warning counts them."""
+    """A reward for prompts with a `target` (`capabilities.ReadsTargets`), which `score_pictures`
+    gets instead of the prompt. Prompts without one have no score; the first time, a warning counts
+    them."""
 
     wants: ClassVar[str]
     _warned = False
@@ -119,12 +142,18 @@ class TargetReward(PictureReward):
         scores[list(targets)] = super().__call__(images[list(targets)], list(targets.values()))
         if reasons and not self._warned:
             self._warned = True
-            log.warning("no score for %d of %d prompts, the first: %s", len(reasons), len(images), reasons[0])
+            log.warning(
+                "no score for %d of %d prompts, the first: %s",
+                len(reasons),
+                len(images),
+                reasons[0],
+            )
         return scores
 
 
 class EditReward(TargetReward):
-    """A reward for prompts with an input picture; `score_pictures` gets these prompts themselves."""
+    """A reward for prompts with an input picture; `score_pictures` gets these prompts
+    themselves."""
 
     wants = INPUT
 
@@ -138,17 +167,20 @@ def _chunks(rows: Sequence[T], size: int) -> list[list[T]]:
 
 
 def with_gradient(value: Tensor, smooth: Tensor) -> Tensor:
-    """`value`, float32, with the gradient of `smooth`: a straight-through gradient for rounding and Pillow's resize."""
+    """`value`, float32, with the gradient of `smooth`: a straight-through gradient for rounding and
+    Pillow's resize."""
     return smooth + (value.to(smooth) - smooth).detach()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """8-bit pictures of any size -> what a vision tower reads: [B, 3, crop, crop], float32, normalised, on CPU.
+    """8-bit pictures of any size -> what a vision tower reads: [B, 3, crop, crop], float32,
+    normalised, on CPU.
 
-    `mode` "shortest" brings the shorter side to `resize` and cuts the middle `crop` pixels; "squash" resizes both sides
-    to `resize`, whatever the proportions. `odd_margin` is where the crop begins if an odd number of pixels is cut:
-    "round" as torchvision does it (half to even), "floor" as transformers does it.
+    `mode` "shortest" brings the shorter side to `resize` and cuts the middle `crop` pixels;
+    "squash" resizes both sides to `resize`, whatever the proportions. `odd_margin` is where the
+    crop begins if an odd number of pixels is cut: "round" as torchvision does it (half to even),
+    "floor" as transformers does it.
     """
 
     resize: int
@@ -166,7 +198,9 @@ class Preprocess:
                 "modes are 'shortest' and 'squash', filters 'bicubic' and 'bilinear'"
             )
         if self.crop > self.resize:
-            raise ValueError(f"the crop ({self.crop}) is larger than the resized picture ({self.resize})")
+            raise ValueError(
+                f"the crop ({self.crop}) is larger than the resized picture ({self.resize})"
+            )
 
     def __call__(self, images: Tensor) -> Tensor:
         levels = images.detach().round().to(torch.uint8) if images.is_floating_point() else images
@@ -176,9 +210,12 @@ class Preprocess:
         return normalise(with_gradient(exact, self._smooth(images)) / 255, self.mean, self.std)
 
     def _smooth(self, images: Tensor) -> Tensor:
-        """The same resize and crop as a function with a gradient; its values differ from Pillow's by rounding."""
+        """The same resize and crop as a function with a gradient; its values differ from Pillow's
+        by rounding."""
         height, width = self._resized(*images.shape[-2:])
-        x = interpolate(images, (height, width), mode=self.interpolation, antialias=True, align_corners=False)
+        x = interpolate(
+            images, (height, width), mode=self.interpolation, antialias=True, align_corners=False
+        )
         left, top = self._margin(width - self.crop), self._margin(height - self.crop)
         return x[..., top : top + self.crop, left : left + self.crop].clamp(0, 255)
 
@@ -193,8 +230,9 @@ class Preprocess:
 
     def _resize_and_crop(self, picture: Image.Image) -> Image.Image:
         height, width = self._resized(picture.height, picture.width)
-        # One side at a time, the width first, as Pillow itself does it until version 12. Version 13 begins with the height of
-        # tall pictures that are squashed: pixels of noise then move by up to 16 levels.
+        # One side at a time, the width first, as Pillow itself does it until version 12. Version 13
+        # begins with the height of tall pictures that are squashed: pixels of noise then move by up
+        # to 16 levels.
         kernel = _FILTERS[self.interpolation]
         picture = picture.resize((width, picture.height), kernel).resize((width, height), kernel)
         left, top = self._margin(width - self.crop), self._margin(height - self.crop)
@@ -204,8 +242,12 @@ class Preprocess:
         return round(excess / 2.0) if self.odd_margin == "round" else excess // 2
 
 
-def normalise(images: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD) -> Tensor:
+def normalise(
+    images: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD
+) -> Tensor:
     """uint8, or float in [0, 1], [B, 3, H, W] -> (x - mean) / std per channel, float32."""
     x = images.float() / 255 if images.dtype == torch.uint8 else images
     shape = (1, 3, 1, 1)
-    return (x - torch.tensor(mean, device=x.device).view(shape)) / torch.tensor(std, device=x.device).view(shape)
+    return (x - torch.tensor(mean, device=x.device).view(shape)) / torch.tensor(
+        std, device=x.device
+    ).view(shape)

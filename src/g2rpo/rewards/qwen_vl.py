@@ -1,4 +1,5 @@
-"""Qwen2-VL and Qwen3-VL as judges: their hidden states at special tokens of a question about a picture or a clip."""
+"""Qwen2-VL and Qwen3-VL as judges: their hidden states at special tokens of a question about a
+picture or a clip."""
 
 from __future__ import annotations
 
@@ -12,22 +13,36 @@ from torch import Tensor, nn
 
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.pixels import PictureReward
-from g2rpo.rewards.weights import build_module, check_config, fetch, parse_dtype, read_instruction, read_state_dict
+from g2rpo.rewards.weights import (
+    build_module,
+    check_config,
+    fetch,
+    parse_dtype,
+    read_instruction,
+    read_state_dict,
+)
 
-SYSTEM_PROMPTS = {"qwen2_vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", "qwen3_vl": ""}
+SYSTEM_PROMPTS = {
+    "qwen2_vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n",
+    "qwen3_vl": "",
+}
 """How the chat templates begin, by the kind of model."""
 
 
 def trained_instruction(file: Path, names: Sequence[str], tokens: Sequence[str]) -> str:
-    """What upstream's file assigns to `names`, joined; ValueError unless it has {text_prompt} and each token once."""
+    """What upstream's file assigns to `names`, joined; ValueError unless it has {text_prompt} and
+    each token once."""
     text = "".join(read_instruction(f"{file}:{name}") for name in names)
     if any(text.count(part) != 1 for part in ("{text_prompt}", *tokens)):
-        raise ValueError(f"{file}: the instruction should have one {{text_prompt}} and one {', one '.join(tokens)}")
+        raise ValueError(
+            f"{file}: the instruction should have one {{text_prompt}} and one {', one '.join(tokens)}"
+        )
     return text
 
 
 def target_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """The size nearest in shape with `least` to `most` pixels whose sides are multiples of `factor` (qwen-vl-utils' rule)."""
+    """The size nearest in shape with `least` to `most` pixels whose sides are multiples of `factor`
+    (qwen-vl-utils' rule)."""
     rounded = [max(factor, round(side / factor) * factor) for side in (height, width)]
     if rounded[0] * rounded[1] > most:
         too_large = math.sqrt(height * width / most)
@@ -39,8 +54,8 @@ def target_size(height: int, width: int, factor: int, least: int, most: int) -> 
 
 
 class QwenReward(PictureReward):
-    """A reward by heads on the hidden states of a Qwen-VL at special tokens, each once in every instruction; a subclass is a
-    row with a score."""
+    """A reward by heads on the hidden states of a Qwen-VL at special tokens, each once in every
+    instruction; a subclass is a row with a score."""
 
     kind: ClassVar[str] = "qwen2_vl"
     tokens: ClassVar[Sequence[str]]
@@ -61,8 +76,8 @@ class QwenReward(PictureReward):
         raise NotImplementedError
 
     def _load(self, path: str, instruction: str, processor: str, device: str, dtype: str) -> None:
-        """Loads instruction, tokenizer, model and heads; ValueError if a file is not what it should be. `processor` is a
-        folder or repository with the model's config and tokenizer."""
+        """Loads instruction, tokenizer, model and heads; ValueError if a file is not what it should
+        be. `processor` is a folder or repository with the model's config and tokenizer."""
         from transformers import AutoConfig, AutoTokenizer
 
         file = fetch(instruction, *self.files["instruction"])
@@ -70,37 +85,59 @@ class QwenReward(PictureReward):
         check_config(processor)
         config = AutoConfig.from_pretrained(processor)
         if config.model_type != self.kind:
-            raise ValueError(f"{processor} has the config of a {config.model_type}, not of a {self.kind}")
+            raise ValueError(
+                f"{processor} has the config of a {config.model_type}, not of a {self.kind}"
+            )
         self.tokenizer = AutoTokenizer.from_pretrained(processor)
         self.tokenizer.add_tokens(list(self.tokens), special_tokens=True)
         self.token_ids = torch.tensor(self.tokenizer.convert_tokens_to_ids(list(self.tokens)))
         config.image_token_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
         config.text_config.vocab_size, config.text_config.use_cache = len(self.tokenizer), False
         self.device, self.dtype = torch.device(device), parse_dtype(dtype)
-        self.patch, self.merge = config.vision_config.patch_size, config.vision_config.spatial_merge_size
+        self.patch, self.merge = (
+            config.vision_config.patch_size,
+            config.vision_config.spatial_merge_size,
+        )
         self._load_weights(fetch(path, *self.files["path"]), config)
 
     def _load_weights(self, file: Path, config: Any) -> None:
-        """The model takes visual.* and language_model.*, and the heads, which stay float32, all others but those of the output
-        layer."""
+        """The model takes visual.* and language_model.*, and the heads, which stay float32, all
+        others but those of the output layer."""
         published = read_state_dict(file)
         state = self._state(published)
-        body = {name: value for name, value in state.items() if name.startswith(("visual.", "language_model."))}
-        rest = {name: value for name, value in state.items() if name not in body and name != "lm_head.weight"}
+        body = {
+            name: value
+            for name, value in state.items()
+            if name.startswith(("visual.", "language_model."))
+        }
+        rest = {
+            name: value
+            for name, value in state.items()
+            if name not in body and name != "lm_head.weight"
+        }
         make, width = _classes(self.kind)[1], config.text_config.hidden_size
-        model = build_module(lambda: _with_frequencies(make(config)), body, self.name, file, published)
+        model = build_module(
+            lambda: _with_frequencies(make(config)), body, self.name, file, published
+        )
         self.model = model.to(device=self.device, dtype=self.dtype)
         head = build_module(lambda: self._head(width), rest, f"{self.name}'s head", file, published)
         self.head = head.to(self.device).float()
 
     def hidden(self, frames: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Hidden states [B, tokens, width] of normalised `frames` [B, T, 3, H, W], T even: a still picture is two equal
-        frames."""
+        """Hidden states [B, tokens, width] of normalised `frames` [B, T, 3, H, W], T even: a still
+        picture is two equal frames."""
         patches, grid = self.patches(frames)
-        ids, mask = (x.to(self.device) for x in self.chats(prompts, int(grid[0].prod()) // self.merge**2))
+        ids, mask = (
+            x.to(self.device) for x in self.chats(prompts, int(grid[0].prod()) // self.merge**2)
+        )
         picture = (ids == self.model.config.image_token_id).int()
-        # Positions are 0, 1, 2, ... in pictures too: judges on Qwen2-VL were trained so. Qwen3-VL's are rows and columns.
-        positions = torch.arange(ids.shape[1], device=self.device).expand(3, *ids.shape) if self.kind == "qwen2_vl" else None
+        # Positions are 0, 1, 2, ... in pictures too: judges on Qwen2-VL were trained so. Qwen3-VL's
+        # are rows and columns.
+        positions = (
+            torch.arange(ids.shape[1], device=self.device).expand(3, *ids.shape)
+            if self.kind == "qwen2_vl"
+            else None
+        )
         hidden = self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -113,29 +150,44 @@ class QwenReward(PictureReward):
         return hidden[torch.arange(len(ids), device=self.device)[:, None], places]
 
     def chats(self, prompts: Sequence[str], picture: int) -> tuple[Tensor, Tensor]:
-        """Token ids [B, longest], padded on the right, and their mask, of chats about one picture of `picture` tokens."""
+        """Token ids [B, longest], padded on the right, and their mask, of chats about one picture
+        of `picture` tokens."""
         begin = f"{SYSTEM_PROMPTS[self.kind]}<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * picture}<|vision_end|>"
-        texts = [self.instruction.replace("{text_prompt}", prompt.replace("<|", "< |")) for prompt in prompts]
-        rows = self.tokenizer([f"{begin}{text}<|im_end|>\n<|im_start|>assistant\n" for text in texts])["input_ids"]
+        texts = [
+            self.instruction.replace("{text_prompt}", prompt.replace("<|", "< |"))
+            for prompt in prompts
+        ]
+        rows = self.tokenizer(
+            [f"{begin}{text}<|im_end|>\n<|im_start|>assistant\n" for text in texts]
+        )["input_ids"]
         ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         lengths = torch.tensor([len(row) for row in rows])
         return ids, torch.arange(ids.shape[1]) < lengths[:, None]
 
     def patches(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The vision tower's input: patches [B * T/2 * rows * columns, 3 * 2 * patch * patch], in blocks that it merges, and
-        the grids [B, 3] of (T/2, rows, columns)."""
+        """The vision tower's input: patches [B * T/2 * rows * columns, 3 * 2 * patch * patch], in
+        blocks that it merges, and the grids [B, 3] of (T/2, rows, columns)."""
         grid = [x.shape[1] // 2, x.shape[3] // self.patch, x.shape[4] // self.patch]
         m, blocks = self.merge, [side // self.merge for side in grid[1:]]
-        x = x.unflatten(4, (blocks[1], m, self.patch)).unflatten(3, (blocks[0], m, self.patch)).unflatten(1, (grid[0], 2))
-        x = x.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)  # [B, T/2, row block, column block, row, column, 3, 2, patch, patch]
+        x = (
+            x.unflatten(4, (blocks[1], m, self.patch))
+            .unflatten(3, (blocks[0], m, self.patch))
+            .unflatten(1, (grid[0], 2))
+        )
+        # [B, T/2, row block, column block, row, column, 3, 2, patch, patch]
+        x = x.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
         return x.reshape(len(x) * math.prod(grid), -1), torch.tensor([grid] * len(x))
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
-        """The published model without its output layer; operations are those of the weights alone."""
+        """The published model without its output layer; operations are those of the weights
+        alone."""
         config, model = _classes(cls.kind)
         made = model(config(**cls.sizes))
-        vision, layers = (sum(p.numel() for p in part.parameters()) for part in (made.visual, made.language_model.layers))
+        vision, layers = (
+            sum(p.numel() for p in part.parameters())
+            for part in (made.visual, made.language_model.layers)
+        )
         patches, tokens = cls.work
         head = cls._head(made.language_model.config.hidden_size)
         return RewardModel([made, head], flops=2.0 * (patches * vision + tokens * layers))
@@ -154,7 +206,8 @@ def _classes(kind: str) -> tuple[Any, Any]:
 def _with_frequencies(module: nn.Module) -> nn.Module:
     """Sets the rotary frequencies of a model on the meta device; no state dict contains them.
 
-    Upstreams convert the whole model to bfloat16, in training too, so the weights were trained with rounded frequencies.
+    Upstreams convert the whole model to bfloat16, in training too, so the weights were trained with
+    rounded frequencies.
     """
     for parent in list(module.modules()):
         for name, child in parent.named_children():

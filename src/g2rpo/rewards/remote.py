@@ -1,17 +1,18 @@
-"""A reward that another process computes: the client of `g2rpo.rewards.server`, or of any server with that protocol.
+"""A reward that another process computes: the client of `g2rpo.rewards.server`, or of any server
+with that protocol.
 
-For rewards whose dependencies do not fit into the trainer's environment, or whose model belongs on another GPU. The
-protocol is JSON, so a server can be written in any language:
+For rewards whose dependencies do not fit into the trainer's environment, or whose model belongs on
+another GPU. The protocol is JSON, so a server can be written in any language:
 
     GET  /health                                                        -> {"status": "ok", "reward": "name", "right": 0.5}
     POST /score  {"images": ["<PNG, base64>", ...], "prompts": [...]}   -> {"scores": [0.31, null, ...], "reward": "name"}
 
     further fields:  "metadata": [{...}, ...]    "inputs": ["<PNG, base64>", ...], "inputs_of": [[0], [0, 1], ...]
 
-`metadata` has an object for each prompt; `inputs` has the input pictures of all prompts, each once, and `inputs_of` those of
-each prompt by their index. `right`, the least score of a right picture, and `reward`, which may not change during a run, may be
-left out. A null is a picture without a score.
-Nothing is pickled, in neither direction.
+`metadata` has an object for each prompt; `inputs` has the input pictures of all prompts, each once,
+and `inputs_of` those of each prompt by their index. `right`, the least score of a right picture,
+and `reward`, which may not change during a run, may be left out. A null is a picture without a
+score. Nothing is pickled, in neither direction.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ class RemoteScores(BaseModel):
 
 
 class RemoteReward(PictureReward):
-    """Scores from a reward server; a batch that stays unanswered after all retries is NaN, and a warning is logged.
+    """Scores from a reward server; a batch that stays unanswered after all retries is NaN, and a
+    warning is logged.
 
-    Args: `url`, such as http://127.0.0.1:8000; `batch_size`, pictures per request; `endpoint`, how the server is asked
-    (`transport.Endpoint`); its `check` asks for the server's health, and for `right`.
-    Raises ValueError for a malformed address or a missing token, OSError if the check fails, a request is refused, or the
-    server has another reward than before.
+    Args: `url`, such as http://127.0.0.1:8000; `batch_size`, pictures per request; `endpoint`, how
+    the server is asked (`transport.Endpoint`); its `check` asks for the server's health, and for
+    `right`. Raises ValueError for a malformed address or a missing token, OSError if the check
+    fails, a request is refused, or the server has another reward than before.
     """
 
     waits = asks = True
@@ -78,27 +80,49 @@ class RemoteReward(PictureReward):
         parts = [(images[i : i + size], prompts[i : i + size]) for i in range(0, len(images), size)]
         answers = self.client.ask("/score", RemoteScores, parts, _body, self._read)
         unscored = [torch.full((len(asked),), torch.nan) for _, asked in parts]
-        return torch.cat([none if scores is None else scores for scores, none in zip(answers, unscored, strict=True)])
+        return torch.cat(
+            [
+                none if scores is None else scores
+                for scores, none in zip(answers, unscored, strict=True)
+            ]
+        )
 
     def _read(self, part: tuple[Tensor, list[str]], answer: RemoteScores) -> Tensor:
         """A score for each picture; what is null or beyond float32 is NaN or infinite."""
         if len(answer.scores) != (count := len(part[1])):
-            raise NoAnswer(f"{self.client.url} answered {len(answer.scores)} scores for {count} pictures")
+            raise NoAnswer(
+                f"{self.client.url} answered {len(answer.scores)} scores for {count} pictures"
+            )
         if answer.reward is not None and self.served is not None and answer.reward != self.served:
-            raise Refused(f"{self.client.url} had the reward {self.served!r:.80} and now has {answer.reward!r:.80}")
+            raise Refused(
+                f"{self.client.url} had the reward {self.served!r:.80} and now has {answer.reward!r:.80}"
+            )
         self.served = self.served or answer.reward
-        return torch.tensor([torch.nan if score is None else score for score in answer.scores], dtype=torch.float64).float()
+        return torch.tensor(
+            [torch.nan if score is None else score for score in answer.scores], dtype=torch.float64
+        ).float()
 
 
 def _body(part: tuple[Tensor, list[str]]) -> dict[str, Any]:
     """The request for pictures and their prompts."""
     images, prompts = part
-    body: dict[str, Any] = {"images": [encode_png(picture) for picture in to_pil(images)], "prompts": prompts}
+    body: dict[str, Any] = {
+        "images": [encode_png(picture) for picture in to_pil(images)],
+        "prompts": prompts,
+    }
     if any(isinstance(prompt, Prompt) and prompt.metadata for prompt in prompts):
-        body["metadata"] = [dict(prompt.metadata) if isinstance(prompt, Prompt) else {} for prompt in prompts]
+        body["metadata"] = [
+            dict(prompt.metadata) if isinstance(prompt, Prompt) else {} for prompt in prompts
+        ]
     if paths := list(dict.fromkeys(path for prompt in prompts for path in images_of(prompt))):
         unique = dict.fromkeys(prompts)
-        own = {path: one for prompt in unique for path, one in zip(images_of(prompt), read_inputs(prompt), strict=True)}
+        own = {
+            path: one
+            for prompt in unique
+            for path, one in zip(images_of(prompt), read_inputs(prompt), strict=True)
+        }
         body["inputs"] = [encode_png(own[path]) for path in paths]
-        body["inputs_of"] = [[paths.index(path) for path in images_of(prompt)] for prompt in prompts]
+        body["inputs_of"] = [
+            [paths.index(path) for path in images_of(prompt)] for prompt in prompts
+        ]
     return body

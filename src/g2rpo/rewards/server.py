@@ -41,8 +41,8 @@ from g2rpo.core.web import host_of, is_loopback
 log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
-"""How long the rest of a refused request is read: closing at once would reset the connection before the client has read the
-answer."""
+"""How long the rest of a refused request is read: closing at once would reset the connection before
+the client has read the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,11 @@ class Limits:
     headers_s: float = 10.0  # for all headers
     gap_s: float = 5.0  # between two pieces of a body
     read_s: float = 60.0  # for the whole body
-    held_bytes: int = 2**30  # of all bodies that have come and are not scored; a client that is refused with 503 tries again
+    # of all bodies that have come and are not scored; a client that is refused with 503 tries again
+    held_bytes: int = 2**30
     decoding: int = 2  # requests that are decoded or scored at a time; others wait
-    incomplete: int = 128  # requests that are refused or have not come whole; the one that is idle longest makes room
+    # requests that are refused or have not come whole; the one that is idle longest makes room
+    incomplete: int = 128
     connections: int = 512
 
 
@@ -78,7 +80,9 @@ class ScoreRequest(BaseModel):
     prompts: Annotated[list[Text], Field(max_length=256)]
     metadata: Annotated[list[dict[str, Any]], Field(max_length=256)] | None = None
     inputs: Pictures = []
-    inputs_of: Annotated[list[list[Annotated[int, Field(ge=0)]]], Field(max_length=256)] | None = None
+    inputs_of: Annotated[list[list[Annotated[int, Field(ge=0)]]], Field(max_length=256)] | None = (
+        None
+    )
 
     @model_validator(mode="after")
     def _one_for_each(self) -> ScoreRequest:
@@ -86,14 +90,20 @@ class ScoreRequest(BaseModel):
         for name in ("images", "metadata", "inputs_of"):
             given = getattr(self, name)
             if given is not None and len(given) != count:
-                raise ValueError(f"{name}: {len(given)} for {count} prompts; there must be one for each")
+                raise ValueError(
+                    f"{name}: {len(given)} for {count} prompts; there must be one for each"
+                )
         places = [place for own in self.inputs_of or () for place in own]
         if max(places, default=-1) >= len(self.inputs):
-            raise ValueError(f"inputs_of must have indices of the {len(self.inputs)} inputs, got {max(places)}")
+            raise ValueError(
+                f"inputs_of must have indices of the {len(self.inputs)} inputs, got {max(places)}"
+            )
         return self
 
 
-def parse_request(body: bytes | bytearray, limits: Limits, folder: Path) -> tuple[Tensor, list[Prompt]]:
+def parse_request(
+    body: bytes | bytearray, limits: Limits, folder: Path
+) -> tuple[Tensor, list[Prompt]]:
     """uint8 pictures [B, 3, H, W] and prompts of a request's JSON; HTTPException if it is not as
     agreed. Input pictures of prompts are written to `folder`."""
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > limits.values:
@@ -151,8 +161,8 @@ class RewardServer:
     """An HTTP server of one reward; requests are read in parallel and scored one at a time.
 
     `port` 0 takes a free port: `address` says which. Call `serve_forever()`, and `shutdown()` from
-    another thread. Raises ValueError if `host` is not a loopback address and there is no `token`, or
-    if the reward needs more than pictures and prompts; OSError if the address is taken.
+    another thread. Raises ValueError if `host` is not a loopback address and there is no `token`,
+    or if the reward needs more than pictures and prompts; OSError if the address is taken.
     """
 
     def __init__(
@@ -166,12 +176,15 @@ class RewardServer:
     ) -> None:
         self.token = (token or "").strip() or None
         if self.token is None and not is_loopback(host):
-            raise ValueError(f"serving on {host} without a token would let anyone use this machine; give a token")
+            raise ValueError(
+                f"serving on {host} without a token would let anyone use this machine; give a token"
+            )
         self.limits, self.reward = limits or Limits(), as_reward(reward)
         check_served(self.reward)
         self.held_bytes, self.scoring = 0, threading.Lock()
         self.strangers: dict[_Connection, None] = {}
-        """Connections that have not sent a whole request which is allowed; the one that is idle longest is first."""
+        """Connections that have not sent a whole request which is allowed; the one that is idle
+        longest is first."""
         self.turns = asyncio.Semaphore(self.limits.decoding)
         app = Starlette(
             routes=[Route("/health", self._health), Route("/score", self._score, methods=["POST"])],
@@ -185,7 +198,8 @@ class RewardServer:
         )  # fmt: skip
         self.server = uvicorn.Server(config)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.socket = socket.create_server((host, port), family=family, backlog=128)  # a hundred ranks may connect at once
+        # a hundred ranks may connect at once
+        self.socket = socket.create_server((host, port), family=family, backlog=128)
         self.server_address = self.socket.getsockname()[:2]
 
     @property
@@ -211,8 +225,12 @@ class RewardServer:
         if self.token is None:
             if not is_loopback(host_of(headers.get("host", "localhost"))):
                 # against DNS rebinding, by which a web page could read the answers
-                raise HTTPException(403, "without a token this server answers to loopback addresses only")
-        elif not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self.token}".encode()):
+                raise HTTPException(
+                    403, "without a token this server answers to loopback addresses only"
+                )
+        elif not hmac.compare_digest(
+            headers.get("authorization", "").encode(), f"Bearer {self.token}".encode()
+        ):
             raise HTTPException(401, "a valid token is needed: Authorization: Bearer ...")
 
     async def _health(self, request: Request) -> Response:
@@ -238,12 +256,14 @@ class RewardServer:
 
     def _check_headers(self, headers: Mapping[str, str]) -> None:
         self._check_allowed(headers)
-        # A web page can post to a loopback server, but not with this content type unless the server agrees beforehand.
+        # A web page can post to a loopback server, but not with this content type unless the server
+        # agrees beforehand.
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "the content type must be application/json")
         if "content-length" not in headers:
             raise HTTPException(411, "a Content-Length is needed")
-        if int(headers["content-length"]) > self.limits.body_bytes:  # a number: uvicorn refuses anything else
+        # a number: uvicorn refuses anything else
+        if int(headers["content-length"]) > self.limits.body_bytes:
             raise HTTPException(413, f"the body is larger than {self.limits.body_bytes} bytes")
 
     async def _read(self, request: Request, body: bytearray) -> None:
@@ -266,7 +286,8 @@ class RewardServer:
         try:
             with TemporaryDirectory(prefix="g2rpo-") as folder:
                 images, prompts = parse_request(body, self.limits, Path(folder))
-                with self.scoring:  # in float32 they are four times as large, so only those of one request
+                # in float32 they are four times as large, so only those of one request
+                with self.scoring:
                     return self.reward.scores(images.float().div_(255), prompts)
         except HTTPException:
             raise
@@ -277,8 +298,9 @@ class RewardServer:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's connection, with two bounds that uvicorn lacks: on the time for its first headers, and on how many are among
-    the `strangers` of its owner. One more closes the idlest, so idle connections keep nobody out."""
+    """uvicorn's connection, with two bounds that uvicorn lacks: on the time for its first headers,
+    and on how many are among the `strangers` of its owner. One more closes the idlest, so idle
+    connections keep nobody out."""
 
     def __init__(self, *arguments: Any, owner: RewardServer, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -326,7 +348,8 @@ class _Connection(H11Protocol):
 async def _refuse(request: Request, error: HTTPException) -> Response:
     """The answer to a request that is refused, after the rest of its body."""
     if error.status_code != 408:
-        with contextlib.suppress(TimeoutError, ClientDisconnect, RuntimeError):  # the last: nothing is left
+        # the last: nothing is left
+        with contextlib.suppress(TimeoutError, ClientDisconnect, RuntimeError):
             async with asyncio.timeout(LINGER_S):
                 async for _ in request.stream():
                     pass

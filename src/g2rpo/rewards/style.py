@@ -1,6 +1,8 @@
-"""More like these: a head that tells a folder's pictures from the run's own, fitted again and again as these change.
+"""More like these: a head that tells a folder's pictures from the run's own, fitted again and again
+as these change.
 
-As the discriminator of Adv-GRPO (Mao et al. 2025, arXiv 2511.20256), with the head of `rewards.taste` on frozen features.
+As the discriminator of Adv-GRPO (Mao et al. 2025, arXiv 2511.20256), with the head of
+`rewards.taste` on frozen features.
 """
 
 from __future__ import annotations
@@ -31,21 +33,30 @@ RIVALS = 16
 
 
 class Style(Reward):
-    """How much a picture looks as if it were one of a folder's: the utility of a head that chooses the folder's pictures among
-    the run's. 0 is the mean of the base model, a unit the standard deviation of what the head was fitted to; 0 for all as long
-    as there is no head, or one that cannot tell left-out pictures apart.
+    """How much a picture looks as if it were one of a folder's: the utility of a head that chooses
+    the folder's pictures among the run's. 0 is the mean of the base model, a unit the standard
+    deviation of what the head was fitted to; 0 for all as long as there is no head, or one that
+    cannot tell left-out pictures apart.
 
-    Args: `folder`, 10 to 200 pictures (PNG, JPEG, WebP), cut and resized to the run's size; `path`, a CLIP, DINOv2 or DINOv3
-    for features besides statistics of colour and layout and 8 x 8 pixels, of which the head takes one block; `every`, the
-    iterations from one fit to the next; `device` and `dtype` of that model. Half of the run's pictures are those of the first
-    fit, the base model's; block and prior are those under which left-out pictures are most likely (`rewards.taste`).
+    Args: `folder`, 10 to 200 pictures (PNG, JPEG, WebP), cut and resized to the run's size; `path`,
+    a CLIP, DINOv2 or DINOv3 for features besides statistics of colour and layout and 8 x 8 pixels,
+    of which the head takes one block; `every`, the iterations from one fit to the next; `device`
+    and `dtype` of that model. Half of the run's pictures are those of the first fit, the base
+    model's; block and prior are those under which left-out pictures are most likely
+    (`rewards.taste`).
     """
 
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {"path": CLIP_FILES}
     learns_every = 5
 
     def __init__(
-        self, folder: str, *, path: str | None = None, every: Count = 5, device: str = "cpu", dtype: str = "float32"
+        self,
+        folder: str,
+        *,
+        path: str | None = None,
+        every: Count = 5,
+        device: str = "cpu",
+        dtype: str = "float32",
     ) -> None:
         self.pictures, self.learns_every = pictures_of(folder), every
         self.encoder = None if path is None else _encoder(path, device, dtype)
@@ -76,13 +87,18 @@ class Style(Reward):
         return torch.cat(list(self._features(images).values()), 1)
 
     def learn(self, iteration: int, seen: Tensor) -> dict[str, float]:
-        """Fits the head. `agreement`: the share of pairs of a picture of the folder and one of the run that it orders so, in
-        folds that it was not fitted to. `nearest`: the median distance from a picture of the run to the nearest one of the
-        folder, as a multiple of that among the folder's own; far below 1 they are copies."""
+        """Fits the head. `agreement`: the share of pairs of a picture of the folder and one of the
+        run that it orders so, in folds that it was not fitted to. `nearest`: the median distance
+        from a picture of the run to the nearest one of the folder, as a multiple of that among the
+        folder's own; far below 1 they are copies."""
         if not self._folder:
             height, width = self._size
-            fitted = [ImageOps.fit(open_picture(path, "style"), (width, height)) for path in self.pictures]
-            self._folder = self._features(torch.cat([to_tensor([one]) for one in fitted]).float() / 255)
+            fitted = [
+                ImageOps.fit(open_picture(path, "style"), (width, height)) for path in self.pictures
+            ]
+            self._folder = self._features(
+                torch.cat([to_tensor([one]) for one in fitted]).float() / 255
+            )
         widths = [values.shape[1] for values in self._folder.values()]
         seen = seen[seen.isfinite().all(1)]
         if not len(seen):
@@ -96,10 +112,15 @@ class Style(Reward):
 
     def _choice(self, index: int, now: Mapping[str, Tensor]) -> Choice:
         """A picture of the folder, liked among some of `now` and as many of the base's."""
-        both, count = {block: self._folder[block][index : index + 1] for block in now}, len(self.pictures)
+        both, count = (
+            {block: self._folder[block][index : index + 1] for block in now},
+            len(self.pictures),
+        )
         for rivals in (now, self.base):
             there = len(next(iter(rivals.values())))
-            places = [(index + count * k) % there for k in range(max(1, min(RIVALS // 2, there // count)))]
+            places = [
+                (index + count * k) % there for k in range(max(1, min(RIVALS // 2, there // count)))
+            ]
             both = {block: torch.cat([both[block], rivals[block][places]]) for block in both}
         return Choice(both, (0,))
 
@@ -115,7 +136,10 @@ class Style(Reward):
 
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
-        self.base, self.head = dict(state["base"]), Head.of(state["head"]) if state["head"] else None
+        self.base, self.head = (
+            dict(state["base"]),
+            Head.of(state["head"]) if state["head"] else None,
+        )
         self._set_offset()
 
 
@@ -124,7 +148,8 @@ def pictures_of(folder: str) -> list[str]:
     place = local(folder)
     if not place.is_dir():
         raise UserError(f"folder={folder}: there is no such folder")
-    shown = [path for path in place.iterdir() if not path.name.startswith(".")]  # a Mac adds ._NAME beside each file
+    # a Mac adds ._NAME beside each file
+    shown = [path for path in place.iterdir() if not path.name.startswith(".")]
     paths = sorted(str(path) for path in shown if path.suffix.lower() in PICTURE_SUFFIXES)
     if not FEWEST_PICTURES <= len(paths) <= MOST_PICTURES:
         raise UserError(
@@ -137,7 +162,10 @@ def pictures_of(folder: str) -> list[str]:
 
 def _is_dino(path: str) -> bool:
     config = fetch(path, *CLIP_FILES)
-    return config.name == "config.json" and read_as(dict[str, Any], config).get("model_type") in DINO_KINDS
+    return (
+        config.name == "config.json"
+        and read_as(dict[str, Any], config).get("model_type") in DINO_KINDS
+    )
 
 
 def _encoder(path: str, device: str, dtype: str) -> PictureEncoder:

@@ -34,8 +34,8 @@ MAX_WAIT_S = 60.0
 
 
 class NoAnswer(ConnectionError):
-    """The endpoint gave no usable answer this time (unreachable, slow, overloaded, garbage): worth a retry, after `after_s`
-    at the earliest."""
+    """The endpoint gave no usable answer this time (unreachable, slow, overloaded, garbage): worth
+    a retry, after `after_s` at the earliest."""
 
     after_s = 0.0
 
@@ -53,9 +53,11 @@ class Refused(OSError):
 
 
 def address(url: str) -> str:
-    """`url` without a slash at its end; ValueError unless it is an http(s) address without a query, a user or a password.
+    """`url` without a slash at its end; ValueError unless it is an http(s) address without a query,
+    a user or a password.
 
-    The message repeats nothing of `url`: a password may stand anywhere in an address that is mistyped.
+    The message repeats nothing of `url`: a password may stand anywhere in an address that is
+    mistyped.
     """
     import httpx2
 
@@ -76,16 +78,20 @@ def address(url: str) -> str:
 def token_from(variable: str | None) -> str | None:
     """The secret in the environment variable `variable`, without white space around it.
 
-    ValueError if it is named but not set, or could not stand in a header. It repeats neither the secret nor `variable`, which
-    may be the secret itself, given by mistake.
+    ValueError if it is named but not set, or could not stand in a header. It repeats neither the
+    secret nor `variable`, which may be the secret itself, given by mistake.
     """
     if variable is None:
         return None
     value = os.environ.get(variable, "").strip()
     if not value:
-        raise ValueError("names an environment variable that is not set, or blank; give the variable's name, not the token")
+        raise ValueError(
+            "names an environment variable that is not set, or blank; give the variable's name, not the token"
+        )
     if not (value.isascii() and value.isprintable()):
-        raise ValueError("names an environment variable with more than printable ASCII; a token has nothing else")
+        raise ValueError(
+            "names an environment variable with more than printable ASCII; a token has nothing else"
+        )
     return value
 
 
@@ -103,18 +109,22 @@ class Endpoint(BaseModel):
     retries: Annotated[int, Field(ge=0, le=1000)] = 6
     """How often a request without an answer is sent again."""
     check: bool = True
-    """Whether the server is asked when the reward is made, so that a wrong address, token or model fails then."""
+    """Whether the server is asked when the reward is made, so that a wrong address, token or model
+    fails then."""
 
 
 class Client:
-    """Asks the server at `url`, as its `endpoint` says; ValueError for a malformed address or a missing token.
+    """Asks the server at `url`, as its `endpoint` says; ValueError for a malformed address or a
+    missing token.
 
-    A request without an answer is sent again after a wait, which is `FIRST_WAIT_S` at first and doubles up to 30 s. After one
-    without an answer the next ones are sent once each, until one is answered: a server that is gone must not be waited for at
-    every picture.
+    A request without an answer is sent again after a wait, which is `FIRST_WAIT_S` at first and
+    doubles up to 30 s. After one without an answer the next ones are sent once each, until one is
+    answered: a server that is gone must not be waited for at every picture.
     """
 
-    def __init__(self, url: str, endpoint: Endpoint | Mapping[str, Any] | None, concurrency: int) -> None:
+    def __init__(
+        self, url: str, endpoint: Endpoint | Mapping[str, Any] | None, concurrency: int
+    ) -> None:
         self.url, self.endpoint = address(url), Endpoint.model_validate(endpoint or {})
         self.token, self.lost = token_from(self.endpoint.token_env), False
         self.concurrency = self.endpoint.concurrency or concurrency
@@ -123,7 +133,9 @@ class Client:
         """The answer to a check: a single request of at most `CHECK_S`."""
         return self._request(path, kind, body, min(self.endpoint.timeout_s, CHECK_S))
 
-    def _request(self, path: str, kind: type[T], body: Mapping[str, Any] | None, timeout_s: float) -> T:
+    def _request(
+        self, path: str, kind: type[T], body: Mapping[str, Any] | None, timeout_s: float
+    ) -> T:
         return request_json(self.url + path, kind, body=body, token=self.token, timeout_s=timeout_s)
 
     def ask(
@@ -134,21 +146,26 @@ class Client:
         body: Callable[[Q], Mapping[str, Any]],
         read: Callable[[Q, T], S],
     ) -> list[S | None]:
-        """What is read of the answer to each question, whose request has this body; None, and a warning, where none came.
-        `read` may raise `NoAnswer`. `Refused` is not caught, because retries would not help."""
+        """What is read of the answer to each question, whose request has this body; None, and a
+        warning, where none came. `read` may raise `NoAnswer`. `Refused` is not caught, because
+        retries would not help."""
 
         def answer(question: Q) -> S | None:
             content, retries = body(question), 0 if self.lost else self.endpoint.retries
             for attempt in range(retries + 1):
                 try:
-                    found = read(question, self._request(path, kind, content, self.endpoint.timeout_s))
+                    found = read(
+                        question, self._request(path, kind, content, self.endpoint.timeout_s)
+                    )
                 except NoAnswer as error:
                     last = error
                 else:
                     self.lost = False
                     return found
                 if attempt < retries:
-                    wait_s = min(30.0, FIRST_WAIT_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+                    wait_s = min(30.0, FIRST_WAIT_S * 2 ** min(attempt, 10)) * random.uniform(
+                        0.5, 1.0
+                    )
                     time.sleep(min(MAX_WAIT_S, max(wait_s, last.after_s)))
             self.lost = True
             log.warning("%s: no score after %d attempts: %s", self.url + path, retries + 1, last)
@@ -159,9 +176,11 @@ class Client:
 
 
 def without_token(text: str, token: str | None) -> str:
-    """`text`, unless it repeats `token` or a part of it: endpoints answer errors with the headers that they were sent.
+    """`text`, unless it repeats `token` or a part of it: endpoints answer errors with the headers
+    that they were sent.
 
-    Letters and digits alone are compared, eight in a row, so that neither escapes nor a cut-off end hide a token.
+    Letters and digits alone are compared, eight in a row, so that neither escapes nor a cut-off end
+    hide a token.
     """
     if not token:
         return text
@@ -179,10 +198,12 @@ def request_json(
     token: str | None = None,
     timeout_s: float = 60.0,
 ) -> T:
-    """The JSON that `url` returns for a GET, or for a POST of `body`, as `kind` (a pydantic model or another type).
+    """The JSON that `url` returns for a GET, or for a POST of `body`, as `kind` (a pydantic model
+    or another type).
 
-    Raises `NoAnswer` if there is none within `timeout_s` (for the whole exchange) and `MAX_ANSWER` bytes, the status is 408,
-    429, 3xx or 5xx, or the answer is no `kind`; `Refused` for the other 4xx. No message repeats `token`.
+    Raises `NoAnswer` if there is none within `timeout_s` (for the whole exchange) and `MAX_ANSWER`
+    bytes, the status is 408, 429, 3xx or 5xx, or the answer is no `kind`; `Refused` for the other
+    4xx. No message repeats `token`.
     """
     headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
@@ -193,7 +214,9 @@ def request_json(
     response, content = exchange.result()
     said = f"{url}{exchange.through} answered"
     if response.status_code >= 300:
-        explained = _printable(content[:300].decode(errors="replace").strip() or response.reason_phrase)
+        explained = _printable(
+            content[:300].decode(errors="replace").strip() or response.reason_phrase
+        )
         message = f"{said} {response.status_code}: {without_token(explained, token)}"
         if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
             raise Refused(message)
@@ -208,7 +231,8 @@ def request_json(
 
 
 def seconds_until(retry_after: str) -> float:
-    """The seconds that a Retry-After header asks for, by a number or a date; 0 if it says neither."""
+    """The seconds that a Retry-After header asks for, by a number or a date; 0 if it says
+    neither."""
     if retry_after.isascii() and retry_after.isdecimal():
         return float(retry_after)
     try:
@@ -218,23 +242,44 @@ def seconds_until(retry_after: str) -> float:
 
 
 class _Exchange:
-    """One request. `result` raises `NoAnswer` as `request_json` does. `through` is " (through the proxy HOST:PORT)" if one is
-    in between, which may answer itself.
+    """One request. `result` raises `NoAnswer` as `request_json` does. `through` is " (through the
+    proxy HOST:PORT)" if one is in between, which may answer itself.
 
-    A timeout of httpx2 bounds each read, so a peer that sends a byte at a time never reaches it. So a thread reads, and is
-    abandoned at the time limit; it ends because its connection is closed, or with the timeout of its next read.
+    A timeout of httpx2 bounds each read, so a peer that sends a byte at a time never reaches it. So
+    a thread reads, and is abandoned at the time limit; it ends because its connection is closed, or
+    with the timeout of its next read.
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str], data: bytes | None, timeout_s: float, token: str | None) -> None:
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        data: bytes | None,
+        timeout_s: float,
+        token: str | None,
+    ) -> None:
         import httpx2
 
-        for name in ("httpx2", "httpcore2"):  # they log what servers answer, which may repeat a token
+        # they log what servers answer, which may repeat a token
+        for name in ("httpx2", "httpcore2"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        self.url, self.headers, self.data, self.timeout_s, self.token = url, headers, data, timeout_s, token
+        self.url, self.headers, self.data, self.timeout_s, self.token = (
+            url,
+            headers,
+            data,
+            timeout_s,
+            token,
+        )
         self.asked, self.through = httpx2.URL(url), ""
         try:  # a loopback address means another machine to a proxy
-            self.client = httpx2.Client(verify=_tls(), timeout=timeout_s, trust_env=not is_loopback(self.asked.host))
-        except (ValueError, httpx2.InvalidURL, ImportError):  # whose message may repeat a proxy's password
+            self.client = httpx2.Client(
+                verify=_tls(), timeout=timeout_s, trust_env=not is_loopback(self.asked.host)
+            )
+        except (
+            ValueError,
+            httpx2.InvalidURL,
+            ImportError,
+        ):  # whose message may repeat a proxy's password
             raise UserError(
                 "a proxy variable of the environment (http_proxy, https_proxy, all_proxy) holds no address that can be used: "
                 "it is http://, https://, socks5:// or socks5h://, and HOST:PORT"
@@ -267,16 +312,21 @@ class _Exchange:
         extensions = {"trace": self._note_proxy}
         with (
             self.client,
-            self.client.stream(method, self.url, headers=self.headers, content=self.data, extensions=extensions) as response,
+            self.client.stream(
+                method, self.url, headers=self.headers, content=self.data, extensions=extensions
+            ) as response,
         ):
             for piece in response.iter_raw():
                 content += piece
                 if len(content) > MAX_ANSWER:
-                    raise NoAnswer(f"{self.url}{self.through} answered more than {MAX_ANSWER} bytes")
+                    raise NoAnswer(
+                        f"{self.url}{self.through} answered more than {MAX_ANSWER} bytes"
+                    )
             return response, bytes(content)
 
     def _note_proxy(self, event: str, details: Mapping[str, Any]) -> None:
-        """httpx2 calls this at every step: whom it connects to, if not the address that is asked, is a proxy."""
+        """httpx2 calls this at every step: whom it connects to, if not the address that is asked,
+        is a proxy."""
         if not event.endswith("connect_tcp.started"):
             return
         port = self.asked.port or {"http": 80, "https": 443}[self.asked.scheme]

@@ -1,4 +1,5 @@
-"""VideoAlign's judge of clips, VideoReward (Liu et al. 2025, 2501.13918): Qwen2-VL with a head on three special tokens."""
+"""VideoAlign's judge of clips, VideoReward (Liu et al. 2025, 2501.13918): Qwen2-VL with a head on
+three special tokens."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ LEAST_PIXELS = 128 * 28 * 28
 class VideoAlign(QwenReward):
     """How good VideoReward finds a clip, in standard deviations of its training clips' scores.
 
-    Args: `score`, "VQ" (visual quality), "MQ" (motion quality), "TA" (text alignment) or "overall", their sum; `path`, a folder
-    or repository with model_config.json and checkpoint-11352/model.pth; `instruction`, upstream's file prompt_template.py (it
-    is read, not run) or a clone with it; `fps`, the frames per second of the clips, of which two a second are looked at, and at
-    least four; `processor`, the config and tokenizer of Qwen2-VL-2B-Instruct; `device`; `dtype` of the weights, to which their
-    LoRA is added (the head stays float32; upstream: all bfloat16); `batch_size`, clips at a time.
+    Args: `score`, "VQ" (visual quality), "MQ" (motion quality), "TA" (text alignment) or "overall",
+    their sum; `path`, a folder or repository with model_config.json and checkpoint-11352/model.pth;
+    `instruction`, upstream's file prompt_template.py (it is read, not run) or a clone with it;
+    `fps`, the frames per second of the clips, of which two a second are looked at, and at least
+    four; `processor`, the config and tokenizer of Qwen2-VL-2B-Instruct; `device`; `dtype` of the
+    weights, to which their LoRA is added (the head stays float32; upstream: all bfloat16);
+    `batch_size`, clips at a time.
     """
 
     upstream, licence = "https://github.com/KwaiVGI/VideoAlign", "MIT"
@@ -65,10 +68,19 @@ class VideoAlign(QwenReward):
         self.chosen = [QUALITIES.index(score)] if score in QUALITIES else [0, 1, 2]
         self.fps, self.batch_size = fps, batch_size
         settings = settings_of(path)
-        frames, lora, scales = settings.data_config, settings.peft_lora_config, settings.inference_config
-        self.seen, self.most_pixels, self.scale = frames.fps, frames.max_frame_pixels, lora.lora_alpha / lora.lora_r
+        frames, lora, scales = (
+            settings.data_config,
+            settings.peft_lora_config,
+            settings.inference_config,
+        )
+        self.seen, self.most_pixels, self.scale = (
+            frames.fps,
+            frames.max_frame_pixels,
+            lora.lora_alpha / lora.lora_r,
+        )
         self.mean, self.std = (
-            torch.tensor([getattr(scales, f"{name}_{part}") for name in QUALITIES]) for part in ("mean", "std")
+            torch.tensor([getattr(scales, f"{name}_{part}") for name in QUALITIES])
+            for part in ("mean", "std")
         )
         self._load(path, instruction, processor, device, dtype)
 
@@ -89,7 +101,9 @@ class VideoAlign(QwenReward):
             if ".lora_" in name:
                 continue
             if base and leaf == ".weight":
-                down, up = (published[f"{layer}.lora_{part}.default.weight"].float() for part in "AB")
+                down, up = (
+                    published[f"{layer}.lora_{part}.default.weight"].float() for part in "AB"
+                )
                 value = (value.float() + self.scale * up @ down).to(self.dtype)
             own = (layer + leaf).removeprefix("base_model.model.")
             state[f"language_{own}" if own.startswith("model.") else own] = value
@@ -99,7 +113,9 @@ class VideoAlign(QwenReward):
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         frames = clips(images)[:, frames_seen(images.shape[1], self.fps, self.seen)]
         size = target_size(frames.shape[-2], frames.shape[-1], 28, LEAST_PIXELS, self.most_pixels)
-        x = nn.functional.interpolate(frames.flatten(0, 1).float(), size, mode="bicubic", antialias=True)
+        x = nn.functional.interpolate(
+            frames.flatten(0, 1).float(), size, mode="bicubic", antialias=True
+        )
         x = normalise(x.clamp(0, 255).round().to(torch.uint8)).unflatten(0, frames.shape[:2])
         scores = self.head["rm_head"](self.hidden(x, prompts).float())[..., 0].cpu()
         return ((scores - self.mean) / self.std)[:, self.chosen].sum(1)
@@ -149,6 +165,7 @@ def settings_of(path: str) -> Settings:
 
 
 def frames_seen(length: int, fps: float, wanted: float) -> list[int]:
-    """Frames of a clip of `fps` that are looked at: about `wanted` a second, an even number, at least four if there are."""
+    """Frames of a clip of `fps` that are looked at: about `wanted` a second, an even number, at
+    least four if there are."""
     number = round(min(max(length / fps * wanted, 4), min(768, length) // 2 * 2) / 2) * 2
     return torch.linspace(0, length - 1, number).round().long().tolist()

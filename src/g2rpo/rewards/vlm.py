@@ -1,11 +1,13 @@
-"""A vision-language model as judge, over any OpenAI-compatible endpoint (vLLM, SGLang, llama.cpp, a hosted service).
+"""A vision-language model as judge, over any OpenAI-compatible endpoint (vLLM, SGLang, llama.cpp, a
+hosted service).
 
-Three forms of answer are understood: one "Final Score: 1-5" (UnifiedReward, Wang et al. 2025, arXiv 2503.05236), several named
-scores ("Alignment", "Coherence" and "Style" of UnifiedReward 2.0; for edits "Success", "Faithfulness" and "Quality"), and the
-probability that the answer begins with "yes" (VQAScore, arXiv 2404.01291). What edits are asked about, and how their scores
-are combined, follows VIEScore (arXiv 2312.14867) and EditScore (arXiv 2509.23909). The default instructions ask any capable
-model for them, in this project's words; a model that was trained on one fixed instruction should be given that one
-(`template`).
+Three forms of answer are understood: one "Final Score: 1-5" (UnifiedReward, Wang et al. 2025, arXiv
+2503.05236), several named scores ("Alignment", "Coherence" and "Style" of UnifiedReward 2.0; for
+edits "Success", "Faithfulness" and "Quality"), and the probability that the answer begins with
+"yes" (VQAScore, arXiv 2404.01291). What edits are asked about, and how their scores are combined,
+follows VIEScore (arXiv 2312.14867) and EditScore (arXiv 2509.23909). The default instructions ask
+any capable model for them, in this project's words; a model that was trained on one fixed
+instruction should be given that one (`template`).
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from g2rpo.rewards.weights import config_in, read_instruction
 
 @dataclass(frozen=True)
 class Form:
-    """The judge's instruction, with {prompt} in it; the names of the scores in its answer (none: "yes" or "no"), each from
-    `low` to `high`; and how they become one. One that is about an `edit` needs input pictures."""
+    """The judge's instruction, with {prompt} in it; the names of the scores in its answer (none:
+    "yes" or "no"), each from `low` to `high`; and how they become one. One that is about an `edit`
+    needs input pictures."""
 
     template: str
     scores: tuple[str, ...] = ()
@@ -43,7 +46,8 @@ class Form:
 
 
 def of_edit(values: Sequence[float]) -> float:
-    """The geometric mean of quality, the last value, and the least of the others: each can spoil an edit alone."""
+    """The geometric mean of quality, the last value, and the least of the others: each can spoil an
+    edit alone."""
     return math.sqrt(min(values[:-1]) * values[-1])
 
 
@@ -71,7 +75,8 @@ FORMS: dict[str, Form] = {
         "Is everything that it names in the picture, as it is described? Answer with one word, Yes or No."
     ),
     "edit": Form(
-        EDITED + "Give it three scores, each a number from 0 to 10: success, how completely it does what the instruction says, "
+        EDITED
+        + "Give it three scores, each a number from 0 to 10: success, how completely it does what the instruction says, "
         "0 if nothing of that was done; faithfulness, how well everything is kept that the instruction does not speak of "
         "(people, things, background, framing), 0 if it is another scene; quality, how natural and free of defects it is, "
         "0 if it is useless. First say briefly what has changed and what should have. Then end with these three lines:\n"
@@ -83,12 +88,14 @@ FORMS: dict[str, Form] = {
         edit=True,
     ),
     "edit_yes_no": Form(
-        EDITED + "Was that done, completely, and is everything else as it was before? Answer with one word, Yes or No.",
+        EDITED
+        + "Was that done, completely, and is everything else as it was before? Answer with one word, Yes or No.",
         edit=True,
     ),
 }
-# "(1-5)", bold marks and a colon may stand before the number; a range ("1-5", "1 to 5") is an instruction, not a score
-# Every repetition is bounded: an answer of a million blanks would otherwise be tried in a million ways.
+# "(1-5)", bold marks and a colon may stand before the number; a range ("1-5", "1 to 5") is an
+# instruction, not a score Every repetition is bounded: an answer of a million blanks would
+# otherwise be tried in a million ways.
 _NUMBER = (
     r"[\s*_]{0,20}(?:\(\s{0,9}\d{1,2}\s{0,9}-\s{0,9}\d{1,2}\s{0,9}\))?[\s*_]{0,20}:[\s*_<]{0,20}"
     r"(\d{1,9}(?:\.\d{1,9})?)(?![\d.]{0,20}[^\S\n]{0,20}(?:-|to)[^\S\n]{0,20}\d)"
@@ -96,10 +103,11 @@ _NUMBER = (
 
 
 def parse_scores(text: str, names: Sequence[str], form: Form = FORMS["final"]) -> float:
-    """The scores called `names` in a judge's answer, combined by its `form`; NaN if one is missing or out of the form's range.
+    """The scores called `names` in a judge's answer, combined by its `form`; NaN if one is missing
+    or out of the form's range.
 
-    Text between <think> and </think> is ignored. The last mention of a name counts, because an answer may quote its
-    instructions.
+    Text between <think> and </think> is ignored. The last mention of a name counts, because an
+    answer may quote its instructions.
     """
     decided = text.rpartition("</think>")[2]
     if "<think>" in decided:  # truncated within <think>
@@ -108,21 +116,30 @@ def parse_scores(text: str, names: Sequence[str], form: Form = FORMS["final"]) -
     for name in names:
         found = re.findall(re.escape(name) + _NUMBER, decided, re.IGNORECASE)
         values.append(float(found[-1]) if found else torch.nan)
-    return form.combine(values) if all(form.low <= value <= form.high for value in values) else torch.nan
+    return (
+        form.combine(values)
+        if all(form.low <= value <= form.high for value in values)
+        else torch.nan
+    )
 
 
 class Judge(PictureReward):
-    """A score that a vision-language model gives: the question of a `form`, `ask`, which is one of the two ways to ask, and
-    what is read of the answer."""
+    """A score that a vision-language model gives: the question of a `form`, `ask`, which is one of
+    the two ways to ask, and what is read of the answer."""
 
     forms: ClassVar[Mapping[str, Form]] = FORMS
     words = "yes", "no"
     missing = "the judge's answer has no score"
     ask: Callable[[Sequence[JudgeQuestion]], list[Answer]]
 
-    def _prepare(self, form: str, template: str | None, aspects: Sequence[str] | None, image_size: int) -> None:
-        """Sets what is asked; ValueError for a wrong template, FileNotFoundError for a missing one."""
-        self.form = self.forms[form] if aspects is None else replace(self.forms[form], combine=Form.combine)
+    def _prepare(
+        self, form: str, template: str | None, aspects: Sequence[str] | None, image_size: int
+    ) -> None:
+        """Sets what is asked; ValueError for a wrong template, FileNotFoundError for a missing
+        one."""
+        self.form = (
+            self.forms[form] if aspects is None else replace(self.forms[form], combine=Form.combine)
+        )
         self.template = _template(template or self.form.template)
         self.names = self.form.scores if aspects is None else tuple(aspects)
         self.image_size = image_size
@@ -134,7 +151,10 @@ class Judge(PictureReward):
 
     @classmethod
     def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
-        form, edits = FORMS.get(options["form"]), [prompt for prompt in prompts if images_of(prompt)]
+        form, edits = (
+            FORMS.get(options["form"]),
+            [prompt for prompt in prompts if images_of(prompt)],
+        )
         if form is not None and form.edit and not edits:
             return f"form={options['form']} is for edits, but none of {len(prompts)} prompts has {INPUT}"
         if form is not None and not form.edit and edits and options["template"] is None:
@@ -146,9 +166,13 @@ class Judge(PictureReward):
         before = {prompt: self._reduced(read_inputs(prompt)) for prompt in dict.fromkeys(prompts)}
         asked = [not self.form.edit or bool(before[prompt]) for prompt in prompts]
         shown = zip(self._reduced(to_pil(images)), prompts, strict=True)
-        questions = [self._question([*before[prompt], picture], prompt) for picture, prompt in shown]
+        questions = [
+            self._question([*before[prompt], picture], prompt) for picture, prompt in shown
+        ]
         scores = torch.full((len(prompts),), torch.nan)
-        scores[asked] = torch.tensor(self._scores([one for one, wanted in zip(questions, asked, strict=True) if wanted]))
+        scores[asked] = torch.tensor(
+            self._scores([one for one, wanted in zip(questions, asked, strict=True) if wanted])
+        )
         return scores
 
     def _reduced(self, pictures: Sequence[Image.Image]) -> list[Image.Image]:
@@ -170,21 +194,25 @@ class Judge(PictureReward):
 
 
 class VLMJudge(Judge):
-    """A score by a vision-language model; NaN, and one warning that counts them, where it gives none.
+    """A score by a vision-language model; NaN, and one warning that counts them, where it gives
+    none.
 
-    It sees a prompt's input pictures, if there are any, and then the picture. From 1 to 5 for the forms "final" and "aspects",
-    from 0 to 10 for "edit": sqrt(min(success, faithfulness) * quality). For "yes_no" and "edit_yes_no" P(yes) / (P(yes) +
-    P(no)) of the answer's first token, from 0 to 1: continuous, so that members of a group do not tie.
+    It sees a prompt's input pictures, if there are any, and then the picture. From 1 to 5 for the
+    forms "final" and "aspects", from 0 to 10 for "edit": sqrt(min(success, faithfulness) *
+    quality). For "yes_no" and "edit_yes_no" P(yes) / (P(yes) + P(no)) of the answer's first token,
+    from 0 to 1: continuous, so that members of a group do not tie.
 
-    Args: `url`, up to and with the version, such as http://127.0.0.1:8000/v1; `model`, its name there; `form`; `template`, the
-    instruction instead of the form's, with {prompt} where the prompt goes: the text itself, FILE.txt, or FILE.py:NAME for a
-    string that a Python file assigns (it is read, not run); `aspects`, the names of scores of which the mean is taken instead;
-    `image_size`, to which the longer side of a larger picture is reduced; `max_tokens` of the answer (1024; for yes or no 1);
-    `request`, further fields of every request, such as {"temperature": 0.7}, 0 unless given; `endpoint`, how the server is
-    asked (`transport.Endpoint`); its `check` asks for the server's models, and one question about grey pictures for yes or no
-    and for edits, so that a server without log-probs, or with room for one picture alone, fails then too.
-    Raises ValueError for bad settings, FileNotFoundError for a missing template, OSError if the check fails or a request is
-    refused.
+    Args: `url`, up to and with the version, such as http://127.0.0.1:8000/v1; `model`, its name
+    there; `form`; `template`, the instruction instead of the form's, with {prompt} where the prompt
+    goes: the text itself, FILE.txt, or FILE.py:NAME for a string that a Python file assigns (it is
+    read, not run); `aspects`, the names of scores of which the mean is taken instead; `image_size`,
+    to which the longer side of a larger picture is reduced; `max_tokens` of the answer (1024; for
+    yes or no 1); `request`, further fields of every request, such as {"temperature": 0.7}, 0 unless
+    given; `endpoint`, how the server is asked (`transport.Endpoint`); its `check` asks for the
+    server's models, and one question about grey pictures for yes or no and for edits, so that a
+    server without log-probs, or with room for one picture alone, fails then too. Raises ValueError
+    for bad settings, FileNotFoundError for a missing template, OSError if the check fails or a
+    request is refused.
     """
 
     waits = asks = True
@@ -211,13 +239,13 @@ class VLMJudge(Judge):
 
 
 class LocalVLMJudge(Judge):
-    """A score by a vision-language model in this process, as `vlm_judge` gives it: for "yes_no" and "edit_yes_no" from the
-    probabilities of all first tokens, else from the greedy answer.
+    """A score by a vision-language model in this process, as `vlm_judge` gives it: for "yes_no" and
+    "edit_yes_no" from the probabilities of all first tokens, else from the greedy answer.
 
-    Args: `path`, a folder or repository that transformers loads for "image-text-to-text", with a chat template; `form`,
-    `template`, `aspects` and `image_size` as for `vlm_judge`; `max_tokens` of an answer; `device`; `dtype` of the weights;
-    `batch_size`, pictures at a time.
-    Raises ValueError for bad settings or a model that is none, OSError if it is not there.
+    Args: `path`, a folder or repository that transformers loads for "image-text-to-text", with a
+    chat template; `form`, `template`, `aspects` and `image_size` as for `vlm_judge`; `max_tokens`
+    of an answer; `device`; `dtype` of the weights; `batch_size`, pictures at a time. Raises
+    ValueError for bad settings or a model that is none, OSError if it is not there.
     """
 
     files = {"path": ("config.json",)}
@@ -241,13 +269,16 @@ class LocalVLMJudge(Judge):
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
-        """The model, of a folder; a token costs two operations a weight, of about 1,000 tokens and the answer's."""
+        """The model, of a folder; a token costs two operations a weight, of about 1,000 tokens and
+        the answer's."""
         from transformers import AutoModelForImageTextToText
 
         if (config := config_in(options["path"])) is None:
             return None
         model = AutoModelForImageTextToText.from_config(config)
-        return RewardModel([model], flops=2.0 * model.num_parameters() * (1000 + options["max_tokens"]))
+        return RewardModel(
+            [model], flops=2.0 * model.num_parameters() * (1000 + options["max_tokens"])
+        )
 
 
 def _template(text: str) -> str:

@@ -1,4 +1,5 @@
-"""The answers of a person to `g2rpo teach`: lines of votes.jsonl, each written through to disk, and the pictures beside it."""
+"""The answers of a person to `g2rpo teach`: lines of votes.jsonl, each written through to disk, and
+the pictures beside it."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ Place = Annotated[int, Field(ge=0, lt=10**6)]
 
 
 class Vote(BaseModel):
-    """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the undoing of the last answer; another
-    `strength` of learning from here on; learning without a head (`direct`); the begin of a blind test (`look`), and an answer
-    to its pair `step` (`blind`): `liked` is 0 for the base's picture, 1 for the new one.
+    """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the undoing of
+    the last answer; another `strength` of learning from here on; learning without a head
+    (`direct`); the begin of a blind test (`look`), and an answer to its pair `step` (`blind`):
+    `liked` is 0 for the base's picture, 1 for the new one.
 
-    `iteration` is the number of updates when it was given, `digest` that of the group (`digest_of_answer`).
+    `iteration` is the number of updates when it was given, `digest` that of the group
+    (`digest_of_answer`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -45,15 +48,24 @@ class Vote(BaseModel):
 
 
 def digest_of_answer(prompt: str, pictures: Tensor) -> str:
-    """The digest of a group: its prompt, and its pictures [G, 3, H, W] in 8 bit, of clips their middle frames."""
-    return hashlib.sha256(prompt.encode() + b"\0" + pictures.contiguous().numpy().tobytes()).hexdigest()[:16]
+    """The digest of a group: its prompt, and its pictures [G, 3, H, W] in 8 bit, of clips their
+    middle frames."""
+    return hashlib.sha256(
+        prompt.encode() + b"\0" + pictures.contiguous().numpy().tobytes()
+    ).hexdigest()[:16]
 
 
 def check_liked(liked: Sequence[int], size: int) -> None:
     """UserError unless these are members of a group of this size, but not all of them."""
-    if any(not 0 <= member < size for member in liked) or len(set(liked)) < len(liked) or len(liked) >= size:
+    if (
+        any(not 0 <= member < size for member in liked)
+        or len(set(liked)) < len(liked)
+        or len(liked) >= size
+    ):
         named = list(liked)
-        raise UserError(f"an answer names some of the {size} pictures, each once, from 0, and not all of them; got {named}")
+        raise UserError(
+            f"an answer names some of the {size} pictures, each once, from 0, and not all of them; got {named}"
+        )
 
 
 def append(path: Path, vote: Vote) -> None:
@@ -64,9 +76,14 @@ def append(path: Path, vote: Vote) -> None:
 def read(path: Path) -> list[Vote]:
     """The lines of a file; UserError for one that is no vote, or takes none back."""
     if not path.is_file():
-        raise UserError(f"votes {path}: there is no such file; `g2rpo teach` writes RUN/votes.jsonl")
+        raise UserError(
+            f"votes {path}: there is no such file; `g2rpo teach` writes RUN/votes.jsonl"
+        )
     votes = read_lines_as(Vote, path)
-    if any(total < 0 for total in accumulate({"vote": 1, "undo": -1}.get(vote.kind, 0) for vote in votes)):
+    if any(
+        total < 0
+        for total in accumulate({"vote": 1, "undo": -1}.get(vote.kind, 0) for vote in votes)
+    ):
         raise UserError(f"votes {path}: takes back more answers than it has")
     return votes
 
@@ -83,18 +100,24 @@ def standing(votes: Sequence[Vote]) -> list[Vote]:
 
 
 def answered(run: Path) -> Iterator[tuple[Vote, Tensor]]:
-    """The standing answers in a run directory, with the pictures [G, 3, H, W] of their groups in [0, 1]; UserError if there are
-    none, or pictures cannot be read or are not those that were answered."""
+    """The standing answers in a run directory, with the pictures [G, 3, H, W] of their groups in
+    [0, 1]; UserError if there are none, or pictures cannot be read or are not those that were
+    answered."""
     found = standing(read(run / FILE))
     if not found:
         raise UserError(f"{run / FILE}: names no picture that was liked")
     for vote in found:
         folder = run / FOLDER / f"{vote.round:06d}"
         try:
-            pictures = [Image.open(path, formats=["PNG"]).convert("RGB") for path in sorted(folder.glob("??????.png"))]
+            pictures = [
+                Image.open(path, formats=["PNG"]).convert("RGB")
+                for path in sorted(folder.glob("??????.png"))
+            ]
             group = to_tensor(pictures)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise UserError(f"{folder}: the pictures of round {vote.round + 1} cannot be read ({error})") from None
+            raise UserError(
+                f"{folder}: the pictures of round {vote.round + 1} cannot be read ({error})"
+            ) from None
         if digest_of_answer(vote.prompt, group) != vote.digest:
             raise UserError(
                 f"{run / FILE}: round {vote.round + 1} was answered for another prompt or other pictures than {folder} has"

@@ -1,4 +1,5 @@
-"""Read what upstreams publish, state dicts and instructions, safely; refuse a file that is not the requested model."""
+"""Read what upstreams publish, state dicts and instructions, safely; refuse a file that is not the
+requested model."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """torch.float32, float16 or bfloat16, given itself or its name; ValueError for anything else."""
+    """torch.float32, float16 or bfloat16, given itself or its name; ValueError for anything
+    else."""
     named = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     value = named.get(dtype) if isinstance(dtype, str) else dtype
     if value is None or value not in named.values():
@@ -31,21 +33,26 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def check_config(path: str | Path) -> None:
-    """Raises ValueError for a transformers model whose config.json could import code; OSError if there is none."""
+    """Raises ValueError for a transformers model whose config.json could import code; OSError if
+    there is none."""
     from transformers import PreTrainedConfig
 
     refuse_hub_kernels(PreTrainedConfig.get_config_dict(str(path))[0], f"{path}: its config.json")
 
 
 def pretrained(kind: Any, path: str | Path, **more: Any) -> Any:
-    """The model that a class of transformers, `kind`, loads from a folder or repository, frozen and in eval mode.
+    """The model that a class of transformers, `kind`, loads from a folder or repository, frozen and
+    in eval mode.
 
-    Raises ValueError if its weights are incomplete or its config.json could import code, OSError if it is not there.
+    Raises ValueError if its weights are incomplete or its config.json could import code, OSError if
+    it is not there.
     """
     check_config(path)
     model, report = kind.from_pretrained(str(path), output_loading_info=True, **more)
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{path} is not complete: {len(missing)} tensors are missing, such as {missing[:3]}")
+        raise ValueError(
+            f"{path} is not complete: {len(missing)} tensors are missing, such as {missing[:3]}"
+        )
     return model.requires_grad_(False).eval()
 
 
@@ -64,10 +71,11 @@ class MissingFile(FileNotFoundError):
 
 
 def fetch(path: str | Path, *names: str) -> Path:
-    """The first of the files `names` that a local folder or a Hugging Face repository id holds; `path` itself if a file.
+    """The first of the files `names` that a local folder or a Hugging Face repository id holds;
+    `path` itself if a file.
 
-    Raises `MissingFile` if it holds none of them, and another FileNotFoundError if there is no such place or the
-    repository cannot be asked and is not in the cache.
+    Raises `MissingFile` if it holds none of them, and another FileNotFoundError if there is no such
+    place or the repository cannot be asked and is not in the cache.
     """
     place = local(path)
     if os.path.isfile(place):  # unlike Path.is_file, it does not raise for names that are too long
@@ -79,7 +87,9 @@ def fetch(path: str | Path, *names: str) -> Path:
         held = ", ".join(sorted(p.name for p in place.iterdir())[:12]) or "nothing"
         raise MissingFile(f"{place} has no {' or '.join(names)}; it holds {held}")
     if not is_hub_id(str(path)):
-        raise FileNotFoundError(f"{path} is neither a file, a folder, nor a Hugging Face repository id (owner/name)")
+        raise FileNotFoundError(
+            f"{path} is neither a file, a folder, nor a Hugging Face repository id (owner/name)"
+        )
     return _download(str(path), names)
 
 
@@ -91,7 +101,9 @@ def _download(repository: str, names: tuple[str, ...]) -> Path:
     for name in names:
         try:
             return Path(hf_hub_download(repository, name))
-        except LocalEntryNotFoundError as error:  # not in the cache, and the hub cannot be reached: another name may be cached
+        except (
+            LocalEntryNotFoundError
+        ) as error:  # not in the cache, and the hub cannot be reached: another name may be cached
             unreachable = unreachable or error
         except EntryNotFoundError:
             continue
@@ -101,10 +113,11 @@ def _download(repository: str, names: tuple[str, ...]) -> Path:
 
 
 def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file or of a torch file (.pt, .pth, .bin), on CPU; nothing is unpickled but tensors.
+    """The tensors of a .safetensors file or of a torch file (.pt, .pth, .bin), on CPU; nothing is
+    unpickled but tensors.
 
-    `key` names the entry that holds the state dict where the file wraps it in a dictionary. Raises ValueError if the file
-    holds something else.
+    `key` names the entry that holds the state dict where the file wraps it in a dictionary. Raises
+    ValueError if the file holds something else.
     """
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
@@ -115,20 +128,29 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged, or no safetensors file ({error})") from None
     try:
-        # Mapped if the format allows it, so that several processes on a machine share one copy in memory.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        # Mapped if the format allows it, so that several processes on a machine share one copy in
+        # memory.
+        content = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} holds more than tensors, and unpickling it could run any code. If you trust its source, load it "
             f"yourself once and save its state dict with safetensors. ({str(error).splitlines()[0]})"
         ) from error
     except Exception as error:  # torch promises no particular ones for a file that is damaged
-        raise ValueError(f"{path} is damaged, or no torch file ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{path} is damaged, or no torch file ({type(error).__name__}: {error})"
+        ) from error
     state = content.get(key) if key is not None and isinstance(content, Mapping) else content
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, Mapping) or not all(
+        isinstance(value, Tensor) for value in state.values()
+    ):
         place = "" if key is None else f" under {key!r}"
         names = list(content)[:5] if isinstance(content, Mapping) else type(content).__name__
-        raise ValueError(f"{path} should hold a state dict (names to tensors){place}; it holds {names}")
+        raise ValueError(
+            f"{path} should hold a state dict (names to tensors){place}; it holds {names}"
+        )
     return dict(state)
 
 
@@ -156,19 +178,30 @@ def check_state(
     path: object,
     published: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Raise ValueError, naming a few keys and a guess, unless `state`, a part of the `published` state dict, has exactly the
-    names and shapes of `expected`."""
+    """Raise ValueError, naming a few keys and a guess, unless `state`, a part of the `published`
+    state dict, has exactly the names and shapes of `expected`."""
     problems = []
-    for title, keys in (("missing", expected.keys() - state.keys()), ("unexpected", state.keys() - expected.keys())):
+    for title, keys in (
+        ("missing", expected.keys() - state.keys()),
+        ("unexpected", state.keys() - expected.keys()),
+    ):
         if keys:
-            problems.append(f"{len(keys)} {title} ({', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''})")
-    shapes = [k for k in sorted(expected.keys() & state.keys()) if expected[k].shape != state[k].shape]
+            problems.append(
+                f"{len(keys)} {title} ({', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''})"
+            )
+    shapes = [
+        k for k in sorted(expected.keys() & state.keys()) if expected[k].shape != state[k].shape
+    ]
     if shapes:
         name = shapes[0]
-        problems.append(f"{len(shapes)} of another shape ({name}: {list(state[name].shape)}, not {list(expected[name].shape)})")
+        problems.append(
+            f"{len(shapes)} of another shape ({name}: {list(state[name].shape)}, not {list(expected[name].shape)})"
+        )
     if problems:
         guess = guess_model(published or state)
-        raise ValueError(f"{path} does not fit {what}: {'; '.join(problems)}. It seems to be {guess}.")
+        raise ValueError(
+            f"{path} does not fit {what}: {'; '.join(problems)}. It seems to be {guess}."
+        )
 
 
 def build_module(
@@ -180,8 +213,9 @@ def build_module(
 ) -> Any:
     """The module that `factory` makes, frozen and in eval mode, with the tensors of `state` only.
 
-    The module is made on the meta device, so a model of billions of parameters is neither initialised nor copied.
-    Raises ValueError (`check_state`) if `state` is not exactly its state dict.
+    The module is made on the meta device, so a model of billions of parameters is neither
+    initialised nor copied. Raises ValueError (`check_state`) if `state` is not exactly its state
+    dict.
     """
     with torch.device("meta"):
         module = factory()
@@ -189,25 +223,36 @@ def build_module(
     module.load_state_dict(state, assign=True)
     for child in module.modules():
         position_ids = getattr(child, "position_ids", None)
-        if isinstance(position_ids, Tensor) and position_ids.is_meta:  # 0, 1, 2, ..., which no state dict holds
-            child.register_buffer("position_ids", torch.arange(position_ids.shape[-1])[None], persistent=False)
-    left = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+        # 0, 1, 2, ..., which no state dict holds
+        if isinstance(position_ids, Tensor) and position_ids.is_meta:
+            child.register_buffer(
+                "position_ids", torch.arange(position_ids.shape[-1])[None], persistent=False
+            )
+    left = [
+        name
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if tensor.is_meta
+    ]
     if left:
-        raise ValueError(f"{what}: this version of transformers expects values that no state dict has: {left[:3]}")
+        raise ValueError(
+            f"{what}: this version of transformers expects values that no state dict has: {left[:3]}"
+        )
     return module.requires_grad_(False).eval()
 
 
 def read_instruction(place: str) -> str:
-    """An instruction that a judge was trained on: the text of a file, or with FILE.py:NAME the string that a Python file
-    assigns to NAME; the file is read, not run.
+    """An instruction that a judge was trained on: the text of a file, or with FILE.py:NAME the
+    string that a Python file assigns to NAME; the file is read, not run.
 
-    In an f-string every field must be a plain name, and stays as "{name}". Raises FileNotFoundError, or ValueError if the file
-    assigns no such string.
+    In an f-string every field must be a plain name, and stays as "{name}". Raises
+    FileNotFoundError, or ValueError if the file assigns no such string.
     """
     path, _, name = place.rpartition(":") if ".py:" in place else (place, "", "")
     file = local(path)
     if not file.is_file():
-        raise FileNotFoundError(f"{path}: no such file (an instruction is read from FILE.txt, or from FILE.py:NAME)")
+        raise FileNotFoundError(
+            f"{path}: no such file (an instruction is read from FILE.txt, or from FILE.py:NAME)"
+        )
     text = read_text(file)
     return _assigned(text, name, file) if name else text
 
@@ -217,7 +262,11 @@ def _assigned(source: str, name: str, file: Path) -> str:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no Python file ({error})") from None
-    found = [node.value for node in body if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets)]
+    found = [
+        node.value
+        for node in body
+        if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets)
+    ]
     if not found:
         raise ValueError(f"{file} assigns nothing to {name}")
     if (text := _string(found[-1])) is None:

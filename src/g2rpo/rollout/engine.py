@@ -3,9 +3,9 @@
 What plans have in common is computed once, with unchanged results:
 - plans with shared noise branch off one anchor trajectory per prompt,
 - the velocity at a branch point is used for the anchor and for the stochastic step of all members,
-- tails with equal first steps are evaluated once up to where they differ (`tails.Tails.tree`).
-What remains is independent, so batches of `batch_size` mix rows of any prompt, plan, member and sigma. Cheaper tails are in
-`rollout.tails`.
+- tails with equal first steps are evaluated once up to where they differ (`tails.Tails.tree`). What
+  remains is independent, so batches of `batch_size` mix rows of any prompt, plan, member and sigma.
+  Cheaper tails are in `rollout.tails`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from g2rpo.rollout.tails import EXACT, Node, Past, Tails
 from g2rpo.runtime.memory import bounded_by
 
 Noise = Callable[..., torch.Generator]
-"""`noise(prompt, *purpose)`: the generator of one draw for one prompt, e.g. noise(0, "branch", 3)."""
+"""`noise(prompt, *purpose)`: the generator of one draw for one prompt, e.g. noise(0, "branch",
+3)."""
 
 
 @dataclass(kw_only=True)
 class Engine:
     """Runs plans for a batch of prompts (the rows of `cond`) on the grid `sigmas` [num_steps + 1].
 
-    `batch_size` bounds the rows of one network call. `tails` finish members only. `evaluations` counts rows given to the
-    network, `calls` its calls; `on_rows(rows)` is called after each.
+    `batch_size` bounds the rows of one network call. `tails` finish members only. `evaluations`
+    counts rows given to the network, `calls` its calls; `on_rows(rows)` is called after each.
     """
 
     policy: Policy
@@ -52,9 +53,12 @@ class Engine:
         return len(self.sigmas) - 1
 
     @torch.no_grad()
-    def rollout(self, plans: Sequence[Plan], group_size: int, kernel: Kernel, noise: Noise) -> list[Rollout]:
-        """Executes every plan for every prompt; rollouts are ordered by prompt, then plan. Groups advance together, to share
-        batches. `planning.count_evaluations` predicts the evaluations of a prompt."""
+    def rollout(
+        self, plans: Sequence[Plan], group_size: int, kernel: Kernel, noise: Noise
+    ) -> list[Rollout]:
+        """Executes every plan for every prompt; rollouts are ordered by prompt, then plan. Groups
+        advance together, to share batches. `planning.count_evaluations` predicts the evaluations of
+        a prompt."""
         anchors = self.anchors([plan.branch for plan in plans if plan.shared_noise], noise)
         groups = []
         for prompt, plan in itertools.product(range(len(self.cond)), plans):
@@ -65,7 +69,10 @@ class Engine:
                 own = [noise(prompt, "initial", member) for member in range(group_size)]
                 x = self._noise(own)
                 if plan.common:
-                    x = plan.common * self._noise([noise(prompt, "initial")]) + math.sqrt(1 - plan.common**2) * x
+                    x = (
+                        plan.common * self._noise([noise(prompt, "initial")])
+                        + math.sqrt(1 - plan.common**2) * x
+                    )
                 groups.append(_Group(prompt, plan, x))
 
         apart = [group for group in groups if not group.plan.shared_noise]
@@ -74,33 +81,53 @@ class Engine:
             for (group, _), v in zip(walking, self._velocities(walking), strict=True):
                 group.x = ode_step(group.x, v, self.sigmas[step], self.sigmas[step + 1])
         for group in apart:
-            group.x = group.x.to(self.precision.anchor).float()  # rounds; later arithmetic stays float32
+            # rounds; later arithmetic stays float32
+            group.x = group.x.to(self.precision.anchor).float()
 
         for ahead in range(max(len(plan.stochastic) for plan in plans)):
-            stepping = [(g, g.plan.stochastic[ahead]) for g in groups if ahead < len(g.plan.stochastic)]
+            stepping = [
+                (g, g.plan.stochastic[ahead]) for g in groups if ahead < len(g.plan.stochastic)
+            ]
             unknown = [(group, step) for group, step in stepping if group.v is None]
             for (group, _), v in zip(unknown, self._velocities(unknown), strict=True):
                 group.v = v
             for group, step in stepping:
                 assert group.v is not None
-                landing = kernel(group.x, group.v, self.sigmas[step], self.sigmas[group.plan.after(step)])
+                landing = kernel(
+                    group.x, group.v, self.sigmas[step], self.sigmas[group.plan.after(step)]
+                )
                 generator = noise(group.prompt, "branch", group.plan.branch, step)
                 draw = torch.randn(group_size, *group.x.shape[1:], generator=generator)
-                # rounded before its log-prob is taken, so that the log-prob is that of the stored latent
-                x_next = landing.sample(draw.to(group.x.device, self.precision.step)).to(self.precision.sample).float()
+                # rounded before its log-prob is taken, so that the log-prob is that of the stored
+                # latent
+                x_next = (
+                    landing.sample(draw.to(group.x.device, self.precision.step))
+                    .to(self.precision.sample)
+                    .float()
+                )
                 if group.plan.trains(step):
-                    group.transitions.append(Transition(step, group.x, x_next, landing.mean, landing.log_prob(x_next)))
+                    group.transitions.append(
+                        Transition(step, group.x, x_next, landing.mean, landing.log_prob(x_next))
+                    )
                 group.x, group.v = x_next, None
 
-        finals = self._finish([(group.plan.tails, group.prompt, group.x) for group in groups], self.tails.walked_by(plans))
-        return [Rollout(g.prompt, g.plan, tuple(g.transitions), latents) for g, latents in zip(groups, finals, strict=True)]
+        finals = self._finish(
+            [(group.plan.tails, group.prompt, group.x) for group in groups],
+            self.tails.walked_by(plans),
+        )
+        return [
+            Rollout(g.prompt, g.plan, tuple(g.transitions), latents)
+            for g, latents in zip(groups, finals, strict=True)
+        ]
 
     @torch.no_grad()
     def sample(self, x: Tensor, tails: Tails = EXACT) -> Tensor:
-        """Latents at sigma = 0 by the ODE from x [prompts, ...] at sigma = 1, by Euler's or another solver; num_steps
-        evaluations a row."""
+        """Latents at sigma = 0 by the ODE from x [prompts, ...] at sigma = 1, by Euler's or another
+        solver; num_steps evaluations a row."""
         walk = (range(self.num_steps + 1),)
-        finals = self._finish([(walk, prompt, x[prompt : prompt + 1]) for prompt in range(len(x))], tails)
+        finals = self._finish(
+            [(walk, prompt, x[prompt : prompt + 1]) for prompt in range(len(x))], tails
+        )
         return torch.cat([final[0] for final in finals])
 
     def initial(self, noise: Noise) -> Tensor:
@@ -111,22 +138,28 @@ class Engine:
         return self.policy.noise(generators).to(self.precision.step).float()
 
     def velocity(self, x: Tensor, steps: Sequence[int], prompts: Sequence[int]) -> Tensor:
-        """Velocities of rows x [B, ...] at grid indices `steps` for rows `prompts` of the conditioning."""
+        """Velocities of rows x [B, ...] at grid indices `steps` for rows `prompts` of the
+        conditioning."""
         sigma = self.sigmas[torch.as_tensor(steps)].to(x.device)
         chunks = []
         for rows in torch.arange(len(x)).split(self.batch_size):
             picked = slice(int(rows[0]), int(rows[-1]) + 1)
             with bounded_by("rollout"):
                 cond = self.cond.rows(list(prompts[picked]))
-                chunks.append(self.policy.velocity(x[picked], sigma[picked], cond).to(self.precision.step))
+                chunks.append(
+                    self.policy.velocity(x[picked], sigma[picked], cond).to(self.precision.step)
+                )
             self.evaluations += len(rows)
             self.calls += 1
             self.on_rows(len(rows))
         return torch.cat(chunks)
 
     @torch.no_grad()
-    def anchors(self, branch_steps: Sequence[int], noise: Noise) -> dict[int, tuple[Tensor, Tensor]]:
-        """(x, velocity), each with one row per prompt, at every branch step of the shared ODE trajectory."""
+    def anchors(
+        self, branch_steps: Sequence[int], noise: Noise
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """(x, velocity), each with one row per prompt, at every branch step of the shared ODE
+        trajectory."""
         if not branch_steps:
             return {}
         x, prompts = self.initial(noise), range(len(self.cond))
@@ -145,17 +178,26 @@ class Engine:
         sizes = [len(group.x) for group, _ in asking]
         rows = [(step, group.prompt) for group, step in asking for _ in group.x]
         x = torch.cat([group.x for group, _ in asking])
-        return self.velocity(x, [step for step, _ in rows], [prompt for _, prompt in rows]).split(sizes)
+        return self.velocity(x, [step for step, _ in rows], [prompt for _, prompt in rows]).split(
+            sizes
+        )
 
-    def _finish(self, jobs: Sequence[tuple[Sequence[Sequence[int]], int, Tensor]], tails: Tails) -> list[Tensor]:
-        """Integrates each job's latents [G, ...] along its tails for its prompt; returns finals [M, G, ...] per job.
+    def _finish(
+        self, jobs: Sequence[tuple[Sequence[Sequence[int]], int, Tensor]], tails: Tails
+    ) -> list[Tensor]:
+        """Integrates each job's latents [G, ...] along its tails for its prompt; returns finals [M,
+        G, ...] per job.
 
-        Rows are kept on a stack and batches are taken from its top (depth first), so memory is bounded by the number of
-        members, not of tails.
+        Rows are kept on a stack and batches are taken from its top (depth first), so memory is
+        bounded by the number of members, not of tails.
         """
         finals: list[list[list[Any]]] = [[[None] * len(x) for _ in steps] for steps, _, x in jobs]
         trees = [tails.tree(steps) for steps, _, _ in jobs]
-        stack = [_Row(x, trees[job], job, member) for job, (_, _, xs) in enumerate(jobs) for member, x in enumerate(xs)]
+        stack = [
+            _Row(x, trees[job], job, member)
+            for job, (_, _, xs) in enumerate(jobs)
+            for member, x in enumerate(xs)
+        ]
         while stack:
             asking: list[_Row] = []
             forecast: list[_Row] = []  # their velocities need no network
@@ -169,9 +211,15 @@ class Engine:
                 continue
             x, v = torch.stack([row.x for row in rows]), []
             if asking:
-                steps, prompts = [row.node.step for row in asking], [jobs[row.job][1] for row in asking]
+                steps, prompts = (
+                    [row.node.step for row in asking],
+                    [jobs[row.job][1] for row in asking],
+                )
                 v.append(self.velocity(x[: len(asking)], steps, prompts))
-            v += [tails.forecast_velocity(row.past, float(self.sigmas[row.node.step]))[None] for row in forecast]
+            v += [
+                tails.forecast_velocity(row.past, float(self.sigmas[row.node.step]))[None]
+                for row in forecast
+            ]
             stack.extend(self._advance(rows, x, torch.cat(v), tails))
         return [torch.stack([torch.stack(members) for members in latents]) for latents in finals]
 
@@ -181,16 +229,23 @@ class Engine:
         index = [row for row, _ in steps]
         sigma = self.sigmas[[rows[row].node.step for row in index]]
         sigma_next = self.sigmas[[child.step for _, child in steps]]
-        x_next = tails.step(x[index], v[index], sigma, sigma_next, [rows[row].past for row in index])
+        x_next = tails.step(
+            x[index], v[index], sigma, sigma_next, [rows[row].past for row in index]
+        )
         for place, (row, child) in enumerate(steps):
             before = rows[row]
-            past = before.past if before.node.forecast else tails.remember(before.past, x[row], v[row], float(sigma[place]))
+            past = (
+                before.past
+                if before.node.forecast
+                else tails.remember(before.past, x[row], v[row], float(sigma[place]))
+            )
             yield _Row(x_next[place], child, before.job, before.member, past)
 
 
 @dataclass
 class _Group:
-    """The members of one plan for one prompt before `merge`; x has one row as long as they share a latent."""
+    """The members of one plan for one prompt before `merge`; x has one row as long as they share a
+    latent."""
 
     prompt: int
     plan: Plan
@@ -201,7 +256,8 @@ class _Group:
 
 @dataclass
 class _Row:
-    """A latent of a tail: its node in its job's tree, its prompt and member, and its past velocities."""
+    """A latent of a tail: its node in its job's tree, its prompt and member, and its past
+    velocities."""
 
     x: Tensor
     node: Node

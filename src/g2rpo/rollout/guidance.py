@@ -15,7 +15,8 @@ from g2rpo.rollout.engine import Engine
 
 
 def guidance_of(policy: object) -> float | None:
-    """The guidance scale with which a policy samples; None without one, or where the network does not take it."""
+    """The guidance scale with which a policy samples; None without one, or where the network does
+    not take it."""
     inner = _inner(policy)
     scale, spec = getattr(inner, "guidance_scale", None), getattr(inner, "spec", None)
     if scale is None or not getattr(inner, "guidable", True):
@@ -45,7 +46,8 @@ def guided_by(policy: Policy, scale: float | None) -> Iterator[None]:
 
 @contextmanager
 def in_training(policy: Policy, scale: float | None) -> Iterator[None]:
-    """While entered, the policy samples as training does: with this guidance, and with its assistant if it has one."""
+    """While entered, the policy samples as training does: with this guidance, and with its
+    assistant if it has one."""
     with getattr(_inner(policy), "assisted", nullcontext)(), guided_by(policy, scale):
         yield
 
@@ -61,8 +63,9 @@ def sized(policy: Policy, size: tuple[int, int] | None) -> Iterator[None]:
 class Guidance:
     """Guidance in the first `steps` steps (None: in all).
 
-    `scale` is the policy's own scale there. `cfg` is the scale s of classifier-free guidance by hand (arXiv 2207.12598), for
-    policies without any of their own: v_negative + s (v - v_negative), with a second evaluation, of the negative prompt.
+    `scale` is the policy's own scale there. `cfg` is the scale s of classifier-free guidance by
+    hand (arXiv 2207.12598), for policies without any of their own: v_negative + s (v - v_negative),
+    with a second evaluation, of the negative prompt.
     """
 
     scale: float | None = None
@@ -71,15 +74,16 @@ class Guidance:
     steps: int | None = None
 
     def encoded(self, prompts: Sequence[str]) -> list[str]:
-        """The prompts and, for guidance by hand, their negative ones with the same input pictures."""
+        """The prompts and, for guidance by hand, their negative ones with the same input
+        pictures."""
         negative = [Prompt(self.negative_prompt, images_of(prompt)) for prompt in prompts]
         return [*prompts, *(negative if self.cfg is not None else [])]
 
 
 @dataclass(kw_only=True)
 class GuidedEngine(Engine):
-    """An engine whose velocities are guided; all rows of a call are at one step. The conditioning has the rows of
-    `Guidance.encoded`."""
+    """An engine whose velocities are guided; all rows of a call are at one step. The conditioning
+    has the rows of `Guidance.encoded`."""
 
     guidance: Guidance
 

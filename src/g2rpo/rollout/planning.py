@@ -18,8 +18,9 @@ from g2rpo.rollout.tails import EXACT, Tails
 def count_evaluations(plans: Sequence[Plan], group_size: int, tails: Tails = EXACT) -> int:
     """Network evaluations (rows) that `Engine.rollout` needs for one prompt.
 
-    For G2RPO's plans this is (last branch step + 1) + group_size * (evaluations of the tails, shared beginnings once):
-    with 16 steps, 12 members and branch steps 0..7 it is 1112 for granularities {1}, 1496 for {1, 2}, 1700 for {1, 2, 3}.
+    For G2RPO's plans this is (last branch step + 1) + group_size * (evaluations of the tails,
+    shared beginnings once): with 16 steps, 12 members and branch steps 0..7 it is 1112 for
+    granularities {1}, 1496 for {1, 2}, 1700 for {1, 2, 3}.
     """
     anchor = max((plan.branch + 1 for plan in plans if plan.shared_noise), default=0)
     return anchor + sum(_evaluations(plan, group_size, tails) for plan in plans)
@@ -31,7 +32,8 @@ def anchor_walk(num_steps: int) -> Plan:
 
 
 def count_per_prompt(algorithm: Algorithm, plans: Sequence[Plan], tails: Tails = EXACT) -> int:
-    """`count_evaluations`, plus the ODE pictures of the candidates among which a prompt is chosen, if any."""
+    """`count_evaluations`, plus the ODE pictures of the candidates among which a prompt is chosen,
+    if any."""
     walk = [anchor_walk(plans[0].tails[0][-1])]
     choice = count_evaluations(walk, each, tails) if (each := candidates_of(algorithm)) > 1 else 0
     return choice + count_evaluations(plans, algorithm.group_size, tails)
@@ -43,8 +45,11 @@ def _evaluations(plan: Plan, group_size: int, tails: Tails) -> int:
     return group_size * (own_walk + tails.tree(plan.tails).evaluations())
 
 
-def dry_rollout(plan: Plan, group_size: int, latent: Sequence[int] = (1,), prompt: int = 0) -> Rollout:
-    """A rollout of zeros with the shapes that `Engine.rollout` returns for one group with latents of the shape `latent`."""
+def dry_rollout(
+    plan: Plan, group_size: int, latent: Sequence[int] = (1,), prompt: int = 0
+) -> Rollout:
+    """A rollout of zeros with the shapes that `Engine.rollout` returns for one group with latents
+    of the shape `latent`."""
     steps = [step for step in plan.stochastic if plan.trains(step)]
     group = torch.zeros(group_size, *latent)
 
@@ -52,13 +57,19 @@ def dry_rollout(plan: Plan, group_size: int, latent: Sequence[int] = (1,), promp
         x = group[:1] if step == plan.branch and plan.shared_noise else group
         return Transition(step, x, group, x, torch.zeros(group_size))
 
-    return Rollout(prompt, plan, tuple(transition(step) for step in steps), torch.zeros(len(plan.tails), *group.shape))
+    return Rollout(
+        prompt,
+        plan,
+        tuple(transition(step) for step in steps),
+        torch.zeros(len(plan.tails), *group.shape),
+    )
 
 
 def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -> tuple[int, int]:
     """Latents that training passes evaluate for one prompt: (with gradient, without).
 
-    Counted by the algorithm's own loss on examples of zeros; one latent where a group branches from a shared one.
+    Counted by the algorithm's own loss on examples of zeros; one latent where a group branches from
+    a shared one.
     """
     network = _trained(algorithm, plans, sigma_grid(num_steps))
     return network.rows, network.without_gradient
@@ -73,7 +84,9 @@ def _trained(algorithm: Algorithm, plans: Sequence[Plan], sigmas: Tensor) -> _Co
     network = _CountingNetwork()
     for plan in plans:
         rollout = dry_rollout(plan, algorithm.group_size)
-        for example in algorithm.examples(rollout, torch.zeros(algorithm.group_size), generator_for):
+        for example in algorithm.examples(
+            rollout, torch.zeros(algorithm.group_size), generator_for
+        ):
             if isinstance(algorithm, SumsGroups):
                 with torch.no_grad():
                     algorithm.group_term(Batch.of([example], sigmas, first=True), network)

@@ -1,4 +1,5 @@
-"""A rollout as in the paper's algorithm: no shared evaluations, no batches, exact tails. The engine is tested against it."""
+"""A rollout as in the paper's algorithm: no shared evaluations, no batches, exact tails. The engine
+is tested against it."""
 
 from __future__ import annotations
 
@@ -22,13 +23,17 @@ def rollout(
     kernel: Kernel,
     noise: Callable[..., torch.Generator],
 ) -> Rollout:
-    """One plan for the one prompt of `cond`: shared ODE, noise at `plan.branch` to `merge`, and every tail to its end."""
+    """One plan for the one prompt of `cond`: shared ODE, noise at `plan.branch` to `merge`, and
+    every tail to its end."""
 
     def velocity(x: Tensor, step: int) -> Tensor:
         return policy.velocity(x, sigmas[step].expand(len(x)), cond.rows([0] * len(x)))
 
-    starts = [("initial",) if plan.shared_noise else ("initial", member) for member in range(group_size)]
-    x = policy.noise([noise(0, *start) for start in starts])  # shared: all members are the anchor until noise enters
+    starts = [
+        ("initial",) if plan.shared_noise else ("initial", member) for member in range(group_size)
+    ]
+    # shared: all members are the anchor until noise enters
+    x = policy.noise([noise(0, *start) for start in starts])
     if plan.common:
         x = plan.common * policy.noise([noise(0, "initial")]) + (1 - plan.common**2) ** 0.5 * x
     for step in range(plan.branch):
@@ -36,7 +41,9 @@ def rollout(
     transitions = []
     for step in plan.stochastic:
         landing = kernel(x, velocity(x, step), sigmas[step], sigmas[plan.after(step)])
-        x_next = landing.sample(torch.randn(x.shape, generator=noise(0, "branch", plan.branch, step)))
+        x_next = landing.sample(
+            torch.randn(x.shape, generator=noise(0, "branch", plan.branch, step))
+        )
         if plan.trains(step):
             transitions.append(Transition(step, x, x_next, landing.mean, landing.log_prob(x_next)))
         x = x_next

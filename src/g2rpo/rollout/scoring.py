@@ -39,24 +39,32 @@ def score(
     batch_size: int | None = None,
     members: int = 1,
 ) -> Tensor:
-    """Scores [R, N] of N images and their latents, rewards in their order; infinite scores become NaN, and so does every score
-    of a picture or a latent that is not finite, which rewards see as black.
+    """Scores [R, N] of N images and their latents, rewards in their order; infinite scores become
+    NaN, and so does every score of a picture or a latent that is not finite, which rewards see as
+    black.
 
-    `images` may be None if all rewards take latents, `latents` if none does. A reward sees at most `batch_size` pictures at
-    once, and an out-of-memory error names this size; without one it sees all, and such errors are passed on. One that compares
-    sees `members` pictures, each group of which has one prompt.
-    Raises `RewardFailed` with the reward's name if it raises an exception or returns another shape.
+    `images` may be None if all rewards take latents, `latents` if none does. A reward sees at most
+    `batch_size` pictures at once, and an out-of-memory error names this size; without one it sees
+    all, and such errors are passed on. One that compares sees `members` pictures, each group of
+    which has one prompt. Raises `RewardFailed` with the reward's name if it raises an exception or
+    returns another shape.
     """
     prompts = [as_prompt(prompt) for prompt in prompts]
     rows, every = [], len(prompts) or 1
     finite = finite_rows(images, latents)
     if not finite.all():
-        images, latents = (seen if seen is None else seen.nan_to_num(0, 0, 0) for seen in (images, latents))
+        images, latents = (
+            seen if seen is None else seen.nan_to_num(0, 0, 0) for seen in (images, latents)
+        )
     for name, reward in as_rewards(rewards).items():
         if (scored := latents if reward.latent else images) is None:
-            raise UserError(f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here")
+            raise UserError(
+                f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here"
+            )
         if reward.group and members == 1:
-            raise UserError(f"reward '{name}' compares the pictures of a group, and these are single ones")
+            raise UserError(
+                f"reward '{name}' compares the pictures of a group, and these are single ones"
+            )
         parts, size = [], members if reward.group else batch_size or every
         for start in range(0, every, size):
             given, texts = scored[start : start + size], prompts[start : start + size]
@@ -64,26 +72,40 @@ def score(
             with naming_reward(name, f"failed on {counted(len(texts), 'picture')}"), bounded:
                 of_frames = given.ndim == 5 and not (reward.video or reward.latent)
                 # a reward may write into its argument, so it gets a copy
-                parts.append(_by_frames(reward, given, texts) if of_frames else reward.scores(given.clone(), texts))
+                parts.append(
+                    _by_frames(reward, given, texts)
+                    if of_frames
+                    else reward.scores(given.clone(), texts)
+                )
         rows.append(torch.cat(parts))
     return torch.stack(rows).where(finite, torch.nan) if rows else torch.zeros(0, len(prompts))
 
 
 def pictures_at_once(rewards: Mapping[str, Scorer], batch_size: int, members: int) -> int:
-    """The number of pictures to decode and score at a time: whole groups if a reward compares their `members`."""
+    """The number of pictures to decode and score at a time: whole groups if a reward compares their
+    `members`."""
     together = any(reward.group for reward in as_rewards(rewards).values())
     return max(1, batch_size // members) * members if together else batch_size
 
 
 def _by_frames(reward: Reward, clips: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Scores [B] of clips [B, T, 3, H, W] by a reward of pictures; NaN where no frame has a score."""
+    """Scores [B] of clips [B, T, 3, H, W] by a reward of pictures; NaN where no frame has a
+    score."""
     frames = reward.frames or Frames()
     chosen, size = clips[:, :: frames.every], AT_ONCE
     if reward.group:  # the frames of one moment are compared
-        scores = torch.stack([reward.scores(moment.clone(), prompts) for moment in chosen.unbind(1)], 1)
+        scores = torch.stack(
+            [reward.scores(moment.clone(), prompts) for moment in chosen.unbind(1)], 1
+        )
     else:
-        pictures, asked = chosen.flatten(0, 1), [prompt for prompt in prompts for _ in range(chosen.shape[1])]
-        parts = [reward.scores(pictures[i : i + size].clone(), asked[i : i + size]) for i in range(0, len(pictures), size)]
+        pictures, asked = (
+            chosen.flatten(0, 1),
+            [prompt for prompt in prompts for _ in range(chosen.shape[1])],
+        )
+        parts = [
+            reward.scores(pictures[i : i + size].clone(), asked[i : i + size])
+            for i in range(0, len(pictures), size)
+        ]
         scores = torch.cat(parts).unflatten(0, chosen.shape[:2])
     if frames.reduce == "mean":
         return scores.nanmean(1)
@@ -92,9 +114,15 @@ def _by_frames(reward: Reward, clips: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def weighted_scores(
-    policy: Policy, rewards: Mapping[str, Reward], weights: Tensor, prompts: Sequence[str], x: Tensor, rows: Sequence[int]
+    policy: Policy,
+    rewards: Mapping[str, Reward],
+    weights: Tensor,
+    prompts: Sequence[str],
+    x: Tensor,
+    rows: Sequence[int],
 ) -> Tensor:
-    """The sum of the weighted scores [B] of latents x for `rows` of the prompts, on their device, with gradient."""
+    """The sum of the weighted scores [B] of latents x for `rows` of the prompts, on their device,
+    with gradient."""
     images = x if all(reward.latent for reward in rewards.values()) else policy.decode(x)
     total, asked = torch.zeros(len(x), device=x.device), [as_prompt(prompts[row]) for row in rows]
     for (name, reward), weight in zip(rewards.items(), weights.tolist(), strict=True):
@@ -115,7 +143,9 @@ def naming_reward(name: str, what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if out_of_device_memory(error):
             raise
-        raise RewardFailed(f"reward '{name}' {what}: {type(error).__name__}: {error}{where(error)}") from error
+        raise RewardFailed(
+            f"reward '{name}' {what}: {type(error).__name__}: {error}{where(error)}"
+        ) from error
 
 
 def score_rollouts(
@@ -126,22 +156,33 @@ def score_rollouts(
     sizes: BatchSizes,
     lap: Callable[[str], None] = lambda phase: None,
 ) -> Tensor:
-    """Rewards [N, R, M, G] of N rollouts of one shape; `prompts` are the rows of the conditioning that they refer to.
+    """Rewards [N, R, M, G] of N rollouts of one shape; `prompts` are the rows of the conditioning
+    that they refer to.
 
-    At most `sizes.decode` pictures, or one group that is compared, are decoded at a time: an iteration's are gigabytes. Nothing
-    is if all rewards take latents.
-    `lap` is called at the end of each phase, "decode" or "rewards".
+    At most `sizes.decode` pictures, or one group that is compared, are decoded at a time: an
+    iteration's are gigabytes. Nothing is if all rewards take latents. `lap` is called at the end of
+    each phase, "decode" or "rewards".
     """
     scored = as_rewards(rewards)
     seen = not all(reward.latent for reward in scored.values())
     latents = torch.cat([rollout.finals.flatten(0, 1) for rollout in rollouts])
-    texts = [prompts[rollout.prompt] for rollout in rollouts for _ in range(rollout.finals.shape[:2].numel())]
+    texts = [
+        prompts[rollout.prompt]
+        for rollout in rollouts
+        for _ in range(rollout.finals.shape[:2].numel())
+    ]
     members, parts = rollouts[0].finals.shape[1], []
     size = pictures_at_once(scored, sizes.decode, members)
     for start in range(0, len(latents), size):
         batch = latents[start : start + size]
         images = decode(policy, batch, sizes.decode) if seen else None
         lap("decode")
-        parts.append(score(scored, images, texts[start : start + size], batch, sizes.decode, members))
+        parts.append(
+            score(scored, images, texts[start : start + size], batch, sizes.decode, members)
+        )
         lap("rewards")
-    return torch.cat(parts, 1).unflatten(1, (len(rollouts), *rollouts[0].finals.shape[:2])).transpose(0, 1)
+    return (
+        torch.cat(parts, 1)
+        .unflatten(1, (len(rollouts), *rollouts[0].finals.shape[:2]))
+        .transpose(0, 1)
+    )

@@ -28,12 +28,14 @@ OF_TRAINING = {
     "evaluation": ("every", "every_minutes", "controls", "rewards"),
     "policy": ("lora_rank", "lora_alpha", "lora_above", "lora_targets", "lora_init"),
 }
-"""Settings by section on which no evaluation of the base depends: an adapter that was not trained adds exactly 0."""
+"""Settings by section on which no evaluation of the base depends: an adapter that was not trained
+adds exactly 0."""
 
 
 @dataclass(frozen=True)
 class SharedBase:
-    """The base's evaluation in a `folder`. The first run that needs it makes it, and those that come meanwhile wait."""
+    """The base's evaluation in a `folder`. The first run that needs it makes it, and those that
+    come meanwhile wait."""
 
     folder: Path
     world: World
@@ -42,8 +44,11 @@ class SharedBase:
     def file(self) -> Path:
         return self.folder / "baseline.safetensors"
 
-    def evaluation(self, prompts: Sequence[str], names: Sequence[str], make: Callable[[], Evaluation]) -> Evaluation:
-        """The evaluation of `prompts` by the rewards `names`: read, or made by `make` and written. All ranks call it."""
+    def evaluation(
+        self, prompts: Sequence[str], names: Sequence[str], make: Callable[[], Evaluation]
+    ) -> Evaluation:
+        """The evaluation of `prompts` by the rewards `names`: read, or made by `make` and written.
+        All ranks call it."""
         main = self.world.is_main
         with waiting(self.folder) if main else nullcontext():
             stored = self._stored(prompts, names) if main else None
@@ -63,9 +68,11 @@ class SharedBase:
             return None
 
 
-def shared_base(bases: Path, config: Config, contents: Mapping[str, str], world: World) -> SharedBase:
-    """Where runs of `config` keep their base's evaluation among `bases`: in a folder named by all that determines it.
-    `contents` are digests of what the config names (`app.contents`)."""
+def shared_base(
+    bases: Path, config: Config, contents: Mapping[str, str], world: World
+) -> SharedBase:
+    """Where runs of `config` keep their base's evaluation among `bases`: in a folder named by all
+    that determines it. `contents` are digests of what the config names (`app.contents`)."""
     settings = config.model_dump(mode="json")
     rewards = {**settings["rewards"], **settings["evaluation"]["rewards"]}
     for section, keys in OF_TRAINING.items():
@@ -74,12 +81,15 @@ def shared_base(bases: Path, config: Config, contents: Mapping[str, str], world:
             part.pop(key)
     settings["scored"] = {name: {**rewards[name], "weight": 1} for name in sorted(rewards)}
     del settings["rewards"]
-    named = {key: value for key, value in contents.items() if key not in ("prompts.train", "algorithm")}
+    named = {
+        key: value for key, value in contents.items() if key not in ("prompts.train", "algorithm")
+    }
     return SharedBase(bases / digest_of([settings, named])[:16], world)
 
 
 def read_base(path: Path, prompts: Sequence[str], names: Sequence[str], world: World) -> Evaluation:
-    """A stored evaluation of all `prompts` by the rewards `names`, in their order; pictures on rank 0 alone."""
+    """A stored evaluation of all `prompts` by the rewards `names`, in their order; pictures on rank
+    0 alone."""
     stored = load_evaluation(path, prompts, names)
     return stored if world.is_main else replace(stored, images=stored.images[:0].clone())
 

@@ -1,7 +1,8 @@
 """Checkpoints: complete or absent, checked before they are used, and free of pickled code.
 
-A checkpoint is a directory `iteration_000050/` with a manifest of every file's SHA-256. It is written under another name and
-renamed when everything is on disk, so a directory with the final name is complete.
+A checkpoint is a directory `iteration_000050/` with a manifest of every file's SHA-256. It is
+written under another name and renamed when everything is on disk, so a directory with the final
+name is complete.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class _Manifest(BaseModel):
 
     g2rpo: Annotated[str, Field(max_length=40)]
     iteration: Annotated[int, Field(ge=0)]
-    files: dict[Annotated[str, Field(pattern=r"^\w+(\.\d{5})?(\.safetensors|\.pt)$", max_length=100)], str]
+    files: dict[
+        Annotated[str, Field(pattern=r"^\w+(\.\d{5})?(\.safetensors|\.pt)$", max_length=100)], str
+    ]
 
 
 class BrokenCheckpoint(UserError):
@@ -54,12 +57,15 @@ def save_checkpoint(
     world: World = ALONE,
     writers: int = 1,
 ) -> Path:
-    """Writes `root/iteration_NNNNNN` atomically, then removes all but the newest `keep` intact checkpoints.
+    """Writes `root/iteration_NNNNNN` atomically, then removes all but the newest `keep` intact
+    checkpoints.
 
-    `tensors` are named lists (weights, averages). The first `writers` ranks of `world` have a piece of each tensor, divided
-    along its first dimension in the order of ranks; each writes a safetensors file for each list, and all of `world` must call
-    this. `state` is nested plain data and tensors, rank 0's, stored by torch.save and read back with weights_only=True. Raises
-    `Stopped`, on every rank, if a file cannot be written: nothing is left of this checkpoint, and earlier ones are unchanged.
+    `tensors` are named lists (weights, averages). The first `writers` ranks of `world` have a piece
+    of each tensor, divided along its first dimension in the order of ranks; each writes a
+    safetensors file for each list, and all of `world` must call this. `state` is nested plain data
+    and tensors, rank 0's, stored by torch.save and read back with weights_only=True. Raises
+    `Stopped`, on every rank, if a file cannot be written: nothing is left of this checkpoint, and
+    earlier ones are unchanged.
     """
     final, unfinished, wrong, digests = root / _name(iteration), "", "", {}
     with ExitStack() as stack:
@@ -74,34 +80,46 @@ def save_checkpoint(
         try:
             for name, values in tensors.items() if world.rank < writers and folder != root else ():
                 file = folder / f"{name}{f'.{world.rank:05d}' if writers > 1 else ''}.safetensors"
-                save_file({f"{i:05d}": v.detach().contiguous().cpu() for i, v in enumerate(values)}, file)
+                save_file(
+                    {f"{i:05d}": v.detach().contiguous().cpu() for i, v in enumerate(values)}, file
+                )
                 digests[file.name] = _digest(file)
             if unfinished:
                 torch.save(state, folder / STATE)
                 digests[STATE] = _digest(folder / STATE)
         except Exception as error:  # such as a full disk, for which safetensors and torch have their own error classes
             wrong = str(error)
-        told = [json.loads(line) for line in world.joined_text(json.dumps([digests, wrong]) + "\n").splitlines()]
+        told = [
+            json.loads(line)
+            for line in world.joined_text(json.dumps([digests, wrong]) + "\n").splitlines()
+        ]
         try:
             if any(wrong for _, wrong in told):
                 raise OSError("; ".join(wrong for _, wrong in told if wrong))
             if world.is_main:
-                files = dict(sorted((name, digest) for digests, _ in told for name, digest in digests.items()))
+                files = dict(
+                    sorted(
+                        (name, digest) for digests, _ in told for name, digest in digests.items()
+                    )
+                )
                 manifest = {"g2rpo": __version__, "iteration": iteration, "files": files}
                 (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             stack.close()  # renames it
         except Exception as error:
-            raise Stopped(f"checkpoint {final}: cannot be written ({error}); the checkpoints before it are kept") from error
+            raise Stopped(
+                f"checkpoint {final}: cannot be written ({error}); the checkpoints before it are kept"
+            ) from error
     if world.is_main:
         rotate(root, iteration, keep)
     return final
 
 
 def rotate(root: Path, newest: int, keep: int) -> None:
-    """Removes checkpoints before `newest`, which has just been written or read, except the last `keep` - 1 intact ones.
+    """Removes checkpoints before `newest`, which has just been written or read, except the last
+    `keep` - 1 intact ones.
 
-    Later ones are damaged (otherwise the run would have resumed from them): they are not counted and not removed, and the run
-    will overwrite them. `Stopped` if the disk refuses.
+    Later ones are damaged (otherwise the run would have resumed from them): they are not counted
+    and not removed, and the run will overwrite them. `Stopped` if the disk refuses.
     """
     earlier = [path for path in checkpoints(root) if _iteration(path) < newest]
     if len(earlier) < keep:
@@ -118,7 +136,9 @@ def rotate(root: Path, newest: int, keep: int) -> None:
 def checkpoints(root: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
     found = root.glob("iteration_*") if root.is_dir() else []
-    return sorted((path for path in found if re.fullmatch(r"iteration_\d{6,}", path.name)), key=_iteration)
+    return sorted(
+        (path for path in found if re.fullmatch(r"iteration_\d{6,}", path.name)), key=_iteration
+    )
 
 
 def forget_after(root: Path, iteration: int) -> None:
@@ -136,7 +156,8 @@ def newest_iteration(root: Path) -> int:
 def load_checkpoint(path: Path) -> Checkpoint:
     """The arguments of `save_checkpoint`; `BrokenCheckpoint` names the damaged file.
 
-    Tensors are memory-mapped, so that a rank which needs shards does not hold them whole; copy what you keep.
+    Tensors are memory-mapped, so that a rank which needs shards does not hold them whole; copy what
+    you keep.
     """
     iteration, names = _verified(path)
     parts: dict[str, list[list[Tensor]]] = {}
@@ -144,27 +165,37 @@ def load_checkpoint(path: Path) -> Checkpoint:
         for name in sorted(names):
             if name.endswith(".safetensors"):
                 stored = load_file(path / name)
-                parts.setdefault(name.split(".")[0], []).append([stored[key] for key in sorted(stored)])
+                parts.setdefault(name.split(".")[0], []).append(
+                    [stored[key] for key in sorted(stored)]
+                )
                 if not all(value.isfinite().all() for value in stored.values()):
                     raise ValueError(f"{name} has values that are not finite")
         tensors = {
-            name: [Pieces(of) for of in zip(*lists, strict=True)] if lists[1:] else lists[0] for name, lists in parts.items()
+            name: [Pieces(of) for of in zip(*lists, strict=True)] if lists[1:] else lists[0]
+            for name, lists in parts.items()
         }
-        return iteration, tensors, torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
+        return (
+            iteration,
+            tensors,
+            torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True),
+        )
     except Exception as error:  # neither library documents which
         if out_of_memory(error):
             raise
         reason = str(error).splitlines()[0] if str(error) else ""
-        raise BrokenCheckpoint(f"checkpoint {path}: is no checkpoint ({type(error).__name__}: {reason})") from error
+        raise BrokenCheckpoint(
+            f"checkpoint {path}: is no checkpoint ({type(error).__name__}: {reason})"
+        ) from error
 
 
 def latest_checkpoint(
     root: Path, take: Callable[[Checkpoint], None] = lambda found: None, until: float = math.inf
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint up to iteration `until` that is intact and that `take` accepts; None if there is none at all.
+    """The newest checkpoint up to iteration `until` that is intact and that `take` accepts; None if
+    there is none at all.
 
-    `take` raises an exception for another model's checkpoint. The strings describe what is wrong with newer ones. Raises
-    `BrokenCheckpoint` if checkpoints exist but none can be used.
+    `take` raises an exception for another model's checkpoint. The strings describe what is wrong
+    with newer ones. Raises `BrokenCheckpoint` if checkpoints exist but none can be used.
     """
     complaints: list[str] = []
     for path in reversed([path for path in checkpoints(root) if _iteration(path) <= until]):
@@ -176,7 +207,9 @@ def latest_checkpoint(
         else:
             return found, [f"{complaint}; falling back to an older one" for complaint in complaints]
     if complaints:
-        raise BrokenCheckpoint("\n".join([*complaints, "No usable checkpoint is left; start again in another folder."]))
+        raise BrokenCheckpoint(
+            "\n".join([*complaints, "No usable checkpoint is left; start again in another folder."])
+        )
     return None, []
 
 
@@ -186,13 +219,20 @@ def _give(path: Path, found: Checkpoint, take: Callable[[Checkpoint], None]) -> 
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if out_of_memory(error):
             raise
-        raise BrokenCheckpoint(f"checkpoint {path}: does not fit this model ({error}){_of_another_version(path)}") from error
+        raise BrokenCheckpoint(
+            f"checkpoint {path}: does not fit this model ({error}){_of_another_version(path)}"
+        ) from error
 
 
 def _of_another_version(path: Path) -> str:
-    """The end of a message about an intact checkpoint that another version of g2rpo wrote; "" if this one did."""
+    """The end of a message about an intact checkpoint that another version of g2rpo wrote; "" if
+    this one did."""
     wrote = parse_as(_Manifest, read_text(path / MANIFEST)).g2rpo
-    return "" if wrote == __version__ else f"; g2rpo {wrote} wrote it and this is {__version__}: install that one to go on"
+    return (
+        ""
+        if wrote == __version__
+        else f"; g2rpo {wrote} wrote it and this is {__version__}: install that one to go on"
+    )
 
 
 def _verified(path: Path) -> tuple[int, list[str]]:

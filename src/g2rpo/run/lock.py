@@ -43,16 +43,19 @@ _HOLDS: dict[Path, _Hold] = {}
 
 @contextmanager
 def held(folder: Path, notify: Callable[[str], None] = print) -> Iterator[int]:
-    """While entered, other processes cannot enter `folder`, which is created if needed; this process may enter it again.
+    """While entered, other processes cannot enter `folder`, which is created if needed; this
+    process may enter it again.
 
-    The lock is the kernel's (flock) and ends with the process; the file `.lock` names its holder. NFS (since Linux 2.6.12) and
-    the usual cluster file systems share it between machines; `notify` is called for a file system without locks. A folder that
-    was created here and is still empty is removed on leaving. Yields a file descriptor: a child process that inherits it keeps
-    the lock. Raises `InUse`, which names the holder, and UserError if the folder cannot be written.
+    The lock is the kernel's (flock) and ends with the process; the file `.lock` names its holder.
+    NFS (since Linux 2.6.12) and the usual cluster file systems share it between machines; `notify`
+    is called for a file system without locks. A folder that was created here and is still empty is
+    removed on leaving. Yields a file descriptor: a child process that inherits it keeps the lock.
+    Raises `InUse`, which names the holder, and UserError if the folder cannot be written.
     """
     place = folder.resolve()
     hold = _HOLDS.get(place)
-    if hold is not None and hold.process == os.getpid():  # a forked child does not hold its parent's lock
+    # a forked child does not hold its parent's lock
+    if hold is not None and hold.process == os.getpid():
         hold.depth += 1
         try:
             yield hold.descriptor
@@ -87,10 +90,16 @@ def _make_and_lock(folder: Path, notify: Callable[[str], None]) -> tuple[int, li
         else:
             if _is_at(descriptor, folder / LOCK):
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": platform.node()}).encode(), 0)
+                os.pwrite(
+                    descriptor,
+                    json.dumps({"pid": os.getpid(), "host": platform.node()}).encode(),
+                    0,
+                )
                 return descriptor, made
             os.close(descriptor)  # the lock file was removed before it was locked
-    raise InUse(f"{folder} is repeatedly created and removed by another process; name another folder")
+    raise InUse(
+        f"{folder} is repeatedly created and removed by another process; name another folder"
+    )
 
 
 def _lock(folder: Path, notify: Callable[[str], None]) -> int:
@@ -103,8 +112,12 @@ def _lock(folder: Path, notify: Callable[[str], None]) -> int:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             holder = _holder(file)
             os.close(descriptor)
-            raise InUse(f"{folder} is in use by {holder}; wait for it, stop it, or name another folder") from None
-        notify(f"{folder}: its file system has no locks ({error.strerror}); make sure that no other process writes there")
+            raise InUse(
+                f"{folder} is in use by {holder}; wait for it, stop it, or name another folder"
+            ) from None
+        notify(
+            f"{folder}: its file system has no locks ({error.strerror}); make sure that no other process writes there"
+        )
     return descriptor
 
 
@@ -135,8 +148,11 @@ def _remove_empty(folder: Path, made: list[Path]) -> None:
             return
 
 
-def enter_fresh(stack: ExitStack, root: Path, name: str, notify: Callable[[str], None] = print) -> Path:
-    """Enters the first of ROOT/NAME, ROOT/NAME-2, ... that does not exist; concurrent commands get different ones."""
+def enter_fresh(
+    stack: ExitStack, root: Path, name: str, notify: Callable[[str], None] = print
+) -> Path:
+    """Enters the first of ROOT/NAME, ROOT/NAME-2, ... that does not exist; concurrent commands get
+    different ones."""
     while True:
         directory = fresh_directory(root, name)
         with ExitStack() as attempt:
@@ -165,7 +181,9 @@ def fresh_directory(root: Path, name: str) -> Path:
     """`root/NAME`, or the first of `root/NAME-2`, `root/NAME-3` ... that does not exist."""
     stem = re.sub(r"[^\w.-]+", "-", name)
     if not stem.strip("."):
-        raise UserError(f"recipe: {name!r} cannot name a folder below {root}/; name one with --run-dir")
+        raise UserError(
+            f"recipe: {name!r} cannot name a folder below {root}/; name one with --run-dir"
+        )
     candidate, number = root / stem, 1
     while candidate.exists():
         number += 1

@@ -24,8 +24,8 @@ from g2rpo.runtime.devices import name_of_device
 
 
 class Start(BaseModel):
-    """A start of a run, or a resume after `iteration` > 0: time, software, device, and digests of what the config names
-    (`app.contents`)."""
+    """A start of a run, or a resume after `iteration` > 0: time, software, device, and digests of
+    what the config names (`app.contents`)."""
 
     time: str
     iteration: int
@@ -53,13 +53,24 @@ def started(iteration: int, device: torch.device, contents: Mapping[str, str]) -
 
 
 def source_commit(root: Path) -> str | None:
-    """The commit of the checkout at `root`, with "-dirty" if files differ from it; None if it is no checkout (an installed
-    package) or git is missing."""
+    """The commit of the checkout at `root`, with "-dirty" if files differ from it; None if it is no
+    checkout (an installed package) or git is missing."""
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
     try:
-        return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -152,7 +163,8 @@ class RunResults(BaseModel):
 
 @dataclass(frozen=True)
 class PlannedAndMeasured:
-    """`Planned`, and the median of iterations after the first, and the allocator's peak of this rank."""
+    """`Planned`, and the median of iterations after the first, and the allocator's peak of this
+    rank."""
 
     card: str
     seconds: float
@@ -161,5 +173,7 @@ class PlannedAndMeasured:
     measured_memory: int | None
 
     def __str__(self) -> str:
-        peak = "" if self.measured_memory is None else f" ({in_bytes(self.measured_memory)} measured)"
+        peak = (
+            "" if self.measured_memory is None else f" ({in_bytes(self.measured_memory)} measured)"
+        )
         return f"{self.seconds:.3g} s an iteration ({self.measured_seconds:.3g} s measured), {in_bytes(self.memory)}{peak}"

@@ -16,7 +16,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from g2rpo.config.resolve import absent_reward, allow_code, codes_in, listed_differences, read_yaml, resolve
+from g2rpo.config.resolve import (
+    absent_reward,
+    allow_code,
+    codes_in,
+    listed_differences,
+    read_yaml,
+    resolve,
+)
 from g2rpo.config.schema import Alarm, Config
 from g2rpo.core import plugins
 from g2rpo.core.data import Row
@@ -37,7 +44,14 @@ from g2rpo.rewards import votes
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.lock import enter_fresh, held
 from g2rpo.run.rates import Sweep
-from g2rpo.run.records import EvaluationRow, PlannedAndMeasured, RunResults, Start, TrainingRow, started
+from g2rpo.run.records import (
+    EvaluationRow,
+    PlannedAndMeasured,
+    RunResults,
+    Start,
+    TrainingRow,
+    started,
+)
 from g2rpo.runtime.distributed import ALONE, World
 
 MAY_CHANGE = (
@@ -59,7 +73,8 @@ MAY_CHANGE = (
     "alarms",  # none has an action of its own
     *(f"alarms.{name}" for name in get_args(Alarm)),
 )
-"""Keys that a resumed run may change: nothing already computed depends on them, and later results only by rounding."""
+"""Keys that a resumed run may change: nothing already computed depends on them, and later results
+only by rounding."""
 
 T = TypeVar("T")
 
@@ -68,7 +83,8 @@ T = TypeVar("T")
 class Run:
     """The folder of a run: its only reader and writer. Naming a file neither reads nor creates it.
 
-    Without a `folder` nothing is written. Of several ranks, rank 0 of `world` writes. `notify` is called with warnings.
+    Without a `folder` nothing is written. Of several ranks, rank 0 of `world` writes. `notify` is
+    called with warnings.
     """
 
     folder: Path | None
@@ -80,17 +96,22 @@ class Run:
     starts = Inside("starts.jsonl")  # a row per start or resume (`records.Start`)
     rates = Inside("rates.json")  # the pilots that chose the learning rate (`rates.Sweep`)
     plan = Inside("plan.json")  # the plan beside what was measured (`records.PlannedAndMeasured`)
-    log = Inside("metrics.jsonl")  # a row per iteration and evaluation (`records.TrainingRow`, `EvaluationRow`)
+    # a row per iteration and evaluation (`records.TrainingRow`, `EvaluationRow`)
+    log = Inside("metrics.jsonl")
     checkpoints = Inside("checkpoints")
-    best = Inside("checkpoints/best")  # weights of the best evaluation, where an alarm may go back to them
-    baseline = Inside("baseline.safetensors")  # the base's evaluation; so no second copy of the weights is needed
-    control_scores = Inside("scores/controls.safetensors")  # of the base's controls, by control and reward
+    # weights of the best evaluation, where an alarm may go back to them
+    best = Inside("checkpoints/best")
+    # the base's evaluation; so no second copy of the weights is needed
+    baseline = Inside("baseline.safetensors")
+    # of the base's controls, by control and reward
+    control_scores = Inside("scores/controls.safetensors")
     first_group = Inside("samples/first_group")  # pictures of one group of the first iteration
     group_scores = Inside("samples/first_group/scores.jsonl")
     group_grid = Inside("samples/first_group.png")
     before_after = Inside("samples/before_after.png")
     curves = Inside("curves.png")
-    results = Inside("results.json")  # base against tuned; written when a run finishes (`records.RunResults`)
+    # base against tuned; written when a run finishes (`records.RunResults`)
+    results = Inside("results.json")
     adapter = Inside("adapter")  # trained weights of a LoRA
     transformer = Inside("transformer")  # and of full fine-tuning
     report = Inside("report.html")
@@ -124,7 +145,9 @@ class Run:
         for folder in (self.adapter, self.transformer):
             if folder.is_dir():
                 return folder
-        raise UserError(f"{self.path} has no weights yet (neither adapter/ nor transformer/); has it finished?")
+        raise UserError(
+            f"{self.path} has no weights yet (neither adapter/ nor transformer/); has it finished?"
+        )
 
     # --- entering
 
@@ -144,21 +167,27 @@ class Run:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """While entered, the folder is locked, and disk errors while `path` is written are `Stopped`."""
+        """While entered, the folder is locked, and disk errors while `path` is written are
+        `Stopped`."""
         with self.holding(), writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             yield
 
     @contextmanager
     def written(self, path: Path) -> Iterator[Path]:
-        """A path to write a file of the run to; it is renamed to `path` when complete. `Stopped` if it cannot be written."""
+        """A path to write a file of the run to; it is renamed to `path` when complete. `Stopped` if
+        it cannot be written."""
         with self.writing(path), whole_file(path) as unfinished:
             yield unfinished
 
     def check(self, config: Config, resume: bool) -> None:
-        """Refuses a folder in which a run of `config` cannot begin, or with `resume` continue if there is one; nothing is
-        written."""
-        refuse(self._faults_of_begun(config, resume) if self.config.is_file() else self._faults_of_new())
+        """Refuses a folder in which a run of `config` cannot begin, or with `resume` continue if
+        there is one; nothing is written."""
+        refuse(
+            self._faults_of_begun(config, resume)
+            if self.config.is_file()
+            else self._faults_of_new()
+        )
 
     def _faults_of_begun(self, config: Config, resume: bool) -> Iterator[str]:
         if not resume:
@@ -192,7 +221,8 @@ class Run:
     ) -> Config:
         """The config, with overrides as for `config.resolve.resolve`.
 
-        An algorithm whose code the user has not named is a `given.Mentioned` one; without `mention` it is refused.
+        An algorithm whose code the user has not named is a `given.Mentioned` one; without `mention`
+        it is refused.
         """
         if not self.config.is_file():
             raise UserError(f"{self.path} is no run directory (no config.yaml)")
@@ -200,21 +230,30 @@ class Run:
         if not mention:
             allow_code(overrides)
             plugins.require_all(codes_in(data))  # in one message
-        taken_out = [override for override in overrides if absent_reward(data, override)]  # when the run began
-        return resolve(data, [each for each in overrides if each not in taken_out], str(self.config), notify, mention)
+        # when the run began
+        taken_out = [override for override in overrides if absent_reward(data, override)]
+        return resolve(
+            data,
+            [each for each in overrides if each not in taken_out],
+            str(self.config),
+            notify,
+            mention,
+        )
 
     def read_starts(self) -> list[Start]:
         """The lines of `record_start`, oldest first; UserError for any other line."""
         return read_lines_as(Start, self.starts) if self.starts.exists() else []
 
     def read_log(self) -> list[Row]:
-        """All rows so far, without a last line that was cut short. UserError names any other damaged line."""
+        """All rows so far, without a last line that was cut short. UserError names any other
+        damaged line."""
         kind: Any = Annotated[EvaluationRow | TrainingRow, Field(discriminator="kind")]
         rows = read_lines_as(kind, self.log) if self.log.exists() else []
         return [row.model_dump(by_alias=True, exclude_unset=True) for row in rows]
 
     def gaps(self, rows: Sequence[Row], iteration: int) -> list[str]:
-        """Messages about what `rows`, the log after `iteration` iterations, lacks (a deleted or truncated file)."""
+        """Messages about what `rows`, the log after `iteration` iterations, lacks (a deleted or
+        truncated file)."""
         known = {(row["kind"], row["iteration"]) for row in rows}
         expected = [("eval", 0), *(("train", number) for number in range(1, iteration + 1))]
         missing = [row for row in expected if row not in known]
@@ -223,16 +262,20 @@ class Run:
         lacks = f"{len(missing)} of the {len(expected)} rows up to iteration {iteration}"
         return [f"{self.log}: lacks {lacks}; curves and alarms continue without them"]
 
-    def read_scores(self, iteration: int, names: Collection[str], count: int | None = None) -> dict[str, Tensor]:
+    def read_scores(
+        self, iteration: int, names: Collection[str], count: int | None = None
+    ) -> dict[str, Tensor]:
         """The held-out scores [N] after an iteration, by reward (`monitor.scores.read_scores`)."""
         return read_scores(self.scores(iteration), names, count)
 
     def read_results(self) -> RunResults | None:
-        """Base against tuned; None until the run has finished once. UserError if they are damaged."""
+        """Base against tuned; None until the run has finished once. UserError if they are
+        damaged."""
         return _stored(RunResults, self.results)
 
     def finished_at(self) -> int | None:
-        """The iteration of the weights that the results and the model card describe; None if there are none."""
+        """The iteration of the weights that the results and the model card describe; None if there
+        are none."""
         try:
             found = self.read_results()
         except UserError:  # damaged, and to be rewritten
@@ -249,19 +292,27 @@ class Run:
 
     # --- writing
 
-    def record_start(self, iteration: int, device: torch.device, contents: Mapping[str, str] | None = None) -> None:
+    def record_start(
+        self, iteration: int, device: torch.device, contents: Mapping[str, str] | None = None
+    ) -> None:
         """Appends a `Start` with these `contents` to starts.jsonl."""
         with writing(self.starts):
-            append_line(self.starts, as_json(started(iteration, device, contents or {}).model_dump()))
+            append_line(
+                self.starts, as_json(started(iteration, device, contents or {}).model_dump())
+            )
 
     def check_contents(self, contents: Mapping[str, str], accept: bool) -> list[str]:
-        """Refuses to continue with other prompts, model or reward code than at the last start. With `accept` it returns the
-        changes. Held-out prompts may never change: the base model was evaluated on the first ones.
+        """Refuses to continue with other prompts, model or reward code than at the last start. With
+        `accept` it returns the changes. Held-out prompts may never change: the base model was
+        evaluated on the first ones.
         """
         starts = [start for start in self.read_starts() if start.contents]
         before = starts[-1].contents if starts else dict(contents)
         keys = [key for key in {**before, **contents} if before.get(key) != contents.get(key)]
-        changed = [f"{key}: {before.get(key, 'nothing')} then, {contents.get(key, 'nothing')} now" for key in keys]
+        changed = [
+            f"{key}: {before.get(key, 'nothing')} then, {contents.get(key, 'nothing')} now"
+            for key in keys
+        ]
         if not changed or (accept and "evaluation.prompts" not in keys):
             return changed
         go_on = (
@@ -270,14 +321,21 @@ class Run:
             else "To continue with them add --accept-changes; the base model keeps its scores."
         )
         listed = "\n".join(f"  {line}" for line in changed)
-        raise UserError(f"{self.path}: what its config names has changed since the last start:\n{listed}\n{go_on}")
+        raise UserError(
+            f"{self.path}: what its config names has changed since the last start:\n{listed}\n{go_on}"
+        )
 
     @contextmanager
     def logging(self, iteration: int) -> Iterator[Callable[[Row], None]]:
-        """Yields what appends a row to the log; rows after `iteration`, where the run goes on, are dropped first."""
+        """Yields what appends a row to the log; rows after `iteration`, where the run goes on, are
+        dropped first."""
         lines = self.log.read_bytes().splitlines(keepends=True) if self.log.exists() else []
         rows = self.read_log()  # a last line that was cut short is none
-        kept = [line for line, row in zip(lines, rows, strict=False) if 0 < iteration >= row["iteration"]]
+        kept = [
+            line
+            for line, row in zip(lines, rows, strict=False)
+            if 0 < iteration >= row["iteration"]
+        ]
         with writing(self.log):
             write_whole(self.log, b"".join(kept))
             # unbuffered, so that closing does not repeat a write that a full disk refused
@@ -317,7 +375,11 @@ class Run:
     @property
     def how_to_continue(self) -> str:
         """The end of a message after a stop."""
-        return "it had no run directory to continue from" if self.folder is None else f"{self.command} continues it"
+        return (
+            "it had no run directory to continue from"
+            if self.folder is None
+            else f"{self.command} continues it"
+        )
 
     @contextmanager
     def naming(self, iteration: int) -> Iterator[None]:
@@ -325,27 +387,39 @@ class Run:
         try:
             yield
         except RewardFailed as error:
-            raise RewardFailed(f"after iteration {iteration}: {error}{self._keep_traceback(error)}") from error.__cause__
+            raise RewardFailed(
+                f"after iteration {iteration}: {error}{self._keep_traceback(error)}"
+            ) from error.__cause__
 
     def _keep_traceback(self, error: BaseException) -> str:
-        """Writes the traceback of an error's cause into the folder; returns the end of a message that names it."""
+        """Writes the traceback of an error's cause into the folder; returns the end of a message
+        that names it."""
         if self.folder is None or not self.folder.is_dir() or error.__cause__ is None:
             return ""
         path = self.path / f"traceback_rank{self.world.rank}.txt"
         try:
-            write_whole(path, "".join(traceback.format_exception(error.__cause__)).encode(errors="replace"))
+            write_whole(
+                path, "".join(traceback.format_exception(error.__cause__)).encode(errors="replace")
+            )
         except OSError as full:
             return f"\nThe whole traceback could not be written to {path} ({full.strerror})."
-        begins = "continues from the last checkpoint" if newest_iteration(self.checkpoints) else "begins again"
+        begins = (
+            "continues from the last checkpoint"
+            if newest_iteration(self.checkpoints)
+            else "begins again"
+        )
         return f"\nThe whole traceback is in {path}; {self.command} {begins}."
 
 
 @contextmanager
-def entered(config: Config, run_dir: Path | None, resume: bool, notify: Callable[[str], None] = print) -> Iterator[Path]:
-    """The directory for a run of `config`, locked while entered; if it was created here and is still empty, it is removed.
+def entered(
+    config: Config, run_dir: Path | None, resume: bool, notify: Callable[[str], None] = print
+) -> Iterator[Path]:
+    """The directory for a run of `config`, locked while entered; if it was created here and is
+    still empty, it is removed.
 
-    Without `run_dir` a fresh `runs/NAME`, `runs/NAME-2`, ... is taken. A directory that holds a run is only entered with
-    `resume` and the same config; with `resume` a directory may hold none yet.
+    Without `run_dir` a fresh `runs/NAME`, `runs/NAME-2`, ... is taken. A directory that holds a run
+    is only entered with `resume` and the same config; with `resume` a directory may hold none yet.
     """
     if resume and run_dir is None:
         raise UserError("--resume continues a run: name its directory with --run-dir")

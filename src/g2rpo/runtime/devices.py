@@ -15,7 +15,8 @@ def accelerator(device: torch.device) -> Any:
 
 
 def same_device(device: torch.device) -> Callable[[], None]:
-    """A thread initializer that sets the current device of this thread, so that "cuda" without an index means the same device.
+    """A thread initializer that sets the current device of this thread, so that "cuda" without an
+    index means the same device.
 
     CUDA's current device is a property of the thread; new threads start with device 0.
     """
@@ -26,7 +27,8 @@ def same_device(device: torch.device) -> Callable[[], None]:
 
 
 def measures_memory(device: torch.device) -> bool:
-    """Whether torch tells the memory of `device`: what is free, and the peak. It does not for Apple's GPUs."""
+    """Whether torch tells the memory of `device`: what is free, and the peak. It does not for
+    Apple's GPUs."""
     return hasattr(accelerator(device), "max_memory_allocated")
 
 

@@ -1,7 +1,8 @@
 """Training on several processes: this process's rank, and the collectives that training uses.
 
-Prompts, or plans of a prompt, are sharded over ranks, so a group never spans two of them. Rewards and metrics are gathered
-through gloo (small, on the CPU); gradients are reduced on the devices. With one process, collectives are no-ops.
+Prompts, or plans of a prompt, are sharded over ranks, so a group never spans two of them. Rewards
+and metrics are gathered through gloo (small, on the CPU); gradients are reduced on the devices.
+With one process, collectives are no-ops.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from g2rpo.runtime.devices import accelerator
 Items = TypeVar("Items", list[str], Sequence[str], list[Plan], Tensor)
 
 BUCKET = 2**25
-"""Elements of one all-reduce: large enough to be fast, small compared with the gradients of a large model."""
+"""Elements of one all-reduce: large enough to be fast, small compared with the gradients of a large
+model."""
 RANK_TIMEOUT_S = 1800
 """Seconds after which a rank that does not answer is lost."""
 _REASON = "g2rpo/reason"
@@ -32,7 +34,8 @@ _REASON = "g2rpo/reason"
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` ranks. Every method is collective: all ranks must call it, in the same order."""
+    """This process among `size` ranks. Every method is collective: all ranks must call it, in the
+    same order."""
 
     rank: int = 0
     size: int = 1
@@ -52,9 +55,15 @@ class World:
     def share(self, count: int, setting: str) -> int:
         """A rank's share of `count`; UserError that names `setting` if it is not divisible."""
         if count % self.size:
-            fitting = [number for number in (count - count % self.size, count + self.size - count % self.size) if number]
+            fitting = [
+                number
+                for number in (count - count % self.size, count + self.size - count % self.size)
+                if number
+            ]
             listed = " or ".join(str(number) for number in fitting)
-            raise UserError(f"{setting}={count} cannot be divided evenly over {self.size} ranks; {listed} can")
+            raise UserError(
+                f"{setting}={count} cannot be divided evenly over {self.size} ranks; {listed} can"
+            )
         return count // self.size
 
     def first(self, count: int) -> int:
@@ -62,7 +71,8 @@ class World:
         return self.rank * count // self.size
 
     def shard(self, items: Items) -> Items:
-        """This rank's contiguous slice of `items`; the slices of all ranks, in order, make up `items`."""
+        """This rank's contiguous slice of `items`; the slices of all ranks, in order, make up
+        `items`."""
         return items[self.first(len(items)) : (self.rank + 1) * len(items) // self.size]
 
     def shard_or_all(self, items: Items) -> Items:
@@ -70,7 +80,8 @@ class World:
         return self.shard(items) if len(items) >= self.size else items
 
     def gather(self, own: Tensor) -> Tensor:
-        """The rows of all ranks, in rank order, on every rank; `own` [rows, ...] is on the CPU, and `rows` may differ."""
+        """The rows of all ranks, in rank order, on every rank; `own` [rows, ...] is on the CPU, and
+        `rows` may differ."""
         if self.size == 1:
             return own
         with self._collective():
@@ -90,7 +101,8 @@ class World:
         return own if parts is None else torch.cat(_unpadded(parts, counts))
 
     def _padded(self, own: Tensor) -> tuple[Tensor, list[int]]:
-        """`own` padded to the largest number of rows of any rank, and the number of rows of each."""
+        """`own` padded to the largest number of rows of any rank, and the number of rows of
+        each."""
         counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(counts, torch.tensor([len(own)]), group=self.group)
         padded = own.new_zeros(int(max(counts)), *own.shape[1:])
@@ -103,7 +115,9 @@ class World:
 
     def joined_text(self, text: str) -> str:
         """The texts of all ranks, in rank order."""
-        return bytes(self.gather(torch.tensor(list(text.encode()), dtype=torch.uint8)).tolist()).decode()
+        return bytes(
+            self.gather(torch.tensor(list(text.encode()), dtype=torch.uint8)).tolist()
+        ).decode()
 
     def broadcast_text(self, text: str) -> str:
         """The text of rank 0."""
@@ -116,9 +130,11 @@ class World:
 
     @torch.no_grad()
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor by its sum over the ranks, with bitwise equal results on all of them.
+        """Replaces each tensor by its sum over the ranks, with bitwise equal results on all of
+        them.
 
-        NCCL waits for a lost peer without an error, so a gloo barrier, which raises one, comes first.
+        NCCL waits for a lost peer without an error, so a gloo barrier, which raises one, comes
+        first.
         """
         if self.size == 1:
             return
@@ -127,7 +143,9 @@ class World:
             for bucket in _buckets(tensors):
                 flat = torch.cat([tensor.flatten() for tensor in bucket])
                 dist.all_reduce(flat, group=self.group)
-                for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                for tensor, part in zip(
+                    bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True
+                ):
                     tensor.copy_(part.view_as(tensor))
 
     @contextmanager
@@ -143,7 +161,9 @@ class World:
     def lost(self) -> RankLost:
         """The exception for a failed collective."""
         silence = f"another rank died, or did not answer within {RANK_TIMEOUT_S:g} s"
-        return RankLost(f"rank {self.rank if self.group is None else dist.get_rank()} stops: {self._reason() or silence}")
+        return RankLost(
+            f"rank {self.rank if self.group is None else dist.get_rank()} stops: {self._reason() or silence}"
+        )
 
     def _reason(self) -> str:
         try:
@@ -165,30 +185,42 @@ def _faults_of_device(device: torch.device) -> Iterator[str]:
 
 @contextmanager
 def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
-    """The world of this process, as set by torchrun or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*.
+    """The world of this process, as set by torchrun or any launcher that sets RANK, WORLD_SIZE,
+    LOCAL_RANK and MASTER_*.
 
-    On GPUs the process takes the device of its local rank. An exception that leaves the context is published to the other
-    ranks. A collective that takes longer than `timeout_s` or loses a rank raises `RankLost`.
+    On GPUs the process takes the device of its local rank. An exception that leaves the context is
+    published to the other ranks. A collective that takes longer than `timeout_s` or loses a rank
+    raises `RankLost`.
     """
     local = int(os.environ.get("LOCAL_RANK", 0))
     module, index = accelerator(torch.device(device)), torch.device(device).index
     if module is not None and index is None and local:
         if local >= (count := module.device_count()):
-            raise UserError(f"local rank {local} has no GPU: this machine has {count}; start at most that many processes on it")
+            raise UserError(
+                f"local rank {local} has no GPU: this machine has {count}; start at most that many processes on it"
+            )
         module.set_device(local)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield ALONE
         return
     refuse(_faults_of_device(torch.device(device)))
     timeout = timedelta(seconds=timeout_s)
-    backend = "gloo" if module is None else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    backend = (
+        "gloo"
+        if module is None
+        else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    )
     asked = f"WORLD_SIZE={os.environ['WORLD_SIZE']} asks for several processes, but "
     try:
         with placed(asked):
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout
+            )
     except RuntimeError as error:
-        raise RankLost(f"the {os.environ['WORLD_SIZE']} ranks did not find each other within {timeout_s:g} s") from error
+        raise RankLost(
+            f"the {os.environ['WORLD_SIZE']} ranks did not find each other within {timeout_s:g} s"
+        ) from error
     try:
         yield World(rank, size, store)
     except BaseException as error:

@@ -1,10 +1,12 @@
-"""Placement of the trained weights: replicated on every rank, or sharded over groups of ranks (FSDP, arXiv 2304.11277).
+"""Placement of the trained weights: replicated on every rank, or sharded over groups of ranks
+(FSDP, arXiv 2304.11277).
 
-A group is all ranks, or in hybrid sharding (section 3.2.2 there) those of a node; every group has all shards. With sharding, a
-network call gathers each layer just before it runs, and a backward pass leaves each rank the summed gradient
-of its shard; gradients, moments and averages are always sharded. Gathers are collective: if one rank makes a call fewer, the
-others hang. So before every call the ranks exchange through gloo (which detects lost peers) whether they have a call, and a
-rank that has finished sampling joins the others' gathers until all have finished.
+A group is all ranks, or in hybrid sharding (section 3.2.2 there) those of a node; every group has
+all shards. With sharding, a network call gathers each layer just before it runs, and a backward
+pass leaves each rank the summed gradient of its shard; gradients, moments and averages are always
+sharded. Gathers are collective: if one rank makes a call fewer, the others hang. So before every
+call the ranks exchange through gloo (which detects lost peers) whether they have a call, and a rank
+that has finished sampling joins the others' gathers until all have finished.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from g2rpo.core.errors import Stopped, UserError, out_of_device_memory
 from g2rpo.runtime.distributed import ALONE, World
 
 DONE, SAMPLING, TRAINING = 0, 1, 2
-"""What ranks exchange before a call: that this rank has finished its phase, or the kind of its next call."""
+"""What ranks exchange before a call: that this rank has finished its phase, or the kind of its next
+call."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Replicated:
         return nullcontext()
 
     def begin_pass(self, last: bool) -> None:
-        """Called before each training pass; `last` marks the last one of an accumulated gradient."""
+        """Called before each training pass; `last` marks the last one of an accumulated
+        gradient."""
 
     def reduce(self, parameters: Sequence[Tensor]) -> None:
         """Sums gradients over the ranks."""
@@ -74,8 +78,8 @@ class Replicated:
         return self.world.differing(_fingerprint(parameters))
 
     def gather(self, value: Any) -> Any:
-        """`value` (nested plain data) with whole tensors in the place of shards: here itself, on every rank; where weights are
-        sharded, on the CPU of rank 0, and None on the others."""
+        """`value` (nested plain data) with whole tensors in the place of shards: here itself, on
+        every rank; where weights are sharded, on the CPU of rank 0, and None on the others."""
         return value
 
     def own(self, value: Tensor) -> Tensor:
@@ -91,21 +95,27 @@ WHOLE = Replicated(ALONE)
 
 
 class Sharded(Replicated):
-    """Every rank has a shard of each weight of the models given to `shard`; on `device`, "cpu" or "cuda".
+    """Every rank has a shard of each weight of the models given to `shard`; on `device`, "cpu" or
+    "cuda".
 
-    A weight is divided over a group of `group` consecutive ranks, by default all; with fewer, every group holds all shards, and
-    gradients are summed over the groups once an update.
+    A weight is divided over a group of `group` consecutive ranks, by default all; with fewer, every
+    group holds all shards, and gradients are summed over the groups once an update.
 
-    With `whole_samples` the weights are gathered once before sampling, in the dtype of the network's calls, and kept until it
-    ends; calls are then local, and batch sizes may differ between ranks. Without, each call gathers each layer.
+    With `whole_samples` the weights are gathered once before sampling, in the dtype of the
+    network's calls, and kept until it ends; calls are then local, and batch sizes may differ
+    between ranks. Without, each call gathers each layer.
     """
 
-    def __init__(self, world: World, device: str, whole_samples: bool, group: int | None = None) -> None:
+    def __init__(
+        self, world: World, device: str, whole_samples: bool, group: int | None = None
+    ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
 
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-            raise UserError(f"trainer.sharding needs a newer torch than {torch.__version__}; 2.13 is what it was tested with")
+            raise UserError(
+                f"trainer.sharding needs a newer torch than {torch.__version__}; 2.13 is what it was tested with"
+            )
         super().__init__(world)
         self.divided = True
         self.in_step = frozenset(("micro",) if whole_samples else ("micro", "rollout"))
@@ -119,12 +129,14 @@ class Sharded(Replicated):
             self._mates = world.among(self._mesh["shard"].get_group())
         self._last_pass = True
         self._doing: int | None = None
-        self._parts: list[Any] = []  # of the trained model, in the order in which a call gathers them
+        # of the trained model, in the order in which a call gathers them
+        self._parts: list[Any] = []
         self._gathered = False  # whether the weights are gathered at the moment
 
     def shard(self, model: Any, dtype: torch.dtype, *, trained: bool = True) -> None:
-        """Shards `model` block by block (modules in its module lists, then the rest), and moves it to the device one block at a
-        time. Calls compute with weights in `dtype`; trained weights are kept, and their gradients summed, in float32.
+        """Shards `model` block by block (modules in its module lists, then the rest), and moves it
+        to the device one block at a time. Calls compute with weights in `dtype`; trained weights
+        are kept, and their gradients summed, in float32.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -135,7 +147,8 @@ class Sharded(Replicated):
         for part in parts:
             part.to(torch.float32 if trained else dtype)
             fully_shard(part, mesh=self._mesh, mp_policy=precision, reshard_after_forward=True)
-            part.set_gradient_divide_factor(1.0)  # the loss is divided by the members of all ranks already: sum, not average
+            # the loss is divided by the members of all ranks already: sum, not average
+            part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         model.register_forward_pre_hook(self._before_call, prepend=True)
         # blocks return views, and diffusers' models change none of them in place
@@ -175,7 +188,9 @@ class Sharded(Replicated):
         if self._mates is self.world:  # no value is on two ranks
             return []
         rows = self.world.gather(_fingerprint([p.to_local() for p in parameters])[None].cpu())  # type: ignore[attr-defined]
-        return [rank for rank, row in enumerate(rows) if not torch.equal(row, rows[rank % self._group])]
+        return [
+            rank for rank, row in enumerate(rows) if not torch.equal(row, rows[rank % self._group])
+        ]
 
     @torch.no_grad()
     def gather(self, value: Any) -> Any:
@@ -220,7 +235,9 @@ class Sharded(Replicated):
         except RuntimeError as error:
             if self._gathered or not out_of_device_memory(error):
                 raise
-            raise UserError("out of memory: no room for all weights at once; trainer.sharding=full needs none") from None
+            raise UserError(
+                "out of memory: no room for all weights at once; trainer.sharding=full needs none"
+            ) from None
         finally:
             self._gathered = False
             for part in self._parts:
@@ -250,15 +267,19 @@ class Sharded(Replicated):
             self._meet(self._doing)
 
     def _meet(self, doing: int) -> bool:
-        """Exchanges the ranks' next calls; returns whether any rank samples next. If the calls differ, which would hang a
-        gather, raises `Stopped` on all ranks.
+        """Exchanges the ranks' next calls; returns whether any rank samples next. If the calls
+        differ, which would hang a gather, raises `Stopped` on all ranks.
 
         Within a group; all groups take part only in the pass that sums gradients over all ranks.
         """
         everybody = doing == TRAINING and self._last_pass
-        told = set((self.world if everybody else self._mates).gather(torch.tensor([doing])).tolist())
+        told = set(
+            (self.world if everybody else self._mates).gather(torch.tensor([doing])).tolist()
+        )
         if TRAINING in told and len(told) > 1:
-            raise Stopped("the ranks have fallen out of step: some make another training pass, others do not")
+            raise Stopped(
+                "the ranks have fallen out of step: some make another training pass, others do not"
+            )
         return SAMPLING in told
 
 

@@ -1,5 +1,5 @@
-"""The testbed: two complete, tiny text-to-image tasks inside the package, scenes and words, each with prompts, a FLUX pipeline
-and rewards.
+"""The testbed: two complete, tiny text-to-image tasks inside the package, scenes and words, each
+with prompts, a FLUX pipeline and rewards.
 
 Importing this package is fast: torch, diffusers and transformers are imported by its modules only.
 """
@@ -16,18 +16,20 @@ __all__ = ["assets_dir", "pipeline_dir", "prompts"]
 
 
 def assets_dir() -> Path:
-    """The folder of the shipped weights: `pipeline/`, `clip/`, `preference/` of scenes, `words/pipeline/`, and their cards."""
+    """The folder of the shipped weights: `pipeline/`, `clip/`, `preference/` of scenes,
+    `words/pipeline/`, and their cards."""
     return Path(__file__).parent / "assets"
 
 
 def pipeline_dir(task: str = "testbed") -> Path:
-    """The tiny FLUX pipeline of scenes ("testbed") or of "words", for `FluxPipeline.from_pretrained`."""
+    """The tiny FLUX pipeline of scenes ("testbed") or of "words", for
+    `FluxPipeline.from_pretrained`."""
     return assets_dir() / "words" / "pipeline" if task == "words" else assets_dir() / "pipeline"
 
 
 def prompts(split: SceneSplit, task: str = "testbed") -> list[str]:
-    """The prompts of "train" (2000) or "heldout" in a fixed shuffled order: 400 of scenes, whose compositions training has not
-    seen, or 262 of words."""
+    """The prompts of "train" (2000) or "heldout" in a fixed shuffled order: 400 of scenes, whose
+    compositions training has not seen, or 262 of words."""
     if task == "words":
         from g2rpo.testbed.words import language
 

@@ -1,7 +1,9 @@
-"""An exact, procedural detector of the objects in a picture, without learned weights, in well under a millisecond.
+"""An exact, procedural detector of the objects in a picture, without learned weights, in well under
+a millisecond.
 
-Foreground is what differs from the ground; each connected component is one object; its colour is the nearest of the
-palette to its median; its shape is the nearest of a few templates, compared at a common size.
+Foreground is what differs from the ground; each connected component is one object; its colour is
+the nearest of the palette to its median; its shape is the nearest of a few templates, compared at a
+common size.
 """
 
 from __future__ import annotations
@@ -13,7 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from g2rpo.testbed.scenes import COLOURS, RADII, RGB, SHAPES, SIDE, Colour, Object, Shape, Size, draw
+from g2rpo.testbed.scenes import (
+    COLOURS,
+    RADII,
+    RGB,
+    SHAPES,
+    SIDE,
+    Colour,
+    Object,
+    Shape,
+    Size,
+    draw,
+)
 
 FOREGROUND = 0.25  # least difference from the ground, in any channel
 SPECK = 8  # components of fewer pixels are dust, not objects
@@ -42,16 +55,23 @@ class Found:
 
 
 def detect(image: FloatArray) -> list[Found]:
-    """All objects of an image [3, H, W] with values in [0, 1], in reading order of their topmost pixels."""
+    """All objects of an image [3, H, W] with values in [0, 1], in reading order of their topmost
+    pixels."""
     pixels = np.moveaxis(image, 0, -1)
     ground = np.median(pixels.reshape(-1, 3)[::3], axis=0)
     difference = pixels - ground
     labels, _ = ndimage.label(np.abs(difference).max(-1) > FOREGROUND)
     boxes = ndimage.find_objects(labels)
-    return [found for k, box in enumerate(boxes, 1) if (found := _describe(difference, labels, k, box, ground)) is not None]
+    return [
+        found
+        for k, box in enumerate(boxes, 1)
+        if (found := _describe(difference, labels, k, box, ground)) is not None
+    ]
 
 
-def _describe(difference: FloatArray, labels: NDArray[np.int32], k: int, box: tuple, ground: FloatArray) -> Found | None:
+def _describe(
+    difference: FloatArray, labels: NDArray[np.int32], k: int, box: tuple, ground: FloatArray
+) -> Found | None:
     """The object of component `k`, which lies in `box`, or None if it is too small."""
     rows, cols = (slice(max(s.start - 1, 0), s.stop + 1) for s in box)
     inside = labels[rows, cols] == k
@@ -65,9 +85,13 @@ def _describe(difference: FloatArray, labels: NDArray[np.int32], k: int, box: tu
     nearest = int(distance.argmin())
     colour = COLOURS[nearest] if distance[nearest] <= COLOUR_TOLERANCE else None
 
-    cover = np.clip(local @ ink / (ink @ ink), 0, 1) * ndimage.binary_dilation(inside, np.ones((3, 3)))
+    cover = np.clip(local @ ink / (ink @ ink), 0, 1) * ndimage.binary_dilation(
+        inside, np.ones((3, 3))
+    )
     area = float(cover.sum())
-    v, u = (float((cover.sum(axis) * np.arange(cover.shape[1 - axis])).sum() / area) for axis in (1, 0))
+    v, u = (
+        float((cover.sum(axis) * np.arange(cover.shape[1 - axis])).sum() / area) for axis in (1, 0)
+    )
     names, templates, areas = _templates()
     error = np.abs(templates - _patch(cover, u, v, area)).mean((1, 2))
     best = int(error.argmin())
@@ -85,12 +109,15 @@ def _patch(cover: FloatArray, u: float, v: float, area: float) -> FloatArray:
 
 @cache
 def _templates() -> tuple[list[Shape], FloatArray, FloatArray]:
-    """Names [T], patches [T, 16, 16] and areas (at unit radius) [T] of every shape, small and large."""
+    """Names [T], patches [T, 16, 16] and areas (at unit radius) [T] of every shape, small and
+    large."""
     names: list[Shape] = []
     patches, areas = [], []
     for shape in SHAPES:
         for radius in (sum(RADII["small"]) / 2, sum(RADII["large"]) / 2):
-            picture = draw([Object(SIDE / 2, SIDE / 2, radius, "black", shape)], np.random.default_rng(0))
+            picture = draw(
+                [Object(SIDE / 2, SIDE / 2, radius, "black", shape)], np.random.default_rng(0)
+            )
             grey = picture[..., 0].astype(np.float32)
             cover = (grey.max() - grey) / (grey.max() - grey.min())
             area = float(cover.sum())

@@ -3,7 +3,8 @@
     prompt = group | group relation group
     group  = ("a" | "one" | "two" | "three") [size] colour shape
 
-The train and held-out prompts are lists fixed by the rules below, in a shuffled order that never changes.
+The train and held-out prompts are lists fixed by the rules below, in a shuffled order that never
+changes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def _parse_group(words: list[str], prompt: str) -> tuple[Group, list[str]]:
     def take(meaning: str, choices: tuple[str, ...]) -> str:
         found = words[0] if words else "the end"
         if found not in choices:
-            raise ValueError(f"expected {meaning} ({', '.join(choices)}), found {found!r} in {prompt!r}")
+            raise ValueError(
+                f"expected {meaning} ({', '.join(choices)}), found {found!r} in {prompt!r}"
+            )
         return words.pop(0)
 
     words = list(words)
@@ -81,10 +84,11 @@ def _parse_group(words: list[str], prompt: str) -> tuple[Group, list[str]]:
 
 
 def is_heldout(scene: Scene) -> bool:
-    """Whether neither pretraining nor training may see this scene: a fixed fifth of all compositions.
+    """Whether neither pretraining nor training may see this scene: a fixed fifth of all
+    compositions.
 
-    Of two groups the pair of (colour, shape) kinds is held out, whatever their order, counts, sizes and relation;
-    of a single group the triple (count, colour, shape).
+    Of two groups the pair of (colour, shape) kinds is held out, whatever their order, counts, sizes
+    and relation; of a single group the triple (count, colour, shape).
     """
     if scene.relation is None:
         group = scene.groups[0]
@@ -98,7 +102,9 @@ def is_heldout(scene: Scene) -> bool:
 def scene_prompts(split: SceneSplit) -> tuple[str, ...]:
     """The prompts of a split, distinct, in a fixed shuffled order; any prefix is a fair sample."""
     if split not in get_args(SceneSplit):
-        raise ValueError(f"unknown split {split!r}, expected one of {', '.join(get_args(SceneSplit))}")
+        raise ValueError(
+            f"unknown split {split!r}, expected one of {', '.join(get_args(SceneSplit))}"
+        )
     rng = np.random.default_rng(zlib.crc32(split.encode()))
     found: dict[str, None] = {}
     while len(found) < SPLIT_SIZES[split]:

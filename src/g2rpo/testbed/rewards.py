@@ -1,7 +1,8 @@
-"""Three rewards of the testbed: a verifiable one, a learned CLIP score and a learned preference score.
+"""Three rewards of the testbed: a verifiable one, a learned CLIP score and a learned preference
+score.
 
-All follow the `Reward` protocol: images [B, 3, 64, 64] in [0, 1] and their prompts to scores [B], float32 on the CPU,
-higher is better. A prompt that the grammar cannot parse has no score: NaN.
+All follow the `Reward` protocol: images [B, 3, 64, 64] in [0, 1] and their prompts to scores [B],
+float32 on the CPU, higher is better. A prompt that the grammar cannot parse has no score: NaN.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ def parse_or_none(prompt: str) -> Scene | None:
 
 
 class SceneAccuracy(Reward):
-    """Whether the picture shows the asked objects, colours, counts, sizes and relation, and nothing else.
+    """Whether the picture shows the asked objects, colours, counts, sizes and relation, and nothing
+    else.
 
-    1 if all answers of `check` are 1; otherwise `partial`, in [0, 1], times the mean of the answers.
+    1 if all answers of `check` are 1; otherwise `partial`, in [0, 1], times the mean of the
+    answers.
     """
 
     right = 1.0
@@ -48,7 +51,10 @@ class SceneAccuracy(Reward):
         self.partial = partial
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        scores = [self._score(image, prompt) for image, prompt in zip(images.float().cpu(), prompts, strict=True)]
+        scores = [
+            self._score(image, prompt)
+            for image, prompt in zip(images.float().cpu(), prompts, strict=True)
+        ]
         return torch.tensor(scores, dtype=torch.float32)
 
     def _score(self, image: Tensor, prompt: str) -> float:
@@ -62,8 +68,8 @@ class SceneAccuracy(Reward):
 class SceneCLIP(Reward):
     """Cosine of the picture and its prompt under the testbed's tiny CLIP, in [-1, 1].
 
-    It is sensitive to counts, colours, shapes and sizes, but hardly to positions: like larger CLIPs it treats prompts nearly
-    as bags of words.
+    It is sensitive to counts, colours, shapes and sizes, but hardly to positions: like larger CLIPs
+    it treats prompts nearly as bags of words.
     """
 
     side = SIDE
@@ -72,8 +78,11 @@ class SceneCLIP(Reward):
     differentiable = True
 
     def __init__(self, path: Path | str | None = None) -> None:
-        self.model, self.tokenizer = load_testbed_clip(Path(path) if path else assets_dir() / self.folder)
-        self._text = lru_cache(maxsize=1024)(self._encode)  # a group's pictures come in several batches, of one prompt
+        self.model, self.tokenizer = load_testbed_clip(
+            Path(path) if path else assets_dir() / self.folder
+        )
+        # a group's pictures come in several batches, of one prompt
+        self._text = lru_cache(maxsize=1024)(self._encode)
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
@@ -88,16 +97,22 @@ class SceneCLIP(Reward):
 
     def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """As `taste.PictureEncoder`."""
-        return image_features(self.model, images.float().cpu()), torch.stack([self._text(prompt) for prompt in prompts])
+        return image_features(self.model, images.float().cpu()), torch.stack(
+            [self._text(prompt) for prompt in prompts]
+        )
 
     def _encode(self, prompt: str) -> Tensor:
-        """A prompt's features [D], alone so that they depend on nothing else; NaN for one outside the grammar."""
+        """A prompt's features [D], alone so that they depend on nothing else; NaN for one outside
+        the grammar."""
         features = text_features(self.model, self.tokenizer, [prompt])[0]
-        return features if parse_or_none(prompt) is not None else torch.full_like(features, torch.nan)
+        return (
+            features if parse_or_none(prompt) is not None else torch.full_like(features, torch.nan)
+        )
 
 
 class ScenePreference(SceneCLIP):
-    """A learned preference for pictures that are right, clean and well drawn. Scaled cosine, as in HPSv2."""
+    """A learned preference for pictures that are right, clean and well drawn. Scaled cosine, as in
+    HPSv2."""
 
     folder = "preference"
     scale = 100.0
@@ -118,10 +133,14 @@ def image_features(model: CLIPModel, images: Tensor) -> Tensor:
     return F.normalize(model.visual_projection(pooled), dim=-1)
 
 
-def text_features(model: CLIPModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> Tensor:
+def text_features(
+    model: CLIPModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]
+) -> Tensor:
     """Unit features [B, D] of prompts."""
     tokens = tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt")
-    pooled = model.text_model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).pooler_output
+    pooled = model.text_model(
+        input_ids=tokens.input_ids, attention_mask=tokens.attention_mask
+    ).pooler_output
     return F.normalize(model.text_projection(pooled), dim=-1)
 
 
@@ -136,9 +155,10 @@ _HOLDS: dict[Relation, Callable[[Found, Found], bool]] = {
 def check_scene(scene: Scene, objects: list[Found]) -> dict[str, float]:
     """Answers by question; all are 1 exactly when the picture shows the scene and nothing else.
 
-    For each group: is there such an object (.5 for the right colour or shape alone), the ratio of actual and asked count and,
-    if a size is named, the share of objects that have it. For the scene: the share of pairs that satisfy the relation, and
-    the share of all objects that belong to it.
+    For each group: is there such an object (.5 for the right colour or shape alone), the ratio of
+    actual and asked count and, if a size is named, the share of objects that have it. For the
+    scene: the share of pairs that satisfy the relation, and the share of all objects that belong to
+    it.
     """
     members = [[o for o in objects if (o.colour, o.shape) == kind(group)] for group in scene.groups]
     others = [o for o in objects if not any(o in found for found in members)]

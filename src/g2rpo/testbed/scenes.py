@@ -1,7 +1,7 @@
 """Scenes of a few flat shapes on a light background: their description, layout and drawing.
 
-A `Scene` describes *what* a prompt asks for; a list of `Object`s is one layout of it, with positions.
-One scene has many layouts. Everything is a function of a `numpy.random.Generator`.
+A `Scene` describes *what* a prompt asks for; a list of `Object`s is one layout of it, with
+positions. One scene has many layouts. Everything is a function of a `numpy.random.Generator`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ Picture = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Group:
-    """`count` objects alike; `size=None` leaves the size open (each layout then picks one for the whole group)."""
+    """`count` objects alike; `size=None` leaves the size open (each layout then picks one for the
+    whole group)."""
 
     count: int
     colour: Colour
@@ -72,7 +73,8 @@ class Scene:
 
 @dataclass(frozen=True)
 class Object:
-    """One shape on the canvas: centre and radius of its bounding circle, in pixels (y grows downwards)."""
+    """One shape on the canvas: centre and radius of its bounding circle, in pixels (y grows
+    downwards)."""
 
     x: float
     y: float
@@ -109,7 +111,8 @@ def sample_group(rng: np.random.Generator) -> Group:
 
 
 def outline(shape: Shape) -> list[tuple[float, float]]:
-    """The corners of a polygon in the unit circle (or a tenth beyond), y downwards; a circle is a 48-gon."""
+    """The corners of a polygon in the unit circle (or a tenth beyond), y downwards; a circle is a
+    48-gon."""
     if shape == "square":
         return [(-0.78, -0.78), (0.78, -0.78), (0.78, 0.78), (-0.78, 0.78)]
     if shape == "triangle":
@@ -117,7 +120,10 @@ def outline(shape: Shape) -> list[tuple[float, float]]:
     if shape == "star":
         ring = [(1.04 if i % 2 == 0 else 0.46, math.pi * i / 5) for i in range(10)]
         return [(r * math.sin(a), 0.05 - r * math.cos(a)) for r, a in ring]
-    return [(0.92 * math.cos(a), 0.92 * math.sin(a)) for a in np.linspace(0, 2 * math.pi, 48, endpoint=False)]
+    return [
+        (0.92 * math.cos(a), 0.92 * math.sin(a))
+        for a in np.linspace(0, 2 * math.pi, 48, endpoint=False)
+    ]
 
 
 def draw(objects: list[Object], rng: np.random.Generator) -> Picture:
@@ -127,7 +133,10 @@ def draw(objects: list[Object], rng: np.random.Generator) -> Picture:
     pen = ImageDraw.Draw(image)
     shade = {o.colour: rng.integers(-8, 9, size=3) for o in objects}
     for o in objects:
-        corners = [((o.x + o.radius * u) * SUPERSAMPLE, (o.y + o.radius * v) * SUPERSAMPLE) for u, v in outline(o.shape)]
+        corners = [
+            ((o.x + o.radius * u) * SUPERSAMPLE, (o.y + o.radius * v) * SUPERSAMPLE)
+            for u, v in outline(o.shape)
+        ]
         fill = tuple(int(v) for v in np.clip(np.array(RGB[o.colour]) + shade[o.colour], 0, 255))
         pen.polygon(corners, fill=fill)
     return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX))

@@ -1,4 +1,5 @@
-"""The first half of an iteration: prompts -> rollouts -> rewards, in batches that fit, scoring while the next are sampled."""
+"""The first half of an iteration: prompts -> rollouts -> rewards, in batches that fit, scoring
+while the next are sampled."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import waits
 from g2rpo.core.contracts import check_advantages, plans_of
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Algorithm, Cond, Example, Kernel, Plan, Policy, Reward, Rollout, no_kernel
+from g2rpo.core.types import (
+    Algorithm,
+    Cond,
+    Example,
+    Kernel,
+    Plan,
+    Policy,
+    Reward,
+    Rollout,
+    no_kernel,
+)
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import anchor_walk
 from g2rpo.rollout.scoring import decode_rollout, score_rollouts
@@ -55,7 +66,8 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of this rank, one for each prompt and plan, with the rewards [N, R, M, G] of all ranks' groups."""
+    """The groups of this rank, one for each prompt and plan, with the rewards [N, R, M, G] of all
+    ranks' groups."""
 
     algorithm: Algorithm
     prompts: Sequence[str]
@@ -85,12 +97,17 @@ class Groups:
 
     @classmethod
     def join(cls, parts: Sequence[Groups]) -> Groups:
-        """Groups of one prompt each that were sampled alike at several times, to be learnt from together."""
+        """Groups of one prompt each that were sampled alike at several times, to be learnt from
+        together."""
 
         def noise(place: int, *purpose: Any) -> torch.Generator:
             return parts[place].spec.noise(parts[place].spec.first, *purpose)
 
-        rollouts = [replace(rollout, prompt=place) for place, part in enumerate(parts) for rollout in part.collected.rollouts]
+        rollouts = [
+            replace(rollout, prompt=place)
+            for place, part in enumerate(parts)
+            for rollout in part.collected.rollouts
+        ]
         rewards = torch.cat([part.collected.rewards for part in parts])
         evaluations = sum(part.collected.evaluations for part in parts)
         return replace(
@@ -107,8 +124,8 @@ class Groups:
 class Collector:
     """Rolls out the plans of an algorithm for all prompts and scores the pictures with `rewards`.
 
-    `sizes` are halved when memory runs out. Noise depends on the config's seed, the iteration and a prompt's place in it, not
-    on the rank, whose prompts and plans are its `division`'s.
+    `sizes` are halved when memory runs out. Noise depends on the config's seed, the iteration and a
+    prompt's place in it, not on the rank, whose prompts and plans are its `division`'s.
     `on_evaluations(rows)` is called after each network call.
     """
 
@@ -121,9 +138,9 @@ class Collector:
     division: Division
     on_evaluations: Callable[[int], None]
     at_once: int | None = None
-    """Prompts rolled out together, while another thread decodes and scores the pictures of earlier ones.
-    None: all or, if a reward waits for an answer or is on another device than the network, as many as
-    fill a batch."""
+    """Prompts rolled out together, while another thread decodes and scores the pictures of earlier
+    ones. None: all or, if a reward waits for an answer or is on another device than the network, as
+    many as fill a batch."""
 
     @property
     def first(self) -> int:
@@ -137,7 +154,8 @@ class Collector:
         noise: Noise | None = None,
         rewards: Mapping[str, Reward] | None = None,
     ) -> RolloutSpec:
-        """All plans of an algorithm, from other noise or scored by other rewards than an iteration's."""
+        """All plans of an algorithm, from other noise or scored by other rewards than an
+        iteration's."""
         return RolloutSpec(
             plans=self.plans(algorithm, iteration),
             group_size=algorithm.group_size,
@@ -154,43 +172,63 @@ class Collector:
 
     def plans(self, algorithm: Algorithm, iteration: int) -> list[Plan]:
         """The plans of every prompt, over all ranks."""
-        return plans_of(algorithm, self.config.sampling.num_steps, iteration, self.config.trainer.seed)
+        return plans_of(
+            algorithm, self.config.sampling.num_steps, iteration, self.config.trainer.seed
+        )
 
-    def anchors(self, candidates: int, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
-        """The ODE's picture of each prompt, `candidates` for every place, from the noise of that place's anchor."""
+    def anchors(
+        self, candidates: int, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch
+    ) -> Collected:
+        """The ODE's picture of each prompt, `candidates` for every place, from the noise of that
+        place's anchor."""
 
         def noise(place: int, *purpose: Any) -> torch.Generator:
             return self.noise(iteration, place // candidates, "initial")
 
         plans, first = [anchor_walk(self.config.sampling.num_steps)], candidates * self.first
-        return self.collect(RolloutSpec(plans, 1, no_kernel, noise, first, self.rewards), cond, prompts, watch)
+        return self.collect(
+            RolloutSpec(plans, 1, no_kernel, noise, first, self.rewards), cond, prompts, watch
+        )
 
     def pictures(self, groups: Groups) -> list[Tensor]:
         """The pictures [M, G, 3, H, W] in [0, 1], or clips, of each group, by tails and members."""
-        return [self.sizes.fit(partial(decode_rollout, self.policy, one, self.sizes)) for one in groups.collected.rollouts]
+        return [
+            self.sizes.fit(partial(decode_rollout, self.policy, one, self.sizes))
+            for one in groups.collected.rollouts
+        ]
 
-    def collect(self, spec: RolloutSpec, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
+    def collect(
+        self, spec: RolloutSpec, cond: Cond, prompts: Sequence[str], watch: Stopwatch
+    ) -> Collected:
         """The rollouts of all prompts, one per row of `cond`.
 
-        If rewards wait for answers, another thread decodes and scores some prompts' pictures while the next are rolled out.
-        The last ones are scored here, after that thread has ended, so that no reward is called by two threads at once.
+        If rewards wait for answers, another thread decodes and scores some prompts' pictures while
+        the next are rolled out. The last ones are scored here, after that thread has ended, so that
+        no reward is called by two threads at once.
         """
         size = self.prompts_at_once(spec, len(prompts))
-        parts = [range(len(prompts))[start : start + size] for start in range(0, len(prompts), size)]
-        # with sharded weights a rank takes part in the others' calls until all have sampled, and scores meanwhile
+        parts = [
+            range(len(prompts))[start : start + size] for start in range(0, len(prompts), size)
+        ]
+        # with sharded weights a rank takes part in the others' calls until all have sampled, and
+        # scores meanwhile
         together = "rollout" in self.shards.in_step
         rolled: list[list[Rollout]] = []
         scoring: list[Future[Tensor]] = []
         evaluations, aside = 0, Stopwatch()
 
         def scored(part: Sequence[Rollout], watch: Stopwatch) -> Callable[[], Tensor]:
-            return partial(score_rollouts, self.policy, part, spec.rewards, prompts, self.sizes, watch.lap)
+            return partial(
+                score_rollouts, self.policy, part, spec.rewards, prompts, self.sizes, watch.lap
+            )
 
         def score_aside(part: Sequence[Rollout]) -> Tensor:
             aside.restart()
             return self.sizes.fit(scored(part, aside))
 
-        with ThreadPoolExecutor(1, "scoring", initializer=same_device(self.policy.device)) as thread:
+        with ThreadPoolExecutor(
+            1, "scoring", initializer=same_device(self.policy.device)
+        ) as thread:
             try:
                 with self.shards.sampling():
                     for rows in parts:
@@ -206,20 +244,31 @@ class Collector:
                 rewards = [future.result() for future in scoring]
                 watch.lap("waiting")
             except BaseException:
-                thread.shutdown(wait=False, cancel_futures=True)  # else leaving waits for all that was submitted
+                # else leaving waits for all that was submitted
+                thread.shutdown(wait=False, cancel_futures=True)
                 raise
             rewards += map(self.sizes.fit, [scored(part, watch) for part in rolled[len(rewards) :]])
-        return Collected([one for part in rolled for one in part], torch.cat(rewards), evaluations, sum(aside.seconds.values()))
+        return Collected(
+            [one for part in rolled for one in part],
+            torch.cat(rewards),
+            evaluations,
+            sum(aside.seconds.values()),
+        )
 
     def prompts_at_once(self, spec: RolloutSpec, every: int) -> int:
         """How many prompts are rolled out together, of `every`."""
         chosen = self.at_once
-        if chosen is None and any(waited_for(reward, self.policy.device) for reward in spec.rewards.values()):
+        if chosen is None and any(
+            waited_for(reward, self.policy.device) for reward in spec.rewards.values()
+        ):
             chosen = max(1, self.sizes.rollout // (len(spec.plans) * spec.group_size))
         return min(chosen or every, every)
 
-    def roll_out(self, spec: RolloutSpec, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
-        """The rollouts of the prompts in `rows` of `cond`, and the number of network evaluations."""
+    def roll_out(
+        self, spec: RolloutSpec, cond: Cond, rows: Sequence[int]
+    ) -> tuple[list[Rollout], int]:
+        """The rollouts of the prompts in `rows` of `cond`, and the number of network
+        evaluations."""
         engine = Engine(
             policy=self.policy,
             cond=cond.rows(list(rows)),
@@ -239,18 +288,24 @@ class Collector:
         except OutOfMemory:
             self.on_evaluations(-engine.evaluations)  # they will be repeated
             raise
-        return [replace(rollout, prompt=rows[rollout.prompt]) for rollout in rollouts], engine.evaluations
+        return [
+            replace(rollout, prompt=rows[rollout.prompt]) for rollout in rollouts
+        ], engine.evaluations
 
     def noise(self, iteration: int, place: int, *purpose: Any) -> torch.Generator:
-        """The generator of a prompt for one purpose of the engine, by the prompt's place in the iteration."""
+        """The generator of a prompt for one purpose of the engine, by the prompt's place in the
+        iteration."""
         return generator_for(self.config.trainer.seed, "rollout", iteration, place, *purpose)
 
 
 def waited_for(reward: Reward, device: torch.device) -> bool:
-    """Whether scores come from another process (`waits`) or another device than the accelerator `device`."""
+    """Whether scores come from another process (`waits`) or another device than the accelerator
+    `device`."""
     own = reward.device
     if waits(reward) or device.type == "cpu":
         return waits(reward)
     if not isinstance(own, torch.device):  # a user's may be anything
         return True
-    return own.type != device.type or (None not in (own.index, device.index) and own.index != device.index)
+    return own.type != device.type or (
+        None not in (own.index, device.index) and own.index != device.index
+    )

@@ -61,7 +61,8 @@ from g2rpo.training.loop import Loop
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Evaluates the (averaged) weights on `heldout` prompts by `rewards`, which are trained on, and `judges`, which are not.
+    """Evaluates the (averaged) weights on `heldout` prompts by `rewards`, which are trained on, and
+    `judges`, which are not.
 
     `SHOWN` of the pictures are kept.
     """
@@ -92,11 +93,18 @@ class Evaluator:
         return {**self.rewards, **self.judges}
 
     def sampler_now(self, **changes: Any) -> Sampler:
-        """The sampler with the batch sizes of this moment, which shrink when memory runs out, and other `changes`."""
-        return replace(self.sampler, batch_size=self.sizes.rollout, decode_batch_size=self.sizes.decode, **changes)
+        """The sampler with the batch sizes of this moment, which shrink when memory runs out, and
+        other `changes`."""
+        return replace(
+            self.sampler,
+            batch_size=self.sizes.rollout,
+            decode_batch_size=self.sizes.decode,
+            **changes,
+        )
 
     def own(self) -> Sequence[str]:
-        """The held-out prompts that this rank evaluates: all of them if there are fewer prompts than ranks."""
+        """The held-out prompts that this rank evaluates: all of them if there are fewer prompts
+        than ranks."""
         return self.shards.world.shard_or_all(self.heldout)
 
     def evaluate(
@@ -109,13 +117,15 @@ class Evaluator:
         rewards: Mapping[str, Reward] | None = None,
         kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
-        """Pictures of the held-out prompts and all their scores, or of other `prompts` and with other sampler settings.
-        `on_rows` is called after every call of the network."""
+        """Pictures of the held-out prompts and all their scores, or of other `prompts` and with
+        other sampler settings. `on_rows` is called after every call of the network."""
         world, prompts = self.shards.world, self.heldout if prompts is None else prompts
         part = world.shard_or_all(prompts)
 
         def evaluated() -> Evaluation:
-            sampler = self.sampler_now(seed=self.sampler.seed if seed is None else seed, on_rows=on_rows)
+            sampler = self.sampler_now(
+                seed=self.sampler.seed if seed is None else seed, on_rows=on_rows
+            )
             judged_by = self.judged_by if rewards is None else rewards
             first = world.first(len(prompts)) if len(part) < len(prompts) else 0
             return sampler.evaluate(part, judged_by, first=first, control=control, kept=kept)
@@ -125,11 +135,14 @@ class Evaluator:
         return evaluation_of_all(world, evaluation, prompts)
 
     def spread(self, iteration: int, on_rows: Callable[[int], None]) -> Row:
-        """How much pictures of one prompt differ (`image_statistics.spread`), for the log of every rank: `diversity`, and
-        `diversity_right` of right ones if `SPREAD_RIGHT` prompts have two; empty if it is not sampled."""
+        """How much pictures of one prompt differ (`image_statistics.spread`), for the log of every
+        rank: `diversity`, and `diversity_right` of right ones if `SPREAD_RIGHT` prompts have two;
+        empty if it is not sampled."""
         if not self.spread_on:
             return {}
-        repeated = [prompt for prompt in self.heldout[: self.spread_on] for _ in range(SPREAD_NOISES)]
+        repeated = [
+            prompt for prompt in self.heldout[: self.spread_on] for _ in range(SPREAD_NOISES)
+        ]
         verdict = least_scores(self.judged_by)
         rewards = {name: self.judged_by[name] for name in verdict} or {"none": as_reward(_unscored)}
         seed = seed_for(self.sampler.seed, "spread")
@@ -138,43 +151,58 @@ class Evaluator:
         if world.is_main:
             images = found.images.unflatten(0, (-1, SPREAD_NOISES))
             row["diversity"] = spread_of(images)
-            right = torch.zeros(images.shape[:2]) if found.right is None else found.right.view(-1, SPREAD_NOISES)
+            right = (
+                torch.zeros(images.shape[:2])
+                if found.right is None
+                else found.right.view(-1, SPREAD_NOISES)
+            )
             if (right.nansum(1) > 1).sum() >= SPREAD_RIGHT:
                 row["diversity_right"] = spread_of(images, right == 1)
         return dict(json.loads(world.broadcast_text(json.dumps(row))))
 
     def sample_controls(self, iteration: int, on_rows: Callable[[int], None]) -> None:
-        """Stores the scores of all `controls`, unless they are stored or cost too much; to be called while the policy is the
-        base model."""
+        """Stores the scores of all `controls`, unless they are stored or cost too much; to be
+        called while the policy is the base model."""
         if not self.controls_on or self.has_controls():
             return
         prompts = self.heldout[: self.controls_on]
         scores: dict[str, Tensor] = {}
         for control in self.controls:
             evaluation = self.evaluate(iteration, on_rows, prompts, control, kept=_first_value)
-            scores |= {f"{control}/{name}": values for name, values in with_right(evaluation).items()}
+            scores |= {
+                f"{control}/{name}": values for name, values in with_right(evaluation).items()
+            }
         if self.run.writes:
             with self.run.written(self.run.control_scores) as path:
                 save_file(scores, path)
 
-    def sample_tuned_control(self, iteration: int, on_rows: Callable[[int], None]) -> Evaluation | None:
+    def sample_tuned_control(
+        self, iteration: int, on_rows: Callable[[int], None]
+    ) -> Evaluation | None:
         """The tuned model as `TUNED`, on the prompts of the controls; None without any."""
         if not self.controls_on:
             return None
-        return self.evaluate(iteration, on_rows, self.heldout[: self.controls_on], TUNED, kept=_first_value)
+        return self.evaluate(
+            iteration, on_rows, self.heldout[: self.controls_on], TUNED, kept=_first_value
+        )
 
     def has_controls(self) -> bool:
         """Whether the scores of controls are stored, by rank 0's view of the disk."""
         stored = self.run.writes and self.run.control_scores.is_file()
         return self.shards.world.total(stored)[0] > 0
 
-    def _against(self, base: Evaluation, tuned: Evaluation, tuned_control: Evaluation | None, training: int) -> Controls | None:
+    def _against(
+        self, base: Evaluation, tuned: Evaluation, tuned_control: Evaluation | None, training: int
+    ) -> Controls | None:
         """The stored controls against the tuned model, on the same prompts; None without any."""
         path = self.run.control_scores
         if not path.is_file():
             return None
         stored, before = load_tensors(path), with_right(base)
-        controls = {control: {name: stored[f"{control}/{name}"] for name in before} for control in self.controls}
+        controls = {
+            control: {name: stored[f"{control}/{name}"] for name in before}
+            for control in self.controls
+        }
         (count,) = {len(values) for values in stored.values()}
         return against_controls(
             controls,
@@ -187,7 +215,8 @@ class Evaluator:
         )
 
     def row(self, iteration: int, evaluation: Evaluation, spread: Row | None = None) -> Row:
-        """Stores an evaluation (at iteration 0 the base model's) and returns its row for the log, with that of `spread`."""
+        """Stores an evaluation (at iteration 0 the base model's) and returns its row for the log,
+        with that of `spread`."""
         if iteration == 0:
             self.baseline = evaluation
         if self.run.writes:
@@ -196,24 +225,36 @@ class Evaluator:
                     save_evaluation(path, evaluation)
             scores = self.run.scores(iteration)
             with self.run.writing(scores):
-                save_rows(scores, score_rows(evaluation.prompts, evaluation.scores, evaluation.right))
-            self._save_pictures(self.run.grid(iteration), [(iteration, evaluation)], f"After iteration {iteration}")
+                save_rows(
+                    scores, score_rows(evaluation.prompts, evaluation.scores, evaluation.right)
+                )
+            self._save_pictures(
+                self.run.grid(iteration), [(iteration, evaluation)], f"After iteration {iteration}"
+            )
         row: Row = {"kind": "eval", "iteration": iteration}
         row |= {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self.base()
         if base is None:
             return row
-        row |= {f"stderr/{name}": change.error for name, change in compare_evaluations(base, evaluation).items()}
+        row |= {
+            f"stderr/{name}": change.error
+            for name, change in compare_evaluations(base, evaluation).items()
+        }
         if (right := compare_right(base, evaluation)) is not None:
             row |= {"right": right.tuned, "right_stderr": right.error}
         row |= spread or {}
-        row["judged_gain"] = judged_gain(base.scores, evaluation.scores, list(self.judges or self.rewards))
+        row["judged_gain"] = judged_gain(
+            base.scores, evaluation.scores, list(self.judges or self.rewards)
+        )
         return row | self._picture_statistics(base, evaluation)
 
     def base(self) -> Evaluation | None:
-        """The base model's evaluation, of this process or read from the run directory; None if there is none."""
+        """The base model's evaluation, of this process or read from the run directory; None if
+        there is none."""
         if self.baseline is None and self.run.folder is not None:
-            self.baseline = read_base(self.run.baseline, self.heldout, list(self.judged_by), self.shards.world)
+            self.baseline = read_base(
+                self.run.baseline, self.heldout, list(self.judged_by), self.shards.world
+            )
         return self.baseline
 
     def finish(
@@ -224,10 +265,13 @@ class Evaluator:
         tuned_control: Evaluation | None = None,
         training: int = 0,
     ) -> dict[str, Comparison]:
-        """Compares base and tuned; writes the table, the before/after grid and the curves. `training` is the run's work."""
+        """Compares base and tuned; writes the table, the before/after grid and the curves.
+        `training` is the run's work."""
         base = self.base()
         if base is None:
-            raise ValueError("this trainer has neither evaluated the base model nor a run_dir that holds its evaluation")
+            raise ValueError(
+                "this trainer has neither evaluated the base model nor a run_dir that holds its evaluation"
+            )
         table = compare_evaluations(base, tuned)
         if not self.run.writes:
             return table
@@ -254,7 +298,8 @@ class Evaluator:
         return table
 
     def _picture_statistics(self, base: Evaluation, evaluation: Evaluation) -> Row:
-        """Image statistics beside the base's: computed on rank 0, which has all pictures, and sent to every rank."""
+        """Image statistics beside the base's: computed on rank 0, which has all pictures, and sent
+        to every rank."""
         row: Row = {}
         world = self.shards.world
         if world.is_main:
@@ -263,17 +308,31 @@ class Evaluator:
         return dict(json.loads(world.broadcast_text(json.dumps(row))))
 
     def _save_pictures(
-        self, grid: Path, sides: Sequence[tuple[int, Evaluation]], which: str, right: Comparison | None = None
+        self,
+        grid: Path,
+        sides: Sequence[tuple[int, Evaluation]],
+        which: str,
+        right: Comparison | None = None,
     ) -> None:
-        """Keeps pictures of `chosen` held-out prompts, of evaluations by iteration, and draws a grid of them with the scores
-        that are trained on: a row for the base, and one for the tuned model."""
+        """Keeps pictures of `chosen` held-out prompts, of evaluations by iteration, and draws a
+        grid of them with the scores that are trained on: a row for the base, and one for the tuned
+        model."""
         places, how = chosen([one.right for _, one in sides], SHOWN, len(self.heldout))
         prompts = [self.heldout[place] for place in places]
         seconds = seconds_of(self.sampler.policy, sides[0][1].images.shape[1])
         picture_rows = []
-        for label, (iteration, one) in zip(("base", "tuned") if len(sides) > 1 else ("",), sides, strict=True):
+        for label, (iteration, one) in zip(
+            ("base", "tuned") if len(sides) > 1 else ("",), sides, strict=True
+        ):
             scores = {reward: one.scores[reward][places] for reward in self.rewards}
-            picture_rows.append(PictureRow(one.images[places], label, scores, None if one.right is None else one.right[places]))
+            picture_rows.append(
+                PictureRow(
+                    one.images[places],
+                    label,
+                    scores,
+                    None if one.right is None else one.right[places],
+                )
+            )
             folder = self.run.pictures(iteration)
             with self.run.writing(folder):
                 save_pictures(folder, one.images[places], places, seconds)
@@ -302,7 +361,9 @@ def _unscored(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return torch.full((len(prompts),), torch.nan)
 
 
-def evaluator_of(loop: Loop, judges: Mapping[str, Reward], heldout: Sequence[str], shards: Replicated, run: Run) -> Evaluator:
+def evaluator_of(
+    loop: Loop, judges: Mapping[str, Reward], heldout: Sequence[str], shards: Replicated, run: Run
+) -> Evaluator:
     """The evaluator of a run, with its controls."""
     config, policy, sampler = loop.config, loop.policy, sampler_of(loop.config, loop.policy)
     return Evaluator(
@@ -319,8 +380,11 @@ def evaluator_of(loop: Loop, judges: Mapping[str, Reward], heldout: Sequence[str
     )
 
 
-def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes: bool) -> dict[str, Any]:
-    """The controls of an evaluator, and the numbers of `heldout` prompts for them and for the spread within a prompt."""
+def free_knobs(
+    config: Config, policy: Policy, steps: int, heldout: int, writes: bool
+) -> dict[str, Any]:
+    """The controls of an evaluator, and the numbers of `heldout` prompts for them and for the
+    spread within a prompt."""
     setting = config.evaluation.controls
     if setting is False:
         return {}
@@ -329,7 +393,9 @@ def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes:
     cost = evaluations_of(controls, steps)
     looks = 1 + math.ceil(config.trainer.iterations / config.evaluation.every)
     spread_on = min(SPREAD_PROMPTS, heldout)
-    affordable = setting is True or spread_on * SPREAD_NOISES * steps * looks <= SPREAD_SHARE * evaluations
+    affordable = (
+        setting is True or spread_on * SPREAD_NOISES * steps * looks <= SPREAD_SHARE * evaluations
+    )
     return {
         "controls": controls,
         "controls_on": prompts_within(setting, heldout, cost, evaluations) if writes else 0,

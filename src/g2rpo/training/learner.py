@@ -26,14 +26,19 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Learner:
-    """The trained `parameters` with AdamW (arXiv 1711.05101) and, with `ema_decay`, their exponential moving average.
+    """The trained `parameters` with AdamW (arXiv 1711.05101) and, with `ema_decay`, their
+    exponential moving average.
 
-    With sharded weights (`shards`), `stored` and `weights` return this rank's pieces; `take` and `take_weights` expect those of
-    all ranks.
+    With sharded weights (`shards`), `stored` and `weights` return this rank's pieces; `take` and
+    `take_weights` expect those of all ranks.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], config: OptimConfig, shards: Replicated, keep_old: bool = False
+        self,
+        parameters: Iterable[nn.Parameter],
+        config: OptimConfig,
+        shards: Replicated,
+        keep_old: bool = False,
     ) -> None:
         self.parameters = nn.ParameterList(parameters)
         self.config = config
@@ -45,12 +50,16 @@ class Learner:
             betas=BETAS,
             eps=EPSILON,
             weight_decay=config.weight_decay,
-            # one operation, without a temporary copy of the moments; of shards DTensor plans one and not a dozen
+            # one operation, without a temporary copy of the moments; of shards DTensor plans one
+            # and not a dozen
             fused=shards.divided or any(accelerator(p.device) is not None for p in self.parameters),
         )
-        self.average = AveragedModel(self.parameters, multi_avg_fn=self._blend) if config.ema_decay else None
+        self.average = (
+            AveragedModel(self.parameters, multi_avg_fn=self._blend) if config.ema_decay else None
+        )
         if self.average is not None and config.ema_warmup:
-            self.average.n_averaged.fill_(1)  # starts at the untrained weights; otherwise the first update copies the weights
+            # starts at the untrained weights; otherwise the first update copies the weights
+            self.average.n_averaged.fill_(1)
         self.old = [parameter.detach().clone() for parameter in self.parameters] if keep_old else []
         self.optimizer.register_step_post_hook(lambda *_: self._after_step())
 
@@ -58,17 +67,19 @@ class Learner:
     def steps(self) -> int:
         """Optimizer steps taken so far."""
         counts = [state["step"] for state in self.optimizer.state.values()]
-        return int(torch.stack(counts).max()) if counts else 0  # read once: a fused AdamW keeps the count on the device
+        # read once: a fused AdamW keeps the count on the device
+        return int(torch.stack(counts).max()) if counts else 0
 
     @property
     def ema_decay(self) -> float:
-        """The decay of the average: `ema_decay`, after a warm-up of (1 + t) / (10 + t) at optimizer step t."""
+        """The decay of the average: `ema_decay`, after a warm-up of (1 + t) / (10 + t) at optimizer
+        step t."""
         warm = (1 + self.steps) / (10 + self.steps) if self.config.ema_warmup else 1.0
         return min(warm, self.config.ema_decay)
 
     def set_rate(self, iteration: int, iterations: int) -> float:
-        """The learning rate of an iteration, counted from 0: `learning_rate` after a linear warm-up, or a cosine from it to
-        zero at the end."""
+        """The learning rate of an iteration, counted from 0: `learning_rate` after a linear
+        warm-up, or a cosine from it to zero at the end."""
         rate = self.learning_rate * min(1.0, (iteration + 1) / (self.config.warmup_iterations + 1))
         if self.config.decay == "cosine":
             rate *= 0.5 * (1 + math.cos(math.pi * iteration / iterations))
@@ -83,7 +94,8 @@ class Learner:
 
     def _after_step(self) -> None:
         every = self.config.ema_every
-        if self.average is not None and every is not None and (self.steps + 1) % every == 0:  # 7, 15, ... of 8, as Flow-GRPO
+        # 7, 15, ... of 8, as Flow-GRPO
+        if self.average is not None and every is not None and (self.steps + 1) % every == 0:
             self.average.update_parameters(self.parameters)
 
     def _blend(self, averages: Sequence[Tensor], weights: Sequence[Tensor], updates: Any) -> None:
@@ -113,12 +125,16 @@ class Learner:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for old, parameter in zip(self.old, self.parameters, strict=True):  # one by one: no third copy of all weights
+        # one by one: no third copy of all weights
+        for old, parameter in zip(self.old, self.parameters, strict=True):
             try:
                 trained = parameter.clone()
             except RuntimeError as error:
-                if out_of_device_memory(error):  # some are swapped, so a smaller batch cannot go on from here
-                    raise UserError("memory ran out while old and trained weights were swapped; lower batch sizes") from error
+                # some are swapped, so a smaller batch cannot go on from here
+                if out_of_device_memory(error):
+                    raise UserError(
+                        "memory ran out while old and trained weights were swapped; lower batch sizes"
+                    ) from error
                 raise
             parameter.copy_(old)
             old.copy_(trained)
@@ -134,20 +150,28 @@ class Learner:
         return {"weights": [self.shards.own(p) for p in self.parameters]}
 
     def stored(self) -> Snapshot:
-        """(tensors, state) for `take`, with all that another process needs to continue: of tensors this rank's pieces."""
+        """(tensors, state) for `take`, with all that another process needs to continue: of tensors
+        this rank's pieces."""
         moments = self.optimizer.state_dict()["state"]
-        tensors = {name: [values[name] for values in moments.values()] for name in MOMENTS[1:] if moments}
+        tensors = {
+            name: [values[name] for values in moments.values()] for name in MOMENTS[1:] if moments
+        }
         if self.average is not None:
             tensors["average"] = list(self.average.module.parameters())
         if self.old:
             tensors["old"] = self.old
         averaged = int(self.average.n_averaged) if self.average is not None else 0
         steps = {place: {"step": values["step"]} for place, values in moments.items()}
-        own = {name: [self.shards.own(value) for value in values] for name, values in tensors.items()}
+        own = {
+            name: [self.shards.own(value) for value in values] for name, values in tensors.items()
+        }
         return self.weights() | own, {"optimizer": {"state": steps}, "averaged": averaged}
 
-    def take(self, tensors: Mapping[str, Sequence[Tensor | Pieces]], state: Mapping[str, Any]) -> None:
-        """Restores the result of `stored`; for another model's it raises an exception and changes nothing."""
+    def take(
+        self, tensors: Mapping[str, Sequence[Tensor | Pieces]], state: Mapping[str, Any]
+    ) -> None:
+        """Restores the result of `stored`; for another model's it raises an exception and changes
+        nothing."""
         own = list(self.parameters)
         averages = list(self.average.module.parameters()) if self.average is not None else []
         _check_shapes(tensors["weights"], own)
@@ -156,9 +180,12 @@ class Learner:
         moments, averaged = {}, int(state["averaged"])
         for index, (place, values) in enumerate(state["optimizer"]["state"].items()):
             values = values | {name: tensors[name][index] for name in MOMENTS[1:]}
-            _check_shapes([values[name] for name in MOMENTS], [torch.zeros(()), own[place], own[place]])
+            _check_shapes(
+                [values[name] for name in MOMENTS], [torch.zeros(()), own[place], own[place]]
+            )
             moments[place] = {name: self.shards.piece(values[name], own[place]) for name in MOMENTS}
-        groups = self.optimizer.state_dict()["param_groups"]  # hyper-parameters are the config's, not the checkpoint's
+        # hyper-parameters are the config's, not the checkpoint's
+        groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
         self._restore(tensors["weights"], own)
         if self.average is not None:
@@ -169,10 +196,13 @@ class Learner:
 
     def snapshot(self) -> Snapshot:
         """A copy of `stored` in host memory."""
-        return tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), self.stored())
+        return tree_map_only(
+            Tensor, lambda value: value.detach().to("cpu", copy=True), self.stored()
+        )
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Takes a copy of a snapshot, which may be restored again: the optimizer keeps and changes what it is given."""
+        """Takes a copy of a snapshot, which may be restored again: the optimizer keeps and changes
+        what it is given."""
         self.take(*copy.deepcopy(snapshot))
 
     def take_weights(self, weights: Sequence[Tensor | Pieces]) -> None:
@@ -185,7 +215,10 @@ class Learner:
 
     def _restore(self, values: Sequence[Tensor | Pieces], into: Iterable[Tensor]) -> None:
         into = list(into)
-        _copy((self.shards.piece(value, tensor) for value, tensor in zip(values, into, strict=True)), into)
+        _copy(
+            (self.shards.piece(value, tensor) for value, tensor in zip(values, into, strict=True)),
+            into,
+        )
 
 
 @torch.no_grad()

@@ -32,7 +32,8 @@ from g2rpo.training.updater import Updater, UpdateStats
 class Loop:
     """Iterations of `algorithm` (or of its state, `memory`) on `rewards` with these `weights`.
 
-    It knows no clock, alarm, file or tracker. On several ranks each has a loop, with its `division` of the prompts.
+    It knows no clock, alarm, file or tracker. On several ranks each has a loop, with its `division`
+    of the prompts.
     """
 
     config: Config
@@ -62,26 +63,35 @@ class Loop:
             algorithm = self.algorithm_now()
             spec = self.collector.own_spec(algorithm, self.iteration)
             collected = self.collector.collect(spec, cond, prompts, watch)
-            rewards = self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
+            # an algorithm may look at the whole batch
+            rewards = self.world.gather(collected.rewards)
             watch.lap("waiting")
             observe(self.rewards, self.iteration, rewards)
             pictures = partial(looked_at, self.policy, self.sizes, collected, prompts)
             learnt = learn(self.rewards, self.iteration, pictures, self.world)
-        return Groups(algorithm, prompts, cond, spec, collected, rewards, watch, chosen_from, learnt)
+        return Groups(
+            algorithm, prompts, cond, spec, collected, rewards, watch, chosen_from, learnt
+        )
 
-    def sample_others(self, prompts: Sequence[str], algorithm: Algorithm, spec: RolloutSpec) -> Groups:
-        """The same of any prompts of this rank, drawn and scored as `spec` says; no reward observes or learns."""
+    def sample_others(
+        self, prompts: Sequence[str], algorithm: Algorithm, spec: RolloutSpec
+    ) -> Groups:
+        """The same of any prompts of this rank, drawn and scored as `spec` says; no reward observes
+        or learns."""
         watch, cond = Stopwatch(), self.policy.encode(prompts)
         with self._sampling():
             collected = self.collector.collect(spec, cond, prompts, watch)
-        return Groups(algorithm, prompts, cond, spec, collected, self.world.gather(collected.rewards), watch)
+        return Groups(
+            algorithm, prompts, cond, spec, collected, self.world.gather(collected.rewards), watch
+        )
 
     def advantages(self, groups: Groups) -> Tensor:
         """Rewards -> advantages [N, G] of all ranks' groups."""
         return advantages_of(groups.algorithm, groups.rewards, self.weights)
 
     def learn_from(self, groups: Groups, advantages: Tensor) -> Row:
-        """Advantages [N, G] of all ranks' groups -> loss -> step: ends an iteration; returns its metrics."""
+        """Advantages [N, G] of all ranks' groups -> loss -> step: ends an iteration; returns its
+        metrics."""
         check_scored(groups.rewards, list(self.rewards))
         stats, rate = self.update(groups, self.world.shard(advantages))
         groups.watch.lap("update")
@@ -96,7 +106,13 @@ class Loop:
         return {
             "kind": "train",
             "iteration": self.iteration,
-            **of_groups(plans, list(self.rewards), groups.rewards, advantages, groups.algorithm.advantage_clip),
+            **of_groups(
+                plans,
+                list(self.rewards),
+                groups.rewards,
+                advantages,
+                groups.algorithm.advantage_clip,
+            ),
             **learnt,
             **stats.summary(groups.algorithm),
             "learning_rate": rate,
@@ -107,7 +123,9 @@ class Loop:
         """Optimizer steps on this rank's groups; returns their statistics and the learning rate."""
         self.updater.algorithm = groups.algorithm
         if differentiates_rewards(self.algorithm):
-            self.updater.reward = partial(weighted_scores, self.policy, self.rewards, self.weights, groups.prompts)
+            self.updater.reward = partial(
+                weighted_scores, self.policy, self.rewards, self.weights, groups.prompts
+            )
         rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
         with in_training(self.policy, self.config.sampling.guidance_scale):
             stats = self.updater.update(groups.examples(advantages), groups.cond)
@@ -126,16 +144,23 @@ class Loop:
             yield
 
     def algorithm_now(self) -> Algorithm:
-        """The algorithm of the current iteration: the config's, or its state's (`AlgorithmState.at`)."""
+        """The algorithm of the current iteration: the config's, or its state's
+        (`AlgorithmState.at`)."""
         return self.algorithm if self.memory is None else self.memory.at(self.iteration)
 
     def prompts_of(self, iteration: int) -> list[str]:
-        """This rank's prompts of an iteration; where the algorithm chooses among them, the candidates of each place in turn."""
+        """This rank's prompts of an iteration; where the algorithm chooses among them, the
+        candidates of each place in turn."""
         places = self.config.trainer.prompts_per_iteration
-        return self.division.prompts.shard(self.order.batch(iteration, places * candidates_of(self.algorithm)))
+        return self.division.prompts.shard(
+            self.order.batch(iteration, places * candidates_of(self.algorithm))
+        )
 
-    def _choose(self, prompts: list[str], cond: Cond, watch: Stopwatch) -> tuple[list[str], Cond, list[Collected]]:
-        """The prompts chosen by the algorithm's state, their rows of `cond`, and the samples made for the choice."""
+    def _choose(
+        self, prompts: list[str], cond: Cond, watch: Stopwatch
+    ) -> tuple[list[str], Cond, list[Collected]]:
+        """The prompts chosen by the algorithm's state, their rows of `cond`, and the samples made
+        for the choice."""
         each = candidates_of(self.algorithm)
         if each == 1:
             return prompts, cond, []

@@ -1,4 +1,5 @@
-"""What tuned weights say of themselves: a model card for people, and the header of an adapter for programs."""
+"""What tuned weights say of themselves: a model card for people, and the header of an adapter for
+programs."""
 
 from __future__ import annotations
 
@@ -50,10 +51,12 @@ def write_card(
     policy: Policy,
     against: Controls | None = None,
 ) -> Path:
-    """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a file or a folder.
+    """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a
+    file or a folder.
 
-    A policy may have `deployed`, further arguments of the pipeline's call, and `lora_loader`, what loads an adapter (None:
-    merged weights are loaded). `against` are the base's free knobs (`controls.against_controls`).
+    A policy may have `deployed`, further arguments of the pipeline's call, and `lora_loader`, what
+    loads an adapter (None: merged weights are loaded). `against` are the base's free knobs
+    (`controls.against_controls`).
     """
     deployed = getattr(policy, "deployed", None)
     lora_loader = getattr(policy, "lora_loader", "load_lora_weights")
@@ -128,16 +131,32 @@ def _block(language: str, code: str) -> str:
 
 
 def _what(config: Config) -> str:
-    rewards = ", ".join(f"{name} (weight {entry.weight:g})" for name, entry in config.rewards.items())
-    kind = f"LoRA of rank {config.policy.lora_rank}" if config.policy.tuning == "lora" else "fully tuned transformer"
+    rewards = ", ".join(
+        f"{name} (weight {entry.weight:g})" for name, entry in config.rewards.items()
+    )
+    kind = (
+        f"LoRA of rank {config.policy.lora_rank}"
+        if config.policy.tuning == "lora"
+        else "fully tuned transformer"
+    )
     recipe = f" with the recipe {_code(config.recipe)}" if config.recipe else ""
     method, paper = title_of(config.algorithm)
     source = f"{method}, arXiv {paper}" if paper else f"the algorithm {method}"
     licence = catalogue.licence_of(config.policy.path, config.policy.kind)
-    brought = [f"It continues {_code(base_name(config.policy.adapter))}. "] if config.policy.adapter else []
+    brought = (
+        [f"It continues {_code(base_name(config.policy.adapter))}. "]
+        if config.policy.adapter
+        else []
+    )
     if config.policy.assistant:
-        where = "and is used with it" if config.policy.assistant_in_evaluation else "and is not part of the result"
-        brought.append(f"The assistant {_code(base_name(config.policy.assistant))} acted in training {where}. ")
+        where = (
+            "and is used with it"
+            if config.policy.assistant_in_evaluation
+            else "and is not part of the result"
+        )
+        brought.append(
+            f"The assistant {_code(base_name(config.policy.assistant))} acted in training {where}. "
+        )
     return (
         f"A {kind}, trained by g2rpo {__version__}{recipe} ({source}) for "
         f"{config.trainer.iterations} iterations of {config.trainer.prompts_per_iteration} prompts. Trained on: {rewards}. "
@@ -158,7 +177,9 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
     rows = ["| reward | use | base | tuned | change |\n|---|---|---|---|---|\n"]
     for name, row in table.items():
         use = "trained on" if name in config.rewards else "judged only"
-        rows.append(f"| {name} | {use} | {row.base:.3f} | {row.tuned:.3f} | {row.change:+.3f}{row.within} |\n")
+        rows.append(
+            f"| {name} | {use} | {row.base:.3f} | {row.tuned:.3f} | {row.change:+.3f}{row.within} |\n"
+        )
     caption = f"{counted(prompts, 'held-out prompt')} from the same noise; ± is the 95 % interval of the paired change."
     return "## Results\n\n" + "".join(rows) + f"\n{caption}"
 
@@ -198,16 +219,26 @@ pipe = DiffusionPipeline.from_pretrained({config.policy.path!r}, transformer=tra
 
 
 def _helpers(task: str) -> str:
-    names = [*(["export_to_video"] if "video" in task else []), *(["load_image"] if task.startswith("image") else [])]
+    names = [
+        *(["export_to_video"] if "video" in task else []),
+        *(["load_image"] if task.startswith("image") else []),
+    ]
     return f"\nfrom diffusers.utils import {', '.join(names)}" if names else ""
 
 
 def _call(config: Config, task: str, deployed: Mapping[str, Any] | None, more: str = "") -> str:
     size = f"height={config.judged.height}, width={config.judged.width}"
     scale = config.policy.guidance_scale
-    further = deployed if deployed is not None else {} if scale is None else {"guidance_scale": scale}
-    named = (f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}" for name, value in further.items())
-    steps = ", ".join([f"num_inference_steps={config.evaluation.num_steps or config.sampling.num_steps}", *named])
+    further = (
+        deployed if deployed is not None else {} if scale is None else {"guidance_scale": scale}
+    )
+    named = (
+        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}"
+        for name, value in further.items()
+    )
+    steps = ", ".join(
+        [f"num_inference_steps={config.evaluation.num_steps or config.sampling.num_steps}", *named]
+    )
     length = config.policy.max_sequence_length
     tokens = f", max_sequence_length={length}" if length else ""
     image = 'image=load_image("in.png"), ' if task.startswith("image") else ""
@@ -220,9 +251,11 @@ def _call(config: Config, task: str, deployed: Mapping[str, Any] | None, more: s
 
 
 def header_of(config: Config, iteration: int) -> dict[str, str]:
-    """Text for the header of an adapter that a run of `config` saved after `iteration`: the same for equal runs, so no dates.
+    """Text for the header of an adapter that a run of `config` saved after `iteration`: the same
+    for equal runs, so no dates.
 
-    Where the base model's architecture has a name, the fields of ModelSpec 1.0.1 (github.com/Stability-AI/ModelSpec) are there.
+    Where the base model's architecture has a name, the fields of ModelSpec 1.0.1
+    (github.com/Stability-AI/ModelSpec) are there.
     """
     method, paper = title_of(config.algorithm)
     own = {
@@ -236,11 +269,16 @@ def header_of(config: Config, iteration: int) -> dict[str, str]:
         "size": f"{config.policy.width}x{config.policy.height}",
     }
     above = {ABOVE_KEY: str(config.policy.lora_above)} if config.policy.lora_above else {}
-    return {**{f"g2rpo.{name}": text for name, text in own.items()}, **above, **_modelspec(config, method)}
+    return {
+        **{f"g2rpo.{name}": text for name, text in own.items()},
+        **above,
+        **_modelspec(config, method),
+    }
 
 
 def base_name(path: str) -> str:
-    """A base model's name: its hub id, or the name of its folder without its path, which is private."""
+    """A base model's name: its hub id, or the name of its folder without its path, which is
+    private."""
     return path if is_hub_id(path) else Path(path).name
 
 

@@ -32,11 +32,14 @@ def seconds_in(text: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def planned(config: Config, row: float, picture: float, look: float, heldout: int, left: float) -> Config:
-    """`config` for a run of `left` seconds, of which a network evaluation of one latent takes `row` seconds, decoding and
-    scoring a picture `picture` seconds and a held-out prompt `look` seconds: with an estimated number of iterations, and with
-    fewer than the `heldout` prompts where evaluations would take more than their share. UserError with the least time if not
-    even one iteration fits."""
+def planned(
+    config: Config, row: float, picture: float, look: float, heldout: int, left: float
+) -> Config:
+    """`config` for a run of `left` seconds, of which a network evaluation of one latent takes `row`
+    seconds, decoding and scoring a picture `picture` seconds and a held-out prompt `look` seconds:
+    with an estimated number of iterations, and with fewer than the `heldout` prompts where
+    evaluations would take more than their share. UserError with the least time if not even one
+    iteration fits."""
     tails = sum(len(plan.tails) for plan in plans_in(config, 0))
     pictures = config.trainer.prompts_per_iteration * config.algorithm.group_size * tails
     iteration = work(config, 0) * row + pictures * picture
@@ -53,14 +56,22 @@ def planned(config: Config, row: float, picture: float, look: float, heldout: in
         if prompts >= min(heldout, 4 * FEWEST_PROMPTS):
             break
     prompts = max(fewest, prompts)
-    iterations = max(MEASURED + 1, int((left - looks * prompts * look) / iteration))  # fitted before it ends
+    # fitted before it ends
+    iterations = max(MEASURED + 1, int((left - looks * prompts * look) / iteration))
     evaluation = config.evaluation.model_copy(update={"num_prompts": prompts})
-    return with_length(config.model_copy(update={"evaluation": evaluation}), iterations, math.ceil(iterations / (looks - 1)))
+    return with_length(
+        config.model_copy(update={"evaluation": evaluation}),
+        iterations,
+        math.ceil(iterations / (looks - 1)),
+    )
 
 
-def fitted_length(config: Config, done: int, train: Sequence[float], look: float, left: float, first: bool) -> Config:
-    """`config` with as many iterations as fit into the `left` seconds, given that an iteration took `train` and an
-    evaluation `look` seconds; at least those that are `done`. The `first` fit also spreads evaluations over them."""
+def fitted_length(
+    config: Config, done: int, train: Sequence[float], look: float, left: float, first: bool
+) -> Config:
+    """`config` with as many iterations as fit into the `left` seconds, given that an iteration took
+    `train` and an evaluation `look` seconds; at least those that are `done`. The `first` fit also
+    spreads evaluations over them."""
     per = statistics.median(train[1:][-10:] or train)
     spread = min(EVALUATIONS, math.ceil(config.trainer.iterations / config.evaluation.every))
 
@@ -68,7 +79,11 @@ def fitted_length(config: Config, done: int, train: Sequence[float], look: float
         return math.ceil(iterations / spread) if first else config.evaluation.every
 
     def needed(iterations: int) -> float:
-        looks = math.ceil(iterations / every(iterations)) - done // every(iterations) if iterations > done else 0
+        looks = (
+            math.ceil(iterations / every(iterations)) - done // every(iterations)
+            if iterations > done
+            else 0
+        )
         return (iterations - done) * per + looks * look
 
     iterations = done + max(0, math.floor(left / per))

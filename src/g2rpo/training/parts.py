@@ -32,14 +32,19 @@ def loop_of(
     notify: Callable[[str], None],
     on_evaluations: Callable[[int], None],
 ) -> Loop:
-    """A loop before its first iteration. UserError for an algorithm that is incomplete, or does not fit rewards or ranks."""
+    """A loop before its first iteration. UserError for an algorithm that is incomplete, or does not
+    fit rewards or ranks."""
     algorithm, optim = config.algorithm, config.optim
     check_complete(algorithm)
     check_differentiable(algorithm, rewards)
     division = divided(config, shards.world)
     sigmas = grid_of(config.sampling.shift, policy, config.sampling.num_steps)
     learner = Learner(policy.trainable_parameters(), optim, shards, keeps_old(algorithm))
-    asked = config.sampling.batch_size, config.sampling.decode_batch_size, config.trainer.micro_batch_size
+    asked = (
+        config.sampling.batch_size,
+        config.sampling.decode_batch_size,
+        config.trainer.micro_batch_size,
+    )
     sizes = batch_sizes(*asked, policy.device, notify)
     sizes.in_step = shards.in_step
     collector = Collector(
@@ -81,13 +86,17 @@ def loop_of(
 
 
 def find_sizes(loop: Loop, heldout: int, cond: Cond) -> None:
-    """Measures batch sizes that are `auto`, up to the largest that an iteration, or an evaluation of `heldout` prompts of this
-    rank, can use."""
+    """Measures batch sizes that are `auto`, up to the largest that an iteration, or an evaluation
+    of `heldout` prompts of this rank, can use."""
     if not loop.sizes.auto:
         return
     config, policy, division = loop.config, loop.policy, loop.division
     prompts = config.trainer.prompts_per_iteration // division.prompts.size
-    members = prompts * len(division.plans.shard(plans_in(config, loop.iteration))) * loop.algorithm.group_size
+    members = (
+        prompts
+        * len(division.plans.shard(plans_in(config, loop.iteration)))
+        * loop.algorithm.group_size
+    )
     size = config.judged_size  # the larger of the two is measured
     larger = size is not None and math.prod(size) > config.policy.height * config.policy.width
     with loop.collector.shards.sampling(), sized(policy, size if larger else None):

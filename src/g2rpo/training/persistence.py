@@ -13,7 +13,13 @@ from torch import Tensor
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import add_metadata, remove_unfinished, whole, writing
 from g2rpo.core.types import AlgorithmState, Policy, Reward
-from g2rpo.run.checkpoint import Checkpoint, forget_after, latest_checkpoint, rotate, save_checkpoint
+from g2rpo.run.checkpoint import (
+    Checkpoint,
+    forget_after,
+    latest_checkpoint,
+    rotate,
+    save_checkpoint,
+)
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE
 from g2rpo.runtime.sharding import Replicated
@@ -24,7 +30,8 @@ from g2rpo.training.reward_states import restore, states_of
 
 @dataclass(kw_only=True)
 class Persistence:
-    """Saves and restores `learner`, the algorithm's `memory` and the state of `rewards`; keeps `keep` checkpoints.
+    """Saves and restores `learner`, the algorithm's `memory` and the state of `rewards`; keeps
+    `keep` checkpoints.
 
     `header(iteration)` is the header of an exported safetensors file.
     """
@@ -39,13 +46,16 @@ class Persistence:
     header: Callable[[int], Mapping[str, str]]
 
     def save(self, iteration: int) -> Path | None:
-        """Writes a checkpoint from which `resume` continues bit for bit, and returns its path; None without a run directory.
+        """Writes a checkpoint from which `resume` continues bit for bit, and returns its path; None
+        without a run directory.
 
         Any number of ranks can resume from it. Of sharded weights each rank writes its own pieces.
         Raises `Stopped` instead if the weights of the ranks differ.
         """
         if diverged := self.shards.diverged(list(self.learner.parameters)):
-            raise Stopped(f"iteration {iteration}: the weights of ranks {diverged} are not rank 0's; nothing was saved")
+            raise Stopped(
+                f"iteration {iteration}: the weights of ranks {diverged} are not rank 0's; nothing was saved"
+            )
         rewards = states_of(self.rewards, self.shards.world)
         if self.run.folder is None:
             return None
@@ -55,8 +65,8 @@ class Persistence:
         return self._write(self.run.checkpoints, iteration, tensors, state, self.keep)
 
     def resume(self) -> tuple[int | None, list[str]]:
-        """Restores the newest checkpoint that is intact and fits; returns its iteration (None if there is none) and what is
-        wrong with newer ones."""
+        """Restores the newest checkpoint that is intact and fits; returns its iteration (None if
+        there is none) and what is wrong with newer ones."""
 
         def take(found: Checkpoint) -> None:
             _, tensors, state = found
@@ -68,10 +78,13 @@ class Persistence:
         found, complaints = latest_checkpoint(self.run.checkpoints, take)
         if self.shards.world.differing(torch.tensor([found[0] if found else 0])):
             folder = self.run.path
-            raise UserError(f"ranks see different checkpoints in {folder}: it must be a folder that all of them share")
+            raise UserError(
+                f"ranks see different checkpoints in {folder}: it must be a folder that all of them share"
+            )
         if self.run.writes:
             with self.run.holding():
-                forget_after(self.run.best, found[0] if found else 0)  # of an attempt that is repeated
+                # of an attempt that is repeated
+                forget_after(self.run.best, found[0] if found else 0)
                 if found:  # a process that was killed before rotation leaves one more
                     rotate(self.run.checkpoints, found[0], self.keep)
         return (found[0] if found else None), complaints
@@ -83,28 +96,39 @@ class Persistence:
                 self._write(self.run.best, iteration, self.learner.weights(), {}, keep=1)
 
     def _write(
-        self, root: Path, iteration: int, tensors: Mapping[str, Sequence[Tensor]], state: Mapping[str, Any], keep: int
+        self,
+        root: Path,
+        iteration: int,
+        tensors: Mapping[str, Sequence[Tensor]],
+        state: Mapping[str, Any],
+        keep: int,
     ) -> Path | None:
         """Writes a checkpoint, and returns its path on the rank that writes the run."""
         if not self.shards.divided and not self.run.writes:
             return None
         world = self.shards.world if self.shards.divided else ALONE
         with self.run.holding():
-            path = save_checkpoint(root, iteration, tensors, state, keep, world, self.shards.writers)
+            path = save_checkpoint(
+                root, iteration, tensors, state, keep, world, self.shards.writers
+            )
         return path if self.run.writes else None
 
     def take_best(self, iteration: int) -> int:
-        """Restores the weights of the best evaluation up to `iteration`, and returns their iteration."""
+        """Restores the weights of the best evaluation up to `iteration`, and returns their
+        iteration."""
         found, _ = latest_checkpoint(self.run.best, until=iteration)
         if found is None:
-            raise Stopped(f"stopped by an alarm after iteration {iteration}; {self.run.best} has no weights to go back to")
+            raise Stopped(
+                f"stopped by an alarm after iteration {iteration}; {self.run.best} has no weights to go back to"
+            )
         best, tensors, _ = found
         self.learner.take_weights(tensors["weights"])
         return best
 
     def export(self, name: str, iteration: int) -> Path:
-        """Writes the (averaged) weights as diffusers reads them into the folder `name` of the run, and returns their path. All
-        ranks must call it; rank 0 writes. A card of the same weights is kept."""
+        """Writes the (averaged) weights as diffusers reads them into the folder `name` of the run,
+        and returns their path. All ranks must call it; rank 0 writes. A card of the same weights is
+        kept."""
         folder = self.run.path / name
         save: Callable[[Path], Path] = self.policy.save
         with self.learner.averaged(), self.run.holding():

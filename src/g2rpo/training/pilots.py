@@ -1,4 +1,5 @@
-"""Chooses a learning rate by pilots: short runs on training prompts, before a run begins (`g2rpo train --find-rate`)."""
+"""Chooses a learning rate by pilots: short runs on training prompts, before a run begins (`g2rpo
+train --find-rate`)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ PILOT_PROMPTS = 64
 
 
 def pilot_config(config: Config, rate: float, iterations: int | None = None) -> Config:
-    """The config of a pilot, of a quarter of the run's iterations; it is evaluated at its end alone."""
+    """The config of a pilot, of a quarter of the run's iterations; it is evaluated at its end
+    alone."""
     c = config.trainer
     iterations = iterations or max(MEASURED, math.ceil(c.iterations / PART))
     share = min(1.0, iterations / c.iterations)  # of the run: warm-up and average are shorter alike
@@ -47,7 +49,9 @@ def pilot_config(config: Config, rate: float, iterations: int | None = None) -> 
     changed = config.model_copy(
         update={
             "optim": config.optim.model_copy(update=optim),
-            "trainer": c.model_copy(update={"seed": c.seed + PILOT_SEEDS, "checkpoint_minutes": None}),
+            "trainer": c.model_copy(
+                update={"seed": c.seed + PILOT_SEEDS, "checkpoint_minutes": None}
+            ),
             "evaluation": config.evaluation.model_copy(update=looks),
             "alarms": alarms,
         }
@@ -61,8 +65,9 @@ def pilot_prompts(config: Config, prompts: Sequence[str]) -> Sequence[str]:
 
 
 class Pilots:
-    """Runs pilots with the objects of a run: `parts` are the arguments of its trainer. The policy's weights and the rewards'
-    states are those of the beginning before each pilot, and after the last."""
+    """Runs pilots with the objects of a run: `parts` are the arguments of its trainer. The policy's
+    weights and the rewards' states are those of the beginning before each pilot, and after the
+    last."""
 
     def __init__(self, parts: Mapping[str, Any], shared_base: SharedBase | None = None) -> None:
         self.config: Config = parts["config"]
@@ -76,15 +81,23 @@ class Pilots:
         self.base: tuple[Row, Evaluation] | None = None
 
     def find(
-        self, sweep: Sweep, run: Run, ends_at: float | None = None, tell: Callable[[str], None] = lambda line: None
+        self,
+        sweep: Sweep,
+        run: Run,
+        ends_at: float | None = None,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> float:
-        """The rate that `sweep` takes, whose missing pilots are run; each is stored in `run` and told as it ends. They are
-        shorter if their `PILOT_SHARE` of the time until `ends_at` (`time.monotonic`) is short."""
+        """The rate that `sweep` takes, whose missing pilots are run; each is stored in `run` and
+        told as it ends. They are shorter if their `PILOT_SHARE` of the time until `ends_at`
+        (`time.monotonic`) is short."""
         length = sweep.pilots[0].iterations if sweep.pilots else None
         while rates := sweep.missing():
             began = time.monotonic()
             if length is None and ends_at is not None:
-                length = self._length(rates[0], (ends_at - began) * PILOT_SHARE / (len(sweep.rates) + REPEATED * LONGER))
+                length = self._length(
+                    rates[0],
+                    (ends_at - began) * PILOT_SHARE / (len(sweep.rates) + REPEATED * LONGER),
+                )
             longer = len(sweep.pilots) >= len(sweep.rates)
             pilot = self._pilot(rates[0], length and length * (LONGER if longer else 1), began)
             tell(str(pilot))
@@ -119,13 +132,20 @@ class Pilots:
         if trainer.final is not None:
             weights = {name: entry.weight for name, entry in self.config.rewards.items()}
             sides = (self.base[1].scores, trainer.final.scores)
-            before, after = ({name: scores[name].double().numpy() for name in weights} for scores in sides)
+            before, after = (
+                {name: scores[name].double().numpy() for name in weights} for scores in sides
+            )
             found = gains(before, after, weights)
         gain = gain_at(rate, [found], alarms)
-        return Pilot(**vars(gain), iterations=trainer.config.trainer.iterations, seconds=time.monotonic() - began)
+        return Pilot(
+            **vars(gain),
+            iterations=trainer.config.trainer.iterations,
+            seconds=time.monotonic() - began,
+        )
 
     def _begun(self, rate: float, length: int | None) -> Trainer:
-        """A trainer at the beginning of a pilot; its evaluation of the base model is that of the first pilot."""
+        """A trainer at the beginning of a pilot; its evaluation of the base model is that of the
+        first pilot."""
         self.reset()
         said = self.parts["notify"]
         trainer = Trainer(
@@ -144,7 +164,11 @@ class Pilots:
             assert trainer.evaluator.baseline is not None
             self.base = row, trainer.evaluator.baseline
         row, base = self.base
-        trainer.alarms.rows, trainer.alarms.history, trainer.evaluator.baseline = [row], {0: base.scores}, base
+        trainer.alarms.rows, trainer.alarms.history, trainer.evaluator.baseline = (
+            [row],
+            {0: base.scores},
+            base,
+        )
         return trainer
 
     @torch.no_grad()

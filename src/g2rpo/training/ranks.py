@@ -1,4 +1,5 @@
-"""What a rank does in an iteration: all plans of its share of the prompts or, with more ranks than prompts, some of one's."""
+"""What a rank does in an iteration: all plans of its share of the prompts or, with more ranks than
+prompts, some of one's."""
 
 from __future__ import annotations
 
@@ -13,17 +14,23 @@ from g2rpo.runtime.distributed import World
 
 @dataclass(frozen=True)
 class Division:
-    """This rank among ranks with other prompts, and among those with other plans of the same prompt. Neither is for
-    collectives. In rank order the groups of all are those of one rank, prompt by prompt."""
+    """This rank among ranks with other prompts, and among those with other plans of the same
+    prompt. Neither is for collectives. In rank order the groups of all are those of one rank,
+    prompt by prompt."""
 
     prompts: World
     plans: World
 
 
 def divided(config: Config, world: World) -> Division:
-    """The division of an iteration; UserError if the ranks cannot have equally many groups, or need each other's."""
+    """The division of an iteration; UserError if the ranks cannot have equally many groups, or need
+    each other's."""
     prompts, every = config.trainer.prompts_per_iteration, config.algorithm.update_every
-    if world.size > 1 and isinstance(every, float) and config.sampling.num_steps % (parts := round(1 / every)):
+    if (
+        world.size > 1
+        and isinstance(every, float)
+        and config.sampling.num_steps % (parts := round(1 / every))
+    ):
         raise UserError(
             f"algorithm.update_every={every:g} makes {parts} parts, into which {config.sampling.num_steps} steps cannot be "
             "dealt out evenly on several ranks; change it or sampling.num_steps"

@@ -1,4 +1,5 @@
-"""State of rewards that change as a run goes on (`core.capabilities`): saved in checkpoints, the same on all ranks."""
+"""State of rewards that change as a run goes on (`core.capabilities`): saved in checkpoints, the
+same on all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def stateful(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
     found = {name: reward for name, reward in rewards.items() if reward.state is not None}
     for name, reward in found.items():
         if (fault := _fault(reward.state)) is not None:
-            raise UserError(f"reward '{name}': its state may hold numbers, words, lists, mappings and tensors, not {fault}")
+            raise UserError(
+                f"reward '{name}': its state may hold numbers, words, lists, mappings and tensors, not {fault}"
+            )
     return found
 
 
@@ -40,11 +43,16 @@ def _fault(value: Any) -> str | None:
         value = [*value.keys(), *value.values()] if type(value) is dict else object()
     if type(value) in (list, tuple):
         return next((fault for each in value if (fault := _fault(each)) is not None), None)
-    return None if value is None or type(value) in (bool, int, float, str, Tensor) else type(value).__name__
+    return (
+        None
+        if value is None or type(value) in (bool, int, float, str, Tensor)
+        else type(value).__name__
+    )
 
 
 def observe(rewards: Mapping[str, Reward], iteration: int, scores: Tensor) -> None:
-    """Calls `observe` of each reward with its scores [N, M, G] of `scores` [N, R, M, G], of all ranks."""
+    """Calls `observe` of each reward with its scores [N, M, G] of `scores` [N, R, M, G], of all
+    ranks."""
     for index, (name, reward) in enumerate(rewards.items()):
         with naming_reward(name, "failed to observe its scores"):
             if isinstance(own := owner_of(reward), ObservesScores):
@@ -52,11 +60,17 @@ def observe(rewards: Mapping[str, Reward], iteration: int, scores: Tensor) -> No
 
 
 def learn(
-    rewards: Mapping[str, Reward], iteration: int, pictures: Callable[[], tuple[Tensor, list[str]]], world: World
+    rewards: Mapping[str, Reward],
+    iteration: int,
+    pictures: Callable[[], tuple[Tensor, list[str]]],
+    world: World,
 ) -> dict[str, float]:
-    """Rewards that learn in this iteration do so, from some `pictures` of every rank; returns what to log."""
+    """Rewards that learn in this iteration do so, from some `pictures` of every rank; returns what
+    to log."""
     learnt: dict[str, float] = {}
-    learners = {name: own for name, reward in rewards.items() if (own := learner_of(reward)) is not None}
+    learners = {
+        name: own for name, reward in rewards.items() if (own := learner_of(reward)) is not None
+    }
     learning = {name: own for name, own in learners.items() if iteration % own.learns_every == 0}
     seen = pictures() if learning else None
     for name, own in learning.items():
@@ -69,8 +83,11 @@ def learn(
     return learnt
 
 
-def looked_at(policy: Policy, sizes: BatchSizes, collected: Collected, prompts: Sequence[str]) -> tuple[Tensor, list[str]]:
-    """The first `LOOKED_AT` pictures of every group's first tail, and their prompts: what rewards learn from."""
+def looked_at(
+    policy: Policy, sizes: BatchSizes, collected: Collected, prompts: Sequence[str]
+) -> tuple[Tensor, list[str]]:
+    """The first `LOOKED_AT` pictures of every group's first tail, and their prompts: what rewards
+    learn from."""
     latents = torch.cat([rollout.finals[0, :LOOKED_AT] for rollout in collected.rollouts])
     texts = [prompts[one.prompt] for one in collected.rollouts for _ in one.finals[0, :LOOKED_AT]]
     return sizes.fit(lambda: decode(policy, latents, sizes.decode)), texts
@@ -82,18 +99,22 @@ def states_of(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:
     for name, state in found.items():
         if differing := world.differing(_digest(state)):
             hint = "it may change in `observe` and `learn` alone, which see what all ranks have"
-            raise Stopped(f"reward '{name}': the state of ranks {differing} is not rank 0's; {hint}. Nothing was saved")
+            raise Stopped(
+                f"reward '{name}': the state of ranks {differing} is not rank 0's; {hint}. Nothing was saved"
+            )
     return found
 
 
 def restore(rewards: Mapping[str, Reward], stored: Mapping[str, Any]) -> None:
     """Sets the states that `states_of` returned; KeyError if one is missing."""
     for name in stateful(rewards).keys() | (stored.keys() & rewards.keys()):
-        rewards[name].state = copy.deepcopy(stored[name])  # a checkpoint's tensors are mapped from its file
+        # a checkpoint's tensors are mapped from its file
+        rewards[name].state = copy.deepcopy(stored[name])
 
 
 def take_stored(rewards: Mapping[str, Reward], run: Path, notify: Callable[[str], None]) -> None:
-    """Sets the states of rewards that have one to those of a run's newest checkpoint, if there is one."""
+    """Sets the states of rewards that have one to those of a run's newest checkpoint, if there is
+    one."""
     if not (found := stateful(rewards)):
         return
     newest, _ = latest_checkpoint(Run(run).checkpoints)
@@ -101,7 +122,10 @@ def take_stored(rewards: Mapping[str, Reward], run: Path, notify: Callable[[str]
     kept = {name: value for name, value in state.get("rewards", {}).items() if name in found}
     restore({name: found[name] for name in kept}, kept)
     for name in found:
-        notify(f"reward {name}: " + (f"as after iteration {iteration} of {run}" if name in kept else "as at the start"))
+        notify(
+            f"reward {name}: "
+            + (f"as after iteration {iteration} of {run}" if name in kept else "as at the start")
+        )
 
 
 def _digest(value: Any) -> Tensor:
@@ -111,7 +135,9 @@ def _digest(value: Any) -> Tensor:
     def add(value: Any) -> None:
         if isinstance(value, Tensor):
             digest.update(f"{value.dtype} {list(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
         elif isinstance(value, Mapping | list | tuple):
             digest.update(f"{type(value).__name__} {len(value)}".encode())
             for each in value.items() if isinstance(value, Mapping) else value:

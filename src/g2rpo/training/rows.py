@@ -18,9 +18,11 @@ from g2rpo.training.collector import Collected
 from g2rpo.training.stopwatch import Stopwatch
 
 
-def of_groups(plans: Sequence[Plan], names: Sequence[str], rewards: Tensor, advantages: Tensor, clip: float) -> Row:
-    """Statistics of rewards [N, R, M, G] and advantages [N, G] of the N groups of all ranks, with their plans: R rewards, M
-    tails (granularities), G members; NaN means "no score"."""
+def of_groups(
+    plans: Sequence[Plan], names: Sequence[str], rewards: Tensor, advantages: Tensor, clip: float
+) -> Row:
+    """Statistics of rewards [N, R, M, G] and advantages [N, G] of the N groups of all ranks, with
+    their plans: R rewards, M tails (granularities), G members; NaN means "no score"."""
     branches = [plan.branch for plan in plans]
     tails = [plan.tail_names for plan in plans]
     return {
@@ -30,23 +32,35 @@ def of_groups(plans: Sequence[Plan], names: Sequence[str], rewards: Tensor, adva
 
 
 def diagnose(
-    steps: Sequence[int], granularities: Sequence[Sequence[int]], names: Sequence[str], rewards: Tensor, advantages: Tensor
+    steps: Sequence[int],
+    granularities: Sequence[Sequence[int]],
+    names: Sequence[str],
+    rewards: Tensor,
+    advantages: Tensor,
 ) -> dict[str, float]:
-    """Means over groups for the log. `steps` [N] names each group's branch step, `granularities` [N, M] its tails, `names` [R].
+    """Means over groups for the log. `steps` [N] names each group's branch step, `granularities`
+    [N, M] its tails, `names` [R].
 
-    `step/K/spread/NAME`: std of a reward within groups that branch at K, over all tails. `step/K/advantage`: mean |A| there.
-    `step/K/agreement`: Spearman between two tails' rewards of the same members, over all pairs of tails and all rewards.
-    `granularity/M/spread/NAME`, `granularity/M/agreement`: the same by tail, the latter against the group's finest tail.
-    With one tail there are no such entries. An entry without a single valid value is NaN.
+    `step/K/spread/NAME`: std of a reward within groups that branch at K, over all tails.
+    `step/K/advantage`: mean |A| there. `step/K/agreement`: Spearman between two tails' rewards of
+    the same members, over all pairs of tails and all rewards. `granularity/M/spread/NAME`,
+    `granularity/M/agreement`: the same by tail, the latter against the group's finest tail. With
+    one tail there are no such entries. An entry without a single valid value is NaN.
     """
     grain = torch.as_tensor(granularities)
     spread = group_std(rewards)
-    pairs = [spearman(rewards[:, :, a], rewards[:, :, b]) for a, b in combinations(range(grain.shape[1]), 2)]
+    pairs = [
+        spearman(rewards[:, :, a], rewards[:, :, b])
+        for a, b in combinations(range(grain.shape[1]), 2)
+    ]
     branch = torch.as_tensor(steps)
     row: dict[str, float] = {}
     for step in sorted(set(steps)):
         here = branch == step
-        row |= {f"step/{step}/spread/{name}": float(spread[here, r].nanmean()) for r, name in enumerate(names)}
+        row |= {
+            f"step/{step}/spread/{name}": float(spread[here, r].nanmean())
+            for r, name in enumerate(names)
+        }
         row[f"step/{step}/advantage"] = float(advantages[here].abs().mean())
         if pairs:
             row[f"step/{step}/agreement"] = float(torch.stack(pairs)[:, here].nanmean())
@@ -61,12 +75,17 @@ def diagnose(
         }
         coarse = tails != finest[groups]
         if coarse.any():
-            row[f"granularity/{granularity}/agreement"] = float(agreement[groups[coarse], :, tails[coarse]].nanmean())
+            row[f"granularity/{granularity}/agreement"] = float(
+                agreement[groups[coarse], :, tails[coarse]].nanmean()
+            )
     return row
 
 
-def reward_metrics(names: Sequence[str], rewards: Tensor, advantages: Tensor, clip: float) -> dict[str, float]:
-    """Summary statistics of rewards [N, R, M, G] and advantages [N, G] for the log (formulas: docs/log.md)."""
+def reward_metrics(
+    names: Sequence[str], rewards: Tensor, advantages: Tensor, clip: float
+) -> dict[str, float]:
+    """Summary statistics of rewards [N, R, M, G] and advantages [N, G] for the log (formulas:
+    docs/log.md)."""
     spread = group_std(rewards)
     row = {}
     for index, name in enumerate(names):
@@ -75,19 +94,37 @@ def reward_metrics(names: Sequence[str], rewards: Tensor, advantages: Tensor, cl
     return {
         **row,
         "missing_scores": float(rewards.isnan().float().mean()),
-        "masked_groups": float(((~rewards.isnan()).sum(-1) < min(2, rewards.shape[-1])).flatten(1).all(1).float().mean()),
+        "masked_groups": float(
+            ((~rewards.isnan()).sum(-1) < min(2, rewards.shape[-1]))
+            .flatten(1)
+            .all(1)
+            .float()
+            .mean()
+        ),
         "silent_groups": float((advantages == 0).all(-1).float().mean()),
         "advantage_size": float(advantages.abs().mean()),
         "advantage_clipped": float((advantages.abs() >= clip).float().mean()),
     }
 
 
-def of_cost(parts: Sequence[Collected], world: World, sizes: BatchSizes, watch: Stopwatch, device: torch.device) -> Row:
-    """Network evaluations and pictures of all ranks, batch sizes, this rank's seconds and, of an accelerator, the bytes of its
-    peak so far; the rollouts are the last part."""
-    memory = {"memory_peak": accelerator(device).max_memory_allocated(device)} if measures_memory(device) else {}
+def of_cost(
+    parts: Sequence[Collected],
+    world: World,
+    sizes: BatchSizes,
+    watch: Stopwatch,
+    device: torch.device,
+) -> Row:
+    """Network evaluations and pictures of all ranks, batch sizes, this rank's seconds and, of an
+    accelerator, the bytes of its peak so far; the rollouts are the last part."""
+    memory = (
+        {"memory_peak": accelerator(device).max_memory_allocated(device)}
+        if measures_memory(device)
+        else {}
+    )
     images = sum(rollout.finals.shape[:2].numel() for part in parts for rollout in part.rollouts)
-    evaluations, images, halved = world.total(sum(part.evaluations for part in parts), images, sizes.halved)
+    evaluations, images, halved = world.total(
+        sum(part.evaluations for part in parts), images, sizes.halved
+    )
     return {
         "evaluations": evaluations,
         "images": images,

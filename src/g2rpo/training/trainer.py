@@ -47,11 +47,13 @@ from g2rpo.training.updater import check_groups
 class Trainer:
     """Trains `policy` on `rewards` by `config`, and writes `run_dir`.
 
-    `judges` are rewards that score held-out pictures and are not trained on. `run_dir=None` writes nothing. `notify` is called
-    when batch sizes are found, or halved because memory ran out, and when `trackers` fail. `shards` holds the ranks and the
-    placement of the weights: every rank has a trainer, with its share of the prompts; rank 0 writes. After `stopping` is set on
-    any rank, `train` saves after the current iteration, or during an evaluation, and raises `Preempted`. With `ends_at`, a time
-    of `time.monotonic`, the number of iterations follows from what they take (`training.pace`).
+    `judges` are rewards that score held-out pictures and are not trained on. `run_dir=None` writes
+    nothing. `notify` is called when batch sizes are found, or halved because memory ran out, and
+    when `trackers` fail. `shards` holds the ranks and the placement of the weights: every rank has
+    a trainer, with its share of the prompts; rank 0 writes. After `stopping` is set on any rank,
+    `train` saves after the current iteration, or during an evaluation, and raises `Preempted`. With
+    `ends_at`, a time of `time.monotonic`, the number of iterations follows from what they take
+    (`training.pace`).
     """
 
     config: Config
@@ -75,13 +77,30 @@ class Trainer:
         self.final: Evaluation | None = None  # of the weights as they are
         self.shared_base: SharedBase | None = None
         self.run = Run(self.run_dir, self.world, self.notify)
-        check_groups(c.algorithm, {**self.rewards, **self.judges}, c.policy.tuning, c.trainer.sharding)
+        check_groups(
+            c.algorithm, {**self.rewards, **self.judges}, c.policy.tuning, c.trainer.sharding
+        )
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
         loop = self.loop = loop_of(
-            c, self.policy, self.rewards, self.prompts, self.shards, self.notify, lambda rows: self.on_evaluations(rows)
+            c,
+            self.policy,
+            self.rewards,
+            self.prompts,
+            self.shards,
+            self.notify,
+            lambda rows: self.on_evaluations(rows),
         )
-        self.algorithm, self.division, self.learner, self.sizes = loop.algorithm, loop.division, loop.learner, loop.sizes
-        self.collector, self.updater, self.sigmas = loop.collector, loop.updater, loop.collector.sigmas
+        self.algorithm, self.division, self.learner, self.sizes = (
+            loop.algorithm,
+            loop.division,
+            loop.learner,
+            loop.sizes,
+        )
+        self.collector, self.updater, self.sigmas = (
+            loop.collector,
+            loop.updater,
+            loop.collector.sigmas,
+        )
         self.own_prompts = c.trainer.prompts_per_iteration // self.division.prompts.size
         self.alarms = alarms_of(c, self.sigmas, self.policy, self.rewards)
         self.evaluator = evaluator_of(loop, self.judges, self.heldout, self.shards, self.run)
@@ -97,8 +116,21 @@ class Trainer:
             header=partial(header_of, c),
         )
 
-        self.early_stop = EarlyStop(loop=self.loop, alarms=self.alarms, run=self.run, save=self.save, roll_back=self.roll_back)
-        self.clock = Clock(self.loop, self.early_stop, self.evaluator, self.set_length, self._keeps_base, self.ends_at)
+        self.early_stop = EarlyStop(
+            loop=self.loop,
+            alarms=self.alarms,
+            run=self.run,
+            save=self.save,
+            roll_back=self.roll_back,
+        )
+        self.clock = Clock(
+            self.loop,
+            self.early_stop,
+            self.evaluator,
+            self.set_length,
+            self._keeps_base,
+            self.ends_at,
+        )
         self.checkpoints = Checkpoints(self.loop, self.early_stop, self.persistence)
         self.listeners: Sequence[Listener] = [
             self.early_stop,  # first: it sets a row's alarms
@@ -111,8 +143,11 @@ class Trainer:
 
     @property
     def _keeps_base(self) -> bool:
-        """Whether the base model can still be sampled after training; a divided one is for the loss alone."""
-        return self.config.policy.tuning == "lora" or (self.algorithm.uses_base and not self.shards.divided)
+        """Whether the base model can still be sampled after training; a divided one is for the loss
+        alone."""
+        return self.config.policy.tuning == "lora" or (
+            self.algorithm.uses_base and not self.shards.divided
+        )
 
     def __repr__(self) -> str:
         of = f"iteration {self.iteration} of {self.config.trainer.iterations}"
@@ -129,7 +164,8 @@ class Trainer:
         return self.loop.iteration
 
     def train(self) -> Iterator[Row]:
-        """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
+        """Runs the remaining iterations; yields a row per iteration and per evaluation as they are
+        logged."""
         with self.listening():
             yield from self._done_as_asked()
             while self.iteration < self.config.trainer.iterations:
@@ -145,12 +181,14 @@ class Trainer:
             yield
 
     def _done_as_asked(self) -> Iterator[Row]:
-        """Does what listeners ask for; yields the row of an evaluation. Saves before it raises `Preempted`."""
+        """Does what listeners ask for; yields the row of an evaluation. Saves before it raises
+        `Preempted`."""
         asked = asked_by(self.listeners, self.stopping, self.world)
         try:
             if Ask.EVALUATE in asked and Ask.LEAVE not in asked:
                 yield self.evaluate()
-                asked |= asked_by(self.listeners, self.stopping, self.world)  # its row may have raised an alarm
+                # its row may have raised an alarm
+                asked |= asked_by(self.listeners, self.stopping, self.world)
             if Ask.LEAVE in asked:
                 raise self._preempted()
         except Preempted:
@@ -176,8 +214,9 @@ class Trainer:
     ) -> Groups:
         """The current iteration's groups on this rank, with the rewards of all ranks'.
 
-        With `prompts` groups of these, each rank of its own: sampled by the plans and group size of `algorithm`, from
-        `noise(place of the prompt, *purpose)`, and scored by `rewards` (none: {}); by default the iteration's.
+        With `prompts` groups of these, each rank of its own: sampled by the plans and group size of
+        `algorithm`, from `noise(place of the prompt, *purpose)`, and scored by `rewards` (none:
+        {}); by default the iteration's.
         """
         with self.run.naming(self.iteration):
             if prompts is None:
@@ -187,12 +226,14 @@ class Trainer:
             return self.loop.sample_others(prompts, algorithm, spec)
 
     def pictures(self, groups: Groups) -> list[Tensor]:
-        """The pictures [M, G, 3, H, W] in [0, 1], or clips, of each of this rank's groups, by tails and members."""
+        """The pictures [M, G, 3, H, W] in [0, 1], or clips, of each of this rank's groups, by tails
+        and members."""
         return self.collector.pictures(groups)
 
     def learn_from(self, groups: Groups, advantages: Tensor, counted: bool = True) -> Row:
-        """Takes optimizer steps on groups with finite `advantages` [N, G], of all ranks' groups as `groups.rewards`. That ends
-        the iteration and returns its row, which listeners hear; unless it is not `counted`, which returns {}."""
+        """Takes optimizer steps on groups with finite `advantages` [N, G], of all ranks' groups as
+        `groups.rewards`. That ends the iteration and returns its row, which listeners hear; unless
+        it is not `counted`, which returns {}."""
         groups.check(advantages)
         self.final, own = None, self.world.shard(advantages)
         with self.run.naming(self.iteration):
@@ -213,13 +254,15 @@ class Trainer:
         return self.learner.snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Puts a copy of weights and moments back; the iteration, the log and the rewards' states stay."""
+        """Puts a copy of weights and moments back; the iteration, the log and the rewards' states
+        stay."""
         self.final = None
         self.learner.restore(snapshot)
 
     @property
     def base(self) -> Evaluation | None:
-        """The base model's evaluation on held-out prompts, once there is one; pictures on rank 0 alone."""
+        """The base model's evaluation on held-out prompts, once there is one; pictures on rank 0
+        alone."""
         return self.evaluator.base()
 
     def _heard(self, row: Row, evaluation: Evaluation | None = None) -> Row:
@@ -228,14 +271,16 @@ class Trainer:
         return row
 
     def set_length(self, iterations: int, every: int) -> None:
-        """Gives the run another number of iterations, and an evaluation `every` so many; config.yaml says so."""
+        """Gives the run another number of iterations, and an evaluation `every` so many;
+        config.yaml says so."""
         self.config = self.loop.config = with_length(self.config, iterations, every)
         if self.run.writes:
             with self.run.written(self.run.config) as path:
                 path.write_text(self.config.to_yaml(), encoding="utf-8")
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
-        """The config's plans of an iteration, by default the current one (`algorithm_now` may have others)."""
+        """The config's plans of an iteration, by default the current one (`algorithm_now` may have
+        others)."""
         return plans_in(self.config, self.iteration if iteration is None else iteration)
 
     def evaluate(self) -> Row:
@@ -253,27 +298,29 @@ class Trainer:
         return self._heard(row, evaluation)
 
     def _score_base(self) -> Evaluation:
-        """The base's evaluation, of another run if there is one; not where a reward has a state, which may count its calls."""
+        """The base's evaluation, of another run if there is one; not where a reward has a state,
+        which may count its calls."""
         judged_by = self.evaluator.judged_by
         if self.shared_base is None or stateful(judged_by):
             return self.score_heldout()
         return self.shared_base.evaluation(self.heldout, list(judged_by), self.score_heldout)
 
     def score_heldout(self) -> Evaluation:
-        """Held-out pictures of the (averaged) weights with all scores. On a single rank, raises `Preempted` if `stopping` is
-        set meanwhile."""
+        """Held-out pictures of the (averaged) weights with all scores. On a single rank, raises
+        `Preempted` if `stopping` is set meanwhile."""
         if self.sizes.auto:
             self.loop.find_sizes(self.policy.encode(self.evaluator.own()[:1]))
         return self.evaluator.evaluate(self.iteration, self._leave_if_asked)
 
     def sample(self, prompts: Sequence[str], seed: int = 0, first: int = 0) -> Tensor:
-        """Pictures [B, 3, H, W] in [0, 1], or clips, of the (averaged) weights; picture i starts from noise
-        (seed, first + i)."""
+        """Pictures [B, 3, H, W] in [0, 1], or clips, of the (averaged) weights; picture i starts
+        from noise (seed, first + i)."""
         with self.learner.averaged():
             return self.evaluator.sampler_now(seed=seed).pictures(prompts, first)
 
     def finish(self) -> dict[str, Comparison]:
-        """Compares base and tuned on held-out prompts; writes weights, table, before/after grid, curves and a model card."""
+        """Compares base and tuned on held-out prompts; writes weights, table, before/after grid,
+        curves and a model card."""
         weights = self.export() if self.run_dir is not None else Path()
         tuned = self.score_heldout() if self.final is None else self.final
         tuned_control = self.evaluator.sample_tuned_control(self.iteration, self._leave_if_asked)
@@ -281,7 +328,9 @@ class Trainer:
             with self.policy.base():
                 self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
         training = round(work_in_pictures(self.config))
-        table = self.evaluator.finish(tuned, self.iteration, self.rolled_back_from, tuned_control, training)
+        table = self.evaluator.finish(
+            tuned, self.iteration, self.rolled_back_from, tuned_control, training
+        )
         if self.run.writes:
             with self.run.writing(weights):
                 own = self.config, table, self.heldout, self.policy, self.evaluator.against
@@ -289,18 +338,21 @@ class Trainer:
         return table
 
     def export(self) -> Path:
-        """Writes the (averaged) weights as diffusers reads them and returns their path. All ranks must call it; rank 0
-        writes."""
-        return self.persistence.export("adapter" if self.config.policy.tuning == "lora" else "transformer", self.iteration)
+        """Writes the (averaged) weights as diffusers reads them and returns their path. All ranks
+        must call it; rank 0 writes."""
+        return self.persistence.export(
+            "adapter" if self.config.policy.tuning == "lora" else "transformer", self.iteration
+        )
 
     def save(self) -> Path | None:
-        """Writes a checkpoint from which `resume` continues bit for bit; returns its path, None without a run directory."""
+        """Writes a checkpoint from which `resume` continues bit for bit; returns its path, None
+        without a run directory."""
         self.checkpoints.saved()
         return self.persistence.save(self.iteration)
 
     def resume(self) -> list[str]:
-        """Restores the newest checkpoint that is intact and fits, if there is one; returns what is wrong with newer ones and
-        with the log."""
+        """Restores the newest checkpoint that is intact and fits, if there is one; returns what is
+        wrong with newer ones and with the log."""
         self.final = None
         found, complaints = self.persistence.resume()
         if found is None:
@@ -310,18 +362,21 @@ class Trainer:
         return [*complaints, *self.run.gaps(self.alarms.rows, found)]
 
     def roll_back(self) -> int:
-        """Restores the weights of the best evaluation, for `finish` and `export`, and returns its iteration; checkpoints are
-        unchanged."""
+        """Restores the weights of the best evaluation, for `finish` and `export`, and returns its
+        iteration; checkpoints are unchanged."""
         self.final = None
         best = self.persistence.take_best(self.iteration)
         self.rolled_back_from, self.loop.iteration = self.iteration, best
         return best
 
     def _leave_if_asked(self, rows: int) -> None:
-        """Raises `Preempted` if `stopping` is set; with several ranks a no-op, since they must stop together."""
+        """Raises `Preempted` if `stopping` is set; with several ranks a no-op, since they must stop
+        together."""
         if self.stopping and self.world.size == 1:
             raise self._preempted()
 
     def _preempted(self) -> Preempted:
         self.stopping = False
-        return Preempted(f"stopped after iteration {self.iteration}, as asked; {self.run.how_to_continue}")
+        return Preempted(
+            f"stopped after iteration {self.iteration}, as asked; {self.run.how_to_continue}"
+        )

@@ -22,9 +22,11 @@ from g2rpo.runtime.sharding import WHOLE, Replicated
 
 
 def without_zero_advantages(examples: Sequence[Example]) -> list[Example]:
-    """`examples` in which a member of a prompt counts if it has an advantage other than 0 in any of them.
+    """`examples` in which a member of a prompt counts if it has an advantage other than 0 in any of
+    them.
 
-    The others contribute only the KL term, and would make the mean of the rest smaller (Flow-GRPO's code).
+    The others contribute only the KL term, and would make the mean of the rest smaller (Flow-GRPO's
+    code).
     """
     alive: dict[int, Tensor] = {}
     for item in examples:
@@ -34,7 +36,8 @@ def without_zero_advantages(examples: Sequence[Example]) -> list[Example]:
 
 @dataclass
 class UpdateStats:
-    """Statistics of an update: the losses' logs (by name, one tensor per pass), gradient norms and skips."""
+    """Statistics of an update: the losses' logs (by name, one tensor per pass), gradient norms and
+    skips."""
 
     loss: float = 0.0
     log: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -50,7 +53,11 @@ class UpdateStats:
     def of_all(self, world: World) -> UpdateStats:
         """The statistics of all ranks; norms and skips are equal on each."""
         loss = float(world.gather(torch.tensor([self.loss], dtype=torch.float64)).sum())
-        return replace(self, loss=loss, log={name: [world.gather(torch.cat(self.log[name]))] for name in sorted(self.log)})
+        return replace(
+            self,
+            loss=loss,
+            log={name: [world.gather(torch.cat(self.log[name]))] for name in sorted(self.log)},
+        )
 
     def summary(self, algorithm: Algorithm) -> dict[str, float]:
         """The numbers to log, including `Algorithm.metrics`."""
@@ -64,12 +71,21 @@ class UpdateStats:
 
 def no_reward(x: Tensor, prompts: Sequence[int]) -> Tensor:
     """The `Network.reward` of algorithms that do not differentiate rewards."""
-    raise NotImplementedError("the algorithm's loss calls network.reward, but it has no uses_rewards = True")
+    raise NotImplementedError(
+        "the algorithm's loss calls network.reward, but it has no uses_rewards = True"
+    )
 
 
-def check_differentiable(algorithm: Algorithm, rewards: Mapping[str, Reward | type[Reward]]) -> None:
-    """UserError if an algorithm needs the gradient of `rewards` (or their classes) and some have none, as of chosen frames."""
-    without = [name for name, reward in rewards.items() if not reward.differentiable or reward.frames is not None]
+def check_differentiable(
+    algorithm: Algorithm, rewards: Mapping[str, Reward | type[Reward]]
+) -> None:
+    """UserError if an algorithm needs the gradient of `rewards` (or their classes) and some have
+    none, as of chosen frames."""
+    without = [
+        name
+        for name, reward in rewards.items()
+        if not reward.differentiable or reward.frames is not None
+    ]
     if differentiates_rewards(algorithm) and without:
         raise UserError(
             f"algorithm {name_of(algorithm)} learns from the gradient of rewards, and these have none: {', '.join(without)}; "
@@ -78,18 +94,27 @@ def check_differentiable(algorithm: Algorithm, rewards: Mapping[str, Reward | ty
 
 
 def check_groups(
-    algorithm: Algorithm, rewards: Mapping[str, Reward | type[Reward]], tuning: str, sharding: str = "none"
+    algorithm: Algorithm,
+    rewards: Mapping[str, Reward | type[Reward]],
+    tuning: str,
+    sharding: str = "none",
 ) -> None:
-    """UserError if some of `rewards` (or their classes) compare what a run of these settings does not have:
-    groups, and the base model beside the tuned one."""
+    """UserError if some of `rewards` (or their classes) compare what a run of these settings does
+    not have: groups, and the base model beside the tuned one."""
     comparing = ", ".join(name for name, reward in rewards.items() if reward.group)
     if comparing:
         refuse(_faults_of_groups(algorithm, comparing, tuning, sharding))
 
 
-def _faults_of_groups(algorithm: Algorithm, comparing: str, tuning: str, sharding: str) -> Iterator[str]:
+def _faults_of_groups(
+    algorithm: Algorithm, comparing: str, tuning: str, sharding: str
+) -> Iterator[str]:
     if algorithm.group_size == 1 or candidates_of(algorithm) > 1:
-        why = "chooses prompts by single pictures" if candidates_of(algorithm) > 1 else "has groups of one"
+        why = (
+            "chooses prompts by single pictures"
+            if candidates_of(algorithm) > 1
+            else "has groups of one"
+        )
         yield f"algorithm {name_of(algorithm)} {why}, and these rewards compare the pictures of a group: {comparing}"
     what = f"{comparing}: held-out pictures are compared with the base's, which"
     if tuning == "full" and sharding != "none":
@@ -100,9 +125,11 @@ def _faults_of_groups(algorithm: Algorithm, comparing: str, tuning: str, shardin
 
 @dataclass(frozen=True)
 class Trained:
-    """The `types.Network` of a training pass: `policy` with the conditioning `cond`, and velocities in `dtype`.
+    """The `types.Network` of a training pass: `policy` with the conditioning `cond`, and velocities
+    in `dtype`.
 
-    While `old()` is entered, the policy has the old weights. `reward(latents, rows of cond)` is `Network.reward`.
+    While `old()` is entered, the policy has the old weights. `reward(latents, rows of cond)` is
+    `Network.reward`.
     """
 
     policy: Policy
@@ -130,10 +157,12 @@ class Trained:
 class Updater:
     """Turns examples into optimizer steps: one for all, or one per part (`Algorithm.update_every`).
 
-    The loss is a mean over members and steps, for `DropsMembers` over those that `without_zero_advantages` keeps.
-    Passes of at most `sizes.micro` latents accumulate gradients; an update is the same whatever that size is. When memory runs
-    out in a pass, the update is repeated with smaller passes. All ranks have equally many members; `shards` sums their
-    gradients, once per update or, with sharded weights, in every pass. `step_dtype` is the engine's.
+    The loss is a mean over members and steps, for `DropsMembers` over those that
+    `without_zero_advantages` keeps. Passes of at most `sizes.micro` latents accumulate gradients;
+    an update is the same whatever that size is. When memory runs out in a pass, the update is
+    repeated with smaller passes. All ranks have equally many members; `shards` sums their
+    gradients, once per update or, with sharded weights, in every pass. `step_dtype` is the
+    engine's.
     """
 
     policy: Policy
@@ -162,7 +191,9 @@ class Updater:
         for number, batch in enumerate(batches):
             counted = self.shards.world.total(sum(int(item.mask.sum()) for item in batch))[0]
             with self.shards.training():
-                passes = self.sizes.fit(partial(self._accumulate, batch, cond, counted, first=number == 0))
+                passes = self.sizes.fit(
+                    partial(self._accumulate, batch, cond, counted, first=number == 0)
+                )
             stats.add(passes, sum(len(item.advantages) for item in batch) / members)
             self.shards.reduce(self.policy.trainable_parameters())
             self._step(stats)
@@ -170,17 +201,25 @@ class Updater:
 
     @torch.no_grad()
     def _with_group_sums(self, examples: Sequence[Example], cond: Cond) -> list[Example]:
-        """`examples` with `data["group_sum"]`, the sum of `SumsGroups.group_term` over the members of each."""
+        """`examples` with `data["group_sum"]`, the sum of `SumsGroups.group_term` over the members
+        of each."""
         assert isinstance(self.algorithm, SumsGroups)
         terms = []
         for part in passes(examples, self.sizes.micro):
             with bounded_by("micro"):
-                terms.append(self.algorithm.group_term(Batch.of(part, self.sigmas, True), self._network(cond)))
+                terms.append(
+                    self.algorithm.group_term(
+                        Batch.of(part, self.sigmas, True), self._network(cond)
+                    )
+                )
         groups = torch.cat(terms).split([len(item.advantages) for item in examples])
         return [item.with_group_sum(own.sum()) for item, own in zip(examples, groups, strict=True)]
 
-    def _accumulate(self, batch: Sequence[Example], cond: Cond, counted: int, first: bool) -> UpdateStats:
-        """Computes the gradients of one update, replacing earlier ones; `counted` is the number of members on all ranks."""
+    def _accumulate(
+        self, batch: Sequence[Example], cond: Cond, counted: int, first: bool
+    ) -> UpdateStats:
+        """Computes the gradients of one update, replacing earlier ones; `counted` is the number of
+        members on all ranks."""
         stats = UpdateStats()
         self.optimizer.zero_grad(set_to_none=True)
         parts = list(passes(batch, self.sizes.micro))
@@ -227,11 +266,14 @@ class Updater:
         return Trained(self.policy, cond, self.step_dtype, self.old, self.reward)
 
     def _step(self, stats: UpdateStats) -> None:
-        """Clips and steps; an update with a non-finite gradient is skipped and counted, never applied.
+        """Clips and steps; an update with a non-finite gradient is skipped and counted, never
+        applied.
 
         A sum with one such term is not finite either, so all ranks skip together.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.trainable_parameters(), self.max_grad_norm))
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(self.policy.trainable_parameters(), self.max_grad_norm)
+        )
         if math.isfinite(norm):
             self._move()
             stats.grad_norms.append(norm)
@@ -241,7 +283,8 @@ class Updater:
             self.skipped_in_a_row += 1
 
     def _move(self) -> None:
-        """The optimizer's step. It cannot be repeated when memory runs out, because some weights may have changed."""
+        """The optimizer's step. It cannot be repeated when memory runs out, because some weights
+        may have changed."""
         try:
             self.optimizer.step()
         except RuntimeError as error:
@@ -254,10 +297,12 @@ class Updater:
 
 
 def passes(batch: Sequence[Example], size: int) -> Iterator[list[Example]]:
-    """`batch` in passes of at most `size` latents; members with latents of their own may be split over passes."""
+    """`batch` in passes of at most `size` latents; members with latents of their own may be split
+    over passes."""
     part: list[Example] = []
     for item in batch:
-        width = size if item.rows > 1 else len(item.advantages)  # members of a shared latent stay together: one evaluation
+        # members of a shared latent stay together: one evaluation
+        width = size if item.rows > 1 else len(item.advantages)
         for start in range(0, len(item.advantages), width):
             piece = item.members(start, start + width)
             if part and sum(other.rows for other in part) + piece.rows > size:

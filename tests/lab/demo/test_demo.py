@@ -38,7 +38,14 @@ from g2rpo.evaluation.sampler import Sampler
 from g2rpo.evaluation.untrained import utility
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import offered_granularities, plan_label, trace_group
-from g2rpo.lab.demo.model import MAX_PROMPT, config_of_model, open_model, training_of, what_it_is, why_no_word
+from g2rpo.lab.demo.model import (
+    MAX_PROMPT,
+    config_of_model,
+    open_model,
+    training_of,
+    what_it_is,
+    why_no_word,
+)
 from g2rpo.lab.demo.opening import FIRST, opening, opening_of
 from g2rpo.lab.demo.views import digits, drawing_html, run_html, trace_html
 from g2rpo.lab.report.history import SeedGroup, read_runs
@@ -59,8 +66,19 @@ ROUNDED = 0.5 / 255 + 1e-4
 
 
 def tiny(flux_directory, prompts, *overrides) -> Config:
-    policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
-    data = {**TINY, "rewards": {"brightness": 1}, "policy": policy, "prompts": {"train": str(prompts), "cache": "off"}}
+    policy = {
+        "path": str(flux_directory),
+        "height": 32,
+        "width": 32,
+        "max_sequence_length": 12,
+        "lora_rank": 2,
+    }
+    data = {
+        **TINY,
+        "rewards": {"brightness": 1},
+        "policy": policy,
+        "prompts": {"train": str(prompts), "cache": "off"},
+    }
     evaluation = {**TINY["evaluation"], "prompts": str(prompts), "rewards": {"scene_accuracy": 1}}
     return resolve({**data, "evaluation": evaluation}, overrides)
 
@@ -78,7 +96,9 @@ def run(request, tmp_path_factory, flux_directory, prompts):
     directory = tmp_path_factory.mktemp("runs") / request.param
     config = directory.with_suffix(".yaml")
     overrides = [f"policy.tuning={request.param}", "optim.learning_rate=0.05"]
-    config.write_text(yaml.safe_dump(tiny(flux_directory, prompts, *overrides).model_dump(mode="json")))
+    config.write_text(
+        yaml.safe_dump(tiny(flux_directory, prompts, *overrides).model_dump(mode="json"))
+    )
     with pytest.raises(SystemExit) as stop:
         main(["train", str(config), "--run-dir", str(directory)])
     assert not stop.value.code
@@ -91,12 +111,16 @@ def config_of(run) -> Config:
 
 @pytest.fixture(scope="module")
 def session(run):
-    return open_model(config_of(run), run / ("adapter" if run.name == "lora" else "transformer"), print)
+    return open_model(
+        config_of(run), run / ("adapter" if run.name == "lora" else "transformer"), print
+    )
 
 
 def pictures(policy_config, weights, *, seed=3, steps=4, guidance=3.5, strength=1.0):
     """As `g2rpo sample` draws."""
-    policy = components.build_policy(policy_config.model_copy(update={"guidance_scale": guidance}), tuning="frozen")
+    policy = components.build_policy(
+        policy_config.model_copy(update={"guidance_scale": guidance}), tuning="frozen"
+    )
     if weights is not None:
         policy.load(weights, strength)
     return Sampler(policy=policy, shift=3.0, num_steps=steps, seed=seed).pictures([PROMPT])
@@ -104,17 +128,32 @@ def pictures(policy_config, weights, *, seed=3, steps=4, guidance=3.5, strength=
 
 def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, session):
     weights = run / ("adapter" if run.name == "lora" else "transformer")
-    for settings in ({}, {"guidance": 1.0}, {"steps": 2, "seed": 4}, *([{"strength": 0.5}] if run.name == "lora" else [])):
+    for settings in (
+        {},
+        {"guidance": 1.0},
+        {"steps": 2, "seed": 4},
+        *([{"strength": 0.5}] if run.name == "lora" else []),
+    ):
         given = {"steps": 4, "guidance": 3.5, **settings}
         control = Control(steps=given.pop("steps"), guidance=given.pop("guidance"))
         drawing = draw(session, f"  {PROMPT}\n", **{"seed": 3, **given}, control=control)
         base = {name: value for name, value in settings.items() if name != "strength"}
-        expected = pictures(config_of(run).policy, None, **base), pictures(config_of(run).policy, weights, **settings)
-        for evaluation, images in zip((drawing.base.evaluation, drawing.tuned.evaluation), expected, strict=True):
-            # weights loaded twice lie elsewhere in memory, and some processors then add up in another order
-            torch.testing.assert_close(evaluation.images / 255, images, atol=0.5 / 255 + 1e-5, rtol=0)
+        expected = (
+            pictures(config_of(run).policy, None, **base),
+            pictures(config_of(run).policy, weights, **settings),
+        )
+        for evaluation, images in zip(
+            (drawing.base.evaluation, drawing.tuned.evaluation), expected, strict=True
+        ):
+            # weights loaded twice lie elsewhere in memory, and some processors then add up in
+            # another order
+            torch.testing.assert_close(
+                evaluation.images / 255, images, atol=0.5 / 255 + 1e-5, rtol=0
+            )
             for name, reward in {**session.rewards, **session.judges}.items():
-                assert torch.equal(evaluation.scores[name], reward(evaluation.images / 255, [PROMPT]))
+                assert torch.equal(
+                    evaluation.scores[name], reward(evaluation.images / 255, [PROMPT])
+                )
         assert (drawing.base.picture / 255 - drawing.tuned.picture / 255).abs().max() > 0.01
         assert drawing.prompt == PROMPT
         assert session.policy.guidance_scale == 3.5  # as before
@@ -124,15 +163,24 @@ def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, sessio
 def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
     """From the noise of its number: the scores are those of the run's log."""
     config = config_of(run)
-    heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")[: config.evaluation.num_prompts]
-    session = open_model(config, run / ("adapter" if run.name == "lora" else "transformer"), print, heldout)
+    heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")[
+        : config.evaluation.num_prompts
+    ]
+    session = open_model(
+        config, run / ("adapter" if run.name == "lora" else "transformer"), print, heldout
+    )
     (after,) = SeedGroup((read_runs([run])[0],)).judged_after
     for number, prompt in enumerate(heldout):
         drawing = draw(session, prompt)
-        for evaluation, iteration in ((drawing.base.evaluation, 0), (drawing.tuned.evaluation, after)):
+        for evaluation, iteration in (
+            (drawing.base.evaluation, 0),
+            (drawing.tuned.evaluation, after),
+        ):
             stored = scores_of(read_rows(Run(run).scores(iteration)))
             for name, value in evaluation.scores.items():  # other batches, so not to the last bit
-                torch.testing.assert_close(value, stored[name][number : number + 1], atol=1e-4, rtol=0, equal_nan=True)
+                torch.testing.assert_close(
+                    value, stored[name][number : number + 1], atol=1e-4, rtol=0, equal_nan=True
+                )
         assert drawing.settings.startswith(
             f"held-out prompt {number + 1} · seed {session.sampler.seed} · {session.sampler.num_steps} steps"
         )
@@ -146,7 +194,8 @@ def test_an_adapter_without_strength_is_the_base_model(run, session):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"), [(" \n", "write a prompt"), ("a" * (MAX_PROMPT + 1), "501 characters; 500 are allowed")]
+    ("prompt", "message"),
+    [(" \n", "write a prompt"), ("a" * (MAX_PROMPT + 1), "501 characters; 500 are allowed")],
 )
 def test_a_prompt_that_is_none_is_named(session, prompt, message):
     with pytest.raises(UserError, match=message):
@@ -154,7 +203,9 @@ def test_a_prompt_that_is_none_is_named(session, prompt, message):
 
 
 def test_a_model_alone_has_no_tuned_side(flux_directory):
-    session = open_model(config_of_model(str(flux_directory), 32, 3.5, {"brightness": {}}), None, print)
+    session = open_model(
+        config_of_model(str(flux_directory), 32, 3.5, {"brightness": {}}), None, print
+    )
     drawing = draw(session, PROMPT, seed=0, control=Control(steps=2, guidance=3.5))
     assert drawing.tuned is None and list(drawing.base.scores) == ["brightness"]
     html = drawing_html(drawing)
@@ -162,23 +213,37 @@ def test_a_model_alone_has_no_tuned_side(flux_directory):
 
 
 def test_a_group_is_the_first_iteration_of_the_run(run, session):
-    """The trainer's own noise, latents, scores and advantages; in batches of other shapes, so not to the last bit."""
+    """The trainer's own noise, latents, scores and advantages; in batches of other shapes, so not
+    to the last bit."""
     trainer = built(Request(config=load_config(str(run / "config.yaml"), [])))
     asked = trainer.loop.order.batch(0, trainer.config.trainer.prompts_per_iteration)
     sampled = trainer.collector.collect(
-        trainer.collector.own_spec(trainer.algorithm, 0), trainer.policy.encode(asked), asked, Stopwatch()
+        trainer.collector.own_spec(trainer.algorithm, 0),
+        trainer.policy.encode(asked),
+        asked,
+        Stopwatch(),
     )
     rollouts, rewards = sampled.rollouts, sampled.rewards
     advantages = trainer.algorithm.advantages(rewards, trainer.loop.weights)
-    assert session.plans == [rollout.plan for rollout in rollouts] and list(map(plan_label, session.plans)) == [
+    assert session.plans == [rollout.plan for rollout in rollouts] and list(
+        map(plan_label, session.plans)
+    ) == [
         "step 0",
         "step 1",
     ]
     for plan, rollout in enumerate(rollouts):
         heard: list[tuple[int, ...]] = []
         more = {"seed": trainer.config.trainer.seed, "plan": plan}
-        group = trace_group(session, asked[0], **more, tuned=False, on_progress=lambda *both, to=heard: to.append(both))
-        finals = trainer.policy.decode(rollout.finals.flatten(0, 1)).unflatten(0, rollout.finals.shape[:2])
+        group = trace_group(
+            session,
+            asked[0],
+            **more,
+            tuned=False,
+            on_progress=lambda *both, to=heard: to.append(both),
+        )
+        finals = trainer.policy.decode(rollout.finals.flatten(0, 1)).unflatten(
+            0, rollout.finals.shape[:2]
+        )
         noised = trainer.policy.decode(rollout.transitions[-1].x_next)
         for shown, own in ((group.finals, finals), (group.noised, noised)):  # in 8 bit
             assert (shown / 255 - own).abs().max() < ROUNDED
@@ -192,7 +257,9 @@ def test_a_group_is_the_first_iteration_of_the_run(run, session):
 def test_a_group_is_rolled_out_in_the_dtypes_of_training(run, tmp_path):
     """The run's own; a group in others is not the one that the run learnt from."""
     text = (run / "config.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(text.replace("precision: float32", "precision: published"))
+    (tmp_path / "config.yaml").write_text(
+        text.replace("precision: float32", "precision: published")
+    )
     session = open_model(config_of(tmp_path), None, print)
     narrow = Precision(torch.float32, anchor=torch.bfloat16, step=torch.bfloat16)
     assert session.config.precision == narrow
@@ -202,7 +269,9 @@ def test_a_group_is_rolled_out_in_the_dtypes_of_training(run, tmp_path):
 def test_a_group_is_sampled_with_the_guidance_of_training(session):
     sampling = session.config.sampling.model_copy(update={"guidance_scale": 1.0})
     other = replace(session, config=session.config.model_copy(update={"sampling": sampling}))
-    plain, guided = (trace_group(one, PROMPT, seed=0, plan=1, tuned=False).finals for one in (other, session))
+    plain, guided = (
+        trace_group(one, PROMPT, seed=0, plan=1, tuned=False).finals for one in (other, session)
+    )
     assert plain.ne(guided).any() and session.policy.guidance_scale == 3.5
 
 
@@ -211,10 +280,15 @@ def test_a_group_may_look_at_other_granularities(session):
     assert offered_granularities(session) == [1, 2, 3] and own.plan.tail_names == (1, 2)
     other = trace_group(session, PROMPT, seed=0, plan=1, tuned=False, granularities=[3, 1])
     assert other.plan.tail_names == (1, 3) and len(other.finals) == 2
-    assert torch.equal(other.noised, own.noised) and (other.finals[0] / 255 - own.finals[0] / 255).abs().max() < 2 * ROUNDED
+    assert (
+        torch.equal(other.noised, own.noised)
+        and (other.finals[0] / 255 - own.finals[0] / 255).abs().max() < 2 * ROUNDED
+    )
     algorithm = replace(session.config.algorithm, granularities=(1, 3))
     assert other.plan == algorithm.plans(4)[1]
-    assert torch.equal(other.advantages, algorithm.advantages(other.rewards[None], session.weights)[0])
+    assert torch.equal(
+        other.advantages, algorithm.advantages(other.rewards[None], session.weights)[0]
+    )
     with pytest.raises(UserError, match="choose granularities of 1, 2, 3"):
         trace_group(session, PROMPT, granularities=[])
 
@@ -238,7 +312,9 @@ def learning(flux_directory, config):
     return config_of_model(str(flux_directory), 32, 3.5, {"brightness": {}}).model_copy(update=own)
 
 
-@pytest.mark.parametrize(("name", "message"), [("diffusion_nft", "no stochastic step"), ("refl", "no group to compare")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("diffusion_nft", "no stochastic step"), ("refl", "no group to compare")]
+)
 def test_an_algorithm_without_stochastic_steps_has_no_group(flux_directory, prompts, name, message):
     small = ["algorithm.group_size=3", "sampling.num_steps=6", *fits(name)]
     config = tiny(flux_directory, prompts, f"algorithm.name={name}", *small)
@@ -257,7 +333,13 @@ STOCHASTIC = [
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_every_algorithm_with_stochastic_steps_has_a_group(flux_directory, prompts, name):
     count = 11 if name == "e_grpo" else 8  # its merged steps end at 10
-    config = tiny(flux_directory, prompts, f"algorithm.name={name}", "algorithm.group_size=3", f"sampling.num_steps={count}")
+    config = tiny(
+        flux_directory,
+        prompts,
+        f"algorithm.name={name}",
+        "algorithm.group_size=3",
+        f"sampling.num_steps={count}",
+    )
     assert config.algorithm.name == name
     session = open_model(learning(flux_directory, config), None, print)
     group = trace_group(session, PROMPT, seed=0, plan=len(session.plans) - 1, tuned=False)
@@ -272,12 +354,23 @@ def test_every_algorithm_with_stochastic_steps_has_a_group(flux_directory, promp
 
 @pytest.mark.parametrize("seed", [2])
 def test_plans_by_chance_are_those_of_the_seed(flux_directory, prompts, seed):
-    short = ["algorithm.name=dancegrpo", "algorithm.group_size=3", "sampling.num_steps=8", f"trainer.seed={seed}"]
+    short = [
+        "algorithm.name=dancegrpo",
+        "algorithm.group_size=3",
+        "sampling.num_steps=8",
+        f"trainer.seed={seed}",
+    ]
     config = tiny(flux_directory, prompts, *short)
     session = open_model(learning(flux_directory, config), None, print)
-    assert session.plans == config.algorithm.plans(8, 0, seed) != config.algorithm.plans(8, 0, seed + 1)
+    assert (
+        session.plans
+        == config.algorithm.plans(8, 0, seed)
+        != config.algorithm.plans(8, 0, seed + 1)
+    )
     group = trace_group(session, PROMPT, seed=0, plan=0, tuned=False)
-    assert group.plan == session.plans[0] and f"just after step {group.noised_at};" in trace_html(group)
+    assert group.plan == session.plans[0] and f"just after step {group.noised_at};" in trace_html(
+        group
+    )
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +380,12 @@ def testbed():
 
 def test_the_testbed_alone_is_scored_by_its_own_rewards(testbed):
     drawing = draw(testbed, "two blue squares", seed=1, control=Control(steps=10, guidance=3.5))
-    assert list(drawing.base.scores) == ["scene_accuracy", "scene_correct", "scene_clip", "scene_preference"]
+    assert list(drawing.base.scores) == [
+        "scene_accuracy",
+        "scene_correct",
+        "scene_clip",
+        "scene_preference",
+    ]
     assert not drawing.missing and testbed.explain(drawing.prompt) == ""
     html = drawing_html(drawing)
     assert "no score" not in html.lower() and "not learnt such prompts" not in html
@@ -304,23 +402,36 @@ def drawn_view(session):
 
 
 def test_the_base_model_is_drawn_once_more_with_free_knobs_and_their_price():
-    """Guidance by hand in the first steps, and the best of some: what evaluations sample, and what it cost."""
+    """Guidance by hand in the first steps, and the best of some: what evaluations sample, and what
+    it cost."""
     session = open_model(config_of_model("words", None, None, None), None, print)
     control, prompt = Control(steps=4, cfg=3.0, guided_steps=2, best_of=3), "'tiger' in red"
     drawing = draw(session, prompt, control=control)
-    assert drawing.free.price == "18 evaluations, 3 readings" and drawing.base.price == "4 evaluations"
+    assert (
+        drawing.free.price == "18 evaluations, 3 readings" and drawing.base.price == "4 evaluations"
+    )
     assert drawing.free.knobs == "guidance by hand 3 in the first 2 steps, best of 3"
     sampler, rewards = replace(session.sampler, num_steps=4), {**session.rewards, **session.judges}
-    several = [sampler.evaluate([prompt], rewards, control=control.model_copy(update={"draw": n})) for n in range(3)]
+    several = [
+        sampler.evaluate([prompt], rewards, control=control.model_copy(update={"draw": n}))
+        for n in range(3)
+    ]
     found = [torch.equal(drawing.free.picture, one.images[0]) for one in several]
     assert sum(found) == 1 and not torch.equal(several[0].images, drawing.base.evaluation.images)
     weights = {name: entry.weight for name, entry in session.config.rewards.items()}
-    by = utility({name: torch.stack([one.scores[name] for one in several], -1) for name in session.rewards}, weights)
+    by = utility(
+        {name: torch.stack([one.scores[name] for one in several], -1) for name in session.rewards},
+        weights,
+    )
     assert found[int(by[0].argmax())]
     plain = draw(session, prompt, control=Control(steps=4))
     assert plain.free is None and torch.equal(plain.base.picture, drawing.base.picture)
     html = drawing_html(drawing)
-    assert html.count("<img") == 2 and "Base model, with free knobs" in html and "18 evaluations" in html
+    assert (
+        html.count("<img") == 2
+        and "Base model, with free knobs" in html
+        and "18 evaluations" in html
+    )
     nothing = replace(session, rewards={})
     with pytest.raises(UserError, match="needs a reward"):
         draw(nothing, prompt, control=Control(best_of=2))
@@ -331,14 +442,28 @@ def test_guidance_is_offered_where_pictures_depend_on_it(model):
     """The embedded scenes have a network that takes the scale; that of words does not."""
     session = open_model(config_of_model(model, None, None, {"brightness": {}}), None, print)
     prompt = {"testbed": "two blue squares", "words": "'tiger' in red"}[model]
-    low, high = (draw(session, prompt, seed=1, control=Control(steps=2, guidance=scale)) for scale in (1.0, 7.0))
+    low, high = (
+        draw(session, prompt, seed=1, control=Control(steps=2, guidance=scale))
+        for scale in (1.0, 7.0)
+    )
     depends = bool((low.base.picture != high.base.picture).any())
-    (slider,) = [block for block in drawn_view(session).blocks.values() if getattr(block, "label", "") == "Guidance"]
-    assert slider.visible is depends is ("guidance" in low.settings) is (guidance_of(session.policy) is not None)
+    (slider,) = [
+        block
+        for block in drawn_view(session).blocks.values()
+        if getattr(block, "label", "") == "Guidance"
+    ]
+    assert (
+        slider.visible
+        is depends
+        is ("guidance" in low.settings)
+        is (guidance_of(session.policy) is not None)
+    )
 
 
 def test_words_say_what_they_can_spell():
-    assert why_no_word("'tiger' in red") == "" and "three to six letters" in why_no_word("a cat") == why_no_word("'hippo'")
+    assert why_no_word("'tiger' in red") == "" and "three to six letters" in why_no_word(
+        "a cat"
+    ) == why_no_word("'hippo'")
 
 
 def test_a_prompt_without_a_score_says_so_and_why(testbed):
@@ -349,7 +474,11 @@ def test_a_prompt_without_a_score_says_so_and_why(testbed):
     group = trace_group(testbed, "a <i>dog</i>", seed=1, plan=0, tuned=False)
     assert group.rewards.isnan().all() and (group.advantages == 0).all()
     html = trace_html(group)
-    assert "<b>No score</b> by scene_accuracy" in html and "all advantages are 0" in html and "<i>dog" not in html
+    assert (
+        "<b>No score</b> by scene_accuracy" in html
+        and "all advantages are 0" in html
+        and "<i>dog" not in html
+    )
     assert "best" not in re.findall(r"<header>.*?</header>", html)[0]
 
 
@@ -373,12 +502,17 @@ def test_members_are_ranked_and_the_ends_are_marked(testbed):
     cards = re.findall(r'<li class="(?:g2-(\w+))?">\n<header><span>member (\d+)', html)
     assert [int(number) for _, number in cards] == [3, 2, 1, 12, 11, 10, 9, 8, 7, 6, 5, 4]
     assert [mark for mark, _ in cards] == ["best", *[""] * 10, "worst"]
-    advantages = [float(a.replace("−", "-")) for a in re.findall(r"<dt>advantage</dt><dd[^>]*><b>([^<]*)", html)]
+    advantages = [
+        float(a.replace("−", "-"))
+        for a in re.findall(r"<dt>advantage</dt><dd[^>]*><b>([^<]*)", html)
+    ]
     expected = 2 * (torch.arange(11.0, -1, -1) - 5.5) / torch.arange(12.0).std()
     assert advantages == [pytest.approx(float(a), abs=0.005) for a in expected]
     widths = [float(w) for w in re.findall(r"width:([\d.]+)%", html)]
     assert widths[0] == widths[-1] == 50 and widths[5] == pytest.approx(50 * 0.5 / 5.5, abs=0.05)
-    assert "g = 1: 9 steps, g = 2: 8 steps" in html.replace("&nbsp;", " ") and "0.000 · 0.000" in html
+    assert (
+        "g = 1: 9 steps, g = 2: 8 steps" in html.replace("&nbsp;", " ") and "0.000 · 0.000" in html
+    )
 
 
 def test_ties_share_their_mark_and_a_silent_group_has_none(testbed):
@@ -396,7 +530,9 @@ def test_changes_are_signed_and_as_exact_as_their_scores(session):
         return replace(drawn, evaluation=replace(drawn.evaluation, scores=scores))
 
     drawing = dataclasses.replace(
-        drawing, base=scored(drawing.base, 0.5, 73.65), tuned=scored(drawing.tuned, 0.25, float("nan"))
+        drawing,
+        base=scored(drawing.base, 0.5, 73.65),
+        tuned=scored(drawing.tuned, 0.25, float("nan")),
     )
     html = " ".join(re.sub(r"<[^>]*>", " ", drawing_html(drawing)).split())
     assert "brightness trained on 0.500 scene_accuracy judged only 73.65 After training" in html
@@ -418,7 +554,10 @@ def test_the_run_is_its_report_in_a_frame(run):
         (["nowhere"], "nowhere is no run directory"),
         (["runs/one", "--rewards", "brightness"], "--rewards is for --model"),
         (["runs/one", "--guidance", "1"], "--guidance is for --model"),
-        (["--model", "testbed", "--guidance", "-1"], "guidance_scale: input should be greater than or equal to 0"),
+        (
+            ["--model", "testbed", "--guidance", "-1"],
+            "guidance_scale: input should be greater than or equal to 0",
+        ),
         (["--model", "testbed", "--size", "0"], "height: input should be greater than 0"),
         (["--model", "/no/such"], "/no/such: is no directory"),
         (["--model", "testbed", "--rewards", "brigthness"], "Did you mean 'brightness'?"),
@@ -437,7 +576,8 @@ def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, ar
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BLANK", " \n")
     (tmp_path / "bad.yaml").write_text("brightness: {wieght: 2}")
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # what is not refused would be served, without end
+    # what is not refused would be served, without end
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         code, out, err = g2rpo(capsys, "demo", *arguments, "--port", taken.getsockname()[1])
     assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
     assert "building" not in out  # loading a model takes minutes
@@ -455,10 +595,15 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         open_model(config_of_model("testbed", None, 3.5, None), tmp_path, print)
 
 
-@pytest.mark.parametrize(("model", "message"), [("testbed", "pip install gradio"), ("/no/such", "is no directory")])
-def test_without_gradio_the_extra_is_named_after_all_other_mistakes(capsys, monkeypatch, model, message):
+@pytest.mark.parametrize(
+    ("model", "message"), [("testbed", "pip install gradio"), ("/no/such", "is no directory")]
+)
+def test_without_gradio_the_extra_is_named_after_all_other_mistakes(
+    capsys, monkeypatch, model, message
+):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    for room, module in (("demo", "app"), ("teach", "page"), ("web", "page")):  # if another test has imported them
+    # if another test has imported them
+    for room, module in (("demo", "app"), ("teach", "page"), ("web", "page")):
         monkeypatch.delitem(sys.modules, f"g2rpo.lab.{room}.{module}", raising=False)
         monkeypatch.delattr(f"g2rpo.lab.{room}.{module}", raising=False)
     code, _, err = g2rpo(capsys, "demo", "--model", model, "--port", free_port())
@@ -471,11 +616,20 @@ LOCAL = {"host": "127.0.0.1:7860", "content-length": "100"}
 @pytest.mark.parametrize(
     ("headers", "local", "status"),
     [
-        *(({"host": host, "origin": f"http://{host}"}, True, None) for host in ("localhost", "[::1]:7860", "127.0.0.1:1")),
+        *(
+            ({"host": host, "origin": f"http://{host}"}, True, None)
+            for host in ("localhost", "[::1]:7860", "127.0.0.1:1")
+        ),
         ({"host": "demo.example", "origin": "https://demo.example"}, False, None),
         ({"content-length": str(2**16)}, True, None),
-        *(({"host": host}, True, 421) for host in ("evil.example:7860", "", "127.0.0.1.evil.example", "192.168.1.2", "[::1")),
-        *(({"origin": it}, True, 403) for it in ("http://evil.example", "null", "http://localhost:7860", "http://[::1")),
+        *(
+            ({"host": host}, True, 421)
+            for host in ("evil.example:7860", "", "127.0.0.1.evil.example", "192.168.1.2", "[::1")
+        ),
+        *(
+            ({"origin": it}, True, 403)
+            for it in ("http://evil.example", "null", "http://localhost:7860", "http://[::1")
+        ),
         ({"host": "demo.example", "origin": "http://evil.example"}, False, 403),
         ({"content-length": str(2**16 + 1)}, True, 413),
         ({"content-length": "9" * 5000}, True, 413),
@@ -509,17 +663,28 @@ def test_gradio_sees_no_proxies_and_others_do(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     with without_proxies():
-        assert urllib.request.proxy_bypass_environment("127.0.0.1") and os.environ["NO_PROXY"] == "*"
+        assert (
+            urllib.request.proxy_bypass_environment("127.0.0.1") and os.environ["NO_PROXY"] == "*"
+        )
     assert "no_proxy" not in os.environ and not urllib.request.proxy_bypass_environment("127.0.0.1")
 
 
 @pytest.mark.parametrize("proxy", ["socks", "socks5"])
 def test_the_page_is_served_whatever_proxies_the_environment_has(proxy):
-    """In a process of its own: socks:// is an error when Gradio is imported, a dead proxy when it starts."""
-    clean = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    proxies = {"ALL_PROXY": f"{proxy}://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "example.org"}
+    """In a process of its own: socks:// is an error when Gradio is imported, a dead proxy when it
+    starts."""
+    clean = {
+        name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
+    }
+    proxies = {
+        "ALL_PROXY": f"{proxy}://127.0.0.1:9",
+        "HTTP_PROXY": "http://127.0.0.1:9",
+        "NO_PROXY": "example.org",
+    }
     command = [sys.executable, "-c", SERVED, str(free_port())]
-    done = subprocess.run(command, env={**clean, **proxies}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env={**clean, **proxies}, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.split() == ["200", "None", "example.org"], done.stderr
 
 
@@ -538,7 +703,9 @@ def served(request):
 
 
 def status_of(client, address, path, body=None, **headers):
-    request = urllib.request.Request(f"{address}{path}", body, {"Content-Type": "application/json", **headers})
+    request = urllib.request.Request(
+        f"{address}{path}", body, {"Content-Type": "application/json", **headers}
+    )
     try:
         with client.open(request, timeout=60) as answer:
             return answer.status, answer.read()
@@ -547,46 +714,91 @@ def status_of(client, address, path, body=None, **headers):
 
 
 def test_what_gradio_gives_out_is_the_page_alone(served, tmp_path):
-    """By Gradio's own means: no file, no proxy, nothing without the login; also for who is let in."""
+    """By Gradio's own means: no file, no proxy, nothing without the login; also for who is let
+    in."""
     address, token = served
     (tmp_path / "own.txt").write_text("words")
     question = json.dumps({"data": ["a"], "fn_index": 0, "session_hash": "x"}).encode()
     ways = [
         *(
             f"gradio_api/file={path}"
-            for path in (__file__, "/etc/passwd", "/proc/self/environ", tmp_path / "own.txt", "Makefile")
+            for path in (
+                __file__,
+                "/etc/passwd",
+                "/proc/self/environ",
+                tmp_path / "own.txt",
+                "Makefile",
+            )
         ),
-        *("gradio_api/file/../../../etc/passwd", "static/..%2f..%2f..%2fetc/passwd", "assets/..%2f..%2f..%2fetc/passwd"),
-        *("gradio_api/proxy=http://127.0.0.1:1/x", "gradio_api/proxy=https://a.hf.space/x", "monitoring", "gradio_api/runs"),
+        *(
+            "gradio_api/file/../../../etc/passwd",
+            "static/..%2f..%2f..%2fetc/passwd",
+            "assets/..%2f..%2f..%2fetc/passwd",
+        ),
+        *(
+            "gradio_api/proxy=http://127.0.0.1:1/x",
+            "gradio_api/proxy=https://a.hf.space/x",
+            "monitoring",
+            "gradio_api/runs",
+        ),
         "gradio_api/vibe-code",
     ]
     client = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
     if token:
-        for path, body in (("config", None), ("gradio_api/info", None), ("gradio_api/queue/join", question), (ways[0], None)):
+        for path, body in (
+            ("config", None),
+            ("gradio_api/info", None),
+            ("gradio_api/queue/join", question),
+            (ways[0], None),
+        ):
             assert status_of(client, address, path, body)[0] == 401
         client.open(f"{address}login", f"username=a&password={token}".encode(), timeout=60).close()
     for path in ways:
         assert status_of(client, address, path)[0] in (400, 401, 403, 404), path
     assert status_of(client, address, "gradio_api/queue/join", question)[0] == 200
     assert status_of(client, address, "gradio_api/run/predict", question)[0] == 404
-    assert status_of(client, address, "gradio_api/queue/join", question, Origin="http://evil.example")[0] == 403
+    assert (
+        status_of(client, address, "gradio_api/queue/join", question, Origin="http://evil.example")[
+            0
+        ]
+        == 403
+    )
     file = b'--X\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nwords\r\n--X--\r\n'
     form = {"Content-Type": "multipart/form-data; boundary=X", "Origin": "http://evil.example"}
     assert status_of(client, address, "gradio_api/upload", file, **form)[0] == 403
-    assert status_of(client, address, "config", None, Host="evil.example")[0] == (200 if token else 421)
+    assert status_of(client, address, "config", None, Host="evil.example")[0] == (
+        200 if token else 421
+    )
 
 
 def rows(scores, right=None):
     """Tables of scores by reward, and verdicts."""
-    told = [{"scores": dict(zip(scores, values, strict=True))} for values in zip(*scores.values(), strict=True)]
-    return [row | {"right": verdict} for row, verdict in zip(told, right, strict=True)] if right else told
+    told = [
+        {"scores": dict(zip(scores, values, strict=True))}
+        for values in zip(*scores.values(), strict=True)
+    ]
+    return (
+        [row | {"right": verdict} for row, verdict in zip(told, right, strict=True)]
+        if right
+        else told
+    )
 
 
 @pytest.mark.parametrize(
     ("base", "tuned", "number", "rule"),
     [
-        ([0, 1, 0, 0, 1], [0, 1, 1, 1, 0], 2, "the first of the 2 held-out prompts (of 5) that the base model draws wrong"),
-        ([None, 0, 0, 1, 1], [1, None, 0, 1, 1], 0, "the first of 5 held-out prompts: there is none that the base"),
+        (
+            [0, 1, 0, 0, 1],
+            [0, 1, 1, 1, 0],
+            2,
+            "the first of the 2 held-out prompts (of 5) that the base model draws wrong",
+        ),
+        (
+            [None, 0, 0, 1, 1],
+            [1, None, 0, 1, 1],
+            0,
+            "the first of 5 held-out prompts: there is none that the base",
+        ),
         ([1, 1, 1, 1, 0], [0, 0, 1, 1, 1], 4, "the tuned one right; 2 became wrong."),
     ],
 )
@@ -623,6 +835,8 @@ def test_what_the_page_is_about_is_said_for_outsiders(run):
 def test_a_drawing_is_marked_where_a_reward_can_tell(testbed, session):
     drawing = draw(testbed, "two blue squares", seed=1, control=Control(steps=10, guidance=3.5))
     right = float(drawing.base.scores["scene_correct"]) == 1
-    assert ("✓ right" if right else "✗ wrong") in drawing_html(drawing) and "why not" in drawing_html(drawing, "why not")
+    assert ("✓ right" if right else "✗ wrong") in drawing_html(
+        drawing
+    ) and "why not" in drawing_html(drawing, "why not")
     unparsed = drawing_html(draw(testbed, "a dog", seed=1, control=Control(steps=2, guidance=3.5)))
     assert "✓" not in unparsed and "✗" not in unparsed

@@ -16,9 +16,13 @@ from tests.support.contrast import FAINT_TEXT
 from tests.support.ports import free_port
 from tests.support.processes import Forked
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 NEEDED = bool(os.environ.get("G2RPO_NEEDS_CHROMIUM"))  # set by .ci/run
-pytestmark = pytest.mark.skipif(CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)"
+)
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -37,19 +41,34 @@ MINUTE = 60_000
 def served(folder, *arguments, **environment):
     """The address of `g2rpo demo`, run until the end of the block and then interrupted."""
     port, log, errors = free_port(), folder / "demo.log", folder / "errors.log"
-    command = [sys.executable, "-P", "-m", "g2rpo", "demo", *map(str, arguments), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "g2rpo",
+        "demo",
+        *map(str, arguments),
+        "--port",
+        str(port),
+    ]
     with log.open("wb") as out, errors.open("wb") as err:
         process = Forked(command, stdout=out, stderr=err, env={**os.environ, **environment})
     try:
         ends = time.monotonic() + 60
-        while not (said := [line for line in log.read_text().splitlines() if line.startswith("http")]):
+        while not (
+            said := [line for line in log.read_text().splitlines() if line.startswith("http")]
+        ):
             assert time.monotonic() < ends and process.alive, errors.read_text()
             time.sleep(0.05)
         assert said[0].startswith(f"http://127.0.0.1:{port}/")
         yield said[0].split()[0]
         process.interrupt()
         code, told, wrong = process.wait(timeout=60), log.read_text(), errors.read_text()
-        assert code == 0 and told.endswith(f"{said[0]}\nstopped\n") and "Traceback" not in wrong, (code, told, wrong)
+        assert code == 0 and told.endswith(f"{said[0]}\nstopped\n") and "Traceback" not in wrong, (
+            code,
+            told,
+            wrong,
+        )
     finally:
         process.terminate()
 
@@ -82,13 +101,17 @@ def browser():
 
 @pytest.fixture
 def page(browser, address):
-    """The demo, just opened on a phone. In the end: nothing was asked of any other host, and the console holds no error."""
-    context = browser.new_context(viewport=PHONE, reduced_motion="reduce")  # a click on what still moves may miss it
+    """The demo, just opened on a phone. In the end: nothing was asked of any other host, and the
+    console holds no error."""
+    # a click on what still moves may miss it
+    context = browser.new_context(viewport=PHONE, reduced_motion="reduce")
     page = context.new_page()
     asked, errors = [], []
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
+    )
     page.goto(address)
     page.wait_for_selector("#draw", timeout=MINUTE)
     yield page
@@ -98,7 +121,8 @@ def page(browser, address):
 
 
 def on_each(page, expression):
-    """What an expression of JavaScript is on a phone and on a desktop; the page ends on the phone again."""
+    """What an expression of JavaScript is on a phone and on a desktop; the page ends on the phone
+    again."""
     found = []
     for viewport in (DESKTOP, PHONE):
         page.set_viewport_size(viewport)
@@ -126,14 +150,18 @@ window.requestAnimationFrame = callback => frame(() => setTimeout(() => callback
 
 
 def test_what_is_typed_as_soon_as_it_can_be_stays(browser, address):
-    """On a machine that draws frames late: what comes with a frame must not undo what was typed before it."""
+    """On a machine that draws frames late: what comes with a frame must not undo what was typed
+    before it."""
     context = browser.new_context(viewport=PHONE)
     context.add_init_script(LATE_FRAMES)
     page = context.new_page()
     page.goto(address)
     page.wait_for_selector("#draw", timeout=MINUTE)
     page.get_by_role("button", name="Settings").click()
-    seed, strength = visible(page.get_by_label("Seed")), page.get_by_role("spinbutton", name="Strength of the adapter")
+    seed, strength = (
+        visible(page.get_by_label("Seed")),
+        page.get_by_role("spinbutton", name="Strength of the adapter"),
+    )
     seed.fill("7")
     strength.fill("0")
     page.wait_for_timeout(1000)  # more than two late frames
@@ -181,11 +209,16 @@ def test_the_page_opens_with_a_drawing_and_says_why_this_one(page):
     prompt = page.locator("#drawing .g2-prompt").inner_text().split("\n")[0]
     assert page.locator("textarea:visible").input_value() == prompt
     assert page.locator("#drawing .g2-prompt span").inner_text().startswith("held-out prompt ")
-    assert all(mark in ("✓ right", "✗ wrong") for mark in page.locator("#drawing .g2-verdict").all_inner_texts())
+    assert all(
+        mark in ("✓ right", "✗ wrong")
+        for mark in page.locator("#drawing .g2-verdict").all_inner_texts()
+    )
     before = page.evaluate("[...document.querySelectorAll('#drawing img')].map(it => it.src)")
     page.click("#draw")  # the same again, without the rule
     page.wait_for_function("!document.querySelector('#drawing p.g2-note')", timeout=MINUTE)
-    assert page.evaluate("[...document.querySelectorAll('#drawing img')].map(it => it.src)") == before
+    assert (
+        page.evaluate("[...document.querySelectorAll('#drawing img')].map(it => it.src)") == before
+    )
     facts = page.locator(".g2-facts").inner_text()
     assert facts.startswith(
         "The tiny FLUX that comes with g2rpo, before and after training an adapter with G²RPO. Trained on scene_accuracy "
@@ -198,7 +231,9 @@ def test_draw_two_pictures_with_their_scores(page):
     base, tuned = page.locator("#drawing img").all()
     assert base.get_attribute("src") != tuned.get_attribute("src")
     assert all(picture.evaluate("it => it.naturalWidth") == 64 for picture in (base, tuned))
-    tops = "[...document.querySelectorAll('#drawing img')].map(it => it.getBoundingClientRect().top)"
+    tops = (
+        "[...document.querySelectorAll('#drawing img')].map(it => it.getBoundingClientRect().top)"
+    )
     assert all(base == tuned for base, tuned in on_each(page, tops))  # side by side, on a phone too
     names = [text.split()[0] for text in page.locator("#drawing .g2-name").all_inner_texts()]
     assert names == 2 * ["scene_accuracy", "scene_correct", "scene_clip", "scene_preference"]
@@ -207,7 +242,8 @@ def test_draw_two_pictures_with_their_scores(page):
     assert len(scores) == 8 and len(changes) == 4
     for before, after, change in zip(scores[:4], scores[4:], changes, strict=True):
         told = float(change.split()[-1].replace("−", "-"))
-        assert told == pytest.approx(after - before, abs=0.011)  # each of the three is rounded to two decimals or more
+        # each of the three is rounded to two decimals or more
+        assert told == pytest.approx(after - before, abs=0.011)
     assert fits(page)
     page.get_by_label("One over the other, with a slider").check()
     divider = page.locator("#drawing .divide input")
@@ -217,8 +253,13 @@ def test_draw_two_pictures_with_their_scores(page):
     assert divider.input_value() == "0.49" and "49%" in page.evaluate(over)
     places = [".base-side img", ".tuned-side img", ".divide"]
     box = "document.querySelector(`#drawing ${place}`).getBoundingClientRect().toJSON()"
-    base, tuned, divide = page.evaluate(f"places => places.map(place => {box})", places)  # at once: the page may still move
-    assert base == tuned and divide["y"] == base["y"] and divide["height"] == pytest.approx(base["height"], abs=1)
+    # at once: the page may still move
+    base, tuned, divide = page.evaluate(f"places => places.map(place => {box})", places)
+    assert (
+        base == tuned
+        and divide["y"] == base["y"]
+        and divide["height"] == pytest.approx(base["height"], abs=1)
+    )
     assert fits(page)
 
 
@@ -247,7 +288,8 @@ def test_settings_are_used_and_mistakes_are_told(page):
         field.fill(right)
         page.click("#draw")  # the message goes with the next question
         page.get_by_text(message).first.wait_for(state="detached", timeout=5000)
-    for wrong, said in (("0", "1 step"), ("1000", "100 steps")):  # the nearest that may be, and the page says so
+    # the nearest that may be, and the page says so
+    for wrong, said in (("0", "1 step"), ("1000", "100 steps")):
         steps.fill(wrong)
         page.click("#draw")
         page.get_by_text(f"seed 7 · {said} · guidance 3.5 · strength 0").wait_for(timeout=MINUTE)
@@ -258,8 +300,14 @@ def test_a_prompt_outside_the_grammar_is_drawn_without_scores(page):
     write(page, "a dog <img src=x onerror=alert(1)>")
     page.locator("textarea:visible").press("Enter")
     page.get_by_text("expected a colour").wait_for(timeout=MINUTE)
-    assert page.locator("#drawing img").count() == 2 and page.get_by_text("no score", exact=True).count() == 8
-    assert page.locator("#drawing .g2-prompt").inner_text().split("\n")[0] == "a dog <img src=x onerror=alert(1)>"
+    assert (
+        page.locator("#drawing img").count() == 2
+        and page.get_by_text("no score", exact=True).count() == 8
+    )
+    assert (
+        page.locator("#drawing .g2-prompt").inner_text().split("\n")[0]
+        == "a dog <img src=x onerror=alert(1)>"
+    )
 
 
 @pytest.mark.slow  # in a browser; what it shows is tested without one
@@ -267,13 +315,17 @@ def test_how_it_learns_shows_anchor_members_and_advantages(page):
     page.get_by_role("tab", name="How it learns").click()
     page.wait_for_selector("#branch", timeout=MINUTE)
     write(page, "two red circles left of a blue star")
-    assert page.locator("#group .g2-members > li").count() == 3  # of the prompt that the page opens with
+    # of the prompt that the page opens with
+    assert page.locator("#group .g2-members > li").count() == 3
     page.click("#branch")
-    page.locator("#group").get_by_text("two red circles left of a blue star").wait_for(timeout=MINUTE)
+    page.locator("#group").get_by_text("two red circles left of a blue star").wait_for(
+        timeout=MINUTE
+    )
     assert page.locator("#group .g2-walk img").count() == 4  # steps
     assert page.locator("#group .g2-here").inner_text().split()[:2] == ["step", "1"]
     assert page.locator("#group .g2-members > li").count() == 3
-    assert page.locator("#group .g2-members img").count() == 3 * (1 + 2)  # the noise, and the run's two granularities
+    # the noise, and the run's two granularities
+    assert page.locator("#group .g2-members img").count() == 3 * (1 + 2)
     advantages = page.locator("#group dd b").all_inner_texts()
     assert len(advantages) == 3
     values = [float(text.replace("−", "-")) for text in advantages]
@@ -281,12 +333,18 @@ def test_how_it_learns_shows_anchor_members_and_advantages(page):
     assert fits(page)
     visible(page.get_by_label("3", exact=True)).check()
     page.click("#branch")
-    page.wait_for_function("() => document.querySelectorAll('#group .g2-members img').length == 3 * (1 + 3)", timeout=MINUTE)
+    page.wait_for_function(
+        "() => document.querySelectorAll('#group .g2-members img').length == 3 * (1 + 3)",
+        timeout=MINUTE,
+    )
     assert fits(page)
     page.get_by_label("after training").check()
     before = page.locator("#group .g2-walk img").last.get_attribute("src")
     page.click("#branch")
-    page.wait_for_function("before => [...document.querySelectorAll('#group .g2-walk img')].at(-1)?.src != before", arg=before)
+    page.wait_for_function(
+        "before => [...document.querySelectorAll('#group .g2-walk img')].at(-1)?.src != before",
+        arg=before,
+    )
 
 
 def test_the_run_is_shown(page, run):
@@ -295,7 +353,8 @@ def test_the_run_is_shown(page, run):
     frame.get_by_role("heading", name=run.name).wait_for(timeout=MINUTE)
     assert frame.locator("svg.chart").count() > 4 and frame.locator(".pictures img").count() >= 4
     frame.get_by_role("link", name="What ran").click()
-    page.wait_for_function("scrollY > 500", timeout=MINUTE)  # the frame is as long as its page, and stays
+    # the frame is as long as its page, and stays
+    page.wait_for_function("scrollY > 500", timeout=MINUTE)
     assert frame.get_by_role("heading", name=run.name).count() == 1
     assert fits(page)
 
@@ -321,7 +380,8 @@ def test_it_follows_light_and_dark_and_is_legible_in_both(browser, address):
 
 
 def test_nothing_is_open_but_the_page(address):
-    """No API to call around the page's queue, no telemetry asked for; nothing for other sites, names or large bodies."""
+    """No API to call around the page's queue, no telemetry asked for; nothing for other sites,
+    names or large bodies."""
     config = json.load(urllib.request.urlopen(f"{address}config"))
     assert config["analytics_enabled"] is False
     (index,) = [each["id"] for each in config["dependencies"] if each["api_name"] == "answer"]
@@ -335,14 +395,18 @@ def test_nothing_is_open_but_the_page(address):
         ("config", None, {"Host": "evil.example"}, 421),
         ("gradio_api/queue/join", b" " * 100_000, {}, 413),
     ):
-        request = urllib.request.Request(f"{address}{path}", body, {"Content-Type": "application/json", **headers})
+        request = urllib.request.Request(
+            f"{address}{path}", body, {"Content-Type": "application/json", **headers}
+        )
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request)
         assert refused.value.code == status
 
 
 def test_a_token_is_asked_for(browser, tmp_path):
-    with served(tmp_path, "--model", "testbed", "--token-env", "DEMO_TOKEN", DEMO_TOKEN="tell no one, never") as address:
+    with served(
+        tmp_path, "--model", "testbed", "--token-env", "DEMO_TOKEN", DEMO_TOKEN="tell no one, never"
+    ) as address:
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{address}config")
         assert refused.value.code == 401

@@ -1,4 +1,5 @@
-"""Clips and input pictures in a real Chromium: the report's move or stand still, the demo takes one in."""
+"""Clips and input pictures in a real Chromium: the report's move or stand still, the demo takes one
+in."""
 
 import http.client
 import re
@@ -39,7 +40,9 @@ def session(policy, heldout):
     policy.guidance_scale, policy.guidable = 1.0, False
     return DemoModel(
         sampler=Sampler(policy=policy, shift=1.0, num_steps=4, seed=42),
-        config=config("sampling.num_steps=4", "sampling.shift=1.0").model_copy(update={"algorithm": ALGORITHM}),
+        config=config("sampling.num_steps=4", "sampling.shift=1.0").model_copy(
+            update={"algorithm": ALGORITHM}
+        ),
         sizes=BatchSizes(rollout=8, decode=2, micro=8),
         rewards={"bright": brightness},
         judges={},
@@ -52,16 +55,25 @@ SETTINGS = {"seed": 1, "control": Control(steps=2, guidance=1.0)}
 
 def test_the_demo_draws_edits_with_the_pictures_that_it_is_given(tmp_path):
     """Held-out prompts have their own picture, others need one."""
-    white, black = picture(tmp_path / "white.png", "white"), picture(tmp_path / "black.png", "black")
+    white, black = (
+        picture(tmp_path / "white.png", "white"),
+        picture(tmp_path / "black.png", "black"),
+    )
     demo = session(Editing(), [Prompt("brighter", [white])])
-    own, given = draw(demo, "brighter", **SETTINGS), draw(demo, "brighter", images=[black], **SETTINGS)
+    own, given = (
+        draw(demo, "brighter", **SETTINGS),
+        draw(demo, "brighter", images=[black], **SETTINGS),
+    )
     assert own.settings.startswith("held-out prompt 1") and "held-out" not in given.settings
     assert own.base.scores["bright"] > 0.7 and given.base.scores["bright"] < 0.3
     assert drawing_html(own).count('alt="Input picture"') == 1
     group = trace_group(demo, "darker", images=[black], seed=1, plan=0, tuned=False)
     assert trace_html(group).count('alt="Input picture"') == 1 and group.rewards.mean() < 0.3
     for images in ([], [white, black]):
-        with pytest.raises(UserError, match=rf"prompt 'darker': has {len(images)} input pictures, but this model takes 1$"):
+        with pytest.raises(
+            UserError,
+            match=rf"prompt 'darker': has {len(images)} input pictures, but this model takes 1$",
+        ):
             draw(demo, "darker", images=images, **SETTINGS)
 
 
@@ -80,17 +92,26 @@ def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):  # noqa: F811
     from g2rpo.lab.demo import app
     from g2rpo.lab.web.page import MAX_BODY, MAX_UPLOAD, UPLOAD, page_of, serve
 
-    noise = torch.randint(256, (400, 400, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
+    noise = torch.randint(
+        256, (400, 400, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    ).numpy()
     photograph = tmp_path / "photograph.png"
     Image.fromarray(noise).save(photograph)
     assert photograph.stat().st_size > 4 * MAX_BODY
-    page = page_of("Edits", "demo", "Of a picture.", {"Draw": partial(app.draw_view, session(Editing(), []), [], "")})
+    page = page_of(
+        "Edits",
+        "demo",
+        "Of a picture.",
+        {"Draw": partial(app.draw_view, session(Editing(), []), [], "")},
+    )
     address = serve(page, "127.0.0.1", free_port(), None, uploads=True)
     try:
         with pytest.raises(urllib.error.HTTPError, match="403"):  # only what it has taken in
             urllib.request.urlopen(f"{address}gradio_api/file=/etc/passwd")
         for route, size in ((UPLOAD, MAX_UPLOAD), ("/gradio_api/queue/join", MAX_BODY)):
-            large = http.client.HTTPConnection(address.removeprefix("http://").rstrip("/"), timeout=60)
+            large = http.client.HTTPConnection(
+                address.removeprefix("http://").rstrip("/"), timeout=60
+            )
             large.putrequest("POST", route)
             large.putheader("Content-Length", str(size + 1))
             large.endheaders()  # it is refused before any of it is sent
@@ -121,6 +142,7 @@ def test_the_reports_clips_move_unless_the_reader_asked_for_none(tmp_path, brows
     tab.goto(f"file://{tmp_path / 'page.html'}")
     tab.locator(".pair img").first.scroll_into_view_if_needed()
     tab.wait_for_function("document.querySelector('.pair img').naturalWidth > 0")
-    moves = "img => atob(img.currentSrc.split(',')[1]).includes('ANMF')"  # a frame of an animated WebP
+    # a frame of an animated WebP
+    moves = "img => atob(img.currentSrc.split(',')[1]).includes('ANMF')"
     assert tab.locator(".pair img").first.evaluate(moves) is (motion == "no-preference")
     tab.close()

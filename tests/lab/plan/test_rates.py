@@ -12,14 +12,46 @@ from g2rpo.lab.plan.autocast import CudaAutocast
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count
 from g2rpo.lab.plan.meter import Meter
-from g2rpo.lab.plan.rates import ATTENTION, CONVOLUTIONS, MOVING, PRODUCTS, RATES, Kernel, Rates, Roofline, fixed_storages
+from g2rpo.lab.plan.rates import (
+    ATTENTION,
+    CONVOLUTIONS,
+    MOVING,
+    PRODUCTS,
+    RATES,
+    Kernel,
+    Rates,
+    Roofline,
+    fixed_storages,
+)
 from g2rpo.lab.plan.trace import trace_calls
 from tests.lab.plan.test_cost import config
 from tests.support.variants import few
 
-CARD = Card("made up", 1, bfloat16=2e-9, float8=4e-9, float32=1e-9, bandwidth=1e-6, watts=1, cache=0, hbm=True, pattern="")
+CARD = Card(
+    "made up",
+    1,
+    bfloat16=2e-9,
+    float8=4e-9,
+    float32=1e-9,
+    bandwidth=1e-6,
+    watts=1,
+    cache=0,
+    hbm=True,
+    pattern="",
+)
 """2000, 4000 and 1000 operations a second; 1000 bytes a second; no cache."""
-PEAK = Rates(hbm=1, hbm_power=0, most=1, attention=1, flash2=1, convolutions=1, float8=1, bandwidth=1, gap=0, launch=0)
+PEAK = Rates(
+    hbm=1,
+    hbm_power=0,
+    most=1,
+    attention=1,
+    flash2=1,
+    convolutions=1,
+    float8=1,
+    bandwidth=1,
+    gap=0,
+    launch=0,
+)
 
 
 def traced(call, existing=()):
@@ -29,12 +61,17 @@ def traced(call, existing=()):
 
 
 def moved(roofline, *kinds):
-    sizes = [(*kernel.reads.values(), *kernel.writes.values()) for kernel in roofline.kernels if kernel.kind in kinds]
+    sizes = [
+        (*kernel.reads.values(), *kernel.writes.values())
+        for kernel in roofline.kernels
+        if kernel.kind in kinds
+    ]
     return [sum(size) for size in sizes]
 
 
 def test_a_block_by_hand():
-    """x -> norm -> product -> gelu -> product -> + x, of 6 rows: 2 * 6 * 4 * 8 operations in each product, float32."""
+    """x -> norm -> product -> gelu -> product -> + x, of 6 rows: 2 * 6 * 4 * 8 operations in each
+    product, float32."""
     x, up, down = torch.randn(6, 4), torch.randn(4, 8), torch.randn(8, 4)
     kernels = traced(lambda: x + F.gelu(F.layer_norm(x, (4,)) @ up) @ down)
     narrow, wide, weights, statistics = 4 * 6 * 4, 4 * 6 * 8, 4 * 4 * 8, 2 * 4 * 6
@@ -46,13 +83,17 @@ def test_a_block_by_hand():
 def test_casts_views_and_expanded_tensors():
     """A view moves nothing; an expanded row is read once; a cast writes half of what it reads."""
     x, row = torch.randn(6, 4), torch.randn(1, 4)
-    kernels = traced(lambda: x.t().reshape(4, 6).t().unsqueeze(0).add(row.expand(6, 4)).to(torch.bfloat16))
+    kernels = traced(
+        lambda: x.t().reshape(4, 6).t().unsqueeze(0).add(row.expand(6, 4)).to(torch.bfloat16)
+    )
     assert moved(kernels, MOVING) == [96 + 16 + 96, 96 + 48]
 
 
 def test_seconds_are_of_the_slower_of_operations_and_bytes():
-    narrow = traced(lambda: torch.ones(4, 1000) @ torch.ones(1000, 4)).kernels[-1]  # 32,000 operations, 32,064 bytes
-    square = traced(lambda: torch.ones(100, 100) @ torch.ones(100, 100)).kernels[-1]  # 2,000,000 and 120,000
+    # 32,000 operations, 32,064 bytes
+    narrow = traced(lambda: torch.ones(4, 1000) @ torch.ones(1000, 4)).kernels[-1]
+    # 2,000,000 and 120,000
+    square = traced(lambda: torch.ones(100, 100) @ torch.ones(100, 100)).kernels[-1]
     both = Roofline((narrow, square))
     assert both.seconds(CARD, PEAK)[PRODUCTS] == pytest.approx(32.064 + 2000)
     slower = replace(PEAK, hbm=0.5, bandwidth=0.25, gap=7.0)
@@ -62,21 +103,27 @@ def test_seconds_are_of_the_slower_of_operations_and_bytes():
 
 
 def test_what_the_cache_holds_is_not_read_from_memory():
-    """x -> y -> z, of a megabyte each, and x + z. Without a cache 2 + 2 + 3 MB pass; one of 2 MB has y and z when they are
-    read, and writes nothing; one of 5 MB has x too, but for its first reading."""
+    """x -> y -> z, of a megabyte each, and x + z. Without a cache 2 + 2 + 3 MB pass; one of 2 MB
+    has y and z when they are read, and writes nothing; one of 5 MB has x too, but for its first
+    reading."""
     x = torch.ones(250_000)
     kernels = traced(lambda: x + (x * 2) * 3)
-    seconds = [kernels.seconds(replace(CARD, cache=megabytes), PEAK)[MOVING] for megabytes in (0, 2, 5)]
+    seconds = [
+        kernels.seconds(replace(CARD, cache=megabytes), PEAK)[MOVING] for megabytes in (0, 2, 5)
+    ]
     assert seconds == [7000, 2000, 1000]
 
 
 def test_a_call_of_fewer_rows_has_the_same_weights():
     weight = torch.ones(1000, 1000)
     many, few_rows = (
-        traced(lambda rows=rows: torch.relu(torch.ones(rows, 1000) @ (weight * 2)), [weight]) for rows in (64, 16)
+        traced(lambda rows=rows: torch.relu(torch.ones(rows, 1000) @ (weight * 2)), [weight])
+        for rows in (64, 16)
     )
     for card in (CARD, CARDS["h100"]):
-        assert many.call(card, PEAK, rows=0.25) == pytest.approx(few_rows.call(card, PEAK), rel=1e-6)
+        assert many.call(card, PEAK, rows=0.25) == pytest.approx(
+            few_rows.call(card, PEAK), rel=1e-6
+        )
 
 
 def test_shares_fall_with_the_power_that_a_peak_would_take():
@@ -84,7 +131,13 @@ def test_shares_fall_with_the_power_that_a_peak_would_take():
         return RATES.products(CARDS[card], dtype) / CARDS[card].tflops(dtype) / 1e12
 
     assert (
-        share("rtx4090") == pytest.approx(share("rtx5090")) == RATES.most > share("a100") > share("h100") > share("b200") > 0.5
+        share("rtx4090")
+        == pytest.approx(share("rtx5090"))
+        == RATES.most
+        > share("a100")
+        > share("h100")
+        > share("b200")
+        > 0.5
     )
     assert RATES.products(CARDS["l40s"], "bfloat16") == pytest.approx(RATES.gddr * 350e12)
     assert share("h100", "float8") == pytest.approx(RATES.float8 * share("h100"))
@@ -93,7 +146,10 @@ def test_shares_fall_with_the_power_that_a_peak_would_take():
 @pytest.mark.parametrize(("card", "slower"), [("h100", True), ("rtx4090", False), ("a100", False)])
 def test_the_kernel_of_attention_enters_on_hopper(card, slower):
     kernel = Kernel(ATTENTION, 1e12, "bfloat16", {}, {})
-    took = {kind: Roofline((kernel,), attention=kind).seconds(CARDS[card])[ATTENTION] for kind in ("auto", "flash", "cudnn")}
+    took = {
+        kind: Roofline((kernel,), attention=kind).seconds(CARDS[card])[ATTENTION]
+        for kind in ("auto", "flash", "cudnn")
+    }
     assert took["auto"] == took["flash"] and (took["flash"] > took["cudnn"]) == slower
 
 
@@ -101,38 +157,57 @@ def test_convolutions_and_compiled_networks_have_rates_of_their_own():
     picture, weight = torch.ones(1, 8, 16, 16), torch.ones(8, 8, 3, 3)
     kernels = traced(lambda: F.conv2d(picture, weight).relu())
     assert [kernel.kind for kernel in kernels.kernels] == [CONVOLUTIONS, MOVING]
-    eager, compiled = (replace(kernels, compiled=fused).seconds(CARD, replace(PEAK, compiled=0.5)) for fused in (False, True))
+    eager, compiled = (
+        replace(kernels, compiled=fused).seconds(CARD, replace(PEAK, compiled=0.5))
+        for fused in (False, True)
+    )
     assert compiled[CONVOLUTIONS] == eager[CONVOLUTIONS] and compiled[MOVING] == eager[MOVING] / 2
 
 
 def test_group_norms_between_interleaved_convolutions_are_two_copies_more():
     """CUDA has them of separate channels alone."""
     convolution = torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-    network = torch.nn.Sequential(convolution, torch.nn.GroupNorm(2, 4), torch.nn.SiLU(), convolution)
+    network = torch.nn.Sequential(
+        convolution, torch.nn.GroupNorm(2, 4), torch.nn.SiLU(), convolution
+    )
     CudaAutocast().apply_to(network)
     picture = torch.ones(1, 4, 8, 8).contiguous(memory_format=torch.channels_last)
     kinds = [kernel.kind for kernel in traced(lambda: network(picture)).kernels]
-    assert kinds == [CONVOLUTIONS, MOVING, MOVING, MOVING, MOVING, CONVOLUTIONS]  # apart, norm, SiLU, back
+    # apart, norm, SiLU, back
+    assert kinds == [CONVOLUTIONS, MOVING, MOVING, MOVING, MOVING, CONVOLUTIONS]
 
 
 def test_autocast_moves_more_and_float8_is_counted_as_such(flux_directory):
     wide, narrow, eight = (
         rollout_call(flux_directory, "policy.dtype=bfloat16", *more)
-        for more in ([], ["policy.autocast=false"], ["policy.autocast=false", "policy.quantize=fp8"])
+        for more in (
+            [],
+            ["policy.autocast=false"],
+            ["policy.autocast=false", "policy.quantize=fp8"],
+        )
     )
     assert wide.flops == narrow.flops == eight.flops
     assert sum(moved(wide, MOVING)) > sum(moved(narrow, MOVING))
-    in_float8 = sum(kernel.times * kernel.flops for kernel in eight.kernels if kernel.dtype == "float8")
-    assert 0 < in_float8 < eight.flops and eight.seconds(CARD, PEAK)[PRODUCTS] < narrow.seconds(CARD, PEAK)[PRODUCTS]
+    in_float8 = sum(
+        kernel.times * kernel.flops for kernel in eight.kernels if kernel.dtype == "float8"
+    )
+    assert (
+        0 < in_float8 < eight.flops
+        and eight.seconds(CARD, PEAK)[PRODUCTS] < narrow.seconds(CARD, PEAK)[PRODUCTS]
+    )
 
 
 @pytest.mark.parametrize(
-    "overrides", few([[], ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]], [].__eq__), ids=str
+    "overrides",
+    few([[], ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]], [].__eq__),
+    ids=str,
 )
 def test_two_blocks_stand_for_all(deep, monkeypatch, overrides):
-    """Operations and seconds of a call and of a training pass, against those of the model with every block.
+    """Operations and seconds of a call and of a training pass, against those of the model with
+    every block.
 
-    The bytes of attention's float32 statistics and of the last block's gradients differ: within a percent.
+    The bytes of attention's float32 statistics and of the last block's gradients differ: within a
+    percent.
     """
     shallow = traced_calls(deep["flux"], *overrides)
     monkeypatch.setattr(trace, "build_shallow", whole)

@@ -22,11 +22,17 @@ def test_the_longest_prompt_has_as_many_tokens_as_the_run_gives_it(tmp_path, kin
 
 
 @pytest.mark.slow  # two plans of a model that takes long to trace
-def test_a_plan_has_these_tokens_and_without_a_tokenizer_the_most_there_may_be(tmp_path, tiny_config):
+def test_a_plan_has_these_tokens_and_without_a_tokenizer_the_most_there_may_be(
+    tmp_path, tiny_config
+):
     folder = save_tiny("ZImagePipeline", tmp_path / "model")
     own = [f"policy.path={folder}", "policy.dtype=float32"]
     plan = Planner(str(tiny_config), own).plan()
-    assert plan.model.shapes.text_tokens == longest_prompt(plan.config.policy, ["a red circle", "two blue squares"]) == 5
+    assert (
+        plan.model.shapes.text_tokens
+        == longest_prompt(plan.config.policy, ["a red circle", "two blue squares"])
+        == 5
+    )
     (folder / "tokenizer" / "tokenizer.json").write_text("{")
     assumed = Planner(str(tiny_config), own)
     assert assumed.plan().model.shapes.text_tokens == 12  # the config's max_sequence_length

@@ -8,8 +8,14 @@ from g2rpo.lab.plan.plan import Planner, find_target
 from tests.support.commands import done
 from tests.support.variants import few
 
-LONG = ["algorithm.branch_steps=[0,1]", "sampling.num_steps=4", "trainer.iterations=200", "trainer.prompts_per_iteration=8"]
-LONG += ["algorithm.granularities=[1]", "sampling.tails.solver=dpmpp2m"]  # leaves few cuts to be tried
+LONG = [
+    "algorithm.branch_steps=[0,1]",
+    "sampling.num_steps=4",
+    "trainer.iterations=200",
+    "trainer.prompts_per_iteration=8",
+]
+# leaves few cuts to be tried
+LONG += ["algorithm.granularities=[1]", "sampling.tails.solver=dpmpp2m"]
 
 
 def planned(recipe, overrides):
@@ -22,7 +28,11 @@ def test_cuts_are_made_until_the_run_fits_and_the_overrides_take_that_long(tiny_
     assert alone.steps == alone.overrides == () and alone.seconds == before
     fitted = plan_within(str(tiny_config), LONG, f"{0.15 * before:f}s", "h100")
     times = [before, *(step.seconds for step in fitted.steps)]
-    assert times == sorted(times, reverse=True) and fitted.seconds == times[-1] <= 0.15 * before and len(times) > 2
+    assert (
+        times == sorted(times, reverse=True)
+        and fitted.seconds == times[-1] <= 0.15 * before
+        and len(times) > 2
+    )
     assert fitted.steps[-1].overrides[0].startswith("trainer.iterations=")
     assert all(step.worth for step in fitted.steps) and fitted.needed <= fitted.capacity
     seconds = planned(tiny_config, [*LONG, *fitted.overrides]).seconds(find_target("h100").card)
@@ -44,7 +54,10 @@ def test_the_command_prints_what_to_run(capsys, tiny_config):
 @pytest.mark.parametrize(
     ("device", "time", "message"),
     few(
-        [("h100", "0.001s", f"the least on .* for {FEWEST_ITERATIONS} iterations"), ("cpu", "1h", "name a card")],
+        [
+            ("h100", "0.001s", f"the least on .* for {FEWEST_ITERATIONS} iterations"),
+            ("cpu", "1h", "name a card"),
+        ],
         lambda each: each[0] == "cpu",
     ),
 )

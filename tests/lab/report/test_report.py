@@ -1,4 +1,5 @@
-"""The report: the right numbers, whole runs and broken ones, and a page that asks the network for nothing."""
+"""The report: the right numbers, whole runs and broken ones, and a page that asks the network for
+nothing."""
 
 import json
 import math
@@ -23,7 +24,14 @@ from g2rpo.lab.report.page import render
 from g2rpo.lab.report.pictures import MOST_EVALUATIONS
 from g2rpo.lab.report.verdict import decimals, figures, in_time, signed, summary_of, verdict
 from g2rpo.monitor.alarms import ALARMS
-from g2rpo.monitor.scores import read_rows, right_of, save_pictures, save_rows, score_rows, scores_of
+from g2rpo.monitor.scores import (
+    read_rows,
+    right_of,
+    save_pictures,
+    save_rows,
+    score_rows,
+    scores_of,
+)
 from g2rpo.run.run import Run
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import PLAIN, brightness, config, trainer
@@ -59,12 +67,19 @@ class Page(HTMLParser):
             self.text.append(data)
 
     def all(self, tag, **attributes):
-        return [a for t, a in self.tags if t == tag and all(a.get(k.rstrip("_")) == v for k, v in attributes.items())]
+        return [
+            a
+            for t, a in self.tags
+            if t == tag and all(a.get(k.rstrip("_")) == v for k, v in attributes.items())
+        ]
 
     @property
     def charts(self):
         """What every chart shows, by its title."""
-        return {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in self.all("svg", class_="chart")}
+        return {
+            a["aria-label"].split(".")[0]: json.loads(a["data-chart"])
+            for a in self.all("svg", class_="chart")
+        }
 
     @property
     def words(self):
@@ -72,7 +87,8 @@ class Page(HTMLParser):
 
 
 def make_run(directory, *overrides, iterations=None, finish=True):
-    """A run of the Gaussian policy in `directory`, as `g2rpo train` leaves it; stopped after `iterations`, if given."""
+    """A run of the Gaussian policy in `directory`, as `g2rpo train` leaves it; stopped after
+    `iterations`, if given."""
     Run(directory).claim(config(*overrides))
     t = trainer(directory, *overrides)
     Run(directory).record_start(0, torch.device("cpu"))
@@ -91,7 +107,11 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other_dir(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("runs") / "second", "algorithm.group_size=8", "algorithm.granularities=[1]")
+    return make_run(
+        tmp_path_factory.mktemp("runs") / "second",
+        "algorithm.group_size=8",
+        "algorithm.granularities=[1]",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +126,14 @@ def test_the_headline_is_results_json(run_dir, html):
     for name, use in (("bright", "trained on"), ("dark", "judged only")):
         row = results["rewards"][name]
         base, tuned = (f"{row[key]:.3f}".replace("-", "−") for key in ("base", "tuned"))
-        assert f"{name} {use} {base} {tuned} {signed(row['tuned'] - row['base'], 3)} too few prompts" in words
+        assert (
+            f"{name} {use} {base} {tuned} {signed(row['tuned'] - row['base'], 3)} too few prompts"
+            in words
+        )
         assert row["count"] == 3
-    assert "Finished: 4 iterations." in words and "LoRA of rank 32" in words and "bright × 1" in words
+    assert (
+        "Finished: 4 iterations." in words and "LoRA of rank 32" in words and "bright × 1" in words
+    )
 
 
 def test_charts_hold_the_logged_numbers(run_dir, html):
@@ -118,7 +143,9 @@ def test_charts_hold_the_logged_numbers(run_dir, html):
     for line, kind in ((faint, "train"), (marked, "eval")):
         logged = [row for row in rows if row["kind"] == kind]
         assert line["x"] == [row["iteration"] for row in logged]
-        assert [float(y) for y in line["y"]] == [pytest.approx(row["reward/bright"], rel=1e-3) for row in logged]
+        assert [float(y) for y in line["y"]] == [
+            pytest.approx(row["reward/bright"], rel=1e-3) for row in logged
+        ]
     assert {"Gradient norm", "Loss", "Brightness"} <= set(charts)
     early, late = rows[1], rows[-2]  # a fifth of four iterations is one
     for step in range(3):
@@ -159,20 +186,24 @@ def test_a_group_of_the_first_iteration_is_shown_from_best_to_worst(run_dir, htm
     shown = [a["alt"] for a in page.all("img") if a["alt"].startswith("member ")]
     assert shown == [f"member {member + 1}, tail {tail}" for member in order for tail in (1, 2)]
     told = page.words.partition("nothing else is random.")[2].partition("Any other prompt")[0]
-    assert [words.split()[-1] for words in told.split("bright")[1:]] == [signed(float(advantages[m]), 2) for m in order]
+    assert [words.split()[-1] for words in told.split("bright")[1:]] == [
+        signed(float(advantages[m]), 2) for m in order
+    ]
 
 
 def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(run_dir, tmp_path):
     def bright(images, prompts):
         return brightness(images, prompts)
 
-    bright.right = float(trainer(None).score_heldout().scores["bright"].mean())  # of the base's pictures some are right
+    # of the base's pictures some are right
+    bright.right = float(trainer(None).score_heldout().scores["bright"].mean())
     Run(tmp_path).claim(config())
     t = trainer(tmp_path, rewards={"bright": bright})
     rows = [row for row in t.train() if row["kind"] == "eval"]
     t.finish()
     page = Page(render(read_runs([tmp_path])))
-    below = page.words.partition("by the rewards that can tell")[2].partition("How it learns")[0]  # members have marks too
+    # members have marks too
+    below = page.words.partition("by the rewards that can tell")[2].partition("How it learns")[0]
     marks = below.count("✓ right"), below.count("✗ wrong")
     judged = [t.evaluator.baseline.right, t.score_heldout().right]
     middle = right_of(read_rows(Run(tmp_path).scores(2)))
@@ -181,7 +212,10 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
     for value in [*t.evaluator.baseline.scores["bright"], *t.score_heldout().scores["bright"]]:
         assert f"bright {float(value):.3f}" in page.words
     share = [f"{100 * row['right']:.0f} %" for row in (rows[0], rows[-1])]
-    assert f"Right on {share[1]} of 3 held-out prompts, before training {share[0]}, too few" in page.words
+    assert (
+        f"Right on {share[1]} of 3 held-out prompts, before training {share[0]}, too few"
+        in page.words
+    )
     assert "✓ is right and ✗ wrong" in page.words
     assert "✓" not in Page(render(read_runs([run_dir]))).words  # nothing there can tell
 
@@ -190,13 +224,24 @@ COUNT = 192
 
 
 def said(directory, rewards, right=(), alarms=(), more=None):
-    """Sentences of a run whose scores have these statistics: {name: (trained, base, tuned, error, spread)}."""
-    names, judged = ({name: 1.0 for name, row in rewards.items() if row[0] == trained} for trained in (True, False))
-    Run(directory).claim(resolve({**PLAIN, "rewards": names, "evaluation": {**PLAIN["evaluation"], "rewards": judged}}))
+    """Sentences of a run whose scores have these statistics: {name: (trained, base, tuned, error,
+    spread)}."""
+    names, judged = (
+        {name: 1.0 for name, row in rewards.items() if row[0] == trained}
+        for trained in (True, False)
+    )
+    Run(directory).claim(
+        resolve(
+            {**PLAIN, "rewards": names, "evaluation": {**PLAIN["evaluation"], "rewards": judged}}
+        )
+    )
     standard = torch.arange(COUNT).double()
     standard = (standard - standard.mean()) / standard.std()
     base = {name: row[1] + row[4] * standard for name, row in rewards.items()}
-    tuned = {name: base[name] + row[2] - row[1] + row[3] * COUNT**0.5 * standard.flip(0) for name, row in rewards.items()}
+    tuned = {
+        name: base[name] + row[2] - row[1] + row[3] * COUNT**0.5 * standard.flip(0)
+        for name, row in rewards.items()
+    }
     for place, (iteration, scores) in enumerate(((0, base), (4, tuned))):
         verdicts = (torch.arange(COUNT) < round(right[place] * COUNT)).float() if right else None
         save_rows(Run(directory).scores(iteration), score_rows(["a"] * COUNT, scores, verdicts))
@@ -205,22 +250,38 @@ def said(directory, rewards, right=(), alarms=(), more=None):
     logged = [{"kind": "eval", "iteration": iteration, "seconds": 1.0} for iteration in (0, 4)]
     logged[1]["alarms"] = dict.fromkeys(alarms, "seen")
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
-    sentences = " ".join(summary_of(*read_runs([directory])).sentences).replace("\N{NO-BREAK SPACE}", " ")
+    sentences = " ".join(summary_of(*read_runs([directory])).sentences).replace(
+        "\N{NO-BREAK SPACE}", " "
+    )
     assert "No free knob of the untrained model was tried" in sentences
     return sentences
 
 
 def test_the_summary_says_what_happened_in_plain_words(tmp_path):
-    """Intervals by hand: 36 of 192 prompts became right: .1875, ± 1.97 sqrt(.1875 (1 - .1875) / 191) = .056."""
-    up, flat, down = (True, 0.5, 0.7, 0.05, 0.4), (False, 70.0, 70.4, 0.3, 2.0), (False, 0.8, 0.6, 0.05, 0.1)
-    sentences = said(tmp_path / "a", {"one": up, "two": flat}, right=(0.43, 0.62), alarms=["hacking"])
+    """Intervals by hand: 36 of 192 prompts became right: .1875, ± 1.97 sqrt(.1875 (1 - .1875) /
+    191) = .056."""
+    up, flat, down = (
+        (True, 0.5, 0.7, 0.05, 0.4),
+        (False, 70.0, 70.4, 0.3, 2.0),
+        (False, 0.8, 0.6, 0.05, 0.1),
+    )
+    sentences = said(
+        tmp_path / "a", {"one": up, "two": flat}, right=(0.43, 0.62), alarms=["hacking"]
+    )
     told = "Trained on one for 4 iterations. Right on 62 % of 192 held-out prompts, before training 43 %"
     assert sentences.startswith(f"{told} (+19 points, +13 to +24). No free knob")
     assert sentences.endswith("Nothing that was judged clearly fell. 1 alarm: hacking.")
     sentences = said(tmp_path / "c", {"one": up})
-    assert "On 192 held-out prompts one rose: +0.50 standard deviations (+0.25 to +0.75). No free knob" in sentences
+    assert (
+        "On 192 held-out prompts one rose: +0.50 standard deviations (+0.25 to +0.75). No free knob"
+        in sentences
+    )
     assert sentences.endswith("No other score was judged. No alarm.")
-    rewards = {"one": (True, 0.5, 0.3, 0.05, 0.4), "other": (True, 0.5, 0.51, 0.05, 0.4), "two": down}
+    rewards = {
+        "one": (True, 0.5, 0.3, 0.05, 0.4),
+        "other": (True, 0.5, 0.51, 0.05, 0.4),
+        "two": down,
+    }
     both = said(tmp_path / "d", rewards, alarms=["a", "b"])
     assert both.startswith(
         "Trained on one and other for 4 iterations. On 192 held-out prompts one fell: −0.50 standard deviations "
@@ -234,7 +295,10 @@ def test_the_summary_says_what_happened_in_plain_words(tmp_path):
 
 def test_a_change_that_is_clear_and_small_is_called_slight_and_no_loss(tmp_path):
     """Beyond the error, and a fiftieth of what the prompts differ by."""
-    rewards = {"red": (True, 0.048887, 0.049108, 0.00003, 0.011), "green": (False, 0.5, 0.499, 0.0001, 0.05)}
+    rewards = {
+        "red": (True, 0.048887, 0.049108, 0.00003, 0.011),
+        "green": (False, 0.5, 0.499, 0.0001, 0.05),
+    }
     sentences = said(tmp_path / "a", rewards)
     assert "red rose slightly: +0.02 standard deviations (+0.01 to +0.03)" in sentences
     assert "Nothing that was judged clearly fell" in sentences
@@ -247,7 +311,10 @@ def test_a_change_that_is_clear_and_small_is_called_slight_and_no_loss(tmp_path)
             {"diversity": (0.045, 0.015)},
             "Worse: diversity (pictures of one prompt differ 0.33 times as much as the base's). No alarm.",
         ),
-        ({"diversity": (0.045, 0.041)}, "judged. Pictures of one prompt differ 0.91 times as much as the base's. No"),
+        (
+            {"diversity": (0.045, 0.041)},
+            "judged. Pictures of one prompt differ 0.91 times as much as the base's. No",
+        ),
         (
             {"diversity": (0.045, 0.015), "diversity_right": (0.02, 0.014)},
             "Worse: diversity (pictures of one prompt differ 0.33 times as much as the base's, right ones 0.70 times).",
@@ -290,9 +357,14 @@ def test_two_runs_share_their_charts(run_dir, other_dir):
         f"{run}: {what}" for run in ("first", "second") for what in ("training batches", "held-out")
     ]
     for colour in ("c0", "c1"):
-        assert [mark["style"] for mark in page.all("use") if f"fill: var(--{colour})" in mark["style"]]
+        assert [
+            mark["style"] for mark in page.all("use") if f"fill: var(--{colour})" in mark["style"]
+        ]
     assert len(page.all("ul", class_="legend")) == 2 and page.words.count("first.") == 1
-    assert "algorithm.group_size 6 8" in page.words and "algorithm.granularities [1, 2] [1]" in page.words
+    assert (
+        "algorithm.group_size 6 8" in page.words
+        and "algorithm.granularities [1, 2] [1]" in page.words
+    )
     assert page.words.count("agreement") and "second 0" in page.words  # a row of each run by step
 
 
@@ -320,7 +392,8 @@ def seeds(tmp_path_factory):
 
 def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prompts(seeds):
     scores = [[scores_of(read_rows(Run(run).scores(i))) for run in seeds] for i in (0, 2, 4)]
-    bright = np.stack([[one["bright"].double().numpy() for one in after] for after in scores])  # [evaluation, seed, prompt]
+    # [evaluation, seed, prompt]
+    bright = np.stack([[one["bright"].double().numpy() for one in after] for after in scores])
     change = interval(bright[2] - bright[0])
     (line,) = seed_groups(read_runs(seeds))
     found = line.changes["bright"]
@@ -333,17 +406,29 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     shares = f"{100 * share.tuned:.0f} % of 3 held-out rooms, before training {100 * share.base:.0f} %, too few"
     assert f"Lights {shares}" in page.words
     digits = decimals(found)
-    assert f"{signed(change.low, digits)} to {signed(change.high, digits)}" in page.words and "over seeds" in page.words
+    assert (
+        f"{signed(change.low, digits)} to {signed(change.high, digits)}" in page.words
+        and "over seeds" in page.words
+    )
     assert page.words.count("Finished: 4 iterations.") == 1 and "trainer.seed 1 2 3" in page.words
     charts = page.charts
     faint, held_out = charts["bright, trained on"]["lines"]
-    assert held_out["y"] == [compact(float(each.mean())) for each in bright] and held_out["x"] == [0, 2, 4]
-    logged = [[row["reward/bright"] for row in Run(run).read_log() if row["kind"] == "train"] for run in seeds]
+    assert held_out["y"] == [compact(float(each.mean())) for each in bright] and held_out["x"] == [
+        0,
+        2,
+        4,
+    ]
+    logged = [
+        [row["reward/bright"] for row in Run(run).read_log() if row["kind"] == "train"]
+        for run in seeds
+    ]
     assert faint["y"] == [compact(float(np.mean(each))) for each in zip(*logged, strict=True)]
     assert len(charts["Gradient norm"]["lines"]) == 1 and not page.all("ul", class_="legend")
     curve = line.curve("bright")
     assert curve.y == pytest.approx(bright.mean((1, 2)))
-    assert [end - curve.y[2] for end in curve.ends[2]] == pytest.approx([change.low - change.mean, change.high - change.mean])
+    assert [end - curve.y[2] for end in curve.ends[2]] == pytest.approx(
+        [change.low - change.mean, change.high - change.mean]
+    )
 
 
 def test_only_runs_of_one_config_and_several_seeds_are_one_line(seeds, tmp_path):
@@ -355,22 +440,33 @@ def test_only_runs_of_one_config_and_several_seeds_are_one_line(seeds, tmp_path)
     assert names(seed_groups(runs)) == [["1", "2", "place"], ["longer"], ["again"]]
     page = Page(render(runs))
     charts = page.charts
-    assert [line["name"] for line in charts["Gradient norm"]["lines"]] == ["1 · 2 · place", "longer", "again"]
+    assert [line["name"] for line in charts["Gradient norm"]["lines"]] == [
+        "1 · 2 · place",
+        "longer",
+        "again",
+    ]
     assert page.words.count("1 · 2 · place.") == 1
 
 
-def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of_all(seeds, tmp_path):
+def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of_all(
+    seeds, tmp_path
+):
     shorter = shutil.copytree(seeds[1], tmp_path / "shorter")
     rows = [row for row in Run(shorter).read_log() if row["iteration"] <= 2]
     (shorter / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (shorter / "results.json").unlink()
     runs = read_runs([seeds[0], shorter])
     (line,) = seed_groups(runs)
-    both = [scores_of(read_rows(Run(run).scores(2)))["bright"].double().mean() for run in (seeds[0], shorter)]
+    both = [
+        scores_of(read_rows(Run(run).scores(2)))["bright"].double().mean()
+        for run in (seeds[0], shorter)
+    ]
     assert line.judged_after == [2, 2] and {*line.changes} == {"bright", "dark", RIGHT}
     assert line.changes["bright"].tuned == pytest.approx(float(sum(both)) / 2)
     words = Page(render(runs)).words
-    assert "1: Finished: 4 iterations." in words and "shorter: Unfinished: 2 of 4 iterations" in words
+    assert (
+        "1: Finished: 4 iterations." in words and "shorter: Unfinished: 2 of 4 iterations" in words
+    )
     assert "Lights " in words
     rows = [row for row in rows if row["kind"] == "train" or row["iteration"] == 0]
     (shorter / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -386,7 +482,9 @@ def test_a_run_that_stopped_has_a_page(tmp_path):
     assert [row["iteration"] for row in evaluations] == [0, 2]
     first, last = evaluations
     change = SeedGroup((run,)).changes["bright"]
-    assert (change.base, change.tuned) == pytest.approx((first["reward/bright"], last["reward/bright"]))
+    assert (change.base, change.tuned) == pytest.approx(
+        (first["reward/bright"], last["reward/bright"])
+    )
 
 
 def test_a_run_without_tables_of_scores_has_a_page(run_dir, tmp_path):
@@ -431,7 +529,10 @@ def test_the_recipe_and_what_was_changed(tmp_path):
     data["rewards"]["scene_accuracy"]["weight"] = 2.0
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(data))
     words = Page(render(read_runs([tmp_path]))).words
-    assert "recipe scenes" in words and "rewards.scene_accuracy.weight 1.0 2.0 trainer.iterations 80 7 config.yaml" in words
+    assert (
+        "recipe scenes" in words
+        and "rewards.scene_accuracy.weight 1.0 2.0 trainer.iterations 80 7 config.yaml" in words
+    )
 
 
 def test_the_command(capsys, tmp_path, run_dir, other_dir, monkeypatch):
@@ -440,7 +541,10 @@ def test_the_command(capsys, tmp_path, run_dir, other_dir, monkeypatch):
     (tmp_path / "report.html").symlink_to(tmp_path / "mine")
     out = done(capsys, "report", run_dir)
     assert str(run_dir / "report.html") in out and (run_dir / "report.html").stat().st_size < 5e6
-    assert g2rpo(capsys, "report", run_dir, other_dir)[0] == 0 and (tmp_path / "report.html").stat().st_size > 1e4
+    assert (
+        g2rpo(capsys, "report", run_dir, other_dir)[0] == 0
+        and (tmp_path / "report.html").stat().st_size > 1e4
+    )
     assert (tmp_path / "mine").read_text() == "mine"
     done(capsys, "report", run_dir, "--out", tmp_path / "new" / "page.html")
     Page((tmp_path / "new" / "page.html").read_text("utf-8"))
@@ -461,14 +565,22 @@ def test_wrong_input_is_one_message(capsys, tmp_path, run_dir):
 
 @pytest.mark.slow  # 160 pictures of noise
 def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
-    """Noise is the hardest picture to compress: 8 prompts at 20 evaluations stay within the page's bound."""
+    """Noise is the hardest picture to compress: 8 prompts at 20 evaluations stay within the page's
+    bound."""
     Run(tmp_path).claim(config("trainer.iterations=20"))
     row = {"kind": "eval", "reward/bright": 0.5, "reward/dark": 0.5, "seconds": 1.0}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**row, "iteration": i}) + "\n" for i in range(20)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({**row, "iteration": i}) + "\n" for i in range(20))
+    )
     noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
     files = Run(tmp_path)
     for i in range(20):
-        save_rows(files.scores(i), score_rows([str(n) for n in range(8)], dict.fromkeys(("bright", "dark"), torch.rand(8))))
+        save_rows(
+            files.scores(i),
+            score_rows(
+                [str(n) for n in range(8)], dict.fromkeys(("bright", "dark"), torch.rand(8))
+            ),
+        )
         save_pictures(files.pictures(i), noise, range(8), 1)
     html = render(read_runs([tmp_path]))
     assert len(html) < 5e6
@@ -491,18 +603,29 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
 )
 def test_verdicts(ends, spread, said):
     assert verdict(Change("r", True, 1.0, 1.0 + ends[0], Interval(*ends, 64), spread, 64)) == said
-    assert verdict(Change("r", True, 1.0, 1.0 + ends[0], Interval(*ends, 7), spread, 7)) == "too few prompts"
+    assert (
+        verdict(Change("r", True, 1.0, 1.0 + ends[0], Interval(*ends, 7), spread, 7))
+        == "too few prompts"
+    )
 
 
 def test_numbers_for_people():
     halves = (0.0312, 0.43, 6.1, 80.0, 0.0, math.nan, 2e-9)  # 1.96 standard errors
-    changes = [Change("r", True, 0, 1, Interval(1, 1 - half, 1 + half, 64), 1, 64) for half in halves]
+    changes = [
+        Change("r", True, 0, 1, Interval(1, 1 - half, 1 + half, 64), 1, 64) for half in halves
+    ]
     assert [decimals(change) for change in changes] == [3, 2, 1, 0, 3, 3, 6]
-    assert [in_time(s) for s in (0.78, 42, 301, 12000)] == ["0.78 s", "42 s", "5 min 1 s", "3 h 20 min"]
+    assert [in_time(s) for s in (0.78, 42, 301, 12000)] == [
+        "0.78 s",
+        "42 s",
+        "5 min 1 s",
+        "3 h 20 min",
+    ]
 
 
 def test_alarms_are_told_and_marked(html, tmp_path, monkeypatch):
-    """A judged reward falls in every toy run (dark is minus bright); a row of training has one of its own."""
+    """A judged reward falls in every toy run (dark is minus bright); a row of training has one of
+    its own."""
     monkeypatch.setattr(statistics, "FEWEST_VALUES", 3)
     directory = make_run(tmp_path / "run", "trainer.iterations=6", finish=False)
     rows = Run(directory).read_log()
@@ -518,8 +641,13 @@ def test_alarms_are_told_and_marked(html, tmp_path, monkeypatch):
     page = Page(render([run]))
     assert f"hacking 2 to 6 {hacking.said} {ALARMS['hacking'].helps}" in page.words
     assert "drift 2 to 3 seen <2>" in page.words and "drift 5 seen <5>" in page.words
-    charts = {a["aria-label"].split(".")[0]: a["aria-label"] for a in page.all("svg", class_="chart")}
-    assert "Alarm at iteration 2." in charts["dark, judged only"] and "Alarm" not in charts["Gradient norm"]
+    charts = {
+        a["aria-label"].split(".")[0]: a["aria-label"] for a in page.all("svg", class_="chart")
+    }
+    assert (
+        "Alarm at iteration 2." in charts["dark, judged only"]
+        and "Alarm" not in charts["Gradient norm"]
+    )
     assert len(page.all("path", class_="alarm")) == 3  # bright, dark and the key
     quiet = Page(html)
     assert "None was raised." in quiet.words and not quiet.all("path", class_="alarm")
@@ -535,14 +663,22 @@ def test_a_run_that_went_back_says_so(tmp_path):
     table = t.finish()
     (run,) = read_runs([directory])
     words = Page(render([run])).words
-    assert "Ended by an alarm after 3 of 4 iterations: the weights are those after 2, the best evaluation." in words
+    assert (
+        "Ended by an alarm after 3 of 4 iterations: the weights are those after 2, the best evaluation."
+        in words
+    )
     line = SeedGroup((run,))
     assert line.judged_after == [2]
-    assert {name: change.tuned for name, change in line.changes.items()} == {name: row.tuned for name, row in table.items()}
+    assert {name: change.tuned for name, change in line.changes.items()} == {
+        name: row.tuned for name, row in table.items()
+    }
 
 
 def test_pages_that_are_made_at_once_are_as_those_made_alone(run_dir, other_dir):
     """The demo makes pages in threads, which share matplotlib's settings and the charts' axes."""
     alone = [render(read_runs([each])) for each in (run_dir, other_dir)]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda each: render(read_runs([each])), [run_dir, other_dir] * 2)) == alone * 2
+        assert (
+            list(pool.map(lambda each: render(read_runs([each])), [run_dir, other_dir] * 2))
+            == alone * 2
+        )

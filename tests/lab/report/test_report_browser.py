@@ -1,4 +1,5 @@
-"""The report in a real Chromium: contrast as computed from its styles, and everything that the mouse does from the keyboard."""
+"""The report in a real Chromium: contrast as computed from its styles, and everything that the
+mouse does from the keyboard."""
 
 import pytest
 
@@ -8,7 +9,9 @@ from tests.lab.demo.test_demo_browser import CHROMIUM, NEEDED, browser  # noqa: 
 from tests.lab.report.test_report import make_run
 from tests.support.contrast import FAINT_TEXT
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +37,14 @@ def test_the_pictures_are_compared_from_the_keyboard(browser, address):  # noqa:
     order, outlines = [], []
     for _ in range(14):
         page.keyboard.press("Tab")
-        order.append(page.evaluate("document.activeElement.getAttribute('href') ?? document.activeElement.className"))
-        outlines.append(page.evaluate("parseFloat(getComputedStyle(document.activeElement).outlineWidth)"))
+        order.append(
+            page.evaluate(
+                "document.activeElement.getAttribute('href') ?? document.activeElement.className"
+            )
+        )
+        outlines.append(
+            page.evaluate("parseFloat(getComputedStyle(document.activeElement).outlineWidth)")
+        )
         if order[-1] == "slide":
             break
     assert order[:2] == ["#pictures", "#results"] and "#learning" in order and order[-1] == "slide"
@@ -48,13 +57,20 @@ def test_the_pictures_are_compared_from_the_keyboard(browser, address):  # noqa:
     middle = page.evaluate(f"getComputedStyle({shown}).clipPath")
     for key in ("ArrowLeft", "ArrowLeft"):
         page.keyboard.press(key)
-    assert divider.input_value() == "0.48" and page.evaluate(f"getComputedStyle({shown}).clipPath") != middle
+    assert (
+        divider.input_value() == "0.48"
+        and page.evaluate(f"getComputedStyle({shown}).clipPath") != middle
+    )
     page.keyboard.press("Home")
     assert page.locator(".pair").first.evaluate("it => it.style.getPropertyValue('--at')") == "0"
     places = [".base-side img", ".tuned-side:not([hidden]) img", ".divide"]
     boxes = "places => places.map(place => document.querySelector(place).getBoundingClientRect().toJSON())"
     base, tuned, over = page.evaluate(boxes, places)  # at once: the page may still be scrolling
-    assert base == tuned and over["y"] == base["y"] and over["height"] == pytest.approx(base["height"], abs=1)
+    assert (
+        base == tuned
+        and over["y"] == base["y"]
+        and over["height"] == pytest.approx(base["height"], abs=1)
+    )
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.close()
 

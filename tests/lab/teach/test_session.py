@@ -1,4 +1,5 @@
-"""Teaching by clicks on the Gaussian policy: what an answer changes, what it must not, and that answers repeat a session."""
+"""Teaching by clicks on the Gaussian policy: what an answer changes, what it must not, and that
+answers repeat a session."""
 
 import dataclasses
 import json
@@ -48,7 +49,9 @@ def session(run_dir, *overrides, judges=None, strength=1e9, world=ALONE, **more)
         policy=GaussianPolicy(size=8),
         world=world,
         rewards={"clicks": Clicks(), "bright": brightness},
-        judges={"dark": lambda images, prompts: torch.zeros(len(prompts))} if judges is None else judges,
+        judges={"dark": lambda images, prompts: torch.zeros(len(prompts))}
+        if judges is None
+        else judges,
     )
     s = Session(trainer=made, notify=lambda words: None, **more)
     s.pupil.strength = strength
@@ -75,7 +78,11 @@ def test_a_person_who_likes_red_makes_pictures_red(tmp_path):
         before = redness(s.trainer.sample(["0", "0.1"]), []).mean()
         teach(s, 10)
         changes = s.pupil.changes
-        assert s.pupil.learnt.head.trust > 0.3 and changes >= 4 and s.trainer.iteration == pupil.UPDATES * changes
+        assert (
+            s.pupil.learnt.head.trust > 0.3
+            and changes >= 4
+            and s.trainer.iteration == pupil.UPDATES * changes
+        )
         assert redness(s.trainer.sample(["0", "0.1"]), []).mean() > before + 0.01
         base, now = s.pair
         assert now[0].mean() > base[0].mean()
@@ -93,7 +100,11 @@ def test_who_says_nothing_changes_nothing(tmp_path, person):
     with s.begun():
         before = mean(s.trainer)
         for _ in range(10):
-            s.answer(randomly(s.group) if person == "clicks at random" else (), round=s.asked, skipped=person == "skips")
+            s.answer(
+                randomly(s.group) if person == "clicks at random" else (),
+                round=s.asked,
+                skipped=person == "skips",
+            )
         assert torch.equal(mean(s.trainer), before) and s.pupil.changes == 0 and s.asked == 10
 
 
@@ -109,16 +120,26 @@ def test_answers_repeat_a_session_bit_for_bit(tmp_path):
     assert [vote.kind for vote in stored] == ["vote"] * 6 + ["undo", "strength"] + ["vote"] * 2
     with again.begun():
         again.repeat(stored)
-    assert torch.equal(mean(s.trainer), mean(again.trainer)) and s.pupil.changes == again.pupil.changes > 0
+    assert (
+        torch.equal(mean(s.trainer), mean(again.trainer))
+        and s.pupil.changes == again.pupil.changes > 0
+    )
     reopened = session(tmp_path / "a")
     with reopened.begun():
-        assert torch.equal(mean(reopened.trainer), mean(s.trainer)) and reopened.group.digest == again.group.digest
+        assert (
+            torch.equal(mean(reopened.trainer), mean(s.trainer))
+            and reopened.group.digest == again.group.digest
+        )
     assert votes.read(tmp_path / "a" / "votes.jsonl") == stored
 
 
 def test_learning_in_the_background_learns_the_same(tmp_path):
-    """Answers as fast as groups are ready, an undo and a strength; after an error the next answer raises it."""
-    s, again = session(tmp_path / "a", background=True, prompt="0"), session(tmp_path / "b", prompt="0")
+    """Answers as fast as groups are ready, an undo and a strength; after an error the next answer
+    raises it."""
+    s, again = (
+        session(tmp_path / "a", background=True, prompt="0"),
+        session(tmp_path / "b", prompt="0"),
+    )
     with s.begun():
         teach(s, 9)
         assert s.learning
@@ -135,7 +156,11 @@ def test_learning_in_the_background_learns_the_same(tmp_path):
     with broken.begun():
         broken.pupil.learn = lambda group, vote: 1 / 0
         broken.answer((0,), round=0)
-        for act in (lambda: broken.answer((0,), round=1) and broken.group, broken.undo, broken.finish):
+        for act in (
+            lambda: broken.answer((0,), round=1) and broken.group,
+            broken.undo,
+            broken.finish,
+        ):
             with pytest.raises(ZeroDivisionError):
                 act()
 
@@ -183,7 +208,11 @@ def test_undo_takes_back_weights_and_answer(tmp_path):
         teach(s, 1)
         assert not torch.equal(mean(s.trainer), weights)
         s.undo()
-        assert torch.equal(mean(s.trainer), weights) and s.group.digest == group.digest and s.pupil.answered == 8
+        assert (
+            torch.equal(mean(s.trainer), weights)
+            and s.group.digest == group.digest
+            and s.pupil.answered == 8
+        )
         assert torch.equal(s.pupil.learnt.head.direction, head)
         while s._before:
             s.undo()
@@ -198,7 +227,9 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
         before = mean(s.trainer)
         while not s.pupil.learnt.looks:
             teach(s, 1)
-        assert s.pupil.learnt.looks[0].wrong.startswith("grey") and s.pupil.learnt.step == pupil.SHRINK
+        assert (
+            s.pupil.learnt.looks[0].wrong.startswith("grey") and s.pupil.learnt.step == pupil.SHRINK
+        )
         assert torch.equal(mean(s.trainer), before)
     useless = session(tmp_path / "c", "alarms.pictures=off")
     with useless.begun():
@@ -216,7 +247,8 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
 
 
 def test_learning_pauses_where_it_was_to_go(tmp_path):
-    """At the first look pictures are further than a hundredth of `AIM`; with more strength it learns on."""
+    """At the first look pictures are further than a hundredth of `AIM`; with more strength it
+    learns on."""
     s = session(tmp_path, strength=0.01)
     with s.begun():
         p = s.pupil
@@ -249,7 +281,8 @@ def test_without_a_head_the_model_learns_from_the_clicks_alone(tmp_path, monkeyp
 
 
 def test_a_blind_test_says_which_is_better_and_repeats(tmp_path):
-    """The person sees sides, never which is which; the answers are stored, learn nothing, and are read again."""
+    """The person sees sides, never which is which; the answers are stored, learn nothing, and are
+    read again."""
     s = session(tmp_path, prompt="0")
     with s.begun():
         teach(s, 8)
@@ -258,7 +291,11 @@ def test_a_blind_test_says_which_is_better_and_repeats(tmp_path):
             s.compare((0,), pair=0)
         s.begin_blind()
         count = len(s.trainer.heldout)
-        assert s.pupil.changes and len(s.blind.prompts) == count and s.blind.now.ne(s.blind.before).any()
+        assert (
+            s.pupil.changes
+            and len(s.blind.prompts) == count
+            and s.blind.now.ne(s.blind.before).any()
+        )
         for pair in range(count):
             redder = int(redness(torch.stack(s.blind.pair()).float(), []).argmax())
             s.compare((redder,) if pair else (), pair=pair)
@@ -270,17 +307,21 @@ def test_a_blind_test_says_which_is_better_and_repeats(tmp_path):
         assert torch.equal(mean(s.trainer), weights)
     reopened = session(tmp_path, prompt="0")
     with reopened.begun():
-        assert reopened.blind.answers == s.blind.answers and torch.equal(mean(reopened.trainer), weights)
+        assert reopened.blind.answers == s.blind.answers and torch.equal(
+            mean(reopened.trainer), weights
+        )
 
 
 def test_the_sides_of_a_blind_test_are_hidden():
-    """Of many tests about half of the first pairs have the base on the left; 4 standard deviations of 200 fair coins are 28."""
+    """Of many tests about half of the first pairs have the base on the left; 4 standard deviations
+    of 200 fair coins are 28."""
     tests = [BlindTest(["a"], torch.zeros(1), torch.ones(1), seed) for seed in range(200)]
     assert abs(sum(test.sides()[0] for test in tests) - 100) < 28
 
 
 def test_the_sign_test_of_a_blind_test_is_exact():
-    """9 of 10: p = 2 (1 + 10) / 2^10; the ends of Clopper and Pearson are those of published tables."""
+    """9 of 10: p = 2 (1 + 10) / 2^10; the ends of Clopper and Pearson are those of published
+    tables."""
     test = BlindTest(["a"] * 12, torch.zeros(12), torch.ones(12), 0, [(1,)] * 9 + [(0,)] + [()] * 2)
     assert str(test) == (
         "Blind test of 12 pairs: now better 9, before better 1, no difference 2. Of those that differ 90% [55%, 100%] are "
@@ -297,14 +338,38 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
             (lambda: s.answer((0,), round=3), "round 4 is not the one that is asked, which is 1"),
             (lambda: s.answer((12,), round=0), "some of the 12 pictures"),
             (lambda: s.answer(range(12), round=0), "not all of them"),
-            (lambda: s.answer([0, 1.5], round=0), "an answer's liked.1: Input should be a valid integer, got 1.5"),
-            (lambda: s.answer(("x",), round=0), "an answer's liked.0: Input should be a valid integer, got 'x'"),
-            (lambda: s.answer((-1,), round=0), "an answer's liked.0: Input should be greater than or equal to 0"),
-            (lambda: s.answer((0,), round=None), "an answer's round: Input should be a valid integer"),
-            (lambda: s.answer((0,), round=1e300), "an answer's round: Input should be a valid integer"),
-            (lambda: s.set_strength(5.0), "an answer's strength: Input should be less than or equal to 4"),
-            (lambda: s.set_strength(float("nan")), "an answer's strength: Input should be a finite number"),
-            (lambda: s.set_strength("much"), "an answer's strength: Input should be a valid number"),
+            (
+                lambda: s.answer([0, 1.5], round=0),
+                "an answer's liked.1: Input should be a valid integer, got 1.5",
+            ),
+            (
+                lambda: s.answer(("x",), round=0),
+                "an answer's liked.0: Input should be a valid integer, got 'x'",
+            ),
+            (
+                lambda: s.answer((-1,), round=0),
+                "an answer's liked.0: Input should be greater than or equal to 0",
+            ),
+            (
+                lambda: s.answer((0,), round=None),
+                "an answer's round: Input should be a valid integer",
+            ),
+            (
+                lambda: s.answer((0,), round=1e300),
+                "an answer's round: Input should be a valid integer",
+            ),
+            (
+                lambda: s.set_strength(5.0),
+                "an answer's strength: Input should be less than or equal to 4",
+            ),
+            (
+                lambda: s.set_strength(float("nan")),
+                "an answer's strength: Input should be a finite number",
+            ),
+            (
+                lambda: s.set_strength("much"),
+                "an answer's strength: Input should be a valid number",
+            ),
             (s.undo, "no answer"),
         ]:
             with pytest.raises(UserError, match=said):
@@ -340,7 +405,9 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
         {"time": 3},
         {"more": 1},
     ):
-        (tmp_path / "bad.jsonl").write_text(json.dumps({"round": 0, "iteration": 0} | change) + "\n")
+        (tmp_path / "bad.jsonl").write_text(
+            json.dumps({"round": 0, "iteration": 0} | change) + "\n"
+        )
         with pytest.raises(UserError, match=f"bad.jsonl, line 1: {next(iter(change))}"):
             votes.read(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text("kind\n")
@@ -360,7 +427,9 @@ def test_the_page_shows_the_input_pictures_of_an_edit(tmp_path):
         edit = Prompt("make it <blue>", images=(str(tmp_path / "in.png"),))
         s.groups[0] = dataclasses.replace(s.group, prompt=edit)
         shown = page.choice_html(s)
-    assert plain.count("<img") == 12 and shown.count("<img") == 13 and "make it &lt;blue&gt;" in shown
+    assert (
+        plain.count("<img") == 12 and shown.count("<img") == 13 and "make it &lt;blue&gt;" in shown
+    )
 
 
 def test_the_page_says_no_more_than_is_known(tmp_path, monkeypatch):
@@ -380,9 +449,13 @@ def test_the_page_says_no_more_than_is_known(tmp_path, monkeypatch):
 @pytest.mark.quick
 @pytest.mark.parametrize("recipe", UNGUARDED)
 def test_the_tab_of_the_demo_has_no_guard_that_says_what_is_right(recipe):
-    """Else it would teach that, whatever is clicked. The judges of these recipes are the same checks."""
+    """Else it would teach that, whatever is clicked. The judges of these recipes are the same
+    checks."""
     config = teach_config(recipe, UNGUARDED[recipe], print)
-    trained, judged = ({entry.kind for entry in table.values()} for table in (config.rewards, config.evaluation.rewards))
+    trained, judged = (
+        {entry.kind for entry in table.values()}
+        for table in (config.rewards, config.evaluation.rewards)
+    )
     assert trained > {"clicks"} and not trained & judged and judged & {"ocr", "scene_accuracy"}
 
 
@@ -402,15 +475,25 @@ def test_training_on_the_clicks_of_nobody_is_refused(tmp_path, resume):
     """As the config of a session has them: all of their scores would be 0."""
     own = teach_config("words", ["trainer.iterations=1"], print)
     (tmp_path / "config.yaml").write_text(own.to_yaml(), encoding="utf-8")
-    with pytest.raises(UserError, match=r"rewards.clicks: has no clicks to be fitted to.*g2rpo teach RUN"):
-        train(None if resume else str(tmp_path / "config.yaml"), [], tmp_path if resume else tmp_path / "run", resume=resume)
+    with pytest.raises(
+        UserError, match=r"rewards.clicks: has no clicks to be fitted to.*g2rpo teach RUN"
+    ):
+        train(
+            None if resume else str(tmp_path / "config.yaml"),
+            [],
+            tmp_path if resume else tmp_path / "run",
+            resume=resume,
+        )
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.quick
 def test_the_config_of_a_session_is_taught_as_it_is(tmp_path):
-    """A weight and steps of one's own stay, so that `g2rpo teach RUN/config.yaml` repeats the run."""
-    own = teach_config("words", ["rewards.ocr=", "rewards.clicks=0.2", "algorithm.branch_steps=[0]"], print)
+    """A weight and steps of one's own stay, so that `g2rpo teach RUN/config.yaml` repeats the
+    run."""
+    own = teach_config(
+        "words", ["rewards.ocr=", "rewards.clicks=0.2", "algorithm.branch_steps=[0]"], print
+    )
     (tmp_path / "config.yaml").write_text(own.to_yaml(), encoding="utf-8")
     again = teach_config(str(tmp_path / "config.yaml"), [], print)
     assert again.model_dump(exclude={"recipe"}) == own.model_dump(exclude={"recipe"})
@@ -421,7 +504,9 @@ def test_the_printed_command_repeats_a_session(tmp_path, capsys):
     with s.begun():
         table = s.finish()
     show_run(Results(tmp_path / "run", table, s.trainer.heldout, [], False), Console(width=200))
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["repeat"]]
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["repeat"]
+    ]
     run = tmp_path / "run"
     assert line.split()[1:] == [
         *("g2rpo", "teach", f"{run / 'config.yaml'}", "--votes", f"{run / 'votes.jsonl'}"),
@@ -430,13 +515,16 @@ def test_the_printed_command_repeats_a_session(tmp_path, capsys):
 
 
 def test_a_group_is_of_the_prompt_whose_pictures_differ_most(tmp_path):
-    """The slope of the sigmoid that makes pictures of latents is .25 at 0 and at most .05 from 3 on: "0" differs most."""
+    """The slope of the sigmoid that makes pictures of latents is .25 at 0 and at most .05 from 3
+    on: "0" differs most."""
     s = session(tmp_path)
     s.asker.order = PromptOrder(["3", "-3", "0", "4", "-4"], seed=1)
     with s.begun():
         groups = [s.asker.group(round, 0) for round in range(4)]
         assert [group.prompt for group in groups] == ["0"] * 4
-        assert [s.asker.group(round, 0).digest for round in range(4)] == [group.digest for group in groups]
+        assert [s.asker.group(round, 0).digest for round in range(4)] == [
+            group.digest for group in groups
+        ]
 
 
 def test_the_prompt_that_is_drawn_before_and_after_is_one_that_the_base_draws_wrong(tmp_path):
@@ -459,25 +547,40 @@ def test_what_cannot_be_taught_is_refused(tmp_path):
     plain = trainer(tmp_path, rewards={"bright": brightness})
     with pytest.raises(UserError, match="needs the reward `clicks`"):
         Session(trainer=plain)
-    other = trainer(tmp_path, "algorithm.name=flow_grpo", "rewards.clicks=1", "rewards.bright=", rewards={"clicks": Clicks()})
+    other = trainer(
+        tmp_path,
+        "algorithm.name=flow_grpo",
+        "rewards.clicks=1",
+        "rewards.bright=",
+        rewards={"clicks": Clicks()},
+    )
     with pytest.raises(UserError, match="learns by G2RPO"):
         Session(trainer=other)
 
 
 def test_rewards_are_set_against_the_persons_answers(tmp_path):
-    """A person who likes the brightest picture agrees with `brightness` in every pair, and with its negative in none. The t
-    interval of eight groups and one at chance: of mean 17 / 18, deviation 1 / 6, and t(.975; 8) = 2.306."""
+    """A person who likes the brightest picture agrees with `brightness` in every pair, and with its
+    negative in none. The t interval of eight groups and one at chance: of mean 17 / 18, deviation 1
+    / 6, and t(.975; 8) = 2.306."""
     s = session(tmp_path)
     with s.begun():
         teach(s, 8, lambda group: (int(brightness(group.images, []).argmax()),))
         teach(s, 1, lambda group: (int(brightness(group.images, []).argmin()),))
         s.undo()
         s.answer((), round=8)
-    found = agree(tmp_path, {"brightness": {}, "dark": {"kind": "brightness", "options": {"negative": True}}})
+    found = agree(
+        tmp_path, {"brightness": {}, "dark": {"kind": "brightness", "options": {"negative": True}}}
+    )
     low = 17 / 18 - 2.306 / 6 / 9**0.5
-    assert (found["brightness"].mean, found["brightness"].high, found["brightness"].count) == (1.0, 1.0, 8)
+    assert (found["brightness"].mean, found["brightness"].high, found["brightness"].count) == (
+        1.0,
+        1.0,
+        8,
+    )
     assert found["brightness"].low == pytest.approx(low, abs=1e-4)
-    assert (found["dark"].mean, found["dark"].low) == (0, 0) and found["dark"].high == pytest.approx(1 - low, abs=1e-4)
+    assert (found["dark"].mean, found["dark"].low) == (0, 0) and found[
+        "dark"
+    ].high == pytest.approx(1 - low, abs=1e-4)
     with pytest.raises(UserError, match="no such file"):
         agree(tmp_path / "none", {"brightness": {}})
     with pytest.raises(UserError, match="clicks: is fitted to these answers"):
@@ -497,7 +600,8 @@ def test_rewards_are_set_against_the_persons_answers(tmp_path):
 
 
 def test_a_name_means_the_sessions_own_reward_and_few_groups_have_an_interval(tmp_path):
-    """The session's judge `brightness` is dark: its settings are in config.yaml. Six groups are fewer than other means need."""
+    """The session's judge `brightness` is dark: its settings are in config.yaml. Six groups are
+    fewer than other means need."""
     own = "evaluation.rewards.brightness={kind: brightness, options: {negative: true}}"
     s = session(tmp_path, own)
     (tmp_path / "config.yaml").write_text(s.trainer.config.to_yaml(), encoding="utf-8")
@@ -510,7 +614,8 @@ def test_a_name_means_the_sessions_own_reward_and_few_groups_have_an_interval(tm
 
 
 def test_a_head_can_be_fitted_to_a_stored_session(tmp_path):
-    """From pictures in 8 bit it is nearly the session's within a group, from its rounded features."""
+    """From pictures in 8 bit it is nearly the session's within a group, from its rounded
+    features."""
     s = session(tmp_path)
     with s.begun():
         teach(s, 8)

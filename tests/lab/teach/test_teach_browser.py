@@ -1,4 +1,5 @@
-"""`g2rpo teach` as a person meets it: the real command, in a real Chromium, with mouse, keyboard and a phone."""
+"""`g2rpo teach` as a person meets it: the real command, in a real Chromium, with mouse, keyboard
+and a phone."""
 
 import json
 import os
@@ -21,27 +22,51 @@ from tests.support.ports import free_port
 from tests.support.processes import Forked
 from tests.support.runs import Editing
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)"
+)
 
-SHORT = ["sampling.num_steps=4", "algorithm.group_size=4", "algorithm.branch_steps=[0,1]", "evaluation.num_prompts=2"]
+SHORT = [
+    "sampling.num_steps=4",
+    "algorithm.group_size=4",
+    "algorithm.branch_steps=[0,1]",
+    "evaluation.num_prompts=2",
+]
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "g2rpo"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node=2",
+    "--standalone",
+    "-m",
+    "g2rpo",
+]
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "torchrun"])
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["alone", "torchrun"],
+)
 def taught(request, tmp_path_factory, browser):  # noqa: F811
-    """A session of ten answers and its run directory, of one process or of two; in the end the console held no error, the page
-    shows no lost connection, and the printed command repeats the run."""
+    """A session of ten answers and its run directory, of one process or of two; in the end the
+    console held no error, the page shows no lost connection, and the printed command repeats the
+    run."""
     folder = tmp_path_factory.mktemp("teach")
     run, port, log, errors = folder / "run", free_port(), folder / "out.log", folder / "errors.log"
-    start, launch = (Popen, TORCHRUN) if request.param else (Forked, [sys.executable, "-P", "-m", "g2rpo"])
+    start, launch = (
+        (Popen, TORCHRUN) if request.param else (Forked, [sys.executable, "-P", "-m", "g2rpo"])
+    )
     command = [*launch, "teach", "scenes-fast", *SHORT, "--run-dir", str(run), "--port", str(port)]
     with log.open("wb") as out, errors.open("wb") as err:
         process = start(command, stdout=out, stderr=err, env=dict(os.environ))
     try:
         ends = time.monotonic() + 90
-        while not (said := [line for line in log.read_text().splitlines() if line.startswith("http")]):
+        while not (
+            said := [line for line in log.read_text().splitlines() if line.startswith("http")]
+        ):
             assert time.monotonic() < ends, errors.read_text()
             time.sleep(0.05)
         context = browser.new_context(viewport=DESKTOP, reduced_motion="reduce")
@@ -57,8 +82,12 @@ def taught(request, tmp_path_factory, browser):  # noqa: F811
         code = process.wait(timeout=120)
         assert not page.get_by_text("Connection to the server was lost").is_visible()
         context.close()
-        assert code == 0 and wrong == [] and "Traceback" not in errors.read_text(), errors.read_text()
-        assert json.loads((run / "results.json").read_text())["rewards"] and (run / "adapter").is_dir()
+        assert code == 0 and wrong == [] and "Traceback" not in errors.read_text(), (
+            errors.read_text()
+        )
+        assert (
+            json.loads((run / "results.json").read_text())["rewards"] and (run / "adapter").is_dir()
+        )
         if not request.param:
             repeats(log.read_text(), run)
     finally:
@@ -70,7 +99,9 @@ def repeats(told, run):
     (line,) = [line for line in told.splitlines() if line.split()[:2] == ["repeat", "g2rpo"]]
     _, _, *command = shlex.split(line)
     with (run.parent / "again.log").open("wb") as out:
-        again = Forked([sys.executable, "-P", "-m", "g2rpo", *command], stdout=out, env=dict(os.environ))
+        again = Forked(
+            [sys.executable, "-P", "-m", "g2rpo", *command], stdout=out, env=dict(os.environ)
+        )
     assert again.wait(timeout=240) == 0, (run.parent / "again.log").read_text()
     (weights,) = (run / "adapter").glob("*.safetensors")
     other = Path(command[-1]) / "adapter" / weights.name
@@ -101,7 +132,10 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
     before = len(votes.read(run / "votes.jsonl"))
     page.locator("#several").click()
     page.get_by_text("tick the pictures that you like first").wait_for()
-    assert len(votes.read(run / "votes.jsonl")) == before and page.locator("[data-member]").first.is_visible()
+    assert (
+        len(votes.read(run / "votes.jsonl")) == before
+        and page.locator("[data-member]").first.is_visible()
+    )
     page.set_viewport_size(PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     boxes = [page.locator(f"[data-member='{member}'] img").bounding_box() for member in range(3)]
@@ -120,7 +154,10 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
     page.locator("#blind").click()
     page.get_by_text("Which is better? Pair 1 of 2").wait_for()
     assert page.locator("[data-member]").count() == 2 and page.locator("#undo").count() == 0
-    assert answered(page, run, lambda: page.locator("[data-member='0']").click()).liked in ((0,), (1,))
+    assert answered(page, run, lambda: page.locator("[data-member='0']").click()).liked in (
+        (0,),
+        (1,),
+    )
     assert answered(page, run, lambda: page.keyboard.press("n")).kind == "blind"
     page.get_by_text("Blind test of 2 pairs").wait_for()
     assert page.locator("[data-member]").count() == 4
@@ -139,7 +176,10 @@ def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):  # noqa
             yield begun[-1]
 
     begun, lesson = [], Lesson(opened)
-    views = {"Draw": partial(app.draw_view, shown(Editing(), []), [], ""), "Teach": partial(teach_view, lesson, None)}
+    views = {
+        "Draw": partial(app.draw_view, shown(Editing(), []), [], ""),
+        "Teach": partial(teach_view, lesson, None),
+    }
     built = page_of("Any", "demo", "Thing.", views)
     address = serve(built, "127.0.0.1", free_port(), None)
     try:
@@ -157,7 +197,9 @@ def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):  # noqa
             page.get_by_role("tab", name="Teach").click()
             page.locator("#finish").click()
             page.get_by_text(f"Kept in {tmp_path / str(number - 1)}").wait_for()
-            assert lesson.session is None and (tmp_path / str(number - 1) / "results.json").is_file()
+            assert (
+                lesson.session is None and (tmp_path / str(number - 1) / "results.json").is_file()
+            )
             page.get_by_text("shows pictures of a prompt").wait_for()
         page.close()
     finally:

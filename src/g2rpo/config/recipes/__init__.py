@@ -12,7 +12,11 @@ from g2rpo.core.errors import UserError, did_you_mean
 
 def names() -> list[str]:
     """All recipes, sorted."""
-    return sorted(entry.name.removesuffix(".yaml") for entry in files(__name__).iterdir() if entry.name.endswith(".yaml"))
+    return sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in files(__name__).iterdir()
+        if entry.name.endswith(".yaml")
+    )
 
 
 def text(name: str) -> str:

@@ -1,4 +1,5 @@
-"""Imports, quietly, what takes long: in the process that a study's jobs are forked from (`lab.compare.jobs`)."""
+"""Imports, quietly, what takes long: in the process that a study's jobs are forked from
+(`lab.compare.jobs`)."""
 
 from g2rpo.app.process import quiet_libraries
 

@@ -1,4 +1,5 @@
-"""Runs `g2rpo` commands, several at a time, in forks of one process that has imported torch and the model libraries."""
+"""Runs `g2rpo` commands, several at a time, in forks of one process that has imported torch and the
+model libraries."""
 
 from __future__ import annotations
 
@@ -40,20 +41,22 @@ class Job:
     def failed(self, code: int) -> str:
         """What is to be said when it ends with this exit code."""
         last = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-        return "\n".join([f"{self.title} failed (exit code {code}); its output is in {self.log}:", *last])
+        return "\n".join(
+            [f"{self.title} failed (exit code {code}); its output is in {self.log}:", *last]
+        )
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Runs jobs, `count` at a time, each with its share of the CPU's cores and the GPUs in turn, and with the code that this
-    process may import."""
+    """Runs jobs, `count` at a time, each with its share of the CPU's cores and the GPUs in turn,
+    and with the code that this process may import."""
 
     count: int
     emit: Emit = silent
 
     def run(self, asked: Iterable[Job | None]) -> dict[Job, int]:
-        """Runs all jobs but those that are finished (None); the exit codes of those that fail, which ends no other: not even
-        one that crashes or is killed, as each is a process."""
+        """Runs all jobs but those that are finished (None); the exit codes of those that fail,
+        which ends no other: not even one that crashes or is killed, as each is a process."""
         jobs = [job for job in asked if job is not None]
         slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(self.count):
@@ -67,7 +70,9 @@ class Workers:
                     job, code = futures[future], future.result()
                     if code:
                         failed[job] = code
-                    self.emit(Line(f"{done:>4} of {len(jobs)}  {job.title}{' failed' if code else ''}"))
+                    self.emit(
+                        Line(f"{done:>4} of {len(jobs)}  {job.title}{' failed' if code else ''}")
+                    )
             except BaseException:  # interrupted: what runs saves, and nothing more begins
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list(running):
@@ -80,7 +85,9 @@ class Workers:
         try:
             job.log.parent.mkdir(parents=True, exist_ok=True)
             words = [*plugins.repeated(), *job.arguments]
-            process = begin(command, words, str(job.log), {**os.environ, **environment_of(slot, self.count)})
+            process = begin(
+                command, words, str(job.log), {**os.environ, **environment_of(slot, self.count)}
+            )
             running.add(process)
             process.join()
             running.discard(process)
@@ -93,12 +100,15 @@ _START = threading.Lock()
 
 
 def begin(target: Any, *arguments: Any) -> Any:
-    """A process that calls `target`. It runs nothing of the caller's own script, which so needs no `if __name__ == "__main__"`,
-    and imports nothing of the current folder. It is forked from one that has imported `PRELOADED`; with a GPU it is
-    spawned, because bitsandbytes initialises CUDA when it is imported, and CUDA does not survive a fork."""
+    """A process that calls `target`. It runs nothing of the caller's own script, which so needs no
+    `if __name__ == "__main__"`, and imports nothing of the current folder. It is forked from one
+    that has imported `PRELOADED`; with a GPU it is spawned, because bitsandbytes initialises CUDA
+    when it is imported, and CUDA does not survive a fork."""
     import torch
 
-    context: Any = multiprocessing.get_context("spawn" if torch.cuda.device_count() else "forkserver")
+    context: Any = multiprocessing.get_context(
+        "spawn" if torch.cuda.device_count() else "forkserver"
+    )
     context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=target, args=arguments)
     with _START:
@@ -112,7 +122,8 @@ def begin(target: Any, *arguments: Any) -> Any:
 
 
 def command(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
-    """`g2rpo` with these arguments in this process, in an environment; its output is added to `log`."""
+    """`g2rpo` with these arguments in this process, in an environment; its output is added to
+    `log`."""
     with open(log, "ab", opener=open_regular) as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -120,19 +131,25 @@ def command(arguments: Sequence[str], log: str, environment: Mapping[str, str]) 
     os.environ.update(environment)
     import torch
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the variable was read when torch was imported
+    # the variable was read when torch was imported
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv = ["g2rpo", *arguments]
     runpy.run_module("g2rpo", run_name="__main__")
 
 
 def environment_of(slot: int, count: int) -> dict[str, str]:
-    """The environment of job `slot` of `count`: an equal share of the cores, unless OMP_NUM_THREADS is set, and one GPU."""
+    """The environment of job `slot` of `count`: an equal share of the cores, unless OMP_NUM_THREADS
+    is set, and one GPU."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     use = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count)))}
     if torch.cuda.device_count() > 1:
-        named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+            map(str, range(torch.cuda.device_count()))
+        )
         devices = named.split(",")
         use["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
     return use
@@ -140,7 +157,7 @@ def environment_of(slot: int, count: int) -> dict[str, str]:
 
 @contextmanager
 def working(out: Path, count: int, emit: Emit = silent) -> Iterator[Workers]:
-    """`count` workers for the study in `out`, of which there is one at a time. Ctrl-C and SIGTERM end the jobs too, which save
-    first."""
+    """`count` workers for the study in `out`, of which there is one at a time. Ctrl-C and SIGTERM
+    end the jobs too, which save first."""
     with held(out), stoppable(STOPPED):
         yield Workers(count, emit)

@@ -1,4 +1,5 @@
-"""The results of a study: what its runs' folders hold, side by side, as results.json, a page of tables, and curves."""
+"""The results of a study: what its runs' folders hold, side by side, as results.json, a page of
+tables, and curves."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Judged = Mapping[tuple[int, str], Values]
 
 @dataclass(frozen=True)
 class History:
-    """A finished run: after every evaluation its scores [N] by reward, and what it had cost until then."""
+    """A finished run: after every evaluation its scores [N] by reward, and what it had cost until
+    then."""
 
     iterations: list[int]
     work: list[int]
@@ -61,14 +63,36 @@ def read_run(run: Run) -> History:
         else:
             scores = run.read_scores(iteration, names, count)
             count = len(next(iter(scores.values())))
-            looks.append((iteration, spent, clock, {name: values.double().numpy() for name, values in scores.items()}))
+            looks.append(
+                (
+                    iteration,
+                    spent,
+                    clock,
+                    {name: values.double().numpy() for name, values in scores.items()},
+                )
+            )
     iterations = [iteration for iteration, *_ in looks]
     last = config.trainer.iterations
-    if run.gaps(rows, last) or [iterations[:1], iterations[-1:]] != [[0], [last]] or iterations != sorted({*iterations}):
-        raise UserError(f"{run.path}: its log lacks iterations or evaluations of the run; {MADE_AGAIN}")
+    if (
+        run.gaps(rows, last)
+        or [iterations[:1], iterations[-1:]] != [[0], [last]]
+        or iterations != sorted({*iterations})
+    ):
+        raise UserError(
+            f"{run.path}: its log lacks iterations or evaluations of the run; {MADE_AGAIN}"
+        )
     _, works, seconds, scored = map(list, zip(*looks, strict=True))
     steps = config.evaluation.num_steps or config.sampling.num_steps
-    return History(iterations, works, seconds, scored, pictures, steps, config.optim.learning_rate, run.read_rates())
+    return History(
+        iterations,
+        works,
+        seconds,
+        scored,
+        pictures,
+        steps,
+        config.optim.learning_rate,
+        run.read_rates(),
+    )
 
 
 def spent(runs: Sequence[History]) -> dict[str, Any]:
@@ -86,7 +110,8 @@ def spent(runs: Sequence[History]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Point:
-    """A cell after an evaluation: its cost, averaged over seeds, and the change of a reward against the base."""
+    """A cell after an evaluation: its cost, averaged over seeds, and the change of a reward against
+    the base."""
 
     iteration: int
     work: float
@@ -95,11 +120,14 @@ class Point:
 
 
 def curve(runs: Sequence[History], reward: str) -> list[Point]:
-    """The change of a reward during training, over the runs of all seeds and their common held-out prompts."""
+    """The change of a reward during training, over the runs of all seeds and their common held-out
+    prompts."""
     points = []
     for place, iteration in enumerate(runs[0].iterations):
         change = np.stack([run.scores[place][reward] - run.scores[0][reward] for run in runs])
-        evaluations, seconds = (float(np.mean([getattr(run, of)[place] for run in runs])) for of in ("work", "seconds"))
+        evaluations, seconds = (
+            float(np.mean([getattr(run, of)[place] for run in runs])) for of in ("work", "seconds")
+        )
         points.append(Point(iteration, evaluations, seconds, interval(change)))
     return points
 
@@ -118,7 +146,10 @@ def read_judged(folder: EvaluationDirectory) -> Judged:
 
 def of_runs(runs: Sequence[History], place: int) -> Judged:
     """The scores [S, N] of the evaluation at a `place` in the logs of a cell's runs."""
-    return {(runs[0].steps, name): np.stack([run.scores[place][name] for run in runs]) for name in runs[0].scores[0]}
+    return {
+        (runs[0].steps, name): np.stack([run.scores[place][name] for run in runs])
+        for name in runs[0].scores[0]
+    }
 
 
 @dataclass(frozen=True)
@@ -159,10 +190,14 @@ class _WithControls:
 
 
 def write_results(
-    study: Study, folder: StudyDirectory, cells: Sequence[str], seeds: Sequence[int], trained: Sequence[str]
+    study: Study,
+    folder: StudyDirectory,
+    cells: Sequence[str],
+    seeds: Sequence[int],
+    trained: Sequence[str],
 ) -> None:
-    """Writes results.json, results.md and curves.png of these `cells`, whose runs and evaluations are finished. `trained` are
-    the rewards that are trained on."""
+    """Writes results.json, results.md and curves.png of these `cells`, whose runs and evaluations
+    are finished. `trained` are the rewards that are trained on."""
     parts = [(cell, seed) for cell in cells for seed in seeds]
     histories = {part: read_run(folder.run(*part)) for part in parts}
     _check_alike({folder.run(*part).path: run.scores[0] for part, run in histories.items()})
@@ -174,21 +209,28 @@ def write_results(
         judged = {part: read_judged(folder.judged(*part)) for part in parts}
         paths = {folder.judged(*part).path: own for part, own in judged.items()}
         _check_alike({folder.judged("base").path: base, **paths})
-        scores = {cell: {key: np.stack([judged[cell, seed][key] for seed in seeds]) for key in base} for cell in cells}
+        scores = {
+            cell: {key: np.stack([judged[cell, seed][key] for seed in seeds]) for key in base}
+            for cell in cells
+        }
     else:
         base = of_runs(runs[first], 0)
         scores = {cell: of_runs(own, -1) for cell, own in runs.items()}
     rewards = runs[first][0].scores[0]
     controls = folder.judged("controls").results
     free = read_as(_WithControls, controls).controls if controls.is_file() else None
-    curves = {reward: {cell: curve(own, reward) for cell, own in runs.items()} for reward in rewards}
+    curves = {
+        reward: {cell: curve(own, reward) for cell, own in runs.items()} for reward in rewards
+    }
     found = {
         "study": study.model_dump(mode="json"),
         "trained": trained,
         "prompts": len(next(iter(rewards.values()))),
         "intervals": "95% over training seeds and held-out prompts: crossed bootstrap, 2000 resamples; of one seed Student's t",
         "evaluations_count": "rollout evaluations, and 3 for each latent of a training pass (4 with a KL term)",
-        "pilots": {cell: own[0].sweep.pilots for cell, own in runs.items() if own[0].sweep is not None},
+        "pilots": {
+            cell: own[0].sweep.pilots for cell, own in runs.items() if own[0].sweep is not None
+        },
         "spent": {cell: spent(own) for cell, own in runs.items()},
         "judged": lines(base, scores),
         "controls": free and free.model_dump(mode="json"),
@@ -201,7 +243,9 @@ def write_results(
 
 def _check_alike(found: Mapping[Path, Mapping[Any, Values]]) -> None:
     """UserError for a folder whose scores are not of as many prompts as the first one's."""
-    counts = {path: {key: len(values) for key, values in scores.items()} for path, scores in found.items()}
+    counts = {
+        path: {key: len(values) for key, values in scores.items()} for path, scores in found.items()
+    }
     first = next(iter(counts))
     for path, own in counts.items():
         if own != counts[first]:
@@ -212,9 +256,15 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
     """The results as tables in Markdown, with what `free` knobs of the base reach."""
     cells, table = list(found["spent"]), found["judged"]
     rewards = list(dict.fromkeys(line.reward for line in table))
-    head = ["cell", *(f"{name} ({'trained' if name in found['trained'] else 'judged'})" for name in rewards)]
+    head = [
+        "cell",
+        *(f"{name} ({'trained' if name in found['trained'] else 'judged'})" for name in rewards),
+    ]
     own = {cell: study.budget_of(cell) for cell in cells}
-    budget = [f"{study.budget:g} {study.unit}", *(f"{own[cell]:g} for {cell}" for cell in cells if own[cell] != study.budget)]
+    budget = [
+        f"{study.budget:g} {study.unit}",
+        *(f"{own[cell]:g} for {cell}" for cell in cells if own[cell] != study.budget),
+    ]
     parts = [
         f"# {', '.join(cells)} on {study.recipe}",
         f"Budget of a run: {', '.join(budget)}. {study.seeds} seeds, {found['prompts']} held-out prompts. "
@@ -230,7 +280,9 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
             ]
         parts += [f"## {steps} steps: change against the base", _table(head, changes)]
         if len(cells) > 1:
-            leads = [[cell, *(f"{at[cell, name].lead:+}" for name in rewards)] for cell in cells[1:]]
+            leads = [
+                [cell, *(f"{at[cell, name].lead:+}" for name in rewards)] for cell in cells[1:]
+            ]
             parts += [f"## {steps} steps: lead over {cells[0]}", _table(head, leads)]
     costs = []
     for cell, cost in found["spent"].items():
@@ -239,12 +291,24 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
         costs.append([cell, f"{cost['learning_rate']:g}{edge}", str(cost["iterations"]), *numbers])
     parts += [
         "## Spent, per run",
-        _table(["cell", "learning rate", "iterations", "network evaluations*", "pictures", "seconds of training"], costs),
+        _table(
+            [
+                "cell",
+                "learning rate",
+                "iterations",
+                "network evaluations*",
+                "pictures",
+                "seconds of training",
+            ],
+            costs,
+        ),
         "\\* of rollouts, and three for each latent of a training pass, four with a KL term.",
     ]
     if found["pilots"]:
         tried = [
-            [cell, f"{one.rate:g}", str(one.iterations), _gain(one)] for cell, own in found["pilots"].items() for one in own
+            [cell, f"{one.rate:g}", str(one.iterations), _gain(one)]
+            for cell, own in found["pilots"].items()
+            for one in own
         ]
         parts += [
             "## Pilots: gain in the trained rewards, in standard deviations of the base, on training prompts",
@@ -256,7 +320,10 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
 
 def _free(best: Mapping[str, Way], rewards: Sequence[str]) -> list[str]:
     """A cell for every reward: the change that a way of sampling gives, and its price."""
-    return [f"{way.changes[name]:+}, {way.name}: {way.price}" if (way := best.get(name)) else "–" for name in rewards]
+    return [
+        f"{way.changes[name]:+}, {way.name}: {way.price}" if (way := best.get(name)) else "–"
+        for name in rewards
+    ]
 
 
 def _gain(pilot: Pilot) -> str:
@@ -268,8 +335,11 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def save_study_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]], trained: Sequence[str]) -> None:
-    """Draws curves[reward][cell]: a row of panels per reward, against iterations, network evaluations and seconds."""
+def save_study_curves(
+    path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]], trained: Sequence[str]
+) -> None:
+    """Draws curves[reward][cell]: a row of panels per reward, against iterations, network
+    evaluations and seconds."""
     spent_in: dict[str, Callable[[Point], float]] = {
         "iterations": lambda point: point.iteration,
         "network evaluations, training included": lambda point: point.work,
@@ -284,7 +354,9 @@ def save_study_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Poi
         save_figure(unfinished, small_multiples(rows, legend=True, zero=True))
 
 
-def change_lines(cells: Mapping[str, Sequence[Point]], spent: Callable[[Point], float]) -> list[CurveLine]:
+def change_lines(
+    cells: Mapping[str, Sequence[Point]], spent: Callable[[Point], float]
+) -> list[CurveLine]:
     """By cell the changes from the base with their intervals, against what was spent."""
     lines = []
     for style, (cell, points) in enumerate(cells.items()):

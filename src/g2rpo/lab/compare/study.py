@@ -1,8 +1,9 @@
 """What a study compares: algorithms, or variants of one, under one budget.
 
-A *cell* is one variant: a name and overrides of the recipe. It is trained once per seed, each time in a folder of its own. With
-`find_rate` its first run chooses the cell's learning rate by pilots, as `g2rpo train --find-rate` does: they have seeds of
-their own and are evaluated on training prompts, so the choice uses no held-out prompt and no seed of the comparison.
+A *cell* is one variant: a name and overrides of the recipe. It is trained once per seed, each time
+in a folder of its own. With `find_rate` its first run chooses the cell's learning rate by pilots,
+as `g2rpo train --find-rate` does: they have seeds of their own and are evaluated on training
+prompts, so the choice uses no held-out prompt and no seed of the comparison.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Study(Section):
     recipe: str
     overrides: list[str]
     """Overrides of the recipe in every cell."""
-    cells: Annotated[dict[Annotated[str, Field(pattern=f"^{NAME}$")], list[str]], Field(min_length=1)]
+    cells: Annotated[
+        dict[Annotated[str, Field(pattern=f"^{NAME}$")], list[str]], Field(min_length=1)
+    ]
     """A cell's overrides; "budget=20000" among them is its own budget."""
     budget: PositiveFloat
     unit: Unit
@@ -49,7 +52,8 @@ class Study(Section):
     seeds: PositiveInt
     """Training seeds of every cell."""
     steps: list[Steps]
-    """Step counts at which trained models are evaluated; none: a run's own evaluations are compared."""
+    """Step counts at which trained models are evaluated; none: a run's own evaluations are
+    compared."""
 
     @field_validator("cells")
     @classmethod
@@ -57,7 +61,9 @@ class Study(Section):
         for cell, overrides in cells.items():
             for key in CHOSEN:
                 if any(word.startswith(f"{key}=") for word in overrides):
-                    raise ValueError(f"{key} of cell {cell} belongs to the study: --seeds, --budget")
+                    raise ValueError(
+                        f"{key} of cell {cell} belongs to the study: --seeds, --budget"
+                    )
         return cells
 
     def overrides_of(self, cell: str) -> list[str]:
@@ -66,7 +72,11 @@ class Study(Section):
 
     def budget_of(self, cell: str) -> float:
         own = [word for word in self.cells[cell] if word.startswith(OWN_BUDGET)]
-        return budget_in(f"--cell {cell}: {own[-1]}", own[-1].removeprefix(OWN_BUDGET), self.unit) if own else self.budget
+        return (
+            budget_in(f"--cell {cell}: {own[-1]}", own[-1].removeprefix(OWN_BUDGET), self.unit)
+            if own
+            else self.budget
+        )
 
 
 @dataclass(frozen=True)
@@ -85,18 +95,22 @@ class StudyDirectory:
         return Run(self.path / "runs" / cell / f"seed_{seed}")
 
     def judged(self, name: str, seed: int | None = None) -> EvaluationDirectory:
-        """The evaluation of a cell's run, of the base ("base") or of its free knobs ("controls")."""
+        """The evaluation of a cell's run, of the base ("base") or of its free knobs
+        ("controls")."""
         folder = self.path / "judged" / name
         return EvaluationDirectory(folder if seed is None else folder / f"seed_{seed}")
 
 
 def parse_cells(algorithms: str, cells: Sequence[str]) -> dict[str, list[str]]:
-    """Overrides by cell, from "g2rpo,mixgrpo" and from words like "coarse: algorithm.granularities=[1,2] ..."."""
+    """Overrides by cell, from "g2rpo,mixgrpo" and from words like "coarse:
+    algorithm.granularities=[1,2] ..."."""
     table: dict[str, list[str]] = {}
 
     def add(name: str, overrides: list[str]) -> None:
         if name in table:
-            raise UserError(f"two cells are named '{name}'; give one another name with --cell 'NAME: ...'")
+            raise UserError(
+                f"two cells are named '{name}'; give one another name with --cell 'NAME: ...'"
+            )
         table[name] = overrides
 
     for name in filter(None, map(str.strip, algorithms.split(","))):
@@ -109,7 +123,9 @@ def parse_cells(algorithms: str, cells: Sequence[str]) -> dict[str, list[str]]:
         name, colon, overrides = cell.partition(":")
         if not colon or not re.fullmatch(NAME, name):
             example = "--cell 'coarse: algorithm.granularities=[1,2]'"
-            raise UserError(f"--cell '{cell}': should be a name (letters, digits, ._+-), a colon and overrides, like {example}")
+            raise UserError(
+                f"--cell '{cell}': should be a name (letters, digits, ._+-), a colon and overrides, like {example}"
+            )
         add(name, shlex.split(overrides))
     if not table:
         raise UserError("nothing to compare: name --algorithms, or a --cell or two")
@@ -131,6 +147,8 @@ def budget_in(where: str, amount: str, unit: Unit) -> float:
         value = float(amount)
     except ValueError:
         value = math.nan
-    if not (value > 0 and math.isfinite(value)) or (unit == "iterations" and not value.is_integer()):
+    if not (value > 0 and math.isfinite(value)) or (
+        unit == "iterations" and not value.is_integer()
+    ):
         raise UserError(f"{where}: should be a positive number, like {unit}=60")
     return value

@@ -1,10 +1,11 @@
-"""Runs a study: what is missing of its runs and evaluations, each in a folder of its own, and then its results.
+"""Runs a study: what is missing of its runs and evaluations, each in a folder of its own, and then
+its results.
 
-OUT/study.yaml                      what is compared
-OUT/runs/CELL/seed_S/               the runs; with `--find-rate` the first of each cell has the pilots
-OUT/bases/                          the base's evaluations, which the runs share
+OUT/study.yaml         what is compared
+OUT/runs/CELL/seed_S/  the runs; with `--find-rate` the first of each cell has the pilots
+OUT/bases/             the base's evaluations, which the runs share
 OUT/judged/base/, .../CELL/seed_S/  with `--steps`: evaluations of the base and of the runs' weights
-OUT/judged/controls/                with `--controls`: of free knobs of the base
+OUT/judged/controls/   with `--controls`: of free knobs of the base
 OUT/results.json, results.md, curves.png
 """
 
@@ -38,7 +39,8 @@ from g2rpo.run.run import Run
 from g2rpo.training.model_card import CARD
 
 NOISE = 0
-"""The seed of the evaluations at `Study.steps`: the same noise for all cells, so that differences are paired."""
+"""The seed of the evaluations at `Study.steps`: the same noise for all cells, so that differences
+are paired."""
 
 
 def compare(
@@ -55,11 +57,14 @@ def compare(
     controls: bool = False,
     emit: Emit = silent,
 ) -> StudyDirectory:
-    """Runs the missing parts of a study in the folder `out`, and writes its results; without `out`, in the first of study,
-    study-2 ... that holds no other. `controls` samples free knobs of the base too. A part that fails ends no other: there are
-    results of the cells that are whole, and then an error that names what failed."""
+    """Runs the missing parts of a study in the folder `out`, and writes its results; without `out`,
+    in the first of study, study-2 ... that holds no other. `controls` samples free knobs of the
+    base too. A part that fails ends no other: there are results of the cells that are whole, and
+    then an error that names what failed."""
     if seeds > PILOT_SEEDS:
-        raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
+        raise UserError(
+            f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again"
+        )
     asked = {
         "recipe": recipe,
         "overrides": list(overrides),
@@ -110,17 +115,26 @@ class _Work:
     def train(self) -> dict[Job, int]:
         """Trains what is missing; the exit codes of what failed."""
         if not self.study.find_rate:
-            return self.workers.run(self._training(cell, seed) for cell in self.configs for seed in self.seeds)
+            return self.workers.run(
+                self._training(cell, seed) for cell in self.configs for seed in self.seeds
+            )
         first, *others = self.seeds
-        failed = self.workers.run(self._training(cell, first, "--find-rate") for cell in self.configs)
+        failed = self.workers.run(
+            self._training(cell, first, "--find-rate") for cell in self.configs
+        )
         found = [cell for cell in self.configs if finished(self.folder.run(cell, first))]
-        rates = {cell: self.folder.run(cell, first).read_config().optim.learning_rate for cell in found}
+        rates = {
+            cell: self.folder.run(cell, first).read_config().optim.learning_rate for cell in found
+        }
         return failed | self.workers.run(
-            self._training(cell, seed, f"optim.learning_rate={rates[cell]}") for seed in others for cell in found
+            self._training(cell, seed, f"optim.learning_rate={rates[cell]}")
+            for seed in others
+            for cell in found
         )
 
     def judge(self, controls: bool) -> dict[Job, int]:
-        """Evaluates what is missing, of the cells whose runs are finished; the exit codes of what failed."""
+        """Evaluates what is missing, of the cells whose runs are finished; the exit codes of what
+        failed."""
         cells, folder = self.whole(judged=False), self.folder
         if not cells:
             return {}
@@ -129,12 +143,26 @@ class _Work:
         jobs = []
         if controls:
             asked = ["weights=", "--controls"]
-            jobs.append(judging_job("judging free knobs of the base", run, folder.judged("controls"), steps[:1], *asked))
+            jobs.append(
+                judging_job(
+                    "judging free knobs of the base",
+                    run,
+                    folder.judged("controls"),
+                    steps[:1],
+                    *asked,
+                )
+            )
         if self.study.steps:
-            jobs.append(judging_job("judging the base", run, folder.judged("base"), steps, "weights="))
+            jobs.append(
+                judging_job("judging the base", run, folder.judged("base"), steps, "weights=")
+            )
             jobs += [
                 judging_job(
-                    f"judging {cell}, seed {seed}", folder.run(cell, seed), folder.judged(cell, seed), steps, "base=false"
+                    f"judging {cell}, seed {seed}",
+                    folder.run(cell, seed),
+                    folder.judged(cell, seed),
+                    steps,
+                    "base=false",
                 )
                 for cell in cells
                 for seed in self.seeds
@@ -142,11 +170,14 @@ class _Work:
         return self.workers.run(jobs)
 
     def whole(self, *, judged: bool) -> list[str]:
-        """The cells all of whose runs, and with `judged` evaluations at `Study.steps` too, are finished."""
+        """The cells all of whose runs, and with `judged` evaluations at `Study.steps` too, are
+        finished."""
         judged = judged and bool(self.study.steps)
 
         def done(cell: str, seed: int) -> bool:
-            return finished(self.folder.run(cell, seed)) and not (judged and self.folder.judged(cell, seed).unfinished)
+            return finished(self.folder.run(cell, seed)) and not (
+                judged and self.folder.judged(cell, seed).unfinished
+            )
 
         if judged and self.folder.judged("base").unfinished:
             return []
@@ -154,8 +185,16 @@ class _Work:
 
     def _training(self, cell: str, seed: int, *options: str) -> Job | None:
         own = run_overrides(self.configs[cell], seed, self.iterations[cell])
-        overrides = [*self.study.overrides_of(cell), *own, *options, "--bases", str(self.folder.bases)]
-        return training_job(f"{cell}, seed {seed}", self.study.recipe, overrides, self.folder.run(cell, seed))
+        overrides = [
+            *self.study.overrides_of(cell),
+            *own,
+            *options,
+            "--bases",
+            str(self.folder.bases),
+        ]
+        return training_job(
+            f"{cell}, seed {seed}", self.study.recipe, overrides, self.folder.run(cell, seed)
+        )
 
 
 def training_job(title: str, recipe: str, overrides: Sequence[str], run: Run) -> Job | None:
@@ -166,17 +205,29 @@ def training_job(title: str, recipe: str, overrides: Sequence[str], run: Run) ->
     return Job(title, tuple(arguments), run.path.with_suffix(".log"))
 
 
-def judging_job(title: str, run: Run, folder: EvaluationDirectory, steps: Sequence[int], *settings: str) -> Job | None:
+def judging_job(
+    title: str, run: Run, folder: EvaluationDirectory, steps: Sequence[int], *settings: str
+) -> Job | None:
     """The job that evaluates a run's weights; None if it is finished."""
     if not folder.unfinished:
         return None
     counts = ",".join(map(str, steps))
-    arguments = ["evaluate", str(run.path), "--steps", counts, "--out", str(folder.path), f"seed={NOISE}", *settings]
+    arguments = [
+        "evaluate",
+        str(run.path),
+        "--steps",
+        counts,
+        "--out",
+        str(folder.path),
+        f"seed={NOISE}",
+        *settings,
+    ]
     return Job(title, tuple(arguments), folder.path.with_suffix(".log"))
 
 
 def run_overrides(config: Config, seed: int, iterations: int) -> list[str]:
-    """What a study sets in a run's config; every run has as many evaluations as the recipe's own."""
+    """What a study sets in a run's config; every run has as many evaluations as the recipe's
+    own."""
     every = math.ceil(iterations / max(1, config.trainer.iterations // config.evaluation.every))
     return [
         f"trainer.seed={seed}",
@@ -210,13 +261,18 @@ def _configs(study: Study, emit: Emit) -> dict[str, Config]:
             configs[cell] = config = completed(load_config(study.recipe, overrides, told), told)
             for alarm in get_args(Alarm):
                 if (action := config.action_of(alarm)) in ("stop", "rollback"):
-                    raise UserError(f"alarms.{alarm}={action} may end a run of the study early; set it to warn or off")
+                    raise UserError(
+                        f"alarms.{alarm}={action} may end a run of the study early; set it to warn or off"
+                    )
             prompts, heldout = check(config)
             try_own_code(config, {"prompts": prompts, "heldout": heldout})
         except UserError as error:
             wrong.setdefault(str(error), []).append(cell)
     if wrong:
-        listed = [f"cell{'s' * (len(named) > 1)} {', '.join(named)}: {message}" for message, named in wrong.items()]
+        listed = [
+            f"cell{'s' * (len(named) > 1)} {', '.join(named)}: {message}"
+            for message, named in wrong.items()
+        ]
         raise UserError("\n".join(listed))
     return configs
 
@@ -228,14 +284,24 @@ def _check_judged_alike(configs: Mapping[str, Config]) -> None:
     for cell, own in found.items():
         for key, value in own.items():
             if value != (other := found[first][key]):
-                raise UserError(f"cells {first} and {cell} would not be judged alike: {key} is {other!r} and {value!r}")
+                raise UserError(
+                    f"cells {first} and {cell} would not be judged alike: {key} is {other!r} and {value!r}"
+                )
 
 
 def _judged_by(config: Config) -> dict[str, Any]:
     """What an evaluation's scores depend on, beside the weights."""
     judged = config_settings(config)
     rewards = {name: {**entry, "weight": 1} for name, entry in judged["rewards"].items()}
-    keys = ("path", "height", "width", "guidance_scale", "negative_prompt", "max_sequence_length", "dtype")
+    keys = (
+        "path",
+        "height",
+        "width",
+        "guidance_scale",
+        "negative_prompt",
+        "max_sequence_length",
+        "dtype",
+    )
     return {
         **{f"policy.{key}": judged["policy"][key] for key in keys},
         **{f"evaluation.{key}": judged[key] for key in ("prompts", "num_prompts", "steps")},
@@ -250,13 +316,17 @@ def _check_same(study: Study, out: Path) -> None:
     path = StudyDirectory(out).study
     if not path.is_file():
         if not is_empty(out):
-            raise UserError(f"{out} is not empty and holds no study (no {path.name}); name another --out")
+            raise UserError(
+                f"{out} is not empty and holds no study (no {path.name}); name another --out"
+            )
         return
     held = resolve_as(Study, read_yaml(path), source=str(path))
     cells = {name: own for name, own in study.cells.items() if name in held.cells}
     asked = study.model_copy(update={"cells": cells, "seeds": min(study.seeds, held.seeds)})
     if listed := listed_differences(asked, held):
-        raise UserError(f"{out} holds another study:{listed}\nName another --out; cells and seeds can be added to a study.")
+        raise UserError(
+            f"{out} holds another study:{listed}\nName another --out; cells and seeds can be added to a study."
+        )
 
 
 def _iterations(study: Study, cell: str, config: Config) -> int:

@@ -21,7 +21,8 @@ from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.web.page import ONE_AT_A_TIME, disclosed, empty, gr, with_messages
 
 QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
-"""A click during an answer is queued with the settings at that time; Gradio's default drops it silently."""
+"""A click during an answer is queued with the settings at that time; Gradio's default drops it
+silently."""
 TO_OUTPUT = """() => {
   const behavior = matchMedia("(prefers-reduced-motion: reduce)").matches ? "instant" : "smooth";
   if (innerWidth < 640) document.getElementById("%s").scrollIntoView({behavior});
@@ -45,7 +46,9 @@ def draw_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.T
         given = dict(zip(shown, values, strict=True))
         strength = given.pop("strength")
         control, images = control_of(given, model), [picture] if picture else []
-        return views.drawing_html(draw(model, prompt, seed=whole(seed), strength=strength, control=control, images=images))
+        return views.drawing_html(
+            draw(model, prompt, seed=whole(seed), strength=strength, control=control, images=images)
+        )
 
     shown: dict[str, gr.Component] = {}
     with gr.Row():
@@ -57,7 +60,9 @@ def draw_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.T
                 seed = _seed(model)
                 shown |= {name: _setting(model, name) for name in OF_ALL}
             with _folded("Without training", "knobs"):
-                gr.HTML('<p class="g2-soft">The base model draws once more with these, and the price is shown.</p>')
+                gr.HTML(
+                    '<p class="g2-soft">The base model draws once more with these, and the price is shown.</p>'
+                )
                 shown |= {name: _setting(model, name) for name in OFFERS if name not in OF_ALL}
         with gr.Column(scale=7, min_width=300):
             words = "Base and tuned, from the same noise, appear here."
@@ -68,7 +73,9 @@ def draw_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.T
 def control_of(given: Mapping[str, Any], model: DemoModel) -> Control:
     """The settings that a page sent; without guidance by hand nothing of it."""
     if not given["cfg"]:
-        given = {name: value for name, value in given.items() if OFFERS[name].needs != "no own guidance"}
+        given = {
+            name: value for name, value in given.items() if OFFERS[name].needs != "no own guidance"
+        }
     own = {} if model.acts("own guidance") else {"guidance": None}
     return Control.model_validate({**given, **own}, strict=False)
 
@@ -76,7 +83,11 @@ def control_of(given: Mapping[str, Any], model: DemoModel) -> Control:
 def _setting(model: DemoModel, name: str) -> gr.Component:
     """The slider or the text field of a setting, hidden where it does not act."""
     offer, count = OFFERS[name], model.sampler.num_steps
-    own = {"steps": count, "guidance": model.policy.guidance_scale, "guided_steps": max(1, round(EARLY * count))}
+    own = {
+        "steps": count,
+        "guidance": model.policy.guidance_scale,
+        "guided_steps": max(1, round(EARLY * count)),
+    }
     shown = {"label": offer.label, "info": offer.help, "visible": model.acts(offer.needs)}
     if offer.range is None:
         return gr.Textbox("", max_length=MAX_PROMPT, **shown)
@@ -129,8 +140,15 @@ def learn_view(model: DemoModel, examples: Sequence[str], opening: str, tab: gr.
             with gr.Row():
                 plan = gr.Dropdown(plans, value=0, label="Noise enters at")
                 seed = _seed(model)
-                side = gr.Radio(SIDES, value=SIDES[0], label="Weights", visible=model.tuned != "nothing")
-                grains = gr.CheckboxGroup(offered, value=own_granularities(model), label="Granularities", visible=bool(offered))
+                side = gr.Radio(
+                    SIDES, value=SIDES[0], label="Weights", visible=model.tuned != "nothing"
+                )
+                grains = gr.CheckboxGroup(
+                    offered,
+                    value=own_granularities(model),
+                    label="Granularities",
+                    visible=bool(offered),
+                )
             go = gr.Button("Branch", variant="primary", elem_id="branch")
     words = "One group of the algorithm appears here: the anchor, its branches, their advantages."
     out = gr.HTML(opening or empty(words), elem_id="group")
@@ -141,14 +159,21 @@ def run_view(run: Path, tab: gr.Tab) -> None:
     """The report of a run, as it is when it is looked at."""
 
     shown = gr.HTML(empty("Reading the run …"))
-    tab.select(with_messages(lambda: views.run_html(read_runs([run])[0])), None, shown, **ONE_AT_A_TIME)
+    tab.select(
+        with_messages(lambda: views.run_html(read_runs([run])[0])), None, shown, **ONE_AT_A_TIME
+    )
 
 
 def _asked(model: DemoModel, examples: Sequence[str]) -> tuple[gr.Textbox, gr.Image]:
-    """The prompt, and the input picture for models that edit; without one a held-out prompt has its own."""
-    box = gr.Textbox(examples[0] if examples else "", label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT)
+    """The prompt, and the input picture for models that edit; without one a held-out prompt has its
+    own."""
+    box = gr.Textbox(
+        examples[0] if examples else "", label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT
+    )
     takes, label = model.input_pictures[1] > 0, "Input picture; held-out prompts have their own"
-    return box, gr.Image(type="filepath", sources=["upload"], label=label, height=180, visible=takes, buttons=[])
+    return box, gr.Image(
+        type="filepath", sources=["upload"], label=label, height=180, visible=takes, buttons=[]
+    )
 
 
 def whole(seed: float | None) -> int:
@@ -164,7 +189,12 @@ def _seed(model: DemoModel) -> gr.Number:
 
 def _examples(box: gr.Textbox, examples: Sequence[str]) -> None:
     if examples:
-        gr.Examples([[example] for example in examples], box, label="Held-out prompts", api_visibility="private")
+        gr.Examples(
+            [[example] for example in examples],
+            box,
+            label="Held-out prompts",
+            api_visibility="private",
+        )
 
 
 def _asks(events: Sequence[Any], answer: Any, inputs: Sequence[Any], out: gr.HTML) -> None:

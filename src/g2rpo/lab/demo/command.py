@@ -57,7 +57,9 @@ def demo(
         emit(Line(words))
 
     title = f"Run {run.resolve().name}" if run is not None else config.policy.path
-    say(f"{title}: building the policy and {len(config.rewards) + len(config.evaluation.rewards)} rewards ...")
+    say(
+        f"{title}: building the policy and {len(config.rewards) + len(config.evaluation.rewards)} rewards ..."
+    )
     model = open_model(config, weights, say, _heldout(config, say))
     log, (number, rule) = None, FIRST
     try:
@@ -67,7 +69,9 @@ def demo(
             number, rule = opening_of(log)
     except UserError as error:
         say(f"the run's log tells nothing: {error}")
-    examples = [str(prompt) for prompt in dict.fromkeys([*model.heldout[number:][:1], *model.heldout])][:EXAMPLES]
+    examples = [
+        str(prompt) for prompt in dict.fromkeys([*model.heldout[number:][:1], *model.heldout])
+    ][:EXAMPLES]
     drawn, group = _first_views(model, examples[0], rule, say) if examples else ("", "")
     views = {
         "Draw": partial(app.draw_view, model, examples, drawn),
@@ -80,12 +84,16 @@ def demo(
         recipe = RECIPES[config.policy.path]
         lesson = Lesson(partial(opened, recipe, UNGUARDED[recipe], background=True, emit=emit))
         views["Teach"] = partial(teach_view, lesson, None)
-    training = training_of(config) if run else "with and without tuned weights" if weights else "as it is"
+    training = (
+        training_of(config) if run else "with and without tuned weights" if weights else "as it is"
+    )
     facts = [what_it_is(config, training), *(summary_of(log).sentences[:1] if log else [])]
     page = page_of(title, "g2rpo demo", " ".join(facts), views)
     uploads = model.input_pictures[1] > 0
     try:
-        serve_until(stop or threading.Event(), page, host, port, token, emit, "ends with Ctrl-C", uploads)
+        serve_until(
+            stop or threading.Event(), page, host, port, token, emit, "ends with Ctrl-C", uploads
+        )
         say("stopped")
     finally:
         if lesson is not None:
@@ -97,14 +105,17 @@ def _heldout(config: Config, say: Say) -> Sequence[str]:
     if not config.evaluation.prompts:
         return []
     try:
-        return build_prompts(config.evaluation.prompts, "evaluation.prompts")[: config.evaluation.num_prompts]
+        return build_prompts(config.evaluation.prompts, "evaluation.prompts")[
+            : config.evaluation.num_prompts
+        ]
     except UserError as error:
         say(f"no examples: {error}")
         return []
 
 
 def _first_views(model: DemoModel, prompt: str, rule: str, say: Say) -> tuple[str, str]:
-    """HTML of the drawing and the group that the page opens with; of large models no group, which takes minutes."""
+    """HTML of the drawing and the group that the page opens with; of large models no group, which
+    takes minutes."""
     from g2rpo.lab.demo.views import drawing_html, trace_html
 
     say("drawing a held-out prompt to open with ...")

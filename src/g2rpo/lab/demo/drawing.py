@@ -1,4 +1,5 @@
-"""One prompt as the base model draws it, as the tuned one does, and as the base does with free knobs; each with its price."""
+"""One prompt as the base model draws it, as the tuned one does, and as the base does with free
+knobs; each with its price."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """One prompt drawn by the base model and, from the same noise, by the tuned one; and by the base model with free knobs."""
+    """One prompt drawn by the base model and, from the same noise, by the tuned one; and by the
+    base model with free knobs."""
 
     model: DemoModel
     prompt: str
@@ -70,17 +72,21 @@ def draw(
     control: Control = NO_CONTROL,
     images: Sequence[str] = (),
 ) -> DrawnPrompt:
-    """Draws and scores `prompt`, with its input pictures in `images`, as `g2rpo sample` draws its first with this seed (None:
-    as evaluations do).
+    """Draws and scores `prompt`, with its input pictures in `images`, as `g2rpo sample` draws its
+    first with this seed (None: as evaluations do).
 
-    A held-out prompt is drawn as by the run's evaluations, from the noise of its number. All pictures have the steps and the
-    guidance of `control`; the base model draws once more with all of it, if there is more. UserError for wrong settings.
+    A held-out prompt is drawn as by the run's evaluations, from the noise of its number. All
+    pictures have the steps and the guidance of `control`; the base model draws once more with all
+    of it, if there is more. UserError for wrong settings.
     """
     asked, number = model.prompt(prompt, images)
     seed = model.sampler.seed if seed is None else seed
     steps = control.steps or model.sampler.num_steps
     scale = model.policy.guidance_scale if control.guidance is None else control.guidance
-    sampler, rewards = replace(model.sampler, num_steps=steps, seed=seed), {**model.rewards, **model.judges}
+    sampler, rewards = (
+        replace(model.sampler, num_steps=steps, seed=seed),
+        {**model.rewards, **model.judges},
+    )
     weights = {name: model.config.rewards[name].weight for name in model.rewards}
     more = control.model_copy(update={"steps": None, "guidance": None})
     if more.best_of > 1 and not weights:

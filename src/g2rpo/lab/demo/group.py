@@ -29,13 +29,15 @@ GRANULARITIES = (1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTrace:
-    """One group of one prompt: as an iteration of training does it; pictures, or clips, are in 8 bit."""
+    """One group of one prompt: as an iteration of training does it; pictures, or clips, are in 8
+    bit."""
 
     model: DemoModel
     prompt: str
     plan: Plan
     predictions: Tensor | None
-    """[T, 3, H, W], the image as the anchor predicts it at every step; None if members do not start from one noise."""
+    """[T, 3, H, W], the image as the anchor predicts it at every step; None if members do not start
+    from one noise."""
     noised: Tensor
     """[G, 3, H, W], every member just after `noised_at`, decoded as it is."""
     noised_at: int
@@ -71,7 +73,11 @@ class GroupTrace:
     @property
     def unscored(self) -> list[str]:
         """The rewards that scored nothing."""
-        return [name for name, values in zip(self.model.rewards, self.rewards, strict=True) if values.isnan().all()]
+        return [
+            name
+            for name, values in zip(self.model.rewards, self.rewards, strict=True)
+            if values.isnan().all()
+        ]
 
 
 def own_granularities(model: DemoModel) -> list[int]:
@@ -98,22 +104,28 @@ def trace_group(
 ) -> GroupTrace:
     """Samples, scores and compares one group for `prompt` by plan number `plan` of the algorithm.
 
-    With a run's own seed and granularities (None) this is what its first iteration did for its first prompt.
-    `on_progress(done, total)` counts network evaluations. UserError for wrong input.
+    With a run's own seed and granularities (None) this is what its first iteration did for its
+    first prompt. `on_progress(done, total)` counts network evaluations. UserError for wrong input.
     """
     asked, _ = model.prompt(prompt, images)
     key = model.sampler.seed if seed is None else seed
     algorithm, chosen = _group_to_show(model, plan, granularities)
     config, sigmas = model.config, model.sigmas
     s = config.sampling
-    total = count_evaluations([chosen], algorithm.group_size, s.tails) + s.num_steps * chosen.shared_noise
+    total = (
+        count_evaluations([chosen], algorithm.group_size, s.tails)
+        + s.num_steps * chosen.shared_noise
+    )
 
     def noise(row: int, *purpose: int | str) -> torch.Generator:
         return generator_for(key, "rollout", 0, row, *purpose)  # the trainer's key
 
     def shown(latents: Tensor) -> Tensor:  # a batch at a time: clips are large
         return torch.cat(
-            [reduced(decode(model.policy, part, model.sizes.decode)) for part in latents.split(model.sizes.decode)]
+            [
+                reduced(decode(model.policy, part, model.sizes.decode))
+                for part in latents.split(model.sizes.decode)
+            ]
         )
 
     def sampled() -> GroupTrace:
@@ -130,7 +142,11 @@ def trace_group(
         predictions = None
         if chosen.shared_noise:
             anchors = engine.anchors(range(s.num_steps), noise).items()
-            predictions = shown(torch.cat([ode_step(x, v, sigmas[step], sigmas.new_zeros(())) for step, (x, v) in anchors]))
+            predictions = shown(
+                torch.cat(
+                    [ode_step(x, v, sigmas[step], sigmas.new_zeros(())) for step, (x, v) in anchors]
+                )
+            )
         rewards = score_rollouts(model.policy, [rollout], model.rewards, [asked], model.sizes)
         finals = shown(rollout.finals.flatten(0, 1))
         return GroupTrace(
@@ -148,25 +164,41 @@ def trace_group(
 
     if model.tuned == "adapter":
         model.policy.sampling.scale(1.0)
-    with nullcontext() if tuned else model.policy.base(), in_training(model.policy, s.guidance_scale):
+    with (
+        nullcontext() if tuned else model.policy.base(),
+        in_training(model.policy, s.guidance_scale),
+    ):
         return model.sizes.fit(sampled)
 
 
-def _group_to_show(model: DemoModel, plan: int, granularities: Collection[int] | None) -> tuple[Algorithm, Plan]:
-    """The algorithm with these granularities, and its plan of this number; UserError if there is no group to compare."""
+def _group_to_show(
+    model: DemoModel, plan: int, granularities: Collection[int] | None
+) -> tuple[Algorithm, Plan]:
+    """The algorithm with these granularities, and its plan of this number; UserError if there is no
+    group to compare."""
     algorithm, plans = model.config.algorithm, model.plans
     if granularities is not None and sorted(granularities) != own_granularities(model):
         if not granularities:
-            raise UserError(f"choose granularities of {', '.join(map(str, offered_granularities(model)))}")
+            raise UserError(
+                f"choose granularities of {', '.join(map(str, offered_granularities(model)))}"
+            )
         algorithm = replace(algorithm, granularities=tuple(sorted(granularities)))  # type: ignore[type-var]
         plans = plans_of(algorithm, model.config.sampling.num_steps, 0, model.config.trainer.seed)
     if differentiates_rewards(algorithm):
-        raise UserError("the algorithm learns from the gradient of its rewards: it has no group to compare")
+        raise UserError(
+            "the algorithm learns from the gradient of its rewards: it has no group to compare"
+        )
     if plans[plan].branch == plans[plan].merge:
-        raise UserError("the algorithm learns from finished pictures: its rollout has no stochastic step to show")
+        raise UserError(
+            "the algorithm learns from finished pictures: its rollout has no stochastic step to show"
+        )
     return algorithm, plans[plan]
 
 
 def plan_label(plan: Plan) -> str:
     """The steps at which a plan's noise enters."""
-    return f"step {plan.branch}" if plan.merge == plan.branch + 1 else f"steps {plan.branch} to {plan.merge - 1}"
+    return (
+        f"step {plan.branch}"
+        if plan.merge == plan.branch + 1
+        else f"steps {plan.branch} to {plan.merge - 1}"
+    )

@@ -69,8 +69,11 @@ def why_no_word(prompt: str) -> str:
 EXPLAIN = {"testbed": why_no_scene, "words": why_no_word}
 
 
-def config_of_model(model: str, size: int | None, guidance: float | None, rewards: Mapping[str, Any] | None) -> Config:
-    """The config of a pipeline: an embedded one has its recipe, any other `OTHERS`. `rewards` replace all others."""
+def config_of_model(
+    model: str, size: int | None, guidance: float | None, rewards: Mapping[str, Any] | None
+) -> Config:
+    """The config of a pipeline: an embedded one has its recipe, any other `OTHERS`. `rewards`
+    replace all others."""
     policy, table = model_settings(model, size, guidance)["policy"], reward_table(rewards or {})
     config = load_config(RECIPES[model], []) if model in RECIPES else None
     settings = OTHERS if config is None else config.model_dump(mode="json", exclude={"policy"})
@@ -104,8 +107,9 @@ def training_of(config: Config) -> str:
 class DemoModel:
     """A model with its rewards, and how it is sampled and trained by its `config`; not thread-safe.
 
-    `sampler` is that of evaluations, of the prompts `heldout`. `tuned` says which weights were loaded; the policy's `base()` is
-    then the untrained model. `rewards` are those of the advantages; `judges` only score.
+    `sampler` is that of evaluations, of the prompts `heldout`. `tuned` says which weights were
+    loaded; the policy's `base()` is then the untrained model. `rewards` are those of the
+    advantages; `judges` only score.
     """
 
     config: Config
@@ -128,7 +132,9 @@ class DemoModel:
     @property
     def plans(self) -> list[Plan]:
         """The plans of the first iteration."""
-        return plans_of(self.config.algorithm, self.config.sampling.num_steps, 0, self.config.trainer.seed)
+        return plans_of(
+            self.config.algorithm, self.config.sampling.num_steps, 0, self.config.trainer.seed
+        )
 
     @property
     def weights(self) -> Tensor:
@@ -153,8 +159,13 @@ class DemoModel:
     @property
     def meanings(self) -> dict[str, str]:
         """What each reward measures: the first sentences of its documentation, if it has any."""
-        told = {name: inspect.getdoc(reward) or "" for name, reward in {**self.rewards, **self.judges}.items()}
-        return {name: " ".join(text.split("\n\n")[0].split()) for name, text in told.items() if text}
+        told = {
+            name: inspect.getdoc(reward) or ""
+            for name, reward in {**self.rewards, **self.judges}.items()
+        }
+        return {
+            name: " ".join(text.split("\n\n")[0].split()) for name, text in told.items() if text
+        }
 
     def seconds(self, picture: Tensor) -> float:
         """The length of a clip, or of what is shown of it."""
@@ -165,14 +176,17 @@ class DemoModel:
         return EXPLAIN.get(self.config.policy.path, lambda prompt: "")(prompt)
 
     def prompt(self, text: str, images: Sequence[str] = ()) -> tuple[str, int | None]:
-        """The prompt with these words and input pictures, and its number if it is a held-out one; without pictures, those of
-        the held-out prompt with the same words. UserError for none, for too many characters, or another number of pictures."""
+        """The prompt with these words and input pictures, and its number if it is a held-out one;
+        without pictures, those of the held-out prompt with the same words. UserError for none, for
+        too many characters, or another number of pictures."""
         text = text.strip()
         if not text:
             raise UserError("write a prompt first")
         if len(text) > MAX_PROMPT:
             raise UserError(f"the prompt has {len(text)} characters; {MAX_PROMPT} are allowed")
-        numbers = {str(prompt): number for number, prompt in reversed(list(enumerate(self.heldout)))}
+        numbers = {
+            str(prompt): number for number, prompt in reversed(list(enumerate(self.heldout)))
+        }
         number = None if images else numbers.get(text)
         prompt = Prompt(text, images) if number is None else self.heldout[number]
         if images or self.input_pictures[0]:
@@ -180,10 +194,14 @@ class DemoModel:
         return prompt, number
 
 
-def open_model(config: Config, weights: Path | None, notify: Callable[[str], None], heldout: Sequence[str] = ()) -> DemoModel:
+def open_model(
+    config: Config, weights: Path | None, notify: Callable[[str], None], heldout: Sequence[str] = ()
+) -> DemoModel:
     """Builds the model and the rewards of `config`, and loads tuned weights."""
     device = components.pick_device(config.policy.device)
-    rewards, judges = (build_rewards(table, device) for table in (config.rewards, config.evaluation.rewards))
+    rewards, judges = (
+        build_rewards(table, device) for table in (config.rewards, config.evaluation.rewards)
+    )
     policy = components.build_policy(config.policy, tuning="frozen", keep_base=True)
     policy.text.park()  # they are on the device only while they encode
     tuned: Tuned = "nothing"

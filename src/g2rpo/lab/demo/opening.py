@@ -1,4 +1,5 @@
-"""The held-out prompt with which the demo opens, chosen from the run's evaluations, and the reason as text."""
+"""The held-out prompt with which the demo opens, chosen from the run's evaluations, and the reason
+as text."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ FIRST: Opening = 0, "This opens on the first held-out prompt."
 
 
 def opening_of(run: RunHistory) -> Opening:
-    """The opening for a run, from its tables of scores; UserError if they are missing or damaged."""
+    """The opening for a run, from its tables of scores; UserError if they are missing or
+    damaged."""
     after = SeedGroup((run,)).judged_after
     if not after:
         return FIRST
@@ -24,8 +26,8 @@ def opening_of(run: RunHistory) -> Opening:
 
 
 def opening(base: Sequence[ScoreRow], tuned: Sequence[ScoreRow], trained: Sequence[str]) -> Opening:
-    """The first prompt on which training helped: one that was wrong and is right or, if no reward defines right pictures, one
-    on which every trained score rose."""
+    """The first prompt on which training helped: one that was wrong and is right or, if no reward
+    defines right pictures, one on which every trained score rose."""
     before, after = right_of(base), right_of(tuned)
     if before is not None and after is not None:
         gained, lost = (before == 0) & (after == 1), (before == 1) & (after == 0)
@@ -37,6 +39,9 @@ def opening(base: Sequence[ScoreRow], tuned: Sequence[ScoreRow], trained: Sequen
         words, worse = f"on which training raised {' and '.join(trained)}", "fell"
     count, others = int(gained.sum()), f"{int(lost.sum()) or 'none'} {worse}"
     if not count:
-        return 0, f"This opens on the first of {len(base)} held-out prompts: there is none {words}, and {others}."
+        return (
+            0,
+            f"This opens on the first of {len(base)} held-out prompts: there is none {words}, and {others}.",
+        )
     rule = f"This opens on the first of the {count} held-out prompts (of {len(base)}) {words}; {others}."
     return int(gained.nonzero()[0]), rule

@@ -1,4 +1,5 @@
-"""The demo's pictures and numbers as HTML: what the templates in this folder show, which escape users' text."""
+"""The demo's pictures and numbers as HTML: what the templates in this folder show, which escape
+users' text."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ page.addEventListener("click", event => {
   if (link) { event.preventDefault(); page.querySelector(link.getAttribute("href")).scrollIntoView(); }
 });
 """
-"""The frame is as high as its page, and a link within the page stays there: its address would be the demo's."""
+"""The frame is as high as its page, and a link within the page stays there: its address would be
+the demo's."""
 
 
 def input_uris(prompt: str) -> list[str]:
@@ -38,7 +40,11 @@ def score(value: float, *others: float) -> str:
 
 def change(value: float, before: float) -> str:
     """The change of a score from `before`, as exact as the scores; "" if one is missing."""
-    return signed(float(value - before), digits(value, before)) if math.isfinite(value - before) else ""
+    return (
+        signed(float(value - before), digits(value, before))
+        if math.isfinite(value - before)
+        else ""
+    )
 
 
 def digits(*values: float) -> int:
@@ -65,13 +71,14 @@ environment.filters |= {
 
 
 def drawing_html(drawing: DrawnPrompt, note: str = "") -> str:
-    """Base and tuned side by side, under each its price, whether it is right and its scores, with their difference from the
-    base's; then the base with free knobs; `note` under all."""
+    """Base and tuned side by side, under each its price, whether it is right and its scores, with
+    their difference from the base's; then the base with free knobs; `note` under all."""
     return environment.get_template("drawing.html").render(drawing=drawing, note=note)
 
 
 def trace_html(group: GroupTrace) -> str:
-    """The anchor, the members with their scores and advantages from best to worst, and the group's own numbers."""
+    """The anchor, the members with their scores and advantages from best to worst, and the group's
+    own numbers."""
     return environment.get_template("group.html").render(group=group)
 
 

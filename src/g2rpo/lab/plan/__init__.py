@@ -1,1 +1,2 @@
-"""The cost of a run, estimated beforehand: counting.py (exact), memory.py (traced), seconds.py (a card, or a probe)."""
+"""The cost of a run, estimated beforehand: counting.py (exact), memory.py (traced), seconds.py (a
+card, or a probe)."""

@@ -29,7 +29,8 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanAnswer:
-    """The answer of `g2rpo plan`. `cards` has all known cards if `seconds` is unknown for the target."""
+    """The answer of `g2rpo plan`. `cards` has all known cards if `seconds` is unknown for the
+    target."""
 
     recipe: str
     plan: Estimate
@@ -72,7 +73,9 @@ class PlanAnswer:
             },
             "memory": {**asdict(plan.memory), "capacity": self.target.capacity, "fits": self.fits},
             "seconds": asdict(self.seconds) if self.seconds else None,
-            "cards": {key: {"fits": fits, "run": taken.run} for key, (fits, taken) in self.cards.items()},
+            "cards": {
+                key: {"fits": fits, "run": taken.run} for key, (fits, taken) in self.cards.items()
+            },
             "instead": asdict(self.alternative) if self.alternative else None,
             "notes": list(self.notes),
         }
@@ -86,14 +89,17 @@ def plan(
     ranks: int,
     ranks_per_node: int | None,
 ) -> PlanAnswer:
-    """The plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine, and overrides that fit if it does not."""
+    """The plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine, and overrides that
+    fit if it does not."""
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
     config, notes = planner.config, planner.notes
     target = find_target(device or config.policy.device)
     if target.card and config.policy.quantize == "fp8" and not target.card.float8:
         raise UserError(f"policy.quantize=fp8: {target.name} has no float8; {NO_FLOAT8}")
     # as for a run, on the device that is planned for
-    there = config.policy.model_copy(update={"device": (device or config.policy.device) if target.own else "cpu"})
+    there = config.policy.model_copy(
+        update={"device": (device or config.policy.device) if target.own else "cpu"}
+    )
     check_quantized(config.model_copy(update={"policy": there}))
     result = planner.plan(cuda=target.cuda)
     seconds = result.seconds(target.card) if target.card else None
@@ -101,7 +107,9 @@ def plan(
     alternative = None
     if not target.holds(result) and (extra := fitting(planner, target)) is not None:
         other = planner.plan(*extra, cuda=target.cuda)
-        alternative = Alternative(extra, other.memory.needed, other.seconds(target.card) if target.card else None)
+        alternative = Alternative(
+            extra, other.memory.needed, other.seconds(target.card) if target.card else None
+        )
     return PlanAnswer(
         recipe=recipe,
         plan=result,
@@ -126,10 +134,18 @@ def _cautions(result: Estimate, config: Config) -> Iterator[str]:
     """Assumptions of the plan, and what it does not count."""
     if result.memory.unknown:
         yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
-    elsewhere = [name for name, cost in result.reward_costs.items() if cost and cost.device not in ("cpu", "cuda", "cuda:0")]
+    elsewhere = [
+        name
+        for name, cost in result.reward_costs.items()
+        if cost and cost.device not in ("cpu", "cuda", "cuda:0")
+    ]
     if elsewhere:
         yield f"On another device, so not in this one's memory: {', '.join(elsewhere)}."
-    if on_cpu := [name for name, cost in result.reward_costs.items() if cost and cost.bytes and cost.device == "cpu"]:
+    if on_cpu := [
+        name
+        for name, cost in result.reward_costs.items()
+        if cost and cost.bytes and cost.device == "cpu"
+    ]:
         yield f"On the CPU, whose time a datasheet does not tell: {', '.join(on_cpu)}."
     for name in ("batch_size", "decode_batch_size"):
         if getattr(config.sampling, name) == "auto":

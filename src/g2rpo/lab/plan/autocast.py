@@ -15,25 +15,30 @@ from torch.utils._pytree import tree_map
 
 
 def listed() -> frozenset[str]:
-    """The functions that compute in float32 under CUDA's autocast, and not all of them under the CPU's, by the header of the
-    installed torch. Versions differ: RMS norms are computed in float32 by 2.13, and were not by 2.11."""
-    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
+    """The functions that compute in float32 under CUDA's autocast, and not all of them under the
+    CPU's, by the header of the installed torch. Versions differ: RMS norms are computed in float32
+    by 2.13, and were not by 2.11."""
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(
+        encoding="utf-8"
+    )
     (block,) = re.findall(r"#define AT_FORALL_FP32\(_\)(.*?)\n\n", header, re.DOTALL)
     return frozenset(name for name in re.findall(r"_\((\w+)", block) if not name.startswith("_"))
 
 
 FLOAT32_OPERATIONS = listed()
 JOINED = {"cat", "stack", "index_copy"}
-"""Functions for which the CPU's autocast copies narrower inputs to the widest dtype; CUDA's leaves them alone."""
+"""Functions for which the CPU's autocast copies narrower inputs to the widest dtype; CUDA's leaves
+them alone."""
 CONVOLUTIONS = (F.conv2d, torch.conv2d)
 
 
 class CudaAutocast(TorchFunctionMode):
     """While entered, or in a network's calls, the CPU's autocast uses CUDA's dtypes.
 
-    RMS norms use the layer-norm operation, for its shapes: CUDA has one
-    kernel for each, while the CPU computes RMS norms in many steps with intermediate results. CUDA's group norms copy
-    interleaved channels apart, and its convolutions, whose weights are interleaved, copy them back; the CPU's do neither.
+    RMS norms use the layer-norm operation, for its shapes: CUDA has one kernel for each, while the
+    CPU computes RMS norms in many steps with intermediate results. CUDA's group norms copy
+    interleaved channels apart, and its convolutions, whose weights are interleaved, copy them back;
+    the CPU's do neither.
     """
 
     def __init__(self) -> None:
@@ -41,10 +46,12 @@ class CudaAutocast(TorchFunctionMode):
         self._depth = 0
 
     def apply_to(self, network: nn.Module) -> None:
-        """Enters for every call of a module of `network`, including recomputation by gradient checkpointing."""
+        """Enters for every call of a module of `network`, including recomputation by gradient
+        checkpointing."""
         for module in network.modules():
             module.register_forward_pre_hook(self._begin)
-            module.register_forward_hook(self._end, always_call=True)  # checkpointing ends recomputation by exceptions
+            # checkpointing ends recomputation by exceptions
+            module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, *_: Any) -> None:
         self._depth += 1
@@ -56,7 +63,9 @@ class CudaAutocast(TorchFunctionMode):
         if self._depth == 0:
             self.__exit__(None, None, None)
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if torch.is_autocast_enabled("cpu"):
             if name in FLOAT32_OPERATIONS:
@@ -77,5 +86,7 @@ def _widened(value: Any) -> Any:
     return value.float() if half else value
 
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     return F.layer_norm(x, shape, weight, None, 0.0 if eps is None else eps)

@@ -10,8 +10,9 @@ from g2rpo.core.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Card:
-    """Memory in GiB; dense TFLOP/s with float32 accumulation, in bfloat16, float8 (0: none), float32; GB/s of its memory; the
-    watts of the board; MB of its L2 cache; whether its memory is HBM, not GDDR; torch's name."""
+    """Memory in GiB; dense TFLOP/s with float32 accumulation, in bfloat16, float8 (0: none),
+    float32; GB/s of its memory; the watts of the board; MB of its L2 cache; whether its memory is
+    HBM, not GDDR; torch's name."""
 
     name: str
     memory_gib: float
@@ -34,16 +35,31 @@ CARDS = {
     "h200": Card("NVIDIA H200", 139.7, 989, 1979, 67, 4800, 700, 50, True, r"\bH200"),
     "gh200": Card("NVIDIA GH200 96 GB", 94.5, 989, 1979, 67, 4000, 700, 50, True, "GH200 480GB"),
     "h20": Card("NVIDIA H20", 95.0, 148, 296, 44, 4000, 400, 60, True, "H20$"),
-    "h100": Card("NVIDIA H100 SXM 80 GB", 79.1, 989, 1979, 67, 3350, 700, 50, True, "H100 80GB HBM3"),
-    "h100-pcie": Card("NVIDIA H100 PCIe 80 GB", 79.1, 756, 1513, 51, 2000, 350, 50, True, "H100 PCIe"),
+    "h100": Card(
+        "NVIDIA H100 SXM 80 GB", 79.1, 989, 1979, 67, 3350, 700, 50, True, "H100 80GB HBM3"
+    ),
+    "h100-pcie": Card(
+        "NVIDIA H100 PCIe 80 GB", 79.1, 756, 1513, 51, 2000, 350, 50, True, "H100 PCIe"
+    ),
     "a100": Card("NVIDIA A100 80 GB", 79.1, 312, 0, 19.5, 2039, 400, 40, True, "A100.*80GB"),
     "a100-40": Card("NVIDIA A100 40 GB", 39.2, 312, 0, 19.5, 1555, 400, 40, True, "A100.*40GB"),
     "rtxpro6000": Card(
-        "NVIDIA RTX PRO 6000 Blackwell", 94.9, 503.8, 1007.6, 126, 1792, 600, 128, False, "RTX PRO 6000 Blackwell"
+        "NVIDIA RTX PRO 6000 Blackwell",
+        94.9,
+        503.8,
+        1007.6,
+        126,
+        1792,
+        600,
+        128,
+        False,
+        "RTX PRO 6000 Blackwell",
     ),
     "l40": Card("NVIDIA L40", 44.3, 181, 362, 90.5, 864, 300, 96, False, "L40$"),
     "l40s": Card("NVIDIA L40S", 44.3, 362, 733, 91.6, 864, 350, 96, False, "L40S"),
-    "rtx6000ada": Card("NVIDIA RTX 6000 Ada", 47.3, 364, 728.5, 91.1, 960, 300, 96, False, "RTX 6000 Ada"),
+    "rtx6000ada": Card(
+        "NVIDIA RTX 6000 Ada", 47.3, 364, 728.5, 91.1, 960, 300, 96, False, "RTX 6000 Ada"
+    ),
     "a6000": Card("NVIDIA RTX A6000", 47.3, 155, 0, 38.7, 768, 300, 6, False, "RTX A6000"),
     "l4": Card("NVIDIA L4", 22.0, 121, 242.5, 30.3, 300, 72, 48, False, "L4$"),
     "a10g": Card("NVIDIA A10G", 22.0, 70, 0, 35, 600, 150, 6, False, "A10G"),
@@ -53,15 +69,18 @@ CARDS = {
 }
 """Rates by public datasheets (dense, not "with sparsity"), and watts of the board that has most.
 
-The RTX PRO 6000 is the workstation edition of NVIDIA's "RTX Blackwell PRO GPU Architecture"; Max-Q and server editions are
-slower. The A10G's sheet is that for AWS G5. The float8 of an MI300X is another format, e4m3fnuz, than that of policy.quantize.
-NVIDIA publishes no datasheet of the H20: its rates are those that sellers give.
+The RTX PRO 6000 is the workstation edition of NVIDIA's "RTX Blackwell PRO GPU Architecture"; Max-Q
+and server editions are slower. The A10G's sheet is that for AWS G5. The float8 of an MI300X is
+another format, e4m3fnuz, than that of policy.quantize. NVIDIA publishes no datasheet of the H20:
+its rates are those that sellers give.
 
-Memory is what the driver gives to programs ("GPU 0 has a total capacity of ..." in torch's messages): the least of several
-reports, for drivers differ by .1 or .2 GiB. With ECC on, an RTX 6000 Ada or A6000 has 3 GiB less. Among the reports are,
-on GitHub, pytorch/ao#4002 (B200: 178.35), vllm-project/vllm#27508 (H100: 79.11), levihsu/OOTDiffusion#235 (A100: 79.25),
-TianheWu/CoSeR#10 (A100 40 GB: 39.50), QwenLM/Qwen3-VL#2097 (L40: 44.40), google-research/semivl#18 (A6000: 47.54),
-Wan-Video/Wan2.1#465 (5090: 31.37), Soul-AILab/SoulX-FlashTalk#5 and ali-vilab/VGen#104 (4090: 23.52, 23.64).
+Memory is what the driver gives to programs ("GPU 0 has a total capacity of ..." in torch's
+messages): the least of several reports, for drivers differ by .1 or .2 GiB. With ECC on, an RTX
+6000 Ada or A6000 has 3 GiB less. Among the reports are, on GitHub, pytorch/ao#4002 (B200: 178.35),
+vllm-project/vllm#27508 (H100: 79.11), levihsu/OOTDiffusion#235 (A100: 79.25), TianheWu/CoSeR#10
+(A100 40 GB: 39.50), QwenLM/Qwen3-VL#2097 (L40: 44.40), google-research/semivl#18 (A6000: 47.54),
+Wan-Video/Wan2.1#465 (5090: 31.37), Soul-AILab/SoulX-FlashTalk#5 and ali-vilab/VGen#104 (4090:
+23.52, 23.64).
 """
 
 
@@ -69,10 +88,13 @@ def find_card(name: str) -> Card:
     """The card called `name`; UserError with near matches if there is none."""
     key = name.lower().replace(" ", "").replace("_", "-")
     if key not in CARDS:
-        raise UserError(f"--device {name}: unknown device.{did_you_mean(key, [*CARDS, 'cpu', 'cuda'])}")
+        raise UserError(
+            f"--device {name}: unknown device.{did_you_mean(key, [*CARDS, 'cpu', 'cuda'])}"
+        )
     return CARDS[key]
 
 
 def card_of(device_name: str) -> Card | None:
-    """The card that torch calls `device_name`, such as "NVIDIA H100 80GB HBM3"; None if no datasheet is known."""
+    """The card that torch calls `device_name`, such as "NVIDIA H100 80GB HBM3"; None if no
+    datasheet is known."""
     return next((card for card in CARDS.values() if re.search(card.pattern, device_name)), None)

@@ -1,4 +1,5 @@
-"""Exact counts of a run's work, by running the engine and the updater on a policy of three numbers."""
+"""Exact counts of a run's work, by running the engine and the updater on a policy of three
+numbers."""
 
 from __future__ import annotations
 
@@ -28,19 +29,25 @@ from g2rpo.training.evaluator import free_knobs
 from g2rpo.training.updater import Updater
 
 AUTO_ROWS = {"batch_size": 8, "decode_batch_size": 1}
-"""The plan's value for "auto" on a GPU. The run measures a larger one that leaves a fifth of the memory free."""
+"""The plan's value for "auto" on a GPU. The run measures a larger one that leaves a fifth of the
+memory free."""
 
 
 def settled(config: Config, cuda: bool) -> Config:
     """`config` with numbers for batch sizes that are "auto"."""
-    sizes = AUTO_ROWS if cuda else {"batch_size": CPU_ROWS["rollout"], "decode_batch_size": CPU_ROWS["decode"]}
+    sizes = (
+        AUTO_ROWS
+        if cuda
+        else {"batch_size": CPU_ROWS["rollout"], "decode_batch_size": CPU_ROWS["decode"]}
+    )
     found = {name: size for name, size in sizes.items() if getattr(config.sampling, name) == "auto"}
     return config.model_copy(update={"sampling": config.sampling.model_copy(update=found)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountedIteration:
-    """Counts of one iteration. Rows are evaluations of a velocity; with true guidance each takes two rows of the network."""
+    """Counts of one iteration. Rows are evaluations of a velocity; with true guidance each takes
+    two rows of the network."""
 
     plans: tuple[Plan, ...]
     calls: tuple[int, ...]
@@ -48,7 +55,8 @@ class CountedIteration:
     passes: tuple[int, ...]
     """Rows of every training pass, forward and backward."""
     reference_rows: int
-    """Rows that training passes evaluate without gradient, under the untrained or the old weights."""
+    """Rows that training passes evaluate without gradient, under the untrained or the old
+    weights."""
     optimizer_steps: int
     images: int
 
@@ -63,7 +71,8 @@ class CountedIteration:
 
 @dataclass(frozen=True)
 class Counts:
-    """The iterations of a run, grouped by equal counts, and its held-out evaluations and checkpoints."""
+    """The iterations of a run, grouped by equal counts, and its held-out evaluations and
+    checkpoints."""
 
     kinds: tuple[tuple[CountedIteration, int], ...]
     """Distinct iterations with their number: iterations differ if an algorithm's window moves."""
@@ -76,7 +85,8 @@ class Counts:
     times_evaluated: int
     checkpoints: int
     knobs: int = 0
-    """Network evaluations, over the run, of free knobs and of the pictures whose diversity is measured."""
+    """Network evaluations, over the run, of free knobs and of the pictures whose diversity is
+    measured."""
 
     @property
     def iterations(self) -> int:
@@ -105,14 +115,17 @@ class Counts:
 
 
 def count(config: Config, heldout: int, among: World = ALONE) -> Counts:
-    """Counts of a run of `config` (with settled batch sizes) with `heldout` held-out prompts, and of each prompt's plans the
-    share of a rank `among` them.
+    """Counts of a run of `config` (with settled batch sizes) with `heldout` held-out prompts, and
+    of each prompt's plans the share of a rank `among` them.
 
-    Held-out pictures are evaluated before the first iteration, every `evaluation.every` iterations and after the last.
+    Held-out pictures are evaluated before the first iteration, every `evaluation.every` iterations
+    and after the last.
     """
     trainer, prompts = config.trainer, config.trainer.prompts_per_iteration
     algorithm: Any = config.algorithm  # a frozen dataclass, so it has a hash
-    kinds = Counter(tuple(among.shard(plans_in(config, iteration))) for iteration in range(trainer.iterations))
+    kinds = Counter(
+        tuple(among.shard(plans_in(config, iteration))) for iteration in range(trainer.iterations)
+    )
     return Counts(
         kinds=tuple(
             (_dry(algorithm, config.sampling, prompts, trainer.micro_batch_size, plans), times)
@@ -127,7 +140,9 @@ def count(config: Config, heldout: int, among: World = ALONE) -> Counts:
     )
 
 
-def knob_evaluations(config: Config, policy: DiffusersPolicy, heldout: int, times_evaluated: int) -> int:
+def knob_evaluations(
+    config: Config, policy: DiffusersPolicy, heldout: int, times_evaluated: int
+) -> int:
     """`Counts.knobs` of a run of `config` on `heldout` prompts."""
     steps = config.evaluation.num_steps or config.sampling.num_steps
     asked = free_knobs(config, policy, steps, heldout, True)
@@ -148,14 +163,20 @@ class _Recorder(GaussianPolicy):
         self.calls: dict[str, list[int]] = {"rollout": [], "training": [], "reference": []}
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        kind = "training" if torch.is_grad_enabled() else "reference" if self._in_base else "rollout"
+        kind = (
+            "training" if torch.is_grad_enabled() else "reference" if self._in_base else "rollout"
+        )
         self.calls[kind].append(len(x))
         return super().velocity(x, sigma, cond)
 
 
 @cache  # for plans that differ in other options
 def _dry(
-    algorithm: Algorithm, sampling: SamplingConfig, prompts: int, micro_batch_size: int, plans: Sequence[Plan]
+    algorithm: Algorithm,
+    sampling: SamplingConfig,
+    prompts: int,
+    micro_batch_size: int,
+    plans: Sequence[Plan],
 ) -> CountedIteration:
     """One iteration of the real engine and updater on a minimal policy."""
     policy, sigmas = _Recorder(), sigma_grid(sampling.num_steps)
@@ -169,8 +190,14 @@ def _dry(
     rollouts = engine.rollout(plans, algorithm.group_size, algorithm.kernel(sigmas), generator_for)
     calls = tuple(policy.calls["rollout"])
     silent = torch.zeros(algorithm.group_size)
-    examples = [example for rollout in rollouts for example in algorithm.examples(rollout, silent, generator_for)]
-    sizes = batch_sizes(rows, int(sampling.decode_batch_size), micro_batch_size, policy.device, print)
+    examples = [
+        example
+        for rollout in rollouts
+        for example in algorithm.examples(rollout, silent, generator_for)
+    ]
+    sizes = batch_sizes(
+        rows, int(sampling.decode_batch_size), micro_batch_size, policy.device, print
+    )
     optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.0)
     updates = Updater(
         policy=policy,

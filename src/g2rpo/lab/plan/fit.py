@@ -24,8 +24,8 @@ FEWEST_ITERATIONS = 40
 
 @dataclass(frozen=True)
 class PlanChange:
-    """Overrides that belong together, and what is known of their cost. One that `keeps` the run's mathematics costs time or
-    disk at most."""
+    """Overrides that belong together, and what is known of their cost. One that `keeps` the run's
+    mathematics costs time or disk at most."""
 
     overrides: tuple[str, ...]
     worth: str = ""
@@ -40,11 +40,14 @@ def overrides_of(changes: Sequence[PlanChange]) -> list[str]:
     return [override for change in changes for override in change.overrides]
 
 
-def fewest(changes: Sequence[PlanChange], measure: Measure, limit: float) -> tuple[list[PlanChange], bool]:
-    """The fewest of the mildest `changes`, which come in this order, with which the run is within the limit; and whether it is.
+def fewest(
+    changes: Sequence[PlanChange], measure: Measure, limit: float
+) -> tuple[list[PlanChange], bool]:
+    """The fewest of the mildest `changes`, which come in this order, with which the run is within
+    the limit; and whether it is.
 
-    All that keep the mathematics are made at once, for memory has several peaks; then one after the other. In the end those
-    are undone that were not needed, the most expensive first.
+    All that keep the mathematics are made at once, for memory has several peaks; then one after the
+    other. In the end those are undone that were not needed, the most expensive first.
     """
     least, taken = measure([]), list[PlanChange]()
     if least <= limit:
@@ -67,7 +70,7 @@ def fewest(changes: Sequence[PlanChange], measure: Measure, limit: float) -> tup
     return taken, True
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def for_memory(config: Config, ranks: int) -> Iterator[PlanChange]:
@@ -83,7 +86,11 @@ def for_memory(config: Config, ranks: int) -> Iterator[PlanChange]:
         yield PlanChange(tuple(halved))
     if config.policy.dtype == "float32":
         yield PlanChange(("policy.dtype=bfloat16",))
-    whole = [] if config.trainer.sharding == "none" and ranks == 1 else ["trainer.sharding=none", "trainer.shard_group=all"]
+    whole = (
+        []
+        if config.trainer.sharding == "none" and ranks == 1
+        else ["trainer.sharding=none", "trainer.shard_group=all"]
+    )
     if config.policy.tuning == "full":
         yield PlanChange(("policy.tuning=lora", "optim.learning_rate=1e-4", *whole))
     if config.policy.quantize == "none":  # full fine-tuning trains weights of full precision
@@ -104,17 +111,25 @@ def _free(config: Config, ranks: int) -> Iterator[Sequence[str]]:
     if config.trainer.micro_batch_size > 1:
         yield ["trainer.micro_batch_size=1"]
     for table in ("evaluation.rewards", "rewards"):  # held-out rewards are called less often
-        if on_device := [name for name, options in _options(config, table) if options.get("device", "cpu") != "cpu"]:
+        if on_device := [
+            name
+            for name, options in _options(config, table)
+            if options.get("device", "cpu") != "cpu"
+        ]:
             yield [f"{table}.{name}.options.device=cpu" for name in on_device]
     if config.trainer.shard_group != "all":
         yield ["trainer.shard_group=all"]
     if ranks > 1 and config.policy.tuning == "full" and config.sampling.batch_size != "auto":
         modes = ["none", "training", "full"]
-        yield from ([f"trainer.sharding={mode}"] for mode in modes[modes.index(config.trainer.sharding) + 1 :])
+        yield from (
+            [f"trainer.sharding={mode}"]
+            for mode in modes[modes.index(config.trainer.sharding) + 1 :]
+        )
 
 
 def _options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]:
-    """All options of the rewards of one of the config's two tables; the device is the policy's unless it is named."""
+    """All options of the rewards of one of the config's two tables; the device is the policy's
+    unless it is named."""
     entries = config.rewards if table == "rewards" else config.evaluation.rewards
     found = []
     for name, entry in entries.items():
@@ -127,7 +142,8 @@ def _options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def fitting(planner: Planner, target: Target) -> list[str] | None:
-    """The mildest overrides with which the run fits in the memory of `target`; [] if it does, None if none are known."""
+    """The mildest overrides with which the run fits in the memory of `target`; [] if it does, None
+    if none are known."""
 
     def needed(overrides: Sequence[str]) -> float:
         plan = planner.tried(overrides, cuda=target.cuda)
@@ -139,8 +155,8 @@ def fitting(planner: Planner, target: Target) -> list[str] | None:
 
 @dataclass(frozen=True)
 class OnCard:
-    """A run on a card, with the overrides by which it fits (None: none do). Bytes and seconds, those of the run as it would be
-    there; of the run as it is, where it does not fit."""
+    """A run on a card, with the overrides by which it fits (None: none do). Bytes and seconds,
+    those of the run as it would be there; of the run as it is, where it does not fit."""
 
     overrides: list[str] | None
     needed: int
@@ -151,7 +167,9 @@ class OnCard:
         return {**asdict(self), "fits": self.overrides is not None}
 
 
-def on_cards(recipe: str, overrides: Sequence[str], ranks: int, ranks_per_node: int | None = None) -> dict[str, OnCard]:
+def on_cards(
+    recipe: str, overrides: Sequence[str], ranks: int, ranks_per_node: int | None = None
+) -> dict[str, OnCard]:
     """The run on every card that can compute it."""
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
     rows = {}
@@ -164,12 +182,13 @@ def on_cards(recipe: str, overrides: Sequence[str], ranks: int, ranks_per_node: 
     return rows
 
 
-# --- time --------------------------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Overrides, what is known of their cost in worth and its source, and the seconds of the run with all cuts so far."""
+    """Overrides, what is known of their cost in worth and its source, and the seconds of the run
+    with all cuts so far."""
 
     overrides: tuple[str, ...]
     worth: str
@@ -178,7 +197,8 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Within:
-    """The run of `recipe` with `overrides` on `card`: bytes `needed` of its `capacity`, and `seconds`, at most `limit`."""
+    """The run of `recipe` with `overrides` on `card`: bytes `needed` of its `capacity`, and
+    `seconds`, at most `limit`."""
 
     recipe: str
     card: str
@@ -196,17 +216,27 @@ class Within:
 
 
 def for_time(plan: Estimate, target: Target) -> Iterator[PlanChange]:
-    """Possible cuts of a run and what they cost in worth, the least first. Those of an algorithm are made where it has such a
-    field."""
+    """Possible cuts of a run and what they cost in worth, the least first. Those of an algorithm
+    are made where it has such a field."""
     config = plan.config
     policy, algorithm, steps = config.policy, config.algorithm, config.sampling.num_steps
     evaluation, judged = config.evaluation, config.evaluation.num_steps or steps
     exact = not config.sampling.tails.forecast and config.sampling.tails.solver == "euler"
     granular = len(getattr(algorithm, "granularities", ()))
-    in_turns = getattr(algorithm, "branch_schedule", "all") != "all" or len(getattr(algorithm, "branch_steps", ())) < 2
-    fewer = ["evaluation.num_prompts=16"] * (evaluation.num_prompts > 16) + ["evaluation.num_steps=20"] * (judged > 20)
+    in_turns = (
+        getattr(algorithm, "branch_schedule", "all") != "all"
+        or len(getattr(algorithm, "branch_steps", ())) < 2
+    )
+    fewer = ["evaluation.num_prompts=16"] * (evaluation.num_prompts > 16) + [
+        "evaluation.num_steps=20"
+    ] * (judged > 20)
     lora = policy.tuning == "lora"
-    in_float8 = lora and policy.quantize in ("none", "int8") and target.card is not None and target.card.float8 > 0
+    in_float8 = (
+        lora
+        and policy.quantize in ("none", "int8")
+        and target.card is not None
+        and target.card.float8 > 0
+    )
     cuts: list[tuple[bool, str, str]] = [
         (
             lora and policy.autocast and policy.dtype == "bfloat16",
@@ -234,7 +264,11 @@ def for_time(plan: Estimate, target: Target) -> Iterator[PlanChange]:
             "algorithm.granularities=[1]",
             "none beyond the error, in two worlds (docs/studies.md)",
         ),
-        (config.trainer.prompts_per_iteration > 4, "trainer.prompts_per_iteration=4", "noisier updates: unknown"),
+        (
+            config.trainer.prompts_per_iteration > 4,
+            "trainer.prompts_per_iteration=4",
+            "noisier updates: unknown",
+        ),
         (
             hasattr(algorithm, "branch_steps") and steps > 8,
             "sampling.num_steps=8 algorithm.branch_steps=[0,1,2,3]",
@@ -256,20 +290,28 @@ def for_time(plan: Estimate, target: Target) -> Iterator[PlanChange]:
             "weights and inputs off by 2.6 % (docs/performance.md); its worth is unknown",
         ),
     ]
-    yield from (PlanChange(tuple(overrides.split()), worth) for possible, overrides, worth in cuts if possible)
+    yield from (
+        PlanChange(tuple(overrides.split()), worth)
+        for possible, overrides, worth in cuts
+        if possible
+    )
 
 
 def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | None) -> Within:
-    """Makes cuts until the run takes at most `time`, such as 3h; the last one is the number of iterations,
-    at least `FEWEST_ITERATIONS`."""
+    """Makes cuts until the run takes at most `time`, such as 3h; the last one is the number of
+    iterations, at least `FEWEST_ITERATIONS`."""
     limit, planner = seconds_in(time), Planner(recipe, overrides)
     target = find_target(device or planner.config.policy.device)
     if target.card is None:
-        raise UserError("--within: name a card, such as --device rtx4090; `g2rpo train --within` measures this machine")
+        raise UserError(
+            "--within: name a card, such as --device rtx4090; `g2rpo train --within` measures this machine"
+        )
     card: Card = target.card
     fitted = fitting(planner, target)
     if fitted is None:
-        raise UserError(f"--within: the run does not fit on {target.name}; `g2rpo plan --cards` lists those that hold it")
+        raise UserError(
+            f"--within: the run does not fit on {target.name}; `g2rpo plan --cards` lists those that hold it"
+        )
 
     def seconds(more: Sequence[str]) -> float:
         plan = planner.tried([*fitted, *more])
@@ -278,9 +320,19 @@ def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | 
     first = PlanChange(tuple(fitted), "the run does not fit in the card's memory without")
     cuts, short_enough = fewest(list(for_time(planner.plan(*fitted), target)), seconds, limit)
     if not short_enough:
-        cuts.append(_length(planner.plan(*fitted, *overrides_of(cuts)), card, limit, [*fitted, *overrides_of(cuts)]))
+        cuts.append(
+            _length(
+                planner.plan(*fitted, *overrides_of(cuts)),
+                card,
+                limit,
+                [*fitted, *overrides_of(cuts)],
+            )
+        )
     steps = [Cut(first.overrides, first.worth, seconds([]))] if fitted else []
-    steps += [Cut(cut.overrides, cut.worth, seconds(overrides_of(cuts[: n + 1]))) for n, cut in enumerate(cuts)]
+    steps += [
+        Cut(cut.overrides, cut.worth, seconds(overrides_of(cuts[: n + 1])))
+        for n, cut in enumerate(cuts)
+    ]
     taken = (*fitted, *overrides_of(cuts))
     plan = planner.plan(*taken)
     return Within(
@@ -302,9 +354,15 @@ def _length(plan: Estimate, card: Card, limit: float, taken: Sequence[str]) -> P
     iteration = sum(each.iteration.values())
 
     def run(iterations: int) -> float:
-        return each.encoding + iterations * iteration + (1 + -(-iterations // every)) * each.evaluation
+        return (
+            each.encoding + iterations * iteration + (1 + -(-iterations // every)) * each.evaluation
+        )
 
-    fits = [number for number in range(FEWEST_ITERATIONS, plan.counts.iterations + 1) if run(number) <= limit]
+    fits = [
+        number
+        for number in range(FEWEST_ITERATIONS, plan.counts.iterations + 1)
+        if run(number) <= limit
+    ]
     if not fits:
         hours = (each.run - (plan.counts.iterations - FEWEST_ITERATIONS) * iteration) / 3600
         raise UserError(

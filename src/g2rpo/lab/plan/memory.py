@@ -17,17 +17,19 @@ from g2rpo.lab.plan.trace import Calls
 from g2rpo.rewards.weights import parse_dtype
 
 CONTEXT_BYTES, SLACK = 2**30, 0.05
-"""Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share of the peak."""
+"""Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share
+of the peak."""
 STORED = 2
 """Bytes of a parameter in published files, mostly bfloat16; those in float32 have twice as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMemory:
-    """Bytes. `parts` is permanent from the first update on, `working` temporary, `moments` the peak of every phase, including
-    the encoding of prompts before the optimizer exists. `needed` is the largest peak with the reserve; `host` is the host
-    memory for loading. `files` are the weights of the model and of the rewards, with `STORED` bytes a parameter; `written` are
-    the checkpoints that are there at a time, and the final weights.
+    """Bytes. `parts` is permanent from the first update on, `working` temporary, `moments` the peak
+    of every phase, including the encoding of prompts before the optimizer exists. `needed` is the
+    largest peak with the reserve; `host` is the host memory for loading. `files` are the weights of
+    the model and of the rewards, with `STORED` bytes a parameter; `written` are the checkpoints
+    that are there at a time, and the final weights.
     """
 
     parts: dict[str, int]
@@ -57,14 +59,20 @@ def plan_memory(
 ) -> PlannedMemory:
     """The memory of a rank in a run of `config`; trained weights are divided over `group`.
 
-    Of the three numbers beside the device's, `host` is of the `ranks` of a node, which share one copy of what is mapped from
-    its files, in the dtype in which it is stored (assumed: that of calls); `checkpoint` and `embeddings` are the run's.
+    Of the three numbers beside the device's, `host` is of the `ranks` of a node, which share one
+    copy of what is mapped from its files, in the dtype in which it is stored (assumed: that of
+    calls); `checkpoint` and `embeddings` are the run's.
 
-    Trained weights are float32, and with them gradients (kept from one update to the next), AdamW's two moments and its
-    step counter (4 bytes for every tensor), and the moving average and the old weights where there are such.
+    Trained weights are float32, and with them gradients (kept from one update to the next), AdamW's
+    two moments and its step counter (4 bytes for every tensor), and the moving average and the old
+    weights where there are such.
     """
     policy, shapes, trained = model.policy, model.shapes, model.trained
-    sharded, averaged, old = config.trainer.sharding != "none", bool(config.optim.ema_decay), keeps_old(config.algorithm)
+    sharded, averaged, old = (
+        config.trainer.sharding != "none",
+        bool(config.optim.ema_decay),
+        keeps_old(config.algorithm),
+    )
 
     def piece(size: int) -> int:
         """One rank's share of trained weights, or of their gradients and moments."""
@@ -75,15 +83,24 @@ def plan_memory(
     frozen = model.total(size_of) - weights
     encoders = sum(encoder.bytes for encoder in model.encoders)
     row = sum(math.prod(shape) for shape in shapes.cond.values()) * policy.dtype.itemsize
-    parked = cuda and config.prompts.cache != "off"  # used first and then moved off the device; on a CPU they stay
+    # used first and then moved off the device; on a CPU they stay
+    parked = cuda and config.prompts.cache != "off"
     copied = config.policy.tuning == "full" and config.algorithm.uses_base
     always = {
         "frozen weights": piece(frozen),
         "trained weights": piece(weights),
         "VAE": size_of(policy.pipeline.vae),
         **_reward_models(reward_costs, "cuda" if cuda else "cpu"),
-        **({"base copy for the KL term": piece(weights // 4 * policy.dtype.itemsize)} if copied else {}),
-        **({"frozen expert": model.total(size_of, *policy.frozen.values())} if policy.frozen else {}),
+        **(
+            {"base copy for the KL term": piece(weights // 4 * policy.dtype.itemsize)}
+            if copied
+            else {}
+        ),
+        **(
+            {"frozen expert": model.total(size_of, *policy.frozen.values())}
+            if policy.frozen
+            else {}
+        ),
     }
     after = {
         "gradients": piece(weights),
@@ -97,7 +114,8 @@ def plan_memory(
     layers, everything = _gathered(config, model)
     gathered = everything if config.trainer.sharding == "training" else 0
     swapped = piece(weights) if averaged else 0
-    step = 0 if cuda or sharded else max(p.nbytes for p in trained)  # not fused: a root of the second moments of one tensor
+    # not fused: a root of the second moments of one tensor
+    step = 0 if cuda or sharded else max(p.nbytes for p in trained)
     working = {
         **work,
         "finished latents, as rows": finals,
@@ -110,28 +128,39 @@ def plan_memory(
         **({"averaged weights swapped in": swapped} if averaged else {}),
     }
     stays = sum(always.values()) + sum(after.values())
-    held = stays + sum(work.values())  # without what only a rollout and decoding have: `finals` a second time, as rows
+    # without what only a rollout and decoding have: `finals` a second time, as rows
+    held = stays + sum(work.values())
     sampling = max(traced.heldout.peak, traced.judged.peak)
     peaks = {
         "encoding prompts": encoders if parked else sum(always.values()) + encoders,
         "rollout": held + finals + (gathered or layers) + traced.velocity.peak,
         "decoding": held + finals + gathered + traced.decode.peak,
-        "update": held + max(2 * layers + traced.training.peak, step),  # layers, and gradients of layers
+        # layers, and gradients of layers
+        "update": held + max(2 * layers + traced.training.peak, step),
         "evaluation": stays + swapped + (gathered or layers) + sampling,
     }
     peak = max(peaks.values())
     checkpoint = (1 + averaged + old) * weights + moments
-    scored_by = sum(it.bytes // parse_dtype(it.dtype).itemsize for it in reward_costs.values() if it is not None)
-    published = sum(p.numel() for p in policy.pipeline.vae.parameters()) + sum(each.parameters for each in model.encoders)
-    converted = max(_numbers(block) for block in policy.blocks) * 4 if sharded else 0  # to float32, a block at a time
+    scored_by = sum(
+        it.bytes // parse_dtype(it.dtype).itemsize for it in reward_costs.values() if it is not None
+    )
+    published = sum(p.numel() for p in policy.pipeline.vae.parameters()) + sum(
+        each.parameters for each in model.encoders
+    )
+    # to float32, a block at a time
+    converted = max(_numbers(block) for block in policy.blocks) * 4 if sharded else 0
     return PlannedMemory(
         parts={**always, **after},
         working=working,
         moments=peaks,
         needed=math.ceil(peak * (1 + SLACK)) + CONTEXT_BYTES if cuda else peak,
         host=_loaded(config, model) + always["VAE"] + encoders + ranks * converted,
-        files={"the model": STORED * (model.parameters + published), "the rewards": STORED * scored_by},
-        written=(config.trainer.keep_checkpoints + 1) * checkpoint + weights,  # those that are kept, and the next one
+        files={
+            "the model": STORED * (model.parameters + published),
+            "the rewards": STORED * scored_by,
+        },
+        # those that are kept, and the next one
+        written=(config.trainer.keep_checkpoints + 1) * checkpoint + weights,
         checkpoint=checkpoint,
         embeddings=distinct_prompts * row if config.prompts.cache != "off" else 0,
         unknown=tuple(name for name, known in reward_costs.items() if known is None),
@@ -148,7 +177,8 @@ def _reward_models(costs: dict[str, RewardCost | None], device: str) -> dict[str
 
 
 def _loaded(config: Config, model: Model) -> int:
-    """Bytes of the transformers in host memory, as they are stored: in the dtype of their calls, with adapters."""
+    """Bytes of the transformers in host memory, as they are stored: in the dtype of their calls,
+    with adapters."""
     if config.policy.tuning == "full" or config.policy.quantize != "none":  # the device converts
         return model.parameters * model.policy.dtype.itemsize
     return model.total(size_of, *model.networks)
@@ -159,8 +189,9 @@ def _numbers(network: nn.Module) -> int:
 
 
 def _gathered(config: Config, model: Model) -> tuple[int, int]:
-    """Bytes that a rank with sharded weights gathers in a call, and those of all weights, in the dtype of calls. A call holds
-    one block, the prefetched next one, and the weights outside the blocks.
+    """Bytes that a rank with sharded weights gathers in a call, and those of all weights, in the
+    dtype of calls. A call holds one block, the prefetched next one, and the weights outside the
+    blocks.
     """
     if config.trainer.sharding == "none":
         return 0, 0
@@ -171,10 +202,14 @@ def _gathered(config: Config, model: Model) -> tuple[int, int]:
 
 
 def _latents(config: Config, counts: Counts, latent: int) -> tuple[int, int]:
-    """Bytes of the latents of a rollout, and of the finals among them: for every group a branch point with its velocity, two
-    latents for every member and stochastic step, and the finals."""
+    """Bytes of the latents of a rollout, and of the finals among them: for every group a branch
+    point with its velocity, two latents for every member and stochastic step, and the finals."""
     group = config.algorithm.group_size
     finals = counts.largest(lambda it: [group * sum(len(plan.tails) for plan in it.plans)])
-    steps = counts.largest(lambda it: [sum(2 + group * (2 * len(plan.stochastic) + len(plan.tails)) for plan in it.plans)])
+    steps = counts.largest(
+        lambda it: [
+            sum(2 + group * (2 * len(plan.stochastic) + len(plan.tails)) for plan in it.plans)
+        ]
+    )
     candidates = 2 * counts.prompts_drawn if counts.prompts_drawn > counts.prompts else 0
     return (counts.prompts * steps + candidates) * latent, counts.prompts * finals * latent

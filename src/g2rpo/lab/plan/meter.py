@@ -30,25 +30,31 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 class Meter(TorchDispatchMode):
-    """While entered, records a `Kernel` for every operation that computes or copies (views are none), and counts the bytes of
-    live storages that are allocated in it: `now`, and their maximum, `peak`.
+    """While entered, records a `Kernel` for every operation that computes or copies (views are
+    none), and counts the bytes of live storages that are allocated in it: `now`, and their maximum,
+    `peak`.
 
-    Storages of `existing` tensors are not counted. `times` returns how many kernels of the model the present one stands for.
-    Works on real and on fake tensors.
+    Storages of `existing` tensors are not counted. `times` returns how many kernels of the model
+    the present one stands for. Works on real and on fake tensors.
     """
 
-    def __init__(self, existing: Iterable[Tensor] = (), times: Callable[[], int] = lambda: 1) -> None:
+    def __init__(
+        self, existing: Iterable[Tensor] = (), times: Callable[[], int] = lambda: 1
+    ) -> None:
         super().__init__()
         self.kernels: list[Kernel] = []
         self.times = times
         self.now = self.peak = 0
         self._numbers = itertools.count()
-        self._number: dict[int, int] = {}  # of live storages: a later one may get the address of one that died
+        # of live storages: a later one may get the address of one that died
+        self._number: dict[int, int] = {}
         self.live: dict[int, int] = {self._number_of(tensor): 0 for tensor in existing}
         """Bytes by storage."""
         self.existing = frozenset(self.live)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         given, made = self.sizes((args, kwargs)), self.sizes(out)
@@ -62,7 +68,8 @@ class Meter(TorchDispatchMode):
         view = not func._schema.is_mutable and made.keys() <= given.keys()
         if not view and name not in MADE_WITHOUT_READING:
             first = next(tensors_in(args), None)
-            dtype = "" if first is None else str(first.dtype).removeprefix("torch.").split("_")[0]  # float8 of any layout
+            # float8 of any layout
+            dtype = "" if first is None else str(first.dtype).removeprefix("torch.").split("_")[0]
             kind, flops = _work(func, name, args, kwargs, out)
             self.kernels.append(Kernel(kind, flops, dtype, given, made, self.times()))
         return out
@@ -107,4 +114,6 @@ def _work(func: Any, name: str, args: tuple, kwargs: dict, out: Any) -> tuple[st
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return MOVING, 0.0
-    return CONVOLUTIONS if "convolution" in name else PRODUCTS, float(count(*args, **kwargs, out_val=out))
+    return CONVOLUTIONS if "convolution" in name else PRODUCTS, float(
+        count(*args, **kwargs, out_val=out)
+    )

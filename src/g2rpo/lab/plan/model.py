@@ -28,8 +28,8 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Model:
-    """The policy on the meta device with two blocks of every kind, of which each stands for `times` of the whole one's, and
-    the text encoders."""
+    """The policy on the meta device with two blocks of every kind, of which each stands for `times`
+    of the whole one's, and the text encoders."""
 
     blueprint: Blueprint
     policy: DiffusersPolicy
@@ -52,16 +52,26 @@ class Model:
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """The trained weights of the whole transformer; those of equal blocks are the same tensors."""
-        inside = [[p for p in block.parameters() if p.requires_grad] for block in self.policy.blocks]
+        """The trained weights of the whole transformer; those of equal blocks are the same
+        tensors."""
+        inside = [
+            [p for p in block.parameters() if p.requires_grad] for block in self.policy.blocks
+        ]
         known = {id(p) for block in inside for p in block}
         outside = [p for p in self.policy.trainable_parameters() if id(p) not in known]
-        return [*outside, *(p for block, times in zip(inside, self.times, strict=True) for p in block * times)]
+        return [
+            *outside,
+            *(p for block, times in zip(inside, self.times, strict=True) for p in block * times),
+        ]
 
     def total(self, of: Callable[[nn.Module], int], *networks: nn.Module) -> int:
         """`of`, a sum over weights, of the whole transformer, or of whole `networks`."""
         return sum(
-            of(network) + sum((times - 1) * of(block) for block, times in zip(blocks_of(network), self.times, strict=True))
+            of(network)
+            + sum(
+                (times - 1) * of(block)
+                for block, times in zip(blocks_of(network), self.times, strict=True)
+            )
             for network in networks or (self.policy.transformer,)
         )
 
@@ -87,11 +97,14 @@ class KnownModels:
         key = config.path, config.dtype
         if key not in self.encoders:
             names = [name for name in blueprint.parts if name.startswith("text_encoder")]
-            self.encoders[key] = [_encoder(on_meta(blueprint.parts[name]), config) for name in names]
+            self.encoders[key] = [
+                _encoder(on_meta(blueprint.parts[name]), config) for name in names
+            ]
         return self.encoders[key]
 
 
 def _encoder(module: Any, config: PolicyConfig) -> Encoder:
     module.to(getattr(torch, config.dtype))
-    longest = getattr(module.config, "max_position_embeddings", math.inf)  # CLIP's is 77, T5 has none
+    # CLIP's is 77, T5 has none
+    longest = getattr(module.config, "max_position_embeddings", math.inf)
     return Encoder(size_of(module), sum(p.numel() for p in module.parameters()), longest)

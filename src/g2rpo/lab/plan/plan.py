@@ -63,19 +63,24 @@ class Target:
 
 
 def find_target(device: str) -> Target:
-    """The target that `device` names: "auto", "cpu" or "cuda" on this machine, or a card of `cards.CARDS`."""
+    """The target that `device` names: "auto", "cpu" or "cuda" on this machine, or a card of
+    `cards.CARDS`."""
     device = components.pick_device(device) if device == "auto" else device
     if device == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Target("this machine's CPU", False, True, memory, None)
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
-            raise UserError(f"--device {device}: torch sees no CUDA device here; name a card instead: {', '.join(CARDS)}")
+            raise UserError(
+                f"--device {device}: torch sees no CUDA device here; name a card instead: {', '.join(CARDS)}"
+            )
         device = components.pick_device(device, "--device")
         name = torch.cuda.get_device_name(torch.device(device))
         free, total = torch.cuda.mem_get_info(torch.device(device))
         used = (
-            f", of whose {in_bytes(total)} other programs use {in_bytes(total - free)}" if total - free > CONTEXT_BYTES else ""
+            f", of whose {in_bytes(total)} other programs use {in_bytes(total - free)}"
+            if total - free > CONTEXT_BYTES
+            else ""
         )
         return Target(f"this machine's {name}{used}", True, True, free, card_of(name))
     card = find_card(device)
@@ -84,7 +89,8 @@ def find_target(device: str) -> Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The work and memory of each rank on a device of the target's kind, and its time on any card."""
+    """The work and memory of each rank on a device of the target's kind, and its time on any
+    card."""
 
     config: Config
     """The config of one rank, with its share of the prompts."""
@@ -114,10 +120,13 @@ class Estimate:
 
 
 def nodes_of(ranks: int, asked: int | None) -> int:
-    """The ranks of a node: `asked`, or `NODE` where there are more; UserError if they do not divide `ranks`."""
+    """The ranks of a node: `asked`, or `NODE` where there are more; UserError if they do not divide
+    `ranks`."""
     node = asked or min(ranks, NODE)
     if ranks % node:
-        raise UserError(f"--ranks-per-node {node}: {ranks} ranks do not fill such nodes; give a divisor of {ranks}")
+        raise UserError(
+            f"--ranks-per-node {node}: {ranks} ranks do not fill such nodes; give a divisor of {ranks}"
+        )
     return node
 
 
@@ -134,21 +143,29 @@ def make_plan(
 ) -> Estimate:
     """The plan of one rank of a run of `config` on CUDA devices or a CPU.
 
-    The run has `heldout` held-out prompts and `distinct_prompts` different ones in all, of `text_tokens` where the model does
-    not pad them. What earlier plans know of models, `known`, is not computed again.
+    The run has `heldout` held-out prompts and `distinct_prompts` different ones in all, of
+    `text_tokens` where the model does not pad them. What earlier plans know of models, `known`, is
+    not computed again.
     """
     node = nodes_of(ranks, ranks_per_node)
     components.check_sharding(config, ranks, node)
     group = components.shard_group(config, ranks, node) if config.trainer.sharding != "none" else 1
     whole = config = settled(config, cuda)
-    division = divided(config, World(size=ranks))  # rank 0's has the earliest branch steps, so most evaluations
-    share = division.prompts.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"prompts_per_iteration": share})})
+    # rank 0's has the earliest branch steps, so most evaluations
+    division = divided(config, World(size=ranks))
+    share = division.prompts.share(
+        config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration"
+    )
+    config = config.model_copy(
+        update={"trainer": config.trainer.model_copy(update={"prompts_per_iteration": share})}
+    )
     looking = ranks if heldout >= ranks else 1  # ranks between which an evaluation is divided
     counts = count(config, math.ceil(heldout / looking), division.plans)
     blueprint = replace(read_blueprint(config.policy), text_tokens=text_tokens)
     known = KnownModels() if known is None else known
-    with loading(f"policy.path={config.policy.path}: its config files describe no model that can be computed"):
+    with loading(
+        f"policy.path={config.policy.path}: its config files describe no model that can be computed"
+    ):
         model = known.model(blueprint, config.policy)
         components.check_judged_size(config, model.policy)
         components.check_trained_steps(config, model.policy)
@@ -188,10 +205,23 @@ class Planner:
     UserError for a config that no run could have. `notes` has what is assumed.
     """
 
-    def __init__(self, recipe: str, overrides: Sequence[str], ranks: int = 1, ranks_per_node: int | None = None) -> None:
-        self.recipe, self.overrides, self.ranks, self.ranks_per_node = recipe, overrides, ranks, ranks_per_node
+    def __init__(
+        self,
+        recipe: str,
+        overrides: Sequence[str],
+        ranks: int = 1,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        self.recipe, self.overrides, self.ranks, self.ranks_per_node = (
+            recipe,
+            overrides,
+            ranks,
+            ranks_per_node,
+        )
         self.notes: list[str] = []
-        self.config = completed(load_config(recipe, overrides, self.notes.append), self.notes.append)
+        self.config = completed(
+            load_config(recipe, overrides, self.notes.append), self.notes.append
+        )
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
         components.check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
         check_plans(self.config.algorithm, self.config.sampling)
@@ -201,10 +231,13 @@ class Planner:
         self._known = KnownModels()
 
     def plan(self, *more: str, cuda: bool = True) -> Estimate:
-        """The plan with `more` overrides, on CUDA devices or a CPU. Models and calls of earlier plans are traced once."""
+        """The plan with `more` overrides, on CUDA devices or a CPU. Models and calls of earlier
+        plans are traced once."""
         if (cuda, more) not in self._made:
             self._made[cuda, more] = make_plan(
-                completed(load_config(self.recipe, [*self.overrides, *more])) if more else self.config,
+                completed(load_config(self.recipe, [*self.overrides, *more]))
+                if more
+                else self.config,
                 cuda=cuda,
                 heldout=self.heldout,
                 distinct_prompts=self.distinct_prompts,
@@ -223,16 +256,26 @@ class Planner:
             return None
 
     def _listed_prompts(self) -> tuple[int, int]:
-        """(held-out prompts, different prompts of the run); for a list that is missing, the numbers of the config."""
+        """(held-out prompts, different prompts of the run); for a list that is missing, the numbers
+        of the config."""
         config = self.config
-        n = config.trainer.iterations * config.trainer.prompts_per_iteration * candidates_of(config.algorithm)
+        n = (
+            config.trainer.iterations
+            * config.trainer.prompts_per_iteration
+            * candidates_of(config.algorithm)
+        )
         read: list[list[str]] = []
-        for key, source in (("prompts.train", config.prompts.train), ("evaluation.prompts", config.evaluation.prompts)):
+        for key, source in (
+            ("prompts.train", config.prompts.train),
+            ("evaluation.prompts", config.evaluation.prompts),
+        ):
             try:
                 read.append(build_prompts(source, key))
             except UserError as error:
                 why = str(error).split(";")[0]
-                self.notes.append(f"{why}. As many prompts as the config asks for are assumed, all different.")
+                self.notes.append(
+                    f"{why}. As many prompts as the config asks for are assumed, all different."
+                )
         if len(read) < 2:
             return config.evaluation.num_prompts, n + config.evaluation.num_prompts
         train, heldout = read[0], read[1][: config.evaluation.num_prompts]
@@ -244,8 +287,11 @@ class Planner:
         return len(heldout), len(to_come)
 
 
-def predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]) -> Planned | None:
-    """`app.prediction.Predict`: None for a CPU and for a card without a datasheet; UserError for a run beyond planning."""
+def predict(
+    config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]
+) -> Planned | None:
+    """`app.prediction.Predict`: None for a CPU and for a card without a datasheet; UserError for a
+    run beyond planning."""
     target = find_target(config.policy.device)
     if target.card is None:
         return None
@@ -259,7 +305,9 @@ def predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequenc
             ranks=ranks,
             text_tokens=longest_prompt(config.policy, to_come),
         )
-    except Exception as error:  # a user's own policy or reward may be beyond a plan, but not beyond training
+    except (
+        Exception
+    ) as error:  # a user's own policy or reward may be beyond a plan, but not beyond training
         raise UserError(f"no plan stands beside this run: {error}") from error
     seconds = sum(plan.seconds(target.card).iteration.values())
     return Planned(target.card.name, seconds, max(plan.memory.moments.values()))

@@ -1,4 +1,5 @@
-"""How long kernels take on a card: the roofline (Williams et al., 2009) at the rates that kernels reach."""
+"""How long kernels take on a card: the roofline (Williams et al., 2009) at the rates that kernels
+reach."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from dataclasses import dataclass, field
 from g2rpo.lab.plan.cards import Card
 
 PRODUCTS, ATTENTION, CONVOLUTIONS, MOVING = "products", "attention", "convolutions", "moving"
-"""Kinds of kernels: products of matrices; attention in one kernel; convolutions; those that only read and write."""
+"""Kinds of kernels: products of matrices; attention in one kernel; convolutions; those that only
+read and write."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: its kind, floating-point operations and their dtype, the bytes it reads and writes, by storage, and how many
-    kernels of the model it stands for."""
+    """One kernel: its kind, floating-point operations and their dtype, the bytes it reads and
+    writes, by storage, and how many kernels of the model it stands for."""
 
     kind: str
     flops: float
@@ -26,12 +28,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Rates:
-    """What kernels reach of a datasheet's rates. `benchmarks.published_times` fits these numbers on half of the times that were
-    published or measured, and tests them on the other half (docs/performance.md)."""
+    """What kernels reach of a datasheet's rates. `benchmarks.published_times` fits these numbers on
+    half of the times that were published or measured, and tests them on the other half
+    (docs/performance.md)."""
 
     hbm: float = 0.69
-    """The share of its peak that a card of one TFLOP/s a watt with HBM reaches in products of matrices. Boards are limited by
-    power: the more TFLOP/s they claim for a watt, the smaller the share."""
+    """The share of its peak that a card of one TFLOP/s a watt with HBM reaches in products of
+    matrices. Boards are limited by power: the more TFLOP/s they claim for a watt, the smaller the
+    share."""
     hbm_power: float = 0.28
     gddr: float = 0.59
     """TFLOP/s a watt that boards with GDDR memory sustain."""
@@ -40,12 +44,12 @@ class Rates:
     attention: float = 0.87
     """The rate of attention, as a share of that of products."""
     flash2: float = 0.5
-    """The share of that which FlashAttention 2, torch's "flash", reaches on Hopper (arXiv 2407.08608: 35 % of its peak, where
-    FlashAttention 3 and cuDNN reach 75 %)."""
+    """The share of that which FlashAttention 2, torch's "flash", reaches on Hopper (arXiv
+    2407.08608: 35 % of its peak, where FlashAttention 3 and cuDNN reach 75 %)."""
     convolutions: float = 0.29
     float8: float = 0.52
-    """What products with a scale for each row reach of their peak, as a share of what bfloat16 does of its own; from a single
-    figure, of an H100."""
+    """What products with a scale for each row reach of their peak, as a share of what bfloat16 does
+    of its own; from a single figure, of an H100."""
     bandwidth: float = 0.83
     compiled: float = 0.09
     """The share of the time between products that a compiled network still takes."""
@@ -54,13 +58,19 @@ class Rates:
     launch: float = 22e-6
     """Seconds of the host for a kernel; a call of few rows waits for them."""
     models: float = 0.7
-    """The rate of text encoders and rewards, which are not traced, as a share of that of products. Assumed."""
+    """The rate of text encoders and rewards, which are not traced, as a share of that of products.
+    Assumed."""
 
     def products(self, card: Card, dtype: str) -> float:
         """FLOP/s that products of matrices reach."""
         density = card.bfloat16 / card.watts
         share = self.hbm * density**-self.hbm_power if card.hbm else self.gddr / density
-        return card.tflops(dtype) * 1e12 * min(self.most, share) * (self.float8 if dtype == "float8" else 1.0)
+        return (
+            card.tflops(dtype)
+            * 1e12
+            * min(self.most, share)
+            * (self.float8 if dtype == "float8" else 1.0)
+        )
 
     def moved(self, card: Card) -> float:
         """Bytes a second of its memory."""
@@ -71,7 +81,8 @@ RATES = Rates()
 SPREAD = (0.83, 1.16)
 """Between these multiples of the plan lie nine of ten times that were held out."""
 SLOWER_ON_HOPPER = ("auto", "flash", "flash2", "efficient", "math")
-"""Kinds of `policy.attention` without the instructions of Hopper and newer. By itself torch takes "flash" here."""
+"""Kinds of `policy.attention` without the instructions of Hopper and newer. By itself torch takes
+"flash" here."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +107,24 @@ class Roofline:
         return rates.compiled if self.compiled and kernel.kind == MOVING else 1.0
 
     def seconds(self, card: Card, rates: Rates = RATES, rows: float = 1.0) -> dict[str, float]:
-        """By kind: each kernel's operations or bytes, whichever takes longer, and its gap. `rows`: how many times as many rows
-        as were traced."""
-        reached = {dtype: rates.products(card, dtype) for dtype in {kernel.dtype for kernel in self.kernels}}
+        """By kind: each kernel's operations or bytes, whichever takes longer, and its gap. `rows`:
+        how many times as many rows as were traced."""
+        reached = {
+            dtype: rates.products(card, dtype)
+            for dtype in {kernel.dtype for kernel in self.kernels}
+        }
         old = card.hbm and card.float8 > 0 and self.attention in SLOWER_ON_HOPPER
-        slower = {CONVOLUTIONS: rates.convolutions, ATTENTION: rates.attention * (rates.flash2 if old else 1.0)}
+        slower = {
+            CONVOLUTIONS: rates.convolutions,
+            ATTENTION: rates.attention * (rates.flash2 if old else 1.0),
+        }
         found = dict.fromkeys((PRODUCTS, ATTENTION, CONVOLUTIONS, MOVING), 0.0)
         for kernel, size in zip(self.kernels, self._from_memory(card, rows), strict=True):
-            computed = kernel.flops * rows / (reached[kernel.dtype] * slower.get(kernel.kind, 1.0)) if kernel.flops else 0.0
+            computed = (
+                kernel.flops * rows / (reached[kernel.dtype] * slower.get(kernel.kind, 1.0))
+                if kernel.flops
+                else 0.0
+            )
             moved, kept = size / rates.moved(card), self._kept(kernel, rates)
             found[kernel.kind] += kernel.times * max(computed, kept * moved)
             found[MOVING] += kernel.times * kept * rates.gap
@@ -115,8 +136,8 @@ class Roofline:
         return max(sum(self.seconds(card, rates, rows).values()), launches * rates.launch)
 
     def _from_memory(self, card: Card, rows: float) -> Iterator[float]:
-        """Bytes of every kernel that its card's memory reads and writes: those that the cache has are not read again, and those
-        that it holds need not be written before they are read."""
+        """Bytes of every kernel that its card's memory reads and writes: those that the cache has
+        are not read again, and those that it holds need not be written before they are read."""
         cache, passed = card.cache * 1e6, 0.0
         seen: dict[int, float] = {}
         """By storage: the bytes that had passed when it was last used."""
@@ -125,7 +146,11 @@ class Roofline:
             for sizes, written in ((kernel.reads, False), (kernel.writes, True)):
                 for storage, traced in sizes.items():
                     size = traced if storage in self.fixed else traced * rows
-                    held = 2 * size <= cache if written else storage in seen and passed - seen[storage] + size <= cache
+                    held = (
+                        2 * size <= cache
+                        if written
+                        else storage in seen and passed - seen[storage] + size <= cache
+                    )
                     missed += 0.0 if held else size
                     passed += size
                     seen[storage] = passed
@@ -133,7 +158,8 @@ class Roofline:
 
 
 def fixed_storages(kernels: Sequence[Kernel], weights: frozenset[int]) -> frozenset[int]:
-    """Storages that do not grow with a call's rows: weights, and what is computed from weights alone."""
+    """Storages that do not grow with a call's rows: weights, and what is computed from weights
+    alone."""
     fixed = set(weights)
     for kernel in kernels:
         if kernel.reads and kernel.reads.keys() <= fixed:

@@ -1,4 +1,5 @@
-"""Memory and operations of rewards, by what their classes say of their models (`types.Reward.model_of`)."""
+"""Memory and operations of rewards, by what their classes say of their models
+(`types.Reward.model_of`)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from g2rpo.rewards.weights import parse_dtype
 
 @dataclass(frozen=True)
 class RewardCost:
-    """A reward's weights in bytes, its device, and its floating-point operations for one picture or clip in `dtype`."""
+    """A reward's weights in bytes, its device, and its floating-point operations for one picture or
+    clip in `dtype`."""
 
     bytes: int
     flops: float
@@ -36,13 +38,20 @@ class RewardCost:
 def cost_of_reward(entry: RewardConfig, device: str, length: int = 1) -> RewardCost | None:
     """The cost of one reward on `device`, unless its options name another; None if it is unknown.
 
-    `length`: frames of a clip, of which the scored ones are counted. Preprocessing on the CPU is not counted.
+    `length`: frames of a clip, of which the scored ones are counted. Preprocessing on the CPU is
+    not counted.
     """
-    kind: Any = CallableReward if is_mention(entry.kind) else declared_by(reward_kind(entry.kind, entry))
+    kind: Any = (
+        CallableReward if is_mention(entry.kind) else declared_by(reward_kind(entry.kind, entry))
+    )
     given = {**entry.options, "device": entry.options.get("device", device)}
     options = {name: given.get(name, default) for name, default in defaults_of(kind).items()}
-    model_options = {name: value for name, value in options.items() if name not in ("device", "dtype")}
-    if (measured := _measured(kind, json.dumps(model_options, sort_keys=True, default=str))) is None:
+    model_options = {
+        name: value for name, value in options.items() if name not in ("device", "dtype")
+    }
+    if (
+        measured := _measured(kind, json.dumps(model_options, sort_keys=True, default=str))
+    ) is None:
         return None
     parameters, flops = measured
     device, dtype = str(options.get("device", "cpu")), str(options.get("dtype", "float32"))
@@ -61,14 +70,16 @@ def _measured(kind: Any, options: str) -> tuple[int, float] | None:
 
 
 def count_flops(networks: Sequence[nn.Module], run: Callable[[], Any]) -> float:
-    """Floating-point operations of `run`, which calls `networks`. They lose all but two of equal blocks, which stand for the
-    others."""
+    """Floating-point operations of `run`, which calls `networks`. They lose all but two of equal
+    blocks, which stand for the others."""
     entered: list[int] = []
     for network in networks:
         for module in list(network.modules()):
             lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
             times = keep_two_blocks(module)
-            for block, count in zip((block for each in lists for block in each), times, strict=True):
+            for block, count in zip(
+                (block for each in lists for block in each), times, strict=True
+            ):
                 block.register_forward_pre_hook(lambda *_, count=count: entered.append(count))
                 block.register_forward_hook(lambda *_: entered.pop() and None)
     with torch.no_grad(), Meter(times=lambda: math.prod(entered)) as meter:

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from g2rpo.lab.plan.trace import TracedCall
 
 OPTIMIZER_PASSES = 10
-"""Reads and writes of every trained float32: three in clipping, and seven in an AdamW step of one kernel."""
+"""Reads and writes of every trained float32: three in clipping, and seven in an AdamW step of one
+kernel."""
 
 
 @dataclass(frozen=True)
 class PlannedSeconds:
-    """Seconds by phase of one iteration (on average); of encoding all prompts ahead; of one evaluation; of the run."""
+    """Seconds by phase of one iteration (on average); of encoding all prompts ahead; of one
+    evaluation; of the run."""
 
     iteration: dict[str, float]
     encoding: float
@@ -35,10 +37,15 @@ class PlannedSeconds:
 def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> PlannedSeconds:
     """The rooflines of all calls, each for its rows.
 
-    Not counted: work of the host (preprocessing of rewards, pictures, checkpoints, starting), compiling, rewards elsewhere.
+    Not counted: work of the host (preprocessing of rewards, pictures, checkpoints, starting),
+    compiling, rewards elsewhere.
     """
     config, counts, calls, dtype = plan.config, plan.counts, plan.traced, plan.config.policy.dtype
-    costs = {name: cost for name, cost in plan.reward_costs.items() if cost is not None and cost.device.startswith("cuda")}
+    costs = {
+        name: cost
+        for name, cost in plan.reward_costs.items()
+        if cost is not None and cost.device.startswith("cuda")
+    }
 
     def compute(flops: float, dtype: str = dtype) -> float:
         return flops / (rates.products(card, dtype) * rates.models)
@@ -55,8 +62,11 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
 
     training_row, picture = a_row(calls.training), a_row(calls.decode)
     ahead = math.ceil(plan.distinct_prompts / plan.ranks) if config.prompts.cache != "off" else 0
-    limit, rows = plan.model.policy.max_sequence_length, plan.model.shapes.rows  # two with a negative prompt
-    encoding = compute(sum(2.0 * it.parameters * min(it.longest, limit) for it in plan.model.encoders) * rows)
+    # two with a negative prompt
+    limit, rows = plan.model.policy.max_sequence_length, plan.model.shapes.rows
+    encoding = compute(
+        sum(2.0 * it.parameters * min(it.longest, limit) for it in plan.model.encoders) * rows
+    )
     prompt = 0.0 if ahead else encoding
     step = OPTIMIZER_PASSES * sum(p.nbytes for p in plan.model.trained) / rates.moved(card)
 
@@ -76,4 +86,6 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
     reached = rates.products(card, dtype) / 1e12
     rate = f"{reached:.0f} of {card.tflops(dtype):g} TFLOP/s in {dtype}, {card.bandwidth:g} GB/s"
     run = counts.iterations * sum(iteration.values()) + ahead * encoding + counts.looks * evaluation
-    return PlannedSeconds(iteration, ahead * encoding, evaluation, run, f"{card.name} by roofline: {rate}")
+    return PlannedSeconds(
+        iteration, ahead * encoding, evaluation, run, f"{card.name} by roofline: {rate}"
+    )

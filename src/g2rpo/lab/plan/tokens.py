@@ -24,9 +24,10 @@ LONGEST_PROMPTS = 32
 
 
 def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
-    """The tokens of the longest prompt, as the pipeline's own call encodes it with the tokenizer on this machine. None where
-    the model pads (or reads input pictures, whose tokens are assumed), is not on this machine, or needs more than zeros in the
-    place of its text encoder; UserError if the pipeline or its tokenizer fails."""
+    """The tokens of the longest prompt, as the pipeline's own call encodes it with the tokenizer on
+    this machine. None where the model pads (or reads input pictures, whose tokens are assumed), is
+    not on this machine, or needs more than zeros in the place of its text encoder; UserError if the
+    pipeline or its tokenizer fails."""
     path, index = local(config.path), None
     if os.path.isdir(path):
         index = path / "model_index.json"
@@ -36,24 +37,38 @@ def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
         return None
     _, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
     spec = components.policy_class(config, kind).spec
-    if spec.pictured or not (spec.masks or spec.lists or spec.ragged) or not (index.parent / "tokenizer").is_dir():
+    if (
+        spec.pictured
+        or not (spec.masks or spec.lists or spec.ragged)
+        or not (index.parent / "tokenizer").is_dir()
+    ):
         return None
     try:
-        return _counted(config, spec, index.parent, sorted(set(prompts), key=len)[-LONGEST_PROMPTS:])
+        return _counted(
+            config, spec, index.parent, sorted(set(prompts), key=len)[-LONGEST_PROMPTS:]
+        )
     except Exception as error:  # of tokenizers and pipelines, which are the library's or the user's
-        raise UserError(f"{config.path}: the tokens of the prompts cannot be counted ({error})") from error
+        raise UserError(
+            f"{config.path}: the tokens of the prompts cannot be counted ({error})"
+        ) from error
 
 
 def _counted(config: PolicyConfig, spec: PipelineSpec, folder: Path, prompts: Sequence[str]) -> int:
     from transformers import AutoTokenizer
 
     policy, _ = build_shallow(read_blueprint(config), config)
-    parts = {place.name: AutoTokenizer.from_pretrained(str(place)) for place in folder.glob("tokenizer*") if place.is_dir()}
+    parts = {
+        place.name: AutoTokenizer.from_pretrained(str(place))
+        for place in folder.glob("tokenizer*")
+        if place.is_dir()
+    }
     parts |= {place.name: _Zeros() for place in folder.glob("text_encoder*") if place.is_dir()}
     policy.pipeline.register_modules(**parts)
     encoders = TextEncoders(policy.pipeline, spec, config, "cpu")
     rows = [encoders.encode([prompt], guided=False).ragged for prompt in prompts]
-    return max(len(values[0]) for row in rows for name, values in row.items() if name in spec.widths)
+    return max(
+        len(values[0]) for row in rows for name, values in row.items() if name in spec.widths
+    )
 
 
 class _Zeros(nn.Module):

@@ -1,7 +1,9 @@
-"""Activation memory and kernels of calls, by tracing the policy's code on tensors with shapes and no data.
+"""Activation memory and kernels of calls, by tracing the policy's code on tensors with shapes and
+no data.
 
-Every storage is counted from its allocation to its release, through forward, checkpointing, autocast's weight casts and
-backward. Kernels' workspaces and the allocator's rounding are not counted.
+Every storage is counted from its allocation to its release, through forward, checkpointing,
+autocast's weight casts and backward. Kernels' workspaces and the allocator's rounding are not
+counted.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_leaves
 
 from g2rpo.assembly.blueprint import Blueprint, build_shallow, shapes_of
@@ -40,7 +46,8 @@ from g2rpo.training.updater import Trained, passes
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One traced call: its rows (latents, or pictures decoded), its peak of temporary bytes, and its kernels."""
+    """One traced call: its rows (latents, or pictures decoded), its peak of temporary bytes, and
+    its kernels."""
 
     rows: int
     peak: int
@@ -55,7 +62,8 @@ class Calls:
     training: TracedCall
     decode: TracedCall
     heldout: TracedCall
-    """The largest call of an evaluation, which has policy.guidance_scale; the others have that of training."""
+    """The largest call of an evaluation, which has policy.guidance_scale; the others have that of
+    training."""
     judged: TracedCall
     """The largest decoded batch of an evaluation."""
 
@@ -65,29 +73,58 @@ Known = dict[tuple[Any, ...], TracedCall]
 LABELS = {"compile", "attention", "device"}
 """Options that no trace depends on."""
 NOT_OF_SAMPLING = {"gradient_checkpointing"}
-NOT_OF_DECODING = {*NOT_OF_SAMPLING, "tuning", "quantize", "lora_rank", "lora_alpha", "lora_targets", "lora_above", "autocast"}
+NOT_OF_DECODING = {
+    *NOT_OF_SAMPLING,
+    "tuning",
+    "quantize",
+    "lora_rank",
+    "lora_alpha",
+    "lora_targets",
+    "lora_above",
+    "autocast",
+}
 
 
-def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool, known: Known | None = None) -> Calls:
-    """Traces calls on a shallow copy of the model whose blocks represent all blocks, but for those that are `known`.
+def trace_calls(
+    blueprint: Blueprint,
+    config: Config,
+    counts: Counts,
+    *,
+    like_cuda: bool,
+    known: Known | None = None,
+) -> Calls:
+    """Traces calls on a shallow copy of the model whose blocks represent all blocks, but for those
+    that are `known`.
 
-    Gradients are taken to exist already, as they do from the second pass on. `like_cuda` computes with CUDA's autocast, which
-    has norms and powers in float32, instead of the CPU's. `config` has settled batch sizes. Gathered weights of a sharded model
-    are in the call's dtype, so autocast casts none; they are not counted here.
+    Gradients are taken to exist already, as they do from the second pass on. `like_cuda` computes
+    with CUDA's autocast, which has norms and powers in float32, instead of the CPU's. `config` has
+    settled batch sizes. Gathered weights of a sharded model are in the call's dtype, so autocast
+    casts none; they are not counted here.
     """
     known = {} if known is None else known
-    sampling, plans = config.sampling, {plan for iteration, _ in counts.kinds for plan in iteration.plans}
+    sampling, plans = (
+        config.sampling,
+        {plan for iteration, _ in counts.kinds for plan in iteration.plans},
+    )
     rows, drawn = counts.largest(lambda it: it.calls), min(int(sampling.batch_size), counts.heldout)
     if sampling.guidance_scale is None:  # one call for both
         rows = drawn = max(rows, drawn)
-    pictures = min(int(sampling.decode_batch_size), max(counts.largest(lambda it: [it.images]), counts.heldout))
+    pictures = min(
+        int(sampling.decode_batch_size), max(counts.largest(lambda it: [it.images]), counts.heldout)
+    )
     passed = counts.largest(lambda it: it.passes)
 
     def key(*more: Any, without: Collection[str] = ()) -> tuple[Any, ...]:
         options = config.policy.model_dump_json(exclude={*LABELS, *without})
         return options, blueprint.text_tokens, config.trainer.sharding != "none", like_cuda, *more
 
-    trained = (passed, sampling.guidance_scale, sampling.num_steps, config.algorithm, frozenset(plans))
+    trained = (
+        passed,
+        sampling.guidance_scale,
+        sampling.num_steps,
+        config.algorithm,
+        frozenset(plans),
+    )
     keys = {
         "velocity": key("velocity", rows, sampling.guidance_scale, without=NOT_OF_SAMPLING),
         "training": key("training", *trained),
@@ -106,38 +143,58 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
                     return
                 with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as meter:
                     call()
-                roofline = Roofline(tuple(meter.kernels), fixed_storages(meter.kernels, meter.existing))
+                roofline = Roofline(
+                    tuple(meter.kernels), fixed_storages(meter.kernels, meter.existing)
+                )
                 known[keys[name]] = TracedCall(rows, meter.peak, roofline)
 
             with in_training(policy, sampling.guidance_scale):
                 trace("velocity", rows, lambda: policy.velocity(*inputs(policy, shapes, rows)))
-                trace("training", passed, lambda: training_pass(policy, config, shapes, plans, passed), grad=True)
+                trace(
+                    "training",
+                    passed,
+                    lambda: training_pass(policy, config, shapes, plans, passed),
+                    grad=True,
+                )
             trace("heldout", drawn, lambda: policy.velocity(*inputs(policy, shapes, drawn)))
             trace("decode", pictures, lambda: policy.decode(torch.empty(pictures, *shapes.latent)))
-    velocity, training, heldout = (_compiled(known[keys[name]], config) for name in ("velocity", "training", "heldout"))
+    velocity, training, heldout = (
+        _compiled(known[keys[name]], config) for name in ("velocity", "training", "heldout")
+    )
     decode = judged = known[keys["decode"]]
     if config.judged_size is not None:  # a size of its own
         larger = config.model_copy(update={"policy": config.judged})
         other = trace_calls(blueprint, larger, counts, like_cuda=like_cuda, known=known)
         heldout, judged = other.heldout, other.decode
-    return Calls(velocity=velocity, training=training, decode=decode, heldout=heldout, judged=judged)
+    return Calls(
+        velocity=velocity, training=training, decode=decode, heldout=heldout, judged=judged
+    )
 
 
 def _compiled(call: TracedCall, config: Config) -> TracedCall:
-    """The call of a network that is compiled and has the kernel of attention that the config names."""
+    """The call of a network that is compiled and has the kernel of attention that the config
+    names."""
     own = replace(call.roofline, compiled=config.policy.compile, attention=config.policy.attention)
     return replace(call, roofline=own)
 
 
-def training_pass(policy: DiffusersPolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
-    """One training pass over `rows` latents by the algorithm's own loss, on the example of `plans` with most members a latent.
+def training_pass(
+    policy: DiffusersPolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int
+) -> None:
+    """One training pass over `rows` latents by the algorithm's own loss, on the example of `plans`
+    with most members a latent.
 
-    The untrained model's velocities are assumed to exist: their call needs no more memory than a rollout's.
+    The untrained model's velocities are assumed to exist: their call needs no more memory than a
+    rollout's.
     """
     algorithm = config.algorithm
     nothing = torch.zeros(algorithm.group_size)
     rollouts = [dry_rollout(plan, algorithm.group_size, shapes.latent) for plan in plans]
-    examples = [example for rollout in rollouts for example in algorithm.examples(rollout, nothing, generator_for)]
+    examples = [
+        example
+        for rollout in rollouts
+        for example in algorithm.examples(rollout, nothing, generator_for)
+    ]
     example = max(examples, key=lambda example: len(example.advantages) / example.rows)
     part = next(passes([example] * math.ceil(rows / example.rows), rows))
     _, _, cond = inputs(policy, shapes, sum(item.rows for item in part))
@@ -165,8 +222,11 @@ def inputs(policy: DiffusersPolicy, shapes: Shapes, rows: int) -> tuple[Tensor, 
 
 
 @contextmanager
-def shallow_policy(blueprint: Blueprint, config: Config) -> Iterator[tuple[DiffusersPolicy, list[int]]]:
-    """A policy of fake tensors with two blocks of every kind, and how many blocks each of these stands for."""
+def shallow_policy(
+    blueprint: Blueprint, config: Config
+) -> Iterator[tuple[DiffusersPolicy, list[int]]]:
+    """A policy of fake tensors with two blocks of every kind, and how many blocks each of these
+    stands for."""
     policy, times = build_shallow(blueprint, config.policy)
     if config.trainer.sharding != "none":
         nn.Module.to(policy.transformer, policy.dtype)  # diffusers' own warns
@@ -184,11 +244,14 @@ def shallow_policy(blueprint: Blueprint, config: Config) -> Iterator[tuple[Diffu
 
 
 @contextmanager
-def _standing_for(policy: DiffusersPolicy, times: list[int], kept: Sequence[Tensor]) -> Iterator[Meter]:
+def _standing_for(
+    policy: DiffusersPolicy, times: list[int], kept: Sequence[Tensor]
+) -> Iterator[Meter]:
     """While entered, counts live bytes beside the `kept` tensors, and kernels.
 
-    Storages kept by a block's first forward pass count `times` times, because the first of equal blocks stands for all but the
-    last (`pipelines.two_of`). Of kernels the last stands for all but the first, whose input needs no gradient.
+    Storages kept by a block's first forward pass count `times` times, because the first of equal
+    blocks stands for all but the last (`pipelines.two_of`). Of kernels the last stands for all but
+    the first, whose input needs no gradient.
     """
     standing = dict(zip(policy.blocks, times, strict=True))
     kernel_times = dict(standing)
@@ -198,7 +261,8 @@ def _standing_for(policy: DiffusersPolicy, times: list[int], kept: Sequence[Tens
     before: dict[nn.Module, set[int]] = {}
     multiplied: set[nn.Module] = set()
     entered: list[nn.Module] = []
-    """Blocks whose forward pass runs, also within backward, where a checkpointed block comes again."""
+    """Blocks whose forward pass runs, also within backward, where a checkpointed block comes
+    again."""
     backward: list[nn.Module] = []
     """The block whose backward pass runs: its output has a gradient, its input has none yet."""
 
@@ -223,11 +287,14 @@ def _standing_for(policy: DiffusersPolicy, times: list[int], kept: Sequence[Tens
         for block in standing
         for handle in (
             block.register_forward_pre_hook(enter, with_kwargs=True),
-            block.register_forward_hook(leave, always_call=True),  # checkpointing ends recomputation by an exception
+            # checkpointing ends recomputation by an exception
+            block.register_forward_hook(leave, always_call=True),
         )
     ]
     try:
-        with Meter(kept, lambda: kernel_times[(entered or backward)[-1]] if entered or backward else 1) as meter:
+        with Meter(
+            kept, lambda: kernel_times[(entered or backward)[-1]] if entered or backward else 1
+        ) as meter:
             yield meter
     finally:
         for handle in handles:
@@ -235,7 +302,11 @@ def _standing_for(policy: DiffusersPolicy, times: list[int], kept: Sequence[Tens
 
 
 def _with_gradient(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+    return (
+        leaf
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    )
 
 
 def _tensors(policy: DiffusersPolicy) -> Iterator[Tensor]:
@@ -249,7 +320,8 @@ def _tensors(policy: DiffusersPolicy) -> Iterator[Tensor]:
 
 
 def _materialise(policy: DiffusersPolicy) -> None:
-    """Replaces a policy's meta tensors by fake CPU tensors with gradients. Autocast ignores the meta device."""
+    """Replaces a policy's meta tensors by fake CPU tensors with gradients. Autocast ignores the
+    meta device."""
 
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -263,7 +335,11 @@ def _materialise(policy: DiffusersPolicy) -> None:
     policy._device = torch.device("cpu")
     tables = [vars(policy)]
     for module in (policy.transformer, policy.pipeline.vae):
-        tables += [table for part in module.modules() for table in (part._parameters, part._buffers, vars(part))]
+        tables += [
+            table
+            for part in module.modules()
+            for table in (part._parameters, part._buffers, vars(part))
+        ]
     for table in tables:
         table.update({name: _each(fake, value) for name, value in table.items()})
 

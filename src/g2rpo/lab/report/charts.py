@@ -1,4 +1,5 @@
-"""The charts of the report as inline SVG in the colours and fonts of the page, and its tables by step and granularity."""
+"""The charts of the report as inline SVG in the colours and fonts of the page, and its tables by
+step and granularity."""
 
 from __future__ import annotations
 
@@ -17,7 +18,17 @@ from markupsafe import Markup
 from g2rpo.core.data import Row
 from g2rpo.lab.report.history import SeedGroup, mean
 from g2rpo.lab.report.verdict import figures
-from g2rpo.monitor.curves import FIGURE_PAPER, FIGURE_SOFT, GRID, LINE_COLOURS, CurveLine, Look, Panel, draw_line, draw_panel
+from g2rpo.monitor.curves import (
+    FIGURE_PAPER,
+    FIGURE_SOFT,
+    GRID,
+    LINE_COLOURS,
+    CurveLine,
+    Look,
+    Panel,
+    draw_line,
+    draw_panel,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,8 +51,9 @@ CLEANED = (
         r'<path d="\2" transform="translate(\3 \4)" \5/>',
     ),
 )
-"""What a page does not need of matplotlib's SVG, with what stands for it: groups, whose ids repeat in every figure, the third
-and further decimals, fonts, and the definition of a mark that is drawn once."""
+"""What a page does not need of matplotlib's SVG, with what stands for it: groups, whose ids repeat
+in every figure, the third and further decimals, fonts, and the definition of a mark that is drawn
+once."""
 POINTS = 300  # of a curve, at most
 
 UPDATE = (
@@ -51,10 +63,20 @@ UPDATE = (
     ("grad_norm", "Gradient norm", "before clipping", ""),
     ("loss", "Loss", "the clipped surrogate, and the KL term if there is one", ""),
     ("advantage_clipped", "Clipped advantages", "share at the advantage clip", "saturated"),
-    ("silent_groups", "Zero-variance groups", "share of groups without a gradient: all advantages 0", "silent"),
+    (
+        "silent_groups",
+        "Zero-variance groups",
+        "share of groups without a gradient: all advantages 0",
+        "silent",
+    ),
     ("missing_scores", "Missing scores", "share of scores that are NaN", ""),
     ("masked_groups", "Masked groups", "share of groups without two scores to compare", "masked"),
-    ("log_prob_drift", "Log-prob drift", "training pass against rollout; rounding, or something is wrong", "drift"),
+    (
+        "log_prob_drift",
+        "Log-prob drift",
+        "training pass against rollout; rounding, or something is wrong",
+        "drift",
+    ),
     ("skipped_updates", "Skipped updates", "with a gradient that was not finite", ""),
     ("seconds", "Seconds an iteration", "all phases, without held-out evaluations", ""),
 )
@@ -79,28 +101,51 @@ class Chart:
 
 
 def reward_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
-    """A chart per reward: held-out evaluations with the interval of their change, and training batches behind them."""
+    """A chart per reward: held-out evaluations with the interval of their change, and training
+    batches behind them."""
     charts = []
     trained = {name for group in groups for name in group.config.rewards}
-    for name in sorted(_union(group.runs[0].rewards() for group in groups), key=lambda name: name not in trained):
+    for name in sorted(
+        _union(group.runs[0].rewards() for group in groups), key=lambda name: name not in trained
+    ):
         lines = []
         for group in groups:
             batches = thin(*group.series(f"reward/{name}"))
-            lines += [CurveLine(group.label("training batches"), *batches, group.style, look="faint"), group.curve(name)]
-        charts += _chart(groups, name, "", lines, ("hacking", "decline"), "trained on" if name in trained else "judged only")
+            lines += [
+                CurveLine(group.label("training batches"), *batches, group.style, look="faint"),
+                group.curve(name),
+            ]
+        charts += _chart(
+            groups,
+            name,
+            "",
+            lines,
+            ("hacking", "decline"),
+            "trained on" if name in trained else "judged only",
+        )
     return charts
 
 
 def look_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
-    """A chart for each statistic of the held-out pictures, with the base's range (5 to 95 % of its pictures) behind it."""
+    """A chart for each statistic of the held-out pictures, with the base's range (5 to 95 % of its
+    pictures) behind it."""
     charts = []
     for name, note in LOOKS.items():
         lines = []
         for group in groups:
-            (x, low), (_, high) = (group.series(f"image/{name}/{end}", "eval") for end in ("low", "high"))
+            (x, low), (_, high) = (
+                group.series(f"image/{name}/{end}", "eval") for end in ("low", "high")
+            )
             ends = list(zip(low, high, strict=True))
             lines.append(CurveLine(group.label("base"), x, low, group.style, ends, "range"))
-            lines.append(CurveLine(group.label("mean"), *group.series(f"image/{name}", "eval"), group.style, look="marked"))
+            lines.append(
+                CurveLine(
+                    group.label("mean"),
+                    *group.series(f"image/{name}", "eval"),
+                    group.style,
+                    look="marked",
+                )
+            )
         charts += _chart(groups, name.capitalize(), note, lines, ("pictures",))
     return charts
 
@@ -109,7 +154,9 @@ def update_charts(groups: Sequence[SeedGroup]) -> tuple[list[Chart], list[str]]:
     """A chart for every number of the update that varies, and text for constant ones."""
     charts, constants = [], []
     for key, title, note, alarm in UPDATE:
-        lines = [CurveLine(group.label(), *thin(*group.series(key)), group.style) for group in groups]
+        lines = [
+            CurveLine(group.label(), *thin(*group.series(key)), group.style) for group in groups
+        ]
         seen = {value for line in lines for value in line.y}
         if len(seen) == 1:
             constants.append(f"{title} {compact(seen.pop())}")
@@ -118,8 +165,11 @@ def update_charts(groups: Sequence[SeedGroup]) -> tuple[list[Chart], list[str]]:
     return charts, constants
 
 
-def noise_table(groups: Sequence[SeedGroup], axis: str) -> tuple[list[str], list[tuple[SeedGroup, int, list[str]]]]:
-    """What is logged as `axis/INDEX/WHAT`: heads, and rows of (line, index, "first fifth → last fifth" of each WHAT)."""
+def noise_table(
+    groups: Sequence[SeedGroup], axis: str
+) -> tuple[list[str], list[tuple[SeedGroup, int, list[str]]]]:
+    """What is logged as `axis/INDEX/WHAT`: heads, and rows of (line, index, "first fifth → last
+    fifth" of each WHAT)."""
     keys = _union(row for group in groups for run in group.runs for row in run.iterations)
     logged = [key.split("/", 2)[1:] for key in keys if key.startswith(f"{axis}/")]
     kinds, rows = _union([what] for _, what in logged), []
@@ -127,9 +177,14 @@ def noise_table(groups: Sequence[SeedGroup], axis: str) -> tuple[list[str], list
         early, late = _fifths(group)
         for index in sorted({int(index) for index, _ in logged}):
             keys = [f"{axis}/{index}/{what}" for what in kinds]
-            ends = [(mean(row.get(key) for row in early), mean(row.get(key) for row in late)) for key in keys]
+            ends = [
+                (mean(row.get(key) for row in early), mean(row.get(key) for row in late))
+                for key in keys
+            ]
             if any(math.isfinite(end) for both in ends for end in both):
-                rows.append((group, index, [f"{figures(first)} → {figures(last)}" for first, last in ends]))
+                rows.append(
+                    (group, index, [f"{figures(first)} → {figures(last)}" for first, last in ends])
+                )
     return [what.replace("/", " of ") for what in kinds], rows
 
 
@@ -140,15 +195,17 @@ def key_mark(style: int = 0, look: Look = "marked") -> Markup:
     _emptied(axes).set(xlim=(0, 36), ylim=(0, 14))
     axes.set_axis_off()
     ends = ((1, 13),) * 2 if look == "range" else ()
-    draw_line(axes, CurveLine("", (2, 34), (7, 7), style, ends, "line" if look == "marked" else look))
+    draw_line(
+        axes, CurveLine("", (2, 34), (7, 7), style, ends, "line" if look == "marked" else look)
+    )
     if look == "marked":
         draw_line(axes, CurveLine("", (18,), (7,), style))
     return _svg(figure, 'class="key" aria-hidden="true"')
 
 
 def line_chart(panel: Panel, alt: str, marks: Sequence[tuple[float, str]] = ()) -> Markup:
-    """A panel that tells its numbers at the pointer; `alt` describes it in words. `marks` are vertical lines at some x with a
-    text each; those outside the range of x are left out."""
+    """A panel that tells its numbers at the pointer; `alt` describes it in words. `marks` are
+    vertical lines at some x with a text each; those outside the range of x are left out."""
     figure, axes = _figure(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
     draw_panel(_emptied(axes), panel)
     low, high = axes.get_xlim()
@@ -156,7 +213,9 @@ def line_chart(panel: Panel, alt: str, marks: Sequence[tuple[float, str]] = ()) 
         "label": panel.x_label,
         "box": [LEFT, RIGHT],
         "x": [low, high],
-        "lines": [{"name": line.label, "x": list(line.x), "y": _said(line)} for line in panel.lines],
+        "lines": [
+            {"name": line.label, "x": list(line.x), "y": _said(line)} for line in panel.lines
+        ],
     }
     more = f'<path class="cursor" d="M0,{TOP}V{BOTTOM}" visibility="hidden"/>'
     for x, word in marks:
@@ -164,7 +223,9 @@ def line_chart(panel: Panel, alt: str, marks: Sequence[tuple[float, str]] = ()) 
             at = LEFT + (RIGHT - LEFT) * (x - low) / (high - low)
             more += f'<path class="alarm" d="M{at:.1f},{TOP}V{BOTTOM}"><title>{escape(word)}</title></path>'
     data = escape(json.dumps(hover, ensure_ascii=False, separators=(",", ":")))
-    return _svg(figure, f'class="chart" role="img" aria-label="{escape(alt)}" data-chart="{data}"', more)
+    return _svg(
+        figure, f'class="chart" role="img" aria-label="{escape(alt)}" data-chart="{data}"', more
+    )
 
 
 def compact(value: float | None, digits: int = 4) -> str:
@@ -178,19 +239,30 @@ def compact(value: float | None, digits: int = 4) -> str:
 
 
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most `POINTS` points: means of equally many neighbours, at their mean x; NaN where none has a value."""
+    """At most `POINTS` points: means of equally many neighbours, at their mean x; NaN where none
+    has a value."""
     size = max(1, -(-len(x) // POINTS))
     bins = [slice(first, first + size) for first in range(0, len(x), size)]
     return [mean(x[each]) for each in bins], [mean(y[each]) for each in bins]
 
 
 def _chart(
-    groups: Sequence[SeedGroup], title: str, note: str, lines: Sequence[CurveLine], alarms: Sequence[str], tag: str = ""
+    groups: Sequence[SeedGroup],
+    title: str,
+    note: str,
+    lines: Sequence[CurveLine],
+    alarms: Sequence[str],
+    tag: str = "",
 ) -> list[Chart]:
-    """The chart, with the iterations at which these alarms were raised, or nothing if no line has a point."""
+    """The chart, with the iterations at which these alarms were raised, or nothing if no line has a
+    point."""
     said, shown = [f"{title}, {tag}." if tag else f"{title}."], []
     for line in lines:
-        points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y is not None and math.isfinite(y)]
+        points = [
+            (x, y)
+            for x, y in zip(line.x, line.y, strict=True)
+            if y is not None and math.isfinite(y)
+        ]
         if points:
             shown.append(line)
             (x0, y0), (x1, y1) = points[0], points[-1]
@@ -218,7 +290,9 @@ def _said(line: CurveLine) -> list[str]:
 def _fifths(group: SeedGroup) -> tuple[list[Row], list[Row]]:
     """The first and the last fifth of each run's iterations, at least one each."""
     counts = [(run.iterations, max(1, len(run.iterations) // 5)) for run in group.runs]
-    return [row for rows, n in counts for row in rows[:n]], [row for rows, n in counts for row in rows[-n:]]
+    return [row for rows, n in counts for row in rows[:n]], [
+        row for rows, n in counts for row in rows[-n:]
+    ]
 
 
 def _union(many: Iterable[Iterable[str]]) -> list[str]:
@@ -226,12 +300,16 @@ def _union(many: Iterable[Iterable[str]]) -> list[str]:
 
 
 @cache
-def _figure(width: float, height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
+def _figure(
+    width: float, height: float, left: float, right: float, top: float, bottom: float
+) -> tuple[Figure, Axes]:
     """A figure of a pixel a unit, and its axes between these pixels."""
     from matplotlib.figure import Figure
 
     figure = Figure((width / 72, height / 72), dpi=72, frameon=False)
-    return figure, figure.add_axes((left / width, 1 - bottom / height, (right - left) / width, (bottom - top) / height))
+    return figure, figure.add_axes(
+        (left / width, 1 - bottom / height, (right - left) / width, (bottom - top) / height)
+    )
 
 
 def _emptied(axes: Axes) -> Axes:
@@ -250,7 +328,8 @@ def _svg(figure: Figure, attributes: str, more: str = "") -> Markup:
     from matplotlib import rc_context
 
     out = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": attributes}):  # else marks of two charts have one id
+    # else marks of two charts have one id
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": attributes}):
         figure.savefig(out, format="svg", dpi=72)
     drawn = out.getvalue()
     drawn = drawn[drawn.index('<g id="figure_1">') : drawn.rindex("</svg>")]

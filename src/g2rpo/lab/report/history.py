@@ -1,4 +1,5 @@
-"""What runs did, finished or not: one run, or several that differ in their seed alone, as one line of the report."""
+"""What runs did, finished or not: one run, or several that differ in their seed alone, as one line
+of the report."""
 
 from __future__ import annotations
 
@@ -26,13 +27,14 @@ from g2rpo.run.run import Run
 Points = tuple[list[float], list[float]]
 """The x and y of a curve; a missing value is NaN."""
 SEED_KEY, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"}
-"""Runs of one line have different seeds, and may differ in where they ran and what they logged to."""
+"""Runs of one line have different seeds, and may differ in where they ran and what they logged
+to."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One score on the held-out prompts, or the share of right pictures (`RIGHT`): means of the base and of the tuned model,
-    and the 95 % interval of the difference."""
+    """One score on the held-out prompts, or the share of right pictures (`RIGHT`): means of the
+    base and of the tuned model, and the 95 % interval of the difference."""
 
     name: str
     trained: bool
@@ -48,13 +50,17 @@ class Change:
     @property
     def effect(self) -> Interval:
         """The change in units of `spread`; NaN where that is not known or 0."""
-        size, low, high = (value / (self.spread or math.nan) for value in (self.change.mean, self.change.low, self.change.high))
+        size, low, high = (
+            value / (self.spread or math.nan)
+            for value in (self.change.mean, self.change.low, self.change.high)
+        )
         return Interval(size, low, high, self.change.count)
 
 
 @dataclass
 class Occurrence:
-    """An alarm, from its first row to the last consecutive row of its kind; `said` is the first row's text."""
+    """An alarm, from its first row to the last consecutive row of its kind; `said` is the first
+    row's text."""
 
     name: str
     first: int
@@ -83,7 +89,8 @@ class RunHistory:
 
     @cached_property
     def kept(self) -> list[int]:
-        """The iterations after which it was evaluated, and of which the scores of all prompts are kept."""
+        """The iterations after which it was evaluated, and of which the scores of all prompts are
+        kept."""
         evaluated = [row["iteration"] for row in self.evaluations]
         return [iteration for iteration in evaluated if self.files.scores(iteration).is_file()]
 
@@ -98,16 +105,22 @@ class RunHistory:
 
     @property
     def seconds(self) -> float:
-        """Time spent on the iterations and evaluations in the log; without iterations that a resumed run repeated."""
+        """Time spent on the iterations and evaluations in the log; without iterations that a
+        resumed run repeated."""
         return sum(row["seconds"] for row in self.rows)
 
     @cached_property
     def heldout(self) -> int:
         """The number of held-out prompts: of those asked for, if the base's scores are not kept."""
-        return len(read_rows(self.files.scores(0))) if 0 in self.kept else self.config.evaluation.num_prompts
+        return (
+            len(read_rows(self.files.scores(0)))
+            if 0 in self.kept
+            else self.config.evaluation.num_prompts
+        )
 
     def scores(self, iteration: int) -> dict[str, Tensor]:
-        """Held-out scores [N] after an iteration by reward, and verdicts where rewards define right pictures."""
+        """Held-out scores [N] after an iteration by reward, and verdicts where rewards define right
+        pictures."""
         scores = self.files.read_scores(iteration, self.rewards(), self.heldout)
         right = right_of(read_rows(self.files.scores(iteration)))
         return scores if right is None else {**scores, RIGHT: right}
@@ -123,7 +136,10 @@ class RunHistory:
             standing: dict[str, Occurrence] = {}
             for row in rows:
                 said, at = row.get("alarms", {}), row["iteration"]
-                standing = {name: standing.get(name) or Occurrence(name, at, at, said[name]) for name in said}
+                standing = {
+                    name: standing.get(name) or Occurrence(name, at, at, said[name])
+                    for name in said
+                }
                 found += [one for one in standing.values() if one.first == at]
                 for one in standing.values():
                     one.last = at
@@ -133,14 +149,18 @@ class RunHistory:
     def newest_results(self) -> RunResults | None:
         """results.json, unless an evaluation after it is logged."""
         newest = self.evaluations[-1]["iteration"] if self.evaluations else 0
-        if self.results is not None and (self.results.rolled_back_from or self.results.iteration) >= newest:
+        if (
+            self.results is not None
+            and (self.results.rolled_back_from or self.results.iteration) >= newest
+        ):
             return self.results
         return None
 
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """Runs that differ in their seed alone, or one run: a line of the report, the mean over the runs."""
+    """Runs that differ in their seed alone, or one run: a line of the report, the mean over the
+    runs."""
 
     runs: tuple[RunHistory, ...]
     style: int = 0
@@ -163,21 +183,30 @@ class SeedGroup:
         return sorted((one for run in self.runs for one in run.alarms()), key=lambda one: one.first)
 
     def series(self, key: str, kind: str = "train") -> Points:
-        """(iterations, values) of a logged number, by the rows that have it: means over the runs where all have a row."""
-        at = [{row["iteration"]: row[key] for row in run.rows if row["kind"] == kind and key in row} for run in self.runs]
+        """(iterations, values) of a logged number, by the rows that have it: means over the runs
+        where all have a row."""
+        at = [
+            {row["iteration"]: row[key] for row in run.rows if row["kind"] == kind and key in row}
+            for run in self.runs
+        ]
         x = [iteration for iteration in at[0] if all(iteration in own for own in at)]
         return x, [mean(own[iteration] for own in at) for iteration in x]
 
     @cached_property
     def judged_after(self) -> list[int]:
-        """By run the iteration of the tuned weights in `changes`: that of the results if all have them, else of the last
-        evaluation that all have. Empty if there is none, or its scores or the base's are not kept."""
+        """By run the iteration of the tuned weights in `changes`: that of the results if all have
+        them, else of the last evaluation that all have. Empty if there is none, or its scores or
+        the base's are not kept."""
         kept = [{*run.kept} for run in self.runs]
-        after = [run.newest_results.iteration for run in self.runs if run.newest_results is not None]
+        after = [
+            run.newest_results.iteration for run in self.runs if run.newest_results is not None
+        ]
         if len(after) < len(self.runs):
             last = max(set.intersection(*kept), default=0)
             after = [last] * len(self.runs) if last else []
-        return after if all({0, own} <= known for own, known in zip(after, kept, strict=False)) else []
+        return (
+            after if all({0, own} <= known for own, known in zip(after, kept, strict=False)) else []
+        )
 
     @cached_property
     def changes(self) -> dict[str, Change]:
@@ -185,18 +214,25 @@ class SeedGroup:
         if not self.judged_after:
             return {}
         base, tuned = self._scores([0] * len(self.runs)), self._scores(self.judged_after)
-        return {name: _change(name, name in self.config.rewards, base[name], tuned[name]) for name in base if name in tuned}
+        return {
+            name: _change(name, name in self.config.rewards, base[name], tuned[name])
+            for name in base
+            if name in tuned
+        }
 
     def curve(self, reward: str) -> CurveLine:
-        """Held-out means of a reward, with the interval of their change from the base: of one run by the log, of several over
-        seeds and prompts."""
+        """Held-out means of a reward, with the interval of their change from the base: of one run
+        by the log, of several over seeds and prompts."""
         label, run = self.label("held-out"), self.runs[0]
         if len(self.runs) == 1:
             return heldout_line(label, run.evaluations, reward, run.heldout, self.style)
         scores = [table[reward].double() for table in self._evaluated.values()]
         means = [float(each.nanmean()) for each in scores]
         changes = [interval(each - scores[0]) for each in scores]
-        ends = [(y - one.mean + one.low, y - one.mean + one.high) for y, one in zip(means, changes, strict=True)]
+        ends = [
+            (y - one.mean + one.low, y - one.mean + one.high)
+            for y, one in zip(means, changes, strict=True)
+        ]
         return CurveLine(label, [*self._evaluated], means, self.style, ends, "marked")
 
     def results(self, key: str) -> list[Any]:
@@ -205,7 +241,8 @@ class SeedGroup:
         return [each for each in found if each is not None]
 
     def spreads(self) -> dict[str, tuple[float, float]]:
-        """How much pictures of one prompt differ, base and tuned, of all and of right ones where all runs know it: means."""
+        """How much pictures of one prompt differ, base and tuned, of all and of right ones where
+        all runs know it: means."""
         found = {}
         for which, key in reversed(DIVERSITIES.items()):
             spreads = self.results(key)
@@ -215,19 +252,30 @@ class SeedGroup:
 
     @cached_property
     def _evaluated(self) -> dict[int, dict[str, Tensor]]:
-        """Scores [S, N] by reward after each evaluation that all runs have kept: every reward's curve asks for them."""
-        common = [iteration for iteration in self.runs[0].kept if all(iteration in run.kept for run in self.runs)]
+        """Scores [S, N] by reward after each evaluation that all runs have kept: every reward's
+        curve asks for them."""
+        common = [
+            iteration
+            for iteration in self.runs[0].kept
+            if all(iteration in run.kept for run in self.runs)
+        ]
         return {iteration: self._scores([iteration] * len(self.runs)) for iteration in common}
 
     def _scores(self, after: Sequence[int]) -> dict[str, Tensor]:
-        """Scores [S, N] by reward, and verdicts where there are some, of S runs each after its own iteration."""
+        """Scores [S, N] by reward, and verdicts where there are some, of S runs each after its own
+        iteration."""
         tables = [run.scores(iteration) for run, iteration in zip(self.runs, after, strict=True)]
         shared = set.intersection(*({*table} for table in tables))
-        return {name: torch.stack([table[name] for table in tables]) for name in tables[0] if name in shared}
+        return {
+            name: torch.stack([table[name] for table in tables])
+            for name in tables[0]
+            if name in shared
+        }
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunHistory]:
-    """The runs in `directories`, each once, under names that tell them apart. UserError for a directory that is no run."""
+    """The runs in `directories`, each once, under names that tell them apart. UserError for a
+    directory that is no run."""
     unique: dict[Path, Path] = {}
     for directory in directories:
         unique.setdefault(directory.resolve(), directory)
@@ -248,11 +296,13 @@ def _shortest(path: Path, among: Collection[Path]) -> str:
 
 
 def seed_groups(runs: Sequence[RunHistory]) -> list[SeedGroup]:
-    """The runs, those together that differ in their seed alone (configs, and digests of what these name) and have kept the
-    scores of their evaluations."""
+    """The runs, those together that differ in their seed alone (configs, and digests of what these
+    name) and have kept the scores of their evaluations."""
     groups: list[list[RunHistory]] = []
     for run in runs:
-        home = next((group for group in groups if all(_differ_in_seed(other, run) for other in group)), None)
+        home = next(
+            (group for group in groups if all(_differ_in_seed(other, run) for other in group)), None
+        )
         if home is None:
             groups.append([run])
         else:
@@ -272,11 +322,15 @@ def _change(name: str, trained: bool, base: Tensor, tuned: Tensor) -> Change:
     both = ~(base.isnan() | tuned.isnan())
     spread = float(group_std(base.where(both, torch.nan)).nanmean())
     means = float(base[both].mean()), float(tuned[both].mean())
-    return Change(name, trained, *means, interval(tuned - base), spread, int(both.any(0).sum()), len(base))
+    return Change(
+        name, trained, *means, interval(tuned - base), spread, int(both.any(0).sum()), len(base)
+    )
 
 
 def _differ_in_seed(one: RunHistory, other: RunHistory) -> bool:
     apart = differences(one.config, other.config).keys()
     contents = [run.starts[-1].contents if run.starts else None for run in (one, other)]
     kept = all(len(run.kept) == len(run.evaluations) for run in (one, other))
-    return kept and SEED_KEY in apart and apart <= {SEED_KEY, *PLACES} and contents[0] == contents[1]
+    return (
+        kept and SEED_KEY in apart and apart <= {SEED_KEY, *PLACES} and contents[0] == contents[1]
+    )

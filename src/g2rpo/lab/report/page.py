@@ -18,10 +18,27 @@ from g2rpo.config.resolve import differences, resolve
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.evaluation.untrained import RIGHT
-from g2rpo.lab.report.charts import compact, key_mark, look_charts, noise_table, reward_charts, update_charts
+from g2rpo.lab.report.charts import (
+    compact,
+    key_mark,
+    look_charts,
+    noise_table,
+    reward_charts,
+    update_charts,
+)
 from g2rpo.lab.report.history import Change, RunHistory, SeedGroup, read_runs, seed_groups
 from g2rpo.lab.report.pictures import first_group, pictures
-from g2rpo.lab.report.verdict import decimals, effect, figures, fixed, in_time, model_name, signed, summary_of, verdict
+from g2rpo.lab.report.verdict import (
+    decimals,
+    effect,
+    figures,
+    fixed,
+    in_time,
+    model_name,
+    signed,
+    summary_of,
+    verdict,
+)
 from g2rpo.monitor.alarms import ALARMS
 from g2rpo.run.run import Run
 
@@ -36,7 +53,11 @@ LEAST_SHARE = 0.005
 def templates_of(package: str) -> Environment:
     """The HTML templates of a package; what they are given is escaped."""
     return Environment(
-        loader=PackageLoader(package), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader(package),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
 
 
@@ -46,8 +67,8 @@ def compare_style() -> str:
 
 
 def write_page(directories: Sequence[Path], out: Path | None) -> Path:
-    """Writes the page of these runs and returns where, by default RUN/report.html for one run and ./report.html for several; an
-    older one is replaced."""
+    """Writes the page of these runs and returns where, by default RUN/report.html for one run and
+    ./report.html for several; an older one is replaced."""
     runs = read_runs(directories)
     path = out or (runs[0].files if len(runs) == 1 else Run(Path())).report
     page = render(runs).encode()
@@ -127,18 +148,27 @@ def states(group: SeedGroup) -> dict[str, list[RunHistory]]:
 
 
 def results(groups: Sequence[SeedGroup]) -> list[tuple[float, list[tuple[SeedGroup, Change]]]]:
-    """By score, right pictures and trained rewards first, the largest end of an interval, and the change of every line."""
+    """By score, right pictures and trained rewards first, the largest end of an interval, and the
+    change of every line."""
     known = {name: change for group in groups for name, change in group.changes.items()}
     rows = []
     for name in sorted(known, key=lambda name: (name != RIGHT, not known[name].trained)):
         own = [(group, group.changes[name]) for group in groups if name in group.changes]
-        ends = [abs(end) for _, one in own for end in (one.change.mean, one.change.low, one.change.high) if math.isfinite(end)]
+        ends = [
+            abs(end)
+            for _, one in own
+            for end in (one.change.mean, one.change.low, one.change.high)
+            if math.isfinite(end)
+        ]
         rows.append((max(ends, default=0) or 1, own))
     return rows
 
 
-def table_of(of: Callable[[RunHistory], dict[str, Any]], runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
-    """Rows (name, value by run) from `of(run)` of each run, those with a value; a dash for a missing one."""
+def table_of(
+    of: Callable[[RunHistory], dict[str, Any]], runs: Sequence[RunHistory]
+) -> list[tuple[str, list[str]]]:
+    """Rows (name, value by run) from `of(run)` of each run, those with a value; a dash for a
+    missing one."""
     told = [of(run) for run in runs]
     names = dict.fromkeys(name for each in told for name, value in each.items() if value)
     return [(name, [each.get(name) or "–" for each in told]) for name in names]
@@ -150,7 +180,9 @@ def facts(run: RunHistory) -> dict[str, Any]:
     judged = f"; judged at {c.judged.width} × {c.judged.height}" if c.judged_size else ""
     told: dict[str, Any] = {
         "Model": model_name(c.policy),
-        "Trained": f"an adapter (LoRA of rank {c.policy.lora_rank})" if c.policy.tuning == "lora" else "all weights",
+        "Trained": f"an adapter (LoRA of rank {c.policy.lora_rank})"
+        if c.policy.tuning == "lora"
+        else "all weights",
         "Continues": c.policy.adapter,
         "Assistant in training": c.policy.assistant,
         "Pictures": f"{c.policy.width} × {c.policy.height} pixels, {c.sampling.num_steps} steps{judged}",
@@ -212,8 +244,8 @@ def costs(run: RunHistory) -> dict[str, str]:
 
 
 def settings(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Config keys in which the runs differ, from the recipe that all began from or, where this version has no such, from one
-    another: heads, and rows of (key, values)."""
+    """Config keys in which the runs differ, from the recipe that all began from or, where this
+    version has no such, from one another: heads, and rows of (key, values)."""
     heads, configs = [run.name for run in runs], [run.config for run in runs]
     (recipe, *others) = {config.recipe for config in configs}
     if not others and recipe in recipes.names():

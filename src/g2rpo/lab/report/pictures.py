@@ -1,5 +1,5 @@
-"""The pictures of runs that a report shows, within the page and small enough for it: held-out ones, and a group of the first
-iteration."""
+"""The pictures of runs that a report shows, within the page and small enough for it: held-out ones,
+and a group of the first iteration."""
 
 from __future__ import annotations
 
@@ -30,17 +30,24 @@ DAMAGE = (OSError, ValueError, LookupError, TypeError, UserError)
 
 
 def pictures(runs: Sequence[RunHistory]) -> list[list[dict[str, Any]]]:
-    """By run sets of held-out prompts with their pictures, each with `how` it was chosen: base and tuned of prompts in the
-    proportions of all where the run could tell; and the first prompts during the run.
+    """By run sets of held-out prompts with their pictures, each with `how` it was chosen: base and
+    tuned of prompts in the proportions of all where the run could tell; and the first prompts
+    during the run.
 
-    `iterations`, the first the base's, and `cards`: a prompt, its input picture, and its picture after each iteration from the
-    same noise, as data URIs. Clips move; `still` is shown if the browser is set to reduced motion. `trouble` is the reason if a
-    run's pictures cannot be shown.
+    `iterations`, the first the base's, and `cards`: a prompt, its input picture, and its picture
+    after each iteration from the same noise, as data URIs. Clips move; `still` is shown if the
+    browser is set to reduced motion. `trouble` is the reason if a run's pictures cannot be shown.
     """
     shown: list[list[dict[str, Any]]] = []
     for size in (256, 192, 128, 96, 64, 48):
         shown = [_shown(run, size) for run in runs]
-        frames = [frame for sets in shown for each in sets for card in each["cards"] for frame in card["frames"]]
+        frames = [
+            frame
+            for sets in shown
+            for each in sets
+            for card in each["cards"]
+            for frame in card["frames"]
+        ]
         if sum(len(frame["uri"]) + len(frame["still"]) for frame in frames) <= PICTURE_BYTES:
             break
     return shown
@@ -56,7 +63,8 @@ def picture_of_file(path: Path) -> Image.Image:
 
 
 def _shown(run: RunHistory, size: int) -> list[dict[str, Any]]:
-    after = SeedGroup((run,)).judged_after if run.newest_results else []  # only then the pictures of both are kept
+    # only then the pictures of both are kept
+    after = SeedGroup((run,)).judged_after if run.newest_results else []
     try:
         during, ends = _tables(run, _thinned(run.kept)), _tables(run, [0, *after] if after else [])
         sets = [(during, *chosen([None], SHOWN, run.heldout))] if during else []
@@ -65,7 +73,12 @@ def _shown(run: RunHistory, size: int) -> list[dict[str, Any]]:
             if not sets or placed[0] != sets[0][1]:
                 sets = [(ends, *placed), *(sets if len(during) > 2 else [])]
         return [
-            {"trouble": "", "how": f"{how}.", "iterations": list(tables), "cards": _cards(run, tables, places, size)}
+            {
+                "trouble": "",
+                "how": f"{how}.",
+                "iterations": list(tables),
+                "cards": _cards(run, tables, places, size),
+            }
             for tables, places, how in sets
         ]
     except DAMAGE as error:
@@ -82,15 +95,23 @@ def _tables(run: RunHistory, iterations: Sequence[int]) -> dict[int, list[Row]]:
     return {iteration: read_rows(run.files.scores(iteration)) for iteration in iterations}
 
 
-def _cards(run: RunHistory, tables: Mapping[int, Sequence[Row]], places: Sequence[int], size: int) -> list[dict[str, Any]]:
-    """By prompt: its input picture, and its pictures after every iteration, each with its scores and whether it is right."""
+def _cards(
+    run: RunHistory, tables: Mapping[int, Sequence[Row]], places: Sequence[int], size: int
+) -> list[dict[str, Any]]:
+    """By prompt: its input picture, and its pictures after every iteration, each with its scores
+    and whether it is right."""
     first = next(iter(tables))
     return [
         {
             "prompt": tables[first][place]["prompt"],
             "input": given_to(run.files.pictures(first), place, size),
             "frames": [
-                _frame(picture_of(run.files.pictures(iteration), place), size, rows[place], run.config.rewards)
+                _frame(
+                    picture_of(run.files.pictures(iteration), place),
+                    size,
+                    rows[place],
+                    run.config.rewards,
+                )
                 for iteration, rows in tables.items()
             ],
         }
@@ -115,27 +136,41 @@ def _frame(path: Path, size: int, row: Row, names: Collection[str]) -> dict[str,
     uri, still, clip = data_uri(picture, size), "", clip_of(path)
     if clip.is_file():
         uri, still = clip_uri(*read_webp(clip), size), uri
-    return {"uri": uri, "still": still, "right": row.get("right"), "scores": scores, "shape": picture.size}
+    return {
+        "uri": uri,
+        "still": still,
+        "right": row.get("right"),
+        "scores": scores,
+        "shape": picture.size,
+    }
 
 
 def first_group(run: RunHistory) -> dict[str, Any] | None:
-    """The group of the first iteration that the run kept, its members from best to worst. None if it kept none; `trouble` is
-    the reason if it cannot be shown."""
+    """The group of the first iteration that the run kept, its members from best to worst. None if
+    it kept none; `trouble` is the reason if it cannot be shown."""
     folder = run.files.first_group
     if not run.files.group_scores.is_file():
         return None
     try:
         rows = read_rows(run.files.group_scores, Member)
-        uris = [data_uri(picture_of_file(picture_of(folder, index)), MEMBER) for index in range(len(rows))]
+        uris = [
+            data_uri(picture_of_file(picture_of(folder, index)), MEMBER)
+            for index in range(len(rows))
+        ]
         members = _members(rows, uris, len(rows) // rows[0]["tails"])
-        told = {"prompt": rows[0]["prompt"], "how": rows[0]["how"], "input": given_to(folder, 0, MEMBER)}
+        told = {
+            "prompt": rows[0]["prompt"],
+            "how": rows[0]["how"],
+            "input": given_to(folder, 0, MEMBER),
+        }
         return {"trouble": "", "members": members, **told}
     except DAMAGE as error:
         return {"trouble": str(error)}
 
 
 def _members(rows: Sequence[Row], uris: Sequence[str], count: int) -> list[dict[str, Any]]:
-    """The members from best to worst; `rows` and `uris` are of the pictures of `count` members, tail after tail."""
+    """The members from best to worst; `rows` and `uris` are of the pictures of `count` members,
+    tail after tail."""
     advantages = [row["scores"].get(ADVANTAGE) or 0.0 for row in rows[:count]]
     names = [name for name in rows[0]["scores"] if name != ADVANTAGE]
     return [
@@ -143,7 +178,10 @@ def _members(rows: Sequence[Row], uris: Sequence[str], count: int) -> list[dict[
             "number": member + 1,
             "right": rows[member].get("right"),
             "pictures": uris[member::count],
-            "scores": {name: " · ".join(said(row["scores"][name]) for row in rows[member::count]) for name in names},
+            "scores": {
+                name: " · ".join(said(row["scores"][name]) for row in rows[member::count])
+                for name in names
+            },
             "advantage": advantages[member],
         }
         for member in sorted(range(count), key=lambda member: -advantages[member])

@@ -1,4 +1,5 @@
-"""The results of a run on held-out prompts, in sentences; numbers and times as the report writes them."""
+"""The results of a run on held-out prompts, in sentences; numbers and times as the report writes
+them."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from g2rpo.evaluation.untrained import RIGHT, in_figures, in_words, told
 from g2rpo.lab.report.history import Change, RunHistory, SeedGroup
 
 SMALL_EFFECT = 0.2
-"""A smaller change is slight, in standard deviations of the base's scores (Cohen 1988: a small effect)."""
+"""A smaller change is slight, in standard deviations of the base's scores (Cohen 1988: a small
+effect)."""
 AS_VARIED = 0.8
 """Pictures that differ by less than this share of what the base's do are a loss of diversity."""
 
 
 def verdict(change: Change) -> str:
-    """ "higher", "lower" or no clear change, by the interval; "slightly" if it is clear and small."""
+    """ "higher", "lower" or no clear change, by the interval; "slightly" if it is clear and
+    small."""
     low, high = change.change.low, change.change.high
     if change.prompts < FEWEST_VALUES:
         return "too few prompts"
@@ -40,21 +43,30 @@ class Summary:
 
 
 def summary_of(of: RunHistory | SeedGroup) -> Summary:
-    """What was trained and whether it helped, what the untrained model does without it, and what got worse, in plain words. The
-    first is on right pictures, or on the trained rewards if no reward defines right pictures."""
+    """What was trained and whether it helped, what the untrained model does without it, and what
+    got worse, in plain words. The first is on right pictures, or on the trained rewards if no
+    reward defines right pictures."""
     group = of if isinstance(of, SeedGroup) else SeedGroup((of,))
     if not group.changes:
-        return Summary(["Nothing can be said yet: there are no two evaluations of which the scores are kept."], [])
+        return Summary(
+            ["Nothing can be said yet: there are no two evaluations of which the scores are kept."],
+            [],
+        )
     found = group.results("controls")
     names = told(found[0], list(group.config.rewards)) if found else []
     figures = in_figures(found, names)
     for which, (base, tuned) in group.spreads().items():
-        figures.append(f"{which.capitalize()} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}.")
-    return Summary([_outcome(group), *(in_words(found, names) or _untried(group)), _worse(group)], figures)
+        figures.append(
+            f"{which.capitalize()} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}."
+        )
+    return Summary(
+        [_outcome(group), *(in_words(found, names) or _untried(group)), _worse(group)], figures
+    )
 
 
 def effect(change: Change, unit: str = "s.d.") -> str:
-    """The change in standard deviations of the base's scores over prompts, with its interval; "" where it is not known."""
+    """The change in standard deviations of the base's scores over prompts, with its interval; ""
+    where it is not known."""
     size, ends = change.effect, ""
     if math.isnan(size.mean):
         return ""
@@ -65,7 +77,10 @@ def effect(change: Change, unit: str = "s.d.") -> str:
 
 def _outcome(group: SeedGroup) -> str:
     trained = [change for change in group.changes.values() if change.trained]
-    names, length = _listed([change.name for change in trained]), counted(max(group.judged_after), "iteration")
+    names, length = (
+        _listed([change.name for change in trained]),
+        counted(max(group.judged_after), "iteration"),
+    )
     heldout = f"{group.runs[0].heldout} held-out"
     right = group.changes.get(RIGHT)
     if right is None:
@@ -88,8 +103,14 @@ def _points(change: Change) -> str:
 
 
 def _changed(change: Change) -> str:
-    """Whether a reward changed, and how much in standard deviations, which say more than its own units."""
-    moved = {"higher": "rose", "lower": "fell", "slightly higher": "rose slightly", "slightly lower": "fell slightly"}
+    """Whether a reward changed, and how much in standard deviations, which say more than its own
+    units."""
+    moved = {
+        "higher": "rose",
+        "lower": "fell",
+        "slightly higher": "rose slightly",
+        "slightly lower": "fell slightly",
+    }
     size = effect(change, "standard deviations")
     digits = decimals(change)
     values = f"from {fixed(change.base, digits)} to {fixed(change.tuned, digits)}"
@@ -99,7 +120,11 @@ def _changed(change: Change) -> str:
 def _few(change: Change) -> str:
     """A caution on too few prompts."""
     few = verdict(change) == "too few prompts"
-    return f", too few prompts to say more; take evaluation.num_prompts={FEWEST_VALUES} or more" if few else ""
+    return (
+        f", too few prompts to say more; take evaluation.num_prompts={FEWEST_VALUES} or more"
+        if few
+        else ""
+    )
 
 
 def _untried(group: SeedGroup) -> list[str]:
@@ -112,13 +137,21 @@ def _untried(group: SeedGroup) -> list[str]:
 
 
 def _worse(group: SeedGroup) -> str:
-    """Scores that fell, lost diversity, and alarms. Of diversity that of right pictures counts where every run knows it, since
-    training that works leaves fewer wrong ones."""
-    fallen = [change for change in group.changes.values() if change.name != RIGHT and verdict(change) == "lower"]
+    """Scores that fell, lost diversity, and alarms. Of diversity that of right pictures counts
+    where every run knows it, since training that works leaves fewer wrong ones."""
+    fallen = [
+        change
+        for change in group.changes.values()
+        if change.name != RIGHT and verdict(change) == "lower"
+    ]
     worse = [f"{change.name} ({signed(change.effect.mean, 2)} s.d.)" for change in fallen]
     shares = [tuned / base for base, tuned in group.spreads().values() if base]
     right = f", right ones {shares[1]:.2f} times" if len(shares) > 1 else ""
-    varied = [f"Pictures of one prompt differ {shares[0]:.2f} times as much as the base's{right}"] if shares else []
+    varied = (
+        [f"Pictures of one prompt differ {shares[0]:.2f} times as much as the base's{right}"]
+        if shares
+        else []
+    )
     if shares and shares[-1] < AS_VARIED:
         worse.append(f"diversity ({varied.pop().lower()})")
     judged = any(not change.trained and change.name != RIGHT for change in group.changes.values())
@@ -139,11 +172,16 @@ def _percent(share: float) -> str:
 
 def model_name(policy: PolicyConfig) -> str:
     """A description of the model."""
-    return "the tiny FLUX that comes with g2rpo" if policy.path in ("testbed", "words") else policy.path
+    return (
+        "the tiny FLUX that comes with g2rpo"
+        if policy.path in ("testbed", "words")
+        else policy.path
+    )
 
 
 def decimals(change: Change) -> int:
-    """Decimals of a score with two significant figures of its change's standard error; 3 where that is not known or 0."""
+    """Decimals of a score with two significant figures of its change's standard error; 3 where that
+    is not known or 0."""
     error = (change.change.high - change.change.low) / (2 * Z)
     return min(6, max(0, 1 - math.floor(math.log10(error)))) if 0 < error < math.inf else 3
 
@@ -160,7 +198,9 @@ def signed(value: float, digits: int) -> str:
 
 def figures(value: float | None) -> str:
     """Three significant figures, zeros at the end included; a dash for none."""
-    return "–" if value is None or math.isnan(value) else f"{value:#.3g}".rstrip(".").replace("-", "−")
+    return (
+        "–" if value is None or math.isnan(value) else f"{value:#.3g}".rstrip(".").replace("-", "−")
+    )
 
 
 def in_time(seconds: float) -> str:

@@ -1,4 +1,5 @@
-"""A blind test by the person: which of two pictures is better, where one is the base model's and nobody says which."""
+"""A blind test by the person: which of two pictures is better, where one is the base model's and
+nobody says which."""
 
 from __future__ import annotations
 
@@ -16,22 +17,24 @@ PAIRS = 12
 
 @dataclass
 class BlindTest:
-    """Pictures [N, 3, H, W], or clips, of `prompts`: by the base model and, from the same noise, by the weights as they were
-    when it began. `seed` decides which of a pair is on the left."""
+    """Pictures [N, 3, H, W], or clips, of `prompts`: by the base model and, from the same noise, by
+    the weights as they were when it began. `seed` decides which of a pair is on the left."""
 
     prompts: Sequence[str]
     before: Tensor
     now: Tensor
     seed: int
     answers: list[tuple[int, ...]] = field(default_factory=list)
-    """By pair (0,) if the base's picture is better, (1,) if the new one is; empty without a difference."""
+    """By pair (0,) if the base's picture is better, (1,) if the new one is; empty without a
+    difference."""
 
     @property
     def done(self) -> bool:
         return len(self.answers) == len(self.prompts)
 
     def sides(self) -> tuple[int, int]:
-        """Of the pair that is asked what is on the left and on the right: 0 is the base's picture, 1 the new one."""
+        """Of the pair that is asked what is on the left and on the right: 0 is the base's picture,
+        1 the new one."""
         return (1, 0) if draw_below(2, self.seed, "blind", len(self.answers)) else (0, 1)
 
     def pair(self) -> list[Tensor]:
@@ -39,7 +42,8 @@ class BlindTest:
         return [(self.before, self.now)[side][len(self.answers)] for side in self.sides()]
 
     def __str__(self) -> str:
-        """The counts, with the exact sign test and the exact interval (Clopper and Pearson) of the new ones' share."""
+        """The counts, with the exact sign test and the exact interval (Clopper and Pearson) of the
+        new ones' share."""
         now, before = self.answers.count((1,)), self.answers.count((0,))
         same = len(self.answers) - now - before
         said = f"Blind test of {len(self.answers)} pairs: now better {now}, before better {before}, no difference {same}."

@@ -1,4 +1,5 @@
-"""`g2rpo teach`, a session in the browser or its answers from a file; and `g2rpo agree`, for what it stored."""
+"""`g2rpo teach`, a session in the browser or its answers from a file; and `g2rpo agree`, for what
+it stored."""
 
 from __future__ import annotations
 
@@ -32,25 +33,36 @@ from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import joined
 
 GUARDED = 0.5
-"""The weight of the clicks, as a share of that of the guards: with equal weights pictures break before a taste is met."""
+"""The weight of the clicks, as a share of that of the guards: with equal weights pictures break
+before a taste is met."""
 ADAPTER_RATE = 3
-"""The learning rate of an adapter, as a multiple of that of all weights, with which both learn alike (scenes)."""
+"""The learning rate of an adapter, as a multiple of that of all weights, with which both learn
+alike (scenes)."""
 UNGUARDED = {
-    "scenes": ["rewards.scene_accuracy=", "rewards.scene_preference=1", "evaluation.rewards.scene_preference="],
+    "scenes": [
+        "rewards.scene_accuracy=",
+        "rewards.scene_preference=1",
+        "evaluation.rewards.scene_preference=",
+    ],
     "words": ["rewards.ocr="],
 }
-"""What takes from these recipes the guard that says which pictures are right: it would teach that, whatever is clicked."""
+"""What takes from these recipes the guard that says which pictures are right: it would teach that,
+whatever is clicked."""
 
 
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
-    """The config of a session: a recipe with `OVERRIDES` and the reward `clicks`, which weighs half as much as all other
-    rewards together, the guards. Where the recipe trains all weights, an adapter takes `ADAPTER_RATE` times its rate. A config
-    with the reward `clicks` is a session's, and stays as it is."""
+    """The config of a session: a recipe with `OVERRIDES` and the reward `clicks`, which weighs half
+    as much as all other rewards together, the guards. Where the recipe trains all weights, an
+    adapter takes `ADAPTER_RATE` times its rate. A config with the reward `clicks` is a session's,
+    and stays as it is."""
     plain = load_config(recipe, [])
     if "clicks" in plain.rewards:
         return load_config(recipe, overrides, notify)
     guards = load_config(recipe, ["rewards.clicks=1", *overrides]).rewards
-    weight = GUARDED * sum(reward.weight for name, reward in guards.items() if name != "clicks") or 1  # 1: without a guard
+    # 1: without a guard
+    weight = (
+        GUARDED * sum(reward.weight for name, reward in guards.items() if name != "clicks") or 1
+    )
     own = [*OVERRIDES, f"rewards.clicks={weight:g}"]
     if plain.policy.tuning == "full":
         own.append(f"optim.learning_rate={ADAPTER_RATE * plain.optim.learning_rate:g}")
@@ -68,22 +80,29 @@ def opened(
     background: bool = False,
     emit: Emit = silent,
 ) -> Iterator[Session]:
-    """A session that has begun, in a run directory of its own, on a recipe; or on a run that `g2rpo teach` began, whose answers
-    are repeated first. `stored` is a file of answers to repeat as well."""
+    """A session that has begun, in a run directory of its own, on a recipe; or on a run that `g2rpo
+    teach` began, whose answers are repeated first. `stored` is a file of answers to repeat as
+    well."""
     notify, begun = cautions(emit), Run(Path(recipe))
     resume = begun.config.is_file()
     if resume and not begun.votes.is_file():
-        raise UserError(f"{recipe}: was not begun by g2rpo teach (it has no votes.jsonl); name a recipe")
+        raise UserError(
+            f"{recipe}: was not begun by g2rpo teach (it has no votes.jsonl); name a recipe"
+        )
     if resume:
         config, run_dir = begun.read_config(overrides, notify, mention=False), begun.path
     else:
         config = completed(teach_config(recipe, overrides, notify), notify)
     repeated = votes.read(stored) if stored is not None else []
     with joined(pick_device(config.policy.device)) as world, ExitStack() as stack:
-        chosen = stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
+        chosen = (
+            stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
+        )
         folder = Path(world.broadcast_text(str(chosen)))
         session = Session(
-            trainer=build(Request(config=config, run_dir=folder, world=world, notify=notify, emit=emit)),
+            trainer=build(
+                Request(config=config, run_dir=folder, world=world, notify=notify, emit=emit)
+            ),
             background=background,
             prompt=prompt,
             notify=notify if world.is_main else lambda words: None,
@@ -106,9 +125,11 @@ def teach(
     stop: threading.Event | None = None,
     emit: Emit = silent,
 ) -> Path:
-    """Serves a session until it is finished in the page, interrupted, or `stop` is set; with `stored` answers it only repeats
-    them. Returns the run directory."""
-    opening = partial(opened, recipe, overrides, run_dir, stored=stored, prompt=prompt or "", emit=emit)
+    """Serves a session until it is finished in the page, interrupted, or `stop` is set; with
+    `stored` answers it only repeats them. Returns the run directory."""
+    opening = partial(
+        opened, recipe, overrides, run_dir, stored=stored, prompt=prompt or "", emit=emit
+    )
     lesson = Lesson(partial(opening, background=stored is None))
     follows = bool(int(os.environ.get("RANK", 0)))  # under torchrun rank 0 serves the page
     serves = stored is None and not follows
@@ -126,7 +147,9 @@ def teach(
         if serves:
             ended = stop or threading.Event()
             title = f"Teach {trainer.config.recipe or 'a model'}"
-            page = page_of(title, "g2rpo teach", "", {"Teach": partial(teach_view, lesson, ended.set)})
+            page = page_of(
+                title, "g2rpo teach", "", {"Teach": partial(teach_view, lesson, ended.set)}
+            )
             ends = '"Finish", or Ctrl-C, ends the session and keeps what was learnt'
             serve_until(ended, page, host, port, token, emit, ends)
             emit(Line("comparing base and taught ..."))
@@ -138,13 +161,17 @@ def teach(
 
 
 def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]:
-    """By reward the share of pairs of a liked and another picture of a group that it orders as the person did, ties counting
-    one half: mean over the groups of a session, and the 95 % interval of `agreement_interval`. A name without settings is the
-    session's own reward or judge of that name, else a kind with its defaults. UserError for a run without answers."""
+    """By reward the share of pairs of a liked and another picture of a group that it orders as the
+    person did, ties counting one half: mean over the groups of a session, and the 95 % interval of
+    `agreement_interval`. A name without settings is the session's own reward or judge of that name,
+    else a kind with its defaults. UserError for a run without answers."""
     own: dict[str, object] = {}
     if Run(directory).config.is_file():
         config = Run(directory).read_config()
-        own |= {name: one.model_dump(mode="json") for name, one in {**config.evaluation.rewards, **config.rewards}.items()}
+        own |= {
+            name: one.model_dump(mode="json")
+            for name, one in {**config.evaluation.rewards, **config.rewards}.items()
+        }
     table = reward_table({name: entry or own.get(name, {}) for name, entry in rewards.items()})
     if any(entry.kind == "clicks" and "run" not in entry.options for entry in table.values()):
         raise UserError(
@@ -154,8 +181,13 @@ def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]
     built = build_rewards(table, pick_device("auto"))
     shares: dict[str, list[float]] = {name: [] for name in built}
     for vote, images in answered:
-        scores = score(built, images, [vote.prompt] * len(images), batch_size=16, members=len(images))
+        scores = score(
+            built, images, [vote.prompt] * len(images), batch_size=16, members=len(images)
+        )
         for name, values in zip(built, scores, strict=True):
             if not values.isnan().any():
                 shares[name].append(agreement_of(values.double().numpy(), vote.liked))
-    return {name: replace(agreement_interval(values, 0.95), mean=fmean(values or [nan])) for name, values in shares.items()}
+    return {
+        name: replace(agreement_interval(values, 0.95), mean=fmean(values or [nan]))
+        for name, values in shares.items()
+    }

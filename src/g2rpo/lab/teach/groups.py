@@ -1,4 +1,5 @@
-"""The groups that a person is asked about: which prompt, and pictures that differ by the noise of one step."""
+"""The groups that a person is asked about: which prompt, and pictures that differ by the noise of
+one step."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ from g2rpo.training.collector import Groups
 from g2rpo.training.trainer import Trainer
 
 SHOWN_STEPS = (0, 1)
-"""Steps whose noise the groups that are shown differ by, by turns: that of later steps changes little that a person can see."""
+"""Steps whose noise the groups that are shown differ by, by turns: that of later steps changes
+little that a person can see."""
 CANDIDATES, PREVIEWED = 6, 3
-"""Prompts that a round considers, and pictures that are drawn of each to find the one to ask about: where twelve pictures are
-alike there is nothing to choose, and three tell it nearly as well as twelve (LOG.md)."""
+"""Prompts that a round considers, and pictures that are drawn of each to find the one to ask about:
+where twelve pictures are alike there is nothing to choose, and three tell it nearly as well as
+twelve (LOG.md)."""
 MOST_PROMPTS_ASKED = 64
 """Training prompts, at most, that groups are drawn from."""
 
@@ -50,18 +53,21 @@ class AskedGroup:
 
 @dataclass
 class Asker:
-    """Samples the groups of a session from the first training prompts; of a round the same on all ranks."""
+    """Samples the groups of a session from the first training prompts; of a round the same on all
+    ranks."""
 
     trainer: Trainer
     order: PromptOrder = field(init=False)
 
     def __post_init__(self) -> None:
         t, seed = self.trainer, self.trainer.config.trainer.seed
-        first = PromptOrder(t.prompts, seed).batch(0, MOST_PROMPTS_ASKED)  # training begins with them: they are encoded
+        # training begins with them: they are encoded
+        first = PromptOrder(t.prompts, seed).batch(0, MOST_PROMPTS_ASKED)
         self.order = PromptOrder(list(dict.fromkeys(first)), seed + 1)
 
     def group(self, round: int, changes: int) -> AskedGroup:
-        """The group of the candidate whose pictures differ most, by the first `PREVIEWED` of each."""
+        """The group of the candidate whose pictures differ most, by the first `PREVIEWED` of
+        each."""
         t, step = self.trainer, SHOWN_STEPS[round % len(SHOWN_STEPS)]
         candidates = list(dict.fromkeys(self.order.batch(round, CANDIDATES)))
         size = t.algorithm.group_size
@@ -70,17 +76,22 @@ class Asker:
         chosen = of_main(t.world, lambda: spreads.index(max(spreads)))
         sampled = self._sampled(round, step, candidates[chosen : chosen + 1], size, first=chosen)
         ((images,),) = t.pictures(sampled)
-        images = t.world.gather(images if t.world.is_main else images[:0])  # rank 0's, which are shown
+        # rank 0's, which are shown
+        images = t.world.gather(images if t.world.is_main else images[:0])
         digest = votes.digest_of_answer(candidates[chosen], to_uint8(stills(images)))
         return AskedGroup(round, candidates[chosen], step, images, sampled, digest, changes)
 
-    def _sampled(self, round: int, step: int, prompts: Sequence[str], size: int, first: int = 0) -> Groups:
+    def _sampled(
+        self, round: int, step: int, prompts: Sequence[str], size: int, first: int = 0
+    ) -> Groups:
         """Unscored groups of `prompts`, which are the candidates from the `first` on."""
         plan = {"branch_steps": (step,), "granularities": (1,), "branch_schedule": "all"}
         algorithm = replace(self.trainer.algorithm, group_size=size, **plan)  # type: ignore[type-var]
 
         def noise(place: int, *purpose: Any) -> torch.Generator:
-            return generator_for(self.trainer.config.trainer.seed, "teach", round, first + place, *purpose)
+            return generator_for(
+                self.trainer.config.trainer.seed, "teach", round, first + place, *purpose
+            )
 
         return self.trainer.sample_groups(prompts, algorithm, noise, rewards={})
 

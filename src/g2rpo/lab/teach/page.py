@@ -1,4 +1,5 @@
-"""The view of `g2rpo teach` and of the demo's tab: a group to choose in, and a fixed prompt before and after.
+"""The view of `g2rpo teach` and of the demo's tab: a group to choose in, and a fixed prompt before
+and after.
 
 Importing this module imports Gradio.
 """
@@ -51,23 +52,32 @@ DIRECTLY = (
     "The model then learns from each click itself and no longer from a guess of your taste. That takes more clicks, "
     f"{DIRECT} groups for an update, and it learns from clicks at random too. Undo takes it back with the last answer."
 )
-BEGIN = f'"Begin" shows pictures of a prompt, of which you choose the best, some {USUAL_ANSWERS} times.'
+BEGIN = (
+    f'"Begin" shows pictures of a prompt, of which you choose the best, some {USUAL_ANSWERS} times.'
+)
 
 environment = templates_of("g2rpo.lab.teach")
-environment.filters["input_uris"] = lambda prompt: [data_uri(picture, SHOWN_SIDE) for picture in read_inputs(prompt)]
+environment.filters["input_uris"] = lambda prompt: [
+    data_uri(picture, SHOWN_SIDE) for picture in read_inputs(prompt)
+]
 
 
 def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> None:
-    """A session that begins and ends with buttons; or has begun, and ends with the page, by `stop`."""
+    """A session that begins and ends with buttons; or has begun, and ends with the page, by
+    `stop`."""
     with gr.Row():
-        begin = gr.Button("Begin", variant="primary", scale=0, elem_id="begin", visible=stop is None)
+        begin = gr.Button(
+            "Begin", variant="primary", scale=0, elem_id="begin", visible=stop is None
+        )
     with gr.Row(equal_height=False):
         with gr.Column(scale=7, min_width=320, elem_id="choice"):
             grid = gr.HTML(empty(BEGIN), js_on_load=SAYING, elem_id="asked")
         with gr.Column(scale=4, min_width=280):
             pair, said = gr.HTML(elem_id="pair"), gr.HTML(elem_id="status")
             far = f"1: {AIM:g} of a deviation, by the guess of your taste; then learning pauses."
-            strength = gr.Slider(0, 4, 1, step=0.25, label="How far to go", info=far, elem_id="strength")
+            strength = gr.Slider(
+                0, 4, 1, step=0.25, label="How far to go", info=far, elem_id="strength"
+            )
             blind = gr.Button("Blind test: before or now?", size="sm", elem_id="blind")
             direct = gr.Button("Clicks alone", size="sm", elem_id="direct")
             with gr.Column(elem_id="sure", elem_classes="g2-closed") as sure:
@@ -81,7 +91,9 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
         """What is beside the group; it is asked again while the session learns."""
         session = lesson.session
         if session is None:
-            shown = (pair_html(lesson.ended[0]), kept_html(*lesson.ended)) if lesson.ended else ("", "")
+            shown = (
+                (pair_html(lesson.ended[0]), kept_html(*lesson.ended)) if lesson.ended else ("", "")
+            )
             return *shown, gr.Timer(active=False)
         learning = session.learning  # before what it stands for
         return pair_html(session), status(session, learning), gr.Timer(active=learning)
@@ -91,7 +103,8 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
         return empty(BEGIN) if session is None else choice_html(session), *now()
 
     def loaded() -> tuple[Any, ...]:
-        """What a page shows that is just loaded: a session may have begun, with a strength of its own."""
+        """What a page shows that is just loaded: a session may have begun, with a strength of its
+        own."""
         return *everything(), lesson.session.pupil.strength if lesson.session else 1
 
     def asked() -> Session:
@@ -116,7 +129,9 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
             elif event.act == "undo":
                 session.undo()
             elif event.act == "several" and not event.liked:
-                raise UserError('tick the pictures that you like first; "None (n)" says that none is good')
+                raise UserError(
+                    'tick the pictures that you like first; "None (n)" says that none is good'
+                )
             else:
                 session.answer(event.liked, round=event.round, skipped=event.act == "skip")
 
@@ -129,7 +144,9 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
     grid.click(told, None, outputs, **ONE_AT_A_TIME)
     blind.click(lambda: after(lambda: asked().begin_blind()), None, outputs, **ONE_AT_A_TIME)
     directly.click(lambda: after(lambda: asked().learn_directly()), None, outputs, **ONE_AT_A_TIME)
-    strength.release(lambda far: after(lambda: asked().set_strength(far)), strength, outputs, **ONE_AT_A_TIME)
+    strength.release(
+        lambda far: after(lambda: asked().set_strength(far)), strength, outputs, **ONE_AT_A_TIME
+    )
     timer.tick(now, None, beside, show_progress="hidden", api_visibility="private")
     ended = finish.click(lambda: after(lesson.finish), None, outputs, **ONE_AT_A_TIME)
 
@@ -151,7 +168,9 @@ def choice_html(session: Session) -> str:
     test = session.blind
     if test is not None and not test.done:
         number = len(test.answers)
-        words = f"Which is better? Pair {number + 1} of {len(test.prompts)}; one is the base model's."
+        words = (
+            f"Which is better? Pair {number + 1} of {len(test.prompts)}; one is the base model's."
+        )
         prompt, images = test.prompts[number], test.pair()
     else:
         number, words = session.group.round, guide(session)
@@ -196,10 +215,16 @@ def guide(session: Session) -> str:
 def status(session: Session, learning: bool) -> str:
     """What has been learnt so far, as text."""
     pupil, learnt = session.pupil, session.pupil.learnt
-    answers, changes, head = counted(pupil.answered, "answer"), counted(pupil.changes, "change"), learnt.head
+    answers, changes, head = (
+        counted(pupil.answered, "answer"),
+        counted(pupil.changes, "change"),
+        learnt.head,
+    )
     lines = [f"{answers}, {changes} of the weights." + " Learning …" * learning]
     if guards := [name for name in session.trainer.rewards if name != "clicks"]:
-        lines.append(f"Trained on beside your clicks: {', '.join(guards)}. This moves pictures too.")
+        lines.append(
+            f"Trained on beside your clicks: {', '.join(guards)}. This moves pictures too."
+        )
     if pupil.answered < FIRST:
         lines.append(f"Learning begins after {FIRST} answers.")
     elif learnt.direct:
@@ -211,7 +236,11 @@ def status(session: Session, learning: bool) -> str:
             f"[{100 * a.low:.0f}, {100 * a.high:.0f}], in groups that it has not seen; 50 % is chance."
         )
         if head.trust == 0:
-            without = '; "Clicks alone" learns without it' if pupil.answered >= ENOUGH else " yet: answer on"
+            without = (
+                '; "Clicks alone" learns without it'
+                if pupil.answered >= ENOUGH
+                else " yet: answer on"
+            )
             lines.append(f"That is too little to learn from{without}.")
     if pupil.moved and not learnt.direct:
         lines.append(
@@ -219,11 +248,19 @@ def status(session: Session, learning: bool) -> str:
             "deviations; a person has not confirmed it."
         )
         if pupil.reached:
-            lines.append('Learning pauses: look at "before" and "now". "How far to go" lets it learn on, "Finish" ends.')
+            lines.append(
+                'Learning pauses: look at "before" and "now". "How far to go" lets it learn on, "Finish" ends.'
+            )
     if learnt.looks:
         look = learnt.looks[-1]
-        judges = [f"{name} {one.base:.3g} → {one.tuned:.3g}{one.within}" for name, one in look.judges.items()]
-        lines.append(f"Held-out pictures: {', '.join(judges)}." + (f" Undone: {look.wrong}." if look.wrong else ""))
+        judges = [
+            f"{name} {one.base:.3g} → {one.tuned:.3g}{one.within}"
+            for name, one in look.judges.items()
+        ]
+        lines.append(
+            f"Held-out pictures: {', '.join(judges)}."
+            + (f" Undone: {look.wrong}." if look.wrong else "")
+        )
     if session.blind is not None and session.blind.done:  # before, it would tell which is which
         lines.append(str(session.blind))
     return f'<div class="g2">{"".join(f"<p>{escape(line)}</p>" for line in lines)}</div>'

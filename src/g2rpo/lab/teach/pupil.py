@@ -1,8 +1,9 @@
 """How a model learns from a person's answers, and the brake that keeps it whole.
 
-After an answer the head (`rewards.taste`) is fitted again to all answers, and the model takes `UPDATES` iterations of its
-algorithm on the reward `clicks`, with the recipe's rewards as guards. The head cannot tell when a model breaks: judges, which
-are not trained on, look at held-out pictures after every `LOOK` changes, and take back what made them worse.
+After an answer the head (`rewards.taste`) is fitted again to all answers, and the model takes
+`UPDATES` iterations of its algorithm on the reward `clicks`, with the recipe's rewards as guards.
+The head cannot tell when a model breaks: judges, which are not trained on, look at held-out
+pictures after every `LOOK` changes, and take back what made them worse.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ UPDATES = 4
 ENOUGH, HOPELESS = 12, 0.6
 """After so many groups a head that agrees less with the person is said not to know the taste."""
 AIM = 0.75
-"""Standard deviations within groups by which the head's utility of held-out pictures is to rise, at strength 1: a model that
-learns on loses what a prompt asks for (LOG.md)."""
+"""Standard deviations within groups by which the head's utility of held-out pictures is to rise, at
+strength 1: a model that learns on loses what a prompt asks for (LOG.md)."""
 DIRECT = 4
 """Groups of an update that learns from the clicks alone."""
 LOOK = 2
@@ -41,12 +42,14 @@ FALL = 1.5
 USELESS = 2
 """Looks in a row that may be no nearer to the taste, by the head, than the last good weights."""
 SHRINK, GROW, LARGEST_STEP = 0.5, 1.25, 1.0
-"""Factors of the step after a look that was bad and one that was good, and the largest step, as a multiple of the rate."""
+"""Factors of the step after a look that was bad and one that was good, and the largest step, as a
+multiple of the rate."""
 
 
 @dataclass(frozen=True)
 class BrakeLook:
-    """Held-out pictures after some changes: judges against the base, and what was wrong, if anything."""
+    """Held-out pictures after some changes: judges against the base, and what was wrong, if
+    anything."""
 
     judges: dict[str, Comparison]
     wrong: str = ""
@@ -54,7 +57,8 @@ class BrakeLook:
 
 @dataclass
 class Learnt:
-    """What is known after some answers; the weights are the trainer's. Its parts are replaced, not changed, so a copy stays."""
+    """What is known after some answers; the weights are the trainer's. Its parts are replaced, not
+    changed, so a copy stays."""
 
     good: Snapshot
     """The last good weights."""
@@ -78,12 +82,14 @@ class Learnt:
 
 @dataclass
 class Pupil:
-    """A `trainer` with a reward `clicks`, which learns. `notify` is called with what a person should know."""
+    """A `trainer` with a reward `clicks`, which learns. `notify` is called with what a person
+    should know."""
 
     trainer: Trainer
     notify: Callable[[str], None] = print
     strength: float = 1.0
-    """The multiple of `AIM` at which learning pauses; without a head, a factor of the learning rate."""
+    """The multiple of `AIM` at which learning pauses; without a head, a factor of the learning
+    rate."""
     changes: int = 0
     """How often the weights have changed."""
     evaluated: int = 0
@@ -93,7 +99,9 @@ class Pupil:
         t = self.trainer
         if not isinstance(t.algorithm, GranularGRPO):
             name = getattr(t.algorithm, "name", "?")
-            raise UserError(f"teach: learns by G2RPO; algorithm.name={name} has no groups to choose in")
+            raise UserError(
+                f"teach: learns by G2RPO; algorithm.name={name} has no groups to choose in"
+            )
         clicks = t.rewards.get("clicks")
         if not isinstance(clicks, Clicks):
             raise UserError("teach: the recipe needs the reward `clicks`; add rewards.clicks=1")
@@ -109,7 +117,8 @@ class Pupil:
 
     @property
     def moved(self) -> float:
-        """The rise of the head's utility of held-out pictures at the last good look, in standard deviations within groups."""
+        """The rise of the head's utility of held-out pictures at the last good look, in standard
+        deviations within groups."""
         head, heldout = self.learnt.head, self.learnt.heldout
         if head is None or heldout is None:
             return 0.0
@@ -118,7 +127,8 @@ class Pupil:
 
     @property
     def reached(self) -> bool:
-        """Whether held-out pictures are as far as they should be by the head, so that nothing more is learnt."""
+        """Whether held-out pictures are as far as they should be by the head, so that nothing more
+        is learnt."""
         return not self.learnt.direct and self.moved >= AIM * self.strength
 
     def kept(self) -> tuple[Snapshot, Learnt]:
@@ -134,11 +144,14 @@ class Pupil:
     def learn(self, group: AskedGroup, vote: Vote) -> None:
         """Learns from the answer to a group that names a picture."""
         learnt = self.learnt
-        features = features_of(group.images, [group.prompt] * len(group.images), self.clicks.encoder)
+        features = features_of(
+            group.images, [group.prompt] * len(group.images), self.clicks.encoder
+        )
         learnt.choices = {**learnt.choices, group.round: Choice(features, vote.liked)}
         if learnt.direct:
             every = *learnt.waiting, (group, vote)
-            learnt.waiting = tuple(one for one in every if one[0].changes == self.changes)  # not of earlier weights
+            # not of earlier weights
+            learnt.waiting = tuple(one for one in every if one[0].changes == self.changes)
             if len(learnt.waiting) == DIRECT:
                 self._update_directly()
             return
@@ -178,24 +191,33 @@ class Pupil:
             self.settle()
 
     def settle(self) -> None:
-        """Compares held-out pictures with the base's by the judges, if weights changed since the last time.
+        """Compares held-out pictures with the base's by the judges, if weights changed since the
+        last time.
 
-        If one fell, or pictures left the base's range, the last good weights come back and steps become smaller. They come back
-        too after `USELESS` looks in a row that are no nearer to the taste by the head. Else steps grow, and weights that are
-        nearer, or any without a head, are good.
+        If one fell, or pictures left the base's range, the last good weights come back and steps
+        become smaller. They come back too after `USELESS` looks in a row that are no nearer to the
+        taste by the head. Else steps grow, and weights that are nearer, or any without a head, are
+        good.
         """
         t, learnt = self.trainer, self.learnt
         if not learnt.since:
             return
         row, base, now, self.evaluated = t.evaluate(), t.base, t.final, t.iteration
         assert base is not None and now is not None
-        judges = {name: paired(base.scores[name], now.scores[name]) for name in t.judges or t.rewards if name != "clicks"}
+        judges = {
+            name: paired(base.scores[name], now.scores[name])
+            for name in t.judges or t.rewards
+            if name != "clicks"
+        }
         wrong = [f"{name} fell" for name, one in judges.items() if one.change < -FALL * one.error]
         wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
         fell = of_main(t.world, lambda: " and ".join(wrong))
         seen: tuple[Features, Features] | None = None
         if t.world.is_main:  # it has all pictures
-            before, after = (features_of(one.images.float() / 255, one.prompts, self.clicks.encoder) for one in (base, now))
+            before, after = (
+                features_of(one.images.float() / 255, one.prompts, self.clicks.encoder)
+                for one in (base, now)
+            )
             seen = before, after
         nearer = of_main(t.world, lambda: seen is not None and self._nearer(*seen))
         learnt.since, learnt.useless = 0, 0 if nearer or fell else learnt.useless + 1
@@ -206,7 +228,9 @@ class Pupil:
             t.restore(learnt.good)
             learnt.useless = 0
             self.changes += 1
-            self.notify(f"held-out pictures: {told}; back to the last good weights, with smaller steps")
+            self.notify(
+                f"held-out pictures: {told}; back to the last good weights, with smaller steps"
+            )
         elif nearer:
             learnt.good, learnt.heldout = t.snapshot(), seen
 
@@ -224,7 +248,8 @@ class Pupil:
         t.set_length(max(1, t.iteration), t.config.evaluation.every)
         if self.evaluated != t.iteration:
             t.evaluate()
-        if t.world.is_main and (base := t.base) is not None:  # there was no head when its pictures were drawn
+        # there was no head when its pictures were drawn
+        if t.world.is_main and (base := t.base) is not None:
             base.scores["clicks"] = self.clicks.scores(base.images.float() / 255, base.prompts)
         t.save()
         return t.finish()

@@ -1,5 +1,5 @@
-"""Teaching a model by choosing among its pictures: rounds of a group that is shown and a person's answer. Independent of any
-page.
+"""Teaching a model by choosing among its pictures: rounds of a group that is shown and a person's
+answer. Independent of any page.
 
 Everything is a function of the config and of the answers, so that stored answers repeat a session.
 """
@@ -51,18 +51,19 @@ OVERRIDES = (
     "alarms.decline=off",
     "alarms.hacking=off",
 )
-"""What a session changes in a recipe, before the user's overrides. The two alarms compare scores of the reward `clicks`, whose
-meaning changes with every answer."""
+"""What a session changes in a recipe, before the user's overrides. The two alarms compare scores of
+the reward `clicks`, whose meaning changes with every answer."""
 
 
 @dataclass(kw_only=True)
 class Session:
     """Rounds with a `trainer` that has a reward `clicks`. All its ranks act on the same answers.
 
-    Answers are stored at once, and acted on in their order by a thread, the only one that uses the policy; with `background`
-    nobody waits for it. `AHEAD` groups lie ready: group r is sampled after the answer to group r - AHEAD, whenever that
-    comes, so both learn the same. `prompt`, or a held-out one that the base draws wrong, is drawn after every change.
-    `notify` is called with what a person should know.
+    Answers are stored at once, and acted on in their order by a thread, the only one that uses the
+    policy; with `background` nobody waits for it. `AHEAD` groups lie ready: group r is sampled
+    after the answer to group r - AHEAD, whenever that comes, so both learn the same. `prompt`, or a
+    held-out one that the base draws wrong, is drawn after every change. `notify` is called with
+    what a person should know.
     """
 
     trainer: Trainer
@@ -77,14 +78,15 @@ class Session:
     def __post_init__(self) -> None:
         self.pupil, self.asker = Pupil(self.trainer, self.notify), Asker(self.trainer)
         self._next = 0  # the round whose answer is acted on next
-        self._before: deque[Any] = deque(maxlen=REMEMBERED)  # what was so before each of the last answers
+        # what was so before each of the last answers
+        self._before: deque[Any] = deque(maxlen=REMEMBERED)
         self._pending: deque[Future[None]] = deque()
         self._turn, self._sent = Lock(), count()
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """While entered, rows are logged. Evaluates the base and samples the first groups; earlier answers in the run's
-        votes.jsonl are repeated first."""
+        """While entered, rows are logged. Evaluates the base and samples the first groups; earlier
+        answers in the run's votes.jsonl are repeated first."""
         t = self.trainer
         device = same_device(t.policy.device)
         with t.listening(), ThreadPoolExecutor(1, "learning", initializer=device) as self._thread:
@@ -95,7 +97,12 @@ class Session:
             self._fill()
             if t.run.writes:
                 t.run.votes.touch()  # by which a session is known, before its first answer too
-            stored = of_main(t.world, lambda: [vote.model_dump() for vote in votes.read(t.run.votes)] if t.run.writes else [])
+            stored = of_main(
+                t.world,
+                lambda: (
+                    [vote.model_dump() for vote in votes.read(t.run.votes)] if t.run.writes else []
+                ),
+            )
             self.repeat([Vote.model_validate(each, strict=False) for each in stored], written=True)
             yield
 
@@ -125,7 +132,8 @@ class Session:
         return self._take(kind="strength", strength=strength)
 
     def learn_directly(self) -> Vote:
-        """Gives up the head: from here on the model learns from the clicks alone, whether or not a person is consistent."""
+        """Gives up the head: from here on the model learns from the clicks alone, whether or not a
+        person is consistent."""
         return self._take(kind="direct")
 
     def begin_blind(self) -> Vote:
@@ -133,9 +141,17 @@ class Session:
         return self._take(kind="look")
 
     def compare(self, sides: Sequence[int], *, pair: int) -> Vote:
-        """The answer to a pair of the blind test: the better side, 0 for the left one; empty without a difference."""
-        if self.blind is None or self.blind.done or pair != len(self.blind.answers) or not {*sides} <= {0, 1}:
-            raise UserError("this pair of the blind test is not the one that is asked; reload the page")
+        """The answer to a pair of the blind test: the better side, 0 for the left one; empty
+        without a difference."""
+        if (
+            self.blind is None
+            or self.blind.done
+            or pair != len(self.blind.answers)
+            or not {*sides} <= {0, 1}
+        ):
+            raise UserError(
+                "this pair of the blind test is not the one that is asked; reload the page"
+            )
         liked = tuple(self.blind.sides()[side] for side in sides[:1])
         return self._take(kind="blind", step=pair, liked=liked)
 
@@ -198,11 +214,16 @@ class Session:
             self._pending.popleft()
 
     def repeat(self, stored: Sequence[Vote], written: bool = False) -> None:
-        """Takes stored answers again, in their order; UserError for another run's. `written`: they are in votes.jsonl."""
+        """Takes stored answers again, in their order; UserError for another run's. `written`: they
+        are in votes.jsonl."""
         for vote in stored:
             group = self.group
             own = group.digest, group.prompt, group.step
-            if vote.kind == "vote" and vote.round == self.asked and (vote.digest, vote.prompt, vote.step) != own:
+            if (
+                vote.kind == "vote"
+                and vote.round == self.asked
+                and (vote.digest, vote.prompt, vote.step) != own
+            ):
                 raise UserError(
                     f"votes: prompt and pictures of round {vote.round + 1} are not those that were answered; "
                     "they belong to another run, another version or another machine"
@@ -218,7 +239,8 @@ class Session:
         world = self.trainer.world
         for number in count():
             try:
-                while not world.store.check([f"{SAID}{number}"]):  # not a collective: that would not wait for ever
+                # not a collective: that would not wait for ever
+                while not world.store.check([f"{SAID}{number}"]):
                     time.sleep(0.1)
                 said = world.store.get(f"{SAID}{number}").decode()
             except RuntimeError as error:
@@ -270,8 +292,8 @@ class Session:
         self.groups = {round: group for round, group in self.groups.items() if round >= self._next}
 
     def _wrong_prompt(self) -> str:
-        """The first held-out prompt that the base draws wrong, by the rewards that define right pictures; the first one if none
-        does, or if all are right."""
+        """The first held-out prompt that the base draws wrong, by the rewards that define right
+        pictures; the first one if none does, or if all are right."""
         base = self.trainer.base
         assert base is not None
         wrong = [] if base.right is None else (base.right == 0).nonzero().flatten().tolist()
@@ -285,7 +307,8 @@ class Session:
         self.blind = BlindTest(prompts, base.images[:PAIRS], now, self.pupil.changes)
 
     def _picture(self) -> Tensor:
-        """The picture [3, H, W] of `prompt` by the weights as they are, from the noise of its evaluation."""
+        """The picture [3, H, W] of `prompt` by the weights as they are, from the noise of its
+        evaluation."""
         return self.trainer.sample([self.prompt], self.trainer.config.trainer.seed, self._place)[0]
 
 
@@ -294,7 +317,8 @@ SAID, ENDED = "g2rpo/said/", "ended"
 
 
 class Lesson:
-    """A session that a page may begin and end. `session` is None but in between; `ended` is the last one, with its results."""
+    """A session that a page may begin and end. `session` is None but in between; `ended` is the
+    last one, with its results."""
 
     def __init__(self, opened: Callable[[], AbstractContextManager[Session]]) -> None:
         self.session: Session | None = None
@@ -308,7 +332,8 @@ class Lesson:
         return self.session
 
     def finish(self) -> tuple[Session, dict[str, Comparison]] | None:
-        """Ends the run, if one was begun, and keeps what was learnt; returns `ended`. If that fails, it can be tried again."""
+        """Ends the run, if one was begun, and keeps what was learnt; returns `ended`. If that
+        fails, it can be tried again."""
         if self.session is not None:
             self.ended = self.session, self.session.finish()
             self.session = None

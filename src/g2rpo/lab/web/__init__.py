@@ -1,4 +1,5 @@
-"""Pages in the browser, for the demo and for teaching: who may ask what, and how they are served."""
+"""Pages in the browser, for the demo and for teaching: who may ask what, and how they are
+served."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ def needing_gradio(what: str) -> Iterator[None]:
 
 
 def without_proxies() -> AbstractContextManager[object]:
-    """While entered, the environment's proxies are not used. Gradio needs it to be imported (some proxies, such as socks://,
-    are an error there) and to start (it asks its own page, which a proxy does not reach)."""
+    """While entered, the environment's proxies are not used. Gradio needs it to be imported (some
+    proxies, such as socks://, are an error there) and to start (it asks its own page, which a proxy
+    does not reach)."""
     return patch.dict(os.environ, no_proxy="*", NO_PROXY="*")

@@ -1,4 +1,5 @@
-"""The page of the demo and of teaching, by Gradio: its views, its style, how it is served and to whom (docs/demo.md).
+"""The page of the demo and of teaching, by Gradio: its views, its style, how it is served and to
+whom (docs/demo.md).
 
 Importing this module imports Gradio: no telemetry, no fonts or scripts from elsewhere.
 """
@@ -31,8 +32,9 @@ from g2rpo.lab.report.page import compare_style
 from g2rpo.lab.web import without_proxies
 
 View = Callable[[gr.Tab], None]
-"""Adds what a tab shows: beside and not in it, since Gradio (6.31) renders that when the tab is opened, and one frame later
-sets every value in it back to the first. The same is true of what a closed accordion holds."""
+"""Adds what a tab shows: beside and not in it, since Gradio (6.31) renders that when the tab is
+opened, and one frame later sets every value in it back to the first. The same is true of what a
+closed accordion holds."""
 TO_VIEW = """() => document.querySelectorAll(".g2-view").forEach(view => {
   const open = view.id === "view-%d";
   view.toggleAttribute("data-open", open);
@@ -41,16 +43,27 @@ TO_VIEW = """() => document.querySelectorAll(".g2-view").forEach(view => {
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
 WAITING = 16
 """Questions in the queue; more are refused."""
-SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
+SYSTEM_FONTS = [
+    "system-ui",
+    "-apple-system",
+    "Segoe UI",
+    "Roboto",
+    "Helvetica Neue",
+    "Arial",
+    "sans-serif",
+]
 MAX_BODY, MAX_UPLOAD = 2**16, 2**25
-"""Bytes of a question, a prompt and some numbers; and of an input picture, such as a photograph, where the model
-takes one."""
+"""Bytes of a question, a prompt and some numbers; and of an input picture, such as a photograph,
+where the model takes one."""
 UPLOAD = "/gradio_api/upload"
 
 
 def page_of(title: str, kind: str, facts: str, views: Mapping[str, View]) -> gr.Blocks:
-    """The page, not yet served, with a tab for each of several views, by its label; the first is open."""
-    with gr.Blocks(title=f"{title} · {kind}", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
+    """The page, not yet served, with a tab for each of several views, by its label; the first is
+    open."""
+    with gr.Blocks(
+        title=f"{title} · {kind}", analytics_enabled=False, delete_cache=(3600, 3600)
+    ) as page:
         told = f'<p class="g2-facts">{escape(facts)}</p>' if facts else ""
         gr.HTML(f'<div class="g2"><h1>{escape(title)}</h1>{told}</div>')
         with gr.Tabs(elem_id="views", visible=len(views) > 1):
@@ -91,7 +104,8 @@ def empty(words: str) -> str:
 
 
 def of_this_site(app: ASGIApp, local: bool, uploads: bool) -> ASGIApp:
-    """Passes to `app` what `refusal` does not refuse; `uploads` lets pictures in at the route that takes them."""
+    """Passes to `app` what `refusal` does not refuse; `uploads` lets pictures in at the route that
+    takes them."""
 
     async def passing(scope: Scope, receive: Receive, send: Send) -> None:
         most = MAX_UPLOAD if uploads and scope.get("path") == UPLOAD else MAX_BODY
@@ -106,11 +120,19 @@ def of_this_site(app: ASGIApp, local: bool, uploads: bool) -> ASGIApp:
 
 
 def refusal(headers: Headers, local: bool, most: int) -> tuple[int, str] | None:
-    """Why a request may not pass, if it may not: it is addressed to another host than this machine (`local`: DNS rebinding), is
-    from another site, or has more than `most` bytes. Gradio asks for none of these."""
-    host, origin, length = headers.get("host", ""), headers.get("origin"), headers.get("content-length", "0")
+    """Why a request may not pass, if it may not: it is addressed to another host than this machine
+    (`local`: DNS rebinding), is from another site, or has more than `most` bytes. Gradio asks for
+    none of these."""
+    host, origin, length = (
+        headers.get("host", ""),
+        headers.get("origin"),
+        headers.get("content-length", "0"),
+    )
     if local and not is_loopback(host_of(host)):
-        return 421, "without a token, only this machine's own names (localhost, 127.0.0.1) are served"
+        return (
+            421,
+            "without a token, only this machine's own names (localhost, 127.0.0.1) are served",
+        )
     if origin is not None and origin.partition("://")[2] != host:
         return 403, "other sites may not ask"
     if "transfer-encoding" in headers or not (length.isascii() and length.isdecimal()):
@@ -144,10 +166,14 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
             enable_monitoring=False,
             run_history=False,  # it would keep prompts in the browser
             footer_links=[],
-            app_kwargs={"middleware": [Middleware(of_this_site, local=token is None, uploads=uploads)]},
+            app_kwargs={
+                "middleware": [Middleware(of_this_site, local=token is None, uploads=uploads)]
+            },
             max_file_size=MAX_UPLOAD,
             theme=gr.themes.Default(
-                primary_hue="blue", font=SYSTEM_FONTS, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]
+                primary_hue="blue",
+                font=SYSTEM_FONTS,
+                font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"],
             ),
             css=style + compare_style(),
         )
@@ -164,8 +190,8 @@ def serve_until(
     ends: str,
     uploads: bool = False,
 ) -> None:
-    """Serves the page until Ctrl-C, or until `stop` is set; `ends` tells people what ends it. UserError for an address that
-    cannot be served on."""
+    """Serves the page until Ctrl-C, or until `stop` is set; `ends` tells people what ends it.
+    UserError for an address that cannot be served on."""
     with refused(host, port):
         address = serve(page, host, port, token, uploads)
     emit(Serving(f"{address} ({ends})"))

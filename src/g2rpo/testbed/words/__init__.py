@@ -1,1 +1,2 @@
-"""The testbed's words: pictures of one written word, prompts, and judges of ink, paper and drawing."""
+"""The testbed's words: pictures of one written word, prompts, and judges of ink, paper and
+drawing."""

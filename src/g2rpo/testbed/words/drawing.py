@@ -1,4 +1,5 @@
-"""How a word is drawn: in the middle of a sheet of paper, in DejaVu Sans Mono Bold, which comes with matplotlib."""
+"""How a word is drawn: in the middle of a sheet of paper, in DejaVu Sans Mono Bold, which comes
+with matplotlib."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ INKS: dict[InkColour, tuple[int, int, int]] = {
 
 @cache
 def font() -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSansMono-Bold.ttf", FONT_SIZE)
+    return ImageFont.truetype(
+        f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSansMono-Bold.ttf", FONT_SIZE
+    )
 
 
 def columns_of(length: int) -> tuple[int, int]:

@@ -1,7 +1,9 @@
-"""Judges of a written word that need no model: is the ink's colour right, is the paper clean, is the drawing clean?
+"""Judges of a written word that need no model: is the ink's colour right, is the paper clean, is
+the drawing clean?
 
-All follow the `Reward` protocol: images [B, 3, 32, 96] in [0, 1] and their prompts to scores [B], float32 on the CPU, higher is
-better; NaN for prompts of another form. Spelling is judged by the reward `ocr`.
+All follow the `Reward` protocol: images [B, 3, 32, 96] in [0, 1] and their prompts to scores [B],
+float32 on the CPU, higher is better; NaN for prompts of another form. Spelling is judged by the
+reward `ocr`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.types import Reward
-from g2rpo.testbed.words.drawing import INKS, PAPER_COLOUR, WORD_HEIGHT, WORD_WIDTH, columns_of, draw_word
+from g2rpo.testbed.words.drawing import (
+    INKS,
+    PAPER_COLOUR,
+    WORD_HEIGHT,
+    WORD_WIDTH,
+    columns_of,
+    draw_word,
+)
 from g2rpo.testbed.words.language import LETTERS, InkColour, Word, parse_word
 
 TOLERANCE = 0.06  # of clean paper: 15 levels of 255, in any channel
@@ -30,7 +39,9 @@ class _Judge(Reward):
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         words = map(parse_word, prompts)
         pairs = zip(images.float().cpu(), words, strict=True)
-        return torch.tensor([float("nan") if word is None else self.score(image, word) for image, word in pairs])
+        return torch.tensor(
+            [float("nan") if word is None else self.score(image, word) for image, word in pairs]
+        )
 
     def score(self, image: Tensor, word: Word) -> float:
         """Of one picture [3, 32, 96]."""
@@ -38,28 +49,37 @@ class _Judge(Reward):
 
 
 class WordColour(_Judge):
-    """How close the ink's mean colour is to the asked one: 1 minus their distance in RGB, in units of the asked ink's distance
-    from the paper; 0 on an empty sheet. Ink of another of the six colours scores at most .73."""
+    """How close the ink's mean colour is to the asked one: 1 minus their distance in RGB, in units
+    of the asked ink's distance from the paper; 0 on an empty sheet. Ink of another of the six
+    colours scores at most .73."""
 
     right = 0.85  # half-way to the nearest of the other colours
     right_in_words = "in the asked colour"
 
     def score(self, image: Tensor, word: Word) -> float:
         asked, ink = colour(INKS[word.colour]).flatten(), ink_of(image)
-        return 0.0 if ink is None else 1 - float((ink - asked).norm() / (colour(PAPER_COLOUR).flatten() - asked).norm())
+        return (
+            0.0
+            if ink is None
+            else 1 - float((ink - asked).norm() / (colour(PAPER_COLOUR).flatten() - asked).norm())
+        )
 
 
 class WordPaper(_Judge):
-    """The share of the sheet, outside the place of the word, that has the colour of paper: no speckles, no letters too many."""
+    """The share of the sheet, outside the place of the word, that has the colour of paper: no
+    speckles, no letters too many."""
 
     def score(self, image: Tensor, word: Word) -> float:
         left, right = columns_of(len(word.letters))
-        beside = torch.cat([image[..., : max(left - WORD_MARGIN, 0)], image[..., right + WORD_MARGIN :]], dim=-1)
+        beside = torch.cat(
+            [image[..., : max(left - WORD_MARGIN, 0)], image[..., right + WORD_MARGIN :]], dim=-1
+        )
         return float(((beside - colour(PAPER_COLOUR)).abs().amax(0) <= TOLERANCE).float().mean())
 
 
 class WordDrawing(_Judge):
-    """How cleanly letters are drawn, right or wrong ones: PSNR in dB to the clean drawing of the nearest ones, at most 60."""
+    """How cleanly letters are drawn, right or wrong ones: PSNR in dB to the clean drawing of the
+    nearest ones, at most 60."""
 
     def score(self, image: Tensor, word: Word) -> float:
         shown = Word(letters_of(image, word), word.colour)
@@ -70,7 +90,9 @@ class WordLetters(_Judge):
     """The share of letters whose nearest clean letter is the asked one."""
 
     def score(self, image: Tensor, word: Word) -> float:
-        return sum(a == b for a, b in zip(letters_of(image, word), word.letters, strict=True)) / len(word.letters)
+        return sum(
+            a == b for a, b in zip(letters_of(image, word), word.letters, strict=True)
+        ) / len(word.letters)
 
 
 def colour(rgb: tuple[int, int, int]) -> Tensor:
@@ -84,8 +106,8 @@ def picture(word: Word) -> Tensor:
 
 
 def ink_of(image: Tensor) -> Tensor | None:
-    """The mean colour [3] of the half of the ink that differs most from the paper, which leaves out letters' edges; None on an
-    empty sheet."""
+    """The mean colour [3] of the half of the ink that differs most from the paper, which leaves out
+    letters' edges; None on an empty sheet."""
     far = (image - colour(PAPER_COLOUR)).abs().amax(0)
     ink = far[far > INK_DISTANCE]
     return None if len(ink) < LEAST_INK else image[:, far >= ink.median()].mean(1)

@@ -1,7 +1,8 @@
 """Prompts such as 'tiger' in red, and which words are held out.
 
-Words have three to six letters. The held-out ones are English; those of pretraining are any letters, and those of training are
-made of consonants and vowels in turn. Neither of these two is ever a held-out word.
+Words have three to six letters. The held-out ones are English; those of pretraining are any
+letters, and those of training are made of consonants and vowels in turn. Neither of these two is
+ever a held-out word.
 """
 
 from __future__ import annotations
@@ -65,10 +66,18 @@ def heldout_words() -> frozenset[str]:
 
 
 def random_word(rng: np.random.Generator, spoken: bool = False) -> Word:
-    """A word that is not held out: of any letters, all equally likely, or `spoken`: consonants and vowels in turn."""
+    """A word that is not held out: of any letters, all equally likely, or `spoken`: consonants and
+    vowels in turn."""
     length, turn = rng.choice(LENGTHS), int(rng.integers(2))
-    kinds = [VOWELS if (i + turn) % 2 else CONSONANTS for i in range(length)] if spoken else [LETTERS] * length
-    word = Word("".join(kind[rng.integers(len(kind))] for kind in kinds), INK_COLOURS[rng.integers(len(INK_COLOURS))])
+    kinds = (
+        [VOWELS if (i + turn) % 2 else CONSONANTS for i in range(length)]
+        if spoken
+        else [LETTERS] * length
+    )
+    word = Word(
+        "".join(kind[rng.integers(len(kind))] for kind in kinds),
+        INK_COLOURS[rng.integers(len(INK_COLOURS))],
+    )
     return word if word.letters not in heldout_words() else random_word(rng, spoken)
 
 
@@ -83,7 +92,9 @@ def word_prompts(split: WordSplit) -> tuple[str, ...]:
             for word, i in zip(words, rng.integers(len(INK_COLOURS), size=len(words)), strict=True)
         )
     if split != "train":
-        raise ValueError(f"unknown split {split!r}, expected one of {', '.join(get_args(WordSplit))}")
+        raise ValueError(
+            f"unknown split {split!r}, expected one of {', '.join(get_args(WordSplit))}"
+        )
     found: dict[str, Word] = {}
     while len(found) < TRAIN_PROMPTS:
         word = random_word(rng, spoken=True)

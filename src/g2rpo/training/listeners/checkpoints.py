@@ -16,8 +16,9 @@ from g2rpo.training.persistence import Persistence
 
 @dataclass
 class Checkpoints(Listener):
-    """Asks for a checkpoint every `trainer.checkpoint_every` iterations or `checkpoint_minutes`, after the last iteration, and
-    before an alarm ends the run. Keeps the best weights if an alarm may go back to them."""
+    """Asks for a checkpoint every `trainer.checkpoint_every` iterations or `checkpoint_minutes`,
+    after the last iteration, and before an alarm ends the run. Keeps the best weights if an alarm
+    may go back to them."""
 
     loop: Loop
     early_stop: EarlyStop
@@ -35,13 +36,22 @@ class Checkpoints(Listener):
         self.unsaved |= row["kind"] == "train"
         if evaluation is None or not self.early_stop.may_roll_back:
             return
-        if self.loop.world.total(self.early_stop.alarms.best_so_far)[0]:  # on all ranks together: shards are gathered
+        # on all ranks together: shards are gathered
+        if self.loop.world.total(self.early_stop.alarms.best_so_far)[0]:
             self.persistence.keep_best(row["iteration"])
 
     def asks(self) -> Ask:
         c, iteration = self.loop.config.trainer, self.loop.iteration
-        late = c.checkpoint_minutes is not None and time.monotonic() - self.saved_at >= 60 * c.checkpoint_minutes
-        due = iteration % c.checkpoint_every == 0 or iteration >= c.iterations or bool(self.early_stop.asked) or late
+        late = (
+            c.checkpoint_minutes is not None
+            and time.monotonic() - self.saved_at >= 60 * c.checkpoint_minutes
+        )
+        due = (
+            iteration % c.checkpoint_every == 0
+            or iteration >= c.iterations
+            or bool(self.early_stop.asked)
+            or late
+        )
         return Ask.SAVE if due and self.unsaved else Ask.NOTHING
 
     def saved(self) -> None:

@@ -20,8 +20,8 @@ from g2rpo.training.pace import MEASURED, fitted_length
 
 @dataclass
 class Clock(Listener):
-    """With `ends_at`, a time of rank 0's `time.monotonic`, fits the number of iterations to the time that is left. Without time
-    left the run has ended, and is evaluated."""
+    """With `ends_at`, a time of rank 0's `time.monotonic`, fits the number of iterations to the
+    time that is left. Without time left the run has ended, and is evaluated."""
 
     loop: Loop
     early_stop: EarlyStop
@@ -40,7 +40,8 @@ class Clock(Listener):
             self.fit()
 
     def fit(self) -> None:
-        """Changes the config's number of iterations; its first change spreads evaluations over them."""
+        """Changes the config's number of iterations; its first change spreads evaluations over
+        them."""
         if self.ends_at is None or not self.loop.iteration:
             return
         looks = [row for row in self.early_stop.alarms.rows if row["kind"] == "eval"]
@@ -50,7 +51,8 @@ class Clock(Listener):
         config, iteration = self.loop.config, self.loop.iteration
         left, look = self._left(looks[-1])
         found = fitted_length(config, iteration, train, look, left, first=not self.has_fitted)
-        if iteration < MEASURED and left > look:  # the first ones are slow: too early for more than to end
+        # the first ones are slow: too early for more than to end
+        if iteration < MEASURED and left > look:
             found = config
         asked = (found.trainer.iterations, found.evaluation.every)
         iterations, every = json.loads(self.loop.world.broadcast_text(json.dumps(asked)))
@@ -61,11 +63,13 @@ class Clock(Listener):
             self.set_length(iterations, every)
 
     def _left(self, last: Row) -> tuple[float, float]:
-        """The seconds that are left for training and evaluations, and those of an evaluation; `last` is the last one's row."""
+        """The seconds that are left for training and evaluations, and those of an evaluation;
+        `last` is the last one's row."""
         e = self.evaluator
         steps = e.sampler.num_steps
         knobs = evaluations_of(e.controls, steps) * e.controls_on / (steps * len(e.heldout))
         look = last["seconds"] / (1 if self.keeps_base or last["iteration"] else 1 + knobs)
-        finishing = look * (0.25 + knobs * self.keeps_base)  # files, pictures, and free knobs that are still to be sampled
+        # files, pictures, and free knobs that are still to be sampled
+        finishing = look * (0.25 + knobs * self.keeps_base)
         assert self.ends_at is not None
         return self.ends_at - time.monotonic() - finishing, look

@@ -1,4 +1,5 @@
-"""Ends a run before its last iteration: alarms, rewards without scores, gradients that are not finite."""
+"""Ends a run before its last iteration: alarms, rewards without scores, gradients that are not
+finite."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from g2rpo.training.loop import Loop
 UNSCORED = 5
 """Consecutive iterations without any score of a reward after which a run stops."""
 SKIPPED = 10
-"""Consecutive updates with a gradient that is not finite (none is applied) after which a run stops."""
+"""Consecutive updates with a gradient that is not finite (none is applied) after which a run
+stops."""
 
 
 @dataclass(kw_only=True)
 class EarlyStop(Listener):
-    """Sets the alarms of every row, reports new ones, and ends the run by their actions, or after `UNSCORED` iterations or
-    `SKIPPED` updates. `save` writes a checkpoint; `roll_back` restores the weights of the best evaluation."""
+    """Sets the alarms of every row, reports new ones, and ends the run by their actions, or after
+    `UNSCORED` iterations or `SKIPPED` updates. `save` writes a checkpoint; `roll_back` restores the
+    weights of the best evaluation."""
 
     loop: Loop
     alarms: Alarms
@@ -36,7 +39,9 @@ class EarlyStop(Listener):
     def __post_init__(self) -> None:
         self.unscored = dict.fromkeys(self.loop.rewards, 0)
         if self.may_roll_back and self.run.folder is None:
-            raise ValueError("alarms: going back to the best evaluation needs a run_dir that keeps it")
+            raise ValueError(
+                "alarms: going back to the best evaluation needs a run_dir that keeps it"
+            )
 
     @property
     def may_roll_back(self) -> bool:
@@ -44,7 +49,8 @@ class EarlyStop(Listener):
         return any(self.loop.config.action_of(name) == "rollback" for name in ALARMS)
 
     def take_up(self, rewards: Sequence[str], prompts: int) -> None:
-        """Shows the alarms the log and the scores of `prompts` by `rewards` up to the current iteration, of earlier starts."""
+        """Shows the alarms the log and the scores of `prompts` by `rewards` up to the current
+        iteration, of earlier starts."""
         run, iteration = self.run, self.loop.iteration
         self.alarms.rows = [row for row in run.read_log() if row["iteration"] <= iteration]
         looks = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
@@ -59,19 +65,25 @@ class EarlyStop(Listener):
                 self.run.notify(f"alarm after iteration {row['iteration']}: {said}")
         if evaluation is None:
             for name in self.unscored:
-                self.unscored[name] = self.unscored[name] + 1 if math.isnan(row[f"reward/{name}"]) else 0
+                self.unscored[name] = (
+                    self.unscored[name] + 1 if math.isnan(row[f"reward/{name}"]) else 0
+                )
 
     def asks(self) -> Ask:
-        """Raises `Stopped` after too many iterations without a score, or too many updates in a row that were skipped because of
-        their gradient; weights are those of the last update."""
+        """Raises `Stopped` after too many iterations without a score, or too many updates in a row
+        that were skipped because of their gradient; weights are those of the last update."""
         iteration, skipped = self.loop.iteration, self.loop.updater.skipped_in_a_row
         for name, count in self.unscored.items():
             if count >= UNSCORED:
-                raise Stopped(f"iteration {iteration}: reward '{name}' gave no score at all in {UNSCORED} iterations in a row")
+                raise Stopped(
+                    f"iteration {iteration}: reward '{name}' gave no score at all in {UNSCORED} iterations in a row"
+                )
         if skipped >= SKIPPED:
             self.save()
             how_long = f"{skipped} updates in a row"
-            raise Stopped(f"iteration {iteration}: the gradient was not finite in {how_long}; the weights before are saved")
+            raise Stopped(
+                f"iteration {iteration}: the gradient was not finite in {how_long}; the weights before are saved"
+            )
         return Ask.NOTHING
 
     def end(self) -> None:
@@ -80,13 +92,16 @@ class EarlyStop(Listener):
         iteration = self.loop.iteration
         stopped = f"stopped by an alarm after iteration {iteration}"
         if "rollback" in asked:
-            best = f"the weights are those of iteration {self.roll_back()}, the best evaluation kept"
+            best = (
+                f"the weights are those of iteration {self.roll_back()}, the best evaluation kept"
+            )
             raise RolledBack(f"{stopped}; {best}; {self.run.command} continues without going back")
         if "stop" in asked and iteration < self.loop.config.trainer.iterations:
             raise Stopped(f"{stopped}; {self.run.how_to_continue}")
 
     def check_base(self, scores: Scores) -> None:
-        """Raises `Stopped` if no reward that is trained on has any score [N] of the base's pictures."""
+        """Raises `Stopped` if no reward that is trained on has any score [N] of the base's
+        pictures."""
         trained = [name for name in self.loop.rewards if self.loop.config.rewards[name].weight]
         if trained and all(bool(scores[name].isnan().all()) for name in trained):
             raise Stopped(

@@ -12,27 +12,36 @@ from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.loop import Loop
 
 FIRST_LOOK = 1 / 12
-"""The share of `evaluation.every_minutes` after which the first evaluation is made, for an early look."""
+"""The share of `evaluation.every_minutes` after which the first evaluation is made, for an early
+look."""
 
 
 @dataclass
 class Evaluations(Listener):
-    """Asks for an evaluation of the base model, and then as `evaluation.every` and `every_minutes` say."""
+    """Asks for an evaluation of the base model, and then as `evaluation.every` and `every_minutes`
+    say."""
 
     loop: Loop
     early_stop: EarlyStop
 
     def asks(self) -> Ask:
         config, rows = self.loop.config, self.early_stop.alarms.rows
-        due = evaluation_due(config.evaluation, self.loop.iteration, config.trainer.iterations, rows)
+        due = evaluation_due(
+            config.evaluation, self.loop.iteration, config.trainer.iterations, rows
+        )
         return Ask.EVALUATE if due else Ask.NOTHING
 
 
-def evaluation_due(config: EvaluationConfig, iteration: int, iterations: int, rows: Sequence[Row]) -> bool:
-    """Whether an evaluation is due that the log `rows` lacks; minutes are of training since the last one."""
+def evaluation_due(
+    config: EvaluationConfig, iteration: int, iterations: int, rows: Sequence[Row]
+) -> bool:
+    """Whether an evaluation is due that the log `rows` lacks; minutes are of training since the
+    last one."""
     evaluated = [row["iteration"] for row in rows if row["kind"] == "eval"]
     last = max(evaluated, default=0)
-    spent = sum(row["seconds"] for row in rows if row["kind"] == "train" and row["iteration"] > last)
+    spent = sum(
+        row["seconds"] for row in rows if row["kind"] == "train" and row["iteration"] > last
+    )
     minutes = config.every_minutes
     late = minutes is not None and spent >= 60 * minutes * (1 if last else FIRST_LOOK)
     due = iteration % config.every == 0 or iteration >= iterations or late

@@ -27,15 +27,20 @@ ADVANTAGE = "advantage"
 
 @dataclass
 class FirstGroup(Listener):
-    """Keeps the pictures of one group of the first iteration (`widest`), of clips their middle frames, with their scores and
-    advantages; and draws them, a row for each tail. Nothing where no pictures are compared."""
+    """Keeps the pictures of one group of the first iteration (`widest`), of clips their middle
+    frames, with their scores and advantages; and draws them, a row for each tail. Nothing where no
+    pictures are compared."""
 
     loop: Loop
     run: Run
 
     def hear_groups(self, groups: Groups, advantages: Tensor) -> None:
         latent = all(reward.latent for reward in self.loop.rewards.values())
-        if self.loop.iteration == 1 and self.run.writes and not (latent or differentiates_rewards(groups.algorithm)):
+        if (
+            self.loop.iteration == 1
+            and self.run.writes
+            and not (latent or differentiates_rewards(groups.algorithm))
+        ):
             self.save(groups, advantages)
 
     def save(self, groups: Groups, advantages: Tensor) -> None:
@@ -47,15 +52,27 @@ class FirstGroup(Listener):
         shape, latents = rollout.finals.shape[:2], rollout.finals.flatten(0, 1)
 
         def pictures() -> Tensor:  # a batch at a time: clips are large
-            return torch.cat([stills(reduced(decode(policy, part, sizes.decode))) for part in latents.split(sizes.decode)])
+            return torch.cat(
+                [
+                    stills(reduced(decode(policy, part, sizes.decode)))
+                    for part in latents.split(sizes.decode)
+                ]
+            )
 
         images = sizes.fit(pictures).unflatten(0, shape)
         picture_rows = []
         for m, tail in enumerate(rollout.plan.tail_names):
             told = {**dict(zip(names, scores[:, m], strict=True)), ADVANTAGE: advantages[number]}
-            picture_rows.append(PictureRow(images[m], f"g = {tail}", told, None if right is None else right[number, m]))
+            picture_rows.append(
+                PictureRow(
+                    images[m], f"g = {tail}", told, None if right is None else right[number, m]
+                )
+            )
         prompt = groups.prompts[rollout.prompt]
-        columns = [Prompt("member 1", images_of(prompt)), *(f"member {member}" for member in range(2, shape[1] + 1))]
+        columns = [
+            Prompt("member 1", images_of(prompt)),
+            *(f"member {member}" for member in range(2, shape[1] + 1)),
+        ]
         cells = {"tails": shape[0], "how": how(rollout.plan)}
         rows = [
             row | {"index": shape[1] * m + row["index"]} | cells
@@ -71,9 +88,10 @@ class FirstGroup(Listener):
 
 
 def widest(rewards: Tensor, right: Tensor | None = None) -> int:
-    """The group of `rewards` [N, R, M, G] to look at: of those with right and wrong members by `right` [N, M, G], or else of
-    all, the one whose members differ most: by the sum over rewards of their standard deviation, in units of that reward's
-    largest one in any group. The first of ties. Advantages do not tell: they have one scale in all."""
+    """The group of `rewards` [N, R, M, G] to look at: of those with right and wrong members by
+    `right` [N, M, G], or else of all, the one whose members differ most: by the sum over rewards of
+    their standard deviation, in units of that reward's largest one in any group. The first of ties.
+    Advantages do not tell: they have one scale in all."""
     spread = group_std(rewards).nan_to_num(0).mean(2)  # [N, R]
     size = (spread / spread.amax(0).clamp_min(torch.finfo(torch.float32).tiny)).sum(1)  # at most R
     if right is not None:

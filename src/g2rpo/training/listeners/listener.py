@@ -17,7 +17,8 @@ from g2rpo.training.loop import Groups
 
 
 class Ask(Flag):
-    """What a listener may ask for. What one rank's listener asks for, all ranks do, in this order."""
+    """What a listener may ask for. What one rank's listener asks for, all ranks do, in this
+    order."""
 
     NOTHING = 0
     LEAVE = auto()
@@ -34,18 +35,23 @@ class Listener:
         return nullcontext()
 
     def hear_groups(self, groups: Groups, advantages: Tensor) -> None:
-        """This rank's groups of an iteration and their advantages [N, G], after they were learnt from."""
+        """This rank's groups of an iteration and their advantages [N, G], after they were learnt
+        from."""
 
     def hear(self, row: Row, evaluation: Evaluation | None) -> None:
-        """A row of metrics before it is yielded: of an iteration, or of an `evaluation` of the base or the trained model."""
+        """A row of metrics before it is yielded: of an iteration, or of an `evaluation` of the base
+        or the trained model."""
 
     def asks(self) -> Ask:
-        """What should happen next, asked after every row was yielded, and once before the first. May raise `Stopped`."""
+        """What should happen next, asked after every row was yielded, and once before the first.
+        May raise `Stopped`."""
         return Ask.NOTHING
 
 
 def asked_by(listeners: Sequence[Listener], stopping: bool, world: World) -> Ask:
     """What any listener of any rank asks for; a rank that is `stopping` asks to leave."""
-    own = reduce(or_, (listener.asks() for listener in listeners), Ask.LEAVE if stopping else Ask.NOTHING)
+    own = reduce(
+        or_, (listener.asks() for listener in listeners), Ask.LEAVE if stopping else Ask.NOTHING
+    )
     counts = world.total(*(ask in own for ask in Ask))
     return reduce(or_, (ask for ask, count in zip(Ask, counts, strict=True) if count), Ask.NOTHING)

@@ -16,8 +16,8 @@ from g2rpo.training.loop import Loop
 
 @dataclass
 class Log(Listener):
-    """Writes rows to metrics.jsonl and sends them, with an evaluation's pictures, to `trackers`: on rank 0, while listening.
-    Rows of an earlier start after the current iteration are removed."""
+    """Writes rows to metrics.jsonl and sends them, with an evaluation's pictures, to `trackers`: on
+    rank 0, while listening. Rows of an earlier start after the current iteration are removed."""
 
     loop: Loop
     run: Run
