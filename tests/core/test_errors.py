@@ -19,4 +19,4 @@ def test_a_message_points_into_own_code():
     """And not into the `__init__` that a dataclass generates, which has no file."""
     with pytest.raises(ValueError, match="branch <= merge") as error:
         Plan(1, 0, ())
-    assert where(error.value).endswith("test_errors.py:20: Plan(1, 0, ()))")
+    assert where(error.value).endswith("test_errors.py:21: Plan(1, 0, ()))")
