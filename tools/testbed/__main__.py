@@ -4,7 +4,7 @@
     python -m tools.testbed words --out DIR     # about 20 minutes on one
 
 Each stage is skipped where its output already exists, so an interrupted build continues where it
-stopped. `DIR/work/` holds what only the builder needs.
+stopped. The folder `work` in DIR holds what only the builder needs.
 """
 
 from __future__ import annotations

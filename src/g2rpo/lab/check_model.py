@@ -20,7 +20,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import PolicyConfig, Section
 from g2rpo.core import plugins
-from g2rpo.core.data import Prompt
+from g2rpo.core.data import Prompt, in_float64
 from g2rpo.core.errors import UserError, out_of_memory
 from g2rpo.core.files import in_bytes
 from g2rpo.core.input_pictures import read_inputs
@@ -343,14 +343,14 @@ def slope(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> tuple
     trained = policy.trainable_parameters()
 
     def loss() -> Tensor:
-        return (policy.velocity(x, sigma, cond) * weights).double().mean()
+        return in_float64(policy.velocity(x, sigma, cond) * weights).mean()
 
     found = torch.autograd.grad(loss(), trained, allow_unused=True)
     gradients = [
         torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)
     ]
     norm, size = (
-        sum(float(each.detach().double().square().sum()) for each in all) ** 0.5
+        sum(float(in_float64(each.detach()).square().sum()) for each in all) ** 0.5
         for all in (gradients, trained)
     )
     if not norm:

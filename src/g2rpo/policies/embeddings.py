@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from g2rpo.core.data import in_float64
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import FileDigests, digest_of, local, write_whole
 from g2rpo.core.finite import check_embeddings
@@ -158,8 +159,8 @@ def check_encoded(prompt: str, own: Cond) -> None:
     """Refuses embeddings that are not those of the same encoders, whose row of the prompt is `own`;
     UserError."""
     for name, value in read_encoded(prompt, own).tensors.items():
-        ours = own.tensors[name].double()
-        away = float((value.double() - ours).norm() / ours.norm().clamp(min=1e-9))
+        ours = in_float64(own.tensors[name])
+        away = float((in_float64(value) - ours).norm() / ours.norm().clamp(min=1e-9))
         if not away <= ROUNDINGS:
             raise UserError(
                 f"{encoded_of(prompt)[name]}: differs by {away:.2f} of its size from what this model's encoders make of "

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo.core.data import in_float64
 from g2rpo.core.errors import UserError
 
 NetworkCall = Callable[..., Any]
@@ -106,7 +107,7 @@ class OneStep:
         times = self._sigma * most
         # whole numbers: rounding to 1/64 removes the float32 error of sigma
         if timesteps is not None:
-            times = (64 * most * unshifted(self._sigma.double(), mu, self.config)).round().to(
+            times = (64 * most * unshifted(in_float64(self._sigma), mu, self.config)).round().to(
                 times
             ) / 64
         times = times.floor() if self._truncate else times

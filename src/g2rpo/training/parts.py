@@ -91,7 +91,7 @@ def find_sizes(loop: Loop, heldout: int, cond: Cond) -> None:
     if not loop.sizes.auto:
         return
     config, policy, division = loop.config, loop.policy, loop.division
-    prompts = config.trainer.prompts_per_iteration // division.prompts.size
+    prompts = division.own(config.trainer.prompts_per_iteration)
     members = (
         prompts
         * len(division.plans.shard(plans_in(config, loop.iteration)))

@@ -21,6 +21,10 @@ class Division:
     prompts: World
     plans: World
 
+    def own(self, prompts: int) -> int:
+        """How many of an iteration's prompts this rank has."""
+        return prompts // self.prompts.size
+
 
 def divided(config: Config, world: World) -> Division:
     """The division of an iteration; UserError if the ranks cannot have equally many groups, or need

@@ -101,7 +101,7 @@ class Trainer:
             loop.updater,
             loop.collector.sigmas,
         )
-        self.own_prompts = c.trainer.prompts_per_iteration // self.division.prompts.size
+        self.own_prompts = self.division.own(c.trainer.prompts_per_iteration)
         self.alarms = alarms_of(c, self.sigmas, self.policy, self.rewards)
         self.evaluator = evaluator_of(loop, self.judges, self.heldout, self.shards, self.run)
         loop.find_sizes = partial(find_sizes, loop, len(self.evaluator.own()))
