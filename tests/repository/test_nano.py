@@ -1,13 +1,21 @@
-"""The nano file is the package: after two iterations every weight is equal to the bit."""
+"""The nano file and the README's lines are the package: the file's weights are equal to the bit
+after two iterations, the lines' gradient within rounding."""
 
 from pathlib import Path
 
 import torch
 
 from examples import nano_g2rpo
+from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.app.build import Request, build
 from g2rpo.config import recipes
 from g2rpo.config.resolve import resolve
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.types import Batch
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.reference import rollout
+from g2rpo.training.updater import Trained
+from tests.support.pages import ROOT, blocks
 
 SMALL = [
     "algorithm.group_size=3",
@@ -47,3 +55,51 @@ def test_two_iterations_are_the_packages_to_the_bit(tmp_path):
         assert torch.equal(mine, theirs)
         moved += int((mine != base).sum())
     assert moved
+
+
+def test_the_readmes_lines_have_the_packages_gradient():
+    """One group of the Gaussian policy, advantages not clipped at 5. Both sides do the same float32
+    operations but for the eps of group_normalize (1e-8 of a std near .1) and the order of sums:
+    1e-5 of the largest entry."""
+    policy, sigmas, k = GaussianPolicy(size=2), sigma_grid(8, 3.0), 2
+    algorithm = GranularGRPO(branch_steps=(k,), tail="closed", advantage_clip=99)
+    cond, (plan,) = policy.encode(["0.1"]), algorithm.plans(8)
+
+    def generator(*key):
+        return torch.Generator().manual_seed(len(repr(key)))
+
+    def reward(pictures):
+        return pictures[:, 0].mean((1, 2))
+
+    sampled = rollout(policy, cond, sigmas, plan, 12, algorithm.kernel(sigmas), generator)
+    scores = torch.stack([reward(policy.decode(each)) for each in sampled.finals])
+    advantages = algorithm.advantages(scores[None, None], torch.ones(1))[0]
+    (example,) = algorithm.examples(sampled, advantages, generator)
+    batch = Batch.of([example], sigmas, first=True)
+    values = algorithm.loss(batch, Trained(policy, cond)).values
+    (expected,) = torch.autograd.grad(values.mean(), policy.mean)
+
+    def v(x, sigma):
+        return policy.velocity(x, sigma.expand(len(x)), cond.rows([0] * len(x)))
+
+    class Walk:
+        """`finish` of the nano file asks a flow for its velocity."""
+
+        def velocity(self, x, sigma, prompt):
+            return v(x, sigma).detach()
+
+    names = {
+        **vars(nano_g2rpo),
+        **{"v": v, "s": sigmas, "k": k, "c": algorithm.clip_range, "picture": policy.decode},
+        "reward": reward,
+        "x": policy.noise([generator(0, "initial")]),
+        "noise": torch.randn(12, 3, 2, 2, generator=generator(0, "branch", k, k)),
+        "ode": lambda x, start, size: nano_g2rpo.finish(Walk(), x, sigmas, start, size, None),
+    }
+    (lines,) = [
+        b for b in blocks((ROOT / "README.md").read_text("utf-8")) if b.language == "python"
+    ]
+    exec(lines.code, names)
+    (found,) = torch.autograd.grad(names["loss"], policy.mean)
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

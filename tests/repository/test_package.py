@@ -60,25 +60,11 @@ def test_the_wheel_says_who_it_is(wheel):
     assert "torchvision" not in text  # its CPU wheel breaks transformers and diffusers
 
 
-def test_how_to_cite_is_said_the_same_everywhere():
-    """CITATION.cff and the README's bibtex: the same paper, the same authors in the same order,
-    this version."""
+def test_how_to_cite_names_the_paper_and_this_version():
     cff = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    readme = (ROOT / "README.md").read_text()
     paper = cff["preferred-citation"]
-    authors = " and ".join(
-        f"{one['family-names']}, {one['given-names']}" for one in paper["authors"]
-    )
-    assert len(paper["authors"]) == 8 and f"author    = {{{authors}}}" in readme
-    assert (
-        paper["title"] in readme.replace("{GRPO}", "GRPO")
-        and f"pages     = {{{paper['start']}--{paper['end']}}}" in readme
-    )
-    assert (
-        cff["version"] == __version__
-        and cff["license"] == "Apache-2.0"
-        and cff["cff-version"] == "1.2.0"
-    )
+    assert len(paper["authors"]) == 8 and cff["version"] == __version__
+    assert cff["license"] == "Apache-2.0" and cff["cff-version"] == "1.2.0"
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     assert urls["Homepage"] == cff["repository-code"] and urls["Paper"] == paper["url"]
 
