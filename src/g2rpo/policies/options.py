@@ -49,11 +49,16 @@ class PolicyConfig(Section):
     num_frames: Count | None = None
     """Of a video. None: one, a picture."""
     max_sequence_length: Annotated[int, Field(gt=0, le=4096)] | None = None
-    """Tokens of the long prompt encoder. None: what the model takes by default (docs/models.md)."""
+    """Tokens of the long prompt encoder. None: the pipeline's default, such as 512 for FLUX and 256
+    for SD3."""
     tuning: Literal["lora", "full"] = "lora"
+    """"lora": float32 adapters of frozen weights. "full": all weights of the transformer, in
+    float32."""
     lora_rank: Count = 32
     lora_alpha: PositiveFloat = 64.0
     lora_targets: list[str] | None = None
+    """Endings of the names of the modules that get an adapter. None: the attention's, as in
+    diffusers' scripts."""
     lora_above: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The adapter acts at sigmas above this, and below the base model finishes the picture, in
     training and samples alike. Late steps, which early branch steps never train, change with the
@@ -72,6 +77,7 @@ class PolicyConfig(Section):
     """Whether the assistant also acts in held-out pictures and samples: true if it is deployed with
     the result."""
     dtype: Dtype = "float32"
+    """Of the network's weights and calls; "bfloat16" on a GPU. Latents and steps stay float32."""
     quantize: Quantize = "none"
     """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one
     (nf4)."""
@@ -86,7 +92,10 @@ class PolicyConfig(Section):
     """Of attention: torch's choice without cuDNN; cudnn, flash, efficient or math of torch; flash2,
     flash3 of packages."""
     device: str = "auto"
+    """"auto": a CUDA GPU if there is one, else the CPU. "mps": Apple's GPU, in float32 or with
+    `autocast=false`, without `quantize`, `compile` and sharding; not yet tested on a Mac."""
     gradient_checkpointing: bool = False
+    """Activations are computed again in the backward pass: less memory, a second forward pass."""
     truncate_timesteps: bool | Literal["rollout"] = False
     """The network sees floor(1000 sigma) / 1000, as in the published code of G2RPO, DanceGRPO and
     MixGRPO; "rollout": where pictures are sampled, and sigma in the loss (DiffusionNFT)."""
@@ -96,6 +105,7 @@ class PolicyConfig(Section):
     """Latents become pictures with the roundings of the published code of G2RPO
     (`policies.replay.Pictures`)."""
     vae_tiling: bool = False
+    """FLUX's VAE decodes pictures above 1024 pixels in tiles. Rewards see their seams."""
 
     @property
     def trained(self) -> str:
