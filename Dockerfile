@@ -6,12 +6,11 @@ FROM python:3.11-slim
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* # torch.compile needs a compiler
 RUN useradd --create-home g2rpo && mkdir -p /data && chown g2rpo /data
 WORKDIR /opt/g2rpo
-COPY constraints.txt constraints-trackers.txt ./
+COPY constraints.txt ./
 RUN pip install --no-cache-dir --constraint constraints.txt torch
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
-RUN cat constraints.txt constraints-trackers.txt > pins.txt \
-    && pip install --no-cache-dir --constraint pins.txt '.[data,demo,ocr,quantized,video,wandb,trackio]'
+RUN pip install --no-cache-dir --constraint constraints.txt '.[data,demo,ocr,quantized,video,wandb,trackio]'
 USER g2rpo
 WORKDIR /data
 ENTRYPOINT ["g2rpo"]

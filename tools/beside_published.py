@@ -6,7 +6,7 @@ the folders:
 
     git clone https://github.com/Bujiazi/GRPO-Series
     python -m tools.beside_published pave_grpo=GRPO-Series adagrpo=GRPO-Series
-    python -m tools.beside_published pave_grpo=GRPO-Series --write      # into benchmarks/results/published.md, too
+    python -m tools.beside_published pave_grpo=GRPO-Series --write      # into studies/published.md, too
 
 tests/published holds restatements of the same formulas, for a machine that has no clones.
 """
@@ -681,7 +681,7 @@ METHODS = {
     "flow_dppo": Method("Flow-DPPO", "verl-project/verl-omni", flow_dppo),
 }
 HEAD = "| algorithm | published code and its functions | run on | loss | gradient | weights |"
-PAGE = Path(__file__).parents[1] / "benchmarks/results/published.md"
+PAGE = Path(__file__).parents[1] / "studies/published.md"
 
 
 def with_rows(page: str, rows: dict[str, str]) -> str:

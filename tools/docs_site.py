@@ -1,7 +1,7 @@
 """Pages of the documentation site that are made while it is built: a hook of mkdocs (mkdocs.yml).
 
-README.md becomes the start page, benchmarks/results/*.md the results, examples/*.ipynb pages with
-their code. Config keys come from the schema, commands from typer, the API from docstrings. Links
+README.md becomes the start page, those of benchmarks/ and studies/ the results, examples/*.ipynb
+pages with their code. Config keys come from the schema, commands from typer, the API from docstrings. Links
 out of docs/ lead to these pages or to the repository.
 """
 
@@ -32,6 +32,23 @@ API = {
 """Pages of the API reference, each with its modules."""
 
 
+def measured() -> dict[str, str]:
+    """Pages and pictures of studies/ and benchmarks/, and where the site has them."""
+    places = {
+        "studies/README.md": "results/studies.md",
+        "studies/results/registered.md": "results/registered_tables.md",
+        "benchmarks/README.md": "results/benchmarks.md",
+    }
+    for pattern in ("studies/*.md", "benchmarks/results/*.md", "studies/results/*.png"):
+        for file in sorted(ROOT.glob(pattern)):
+            if file.name not in ("README.md", "LOG.md"):
+                places[file.relative_to(ROOT).as_posix()] = f"results/{file.name}"
+    return places
+
+
+MEASURED = measured()
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that are made, and puts them into the navigation."""
     from mkdocs.structure.files import File
@@ -47,6 +64,9 @@ def on_files(files: Any, config: Any) -> Any:
             config, page, content=moved_links(text, source, page) if source else text
         )
         files.append(file)
+    for path, picture in MEASURED.items():
+        if picture.endswith(".png"):
+            files.append(File.generated(config, picture, abs_src_path=str(ROOT / path)))
     for entry in config.nav:
         for title in entry.keys() & SECTIONS.keys():
             entry[title] = [
@@ -84,21 +104,13 @@ def site_page(path: str) -> str | None:
         return "index.md"
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    if re.fullmatch(r"benchmarks/results/\w+\.md", path):
-        return path.removeprefix("benchmarks/")
-    return None
+    return MEASURED.get(path)
 
 
 def results() -> dict[str, tuple[str, str | None]]:
-    """benchmarks/results/*.md, after the page that explains them."""
-    found = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
-    return {
-        f"results/{file.name}": (
-            file.read_text(encoding="utf-8"),
-            f"benchmarks/results/{file.name}",
-        )
-        for file in found
-    }
+    """The pages of studies/ and benchmarks/, after the pages that explain them."""
+    pages = {page: path for path, page in MEASURED.items() if path.endswith(".md")}
+    return {page: ((ROOT / path).read_text(encoding="utf-8"), path) for page, path in pages.items()}
 
 
 def reference() -> dict[str, tuple[str, str | None]]:

@@ -1,7 +1,7 @@
 """Records a session of `g2rpo teach words` as an animation: `python -m tools.teach_recording`
 (needs a Chromium).
 
-A simulated person of benchmarks.teach answers in a browser: those words that are spelt best. A
+A simulated person of studies.teach answers in a browser: those words that are spelt best. A
 frame for each answer: the group and what is chosen, the fixed prompt before and now, and what the
 page says. Writes teach.gif, and the run to `--run-dir`. The recording of docs/teach.md: of 96
 unseen words 40 % are spelt right before and 80 % after 20 groups.
@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from benchmarks.teach import SPELT, TASTES, WORLDS, click
+from studies.teach import SPELT, TASTES, WORLDS, click
 from tools.demo_screenshots import FLAGS, MINUTE, served
 
 WINDOW, WIDTH = (1180, 590), 720

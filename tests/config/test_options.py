@@ -15,7 +15,7 @@ from g2rpo.core import plugins
 OPTIONS = """
 alarms: what a run does about hacking is its owner's choice
 algorithm.advantage_clip: published values differ
-algorithm.branch_schedule: "turns" costs a fraction and is as good in one world of two (docs/studies.md)
+algorithm.branch_schedule: "turns" costs a fraction and is as good in one world of two (studies/registered.md)
 algorithm.branch_steps: which steps get noise is G2RPO's own choice; each recipe has its steps
 algorithm.candidates: AdaGRPO's cost: prompts that are looked at for each one trained
 algorithm.ceiling: in units of the rewards, so it depends on them
@@ -51,7 +51,7 @@ evaluation.num_prompts: cost and the width of intervals
 evaluation.num_steps: trained with few, judged with the steps of use
 evaluation.prompts: the held-out prompts
 evaluation.width: with height
-optim.decay: cosine gained in two worlds (docs/studies.md)
+optim.decay: cosine gained in two worlds (studies/registered.md)
 optim.ema_decay: published values differ, 0 among them
 optim.ema_every: 8 steps in Flow-GRPO, 1 in DiffusionNFT
 optim.ema_warmup: in Flow-GRPO's code, not in FlowBP's
@@ -139,7 +139,7 @@ sampling.guidance_scale: trained without guidance at half the cost
 sampling.num_steps: cost
 sampling.precision: to reproduce G2RPO's code to the bit
 sampling.shift: published values differ
-sampling.tails.forecast: cheaper tails (docs/studies.md)
+sampling.tails.forecast: cheaper tails (studies/registered.md)
 sampling.tails.solver: DiffusionNFT samples by dpmpp2m
 trackers: where a run is watched
 trainer.checkpoint_every: loss of a crash against disk

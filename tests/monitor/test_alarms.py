@@ -230,7 +230,7 @@ def test_a_fall_by_hand():
 
 
 def test_the_pilot_that_was_gamed_is_noticed():
-    """LOG.md, 2026-11-21: partial +.028 ± .019 and strict -.133 ± .045, standard errors; and
+    """studies/LOG.md, 2026-11-21: partial +.028 ± .019 and strict -.133 ± .045, standard errors; and
     without the gain."""
     steps = random(2, 128, seed=1)
     # standard errors of 1

@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: their commands work, their code runs, their links lead somewhere."""
+"""README.md, docs/, benchmarks/ and studies/: their commands work, their code runs, their links lead somewhere."""
 
 import importlib
 import json
@@ -42,7 +42,13 @@ FEW_PROMPTS = [
     "evaluation.controls=false",
 ]
 SMALLEST = ["algorithm.group_size=2", "sampling.num_steps=6", "trainer.iterations=1", *FEW_PROMPTS]
-page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).with_suffix("").as_posix()
+
+
+page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 def save_named(text: str) -> None:
@@ -57,7 +63,7 @@ def save_named(text: str) -> None:
 def test_every_command_can_be_given_as_it_stands(page, tmp_path, monkeypatch):
     text = page.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    for folder in ("benchmarks", "examples"):
+    for folder in ("benchmarks", "examples", "studies"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     save_named(text)
     scripts = [block.code for block in blocks(text) if block.language == "bash"]
@@ -116,7 +122,7 @@ LONG_PAGES = ("train", "tutorial")  # several trainings each; their commands are
 in_the_suite = few(PAGES, lambda page: page.stem not in LONG_PAGES)
 
 
-@pytest.mark.parametrize("page", in_the_suite, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", in_the_suite, ids=name_of)
 def test_what_a_page_shows_runs(page, tmp_path, monkeypatch):
     """Python blocks in order, in one namespace and folder, trainers with few prompts; commands of
     marked blocks in between, at the smallest size."""
@@ -210,7 +216,7 @@ def test_files_keys_and_functions_that_are_named_exist(page):
         "name"
     }
     for span in inline(page.read_text(encoding="utf-8")):
-        if re.match(r"(src|tests|docs|benchmarks|tools|examples)/[\w./-]+\w$", span):
+        if re.match(r"(src|tests|docs|benchmarks|studies|tools|examples)/[\w./-]+\w$", span):
             assert (ROOT / span).exists(), span
         elif found := re.match(r"(\w+)\.(\w+)(=.*)?$", span):
             group, key = found[1], found[2]

@@ -35,7 +35,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
         page.parent.relative_to(tmp_path / "site").as_posix()
         for page in (tmp_path / "site").rglob("index.html")
     }
-    assert {"tutorial", "reference/config", "reference/api-types", "results/study"} <= pages
+    assert {"tutorial", "reference/config", "reference/api-types", "results/teach"} <= pages
     assert "GranularGRPO" not in (tmp_path / "site/reference/config/index.html").read_text()
     assert "sde_step" in (tmp_path / "site/reference/api-flow/index.html").read_text()
 
@@ -78,10 +78,10 @@ def test_links_lead_to_the_sites_pages_or_to_the_repository():
             f"{docs_site.REPOSITORY}/blob/main/src/g2rpo/core/flow.py",
         ),
         ("../README.md#train", "docs/a.md", "a.md", "index.md#train"),
-        ("../benchmarks/results/study.md", "docs/a.md", "a.md", "results/study.md"),
+        ("../studies/teach.md", "docs/a.md", "a.md", "results/teach.md"),
         ("#y", "docs/a.md", "a.md", "#y"),
         ("https://a.b", "docs/a.md", "a.md", "https://a.b"),
         ("docs/models.md", "README.md", "index.md", "models.md"),
-        ("../../docs/models.md", "benchmarks/results/study.md", "results/study.md", "../models.md"),
+        ("../docs/models.md", "studies/teach.md", "results/teach.md", "../models.md"),
     ):
         assert docs_site.moved_links(f"[a]({link})", source, page) == f"[a]({moved})"

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
-from benchmarks.registered import COMMON, QUESTIONS, WORLDS, cells
-from benchmarks.tuned import GROUPS, RATES, THIRD, candidates
 from g2rpo.algorithms.flow_grpo import window
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.assembly.config import load_config
@@ -19,6 +16,9 @@ from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
+from studies.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
+from studies.registered import COMMON, QUESTIONS, WORLDS, cells
+from studies.tuned import GROUPS, RATES, THIRD, candidates
 from tests.support.runs import trainer
 
 SIGMAS = sigma_grid(6, 3.0)

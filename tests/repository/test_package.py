@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 from g2rpo import __version__
 
 ROOT = Path(__file__).parents[2]
+OURS = ("tests", "docs", "tools", "benchmarks", "studies")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_the_wheel_is_complete(wheel):
     ]
     missing = [p for p in shipped if str(p.relative_to(ROOT / "src")) not in names]
     assert not missing
-    assert not [name for name in names if name.startswith(("tests", "docs", "tools", "benchmarks"))]
+    assert not [name for name in names if name.startswith(OURS)]
 
 
 def test_the_wheel_says_who_it_is(wheel):
@@ -89,8 +90,11 @@ def test_the_changelog_has_this_version():
     assert __version__ in headings
 
 
-def pins(file):
-    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
+
+
+def pins(text):
+    lines = [line for line in text.splitlines() if "==" in line]
     return {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines}
 
 
@@ -119,7 +123,7 @@ def test_constraints_suit_every_python_that_is_supported():
     pinned = [
         each
         for each in distributions()
-        if canonicalize_name(each.metadata["Name"]) in pins("constraints.txt")
+        if canonicalize_name(each.metadata["Name"]) in pins(CONSTRAINTS)
     ]
     asked = {each.metadata["Name"]: each.metadata["Requires-Python"] or "" for each in pinned}
     assert not {
@@ -140,6 +144,7 @@ def test_constraints_pin_what_tests_need_and_nothing_else():
     )
     wanted = [*project["dependencies"], *(each for each in tested if "g2rpo" not in each)]
     installed = {canonicalize_name(each.metadata["Name"]): each for each in distributions()}
-    assert needed(wanted, installed) - {"setuptools"} == pins("constraints.txt").keys()
-    assert not pins("constraints.txt").keys() & pins("constraints-trackers.txt").keys()
-    assert "wandb" in pins("constraints-trackers.txt")
+    tested, trackers = CONSTRAINTS.split("# Trackers")
+    assert needed(wanted, installed) - {"setuptools"} == pins(tested).keys()
+    assert not pins(tested).keys() & pins(trackers).keys()
+    assert "wandb" in pins(trackers)

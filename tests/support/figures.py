@@ -9,14 +9,15 @@ from pathlib import Path
 from tests.support.pages import ROOT, prose
 
 CITED = re.compile(
-    r"`(?:[A-Z_]+=\S+ )*(pytest|python -m pytest|python -m(?= (?:benchmarks|tools|tests)\.)) ([^`]+)`"
+    r"`(?:[A-Z_]+=\S+ )*(pytest|python -m pytest|python -m(?= (?:benchmarks|studies|tools|tests)\.)) ([^`]+)`"
 )
 WRITTEN = re.compile(
     r"(?<![\w.^/-])[-+−]?(\d[\d,]*(?:\.\d+)?|\.\d+)(e[-−]?\d+)?(?![\w-]|\.\d)( ?%)?"
 )
 NOT_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|\d{4}-\d\d(-\d\d)?|^\d+\. ")
 IN_SOURCE = re.compile(r"(?<![A-Za-z_])(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-RESULTS = ROOT / "benchmarks/results"
+RESULTS = (ROOT / "benchmarks/results", ROOT / "studies/results")
+STUDIES = ROOT / "studies"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def sentences(page: Path) -> Iterator[tuple[str, str]]:
 
     A page of results is what its scripts have printed: only tests are looked up there.
     """
-    citation = re.compile("`[^`]*pytest ") if page.parent == RESULTS else CITED
+    citation = re.compile("`[^`]*pytest ") if page.parent in RESULTS else CITED
     for paragraph in re.split(r"\n\n|\n(?=[|-] ?)", prose(page.read_text(encoding="utf-8"))):
         whole = paragraph.replace("\n", " ")
         parts = [whole] if whole.startswith("|") else re.split(r"(?<=[.:;])\s+(?=[A-Z*`\[])", whole)
@@ -109,9 +110,13 @@ def results_of(module: str, paragraph: str, page: Path) -> list[str]:
         (page.parent / target).resolve()
         for target in re.findall(r"\]\(([^)#]+\.json|[^)#]+\.md)\b", paragraph)
     ]
-    files = {file for file in linked if file.parent == RESULTS}
-    files |= {RESULTS / name for name in re.findall(r"[\w-]+\.(?:json|md)\b", source)}
-    files |= {RESULTS / f"{script.stem}{ending}" for ending in (".json", ".md")}
+    files = {file for file in linked if file.parent in (*RESULTS, STUDIES)}
+    names = {
+        *re.findall(r"[\w-]+\.(?:json|md)\b", source),
+        f"{script.stem}.json",
+        f"{script.stem}.md",
+    }
+    files |= {folder / name for folder in RESULTS for name in names}
     return [
         source,
         *(

@@ -1,4 +1,4 @@
-"""README.md and docs/*.md as tests read them: blocks of code, commands as a shell understands them,
+"""README.md, docs/, benchmarks/ and studies/ as tests read them: blocks of code, commands as a shell understands them,
 and what a command means.
 
 An HTML comment on the line before a block says what a test does with it beyond the usual (readers
@@ -32,9 +32,12 @@ from g2rpo.lab.plan.plan import find_target
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
+    ROOT / ".github/CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "benchmarks/README.md",
     *sorted((ROOT / "benchmarks/results").glob("*.md")),
+    *sorted(page for page in (ROOT / "studies").glob("*.md") if page.stem != "LOG"),
+    *sorted((ROOT / "studies/results").glob("*.md")),
 ]
 FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$",

@@ -121,7 +121,7 @@ def contrastive_loss(
 
     Each image also tells its prompt from a foil with the same words in another order: the relation
     turned round. It is meant to keep the CLIP from reading prompts as bags of words; at this size
-    it has not been seen to (LOG.md).
+    it has not been seen to (studies/LOG.md).
     """
     prompts = [render_prompt(scene) for scene in scenes]
     foils = [render_prompt(turned_round(scene)) for scene in scenes if scene.relation is not None]

@@ -135,7 +135,7 @@ The base model learned from captions of which a share is wrong, less so the high
 often not quite what was asked. That is what reinforcement learning is to mend.
 
 The weights that ship were made by these stages one at a time, while the builder was being written, with slightly other
-settings (LOG.md says which); the command repeats the recipe, not these bits.
+settings (studies/LOG.md says which); the command repeats the recipe, not these bits.
 """
 
     def tokenizer(self) -> PreTrainedTokenizerFast:

@@ -81,7 +81,7 @@ def good_rates(tried: Sequence[RateGain]) -> list[float]:
 
     The rule of one standard error of Breiman et al. (Classification and Regression Trees, 1984,
     3.4.3). The highest gain alone was most often that of a rate at which whole runs collapse later
-    (LOG.md). The best is one that learns, if any does: a gain within its own error may be chance.
+    (studies/LOG.md). The best is one that learns, if any does: a gain within its own error may be chance.
     """
     sound = [one for one in tried if one.sound and math.isfinite(one.gain)]
     learning = [one for one in sound if one.learns]
@@ -94,7 +94,7 @@ def good_rates(tried: Sequence[RateGain]) -> list[float]:
 
 FACTORS = (0.25, 0.5, 1, 2)
 """The rates of the pilots, as multiples of the config's. At 4 pilots gain where whole runs collapse
-(LOG.md)."""
+(studies/LOG.md)."""
 REPEATED = 2
 """Of rates none of which learns, the best so many are tried again."""
 LONGER = 2

@@ -252,17 +252,17 @@ def for_time(plan: Estimate, target: Target) -> Iterator[PlanChange]:
         (
             not in_turns,
             "algorithm.branch_schedule=turns",
-            "none in words, within the error in scenes (docs/studies.md)",
+            "none in words, within the error in scenes (studies/registered.md)",
         ),
         (
             granular > 0 and exact,
             "sampling.tails.forecast=true",
-            "none: at equal cost .08 more in words, even in scenes (docs/studies.md)",
+            "none: at equal cost .08 more in words, even in scenes (studies/registered.md)",
         ),
         (
             granular > 1,
             "algorithm.granularities=[1]",
-            "none beyond the error, in two worlds (docs/studies.md)",
+            "none beyond the error, in two worlds (studies/registered.md)",
         ),
         (
             config.trainer.prompts_per_iteration > 4,
@@ -277,7 +277,7 @@ def for_time(plan: Estimate, target: Target) -> Iterator[PlanChange]:
         (
             config.sampling.guidance_scale is None and plan.model.policy.guided,
             "sampling.guidance_scale=0",
-            "half the gain on scenes, if judged with guidance (docs/studies.md)",
+            "half the gain on scenes, if judged with guidance (studies/registered.md)",
         ),
         (
             policy.height > 512 or policy.width > 512,

@@ -26,7 +26,7 @@ little that a person can see."""
 CANDIDATES, PREVIEWED = 6, 3
 """Prompts that a round considers, and pictures that are drawn of each to find the one to ask about:
 where twelve pictures are alike there is nothing to choose, and three tell it nearly as well as
-twelve (LOG.md)."""
+twelve (studies/LOG.md)."""
 MOST_PROMPTS_ASKED = 64
 """Training prompts, at most, that groups are drawn from."""
 

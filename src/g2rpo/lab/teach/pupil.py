@@ -32,7 +32,7 @@ ENOUGH, HOPELESS = 12, 0.6
 """After so many groups a head that agrees less with the person is said not to know the taste."""
 AIM = 0.75
 """Standard deviations within groups by which the head's utility of held-out pictures is to rise, at
-strength 1: a model that learns on loses what a prompt asks for (LOG.md)."""
+strength 1: a model that learns on loses what a prompt asks for (studies/LOG.md)."""
 DIRECT = 4
 """Groups of an update that learns from the clicks alone."""
 LOOK = 2
