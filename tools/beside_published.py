@@ -32,8 +32,9 @@ from torch.nn import functional
 
 from g2rpo.algorithms.flow_grpo import FlowDPPO
 from g2rpo.algorithms.policy_gradient import TakenSteps
-from g2rpo.core.data import Example, Normal, Rollout, Transition
+from g2rpo.core.data import Example, Rollout, Transition
 from g2rpo.core.errors import UserError
+from g2rpo.core.normal import Normal
 from g2rpo.core.objectives import kernel_kl
 from g2rpo.training.trainer import Trainer
 from tests.published.second_half import Beside, Models, Objective, Seen, tiny

@@ -17,7 +17,7 @@ from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.config import recipes
 from g2rpo.config.resolve import resolve
-from g2rpo.core import data
+from g2rpo.core import normal
 from g2rpo.evaluation.controls import Control
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
@@ -125,7 +125,7 @@ def iterate(world, folder, model, *many):
 def apple(world, folder, recipe, *overrides):
     """What differs from the same run on the CPU after two iterations, relative to the moves of the
     weights, on a device with the limits of Apple's; of the embedded model."""
-    data.NO_FLOAT64.add("fakegpu")
+    normal.NO_FLOAT64.add("fakegpu")
     torch.fakegpu.__class__ = device.Apple
     small = ["trainer.prompts_per_iteration=2", f"prompts.cache={folder}", "trackers=[]"]
     moves = []

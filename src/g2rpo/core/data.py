@@ -1,13 +1,11 @@
 """The data types that the protocols exchange; `types.py` has the legend of times and shapes.
 
-In the order of an iteration: `Prompt`, `Cond`, `Precision`, `Plan`, `Normal`, `Transition`,
-`Rollout`, `Example`, `Batch`, `Loss`. At the end: broadcasting and rounding, which `Normal` and
-`flow` use.
+In the order of an iteration: `Prompt`, `Cond`, `Precision`, `Plan`, `Transition`, `Rollout`,
+`Example`, `Batch`, `Loss`.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -223,38 +221,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Normal:
-    """The distribution of x_next after one stochastic step: independent normals, `mean` [B, ...],
-    `std` [B] or scalar."""
-
-    mean: Tensor
-    std: Tensor
-
-    @property
-    def unit(self) -> Tensor:
-        """The distance in which log-probs and KLs are measured: one standard deviation."""
-        return self.std
-
-    def sample(self, noise: Tensor) -> Tensor:
-        """mean + std * noise; `noise` [G, ...] may have more rows than a one-row mean. The product
-        has the dtype of `noise`."""
-        return self.mean + times(self.std.to(noise.dtype), noise)
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        """Log density of x [B, ...], as the *mean* over a row's entries, [B].
-
-        The mean (not the sum) is the convention of DDPO and its descendants: a ratio is then a
-        geometric mean per entry, and a clip range of 1e-4 is a sensible one.
-        """
-        mean = precise(self.mean)
-        std = per_row(self.std, mean)
-        entries = (
-            -((precise(x) - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
-        )
-        return entries.flatten(1).mean(1)
-
-
-@dataclass(frozen=True)
 class Transition:
     """One stochastic step of one group. `x` has one row where the members branch from a shared
     latent, else G rows."""
@@ -398,36 +364,3 @@ class Loss:
 
     values: Tensor
     log: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-NO_FLOAT64 = {"mps"}
-"""Types of devices without float64."""
-
-
-def in_float64(values: Tensor) -> Tensor:
-    """`values` in float64, or as they are on a device that has none."""
-    return values if values.device.type in NO_FLOAT64 else values.double()
-
-
-def per_row(value: Tensor, like: Tensor) -> Tensor:
-    """`value` [B] (or a scalar) shaped to broadcast against `like` [B, ...], in its dtype and on
-    its device."""
-    value = value.to(like)
-    return value if value.ndim == 0 else value.reshape(-1, *[1] * (like.ndim - 1))
-
-
-def precise(x: Tensor) -> Tensor:
-    """x in float32 if its own dtype is narrower; steps and log-probs are never taken in
-    bfloat16."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def times(value: Tensor, x: Tensor) -> Tensor:
-    """`value` [B] (or a scalar) times x [B, ...], in the dtype of x.
-
-    If x is narrower than `value`, the result is what torch gives for `x * value` with a `value`
-    without dimensions: a CPU rounds the product alone, a GPU rounds `value` as well.
-    """
-    if x.device.type == "cpu":
-        return (per_row(value, precise(x)) * precise(x)).to(x.dtype)
-    return per_row(value, x) * x

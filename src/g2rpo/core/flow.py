@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from g2rpo.core.data import Normal, per_row, precise, times
 from g2rpo.core.errors import at_least_one
+from g2rpo.core.normal import Normal, per_row, precise, times
 from g2rpo.core.types import Kernel
 
 Diffusion = Callable[[Tensor], Tensor]

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from g2rpo.core.types import Normal, per_row
+from g2rpo.core.normal import Normal, per_row
 
 TIE_ULPS = 8
 """Rewards of a group that differ by less, in units of eps |largest reward| (eps = 2^-23 in

@@ -27,15 +27,14 @@ from g2rpo.core.data import (  # noqa: F401
     Cond,
     Example,
     Loss,
-    Normal,
     Plan,
     Prompt,
     Rollout,
     Transition,
-    per_row,
     plain_prompt,
 )
 from g2rpo.core.errors import at_least_one
+from g2rpo.core.normal import Normal, per_row  # noqa: F401
 
 
 @runtime_checkable

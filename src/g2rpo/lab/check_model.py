@@ -20,10 +20,11 @@ from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import PolicyConfig, Section
 from g2rpo.core import plugins
-from g2rpo.core.data import Prompt, in_float64
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError, out_of_memory
 from g2rpo.core.files import in_bytes
 from g2rpo.core.input_pictures import read_inputs
+from g2rpo.core.normal import in_float64
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.plan.plan import make_plan

@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from g2rpo.core.data import in_float64
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import FileDigests, digest_of, local, write_whole
 from g2rpo.core.finite import check_embeddings
 from g2rpo.core.input_pictures import content_of
+from g2rpo.core.normal import in_float64
 from g2rpo.core.types import Cond, Policy, Prompt
 
 FORMAT = 2

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from g2rpo.core.flow import per_row
+from g2rpo.core.normal import per_row
 from g2rpo.core.types import Cond
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.core.data import in_float64
 from g2rpo.core.errors import UserError
+from g2rpo.core.normal import in_float64
 
 NetworkCall = Callable[..., Any]
 
