@@ -1,12 +1,7 @@
 """Adapter files as other trainers write them, and how far velocities with them are from diffusers'
-own.
+own."""
 
-`python -m tests.support.adapters` prints the table of docs/coming_from.md.
-"""
-
-import argparse
 import copy
-import tempfile
 from pathlib import Path
 
 import torch
@@ -128,21 +123,3 @@ def differences(kind, format, folder):
         float((one - other).abs().max() / change)
         for one, other in ((theirs, read), (theirs, written))
     ]
-
-
-def arguments():
-    return argparse.ArgumentParser(description=__doc__).parse_args()
-
-
-def main():
-    arguments()
-    print("| format | classes | read | written |\n|---|---|---|---|")
-    for format in FORMATS:
-        with tempfile.TemporaryDirectory() as folder:
-            found = [differences(kind, format, folder) for kind in READ[format]]
-        read, written = (max(each) for each in zip(*found, strict=True))
-        print(f"| {format} | {len(found)} | {read:.0e} | {written:.0e} |")
-
-
-if __name__ == "__main__":
-    main()
