@@ -16,7 +16,6 @@ from g2rpo.policies.tuning import loader_of
 from tests.support.policies import make
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 
-FORMATS = ("diffusers", "comfyui", "kohya", "ai-toolkit")
 ORIGINAL = ["Flux2KleinPipeline", "QwenImagePipeline", "ZImagePipeline", "WanPipeline"]
 READ = {
     "diffusers": [kind for kind in CLASSES if not SPECS[kind].pictured],
