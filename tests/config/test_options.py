@@ -74,7 +74,7 @@ policy.guidance_scale: the model's input
 policy.guidance_scale_2: that of Wan2.2's second transformer
 policy.height: size and cost
 policy.kind: a model of one's own
-policy.lora_above: words lose their letters without (docs/reproduction.md)
+policy.lora_above: words lose their letters without (studies/late_steps.md)
 policy.lora_alpha: published values differ
 policy.lora_init: two ways in published code
 policy.lora_rank: published values differ; memory
