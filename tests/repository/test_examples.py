@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -44,3 +45,14 @@ def test_the_trainer_of_ones_own_learns_by_its_own_rule(capsys):
     assert world["trainer"].iteration == 20
     before, after = (world[name]["reward/bright"] for name in ("before", "after"))
     assert after > before + 0.1 and f"{before:.2f} -> {after:.2f}" in capsys.readouterr().out
+
+
+def test_the_reward_with_a_model_of_its_own_scores_by_its_weights(tmp_path):
+    """Red minus blue, of 8-bit pictures: exact but for float32's rounding of 1/255."""
+    weight = torch.tensor([[1.0, 0.0, -1.0]])
+    save_file({"weight": weight, "bias": torch.zeros(1)}, tmp_path / "warmth.safetensors")
+    example = runpy.run_path(str(EXAMPLES / "plugin" / "g2rpo_example" / "warmth.py"))
+    pictures = torch.zeros(2, 3, 4, 4)
+    pictures[0, 0] = pictures[1, 2] = 1
+    scores = example["Warmth"](str(tmp_path))(pictures, ["", ""])
+    assert scores.tolist() == pytest.approx([1, -1], abs=1e-6)
