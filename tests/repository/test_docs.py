@@ -295,6 +295,18 @@ def test_what_the_page_of_the_architecture_finds_is_there():
     assert all((ROOT / "src" / "g2rpo" / file).is_file() for file in way)
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "studies"])
+def test_the_index_of_a_folder_has_its_scripts_and_pages_and_these_its_results(folder):
+    pages = [page for page in PAGES if page.is_relative_to(ROOT / folder)]
+    index = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    scripts = {script.stem for script in (ROOT / folder).glob("*.py")} - {"__init__"}
+    assert not [name for name in scripts if not re.search(rf"\b{name}\b", index)]
+    assert not [page.name for page in pages if page.stem != "README" and page.name not in text]
+    results = [path.name for path in (ROOT / folder / "results").iterdir()]
+    assert not [name for name in results if name not in text]
+
+
 def test_the_page_of_recipes_has_every_one_and_no_other():
     table = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == recipes.names()
