@@ -57,9 +57,6 @@ from ImageReward.models.BLIP.vit import VisionTransformer as BlipViT  # noqa: E4
 from oracle_inputs import (  # noqa: E402
     PROMPTS,
     SIZES,
-    TINY_BLIP_VIT,
-    TINY_MED,
-    TINY_OPEN_CLIP,
     TOKEN_PROMPTS,
     fixed_image,
     fixed_state,
@@ -68,6 +65,40 @@ from oracle_inputs import (  # noqa: E402
 # the module; the package binds its class to the same name
 image_reward = sys.modules["ImageReward.ImageReward"]
 BPE = Path(open_clip.__file__).parent / "bpe_simple_vocab_16e6.txt.gz"
+
+TINY_OPEN_CLIP = {
+    "embed_dim": 16,
+    "vision_cfg": {
+        "image_size": 32,
+        "layers": 2,
+        "width": 32,
+        "head_width": 16,
+        "mlp_ratio": 2.0,
+        "patch_size": 8,
+    },
+    "text_cfg": {"context_length": 24, "vocab_size": 0, "width": 24, "heads": 3, "layers": 2},
+}
+
+TINY_MED = {
+    "architectures": ["BertModel"],
+    "attention_probs_dropout_prob": 0.1,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 24,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 40,
+    "model_type": "bert",
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "add_type_embeddings": False,
+    "vocab_size": 0,
+    "encoder_width": 32,
+    "add_cross_attention": True,
+}
+TINY_BLIP_VIT = {"img_size": 224, "patch_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
 
 def shapes_of(module: torch.nn.Module) -> dict[str, list[int]]:

@@ -25,6 +25,7 @@ from g2rpo.testbed.words.judges import WordColour
 from tests.support.runs import brightness
 
 NAN = math.nan
+UNDEFINED = as_reward(brightness)
 
 
 class Least(Reward):
@@ -37,15 +38,17 @@ class Least(Reward):
         return images.flatten(1).mean(1)
 
 
+def sampled(rewards):
+    sampler = Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4, seed=1)
+    return sampler.evaluate(["0", "0.9", "-0.9"], rewards)
+
+
 def test_right_is_what_all_say_who_can():
-    scores = {
-        name: torch.tensor(values)
-        for name, values in {"a": [1.0, 0.5, 1.0, NAN], "b": [3.0, 3.0, 2.0, 3.0]}.items()
-    }
+    scores = {"a": torch.tensor([1.0, 0.5, 1.0, NAN]), "b": torch.tensor([3.0, 3.0, 2.0, 3.0])}
     scores["c"] = torch.full((4,), NAN)
-    said = verdicts({"a": Least(1), "b": Least(2.5), "c": as_reward(brightness)}, scores)
+    said = verdicts({"a": Least(1), "b": Least(2.5), "c": UNDEFINED}, scores)
     assert said[:3].tolist() == [1, 0, 0] and said[3].isnan()
-    assert verdicts({"c": as_reward(brightness)}, scores) is None
+    assert verdicts({"c": UNDEFINED}, scores) is None
 
 
 class Moving(Least):
@@ -59,12 +62,9 @@ class Moving(Least):
 
 def test_held_out_pictures_are_scored_on_one_scale():
     rewards = {"one": Least(None), "moving": Moving(None), "wrapped": CallableReward(Moving(None))}
-    scores = (
-        Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4).evaluate(["0"] * 2, rewards).scores
-    )
-    assert torch.equal(scores["moving"], scores["one"]) and torch.equal(
-        scores["wrapped"], scores["one"]
-    )
+    scores = sampled(rewards).scores
+    assert torch.equal(scores["moving"], scores["one"])
+    assert torch.equal(scores["wrapped"], scores["one"])
 
 
 @pytest.mark.parametrize("wrong", [Least("1"), Least(1, 3), Least(1, "{} and {}")])
@@ -73,47 +73,41 @@ def test_what_cannot_say_what_is_right_is_named(wrong):
         least_scores({"a": wrong})
 
 
-def test_a_scene_is_right_if_all_that_was_asked_is_right():
+@pytest.mark.parametrize("partial", [0, 1 / 3, 0.1, 0.7, 0.9, 1])
+def test_a_scene_is_right_if_all_that_was_asked_is_right(partial):
     """For every share of partial credit, a picture without a fault scores exactly what counts as
     right."""
-    for partial in (0, 1 / 3, 0.1, 0.7, 0.9, 1):
-        reward = SceneAccuracy(partial=partial)
-        blank = reward(torch.ones(1, 3, 64, 64), ["a red circle"])
-        assert (
-            float(torch.tensor(reward.partial * 3 / 3 + (1 - reward.partial)))
-            >= reward.right
-            > float(blank)
-        )
+    reward = SceneAccuracy(partial=partial)
+    blank = reward(torch.ones(1, 3, 64, 64), ["a red circle"])
+    faultless = torch.tensor(reward.partial * 3 / 3 + (1 - reward.partial))
+    assert float(faultless) >= reward.right > float(blank)
 
 
-def test_rewards_say_in_words_what_is_right():
-    spells, draws, colour, alone = (
-        Least(1, words)
-        for words in ("Spells {} texts", "Draws {} things", "in the asked colour", "alone")
-    )
-    silent, undefined = Least(1), as_reward(brightness)
-    for rewards, words in (
-        (
-            [spells, Least(1, "Spells {} texts"), undefined, Least(None, "unheard")],
-            "Spells {} texts",
-        ),
-        ([colour, spells], "Spells {} texts in the asked colour"),
-        ([colour, spells, alone], "Spells {} texts in the asked colour and alone"),
+SPELLS, DRAWS = Least(1, "Spells {} texts"), Least(1, "Draws {} things")
+COLOUR, ALONE, SILENT = Least(1, "in the asked colour"), Least(1, "alone"), Least(1)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ([SPELLS, SPELLS, UNDEFINED, Least(None, "unheard")], "Spells {} texts"),
+        ([COLOUR, SPELLS], "Spells {} texts in the asked colour"),
+        ([COLOUR, SPELLS, ALONE], "Spells {} texts in the asked colour and alone"),
         ([OCR, WordColour], "Spells {} texts in the asked colour"),
         ([SceneAccuracy, GenEval], "Draws what {} prompts ask for"),
-        *(
-            ([*each], None)
-            for each in ([spells, draws], [spells, silent], [colour], [silent], [undefined])
-        ),
-    ):
-        assert right_in_words(dict(enumerate(rewards))) == words
+        ([SPELLS, DRAWS], None),
+        ([SPELLS, SILENT], None),
+        ([COLOUR], None),
+        ([UNDEFINED], None),
+    ],
+)
+def test_rewards_say_in_words_what_is_right(rewards, words):
+    assert right_in_words(dict(enumerate(rewards))) == words
 
 
 def test_evaluations_keep_their_verdicts(tmp_path):
     rewards = {"bright": Least(0.4), "other": brightness}
-    judged = Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4, seed=1).evaluate(
-        ["0", "0.9", "-0.9"], rewards
-    )
+    judged = sampled(rewards)
     assert judged.right.tolist() == [float(score >= 0.4) for score in judged.scores["bright"]]
     assert 0 < judged.right.sum() < 3
     save_evaluation(tmp_path / "e.safetensors", judged)
@@ -122,13 +116,12 @@ def test_evaluations_keep_their_verdicts(tmp_path):
 
 
 def test_shares_of_right_pictures_are_compared_prompt_by_prompt():
-    def evaluation(right):
-        values = None if right is None else torch.tensor(right)
+    def evaluation(*right):
+        values = torch.tensor(right) if right else None
         return Evaluation(("",) * 5, torch.zeros(5, 3, 2, 2), {}, values)
 
-    change = compare_right(
-        evaluation([0.0, 0.0, 1.0, 1.0, NAN]), evaluation([1.0, 0.0, 1.0, 1.0, 1.0])
-    )
+    tuned = evaluation(1.0, 0.0, 1.0, 1.0, 1.0)
+    change = compare_right(evaluation(0.0, 0.0, 1.0, 1.0, NAN), tuned)
     assert (change.base, change.tuned) == (0.5, 0.75)
-    assert change.error == pytest.approx(torch.tensor([1.0, 0.0, 0.0, 0.0]).std().item() / 2)
-    assert compare_right(evaluation(None), evaluation([1.0] * 5)) is None
+    assert change.error == pytest.approx(0.25)  # of 1, 0, 0, 0: a deviation of .5 over sqrt(4)
+    assert compare_right(evaluation(), tuned) is None

@@ -17,22 +17,21 @@ def enumerated(by, of, n):
     values = []
     for chosen in itertools.combinations(range(len(by)), n):
         top = max(by[i] for i in chosen)
-        best = [of[i] for i in chosen if by[i] == top]
-        values.append(sum(best) / len(best))
-    return float(sum(values) / len(values))
+        values.append(torch.stack([of[i] for i in chosen if by[i] == top]).mean())
+    return torch.stack(values).mean()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_the_expected_best_is_the_mean_over_every_choice(n):
-    expected = torch.tensor([enumerated(by, of, n) for by, of in zip(BY, OF, strict=True)]).double()
-    torch.testing.assert_close(expected_of_best(BY, OF, n), expected)
+    expected = [enumerated(by, of, n) for by, of in zip(BY, OF, strict=True)]
+    torch.testing.assert_close(expected_of_best(BY, OF, n), torch.stack(expected))
 
 
-def test_of_uniform_scores_it_is_the_order_statistic():
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
+def test_of_uniform_scores_it_is_the_order_statistic(n):
     """The best of n of 0 .. S - 1 is n (S + 1) / (n + 1) - 1 on average."""
     ranks = torch.randperm(16, generator=torch.Generator().manual_seed(0)).double()[None]
-    for n in (1, 2, 4, 8, 16):
-        assert float(expected_of_best(ranks, ranks, n)) == pytest.approx(n * 17 / (n + 1) - 1)
+    assert float(expected_of_best(ranks, ranks, n)) == pytest.approx(n * 17 / (n + 1) - 1)
 
 
 def test_a_picture_without_a_score_of_the_judge_is_left_out():
@@ -46,12 +45,8 @@ def test_a_picture_without_a_score_of_the_judge_is_left_out():
 def test_pictures_are_chosen_by_the_trained_rewards_alone():
     """Each in units of its deviation within a prompt; a missing score counts as the prompt's
     mean."""
-    scores = {
-        "a": torch.tensor([[0.0, 1.0, torch.nan]]),
-        "b": torch.tensor([[10.0, -10.0, 0.0]]),
-        "judge": torch.eye(3)[:1],
-    }
-    weights = {"a": 1.0, "b": 0.4}
+    a, b = torch.tensor([[0.0, 1.0, torch.nan]]), torch.tensor([[10.0, -10.0, 0.0]])
+    scores, weights = {"a": a, "b": b, "judge": torch.eye(3)[:1]}, {"a": 1.0, "b": 0.4}
     expected = torch.tensor([[-0.5, 0.5, 0.0]]) / 0.5**0.5 + 0.4 * torch.tensor([[1.0, -1.0, 0.0]])
     torch.testing.assert_close(utility(scores, weights), expected.double())
     assert float(best_of(scores, weights, 3)["judge"]) == 0.0  # the second is chosen

@@ -3,6 +3,7 @@ tools/record_geneval_oracle.py, which runs upstream's scoring on them, and for t
 ours. Needs only NumPy and Pillow."""
 
 import zlib
+from functools import cache
 
 import numpy as np
 from PIL import Image
@@ -34,37 +35,20 @@ def task(random):
     a, b = random.choice(CLASSES, 2, replace=False).tolist()
     colours = random.choice(list(RGB), 2, replace=False).tolist()
     first, second = {"class": a, "count": 1}, {"class": b, "count": 1}
-    relation = str(random.choice(RELATIONS))
+    position, exclude = [str(random.choice(RELATIONS)), 0], []
     if tag == "counting":
         first["count"] = int(random.randint(2, 5))
-        return {
-            "tag": tag,
-            "include": [first],
-            "exclude": [{"class": a, "count": first["count"] + 1}],
-            "prompt": "x",
-        }
+        exclude = [{"class": a, "count": first["count"] + 1}]
     if tag == "mixed":
-        first |= {"count": int(random.randint(1, 3)), "color": colours[0]}
-        second |= {
-            "count": int(random.randint(1, 3)),
-            "color": colours[1],
-            "position": [relation, 0],
-        }
-        return {
-            "tag": tag,
-            "include": [first, second],
-            "exclude": [{"class": str(random.choice(CLASSES)), "count": 4}],
-            "prompt": "x",
-        }
-    if tag in ("colors", "color_attr"):
+        first["count"], second["count"] = int(random.randint(1, 3)), int(random.randint(1, 3))
+        exclude = [{"class": str(random.choice(CLASSES)), "count": 4}]
+    if tag in ("colors", "color_attr", "mixed"):
         first["color"], second["color"] = colours
-    if tag == "position":
-        second["position"] = [relation, 0]
-    return {
-        "tag": str(tag),
-        "include": [first] if tag in ("single_object", "colors") else [first, second],
-        "prompt": "x",
-    }
+    if tag in ("position", "mixed"):
+        second["position"] = position
+    alone = tag in ("single_object", "counting", "colors")
+    include = [first] if alone else [first, second]
+    return {"tag": str(tag), "include": include, "exclude": exclude, "prompt": "x"}
 
 
 def case(seed):
@@ -83,11 +67,7 @@ def case(seed):
         usual = asked[name]["count"] if name in asked else 0
         number = int(random.choice([usual, usual, usual, random.randint(0, 5), 17]))
         left, top = random.uniform(0, SIZE[1] - 30, number), random.uniform(0, SIZE[0] - 30, number)
-        confident = (
-            random.uniform(0.85, 1.0, number)
-            if random.rand() < 0.7
-            else random.uniform(0.2, 1.0, number)
-        )
+        confident = random.uniform(0.85 if random.rand() < 0.7 else 0.2, 1.0, number)
         width, height = random.uniform(5, 29, (2, number))
         boxes[name] = np.stack([left, top, left + width, top + height, confident], 1)
         masks[name] = np.zeros((number, *SIZE), bool)
@@ -107,6 +87,7 @@ def see(picture):
     )
 
 
+@cache
 def read(text):
     """A colour's direction, a little different in every text."""
     named = next(colour for name, colour in RGB.items() if name in text)

@@ -2,12 +2,19 @@
 that find them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from transformers import (
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+)
 
 from g2rpo.rewards.clip import Aesthetic, CLIPScore, HPSv2, PickScore
 from g2rpo.rewards.image_reward import ImageReward
@@ -42,6 +49,26 @@ def save_pickscore(folder):
     (folder / "preprocessor_config.json").write_text(json.dumps(recorded["preprocessor_config"]))
     for name in ("vocab.json", "merges.txt"):
         (folder / name).write_bytes((FIXTURES / "clip_tokenizer" / name).read_bytes())
+    return str(folder)
+
+
+def save_dino(folder, registers=0):
+    """A tiny random DINOv2 as transformers saves it, perhaps with registers."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"image_size": 12, "patch_size": 4}
+    torch.manual_seed(0)
+    if registers:
+        config = Dinov2WithRegistersConfig(**sizes, num_register_tokens=registers)
+        Dinov2WithRegistersModel(config).save_pretrained(folder)
+    else:
+        Dinov2Model(Dinov2Config(**sizes)).save_pretrained(folder)
+    return str(folder)
+
+
+def save_processor(folder, config):
+    """The folder of a Qwen-VL's tokenizer and config."""
+    shutil.copytree(FIXTURES / "qwen2_tokenizer", folder)
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 

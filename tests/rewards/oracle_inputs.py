@@ -57,40 +57,6 @@ SIZES = {
 CLIPS = {"slow": ("square", 24, 8), "few": ("wide", 9, 16), "three": ("tall", 3, 24)}
 """Clips: their picture, frames, and frames per second."""
 
-TINY_OPEN_CLIP = {
-    "embed_dim": 16,
-    "vision_cfg": {
-        "image_size": 32,
-        "layers": 2,
-        "width": 32,
-        "head_width": 16,
-        "mlp_ratio": 2.0,
-        "patch_size": 8,
-    },
-    "text_cfg": {"context_length": 24, "vocab_size": 0, "width": 24, "heads": 3, "layers": 2},
-}
-
-TINY_MED = {
-    "architectures": ["BertModel"],
-    "attention_probs_dropout_prob": 0.1,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "hidden_size": 24,
-    "initializer_range": 0.02,
-    "intermediate_size": 48,
-    "layer_norm_eps": 1e-12,
-    "max_position_embeddings": 40,
-    "model_type": "bert",
-    "num_attention_heads": 3,
-    "num_hidden_layers": 2,
-    "pad_token_id": 0,
-    "add_type_embeddings": False,
-    "vocab_size": 0,
-    "encoder_width": 32,
-    "add_cross_attention": True,
-}
-TINY_BLIP_VIT = {"img_size": 224, "patch_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}
-
 
 def fixed_weight(name, shape, gain=1.0):
     """A float32 array for the parameter `name`: scales near 1, biases near 0, matrices that keep

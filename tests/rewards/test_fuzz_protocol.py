@@ -20,12 +20,11 @@ from g2rpo.rewards.server import Limits, RewardServer, parse_request
 from g2rpo.rewards.transport import Refused, request_json
 from g2rpo.rewards.vlm import parse_scores
 from tests.support.fuzzing import mutated
+from tests.support.pictures import noise
 from tests.support.servers import endpoint_that, serving
 
 LIMITS = Limits(body_bytes=20_000, values=2_000, pixels=4_000, headers_s=0.3, gap_s=0.3)
-PNG = encode_png(
-    to_pil(to_uint8(torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))))[0]
-)
+PNG = encode_png(to_pil(to_uint8(noise(1, 8, 8)))[0])
 BODY = json.dumps(
     {"images": [PNG, PNG], "prompts": ["a", "b"], "inputs": [PNG], "inputs_of": [[], [0]]}
 )
@@ -34,23 +33,13 @@ REQUEST = (
     + f"Content-Length: {len(BODY)}\r\n\r\n{BODY}".encode()
 )
 ANSWER = b'HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n{"scores": [0.5, null]}'
-HEADERS = (
-    b"Transfer-Encoding: chunked\r\n",
-    b"Content-Length: 999999999999\r\n",
-    b"Content-Length: -1\r\n",
-    b"Host: [\r\n",
+SNIPPETS = (
+    *(b"[" * 2000, b"9" * 5000, b'"\\ud800"', b"NaN", b"1e999", b"-Infinity", b"null"),
+    *(b"\0", b"\r\n", b"\n\n", b": ", b"\x1b[2J", b"%s", b"\xff\xfe", b"HTTP/1.1 302 x\r\n"),
+    *(b"Transfer-Encoding: chunked\r\n", b"Content-Length: 999999999999\r\n", b"Host: [\r\n"),
+    *(b"Content-Length: -1\r\n", b"Location: file:///etc/passwd\r\n"),
 )
-ANSWERS = (
-    b"Location: file:///etc/passwd\r\n",
-    b"HTTP/1.1 302 x\r\n",
-    b"\x1b[2J",
-    b"%s",
-    b"\xff\xfe",
-)
-VALUES = (b"[" * 2000, b"9" * 5000, b'"\\ud800"', b"NaN", b"1e999", b"-Infinity", b"null")
-PIECES = st.sampled_from([b"\0", b"\r\n", b"\n\n", b": ", *VALUES, *HEADERS, *ANSWERS]) | st.binary(
-    max_size=8
-)
+PIECES = st.sampled_from(SNIPPETS) | st.binary(max_size=8)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
@@ -62,36 +51,25 @@ JSON = st.recursive(
 
 
 class Mean:
+    """It scores what is sound, and fails otherwise."""
+
     def __call__(self, images, prompts):
-        assert (
-            images.dtype == torch.float32
-            and 0 <= images.min() <= images.max() <= 1
-            and len(images) == len(prompts)
-        )
+        assert images.dtype == torch.float32 and len(images) == len(prompts)
+        assert 0 <= images.min() <= images.max() <= 1
         return images.mean(dim=(1, 2, 3))
 
 
-def is_sound(images, prompts):
-    assert (
-        images.dtype == torch.uint8
-        and images.ndim == 4
-        and images.shape[1] == 3
-        and len(images) == len(prompts)
-    )
-    assert images.shape[0] * images.shape[2] * images.shape[3] <= LIMITS.pixels
-    "".join(prompts).encode()
-
-
 @given(mutated(BODY.encode(), PIECES) | JSON.map(lambda data: json.dumps(data).encode()))
-@example(b'{"images": ["x"], "prompts": ["\\ud800"]}')
-@example(json.dumps({"images": [PNG], "prompts": ["\ud800"]}).encode())
 def test_a_body_is_pictures_and_prompts_or_a_bad_request(body):
     try:
         images, prompts = parse_request(body, LIMITS, Path(gettempdir()))
     except HTTPException as error:
         assert 400 <= error.status_code < 500 and error.detail
     else:
-        is_sound(images, prompts)
+        assert images.dtype == torch.uint8 and images.shape[1:2] == (3,)
+        assert len(images) == len(prompts)
+        assert images[:, 0].numel() <= LIMITS.pixels
+        "".join(prompts).encode()
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +81,9 @@ def server():
 def exchange(address, data):
     """What a server answers to bytes, after which it waits for more in vain."""
     with socket.create_connection(address, timeout=20) as connection:
+        answer = b""
         with contextlib.suppress(OSError):  # it may have hung up at the first line
             connection.sendall(data)
-        answer = b""
         with contextlib.suppress(ConnectionError):
             while piece := connection.recv(65536):
                 answer += piece
@@ -121,13 +99,10 @@ def exchange(address, data):
 def test_a_request_is_scored_or_refused_and_the_server_lives_on(server, data):
     answer = exchange(server.server_address, data)
     status = int(answer.split(None, 2)[1]) if answer.startswith(b"HTTP/") else 0
-    assert status in (0, 200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 431, 501, 505), answer[
-        :200
-    ]
-    if data == REQUEST:
-        assert status == 200
-    if b"evil" in data:
-        assert status == 403
+    known = (0, 200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 431, 501, 505)
+    assert status in known, answer[:200]
+    assert status == 200 or data != REQUEST
+    assert status == 403 or b"evil" not in data
     assert request_json(f"{server.address}/health", dict)["status"] == "ok"
 
 
@@ -144,10 +119,7 @@ def garbage():
     mutated(ANSWER, PIECES)
     | JSON.map(lambda data: ANSWER.partition(b"{")[0] + json.dumps(data).encode())
 )
-@example(ANSWER.replace(b"0.5", b"1" + b"0" * 400))
 @example(ANSWER.replace(b"0.5", b"1e39"))
-@example(ANSWER.replace(b"0.5", b"NaN"))
-@example(ANSWER.replace(b"200 OK", b"302 x\r\nLocation: file:///etc/passwd"))
 def test_an_answer_is_scores_or_none_or_refused(garbage, answer):
     url, answers = garbage
     answers[0] = answer

@@ -6,40 +6,32 @@ import torch
 
 from g2rpo.assembly.rewards import REWARDS
 from g2rpo.core.plugins import find
-from tests.rewards.learned import LEARNED
 
 KINDS = {name: find("rewards", name, REWARDS) for name in REWARDS}
 DIFFERENTIABLE = [name for name, kind in KINDS.items() if kind.differentiable]
 PROMPTS = ["a red circle", "two blue squares"]
 
 
-@pytest.fixture(scope="module")
-def rewards(learned):
-    return {
-        name: LEARNED.get(name, KINDS[name])(**learned.get(name, {})) for name in DIFFERENTIABLE
-    }
+@pytest.fixture(params=DIFFERENTIABLE)
+def reward(request, rewards):
+    return rewards.get(request.param) or KINDS[request.param]()
 
 
-def pictures(side=64):
-    return 0.3 + 0.4 * torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+def pictures():
+    return 0.3 + 0.4 * torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_a_score_with_a_gradient_is_the_published_one(rewards, name):
-    scores, plain = (
-        rewards[name](pictures().requires_grad_(), PROMPTS),
-        rewards[name](pictures(), PROMPTS),
-    )
+def test_a_score_with_a_gradient_is_the_published_one(reward):
+    scores, plain = reward(pictures().requires_grad_(), PROMPTS), reward(pictures(), PROMPTS)
     assert scores.requires_grad and not plain.requires_grad
     torch.testing.assert_close(scores.detach().float(), plain, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_a_gradient_is_that_of_the_score_without_rounding(rewards, name, monkeypatch):
+def test_a_gradient_is_that_of_the_score_without_rounding(reward, monkeypatch):
     """Central differences along the gradient, of half a level at most; float32 and curvature leave
     three hundredths."""
     monkeypatch.setattr("g2rpo.rewards.pixels.with_gradient", lambda value, smooth: smooth)
-    reward, images = rewards[name], pictures().requires_grad_()
+    images = pictures().requires_grad_()
     (gradient,) = torch.autograd.grad(reward(images, PROMPTS).sum(), images)
     assert all(bool(own.any()) for own in gradient)
     step = gradient * (0.002 / gradient.abs().flatten(1).amax(1)[:, None, None, None])
@@ -47,6 +39,5 @@ def test_a_gradient_is_that_of_the_score_without_rounding(rewards, name, monkeyp
         reward((images + sign * step).detach().requires_grad_(), PROMPTS).detach()
         for sign in (-1, 1)
     )
-    torch.testing.assert_close(
-        (high - low) / 2, (gradient * step).flatten(1).sum(1), rtol=0.03, atol=1e-7
-    )
+    slope = (gradient * step).flatten(1).sum(1)
+    torch.testing.assert_close((high - low) / 2, slope, rtol=0.03, atol=1e-7)

@@ -17,7 +17,7 @@ from g2rpo.rewards.analytic import FunctionReward
 from g2rpo.rollout.scoring import score
 from g2rpo.training.reward_states import take_stored
 from tests.support.ranks import finish, start
-from tests.support.runs import brightness, darkness, trainer
+from tests.support.runs import brightness, darkness, finished, groups_of, mean, trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugin" / "g2rpo_example"
 
@@ -44,50 +44,29 @@ def energy(latents, prompts):
 energy.latent = True
 
 
-def weights(t):
-    return t.learner.parameters[0].detach().clone()
-
-
-def record(t, monkeypatch):
-    """The rollouts of an iteration and their rewards."""
-    kept = []
-    collect = t.collector.collect
-    monkeypatch.setattr(
-        t.collector, "collect", lambda *arguments: kept.append(collect(*arguments)) or kept[0]
-    )
-    t.iterate()
-    return kept[0].rollouts, kept[0].rewards
-
-
-def test_nothing_is_decoded_where_all_rewards_take_latents(monkeypatch):
+def test_nothing_is_decoded_where_all_rewards_take_latents():
     policy = Undecodable()
     t = trainer(None, policy=policy, rewards={"bright": energy})
-    (rollout, *_), scored = record(t, monkeypatch)
+    collected = groups_of(t).collected
     assert policy.decoded == 0
-    assert torch.equal(scored[0, 0, 0], energy(rollout.finals[0], []))  # [N, R, M, G]
+    latents = collected.rollouts[0].finals[0]
+    assert torch.equal(collected.rewards[0, 0, 0], energy(latents, []))  # [N, R, M, G]
     t.evaluate()
     assert policy.decoded == 3  # held-out pictures are kept
 
 
 @pytest.mark.parametrize("batch", [5, 64])
-def test_latents_and_pictures_are_scored_beside_each_other(batch, monkeypatch):
-    both = ["rewards.low=1.0", f"sampling.decode_batch_size={batch}"]
-    t = trainer(
-        None,
-        *both,
-        rewards={"bright": brightness, "low": energy},
-        judges={"dark": darkness, "far": energy},
-    )
-    rollouts, rewards = record(t, monkeypatch)
-    for rollout, scores in zip(rollouts, rewards, strict=True):
+def test_latents_and_pictures_are_scored_beside_each_other(batch):
+    overrides = ["rewards.low=1.0", f"sampling.decode_batch_size={batch}"]
+    rewards, judges = {"bright": brightness, "low": energy}, {"dark": darkness, "far": energy}
+    t = trainer(None, *overrides, rewards=rewards, judges=judges)
+    collected = groups_of(t).collected
+    for rollout, scores in zip(collected.rollouts, collected.rewards, strict=True):
         for tail, latents in enumerate(rollout.finals):
             torch.testing.assert_close(scores[0, tail], brightness(t.policy.decode(latents), []))
             torch.testing.assert_close(scores[1, tail], energy(latents, []))
-    evaluation = t.score_heldout()
-    assert (
-        torch.equal(evaluation.scores["low"], evaluation.scores["far"])
-        and evaluation.scores["low"].isfinite().all()
-    )
+    scores = t.score_heldout().scores
+    assert torch.equal(scores["low"], scores["far"]) and scores["low"].isfinite().all()
 
 
 def test_a_reward_without_what_it_scores_is_named():
@@ -119,41 +98,35 @@ class Bar:
         self.state["seen"] = self.state["seen"] + torch.tensor([1, scores.numel()])
 
 
+def with_bar(folder=None, iterations=4, kind=Bar, **more):
+    options = {"rewards": {"bright": kind()}, **more}
+    return trainer(folder, f"trainer.iterations={iterations}", **options)
+
+
 def states_of(t):
-    return {
-        name: value if isinstance(value, float) else value.tolist()
-        for name, value in t.rewards["bright"].state.items()
-    }
+    state = t.rewards["bright"].state
+    return [state["bar"], state["seen"].tolist()]
 
 
 def test_a_run_with_a_stateful_reward_resumes_bit_for_bit(tmp_path):
-    whole = trainer(tmp_path / "whole", rewards={"bright": Bar()})
-    list(whole.train())
-    assert whole.rewards["bright"].state["bar"] != 0
+    whole = finished(with_bar(tmp_path / "whole"))
     # iterations; prompts, branch steps, tails, members
-    assert states_of(whole)["seen"] == [4, 4 * 2 * 3 * 2 * 6]
+    assert states_of(whole)[0] != 0 and states_of(whole)[1] == [4, 4 * 2 * 3 * 2 * 6]
+    finished(with_bar(tmp_path / "parts", 2, rewards={"bright": FunctionReward(Bar)}))
+    again = with_bar(tmp_path / "parts")
+    assert again.resume() == [] and states_of(again)[1][0] == 2
+    finished(again)
+    assert torch.equal(mean(again), mean(whole)) and states_of(again) == states_of(whole)
 
-    begun = trainer(
-        tmp_path / "parts", "trainer.iterations=2", rewards={"bright": FunctionReward(Bar)}
-    )
-    list(begun.train())
-    resumed = trainer(tmp_path / "parts", rewards={"bright": Bar()})
-    assert resumed.resume() == [] and states_of(resumed) == states_of(begun)
-    list(resumed.train())
-    assert torch.equal(weights(resumed), weights(whole)) and states_of(resumed) == states_of(whole)
-    alone, plain, told = (
-        trainer(None, rewards={"bright": Bar()}),
-        {"bright": as_reward(brightness)},
-        [],
-    )
-    # as `evaluate` does
-    take_stored({**alone.rewards, "dark": as_reward(darkness)}, tmp_path / "whole", told.append)
-    assert (
-        states_of(alone) == states_of(whole) and "after iteration 4" in told[0] and len(told) == 1
-    )
-    take_stored(alone.rewards, tmp_path / "none", told.append)
-    take_stored(plain, tmp_path / "whole", told.append)
-    assert told[1:] == ["reward bright: as at the start"]
+
+def test_an_evaluation_takes_the_state_that_a_run_has_stored(tmp_path):
+    run, alone, told = finished(with_bar(tmp_path / "run", 2)), with_bar(), []
+    rewards = {**alone.rewards, "dark": as_reward(darkness)}
+    take_stored(rewards, tmp_path / "run", told.append)
+    assert states_of(alone) == states_of(run)
+    take_stored(rewards, tmp_path / "none", told.append)
+    take_stored({"bright": as_reward(brightness)}, tmp_path / "run", told.append)
+    assert "after iteration 2" in told[0] and told[1:] == ["reward bright: as at the start"]
 
 
 class Careless(Bar):
@@ -165,18 +138,15 @@ class Careless(Bar):
 
 
 def train_on(world, folder, kind):
-    t = trainer(folder / "run", "trainer.iterations=2", rewards={"bright": kind()}, world=world)
-    list(t.train())
-    return [states_of(t), weights(t).tolist()]
+    t = finished(with_bar(folder / "run", 2, kind, world=world))
+    return [states_of(t), mean(t).tolist()]
 
 
 def test_ranks_have_the_state_of_one_process(tmp_path):
-    alone = trainer(tmp_path / "alone", "trainer.iterations=2", rewards={"bright": Bar()})
-    list(alone.train())
+    alone = states_of(finished(with_bar(tmp_path / "alone", 2)))
     one, two = (left["answer"] for left in finish(start(2, train_on, tmp_path, Bar), tmp_path))
-    assert one == two
-    assert one[0]["seen"] == states_of(alone)["seen"]
-    assert one[0]["bar"] == pytest.approx(states_of(alone)["bar"], abs=1e-9)
+    # of float32 sums in another order
+    assert one == two and one[0] == [pytest.approx(alone[0], abs=1e-9), alone[1]]
 
 
 def test_ranks_whose_states_differ_save_nothing(tmp_path):
@@ -189,7 +159,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_start():
     reward = Bar()
     reward.state = {"net": torch.nn.Linear(1, 1)}
     with pytest.raises(UserError, match="reward 'bright'.* not Linear"):
-        trainer(None, rewards={"bright": reward})
+        with_bar(kind=lambda: reward)
 
 
 def test_a_reward_that_fails_to_observe_is_named():
@@ -198,7 +168,7 @@ def test_a_reward_that_fails_to_observe_is_named():
             raise ValueError("no")
 
     with pytest.raises(RewardFailed, match="after iteration 0: reward 'bright' failed to observe"):
-        trainer(None, rewards={"bright": Broken()}).iterate()
+        with_bar(kind=Broken).iterate()
 
 
 def test_the_example_of_state_raises_its_bar():

@@ -9,127 +9,94 @@ import torch
 
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.rewards.remote import RemoteReward
-from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
+from g2rpo.rewards.transport import NoAnswer, Unreachable, request_json
 from g2rpo.run.checkpoint import newest_iteration
 from tests.support.ports import free_port
 from tests.support.runs import trainer
-from tests.support.servers import endpoint_that
+from tests.support.servers import endpoint_that, replies
 
-VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-
-
-def says(status, text, **headers):
-    def answer(handler, count):
-        handler.send_response(status)
-        for name, value in headers.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(text.encode())
-
-    return answer
+FAR = "http://10.1.2.3:8000"
 
 
 @pytest.fixture
 def proxy(monkeypatch):
     """HOST:PORT of a proxy that answers 503 itself; the environment has no proxy yet."""
-    for name in VARIABLES:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    with endpoint_that(says(503, "no route")) as (url, _):
+    with endpoint_that(replies("no route", 503)) as (url, _):
         yield url.removeprefix("http://")
 
 
 @pytest.fixture
 def lan(monkeypatch):
-    """A server that all addresses other than this machine's lead to; its port."""
+    """A server that all addresses other than this machine's lead to."""
     connect = socket.create_connection
-    with endpoint_that(says(200, '{"who": "server"}')) as (url, _):
-        port = int(url.rpartition(":")[2])
+    with endpoint_that(replies('{"who": "server"}')) as (url, _):
+        here = ("127.0.0.1", int(url.rpartition(":")[2]))
 
         def connected(address, *arguments, **more):
-            return connect(
-                address if address[0] == "127.0.0.1" else ("127.0.0.1", port), *arguments, **more
-            )
+            return connect(address if address[0] == here[0] else here, *arguments, **more)
 
         monkeypatch.setattr(socket, "create_connection", connected)
-        yield port
+        yield
 
 
-@pytest.mark.parametrize("upper", [False, True])
 @pytest.mark.parametrize(
     ("variable", "scheme"),
-    [("http_proxy", "http://"), ("http_proxy", ""), ("all_proxy", "http://")],
+    [("http_proxy", "http://"), ("HTTP_PROXY", ""), ("all_proxy", "http://")],
 )
-def test_an_answer_through_a_proxy_names_it(proxy, lan, monkeypatch, variable, upper, scheme):
-    monkeypatch.setenv(variable.upper() if upper else variable, f"{scheme}user:hunter2@{proxy}")
+def test_an_answer_through_a_proxy_names_it(proxy, lan, monkeypatch, variable, scheme):
+    monkeypatch.setenv(variable, f"{scheme}user:hunter2@{proxy}")
     with pytest.raises(NoAnswer) as told:
-        request_json("http://10.1.2.3:8000/score", dict)
-    assert (
-        str(told.value)
-        == f"http://10.1.2.3:8000/score (through the proxy {proxy}) answered 503: no route"
-    )
+        request_json(f"{FAR}/score", dict)
+    assert str(told.value) == f"{FAR}/score (through the proxy {proxy}) answered 503: no route"
 
 
 @pytest.mark.parametrize(
     ("excluded", "url"),
     [
-        ("*", "http://10.1.2.3:8000"),
-        ("example.org, *", "http://10.1.2.3:8000"),
-        ("10.0.0.0/8", "http://10.1.2.3:8000"),
-        ("192.168.0.0/16 ,10.1.2.0/24", "http://10.1.2.3:8000"),
-        ("10.1.2.3", "http://10.1.2.3:8000"),
-        ("10.1.2.3:8000", "http://10.1.2.3:8000"),
+        ("*", FAR),
+        ("example.org, *", FAR),
+        ("10.0.0.0/8", FAR),
+        ("192.168.0.0/16 ,10.1.2.0/24", FAR),
+        ("10.1.2.3", FAR),
+        ("10.1.2.3:8000", FAR),
         ("fd00::/8", "http://[fd00::7]:8000"),
         ("fd00::7", "http://[fd00::7]:8000"),
-        ("[fd00::7]", "http://[fd00::7]:8000"),
         ("[fd00::7]:8000", "http://[fd00::7]:8000"),
         (".lan.example", "http://judge.lan.example:8000"),
         ("*.lan.example", "http://judge.lan.example:8000"),
-        ("lan.example", "http://judge.lan.example:8000"),
         ("LAN.example", "http://judge.Lan.Example:8000"),
         ("judge:8000", "http://judge:8000"),
     ],
 )
 def test_what_no_proxy_excludes_is_asked_directly(proxy, lan, monkeypatch, excluded, url):
     monkeypatch.setenv("HTTP_PROXY", f"http://{proxy}")
+    others = "10.0.0.0/16,10.1.2.4,fd01::/16,10.1.2.3:9000,3.2.1.10,10.1.2.3/nonsense,judge:80"
+    monkeypatch.setenv("NO_PROXY", others)
     with pytest.raises(NoAnswer, match="through the proxy"):
         request_json(url, dict)
     monkeypatch.setenv("NO_PROXY", excluded)
     assert request_json(url, dict) == {"who": "server"}
 
 
-def test_a_name_with_other_letters_is_no_proxy(lan, monkeypatch):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
+def test_a_name_with_other_letters_is_no_proxy(proxy, lan):
     with pytest.raises(NoAnswer, match="^http://richter.bücher.example/ answered something else"):
         request_json("http://richter.bücher.example/", list)
 
 
-@pytest.mark.parametrize(
-    "excluded",
-    ["10.0.0.0/16", "10.1.2.4", "fd00::/8", "10.1.2.3:9000", "3.2.1.10", "10.1.2.3/nonsense"],
-)
-def test_what_no_proxy_does_not_exclude_goes_through_the_proxy(proxy, lan, monkeypatch, excluded):
-    monkeypatch.setenv("http_proxy", f"http://{proxy}")
-    monkeypatch.setenv("no_proxy", excluded)
-    with pytest.raises(NoAnswer, match="through the proxy"):
-        request_json("http://10.1.2.3:8000", dict)
-
-
-@pytest.mark.parametrize(
-    "value", ["http://127.0.0.1:9", "socks5://127.0.0.1:9", "nonsense://127.0.0.1:9", "http://["]
-)
+@pytest.mark.parametrize("value", ["http://127.0.0.1:9", "socks5://127.0.0.1:9", "http://["])
 def test_loopback_never_goes_through_a_proxy(proxy, monkeypatch, value):
     monkeypatch.setenv("http_proxy", value)
     monkeypatch.setenv("ALL_PROXY", value)
-    with endpoint_that(says(200, '{"who": "me"}')) as (url, _):
+    with endpoint_that(replies('{"who": "me"}')) as (url, _):
         for host in ("127.0.0.1", "localhost", "LOCALHOST"):
             assert request_json(url.replace("127.0.0.1", host), dict) == {"who": "me"}
 
 
 @pytest.mark.parametrize("scheme", ["http", "https", "socks5", "socks5h"])
-@pytest.mark.parametrize("url", ["http://10.1.2.3:8000", "https://10.1.2.3:8000"])
+@pytest.mark.parametrize("url", [FAR, "https://10.1.2.3:8000"])
 def test_a_dead_proxy_is_named(proxy, monkeypatch, scheme, url):
     dead = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("ALL_PROXY", f"{scheme}://{dead}")
@@ -143,52 +110,53 @@ def test_a_proxy_that_does_not_connect_is_named(proxy, monkeypatch):
         request_json("https://10.1.2.3:8000", dict)
 
 
-@pytest.mark.parametrize("value", ["socks://h:1", "socks4://h:1", "ftp://h:1", "http://u:hunter2"])
+@pytest.mark.parametrize("value", ["socks4://h:1", "ftp://h:1", "http://u:hunter2"])
 def test_a_proxy_variable_that_cannot_be_used_is_refused_unrepeated(proxy, monkeypatch, value):
     monkeypatch.setenv("http_proxy", value)
     with pytest.raises(UserError, match="proxy variable of the environment") as told:
-        request_json("http://10.1.2.3:8000", dict)
+        request_json(FAR, dict)
     assert "hunter2" not in str(told.value)
 
 
 # --- servers that go and come back
 
+ONE = torch.zeros(1, 3, 4, 4), ["a"]
 
-GOOD = says(200, json.dumps({"scores": [0.5], "reward": "a"}))
+
+def scores(reward, count=1):
+    """Answers `count` pictures, as the reward of that name."""
+    return replies(json.dumps({"scores": [0.1 * i for i in range(count)], "reward": reward}))
 
 
 def hang_up(handler, count):
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
-def half(handler, count):
-    handler.wfile.write(b"HTTP/1.0 200 OK\r\nContent-Length: 20\r\n\r\n{")
+def wait(after, status=429):
+    return replies("slow down", status, **{"Retry-After": after})
 
 
 @pytest.mark.parametrize(
     ("fault", "least_s"),
     [
         (hang_up, 0.5),
-        (half, 0.5),
-        (says(503, "busy"), 0.5),
-        (says(502, "bad gateway"), 0.5),
-        (says(503, "busy", **{"Retry-After": "7"}), 7),
-        (says(429, "slow down", **{"Retry-After": "20"}), 20),
-        (says(429, "slow down", **{"Retry-After": "Fri, 31 Dec 2999 23:59:59 GMT"}), 60),
-        (says(429, "slow down", **{"Retry-After": "9" * 50}), 60),
-        (says(429, "slow down", **{"Retry-After": "soon"}), 0.5),
-        (says(503, "busy", **{"Retry-After": "Mon, 1 Jan 2001 00:00:00 GMT"}), 0.5),
+        (replies("{", **{"Content-Length": "20"}), 0.5),
+        (replies("busy", 503), 0.5),
+        (wait("7", 503), 7),
+        (wait("20"), 20),
+        (wait("Fri, 31 Dec 2999 23:59:59 GMT"), 60),
+        (wait("9" * 50), 60),
+        (wait("soon"), 0.5),
+        (wait("Mon, 1 Jan 2001 00:00:00 GMT"), 0.5),
     ],
 )
 def test_a_server_is_waited_for_as_long_as_it_asks_and_not_over_a_minute(naps, fault, least_s):
-    with endpoint_that(lambda handler, count: (fault if count <= 2 else GOOD)(handler, count)) as (
-        url,
-        bodies,
-    ):
-        scores = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})(
-            torch.zeros(1, 3, 4, 4), ["a"]
-        )
-    assert scores.tolist() == [0.5] and len(bodies) == 3 and len(naps) == 2
+    def answer(handler, count):
+        (fault if count <= 2 else scores("a"))(handler, count)
+
+    with endpoint_that(answer) as (url, bodies):
+        reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})
+        assert reward(*ONE).isfinite() and len(bodies) == 3 and len(naps) == 2
     assert least_s <= naps[0] <= max(least_s, 1.0) and max(naps) <= 60
 
 
@@ -196,62 +164,43 @@ def test_a_restart_of_half_a_minute_is_waited_for_and_a_dead_server_only_once(na
     """Nothing listens in between: the waits of the default settings last 30 s at the least."""
     port = free_port()
     reward = RemoteReward(f"http://127.0.0.1:{port}", endpoint={"check": False, "timeout_s": 5})
-    assert reward(torch.zeros(1, 3, 4, 4), ["a"]).isnan().all()
-    assert sum(naps) >= 30
+    assert reward(*ONE).isnan() and sum(naps) >= 30
     before = len(naps)
-    assert reward(torch.zeros(1, 3, 4, 4), ["a"]).isnan().all()
-    assert len(naps) == before  # asked once, without a wait
-    with endpoint_that(
-        lambda handler, count: (hang_up if count == 2 else GOOD)(handler, count), port
-    ) as (_, bodies):
-        assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]
-        # once back, it is waited for again
-        assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]
+    assert reward(*ONE).isnan() and len(naps) == before  # asked once, without a wait
+
+    def answer(handler, count):
+        (hang_up if count == 2 else scores("a"))(handler, count)
+
+    with endpoint_that(answer, port) as (_, bodies):
+        assert reward(*ONE).isfinite()
+        assert reward(*ONE).isfinite()  # once back, it is waited for again
         assert len(bodies) == 3 and len(naps) == before + 1
-
-
-def test_a_server_that_comes_back_with_another_reward_ends_the_run():
-    other = says(200, json.dumps({"scores": [0.5], "reward": "b"}))
-    with endpoint_that(lambda handler, count: (GOOD if count == 1 else other)(handler, count)) as (
-        url,
-        _,
-    ):
-        reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})
-        assert reward(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [0.5]
-        with pytest.raises(Refused, match="had the reward 'a' and now has 'b'"):
-            reward(torch.zeros(1, 3, 4, 4), ["a"])
 
 
 @pytest.mark.parametrize(
     ("later", "message"),
     [
-        (hang_up, "reward 'bright' gave no score at all in 5 iterations in a row"),
-        (
-            says(200, json.dumps({"scores": [0.5] * 4, "reward": "b"})),
-            "had the reward 'a' and now has 'b'",
+        pytest.param(
+            hang_up,
+            "reward 'bright' gave no score at all in 5 iterations in a row",
+            marks=pytest.mark.slow,
         ),
+        (scores("b", 4), "had the reward 'a' and now has 'b'"),
     ],
-    ids=["dies", "changes"],
 )
 def test_a_run_ends_with_a_message_and_a_checkpoint_if_its_server(naps, tmp_path, later, message):
-    """In the second iteration, and for good; the checkpoint of the first is there."""
+    """Dies or changes in the second iteration, and for good; the checkpoint of the first is
+    there."""
     changed = []
 
-    def scores(handler, count):
-        pictures = len(json.loads(bodies[-1])["prompts"])
-        good = says(
-            200, json.dumps({"scores": [0.1 * place for place in range(pictures)], "reward": "a"})
-        )
+    def answer(handler, count):
+        good = scores("a", len(json.loads(handler.body)["prompts"]))
         (later if changed else good)(handler, count)
 
-    with endpoint_that(scores) as (url, bodies):
+    options = ("trainer.iterations=9", "trainer.checkpoint_every=1")
+    with endpoint_that(answer) as (url, _):
         reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})
-        run = trainer(
-            tmp_path,
-            "trainer.iterations=9",
-            "trainer.checkpoint_every=1",
-            rewards={"bright": reward},
-        )
+        run = trainer(tmp_path, *options, rewards={"bright": reward})
         with pytest.raises(Stopped, match=message):
             changed.extend(row for row in run.train() if row["kind"] == "train")
     assert newest_iteration(tmp_path / "checkpoints")

@@ -11,100 +11,88 @@ from g2rpo.rewards.asking import Completion
 from g2rpo.rewards.transport import NoAnswer, Refused
 from g2rpo.rewards.vlm import FORMS, VLMJudge, parse_scores
 from g2rpo.rewards.weights import read_instruction
-from tests.rewards.chat_server import WORDS, ChatServer, brightness, mean_of, running
+from tests.rewards.chat_server import WORDS, brightness, chatting, means_in, pictures_in, text_in
 from tests.support.edits import edits
+from tests.support.pictures import flat
 
-QUICK = {"timeout_s": 5.0, "retries": 1}
-GREY = torch.tensor([0.2, 0.4, 0.6, 0.8]).mul(255).round().div(255)
+NAN = math.nan
+GREY = torch.tensor([51, 102, 153, 204]) / 255
 
 
-def flat(values):
-    """Pictures [B, 3, 24, 32] of one grey each."""
-    return values.reshape(-1, 1, 1, 1).expand(-1, 3, 24, 32).contiguous()
+def asking(server, model="judge", endpoint=None, **options):
+    return VLMJudge(
+        server.url, model, endpoint={"timeout_s": 5.0, "retries": 1, **(endpoint or {})}, **options
+    )
 
 
 @pytest.mark.parametrize("style", ["vllm", "llama.cpp"])
 def test_yes_no_is_the_probability_of_all_spellings_of_yes_over_those_of_yes_and_no(style):
-    server = ChatServer(style)
-    with running(server):
-        judge = VLMJudge(server.url, "judge", form="yes_no", endpoint=QUICK)
-        scores = judge(flat(GREY), ["a", "b", "c", "d"])
-        asked = server.requests[-1]
-    logits = torch.tensor([brightness(4.0)(float(mean), "") for mean in GREY])
-    yes = (
-        logits[:, [WORDS.index(word) for word in ("Yes", " yes", "YES", "\u2581Yes")]].exp().sum(1)
-    )
-    no = logits[:, [WORDS.index(word) for word in ("No", " no")]].exp().sum(1)
+    with chatting(style) as server:
+        judge = asking(server, form="yes_no", image_size=16)
+        scores = judge(flat(*GREY), ["a", "b", "c", "{braces} in it"])
+    asked = {text_in(body): body for body in server.requests}
+    (last,) = (body for text, body in asked.items() if "{braces} in it" in text)
+    assert (last["model"], last["max_tokens"], last["temperature"]) == ("judge", 1, 0.0)
+    assert (last["logprobs"], last["top_logprobs"]) == (True, 20)
+    assert [picture.size for picture in pictures_in(last)] == [(16, 12)]
+    shares = torch.tensor([brightness(float(mean), "") for mean in GREY]).exp()
+    is_yes, is_no = (torch.tensor([of in word.lower() for word in WORDS]) for of in ("yes", "no"))
+    yes, no = shares[:, is_yes].sum(1), shares[:, is_no].sum(1)
     # float32 of eight words
     torch.testing.assert_close(scores, yes / (yes + no), atol=1e-6, rtol=0)
-    assert len(set(scores.tolist())) == 4
-    assert (
-        asked["max_tokens"],
-        asked["logprobs"],
-        asked["top_logprobs"],
-        asked["temperature"],
-    ) == (1, True, 20, 0.0)
 
 
-def answer_with(**logprobs):
-    rows = [{"token": token, "logprob": value} for token, value in logprobs.items()]
-    return completion({"content": [{"token": "x", "logprob": -1.0, "top_logprobs": rows}]})
-
-
-def completion(logprobs):
-    return Completion.model_validate({"choices": [{"logprobs": logprobs}]})
-
-
-def test_a_word_that_is_not_listed_has_probability_0_and_without_both_there_is_no_score():
-    assert answer_with(Yes=-0.5, The=-2.0).probability_of(("yes", "no")) == 1.0
-    assert answer_with(no=-0.5, The=-2.0).probability_of(("yes", "no")) == 0.0
-    # vLLM's minus infinity
-    assert answer_with(Yes=-9999.0, No=-0.1).probability_of(("yes", "no")) == 0.0
-    assert math.isnan(answer_with(The=-0.1, yesterday=-3.0).probability_of(("yes", "no")))
-    assert math.isnan(completion({"content": []}).probability_of(("yes", "no")))
-    with pytest.raises(NoAnswer, match="log-probs"):
-        completion(None).probability_of(("yes", "no"))
+@pytest.mark.parametrize(
+    ("listed", "score"),
+    [
+        ({"Yes": -0.5, "The": -2.0}, 1.0),
+        ({"no": -0.5, "The": -2.0}, 0.0),
+        ({"Yes": -9999.0, "No": -0.1}, 0.0),  # vLLM's minus infinity
+        ({"The": -0.1, "yesterday": -3.0}, NAN),
+        ({}, NAN),
+    ],
+)
+def test_a_word_that_is_not_listed_has_probability_0_and_without_both_there_is_no_score(
+    listed, score
+):
+    rows = [{"token": token, "logprob": value} for token, value in listed.items()]
+    logprobs = {"content": [{"top_logprobs": rows}] if listed else []}
+    answer = Completion.model_validate({"choices": [{"logprobs": logprobs}]})
+    assert answer.probability_of(("yes", "no")) == pytest.approx(score, nan_ok=True)
 
 
 def test_prose_is_counted_in_one_warning(caplog):
     def prose_if_dark(mean, text):
-        return (
-            brightness(4.0)(mean, text)
-            if mean > 0.5
-            else (-1e5, -1e5, -1e5, -1e5, -1e5, 3.0, 1.0, -1e5)
-        )
+        return brightness(mean, text) if mean > 0.5 else (*[-1e5] * 5, 3.0, 1.0, -1e5)
 
-    server = ChatServer("vllm", prose_if_dark)
-    with running(server):
-        judge = VLMJudge(server.url, "judge", form="yes_no", endpoint={**QUICK, "check": False})
-        scores = judge(flat(torch.cat([GREY, torch.tensor([torch.nan])])), ["a"] * 5)
-        assert len(server.requests) == 4  # prose is an answer: it is not asked for again
+    with chatting(logits=prose_if_dark) as server:
+        judge = asking(server, form="yes_no", endpoint={"check": False})
+        scores = judge(flat(*GREY, NAN), ["a"] * 5)
+    assert len(server.requests) == 4  # prose is an answer: it is not asked for again
     assert scores.isnan().tolist() == [True, True, False, False, True]
     (record,) = caplog.records
-    assert (
-        "3 of 5 images: 1 (pixels that are not finite), 2 (the judge's answer has no score)"
-        in record.getMessage()
-    )
+    wrong = "3 of 5 images: 1 (pixels that are not finite), 2 (the judge's answer has no score)"
+    assert wrong in record.getMessage()
 
 
 def test_a_judge_that_cannot_work_is_refused_when_it_is_made():
-    server = ChatServer("vllm")
-    with running(server):
+    with chatting() as server:
         with pytest.raises(NoAnswer, match="'judgee'.*Did you mean 'judge'"):
-            VLMJudge(server.url, "judgee", endpoint=QUICK)
+            asking(server, "judgee")
         with pytest.raises(Refused, match="max allowed: 20"):
-            VLMJudge(
-                server.url, "judge", form="yes_no", request={"top_logprobs": 21}, endpoint=QUICK
-            )
+            asking(server, form="yes_no", request={"top_logprobs": 21})
+        with pytest.raises(ValueError, match="{prompt}"):
+            asking(server, template="how good is it?")
         server.logprobs = False
         with pytest.raises(NoAnswer, match="log-probs"):
-            VLMJudge(server.url, "judge", form="yes_no", endpoint=QUICK)
-    server = ChatServer("llama.cpp")
-    with running(server):
-        VLMJudge(server.url, "any name", form="yes_no", endpoint=QUICK)
+            asking(server, form="yes_no")
+        with pytest.raises(Refused, match="404"):
+            asking(server, "judgee", endpoint={"check": False})(flat(0.5), ["a"])
+    with chatting("llama.cpp") as server:
+        asking(server, "any name", form="yes_no")
         server.vision = False
         with pytest.raises(NoAnswer, match="image input"):
-            VLMJudge(server.url, "any name", form="yes_no", endpoint=QUICK)
+            asking(server, "any name", form="yes_no")
 
 
 def test_an_edit_is_judged_beside_what_it_was_made_from(tmp_path):
@@ -113,37 +101,26 @@ def test_an_edit_is_judged_beside_what_it_was_made_from(tmp_path):
     edited = edits(tmp_path, red=(0.25,), blue=(0.75, 0.5))
 
     def kept(body):
-        *before, after = [mean_of(part) for part in body["messages"][0]["content"][:-1]]
-        assert body["messages"][0]["content"][-1]["text"].count("make it") <= 1
-        return f"Success Score (0-10): {10 * after:.3f}\nFaithfulness Score (0-10): {10 * before[0]:.3f}\nQuality Score (0-10): 9"
+        before, *_, after = means_in(body)
+        assert text_in(body).count("make it") <= 1
+        values = zip(FORMS["edit"].scores, (10 * after, 10 * before, 9), strict=True)
+        return "\n".join(f"{name} (0-10): {value:.3f}" for name, value in values)
 
-    server = ChatServer("vllm", says=kept)
-    with running(server):
-        judge = VLMJudge(server.url, "judge", form="edit", endpoint=QUICK)
-        assert len(server.requests[-1]["messages"][0]["content"]) == 3  # tried with two pictures
-        scores = judge(flat(GREY), [*edited, edited[0], "no picture"])
-    means = [
-        min(after, before)
-        for after, before in zip(GREY[:3].tolist(), (0.25, 0.75, 0.25), strict=True)
-    ]
-    torch.testing.assert_close(
-        scores,
-        torch.tensor([10 * (mean * 0.9) ** 0.5 for mean in means] + [torch.nan]),
-        atol=0.02,
-        rtol=0,
-        equal_nan=True,
-    )
-    assert sorted(len(body["messages"][0]["content"]) for body in server.requests) == [3, 3, 3, 4]
+    with chatting(says=kept) as server:
+        judge = asking(server, form="edit")
+        assert len(pictures_in(server.requests[-1])) == 2  # tried with two pictures
+        scores = judge(flat(*GREY), [*edited, edited[0], "no picture"])
+    assert sorted(len(pictures_in(body)) for body in server.requests) == [2, 2, 2, 3]
+    means = [min(pair) for pair in zip(GREY[:3].tolist(), (0.25, 0.75, 0.25), strict=True)]
+    wanted = torch.tensor([10 * (mean * 0.9) ** 0.5 for mean in means] + [NAN])
+    # three decimals of ten times a mean below .3, under a root
+    torch.testing.assert_close(scores, wanted, atol=0.02, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
     ("options", "images", "refusal"),
     [
-        (
-            {"form": "edit"},
-            (),
-            "form=edit is for edits, but none of 2 prompts has an input picture",
-        ),
+        ({"form": "edit"}, (), "form=edit is for edits, but none of 2 prompts has an input"),
         ({"form": "edit_yes_no"}, ("a.png",), None),
         ({"form": "final"}, ("a.png",), "prompt 'blue' has an input picture: take form=edit"),
         ({"form": "final", "template": "Is {prompt} done?"}, ("a.png",), None),
@@ -151,26 +128,18 @@ def test_an_edit_is_judged_beside_what_it_was_made_from(tmp_path):
     ],
 )
 def test_forms_that_do_not_fit_the_prompts_are_refused(options, images, refusal):
-    said = VLMJudge.fault(
-        {"form": "final", "template": None, **options}, ["red", Prompt("blue", images=images)]
-    )
+    said = VLMJudge.fault({"template": None, **options}, ["red", Prompt("blue", images=images)])
     assert said is None if refusal is None else refusal in said
 
 
 def test_a_judge_may_think_before_it_decides():
-    server = ChatServer("vllm", says="Final Score: 3")
-    with running(server):
-        judge = VLMJudge(
-            server.url,
-            "judge",
-            request={"chat_template_kwargs": {"enable_thinking": False}},
-            endpoint=QUICK,
-        )
-        assert judge(flat(GREY[:1]), ["a"]).tolist() == [3.0]
-        assert server.requests[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    with chatting(says=lambda body: "Final Score: 3") as server:
+        judge = asking(server, request=thinking)
+        assert judge(flat(0.5), ["a"]).tolist() == [3.0]
+        assert thinking.items() <= server.requests[-1].items()
         server.finish = "length"  # thoughts went to a field of their own, and no text is left
-        assert judge(flat(GREY[:1]), ["a"]).isnan().all()
-        assert len(server.requests) == 2
+        assert judge(flat(0.5), ["a"]).isnan().all() and len(server.requests) == 2
 
 
 def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
@@ -184,29 +153,11 @@ def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
         with pytest.raises(ValueError, match="assigns nothing|no plain string"):
             read_instruction(f"{script}:{name}")
     (tmp_path / "mine.txt").write_text("How good is {prompt}?")
-    for template, begins in ((f"{script}:problem", "Score"), (f"{tmp_path}/mine.txt", "How good")):
-        assert VLMJudge(
-            "http://127.0.0.1:1", "m", template=template, endpoint={"check": False}
-        ).template.startswith(begins)
-    with pytest.raises(FileNotFoundError):
-        VLMJudge("http://127.0.0.1:1", "m", template="nowhere.txt", endpoint={"check": False})
-
-
-@pytest.mark.parametrize("style", ["vllm", "llama.cpp"])
-def test_aspects_are_read_as_unified_reward_2_writes_them(style):
-    """Its scores are decimals: the example in its repository's
-    point_score_ACS_image_generation.py."""
-    scores = {
-        "Alignment": 2.694700002670288,
-        "Coherence": 2.371500015258789,
-        "Style": 2.802500009536743,
-    }
-    says = "\n".join(f"{name} Score (1-5): {value}" for name, value in scores.items())
-    server = ChatServer(style, says=says)
-    with running(server):
-        score = VLMJudge(server.url, "judge", form="aspects", endpoint=QUICK)(flat(GREY[:1]), ["a"])
-        assert "logprobs" not in server.requests[-1]
-    torch.testing.assert_close(score, torch.tensor([sum(scores.values()) / 3]))
+    with chatting() as server:
+        for template, begins in ((f"{script}:problem", "Score"), (f"{tmp_path}/mine.txt", "How")):
+            assert asking(server, template=template).template.startswith(begins)
+        with pytest.raises(FileNotFoundError):
+            asking(server, template="nowhere.txt")
 
 
 @pytest.mark.parametrize(
@@ -216,38 +167,32 @@ def test_aspects_are_read_as_unified_reward_2_writes_them(style):
         ("**Final Score:** 3.5/5", 3.5),
         ("Final Score: 1-5? I say Final Score: 5.", 5.0),
         ("<think>Final Score: 2, or 3?</think> Final Score: 4", 4.0),
-        ("<think>so far Final Score: 2", None),  # max_tokens ended it
-        ("<think>Final Score: 2</think> I cannot say.", None),
-        ("Final Score: 1 to 5", None),
-        ("Final Score: 0", None),
-        ("I cannot judge this. 4", None),
+        ("Final Score: 4\n- 2 cats are missing", 4.0),
+        ("<think>so far Final Score: 2", NAN),  # max_tokens ended it
+        ("<think>Final Score: 2</think> I cannot say.", NAN),
+        ("Final Score: 1 to 5", NAN),
+        ("Final Score: 1 - 5", NAN),
+        ("Final Score: 0", NAN),
+        ("I cannot judge this. 4", NAN),
     ],
 )
 def test_a_final_score_is_read(text, score):
-    assert parse_scores(text, ["Final Score"]) == pytest.approx(
-        math.nan if score is None else score, nan_ok=True
-    )
+    assert parse_scores(text, ["Final Score"]) == pytest.approx(score, nan_ok=True)
 
 
 @pytest.mark.parametrize(
-    ("numbers", "score"),
+    ("form", "numbers", "score"),
     [
-        ((8, 2, 4), 8**0.5),
-        ((2, 8, 4), 8**0.5),
-        ((0, 8, 9), 0.0),
-        ((10, 10, 10), 10.0),
-        ((11, 8, 9), None),
+        ("edit", (8, 2, 4), 8**0.5),
+        ("edit", (2, 8, 4), 8**0.5),
+        ("edit", (0, 8, 9), 0.0),
+        ("edit", (11, 8, 9), NAN),
+        ("aspects", (2.694700002670288, 2.371500015258789, 2.5), 2.522066672643),
     ],
 )
-def test_an_edit_is_no_better_than_its_worst_part(numbers, score):
-    names = FORMS["edit"].scores
-    text = "\n".join(
-        f"**{name} (0-10):** {number}" for name, number in zip(names, numbers, strict=True)
-    )
-    wanted = pytest.approx(math.nan if score is None else score, nan_ok=True)
-    assert parse_scores(text, names, FORMS["edit"]) == wanted
-
-
-def test_a_list_after_a_score_is_no_range():
-    assert parse_scores("Final Score: 4\n- 2 cats are missing", ["Final Score"]) == 4
-    assert math.isnan(parse_scores("Final Score: 1 - 5", ["Final Score"]))
+def test_scores_of_several_names_are_combined(form, numbers, score):
+    """An edit is no better than its worst part; aspects, decimals as UnifiedReward 2.0 writes them
+    (its point_score_ACS_image_generation.py), are averaged."""
+    names = FORMS[form].scores
+    text = "\n".join(f"**{name} (1-5):** {n}" for name, n in zip(names, numbers, strict=True))
+    assert parse_scores(text, names, FORMS[form]) == pytest.approx(score, nan_ok=True)

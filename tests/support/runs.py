@@ -17,6 +17,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE
 from g2rpo.runtime.sharding import Replicated
+from g2rpo.training.collector import Groups
 from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.trainer import Trainer
 
@@ -150,6 +151,7 @@ class Asking(Listener):
         self.heard: list[tuple] = []
 
     def hear_groups(self, groups, advantages):
+        self.groups = groups
         self.heard.append(("groups", len(groups.prompts), advantages.shape[1]))
 
     def hear(self, row, evaluation):
@@ -168,6 +170,13 @@ def asking(t: Trainer, ask: Ask, after: int) -> Asking:
     mine = Asking(t, ask, after)
     t.listeners = [*t.listeners, mine]
     return mine
+
+
+def groups_of(t: Trainer) -> Groups:
+    """Those of one iteration, which is learnt from."""
+    heard = asking(t, Ask.NOTHING, after=0)
+    t.iterate()
+    return heard.groups
 
 
 def mean(t: Trainer) -> Tensor:

@@ -20,15 +20,29 @@ def serving(server):
             thread.join(timeout=5)
 
 
+def replies(text, status=200, **headers):
+    """The same answer to every request, for `endpoint_that`."""
+
+    def answer(handler, count):
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(text.encode())
+
+    return answer
+
+
 @contextmanager
 def endpoint_that(answer, port=0):
     """The address of a server, and the requests' bodies: it answers each by `answer(handler, number
-    of the request)`."""
+    of the request)`; `handler.body` is the request's own."""
     bodies = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            bodies.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            self.body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            bodies.append(self.body)
             answer(self, len(bodies))
 
         def do_GET(self):
