@@ -11,7 +11,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
@@ -29,47 +28,43 @@ from tests.support import processes  # noqa: F401  which a study's jobs are fork
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import fits, trainer
 
+ONE = "one: algorithm.granularities=[1]"
+
+
+class Counting(GaussianPolicy):
+    trained = without_gradient = 0
+
+    def velocity(self, x, sigma, cond):
+        if torch.is_grad_enabled():
+            self.trained += len(x)
+        else:
+            self.without_gradient += len(x)
+        return super().velocity(x, sigma, cond)
+
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_work_is_what_a_run_does(tmp_path, name):
     """The rollout's evaluations as logged, and the latents of the training pass as they are
     sampled, over three iterations."""
-
-    class Counting(GaussianPolicy):
-        trained = without_gradient = 0
-
-        def velocity(self, x, sigma, cond):
-            self.trained += len(x) * torch.is_grad_enabled()
-            self.without_gradient += len(x) * (not torch.is_grad_enabled())
-            return super().velocity(x, sigma, cond)
-
     policy = Counting()
     # a part of a group sees a shared latent again
     once = ["algorithm.update_every=rollout"] if name != "refl" else []
-    words = [
-        f"algorithm.name={name}",
-        "algorithm.group_size=4",
-        "sampling.num_steps=9",
-        *fits(name),
-        *once,
-    ]
-    t = trainer(tmp_path, *words, policy=policy)
+    words = [f"algorithm.name={name}", "algorithm.group_size=4", "sampling.num_steps=9"]
+    t = trainer(tmp_path, *words, *fits(name), *once, policy=policy)
     for iteration in range(3):
         policy.trained = policy.without_gradient = 0
         evaluations = t.iterate()["evaluations"]
-        seen = policy.trained, policy.without_gradient - evaluations
-        assert seen == tuple(2 * rows for rows in count_trained(t.algorithm, t.plans(iteration), 9))
-        assert (
-            work(t.config, iteration)
-            == work(t.config, iteration, evaluations)
-            == evaluations + 3 * seen[0] + seen[1]
-        )
+        trained, base = policy.trained, policy.without_gradient - evaluations
+        counted = count_trained(t.algorithm, t.plans(iteration), 9)
+        assert (trained, base) == tuple(2 * rows for rows in counted)
+        spent = evaluations + 3 * trained + base
+        assert work(t.config, iteration) == work(t.config, iteration, evaluations) == spent
 
 
 @pytest.mark.parametrize("name", ["g2rpo", "dancegrpo", "mixgrpo"])
 def test_a_budget_buys_as_many_iterations_as_fit(name):
     config = load_config("scenes", [f"algorithm.name={name}"])
-    costs = np.cumsum([work(config, iteration) for iteration in range(60)])
+    costs = np.cumsum([work(config, iteration) for iteration in range(31)])
     for count in (1, 2, 30):
         assert iterations_within(config, costs[count - 1]) == count
         assert iterations_within(config, costs[count] - 1) == count
@@ -88,45 +83,32 @@ def test_lines_pair_seeds_and_prompts():
     prompts vary."""
     random = np.random.default_rng(0)
     base, one = random.normal(size=30), random.normal(size=(3, 30))
-    table = lines({(10, "a"): base}, {"one": {(10, "a"): one}, "two": {(10, "a"): one + 1}})
-    assert [(line.cell, line.steps, line.reward) for line in table] == [
-        ("one", 10, "a"),
-        ("two", 10, "a"),
-    ]
-    assert table[0].lead.low == table[0].lead.high == 0
-    assert table[1].lead.low == pytest.approx(1) and table[1].lead.high == pytest.approx(1)
-    assert table[1].change.mean == pytest.approx((one + 1 - base).mean())
-    assert table[1].change.low < table[1].change.mean < table[1].change.high
+    first, second = lines({(10, "a"): base}, {"one": {(10, "a"): one}, "two": {(10, "a"): one + 1}})
+    assert (second.cell, second.steps, second.reward) == ("two", 10, "a")
+    assert first.lead.low == first.lead.high == 0
+    assert second.lead.low == pytest.approx(1) and second.lead.high == pytest.approx(1)
+    assert second.change.mean == pytest.approx((one + 1 - base).mean())
+    assert second.change.low < second.change.mean < second.change.high
 
 
 def test_cells_and_budgets_are_read():
-    cells = parse_cells(
-        "g2rpo, mixgrpo",
-        ["fine: algorithm.granularities=[1,2] budget=2e4 'rewards.x.options.note=two words'"],
-    )
-    assert cells == {
-        "g2rpo": ["algorithm.name=g2rpo"],
-        "mixgrpo": ["algorithm.name=mixgrpo"],
-        "fine": ["algorithm.granularities=[1,2]", "budget=2e4", "rewards.x.options.note=two words"],
+    cells = parse_cells("g2rpo, mixgrpo", ["fine: x.eta=[1,2] budget=2e4 'x.note=two words'"])
+    unit, budget = parse_budget("evaluations=1e5")
+    fixed = {"recipe": "scenes", "find_rate": False, "seeds": 1, "steps": []}
+    study = Study(overrides=["x=1"], cells=cells, budget=budget, unit=unit, **fixed)
+    assert {cell: (study.overrides_of(cell), study.budget_of(cell)) for cell in cells} == {
+        "g2rpo": (["x=1", "algorithm.name=g2rpo"], 1e5),
+        "mixgrpo": (["x=1", "algorithm.name=mixgrpo"], 1e5),
+        "fine": (["x=1", "x.eta=[1,2]", "x.note=two words"], 2e4),
     }
-    fixed = {"recipe": "scenes", "overrides": ["x=1"], "find_rate": False, "seeds": 1, "steps": []}
-    study = Study(cells=cells, budget=1e5, unit="evaluations", **fixed)
-    assert study.overrides_of("fine") == [
-        "x=1",
-        "algorithm.granularities=[1,2]",
-        "rewards.x.options.note=two words",
-    ]
-    assert [study.budget_of(cell) for cell in cells] == [1e5, 1e5, 2e4]
-    assert parse_budget("evaluations=1e5") == ("evaluations", 1e5)
 
 
-def test_workers_share_the_cores(monkeypatch):
+def test_workers_share_the_cores_and_take_the_gpus_in_turn(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert environment_of(0, 3) == {"OMP_NUM_THREADS": "2"} and environment_of(0, 20) == {
-        "OMP_NUM_THREADS": "1"
-    }
+    assert environment_of(0, 3) == {"OMP_NUM_THREADS": "2"}
+    assert environment_of(0, 20) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert [environment_of(slot, 3)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0", "1", "0"]
@@ -134,155 +116,107 @@ def test_workers_share_the_cores(monkeypatch):
     assert environment_of(1, 2) == {"OMP_NUM_THREADS": "5", "CUDA_VISIBLE_DEVICES": "3"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "nothing to compare"),
-        (["--algorithms", "g2rpo,mixgrop"], "mixgrop"),
-        (
-            ["--cell", "a: x.eta=1", "--cell", "b: y.eta=1"],
-            "cell a: recipe scenes: unknown key 'x'",
-        ),
-        (
-            ["--cell", "a: x.eta=1", "--cell", "b: y.eta=1"],
-            "cell b: recipe scenes: unknown key 'y'",
-        ),
-        (["x.eta=1", "--cell", "a:", "--cell", "b:"], "cells a, b: recipe scenes: unknown key 'x'"),
-        (["--cell", "algorithm.eta=1"], "should be a name"),
-        (["--cell", "a: trainer.seed=1"], "trainer.seed of cell a belongs to the study"),
-        (["--cell", "a:", "--cell", "a:"], "two cells are named 'a'"),
-        (
-            ["--cell", "a:", "--cell", "b: policy.guidance_scale=5"],
-            "a and b would not be judged alike: policy.guidance_scale",
-        ),
-        (["--cell", "a: budget=1.5"], "--cell a: budget=1.5: should be a positive number"),
-        (["--algorithms", "g2rpo", "--budget", "iterations=1.5"], "should be a positive number"),
-        (
-            ["--algorithms", "g2rpo", "--budget", "evaluations=9"],
-            "cell g2rpo: a budget of 9 evaluations is below one iteration",
-        ),
-        (["--algorithms", "g2rpo", "--seeds", "1001"], "at most 1000"),
-        (
-            ["--algorithms", "g2rpo", "--steps", "0"],
-            "steps.0: input should be greater than or equal to 1",
-        ),
-    ],
-)
-def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, arguments, message):
-    err = refused(capsys, "compare", "scenes", *arguments, "--out", tmp_path / "study")
-    assert message in " ".join(err.split()) and "Traceback" not in err
-    assert not (tmp_path / "study").exists()
-
-
-def test_own_code_of_every_cell_is_tried_before_the_first_run(capsys, tmp_path, tiny_config):
-    mine = tmp_path / "mine.py"
-    mine.write_text("""
+TWO = ["--cell", "a: x.eta=1", "--cell", "b: y.eta=1"]
+ALONE = ["--algorithms", "g2rpo"]
+REFUSED = [
+    ([], "nothing to compare"),
+    (["--algorithms", "g2rpo,mixgrop"], "mixgrop"),
+    (TWO, "cell a: recipe scenes: unknown key 'x'"),
+    (TWO, "cell b: recipe scenes: unknown key 'y'"),
+    (["--cell", "algorithm.eta=1"], "should be a name"),
+    (["--cell", "a: trainer.seed=1"], "trainer.seed of cell a belongs to the study"),
+    (["--cell", "a:", "--cell", "a:"], "two cells are named 'a'"),
+    (
+        ["--cell", "a:", "--cell", "b: policy.guidance_scale=5"],
+        "a and b would not be judged alike: policy.guidance_scale",
+    ),
+    (["--cell", "a: budget=1.5"], "--cell a: budget=1.5: should be a positive number"),
+    ([*ALONE, "--budget", "evaluations=9"], "g2rpo: a budget of 9 evaluations is below one"),
+    ([*ALONE, "--steps", "0"], "steps.0: input should be greater than or equal to 1"),
+    (["--algorithms", "g2rpo,mine.py:Mine"], "cell Mine: algorithm Mine"),
+    (["--algorithms", "g2rpo,mine.py:Mine"], "advantages should return shape"),
+]
+OWN_ALGORITHM = """
 from dataclasses import dataclass
 from g2rpo.algorithms.g2rpo import GranularGRPO
 
 @dataclass(frozen=True)
 class Mine(GranularGRPO):
-    branch_steps: tuple[int, ...] = (0, 1)
-
     def advantages(self, rewards, weights):
         return rewards
-""")
-    err = refused(
-        capsys,
-        "compare",
-        tiny_config,
-        "--algorithms",
-        f"g2rpo,{mine}:Mine",
-        "--out",
-        tmp_path / "study",
-    )
-    assert "cell Mine: algorithm Mine" in err and "advantages should return shape" in err
+"""
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_wrong_input_is_one_message_before_the_first_run(
+    capsys, tmp_path, monkeypatch, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN_ALGORITHM)
+    assert message in refused(capsys, "compare", "scenes", *arguments, "--out", "study")
     assert not (tmp_path / "study").exists()
+
+
+def accuracy(out, side, steps):
+    """The mean over the pictures of a side with so many steps."""
+    rows = map(json.loads, (out / "judged" / side / "pictures.jsonl").open())
+    return np.nanmean([row["scores"]["scene_accuracy"] for row in rows if row["steps"] == steps])
+
+
+def adapter(run):
+    (weights,) = (run / "adapter").glob("*.safetensors")
+    return weights.read_bytes()
 
 
 def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_config):
     out = tmp_path / "study"
-    asked = [
-        "compare",
-        tiny_config,
-        "--cell",
-        "one: algorithm.granularities=[1]",
-        "--steps",
-        "2,4",
-        "--jobs",
-        "2",
-    ]
+    asked = ["compare", tiny_config, "--cell", ONE, "--steps", "2,4", "--jobs", "2"]
     asked += ["--budget", "evaluations=110", "--seeds", "1", "--out", out]
     mix = ["--cell", "mix: budget=70 algorithm.name=mixgrpo algorithm.group_size=3"]
-    shown = done(capsys, *asked)
-    assert (out / "curves.png").is_file() and "4 steps: change against the base" in " ".join(
-        shown.split()
-    )
+    assert "4 steps: change against the base" in " ".join(done(capsys, *asked).split())
+    assert (out / "curves.png").is_file()
 
-    judged = {path: path.stat().st_mtime_ns for path in out.rglob("pictures.jsonl")}
-    before = (out / "results.json").read_bytes()
+    written = [*out.rglob("pictures.jsonl")]
+    times, before = (
+        [path.stat().st_mtime_ns for path in written],
+        (out / "results.json").read_bytes(),
+    )
     done(capsys, *asked)  # nothing is left to do
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("pictures.jsonl")} == judged
+    assert [path.stat().st_mtime_ns for path in written] == times
     assert (out / "results.json").read_bytes() == before
 
     # as if interrupted before the end: it goes on from its checkpoint to the same weights
     cut = out / "runs/one/seed_42"
-    (weights,) = (cut / "adapter").glob("*.safetensors")
-    content = load_file(weights)
+    content = adapter(cut)
     shutil.rmtree(cut / "adapter")
     shown = " ".join(done(capsys, *asked, *mix, "--controls").split())
-    again = load_file(weights)
-    assert again.keys() == content.keys() and all(
-        torch.equal(again[name], content[name]) for name in again
-    )
+    assert adapter(cut) == content
     assert "resuming after iteration" in (out / "runs/one/seed_42.log").read_text()
 
     results = json.loads((out / "results.json").read_text())
     assert list(results["spent"]) == ["one", "mix"]
-    for cell, spent in results["spent"].items():  # the runs are what the budget asks for
+    for cell, budget in (("one", 110), ("mix", 70)):  # the runs are what the budget asks for
         config = Run(out / "runs" / cell / "seed_42").read_config()
-        budget = {"one": 110, "mix": 70}[cell]
-        assert config.trainer.iterations == spent["iterations"] == iterations_within(config, budget)
-        assert (
-            spent["evaluations"]
-            == sum(work(config, iteration) for iteration in range(config.trainer.iterations))
-            <= budget
-        )
+        spent, iterations = results["spent"][cell], config.trainer.iterations
+        assert iterations == spent["iterations"] == iterations_within(config, budget)
+        total = sum(work(config, iteration) for iteration in range(iterations))
+        assert spent["evaluations"] == total <= budget
 
     (base,) = (out / "bases").iterdir()  # one for both cells
-    stored = [
-        (run / "baseline.safetensors").read_bytes() for run in (base, cut, out / "runs/mix/seed_42")
-    ]
-    assert len(set(stored)) == 1
+    runs = base, cut, out / "runs/mix/seed_42"
+    assert len({(run / "baseline.safetensors").read_bytes() for run in runs}) == 1
 
-    base, tuned = (
-        [json.loads(row) for row in (out / "judged" / side / "pictures.jsonl").open()]
-        for side in ("base", "mix/seed_42")
-    )
-    assert {row["side"] for row in base} == {"base"} and {row["side"] for row in tuned} == {"tuned"}
     (line,) = [row for row in results["judged"] if (row["cell"], row["steps"]) == ("mix", 4)]
-    means = [
-        np.nanmean([row["scores"]["scene_accuracy"] for row in rows if row["steps"] == 4])
-        for rows in (base, tuned)
-    ]
-    assert line["tuned"]["mean"] == pytest.approx(means[1]) and line["change"][
-        "mean"
-    ] == pytest.approx(means[1] - means[0])
+    before, after = (accuracy(out, side, 4) for side in ("base", "mix/seed_42"))
+    assert line["tuned"]["mean"] == pytest.approx(after)
+    assert line["change"]["mean"] == pytest.approx(after - before)
 
     free = Controls.model_validate(results["controls"])
     knob, several = free.best["scene_accuracy"], free.best_of["scene_accuracy"]
-    assert knob.means["scene_accuracy"] == max(
-        way.means["scene_accuracy"] for way in free.of("knob")
-    )
     assert (several.name, several.evaluations, several.readings) == ("best of 16", 32, 16)
-    two = [row["scores"]["scene_accuracy"] for row in base if row["steps"] == 2]
-    change = knob.changes["scene_accuracy"].mean
-    assert change == pytest.approx(knob.means["scene_accuracy"] - np.nanmean(two))
-    assert (
-        "best free knob" in shown
-        and f"{knob.name}: {knob.price}" in shown
-        and several.price in shown
-    )
+    mean, change = knob.means["scene_accuracy"], knob.changes["scene_accuracy"].mean
+    assert change == pytest.approx(mean - accuracy(out, "base", 2))
+    assert f"{knob.name}: {knob.price}" in shown and several.price in shown
 
     for other in ([], [*mix, "sampling.num_steps=5"]):
         assert "holds another study" in refused(capsys, *asked, *other)
@@ -298,29 +232,26 @@ def test_a_study_with_a_file_that_was_cut_in_half_goes_on_or_names_it(
     """As by a disk that lost the end of a file: the study is finished, or the command ends with one
     message."""
     whole = tmp_path / "whole"
-    asked = ["compare", tiny_config, "--cell", "one: algorithm.granularities=[1]", "--steps", "2"]
-    asked += ["--budget", "evaluations=110", "--seeds", "1", "--jobs", "2", "--out"]
+    asked = ["compare", tiny_config, "--cell", ONE, "--steps", "2", "--budget", "evaluations=110"]
+    asked += ["--seeds", "1", "--jobs", "2", "--out"]
     done(capsys, *asked, whole)
     results = (whole / "results.json").read_bytes()
-    files = {
-        path.suffix + path.name[:4]: path
-        for path in sorted(whole.rglob("*"))
-        if path.is_file() and path.stat().st_size
-    }
-    found = {}
-    for number, path in enumerate(files.values()):
+    paths = [path for path in sorted(whole.rglob("*")) if path.is_file() and path.stat().st_size]
+    one_of_each_kind = {path.suffix + path.name[:4]: path for path in paths}
+    codes = set()
+    for number, path in enumerate(one_of_each_kind.values()):
         out = tmp_path / f"study_{number}"
         shutil.copytree(whole, out)
         cut = out / path.relative_to(whole)
         cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
         code, _, err = g2rpo(capsys, *asked, out)
         assert code in (0, 1, 2) and "Traceback" not in err, (path, err)
-        found[str(path.relative_to(whole))] = code
+        codes.add(code)
         if code == 0:
             assert (out / "results.json").read_bytes() == results, path
         else:
             assert path.name in err or str(cut.parent) in err, (path, err)
-    assert 0 in found.values() and 2 in found.values(), found
+    assert {0, 2} <= codes
 
 
 def test_the_first_run_of_a_cell_finds_its_rate_and_the_others_take_it(
@@ -329,23 +260,10 @@ def test_the_first_run_of_a_cell_finds_its_rate_and_the_others_take_it(
     """Its pilots' gains are replaced by such as let one rate learn. The runs' own evaluations are
     compared."""
     out = tmp_path / "study"
-    asked = [
-        "compare",
-        tiny_config,
-        "--cell",
-        "a: optim.learning_rate=1e-2",
-        "--find-rate",
-        "--seeds",
-        "2",
-    ]
-    asked += ["--budget", "iterations=1", "--out", out]
-    code, _, said = g2rpo(capsys, *asked)
-    assert (
-        code == 2
-        and "a, seed 42 failed" in said
-        and "no rate learns" in said
-        and "no cell is whole" in said
-    )
+    asked = ["compare", tiny_config, "--cell", "a: optim.learning_rate=1e-2", "--find-rate"]
+    asked += ["--seeds", "2", "--budget", "iterations=1", "--out", out]
+    said = refused(capsys, *asked)
+    assert all(words in said for words in ("a, seed 42 failed", "no rate learns", "no cell is"))
     first, second = (Run(out / "runs" / "a" / f"seed_{seed}") for seed in (42, 43))
     sweep = first.read_rates()
     assert {pilot.rate for pilot in sweep.pilots} == {factor * 1e-2 for factor in FACTORS}
@@ -354,24 +272,19 @@ def test_the_first_run_of_a_cell_finds_its_rate_and_the_others_take_it(
     first.write_rates(sweep)
     done(capsys, *asked)
     results = json.loads((out / "results.json").read_text())
-    assert (
-        results["spent"]["a"]["learning_rate"] == sweep.rates[1]
-        and not results["spent"]["a"]["at_edge"]
-    )
+    spent, chosen = results["spent"]["a"], sweep.rates[1]
+    assert spent["learning_rate"] == chosen and not spent["at_edge"]
     assert [pilot["gain"] for pilot in results["pilots"]["a"]] == [0, 0.5, 0, 0]
-    assert [run.read_config().optim.learning_rate for run in (first, second)] == [
-        sweep.rates[1]
-    ] * 2
-    assert second.read_config().trainer.seed == 43 and second.read_rates() is None
-    scores = [
-        [run.read_scores(at, ["scene_accuracy"])["scene_accuracy"].double() for at in (0, 1)]
-        for run in (first, second)
-    ]
+    changes = []
+    for seed, run in ((42, first), (43, second)):
+        config = run.read_config()
+        assert (config.optim.learning_rate, config.trainer.seed) == (chosen, seed)
+        base, last = (run.read_scores(at, ["scene_accuracy"])["scene_accuracy"] for at in (0, 1))
+        changes.append(float((last - base).double().mean()))
+    assert second.read_rates() is None and not (out / "judged").exists()
     (line,) = results["judged"]
-    assert line["change"]["mean"] == pytest.approx(
-        float(np.mean([float((last - base).mean()) for base, last in scores]))
-    )
-    assert not (out / "judged").exists()
+    # scores are kept in float32
+    assert line["change"]["mean"] == pytest.approx(np.mean(changes), abs=1e-6)
 
 
 FAILING = """
@@ -390,34 +303,19 @@ def test_a_run_that_fails_or_dies_ends_no_other_and_is_named_with_what_it_said(
 ):
     """An exception, and a process that is killed, as the kernel does for want of memory: with
     groups of 7 and of 5."""
-    (tmp_path / "mine.py").write_text(FAILING)
-    own = [
-        f"rewards.mine={{kind: function, options: {{target: {tmp_path / 'mine.py'}:it}}}}",
-        "algorithm.granularities=[1]",
-    ]
-    cells = [
-        word for size in (7, 5, 3) for word in ("--cell", f"of-{size}: algorithm.group_size={size}")
-    ]
-    out = tmp_path / "study"
-    own += [
-        "--plugin",
-        tmp_path / "mine.py",
-        "--seeds",
-        "1",
-        "--budget",
-        "iterations=1",
-        "--out",
-        out,
-    ]
-    code, _, said = g2rpo(capsys, "compare", tiny_config, *own, *cells)
+    mine, out = tmp_path / "mine.py", tmp_path / "study"
+    mine.write_text(FAILING)
+    asked = ["compare", tiny_config, "--plugin", mine, "algorithm.granularities=[1]"]
+    asked.append(f"rewards.mine={{kind: function, options: {{target: {mine}:it}}}}")
+    asked += ["--seeds", "1", "--budget", "iterations=1", "--out", out]
+    for size in (7, 5, 3):
+        asked += ["--cell", f"of-{size}: algorithm.group_size={size}"]
+    code, _, said = g2rpo(capsys, *asked)
     assert code == 1, said
     assert re.search(r"(?s)of-7, seed 42 failed \(exit code 1\).*no such judge", said)
-    assert (
-        "of-5, seed 42 failed (exit code -9)" in said
-        and "results are of the cells that are whole" in said
-    )
-    results = json.loads((out / "results.json").read_text())
-    assert list(results["spent"]) == ["of-3"]
+    assert "of-5, seed 42 failed (exit code -9)" in said
+    assert "results are of the cells that are whole" in said
+    assert list(json.loads((out / "results.json").read_text())["spent"]) == ["of-3"]
 
 
 SCRIPT = """
@@ -438,6 +336,5 @@ def test_a_script_that_runs_a_study_is_not_run_again_by_its_jobs(tmp_path, gpus)
     """Forked, or with a GPU spawned."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("GPUS", str(gpus)))
     subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True)
-    assert (tmp_path / "runs").read_text() == "once" and (tmp_path / "log").read_text().startswith(
-        "g2rpo "
-    )
+    assert (tmp_path / "runs").read_text() == "once"
+    assert (tmp_path / "log").read_text().startswith("g2rpo ")

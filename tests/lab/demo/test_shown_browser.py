@@ -24,14 +24,9 @@ from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
 from g2rpo.run.run import Run
 from g2rpo.runtime.memory import BatchSizes
-from tests.lab.demo.test_demo_browser import CHROMIUM, MINUTE, NEEDED, browser  # noqa: F401
+from tests.lab.demo.test_demo_browser import MINUTE
 from tests.support.ports import free_port
 from tests.support.runs import Clips, Editing, brightness, config, picture, trainer
-
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)"
-)
-
 
 ALGORITHM = GranularGRPO(group_size=3, branch_steps=(1,), granularities=(1, 2))
 
@@ -87,8 +82,8 @@ def test_the_demo_shows_clips(tmp_path):
         assert len(re.findall(r'src="data:image/webp;base64,', page)) == pictures
 
 
-@needs_chromium
-def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):  # noqa: F811
+@pytest.mark.slow
+def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):
     from g2rpo.lab.demo import app
     from g2rpo.lab.web.page import MAX_BODY, MAX_UPLOAD, UPLOAD, page_of, serve
 
@@ -130,9 +125,9 @@ def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):  # noqa: F811
         page.close(verbose=False)
 
 
-@needs_chromium
+@pytest.mark.slow
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
-def test_the_reports_clips_move_unless_the_reader_asked_for_none(tmp_path, browser, motion):  # noqa: F811
+def test_the_reports_clips_move_unless_the_reader_asked_for_none(tmp_path, browser, motion):
     folder = tmp_path / "run"
     Run(folder).claim(config())
     Run(folder).record_start(0, torch.device("cpu"))

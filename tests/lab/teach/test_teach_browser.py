@@ -15,16 +15,12 @@ import pytest
 
 from g2rpo.lab.teach.session import Lesson
 from g2rpo.rewards import votes
-from tests.lab.demo.test_demo_browser import CHROMIUM, DESKTOP, MINUTE, NEEDED, PHONE, browser  # noqa: F401
+from tests.lab.demo.test_demo_browser import DESKTOP, MINUTE, PHONE
 from tests.lab.demo.test_shown_browser import session as shown
 from tests.lab.teach.test_session import session
 from tests.support.ports import free_port
 from tests.support.processes import Forked
 from tests.support.runs import Editing
-
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)"
-)
 
 SHORT = [
     "sampling.num_steps=4",
@@ -50,7 +46,7 @@ TORCHRUN = [
     params=[False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["alone", "torchrun"],
 )
-def taught(request, tmp_path_factory, browser):  # noqa: F811
+def taught(request, tmp_path_factory, browser):
     """A session of ten answers and its run directory, of one process or of two; in the end the
     console held no error, the page shows no lost connection, and the printed command repeats the
     run."""
@@ -163,7 +159,8 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
     assert page.locator("[data-member]").count() == 4
 
 
-def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):  # noqa: F811
+@pytest.mark.slow
+def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):
     """Keys count only while the tab is shown. A second session can follow."""
     from g2rpo.lab.demo import app
     from g2rpo.lab.teach.page import teach_view

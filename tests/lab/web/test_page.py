@@ -1,0 +1,139 @@
+"""Whom the pages of the demo and of teaching answer, and what they give out."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+from starlette.datastructures import Headers
+
+from g2rpo.lab.web import without_proxies
+from tests.support.ports import free_port
+
+LOCAL = {"host": "127.0.0.1:7860", "content-length": "100"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "local", "status"),
+    [
+        ({"host": "[::1]:7860", "origin": "http://[::1]:7860"}, True, None),
+        ({"host": "localhost", "origin": "http://localhost"}, True, None),
+        ({"host": "demo.example", "origin": "https://demo.example"}, False, None),
+        ({"content-length": str(2**16)}, True, None),
+        ({"host": "evil.example:7860"}, True, 421),
+        ({"host": ""}, True, 421),
+        ({"host": "127.0.0.1.evil.example"}, True, 421),
+        ({"host": "192.168.1.2"}, True, 421),
+        ({"host": "[::1"}, True, 421),
+        ({"origin": "http://evil.example"}, True, 403),
+        ({"origin": "null"}, True, 403),
+        ({"origin": "http://localhost:7860"}, True, 403),
+        ({"host": "demo.example", "origin": "http://evil.example"}, False, 403),
+        ({"content-length": str(2**16 + 1)}, True, 413),
+        ({"content-length": "9" * 5000}, True, 413),
+        ({"content-length": "-1"}, True, 411),
+        ({"content-length": "²"}, True, 411),
+        ({"transfer-encoding": "chunked"}, True, 411),
+    ],
+)
+def test_requests_of_other_sites_and_large_ones_are_refused(headers, local, status):
+    page = pytest.importorskip("g2rpo.lab.web.page")
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in {**LOCAL, **headers}.items()]
+    refused = page.refusal(Headers(raw=raw), local, page.MAX_BODY)
+    assert (refused and refused[0]) == status
+
+
+def test_gradio_sees_no_proxies_and_others_do(monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    bypassed = urllib.request.proxy_bypass_environment
+    with without_proxies():
+        assert bypassed("127.0.0.1") and os.environ["NO_PROXY"] == "*"
+    assert "no_proxy" not in os.environ and not bypassed("127.0.0.1")
+
+
+SERVED = """
+import os, sys
+import httpx
+from g2rpo.lab.web import needing_gradio
+with needing_gradio("the demo"):
+    from g2rpo.lab.web.page import page_of, serve
+address = serve(page_of("Any", "demo", "", {}), "127.0.0.1", int(sys.argv[1]), None)
+print(httpx.get(address, trust_env=False).status_code, os.environ.get("no_proxy"), os.environ.get("NO_PROXY"))
+"""
+
+
+@pytest.mark.slow  # a second Python
+@pytest.mark.parametrize("proxy", ["socks", "socks5"])
+def test_the_page_is_served_whatever_proxies_the_environment_has(proxy):
+    """In a process of its own: socks:// is an error when Gradio is imported, a dead proxy when it
+    starts."""
+    clean = {name: word for name, word in os.environ.items() if not name.lower().endswith("_proxy")}
+    proxies = {"ALL_PROXY": f"{proxy}://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
+    command = [sys.executable, "-c", SERVED, str(free_port())]
+    environment = {**clean, **proxies, "NO_PROXY": "example.org"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["200", "None", "example.org"], done.stderr
+
+
+@pytest.fixture(scope="module", params=[None, "secret"])
+def served(request):
+    """(address, token) of a page with one question, without a token and with one."""
+    gradio = pytest.importorskip("gradio")
+    from g2rpo.lab.web.page import ONE_AT_A_TIME, page_of, serve
+
+    def view(tab):
+        box = gradio.Textbox()
+        box.submit(lambda words: words, box, box, **ONE_AT_A_TIME)
+
+    page = page_of("Any", "demo", "", {"Ask": view})
+    yield serve(page, "127.0.0.1", free_port(), request.param), request.param
+    page.close(verbose=False)
+
+
+def test_nothing_is_given_out_but_the_page(served):
+    """By Gradio's own means: no file, no proxy, no API to call around the page's queue, nothing
+    without the login, no telemetry; also for who is let in."""
+    address, token = served
+    client = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+
+    def asked(path, body=None, **headers):
+        """The status and the body of the answer."""
+        headers = {"Content-Type": "application/json"} | headers
+        request = urllib.request.Request(f"{address}{path}", body, headers)
+        try:
+            with client.open(request, timeout=60) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as refused:
+            return refused.code, b""
+
+    api = "gradio_api"
+    join, file = f"{api}/queue/join", f"{api}/file={__file__}"
+    if token:
+        for path in ("config", f"{api}/info", join, file):
+            assert asked(path, b"{}" if path == join else None)[0] == 401
+        client.open(f"{address}login", f"username=a&password={token}".encode(), timeout=60).close()
+    ways = [
+        *(file, f"{api}/file=/etc/passwd", f"{api}/file=Makefile", f"{api}/file/../../etc/passwd"),
+        *("static/..%2f..%2f..%2fetc/passwd", "assets/..%2f..%2f..%2fetc/passwd"),
+        *(f"{api}/proxy=http://127.0.0.1:1/x", f"{api}/proxy=https://a.hf.space/x"),
+        *("monitoring", f"{api}/runs", f"{api}/vibe-code"),
+    ]
+    for path in ways:
+        assert asked(path)[0] in (400, 401, 403, 404), path
+    config = json.loads(asked("config")[1])
+    assert config["analytics_enabled"] is False
+    info = json.loads(asked(f"{api}/info")[1])
+    assert info == {"named_endpoints": {}, "unnamed_endpoints": {}}
+    (index,) = [one["id"] for one in config["dependencies"] if one["inputs"]]
+    question = json.dumps({"data": ["a"], "fn_index": index, "session_hash": "x"}).encode()
+    assert asked(join, question)[0] == 200
+    assert asked(f"{api}/run/predict", question)[0] == 404
+    for path in (join, f"{api}/upload"):
+        assert asked(path, question, Origin="http://evil.example")[0] == 403
+    assert asked(join, b" " * 100_000)[0] == 413
+    assert asked("config", Host="evil.example")[0] == (200 if token else 421)
