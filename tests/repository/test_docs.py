@@ -161,18 +161,21 @@ def run(arguments: list[str]) -> None:
 
 
 @page
-def test_a_page_is_short_and_begins_with_an_example(page):
-    """At most 1,200 words besides code and tables; of docs/, an example within the first 60
-    words."""
+def test_a_page_is_short_and_begins_with_what_its_reader_can_do(page):
+    """At most 1,200 words besides code and tables. Of docs/, at most 1,000; the first sentence
+    tells the reader ("you") what they can do, and an example follows within 40 words."""
     text = page.read_text(encoding="utf-8")
     if page.parent.name == "results":
         return  # tables of results
     lines = [line for line in prose(text).splitlines() if not line.startswith("|")]
-    assert len(" ".join(lines).split()) <= 1200
-    if page.parent.name == "docs":
+    guide = page.parent.name == "docs"
+    assert len(" ".join(lines).split()) <= (1000 if guide else 1200)
+    if guide:
         beginning, _, rest = text.partition("```")
-        begins = rest and len(beginning.split()) <= 60 and "\n## " not in beginning
-        assert begins or re.match(r"# .*\n\nFor (those|readers)", text)
+        assert rest and len(beginning.split()) <= 40 and "\n## " not in beginning
+        first = re.match(r"# .+\n\n(.+?)[.:](?:\s|$)", beginning)
+        assert first and re.search(r"\b[Yy]ou\b", first[1]), beginning
+        assert not first[1].startswith("For "), beginning
 
 
 @page
