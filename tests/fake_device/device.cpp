@@ -1,16 +1,22 @@
 // A GPU in host memory: PyTorch's PrivateUse1 backend, computed by the CPU's kernels, with CUDA's rules of placement and
 // autocast. What CUDA refuses is refused here by an exception, and so is a copy between two devices, which CUDA allows and no
 // rank may make. Each of the two devices counts its bytes and can be limited.
-#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/NativeFunctions.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/native/transformers/attention.h>
-#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
+
+#include "autocast_lists.h"
 
 #include <array>
 #include <atomic>
@@ -191,15 +197,22 @@ bool waits_for(const c10::FunctionSchema& schema, const torch::jit::Stack& stack
   return false;
 }
 
-void compute_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  check(op.schema(), *stack);
-  waits += waits_for(op.schema(), *stack);
+using Op = c10::OperatorHandle;
+using Stack = torch::jit::Stack;
+
+void compute(const Op& op, Stack* stack) {
   const bool before = std::exchange(computing, true);
   struct Restore {
     bool before;
     ~Restore() { computing = before; }
   } restore{before};
   at::native::cpu_fallback(op, stack);
+}
+
+void compute_on_cpu(const Op& op, Stack* stack) {
+  check(op.schema(), *stack);
+  waits += waits_for(op.schema(), *stack);
+  compute(op, stack);
 }
 
 // --- tensors that are made, viewed, copied and read ---------------------------------------------------------------------------
@@ -246,7 +259,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
 }
 
 Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  if (from.sizes() != to.sizes()) at::native::resize_(to, from.sizes());
+  if (from.sizes() != to.sizes()) to.resize_(from.sizes());
   return copy_from(from, to, false);
 }
 
@@ -262,33 +275,8 @@ at::Scalar local_scalar_dense(const Tensor& tensor) {
   return on_cpu(tensor).item();
 }
 
-Tensor& set_source(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
-  auto* implementation = self.unsafeGetTensorImpl();
-  implementation->set_storage_keep_dtype(std::move(source));
-  implementation->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
-  implementation->set_storage_offset(offset.expect_int());
-  return self;
-}
-
-Tensor& set_storage(Tensor& self, at::Storage source) {
-  const int64_t entries = source.nbytes() / self.itemsize();
-  return set_source(self, std::move(source), 0, {entries}, {1});
-}
-
-const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
-  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
-}
-
-Tensor view(const Tensor& self, c10::SymIntArrayRef size) { return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size)); }
-
-Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
-  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
-}
-
-Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
-  const auto start = offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt;
-  return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), start);
-}
+// For what changes no number: shapes, strides and storages.
+void as_on_cpu(const Op& op, Stack* stack) { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack); }
 
 // --- what CUDA computes in one kernel ----------------------------------------------------------------------------------------
 
@@ -297,52 +285,32 @@ void same_device(const char* name, const Tensor& one, const Tensor& other) {
               one.device(), " and ", other.device());
 }
 
-Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, c10::SymIntArrayRef stride,
-                   c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
-                   c10::SymInt groups) {
-  same_device("convolution", input, weight);
-  same_device("convolution", input, bias.value_or(Tensor()));
-  const auto bias_on_cpu = bias ? std::optional(on_cpu(*bias)) : bias;
-  return on_device(at::convolution_symint(on_cpu(input), on_cpu(weight), bias_on_cpu, stride, padding, dilation, transposed,
-                                          output_padding, groups),
-                   input.device());
+Op named(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
+
+void convolution(const Op& op, Stack* stack) {
+  check(op.schema(), *stack);
+  compute(named("aten::convolution"), stack);
 }
 
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                        c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                                                        c10::SymIntArrayRef dilation, bool transposed,
-                                                        c10::SymIntArrayRef output_padding, c10::SymInt groups,
-                                                        std::array<bool, 3> wanted) {
-  same_device("convolution_backward", input, weight);
-  same_device("convolution_backward", input, grad);
-  const std::vector<c10::SymInt> bias_size = {weight.sym_size(0)};
-  const auto [to_input, to_weight, to_bias] =
-      at::convolution_backward_symint(on_cpu(grad), on_cpu(input), on_cpu(weight), at::OptionalSymIntArrayRef(bias_size), stride,
-                                      padding, dilation, transposed, output_padding, groups, wanted);
-  const auto device = input.device();
-  return {on_device(to_input, device), on_device(to_weight, device), on_device(to_bias, device)};
-}
-
-std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, at::IntArrayRef shape, const std::optional<Tensor>& weight,
-                                    std::optional<double> eps) {
-  same_device("rms_norm", input, weight.value_or(Tensor()));
-  const auto x = on_cpu(input).to(at::kFloat).flatten(input.dim() - shape.size());
-  const auto scale = (x.square().mean(-1, true) + eps.value_or(1.2e-7)).rsqrt();
-  auto out = (x * scale).reshape(input.sizes());
-  if (weight && weight->defined()) out = out * on_cpu(*weight);
-  return {on_device(out.to(input.scalar_type()), input.device()), on_device(scale, input.device())};
+void convolution_backward(const Op& op, Stack* stack) {
+  check(op.schema(), *stack);
+  const auto weight = torch::jit::peek(*stack, 2, 10).toTensor();
+  stack->insert(stack->end() - 7, std::vector<int64_t>{weight.size(0)});  // the size of the bias
+  compute(named("aten::convolution_backward"), stack);
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape, const Tensor& scale,
                                              const std::optional<Tensor>& weight, std::array<bool, 2> wanted) {
   same_device("rms_norm_backward", input, grad);
+  const auto first = input.dim() - static_cast<int64_t>(shape.size());
   const auto x = on_cpu(input).to(at::kFloat), g = on_cpu(grad).to(at::kFloat);
-  const auto normed = (x.flatten(x.dim() - shape.size()) * on_cpu(scale)).reshape(x.sizes());
-  const auto weighted = weight && weight->defined() ? g * on_cpu(*weight) : g;
-  const auto along = (weighted * normed).flatten(x.dim() - shape.size()).mean(-1, true);
-  const auto back = (weighted.flatten(x.dim() - shape.size()) - normed.flatten(x.dim() - shape.size()) * along) * on_cpu(scale);
+  const auto normed = x.flatten(first).mul(on_cpu(scale));
+  const auto weighted = (weight && weight->defined() ? g.mul(on_cpu(*weight)) : g).flatten(first);
+  const auto along = weighted.mul(normed).mean(-1, true);
+  const auto back = weighted.sub(normed.mul(along)).mul(on_cpu(scale));
   Tensor to_weight;
-  if (wanted[1] && weight) to_weight = on_device((g * normed).sum_to_size(shape).to(weight->scalar_type()), input.device());
+  if (wanted[1] && weight)
+    to_weight = on_device(g.mul(normed.reshape(x.sizes())).sum_to_size(shape).to(weight->scalar_type()), input.device());
   return {on_device(back.reshape(x.sizes()).to(input.scalar_type()), input.device()), to_weight};
 }
 
@@ -353,8 +321,8 @@ MaybeTensor on_cpu(const MaybeTensor& tensor) { return tensor ? MaybeTensor(on_c
 int64_t attention_kind(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double dropout,
                        bool causal, std::optional<double> scale, bool grouped) {
   const auto kind = at::_fused_sdp_choice(on_cpu(query), on_cpu(key), on_cpu(value), on_cpu(mask), dropout, causal, scale, grouped);
-  const bool flash = kind == static_cast<int64_t>(sdp::SDPBackend::flash_attention);
-  return static_cast<int64_t>(flash ? sdp::SDPBackend::overrideable : sdp::SDPBackend::math);
+  const bool flash = kind == static_cast<int64_t>(at::SDPBackend::flash_attention);
+  return static_cast<int64_t>(flash ? at::SDPBackend::overrideable : at::SDPBackend::math);
 }
 
 using Attention = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
@@ -389,22 +357,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
-  m.impl("set_.source_Storage_storage_offset", &set_source);
-  m.impl("set_.source_Storage", &set_storage);
-  m.impl("resize_", &resize);
-  m.impl("view", &view);
-  m.impl("_reshape_alias", &reshape_alias);
-  m.impl("as_strided", &as_strided);
-  m.impl("unfold", &at::native::unfold);
-  m.impl("view_as_real", &at::native::view_as_real);
-  m.impl("view_as_complex", &at::native::view_as_complex);
-  m.impl("convolution_overrideable", &convolution);
-  m.impl("convolution_backward_overrideable", &convolution_backward);
-  m.impl("_fused_rms_norm", &rms_norm);
+  for (auto name : {"set_.source_Storage_storage_offset", "set_.source_Storage", "resize_", "view", "_reshape_alias", "as_strided",
+                    "unfold", "view_as_real", "view_as_complex"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&as_on_cpu>());
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("_fused_rms_norm_backward", &rms_norm_backward);
   m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
-  for (auto name : {"native_group_norm", "native_group_norm_backward", "native_layer_norm", "native_layer_norm_backward"})
+  for (auto name : {"_fused_rms_norm", "native_group_norm", "native_group_norm_backward", "native_layer_norm", "native_layer_norm_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&compute_on_cpu>());
 }
 
@@ -413,7 +374,7 @@ TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction
 
 // --- meetings of ranks, by gloo, which works on the memory itself -------------------------------------------------------------
 
-void meet_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void meet_on_cpu(const Op& op, Stack* stack) {
   for (auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
     if (!value.isTensorList()) continue;
     std::vector<Tensor> seen;
@@ -426,16 +387,59 @@ TORCH_LIBRARY_IMPL(c10d, PrivateUse1, m) { m.impl("allreduce_", torch::CppFuncti
 
 // --- CUDA's autocast, by its own lists ---------------------------------------------------------------------------------------
 
-using namespace at::autocast;
+}  // namespace
+namespace at::autocast {  // ATen/autocast_mode.h takes longer to compile than all of this file
+TORCH_API Tensor cached_cast(ScalarType, const Tensor&, c10::DeviceType);
+TORCH_API ScalarType get_autocast_dtype(c10::DeviceType);
+}  // namespace at::autocast
+namespace {
+
+bool is_eligible(const Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == DEVICE && tensor.is_floating_point() && tensor.dtype() != at::kDouble;
+}
+
+enum class Policy { LOWER, FLOAT32, FLOAT32_RESULT, WIDEST };
+
+template <Policy POLICY>
+void autocast(const Op& op, Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastPrivateUse1);
+  const auto& arguments = op.schema().arguments();
+  const auto given = [&](size_t i) -> c10::IValue& { return torch::jit::peek(*stack, i, arguments.size()); };
+  auto dtype = POLICY == Policy::FLOAT32 ? at::kFloat : at::autocast::get_autocast_dtype(DEVICE);
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (POLICY == Policy::FLOAT32_RESULT) {
+      if (arguments[i].name() == "dtype" && given(i).isNone() && is_eligible(given(0).toTensor())) given(i) = at::kFloat;
+    } else if (POLICY == Policy::WIDEST) {
+      for (const Tensor& tensor : tensors_of(given(i))) {
+        if (is_eligible(tensor) && tensor.dtype() == at::kFloat) dtype = at::kFloat;
+      }
+    }
+  }
+  for (size_t i = 0; i < arguments.size() && POLICY != Policy::FLOAT32_RESULT; i++) {
+    if (given(i).isTensor()) given(i) = at::autocast::cached_cast(dtype, given(i).toTensor(), DEVICE);
+    if (given(i).isTensorList()) {
+      auto cast = tensors_of(given(i));
+      for (auto& tensor : cast) tensor = at::autocast::cached_cast(dtype, tensor, DEVICE);
+      given(i) = cast;
+    }
+  }
+  op.callBoxed(*stack);
+}
+
+// "_convolution, deprecated" is written "_convolution.deprecated".
+std::string overload(std::string name) {
+  const auto comma = name.find(", ");
+  return comma == std::string::npos ? name : name.replace(comma, 2, ".");
+}
+
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-#define IN_LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
-  AT_FORALL_LOWER_PRECISION_FP(IN_LOWER_PRECISION)
-#define IN_FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
-  AT_FORALL_FP32(IN_FLOAT32)
-#define TO_FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
-  AT_FORALL_FP32_SET_OPT_DTYPE(TO_FLOAT32)
-#define IN_WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
-  AT_FORALL_PROMOTE(IN_WIDEST)
+#define AS_TEXT(...) #__VA_ARGS__,
+#define AUTOCAST(LIST, POLICY) \
+  for (const std::string name : {LIST(AS_TEXT)}) m.impl(overload(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&autocast<POLICY>>());
+  AUTOCAST(AT_FORALL_LOWER_PRECISION_FP, Policy::LOWER)
+  AUTOCAST(AT_FORALL_FP32, Policy::FLOAT32)
+  AUTOCAST(AT_FORALL_FP32_SET_OPT_DTYPE, Policy::FLOAT32_RESULT)
+  AUTOCAST(AT_FORALL_PROMOTE, Policy::WIDEST)
 }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
@@ -455,6 +459,9 @@ TORCH_LIBRARY(fake_device, m) {
 
 }  // namespace
 
-namespace at::native {
+namespace at::native {  // as in ATen/native/transformers/attention.h, whose includes take seconds
+using ChooseAttention = int64_t (*)(const Tensor&, const Tensor&, const Tensor&, const MaybeTensor&, double, bool, std::optional<double>,
+                                    bool);
+DECLARE_DISPATCH(ChooseAttention, _fused_sdp_choice_stub)
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &attention_kind)
 }
