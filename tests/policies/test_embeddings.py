@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from g2rpo.prompts.sources import read_prompts
 from tests.support.commands import done, refused, small_files
 from tests.support.runs import PROMPTS, trainer
 from tests.support.tiny import save_flux
+from tests.support.variants import few
 
 TEXTS = ["a red circle", "two blue square left of a circle", "a square"]
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12}
@@ -31,12 +33,11 @@ def complain(message):
     raise AssertionError(message)
 
 
-def cached(path, cache="auto", notify=complain, **options):
+def cached(path, cache="auto", **options):
     """The text encoders of the tiny FLUX in `path` behind the cache."""
     config = PolicyConfig(path=str(path), **{**SIZE, **options})
-    return cache_embeddings(
-        components.load_pipeline(config, tuning="frozen").text, config, str(cache), notify
-    )
+    text = components.load_pipeline(config, tuning="frozen").text
+    return cache_embeddings(text, config, str(cache), complain)
 
 
 class Parked(GaussianPolicy):
@@ -66,8 +67,9 @@ def store(tmp_path):
     return EmbeddingStore(tmp_path, {"model": "x"}, reserve=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "bfloat16".__eq__))
 def test_what_is_found_is_what_was_made_bit_for_bit(flux_directory, dtype):
+    """And a row of a batch is within what the order of sums leaves of the encoder's own."""
     cold, warm, off = (
         cached(flux_directory, cache, dtype=dtype) for cache in ("auto", "auto", "off")
     )
@@ -75,53 +77,36 @@ def test_what_is_found_is_what_was_made_bit_for_bit(flux_directory, dtype):
     assert (cold.encoded, warm.encoded, off.encoded) == (3, 0, 3)
     assert equal(made, found) and equal(made, without)
     assert made.tensors["prompt_embeds"].dtype == getattr(torch, dtype)
-    torch.testing.assert_close(
-        made.tensors,
-        cold.encoder.encode(TEXTS).tensors,
-        atol=1e-2 if dtype == "bfloat16" else 1e-5,
-        rtol=0,
-    )
+    exact, atol = cold.encoder.encode(TEXTS).tensors, 1e-2 if dtype == "bfloat16" else 1e-5
+    torch.testing.assert_close(made.tensors, exact, atol=atol, rtol=0)
 
 
 def test_a_row_depends_on_nothing_but_its_prompt(flux_directory):
-    together, alone = (
-        cached(flux_directory, "off").encode([*TEXTS, TEXTS[0]]),
-        cached(flux_directory, "off").encode(TEXTS[1:2]),
-    )
-    assert (
-        len(together) == 4
-        and equal(together.rows([1]), alone)
-        and equal(together.rows([0]), together.rows([3]))
-    )
+    encoder = cached(flux_directory, "off")
+    together, alone = encoder.encode([*TEXTS, TEXTS[0]]), encoder.encode(TEXTS[1:2])
+    assert len(together) == 4 and equal(together.rows([1]), alone)
+    assert equal(together.rows([0]), together.rows([3]))
 
 
 def test_negative_prompts_are_kept_with_the_prompt(sd3_directory):
     """Stable Diffusion 3 with guidance is conditioned on two prompts, without on one; each finds
     its own."""
     for scale, names in ((4.5, 4), (1.0, 2)):
-        cold, warm = (cached(sd3_directory, guidance_scale=scale) for _ in range(2))
-        made, found = cold.encode(TEXTS), warm.encode(TEXTS)
-        assert (cold.encoded, warm.encoded, len(made.tensors)) == (3, 0, names) and equal(
-            made, found
-        )
+        made = cached(sd3_directory, guidance_scale=scale).encode(TEXTS)
+        warm = cached(sd3_directory, guidance_scale=scale)
+        assert equal(made, warm.encode(TEXTS)) and (warm.encoded, len(made.tensors)) == (0, names)
     assert cached(sd3_directory, negative_prompt="blue").missing(TEXTS) == TEXTS
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        ({"max_sequence_length": 8}, False),
-        ({"dtype": "bfloat16"}, False),
-        *(
-            ({key: value}, True)
-            for key, value in {"guidance_scale": 1.0, "tuning": "full", "height": 48}.items()
-        ),
-        ({"lora_above": 0.5}, True),
-    ],
-)
-def test_only_settings_that_embeddings_depend_on_miss(flux_directory, change, found):
+def test_only_settings_that_embeddings_depend_on_miss(flux_directory):
     cached(flux_directory).encode(TEXTS)
-    assert cached(flux_directory, **change).missing(TEXTS) == ([] if found else TEXTS)
+    for changes, missing in (
+        ({"max_sequence_length": 8}, TEXTS),
+        ({"dtype": "bfloat16"}, TEXTS),
+        ({"guidance_scale": 1.0, "height": 48, "lora_above": 0.5}, []),
+        ({"tuning": "full"}, []),
+    ):
+        assert cached(flux_directory, **changes).missing(TEXTS) == missing, changes
 
 
 def test_other_text_encoders_and_tokenizers_miss_and_another_transformer_finds(
@@ -131,14 +116,14 @@ def test_other_text_encoders_and_tokenizers_miss_and_another_transformer_finds(
     assert cached(flux_directory).missing([*TEXTS, "two"]) == ["two"]
     assert cached(save_flux(tmp_path / "other", seed=1)).missing(TEXTS) == TEXTS
     moved = shutil.copytree(flux_directory, tmp_path / "moved")
-    shutil.copytree(tmp_path / "other" / "transformer", moved / "transformer", dirs_exist_ok=True)
+    shutil.copytree(tmp_path / "other/transformer", moved / "transformer", dirs_exist_ok=True)
     assert cached(moved).missing(TEXTS) == []
-    encoder = tmp_path / "other" / "text_encoder_2" / "model.safetensors"
     # the same size: only its content tells
-    shutil.copy(encoder, moved / "text_encoder_2" / "model.safetensors")
+    encoder = "text_encoder_2/model.safetensors"
+    shutil.copy(tmp_path / "other" / encoder, moved / encoder)
     assert cached(moved).missing(TEXTS) == TEXTS
     copy = shutil.copytree(flux_directory, tmp_path / "copy")
-    words = copy / "tokenizer_2" / "tokenizer.json"
+    words = copy / "tokenizer_2/tokenizer.json"
     words.write_text(words.read_text().replace('"red"', '"rot"'))
     assert cached(copy).missing(TEXTS) == TEXTS
 
@@ -234,26 +219,22 @@ def test_parked_encoders_come_back_for_a_new_prompt_only(flux_directory, tmp_pat
     assert moves[4:] == ["cpu:0"] * 2 + ["cpu"] * 2
 
 
-@pytest.mark.parametrize("kind", ["flux", "sd3"])
-def test_text_encoders_and_nothing_else_leave_the_device(kind, request):
-    config = PolicyConfig(path=str(request.getfixturevalue(f"{kind}_directory")), **SIZE)
+def test_text_encoders_and_nothing_else_leave_the_device(sd3_directory):
+    config = PolicyConfig(path=str(sd3_directory), **SIZE)
     loaded = components.load_pipeline(config, tuning="frozen")
-    policy = loaded.policy()
-    weights = [
-        [weight.data_ptr() for weight in module.parameters()] for module in loaded.text.modules
-    ]
-    loaded.text._move(torch.device("meta"))
-    parts = {
-        name
-        for name, part in policy.pipeline.components.items()
-        if getattr(part, "device", None) == torch.device("meta")
-    }
-    assert parts == {name for name in policy.pipeline.components if name.startswith("text_encoder")}
+    parts, text = loaded.policy().pipeline.components, loaded.text
+
+    def weights():
+        return [[weight.data_ptr() for weight in part.parameters()] for part in text.modules]
+
+    before = weights()
+    text._move(torch.device("meta"))
+    for name, part in parts.items():
+        if isinstance(part, torch.nn.Module):
+            assert (part.device.type == "meta") == name.startswith("text_encoder"), name
     # what was loaded, not a copy of what was on the device, and shared embeddings once
-    loaded.text.park()
-    assert weights == [
-        [weight.data_ptr() for weight in module.parameters()] for module in loaded.text.modules
-    ]
+    text.park()
+    assert weights() == before
 
 
 def test_digests_are_remembered_until_a_file_changes(tmp_path):
@@ -277,20 +258,19 @@ def test_a_folder_that_cannot_be_written_is_refused(flux_directory, tmp_path):
         cached(flux_directory, tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_encode_fills_the_cache_and_training_then_encodes_nothing(
     tiny_config, capsys, monkeypatch, tmp_path
 ):
-    out = done(capsys, "encode", tiny_config)
     # a training and a held-out one, and the empty one of controls
-    assert "3 prompts are stored, 3 of them new" in out
-    out = done(capsys, "encode", tiny_config)
-    assert "0 of them new" in out
+    assert "3 prompts are stored, 3 of them new" in done(capsys, "encode", tiny_config)
+    assert "0 of them new" in done(capsys, "encode", tiny_config)
 
     def refuse(*args, **kwargs):
         raise AssertionError("the text encoders were asked")
 
     monkeypatch.setattr("diffusers.FluxPipeline.encode_prompt", refuse)
-    out = done(capsys, "train", tiny_config, "--run-dir", tmp_path / "run")
+    done(capsys, "train", tiny_config, "--run-dir", tmp_path / "run")
     for wrong, fact in (
         ("prompts.cache=off", "no cache to fill"),
         ("prompts.train=missing.txt", "missing.txt"),
@@ -301,26 +281,22 @@ def test_encode_fills_the_cache_and_training_then_encodes_nothing(
 def test_text_of_any_length_is_kept_row_by_row(tmp_path):
     """Ragged conditioning: stored, joined, picked, padded."""
     rows = [
-        Cond(
-            {"pooled": torch.full((1, 2), float(n))}, {"sequence": (torch.full((n, 3), float(n)),)}
-        )
-        for n in (2, 4)
+        Cond({"pooled": torch.full((1, 2), n)}, {"sequence": (torch.full((int(n), 3), n),)})
+        for n in (2.0, 4.0)
     ]
     store = EmbeddingStore(tmp_path, {"of": "test"}, reserve=0)
     for prompt, row in zip("ab", rows, strict=True):
         store.write(prompt, row)
     both = Cond.join([store.read(prompt) for prompt in "ab"])
-    assert len(both) == 2 and [tuple(value.shape) for value in both.ragged["sequence"]] == [
-        (2, 3),
-        (4, 3),
-    ]
+    assert [tuple(value.shape) for value in both.ragged["sequence"]] == [(2, 3), (4, 3)]
     picked = both.rows([1, 0, 1])
-    assert [len(value) for value in picked.ragged["sequence"]] == [4, 2, 4] and len(
-        picked.tensors["pooled"]
-    ) == 3
+    assert picked.tensors["pooled"][:, 0].tolist() == [4, 2, 4]
     padded, mask = picked.padded("sequence")
     assert padded.shape == (3, 4, 3) and mask.sum(1).tolist() == [4, 2, 4]
     assert torch.equal(padded[1], torch.tensor([2.0, 2.0, 0.0, 0.0])[:, None].expand(4, 3))
+
+
+PARTS = ("prompt_embed", "pooled_prompt_embeds", "text_ids")
 
 
 @torch.inference_mode()
@@ -330,22 +306,21 @@ def published_folder(place, pipeline, texts, dtype=torch.float32):
     pipe = FluxPipeline.from_pretrained(pipeline, torch_dtype=dtype)
     entries = []
     for number, text in enumerate(texts):
+        file = f"{number}.pt"
         made = pipe.encode_prompt(prompt=[text], prompt_2=[text])
-        for part, tensor in zip(
-            ("prompt_embed", "pooled_prompt_embeds", "text_ids"), made, strict=True
-        ):
+        for part, tensor in zip(PARTS, made, strict=True):
             (place / part).mkdir(parents=True, exist_ok=True)
-            torch.save(tensor[0], place / part / f"{number}.pt")
-        files = dict.fromkeys(
-            ("prompt_embed_path", "text_ids", "pooled_prompt_embeds_path"), f"{number}.pt"
-        )
-        entries.append({**files, "caption": text})
+            torch.save(tensor[0], place / part / file)
+        names = ("prompt_embed_path", "text_ids", "pooled_prompt_embeds_path")
+        entries.append({**dict.fromkeys(names, file), "caption": text})
     (place / "videos2caption.json").write_text(json.dumps(entries, indent=4))
     return place
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cache", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    few(product(("float32", "bfloat16"), ("auto", "off")), ("bfloat16", "auto").__eq__),
+)
 def test_a_folder_of_the_published_preprocessing_has_our_own_rows(
     flux_directory, tmp_path, dtype, cache
 ):
@@ -359,14 +334,10 @@ def test_a_folder_of_the_published_preprocessing_has_our_own_rows(
     encoder = cached(flux_directory, cache, **options)
     assert encoder.missing([*prompts, TEXTS[2]]) == TEXTS[2:]
     encode_ahead(encoder, [*prompts, TEXTS[2]])
-    found, own = (
-        encoder.encode([*prompts, TEXTS[2]]),
-        cached(flux_directory, "off", **options).encode(TEXTS),
-    )
+    found = encoder.encode([*prompts, TEXTS[2]])
+    own = cached(flux_directory, "off", **options).encode(TEXTS)
     assert equal(found, own) and encoder.encoded == 1
-    assert {name: value.dtype for name, value in found.tensors.items()} == {
-        name: v.dtype for name, v in own.tensors.items()
-    }
+    assert all(own.tensors[name].dtype == value.dtype for name, value in found.tensors.items())
 
 
 class Call:
@@ -376,53 +347,19 @@ class Call:
         return print, ("this must not run",)
 
 
-@pytest.mark.parametrize(
-    ("change", "fact"),
-    [
-        (
-            lambda folder: torch.save(Call(), folder / "prompt_embed" / "0.pt"),
-            "0.pt: .*more than tensors",
-        ),
-        (
-            lambda folder: torch.save({"a": torch.ones(1)}, folder / "text_ids" / "0.pt"),
-            "0.pt: is dict",
-        ),
-        (
-            lambda folder: torch.save(torch.ones(3, 2), folder / "prompt_embed" / "0.pt"),
-            r"0.pt: is \[3, 2\]",
-        ),
-        (lambda folder: (folder / "prompt_embed" / "0.pt").write_bytes(b"x"), "0.pt: "),
-        (
-            lambda folder: (folder / "text_ids" / "0.pt").unlink(),
-            "entry 1: .*0.pt is no file of this folder",
-        ),
-        (
-            lambda folder: renamed(folder, "../text_ids/0.pt"),
-            "entry 1: .* is no file of this folder",
-        ),
-        (
-            lambda folder: (folder / "videos2caption.json").write_text('[{"caption": "a"}]'),
-            "prompt_embed_path",
-        ),
-        (lambda folder: (folder / "videos2caption.json").write_text("[]"), "is empty"),
-        (lambda folder: swapped(folder), "0.pt: differs by .* of its size"),
-    ],
-)
-def test_embeddings_that_are_none_or_of_other_encoders_are_refused(
-    flux_directory, tmp_path, change, fact, capsys
-):
-    folder = published_folder(tmp_path / "rows", flux_directory, TEXTS[:2])
-    change(folder)
-    with pytest.raises(UserError, match=fact):
-        encode_ahead(cached(flux_directory, max_sequence_length=512), read_prompts(folder))
-    assert "must not run" not in capsys.readouterr().out
+def put(part, value):
+    """Saves something else in the place of the first row."""
+    return lambda folder: torch.save(value, folder / part / "0.pt")
 
 
-def renamed(folder, name):
-    listed = folder / "videos2caption.json"
-    listed.write_text(
-        listed.read_text().replace('"prompt_embed_path": "0.pt"', f'"prompt_embed_path": "{name}"')
-    )
+def list_of(change):
+    """Changes the list of captions."""
+
+    def changed(folder):
+        listed = folder / "videos2caption.json"
+        listed.write_text(change(listed.read_text()))
+
+    return changed
 
 
 def swapped(folder):
@@ -430,7 +367,39 @@ def swapped(folder):
     shutil.copy(folder / "prompt_embed" / "1.pt", folder / "prompt_embed" / "0.pt")
 
 
-def test_a_folder_for_another_model_is_refused(flux_directory, sd3_directory, tmp_path):
-    folder = published_folder(tmp_path / "rows", flux_directory, TEXTS[:1])
+OUTSIDE = '"prompt_embed_path": "../text_ids/0.pt"'
+REFUSED = [
+    (put("prompt_embed", Call()), "0.pt: .*more than tensors"),
+    (put("text_ids", {"a": torch.ones(1)}), "0.pt: is dict"),
+    (put("prompt_embed", torch.ones(3, 2)), r"0.pt: is \[3, 2\]"),
+    (lambda folder: (folder / "prompt_embed" / "0.pt").write_bytes(b"x"), "0.pt: "),
+    (lambda folder: (folder / "text_ids" / "0.pt").unlink(), "entry 1: .*0.pt is no file of this"),
+    (
+        list_of(lambda text: text.replace('"prompt_embed_path": "0.pt"', OUTSIDE)),
+        "entry 1: .* is no file of this folder",
+    ),
+    (list_of(lambda text: '[{"caption": "a"}]'), "prompt_embed_path"),
+    (list_of(lambda text: "[]"), "is empty"),
+    (swapped, "0.pt: differs by .* of its size"),
+]
+
+
+@pytest.fixture(scope="module")
+def two_rows(flux_directory, tmp_path_factory):
+    return published_folder(tmp_path_factory.mktemp("published"), flux_directory, TEXTS[:2])
+
+
+@pytest.mark.parametrize(("change", "fact"), REFUSED)
+def test_embeddings_that_are_none_or_of_other_encoders_are_refused(
+    flux_directory, two_rows, tmp_path, change, fact, capsys
+):
+    folder = shutil.copytree(two_rows, tmp_path / "rows")
+    change(folder)
+    with pytest.raises(UserError, match=fact):
+        encode_ahead(cached(flux_directory, max_sequence_length=512), read_prompts(folder))
+    assert "must not run" not in capsys.readouterr().out
+
+
+def test_a_folder_for_another_model_is_refused(two_rows, sd3_directory):
     with pytest.raises(UserError, match="its embeddings are .*text_ids; this model takes"):
-        encode_ahead(cached(sd3_directory), read_prompts(folder))
+        encode_ahead(cached(sd3_directory), read_prompts(two_rows))

@@ -20,6 +20,7 @@ from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
 from tests.support.policies import make
 from tests.support.tiny_pipelines import CLASSES, two_experts
+from tests.support.variants import few
 
 WAN, BOUNDARY = "WanPipeline", 0.875
 SIZE = {"height": 32, "width": 48, "max_sequence_length": 24, "num_frames": 3}
@@ -39,25 +40,19 @@ def load(original, tuning="frozen", **options):
 
 
 def pictures(policy):
-    return Sampler(
-        policy=policy, shift="model", num_steps=STEPS, seed=5, batch_size=3, decode_batch_size=2
-    ).pictures(PROMPTS)
+    options = {"shift": "model", "num_steps": STEPS, "seed": 5, "batch_size": 3}
+    return Sampler(policy=policy, **options, decode_batch_size=2).pictures(PROMPTS)
 
 
 def theirs(pipeline, **options):
-    return drawn_by(
-        copy.deepcopy(pipeline),
-        SPECS[WAN],
-        PolicyConfig(path="", **SIZE, **options),
-        PROMPTS,
-        STEPS,
-    ).pictures
+    config = PolicyConfig(path="", **SIZE, **options)
+    return drawn_by(copy.deepcopy(pipeline), SPECS[WAN], config, PROMPTS, STEPS).pictures
 
 
 GUIDED = [{}, {"guidance_scale": 4.0, "guidance_scale_2": 2.0}, {"guidance_scale": 1.0}]
 
 
-@pytest.mark.parametrize("options", GUIDED)
+@pytest.mark.parametrize("options", few(GUIDED, GUIDED[1].__eq__), ids=str)
 def test_pictures_equal_the_pipelines_own(original, options):
     policy = load(original, **options)
     # both act
@@ -87,17 +82,12 @@ def test_rows_of_both_experts_share_no_call(original):
     torch.testing.assert_close(policy.velocity(x, sigma, cond), alone, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expert", ["high", "low"])
 def test_check_model_passes_for_either_expert(original, expert, tmp_path):
     options = PolicyConfig(path="", **SIZE, lora_rank=4, expert=expert)
-    made = checks(
-        lambda: copy.deepcopy(original),
-        CLASSES[WAN],
-        options,
-        prompts_for(SPECS[WAN], tmp_path),
-        tmp_path,
-    )
-    found = list(made)
+    prompts = prompts_for(SPECS[WAN], tmp_path)
+    found = list(checks(lambda: copy.deepcopy(original), CLASSES[WAN], options, prompts, tmp_path))
     assert all(check.passed for check in found) and len(found) == 8, found
 
 
@@ -135,48 +125,30 @@ def test_the_grid_of_unipc_is_switched_where_the_pipeline_does(original):
     sigmas = policy.grid(40)
     pipeline.scheduler.set_timesteps(40)
     high = [bool(time >= 1000 * BOUNDARY) for time in pipeline.scheduler.timesteps]
-    assert [policy.trains_at(float(sigma)) for sigma in sigmas[:-1]] == high and {*high} == {
-        True,
-        False,
-    }
+    assert [policy.trains_at(float(sigma)) for sigma in sigmas[:-1]] == high
+    assert {*high} == {True, False}
 
 
-@pytest.fixture(scope="module")
-def recipe(original, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("experts")
-    copy.deepcopy(original).save_pretrained(folder, safe_serialization=True)
-    sizes = [f"policy.{name}={value}" for name, value in SIZE.items()]
-    return "scenes", [
-        "policy.pipeline=",
-        "policy.tuning=lora",
-        f"policy.path={folder}",
-        *sizes,
-        "algorithm.branch_steps=[0,1,2]",
-    ]
+def test_a_plan_counts_the_frozen_expert(original, tmp_path):
+    original.save_pretrained(tmp_path, safe_serialization=True)
+    model = {"pipeline": "", "tuning": "lora", "path": tmp_path, **SIZE}
+    options = [f"policy.{name}={value}" for name, value in model.items()]
+    options += ["algorithm.branch_steps=[0,1,2]"]
+
+    def plan(*more):
+        config = load_config("scenes", [*options, *more])
+        return make_plan(config, cuda=False, heldout=1, distinct_prompts=1)
+
+    memory, frozen = plan().memory, size_of(original.transformer_2)
+    assert memory.parts["frozen expert"] == memory.parts["frozen weights"] == frozen
+    assert memory.host > 2 * frozen
+    with pytest.raises(UserError, match="trains at sigma 0.800, where the trained weights do not"):
+        plan("sampling.shift=1")
 
 
-def test_a_plan_counts_the_frozen_expert(original, recipe):
-    plan = make_plan(load_config(*recipe), cuda=False, heldout=1, distinct_prompts=1)
-    frozen = size_of(original.transformer_2)
-    assert plan.memory.parts["frozen expert"] == plan.memory.parts["frozen weights"] == frozen
-    assert plan.memory.host > 2 * frozen
-    with pytest.raises(
-        UserError, match="trains at sigma 0.800, where the trained weights do not act"
-    ):
-        make_plan(
-            load_config(recipe[0], [*recipe[1], "sampling.shift=1"]),
-            cuda=False,
-            heldout=1,
-            distinct_prompts=1,
-        )
-
-
+STEPS_OF_HIGH = r"g2rpo trains at sigma 0.824.*steps \[0, 1, 2\] of 10"
 REFUSED = [
-    (
-        "high",
-        "algorithm.branch_steps=[0,3]",
-        r"g2rpo trains at sigma 0.824.*steps \[0, 1, 2\] of 10",
-    ),
+    ("high", "algorithm.branch_steps=[0,3]", STEPS_OF_HIGH),
     ("high", "algorithm.name=diffusion_nft", "diffusion_nft trains at"),
     ("low", "algorithm.branch_steps=[3,4]", None),
     ("low", "algorithm.branch_steps=[2,3]", "g2rpo trains at sigma 0.889"),

@@ -3,6 +3,7 @@ diffusers by the card."""
 
 import copy
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ QUICK = [
     "trainer.prompts_per_iteration=1",
     "algorithm.group_size=2",
     "algorithm.branch_steps=[1]",
-    "evaluation.num_prompts=2",
+    "evaluation.num_prompts=1",
     "evaluation.controls=false",
     "sampling.num_steps=4",
     "optim.learning_rate=0.05",
@@ -48,34 +49,28 @@ def original():
 
 
 def load(original, **options):
-    policy = make(
-        CLASSES["FluxPipeline"],
-        copy.deepcopy(original),
-        height=32,
-        width=32,
-        lora_rank=4,
-        **options,
-    )
+    own = {"height": 32, "width": 32, "lora_rank": 4, **options}
+    policy = make(CLASSES["FluxPipeline"], copy.deepcopy(original), **own)
     perturb(policy)
     return policy
+
+
+def inputs(policy, rows):
+    noise = policy.noise([generator_for(i) for i in range(rows)])
+    return noise, policy.encode([*PROMPTS, PROMPTS[0]][:rows])
 
 
 @torch.no_grad()
 def test_velocities_are_the_adapters_above_and_the_bases_below(original):
     everywhere, early = load(original), load(original, lora_above=ABOVE)
-    x, cond = (
-        early.noise([generator_for(i) for i in range(3)]),
-        early.encode([*PROMPTS, PROMPTS[0]]),
-    )
+    x, cond = inputs(early, 3)
     sigma = torch.tensor([0.9, ABOVE, 0.2])
     tuned = everywhere.velocity(x, sigma, cond)
     with everywhere.base():
         base = everywhere.velocity(x, sigma, cond)
     assert (tuned - base).flatten(1).abs().amax(1).min() > 1e-3  # at all three sigmas
-    found = early.velocity(x, sigma, cond)
-    torch.testing.assert_close(
-        found, torch.stack([tuned[0], base[1], base[2]]), atol=2e-6, rtol=1e-5
-    )
+    expected = torch.stack([tuned[0], base[1], base[2]])
+    torch.testing.assert_close(early.velocity(x, sigma, cond), expected, atol=2e-6, rtol=1e-5)
     with early.base():
         torch.testing.assert_close(early.velocity(x, sigma, cond), base, atol=2e-6, rtol=1e-5)
     assert [early.trains_at(value) for value in (0.9, ABOVE, 0.2)] == [True, False, False]
@@ -87,19 +82,18 @@ def test_what_a_policy_saves_says_where_it_acts(original, tmp_path):
     assert read_adapter(policy.save(tmp_path)).above == 0.123456789
     again = load(original, tuning="frozen")
     again.load(tmp_path)
-    x, sigma, cond = again.noise([generator_for(0)]), torch.tensor([0.1]), again.encode(PROMPTS[:1])
+    (x, cond), sigma = inputs(again, 1), torch.tensor([0.1])
     with torch.no_grad(), policy.base():
         base = policy.velocity(x, sigma, cond)
     torch.testing.assert_close(again.velocity(x, sigma, cond), base, atol=2e-6, rtol=1e-5)
-    with pytest.raises(
-        UserError, match=r"policy.adapter acts at all steps, and the saved adapter would hold both"
-    ):
-        load(original, lora_above=ABOVE, adapter=str(load(original).save(tmp_path / "everywhere")))
+    everywhere = str(load(original).save(tmp_path / "everywhere"))
+    with pytest.raises(UserError, match=r"policy.adapter acts at all steps, and the saved adapter"):
+        load(original, lora_above=ABOVE, adapter=everywhere)
 
 
 def test_a_gradient_flows_above_and_a_loss_below_is_refused(original):
     policy = load(original, lora_above=ABOVE)
-    x, cond = policy.noise([generator_for(0)]), policy.encode(PROMPTS[:1])
+    x, cond = inputs(policy, 1)
     with policy.in_loss():
         policy.velocity(x, torch.tensor([0.9]), cond).square().mean().backward()
         assert all(p.grad is not None for p in policy.trainable_parameters())
@@ -126,25 +120,29 @@ def drawn(run):
     return tuned, base
 
 
+def pictures_of(run, policy):
+    sampler = sampler_of(Run(run).read_config(), policy, seed=3, decode_batch_size=8)
+    return sampler.pictures([PROMPT])
+
+
+@pytest.mark.slow
 def test_the_card_draws_the_same_in_plain_diffusers(capsys, run, drawn):
     """The code of the card is run; only the prompt, its noise and the base model's folder are put
     in."""
     card = Run(run).weights / "README.md"
-    code, pictures = re.search(r"```python\n(.*?)```", card.read_text(), re.DOTALL)[1], {}
-    code = code.replace("'testbed'", f"{str(pipeline_dir())!r}, torch_dtype='float32'")
-    code = code.replace("THIS FOLDER OR REPOSITORY", str(card.parent))
+    (code,) = re.findall(r"```python\n(.*?)```", card.read_text(), re.DOTALL)
     assert "callback_on_step_end=until" in code
-    for name, text in {
-        "card": code,
-        "everywhere": code.replace(", callback_on_step_end=until", ""),
-    }.items():
+    for old, new in (
+        ("'testbed'", f"{str(pipeline_dir())!r}, torch_dtype='float32'"),
+        ("THIS FOLDER OR REPOSITORY", str(card.parent)),
+        ('"..."', 'prompt, generator=noise, output_type="pt"'),
+        (".images[0]", "[0]"),
+    ):
+        code = code.replace(old, new)
+    pictures = {}
+    for name, until in {"card": "", "everywhere": ", callback_on_step_end=until"}.items():
         namespace = {"prompt": PROMPT, "noise": generator_for(3, "picture", 0)}
-        exec(
-            text.replace('"..."', 'prompt, generator=noise, output_type="pt"').replace(
-                ".images[0]", "[0]"
-            ),
-            namespace,
-        )
+        exec(code.replace(until, "") if until else code, namespace)
         pictures[name] = namespace["picture"].float().cpu()
     off = {name: float((picture - drawn[0]).abs().max()) for name, picture in pictures.items()}
     assert off["card"] < 1e-4 < 1e-2 < off["everywhere"], off
@@ -159,9 +157,7 @@ def test_the_file_alone_says_where_it_acts(run, drawn):
     policy = build_policy(config.policy.model_copy(update={"lora_above": 0.0}), tuning="frozen")
     load_weights(policy, Run(run).weights, "testbed")
     assert policy.options.lora_above == ABOVE
-    assert torch.equal(
-        sampler_of(config, policy, seed=3, decode_batch_size=8).pictures([PROMPT]), drawn[0]
-    )
+    assert torch.equal(pictures_of(run, policy), drawn[0])
 
 
 def test_a_run_that_continues_it_begins_with_its_pictures(run, drawn):
@@ -169,41 +165,31 @@ def test_a_run_that_continues_it_begins_with_its_pictures(run, drawn):
     with pytest.raises(UserError, match="acts above sigma 0.5 alone; set policy.lora_above=0.5"):
         build_policy(options.model_copy(update={"lora_above": 0.0}))
     policy = build_policy(options)
-    sampler = sampler_of(Run(run).read_config(), policy, seed=3, decode_batch_size=8)
-    torch.testing.assert_close(sampler.pictures([PROMPT]), drawn[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(pictures_of(run, policy), drawn[0], atol=1e-5, rtol=0)
     perturb(policy)
-    assert (sampler.pictures([PROMPT]) - drawn[0]).abs().max() > 1e-2
+    assert (pictures_of(run, policy) - drawn[0]).abs().max() > 1e-2
     with policy.base():
-        torch.testing.assert_close(sampler.pictures([PROMPT]), drawn[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(pictures_of(run, policy), drawn[0], atol=1e-5, rtol=0)
 
 
+TOO_LATE = r"trains at sigma 0.429.*policy.lora_above=0.5"
 REFUSED = [
-    (
-        "policy.lora_above=0.5",
-        "algorithm.branch_steps=[0,8]",
-        r"trains at sigma 0.429.*policy.lora_above=0.5",
-    ),
-    ("policy.lora_above=0.5", "algorithm.name=diffusion_nft", "diffusion_nft trains at sigma"),
-    ("policy.lora_above=0.5", "algorithm.branch_steps=[0,7]", None),
+    ("algorithm.branch_steps=[0,8]", TOO_LATE),
+    ("algorithm.name=diffusion_nft", "diffusion_nft trains at sigma"),
+    ("algorithm.branch_steps=[0,7]", None),
 ]
 
 
-@pytest.mark.parametrize(("above", "change", "message"), REFUSED)
-def test_what_is_trained_lies_above(original, above, change, message):
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_what_is_trained_lies_above(original, change, message):
+    above = f"policy.lora_above={ABOVE}"
     config = load_config("scenes-fast", ["sampling.shift=3", above, change])
-    policy = load(original, lora_above=config.policy.lora_above)
-    if message is None:
-        check_trained_steps(config, policy)
-        return
-    with pytest.raises(UserError, match=message):
+    policy = load(original, lora_above=ABOVE)
+    with pytest.raises(UserError, match=message) if message else nullcontext():
         check_trained_steps(config, policy)
 
 
-def test_it_is_for_adapters(original):
+def test_it_is_for_adapters():
+    full = load_config("scenes", ["policy.lora_above=0.5", "policy.tuning=full"]).policy
     with pytest.raises(UserError, match="policy.lora_above: is for adapters"):
-        load(original, tuning="full", lora_above=ABOVE)
-    with pytest.raises(UserError, match="policy.lora_above: is for adapters"):
-        check_options(
-            SPECS["FluxPipeline"],
-            load_config("scenes", ["policy.lora_above=0.5", "policy.tuning=full"]).policy,
-        )
+        check_options(SPECS["FluxPipeline"], full)

@@ -38,29 +38,24 @@ def kind(request):
 
 def layer(dtype=torch.float32, rows=32, columns=128):
     linear = nn.Linear(columns, rows, dtype=dtype)
-    values = (
-        torch.randn(rows, columns, generator=generator_for("weights"))
-        * torch.linspace(0.01, 3, rows)[:, None]
-    )
+    values = torch.randn(rows, columns, generator=generator_for("weights"))
     with torch.no_grad():
-        linear.weight.copy_(values)
+        linear.weight.copy_(values * torch.linspace(0.01, 3, rows)[:, None])
         linear.weight[3] = 0
     return linear
+
+
+def quantised(kind, dtype=torch.float32):
+    return QUANTIZED_LINEARS[kind](layer(dtype), torch.device("cpu"))
 
 
 def test_weights_are_the_nearest_that_can_be_stored(kind):
     """No weight is off by more than half a gap: of its row's largest, of itself, or of its block's
     of 64. The largest of NF4's blocks are stored too, within half the widest gap, 0.014, of
     bitsandbytes' 8-bit numbers times their spread."""
-    linear = layer()
-    weight, stored = (
-        linear.weight.detach(),
-        QUANTIZED_LINEARS[kind](linear, torch.device("cpu")).dense(),
-    )
-    row, block = (
-        weight.abs().amax(1, keepdim=True),
-        weight.reshape(-1, 64).abs().amax(1).repeat_interleave(64).view_as(weight),
-    )
+    weight, stored = layer().weight.detach(), quantised(kind).dense()
+    row = weight.abs().amax(1, keepdim=True)
+    block = weight.reshape(-1, 64).abs().amax(1).repeat_interleave(64).view_as(weight)
     allowed = {
         "int8": row / 127.5 / 2,
         "fp8": (weight.abs() * 2**-3).maximum(row / 448 * 2**-9) / 2,
@@ -94,10 +89,7 @@ def test_int8_and_float8_are_torchaos():
 def test_inputs_get_the_gradient_of_the_stored_weight(kind):
     """x -> x W' + b is linear, but for fp8's rounding of x: its gradient is that of the same
     product with a dense W'."""
-    quantized, dtype = (
-        QUANTIZED_LINEARS[kind](layer(torch.bfloat16), torch.device("cpu")),
-        torch.bfloat16,
-    )
+    quantized, dtype = quantised(kind, torch.bfloat16), torch.bfloat16
     x = torch.randn(2, 5, 128, generator=generator_for("x")).to(dtype).requires_grad_()
     grad = torch.randn(2, 5, 32, generator=generator_for("grad")).to(dtype)
     mine = torch.autograd.grad(y := quantized(x), x, grad)[0]
@@ -111,7 +103,7 @@ def test_inputs_get_the_gradient_of_the_stored_weight(kind):
 
 
 def test_what_waits_for_the_backward_pass_is_no_dense_weight(kind):
-    quantized, saved = QUANTIZED_LINEARS[kind](layer(), torch.device("cpu")), []
+    quantized, saved = quantised(kind), []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.append(t.numel()) or t, lambda t: t
     ):
@@ -123,9 +115,8 @@ def test_what_waits_for_the_backward_pass_is_no_dense_weight(kind):
 
 
 def load(directory, **options):
-    policy = policies.load(
-        directory, **{**SIZE, "dtype": torch.bfloat16, "tuning": "lora", **options}
-    )
+    own = {**SIZE, "dtype": torch.bfloat16, "tuning": "lora", **options}
+    policy = policies.load(directory, **own)
     for number, parameter in enumerate(policy.trainable_parameters()):
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator_for(number))
     return policy
@@ -142,29 +133,23 @@ def question(policy):
 def test_layers_of_blocks_are_quantised_and_adapters_are_not(flux_directory, kind):
     policy, whole = load(flux_directory, quantize=kind), load(flux_directory)
     transformer = policy.pipeline.transformer
-    left = {
-        name
-        for name, module in transformer.named_modules()
-        if type(module) is nn.Linear and "lora_" not in name
-    }
-    assert left and not any("blocks" in name for name in left)
+
+    def dense(transformer):
+        """The layers that an adapter may be beside, by name."""
+        layers = {name: each for name, each in transformer.named_modules() if "lora_" not in name}
+        return {name: each for name, each in layers.items() if type(each) is nn.Linear}
+
+    assert dense(transformer) and not any("blocks" in name for name in dense(transformer))
     assert all(p.dtype == torch.float32 for p in policy.trainable_parameters())
     assert weights_of(transformer) == weights_of(whole.pipeline.transformer)
-    inside = sum(
-        m.weight.numel()
-        for n, m in whole.pipeline.transformer.named_modules()
-        if "blocks" in n and type(m) is nn.Linear and "lora_" not in n
-    )
-    buffers = sum(
-        b.nbytes
-        for m in transformer.modules()
-        if isinstance(m, QuantizedLinear)
-        for b in m.buffers()
-    )
+    of_blocks = dense(whole.pipeline.transformer).keys() - dense(transformer).keys()
+    inside = sum(whole.pipeline.transformer.get_submodule(n).weight.numel() for n in of_blocks)
+    quantized = [each for each in transformer.modules() if isinstance(each, QuantizedLinear)]
+    buffers = sum(buffer.nbytes for each in quantized for buffer in each.buffers())
     assert buffers < inside * 1.6  # tiny layers: scales weigh as much as codes
 
 
-@pytest.mark.parametrize("model", ["flux_directory", "sd3_directory"])
+@pytest.mark.parametrize("model", few(["flux_directory", "sd3_directory"], "sd3_directory".__eq__))
 def test_one_base_serves_rollout_training_and_the_untrained_model(request, model, kind):
     policy = load(request.getfixturevalue(model), quantize=kind, gradient_checkpointing=True)
     x, sigma, cond = question(policy)
@@ -189,7 +174,7 @@ def relative_error(exact, got):
 def test_nearly_equal_inputs_are_rounded_apart_to_float8():
     """Inputs one bfloat16 eps apart come out further apart than two eps, and no further than two
     independent roundings to numbers at most eps of themselves apart do: sqrt(2 / 12) eps."""
-    fp8 = QUANTIZED_LINEARS["fp8"](layer(torch.bfloat16), torch.device("cpu"))
+    fp8 = quantised("fp8", torch.bfloat16)
     x = torch.randn(256, 128, generator=generator_for("inputs"))
     near = x + 2**-7 * x.abs() * torch.randn(256, 128, generator=generator_for("signs")).sign()
     with torch.no_grad():
@@ -200,23 +185,22 @@ def test_nearly_equal_inputs_are_rounded_apart_to_float8():
 
 
 def test_adapters_of_a_quantised_base_are_plain_ones(flux_directory, tmp_path, kind):
-    """Loaded again they give the same velocities to the bit; diffusers' own pipeline draws with
-    them on the base as it was."""
+    """Loaded again they give the same velocities to the bit, and in diffusers' own pipeline the
+    pictures of the base as it was, which are near those of the quantised one."""
     policy = load(flux_directory, quantize=kind)
     policy.save(tmp_path)
     again = load(flux_directory, quantize=kind, tuning="frozen")
     again.load(tmp_path)
     with torch.no_grad():
         assert torch.equal(policy.velocity(*question(policy)), again.velocity(*question(again)))
-    whole, pipeline = (
-        load(flux_directory, tuning="frozen"),
-        FluxPipeline.from_pretrained(flux_directory),
+    whole = load(flux_directory, tuning="frozen")
+    FluxPipeline.from_pretrained(flux_directory).load_lora_weights(
+        tmp_path, weight_name="pytorch_lora_weights.safetensors"
     )
     whole.load(tmp_path)
-    pipeline.load_lora_weights(tmp_path, weight_name="pytorch_lora_weights.safetensors")
-    assert not any(isinstance(module, QuantizedLinear) for module in pipeline.transformer.modules())
     drawn = [
-        Sampler(policy=p, shift=3.0, num_steps=4, seed=5).pictures(PROMPTS) for p in (whole, again)
+        Sampler(policy=each, shift=3.0, num_steps=4, seed=5).pictures(PROMPTS)
+        for each in (whole, again)
     ]
     assert float((drawn[0] - drawn[1]).abs().mean()) < 0.1
 
@@ -229,53 +213,45 @@ def test_a_whole_transformer_does_not_fit_a_quantised_base(flux_directory):
 # --- of a run -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", few(["int8", "fp8", "nf4"], "fp8".__eq__), indirect=True)
+@pytest.mark.slow
 def test_a_run_on_a_quantised_base_keeps_its_ratio(tmp_path, capsys, tiny_config, kind):
     """1 to the bit before the first update; the drift is what bfloat16 leaves, and the alarm is
     silent."""
-    options = [
-        f"policy.quantize={kind}",
-        "policy.dtype=bfloat16",
-        "policy.gradient_checkpointing=true",
-        "alarms.drift=stop",
-    ]
+    options = ["dtype=bfloat16", "gradient_checkpointing=true", f"quantize={kind}"]
+    options = [*(f"policy.{option}" for option in options), "alarms.drift=stop"]
     done(capsys, "train", tiny_config, *options, "--run-dir", tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     trained = [row for row in rows if row["kind"] == "train"]
     assert len(trained) == 2 and all(row["ratio_deviation"] == 0 for row in trained)
 
 
-WRONG = {
-    "policy.tuning=full": "weights that are not trained",
-    "policy.quantize=fp8": "needs policy.dtype=bfloat16",
-    "policy.quantize=int4": "policy.quantize",
-}
+WRONG = [
+    ("policy.tuning=full", "weights that are not trained"),
+    ("policy.quantize=fp8", "needs policy.dtype=bfloat16"),
+    ("policy.quantize=int4", "policy.quantize"),
+]
 
 
-@pytest.mark.parametrize("override", WRONG)
-def test_what_cannot_be_had_is_refused(tmp_path, capsys, tiny_config, override):
-    assert WRONG[override] in refused(
-        capsys,
-        "train",
-        tiny_config,
-        "policy.quantize=int8",
-        override,
-        "--run-dir",
-        tmp_path / "run",
-    )
+@pytest.mark.parametrize(("override", "words"), WRONG)
+def test_what_cannot_be_had_is_refused(capsys, tiny_config, override, words):
+    assert words in refused(capsys, "train", tiny_config, "policy.quantize=int8", override)
+
+
+def asked(kind, device="cpu"):
+    check_quantization(kind, tuning="lora", dtype="bfloat16", device=device)
 
 
 def test_nf4_without_bitsandbytes_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match=r"pip install bitsandbytes"):
-        check_quantization("nf4", tuning="lora", dtype="bfloat16", device="cpu")
+        asked("nf4")
 
 
 def test_float8_takes_a_card_that_has_it(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX A6000")
     with pytest.raises(UserError, match=r"RTX A6000 has no float8"):
-        check_quantization("fp8", tuning="lora", dtype="bfloat16", device="cuda")
+        asked("fp8", "cuda")
     assert "RTX 3090 has no float8" in refused(
         capsys, "plan", "flux1-dev-lora", "policy.quantize=fp8", "--device", "rtx3090"
     )
@@ -288,7 +264,7 @@ def test_float8_is_tried_before_a_run_begins(monkeypatch):
     def lacking(*arguments, **more):
         raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")
 
-    check_quantization("fp8", tuning="lora", dtype="bfloat16", device="cpu")
+    asked("fp8")
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", lacking)
     with pytest.raises(UserError, match="CUDA error: no kernel image is available"):
-        check_quantization("fp8", tuning="lora", dtype="bfloat16", device="cpu")
+        asked("fp8")
