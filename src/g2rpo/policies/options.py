@@ -77,7 +77,8 @@ class PolicyConfig(Section):
     """Whether the assistant also acts in held-out pictures and samples: true if it is deployed with
     the result."""
     dtype: Dtype = "float32"
-    """Of the network's weights and calls; "bfloat16" on a GPU. Latents and steps stay float32."""
+    """Of the network's weights and calls; "bfloat16" on a GPU. Latents have
+    `sampling.precision`."""
     quantize: Quantize = "none"
     """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one
     (nf4)."""
