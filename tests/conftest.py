@@ -1,7 +1,9 @@
 import gc
 import os
 import re
+import shlex
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,52 +26,33 @@ settings.load_profile("suite")
 
 
 HERE = Path(__file__).parent
-QUICK = (
-    *(
-        "core/test_flow.py",
-        "core/test_objectives.py",
-        "core/test_seeding.py",
-        "core/test_statistics.py",
-        "cli/test_main.py",
-        "algorithms",
-    ),
-    *(
-        "config/test_config.py",
-        "monitor/test_diagnostics.py",
-        "prompts",
-        "rollout/test_engine.py",
-        "rollout/test_tails.py",
-    ),
-    *("run/test_checkpoint.py", "training/test_golden.py", "training/test_learner.py"),
-    *("training/test_moving_average.py", "training/test_trainer.py"),
-)
+QUICK = """
+core/test_flow.py core/test_objectives.py core/test_seeding.py core/test_statistics.py
+cli/test_main.py algorithms config/test_config.py monitor/test_diagnostics.py prompts
+rollout/test_engine.py rollout/test_tails.py run/test_checkpoint.py training/test_golden.py
+training/test_learner.py training/test_moving_average.py training/test_trainer.py
+"""
 """`pytest -m quick`: formulas, algorithms, what a config refuses, runs of the Gaussian policy and
 of a tiny FLUX, commands."""
-LONGEST = (
-    *(
-        "fake_device",
-        "runtime/test_sharding.py",
-        "lab/demo/test_demo_browser.py",
-        "policies/test_any_pipeline.py",
-    ),
-    *(
-        "lab/plan/test_plan.py",
-        "export/test_export.py",
-        "lab/compare/test_compare.py",
-        "runtime/test_distributed.py",
-    ),
-    *("training/test_faults.py", "lab/plan", "rewards", "app", "policies"),
-)
+LONGEST = """
+fake_device runtime/test_sharding.py lab/demo/test_demo_browser.py policies/test_any_pipeline.py
+lab/plan/test_plan.py export/test_export.py lab/compare/test_compare.py runtime/test_distributed.py
+training/test_faults.py lab/plan rewards app policies
+"""
 """Begun first, so that no process is left with a long file when the others have finished."""
 
 
 @cache
 def place_in(path, names):
-    """The place of the first of `names` that is `path` or a folder above it; len(names) if none
+    """The place of the first of `names` that is `path` or a folder above it; after all if none
     is."""
-    return next(
-        (place for place, name in enumerate(names) if path.is_relative_to(HERE / name)), len(names)
-    )
+    names = names.split()
+    found = (place for place, name in enumerate(names) if path.is_relative_to(HERE / name))
+    return next(found, len(names))
+
+
+def is_quick(path):
+    return any(path.is_relative_to(HERE / name) for name in QUICK.split())
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -97,23 +80,21 @@ def forks(file):
 def pytest_ignore_collect(collection_path, config):
     """`-m quick` imports no other file of tests: importing all takes as long as its tests."""
     asked = config.option.markexpr == "quick" and collection_path.match("test_*.py")
-    return True if asked and place_in(collection_path, QUICK) == len(QUICK) else None
+    return True if asked and not is_quick(collection_path) else None
 
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: place_in(item.path, LONGEST))
-    slow = {
-        line
-        for line in (HERE / "slow.txt").read_text("utf-8").splitlines()
-        if not line.startswith("#")
-    }
+    slow = set((HERE / "slow.txt").read_text("utf-8").splitlines())
     for item in items:
-        if place_in(item.path, QUICK) < len(QUICK):
+        if is_quick(item.path):
             item.add_marker("quick")
         if item.nodeid in slow:
             item.add_marker("slow")
     whole = config.args == config.getini("testpaths") and config.option.markexpr != "quick"
-    if whole and (unknown := slow - {item.nodeid for item in items}):
+    there = {item.nodeid for item in items}
+    unknown = {line for line in slow - there if not line.startswith("#")}
+    if whole and unknown:
         raise pytest.UsageError(
             f"tests/slow.txt names tests that there are not: {', '.join(sorted(unknown))}"
         )
@@ -137,27 +118,29 @@ def pytest_sessionfinish():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    """No test sees another's embeddings, or the user's."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("G2RPO_CACHE", str(folder))
-    return folder
+@pytest.fixture(scope="session")
+def of_the_user(tmp_path_factory):
+    """Where a test has what a user has at home."""
+    return tmp_path_factory.mktemp("user")
+
+
+NUMBERS = count()
 
 
 @pytest.fixture(autouse=True)
-def no_sign_of_life(monkeypatch):
-    """What a command prints does not depend on the machine's load."""
-    monkeypatch.setattr("g2rpo.cli.life.FIRST_SILENCE", 1e9)
+def alone(of_the_user, monkeypatch):
+    """No test sees the embeddings or runs the code of another, or of the user; and what a command
+    prints does not depend on the machine's load.
 
-
-@pytest.fixture(autouse=True)
-def nothing_allowed(tmp_path_factory, monkeypatch):
-    """No test may import the code that another, or the user, has allowed."""
+    The folders are made by what writes into them: pytest's own would search all those before it.
+    """
     from g2rpo.core import plugins
 
+    home = of_the_user / str(next(NUMBERS))
+    monkeypatch.setenv("G2RPO_CACHE", str(home / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
     monkeypatch.setattr(plugins, "_allowed", set())
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+    monkeypatch.setattr("g2rpo.cli.life.FIRST_SILENCE", 1e9)
 
 
 @pytest.fixture(scope="session")
@@ -180,16 +163,15 @@ def deep(tmp_path_factory):
     and the last one."""
     from tests.support.tiny import flux_pipeline, sd3_pipeline
 
-    folders = {}
+    folder = tmp_path_factory.mktemp("deep")
     for name, pipeline, changes in (
         ("flux", flux_pipeline(), {"num_layers": 3, "num_single_layers": 4}),
         ("sd3", sd3_pipeline(), {"num_layers": 5, "dual_attention_layers": (0, 1)}),
     ):
         kind = type(pipeline.transformer)
         pipeline.transformer = kind.from_config({**pipeline.transformer.config, **changes})
-        folders[name] = tmp_path_factory.mktemp("deep") / name
-        pipeline.save_pretrained(folders[name], safe_serialization=True)
-    return folders
+        pipeline.save_pretrained(folder / name, safe_serialization=True)
+    return {"flux": folder / "flux", "sd3": folder / "sd3"}
 
 
 @pytest.fixture
@@ -198,3 +180,21 @@ def tiny_config(tmp_path, flux_directory):
     from tests.support.commands import write_tiny
 
     return write_tiny(tmp_path, flux_directory)
+
+
+@pytest.fixture
+def says(capsys, tmp_path, monkeypatch):
+    """A function: what a command prints that is typed in the test's folder and ends with 0."""
+    from tests.support.commands import done
+
+    monkeypatch.chdir(tmp_path)
+    return lambda command: done(capsys, *shlex.split(command))
+
+
+@pytest.fixture
+def refuses(capsys, tmp_path, monkeypatch):
+    """A function: the message, in one line, of a command that is wrong input."""
+    from tests.support.commands import refused
+
+    monkeypatch.chdir(tmp_path)
+    return lambda command: refused(capsys, *shlex.split(command)).replace("│ ", "")

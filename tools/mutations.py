@@ -185,7 +185,7 @@ MUTATIONS = [
         "algorithms/flow_grpo.py",
         "kl * steps.dsigma",
         "kl / steps.dsigma",
-        "tests/published/test_flow_grpo.py",
+        NEIGHBOURS,
     ),
     Mutation("algorithms/flow_grpo.py", "weights / total", "weights", NEIGHBOURS),
     Mutation(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import AdaGRPO, Level, balanced
@@ -31,10 +32,9 @@ def made(*overrides, run_dir=None, **more):
 
 def test_a_group_is_balanced_to_one_on_either_side():
     z = torch.tensor([3.0, 1.0, -0.5, 0.0, -1.5])
-    torch.testing.assert_close(balanced(z), torch.tensor([0.75, 0.25, -0.25, 0.0, -0.75]))
-    torch.testing.assert_close(
-        balanced(torch.stack([z, -z])), torch.stack([balanced(z), -balanced(z)])
-    )
+    assert_close(balanced(z), torch.tensor([0.75, 0.25, -0.25, 0.0, -0.75]))
+    both = torch.stack([balanced(z), -balanced(z)])
+    assert_close(balanced(torch.stack([z, -z])), both)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_group_is_balanced_to_one_on_either_side():
     ],
 )
 def test_groups_without_a_sign_or_a_score(z, expected):
-    torch.testing.assert_close(balanced(torch.tensor(z).float()), torch.tensor(expected).float())
+    assert_close(balanced(torch.tensor(z).float()), torch.tensor(expected).float())
 
 
 # --- the choice
@@ -60,10 +60,8 @@ def test_scores_that_are_missing_are_farthest_and_move_nothing():
     level, nan = Level(AdaGRPO(candidates=3)), math.nan
     assert level.choose(0, torch.tensor([[[nan], [9.0], [nan]]]), ONE) == [1]
     known = dict(level.state)
-    assert level.choose(1, torch.full((1, 3, 1), nan), ONE) == [0] and level.state == known == {
-        "mean": [9.0],
-        "variance": [0.0],
-    }
+    assert known == {"mean": [9.0], "variance": [0.0]}
+    assert level.choose(1, torch.full((1, 3, 1), nan), ONE) == [0] and level.state == known
     assert level.at(1).level == ((9.0, 1e-4),)  # the published code's smallest std
 
 
@@ -73,13 +71,9 @@ def test_scores_that_are_missing_are_farthest_and_move_nothing():
 @pytest.mark.parametrize("more", [(), ("algorithm.granularities=[1,2]",)])
 def test_the_choice_costs_a_walk_and_a_picture_a_candidate(more):
     t = made(*more)
-    row, tails = t.iterate(), len(t.algorithm.granularities)
-    plans = t.plans(0)
-    assert (
-        row["evaluations"]
-        == 2 * count_per_prompt(t.algorithm, plans)
-        == 2 * (3 * 6 + count_evaluations(plans, 6))
-    )
+    row, plans, tails = t.iterate(), t.plans(0), len(t.algorithm.granularities)
+    assert count_per_prompt(t.algorithm, plans) == 3 * 6 + count_evaluations(plans, 6)
+    assert row["evaluations"] == 2 * count_per_prompt(t.algorithm, plans)
     assert row["images"] == 2 * (3 + 6 * 2 * tails)
     ((iteration, _),) = count(t.config, 3).kinds
     assert (iteration.evaluations, iteration.images) == (row["evaluations"], row["images"])
@@ -105,10 +99,8 @@ class Wrong(Level):
 def test_a_choice_that_is_none_is_refused():
     t = trainer(None, "sampling.num_steps=9")
     t.loop.algorithm = Choosy(group_size=4, branch_steps=(0,))
-    for memory, fact in (
-        (None, "NoneType"),
-        (Wrong(AdaGRPO()), r"choose should return 2 numbers from 0 to 2, .* \[0, 3\]"),
-    ):
+    wrong = r"choose should return 2 numbers from 0 to 2, .* \[0, 3\]"
+    for memory, fact in ((None, "NoneType"), (Wrong(AdaGRPO()), wrong)):
         t.loop.memory = memory
         with pytest.raises(UserError, match=fact):
             t.iterate()

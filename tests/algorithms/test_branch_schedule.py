@@ -2,8 +2,6 @@
 
 from collections import Counter
 
-import pytest
-
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.rollout.planning import count_evaluations, count_trained
 
@@ -23,24 +21,18 @@ def test_all_of_them_are_taken_unless_said_otherwise():
 
 
 def test_turns_follow_the_order_and_begin_anew():
-    assert taken(GranularGRPO(branch_steps=STEPS, branch_schedule="turns"), 9) == [
-        (s,) for s in (*STEPS, *STEPS, 0)
-    ]
-    assert taken(GranularGRPO(branch_steps=(3, 0), branch_schedule="turns"), 3) == [
-        (3,),
-        (0,),
-        (3,),
-    ]
+    turns = taken(GranularGRPO(branch_steps=(3, 0, 5), branch_schedule="turns"), 7)
+    assert turns == [(3,), (0,), (5,)] * 2 + [(3,)]
 
 
 def test_random_takes_each_equally_often_and_is_a_function_of_the_seed():
     algorithm = GranularGRPO(branch_steps=STEPS, branch_schedule="random")
-    drawn = taken(algorithm, 2000)
-    assert drawn == taken(algorithm, 2000) and drawn != taken(algorithm, 2000, seed=1)
+    drawn = taken(algorithm, 400)
+    assert drawn == taken(algorithm, 400) and drawn != taken(algorithm, 400, seed=1)
     often = Counter(drawn)
     assert set(often) == {(step,) for step in STEPS}
     # five standard deviations
-    assert all(abs(n - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for n in often.values())
+    assert all(abs(n - 100) < 5 * (400 * 0.25 * 0.75) ** 0.5 for n in often.values())
 
 
 def test_an_iteration_costs_its_anchor_and_its_members_tails():
@@ -49,11 +41,3 @@ def test_an_iteration_costs_its_anchor_and_its_members_tails():
         plans = turns.plans(16, iteration)
         assert count_evaluations(plans, 12) == iteration + 1 + 12 * (15 - iteration)
         assert count_trained(turns, plans, 16) == (1, 0)
-
-
-@pytest.mark.parametrize("schedule", ["turns", "random"])
-def test_steps_that_do_not_fit_are_refused_in_whichever_iteration(schedule):
-    algorithm = GranularGRPO(branch_steps=(0, 9), branch_schedule=schedule)
-    for iteration in range(4):
-        with pytest.raises(ValueError, match="branch_steps"):
-            algorithm.plans(10, iteration)

@@ -12,6 +12,7 @@ from g2rpo.core.capabilities import drops_members
 from g2rpo.training.updater import without_zero_advantages
 from tests.algorithms.test_neighbours import ONCE
 from tests.support.runs import brightness, trainer
+from tests.support.watched import Watched
 
 DROPPING = {"flow_dppo", "flow_grpo", "flow_grpo_fast", "flow_cps", "grpo_guard", "tempflow_grpo"}
 
@@ -21,29 +22,17 @@ def experienced(name, *overrides):
     two prompts of four are silent."""
 
     def half_blind(images, prompts):
-        return torch.where(
-            torch.tensor([prompt in ("0.2", "-0.2") for prompt in prompts]),
-            1.0,
-            brightness(images, prompts),
-        )
+        blind = torch.tensor([prompt in ("0.2", "-0.2") for prompt in prompts])
+        return torch.where(blind, 1.0, brightness(images, prompts))
 
-    options = (
-        f"algorithm.name={name}",
-        "algorithm.kl_weight=0.3",
-        "trainer.prompts_per_iteration=4",
-        *ONCE,
-        *overrides,
-    )
+    options = [f"algorithm.name={name}", "algorithm.kl_weight=0.3", *ONCE, *overrides]
+    options += ["trainer.prompts_per_iteration=4"]
     t = trainer(None, *options, rewards={"bright": half_blind}, prompts=["0", "0.1", "0.2", "-0.2"])
     t.policy.mean.data += 0.1  # away from the base, or the KL has no gradient
-    seen = []
-    update = t.updater.update
-    t.updater.update = lambda experience, cond: (
-        seen.extend((list(experience), cond)) or update(experience, cond)
-    )
+    seen = Watched(t)
     t.iterate()
-    t.updater.update = update
-    return t, *seen
+    (examples, cond), _ = seen.updated[0]
+    return t, list(examples), cond
 
 
 def gradient(t, experience, cond):
@@ -53,11 +42,8 @@ def gradient(t, experience, cond):
 
 
 def test_flow_grpo_and_its_kin_drop_them():
-    assert {
-        name
-        for name, kind in ALGORITHMS.items()
-        if issubclass(kind, PolicyGradient) and drops_members(kind())
-    } == DROPPING
+    gradients = {name for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient)}
+    assert {name for name in gradients if drops_members(ALGORITHMS[name]())} == DROPPING
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "flow_dppo", "tempflow_grpo", "mixgrpo"])
@@ -89,11 +75,8 @@ def test_a_member_counts_at_every_step_if_any_of_its_steps_has_an_advantage():
     for item in mine:
         item.advantages[2] = 0
     for item in without_zero_advantages(mine):
-        assert (
-            item.mask.tolist()
-            == [place != 2 for place in range(6)]
-            == item.members(0, 6).mask.tolist()
-        )
+        without = [place != 2 for place in range(6)]
+        assert item.mask.tolist() == without == item.members(0, 6).mask.tolist()
 
 
 def test_nothing_but_silence_moves_nothing():

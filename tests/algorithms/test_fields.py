@@ -12,6 +12,8 @@ from g2rpo.core.errors import UserError
 from tests.support.runs import config
 
 COUNT = [0, -3, "many"]
+POSITIVE = ("churn", "eta", "clip_range", "advantage_clip", "divergence_limit")
+POSITIVE += ("noise_weight", "mixing")
 WRONG = {
     "group_size": [1, 0, "many"],
     "branch_steps": ["[]", "[-1]", "[1,1]", "all"],
@@ -22,20 +24,10 @@ WRONG = {
     "candidates": [1],
     "ceiling": ["high"],  # any number may be one
     "old_schedule": ["[-1,0,0]", "[0,-1,0]", "[0,0,1]", "[0,0,-0.1]"],
-    **{key: [-1] for key in ("kl_weight", "strength")},
+    "kl_weight": [-1],
+    "strength": [-1],
     **{key: [0, 1.5] for key in ("compression", "share", "power")},
-    **{
-        key: [0, -1e-4]
-        for key in (
-            "churn",
-            "eta",
-            "clip_range",
-            "advantage_clip",
-            "divergence_limit",
-            "noise_weight",
-            "mixing",
-        )
-    },
+    **{key: [0, -1e-4] for key in POSITIVE},
     **dict.fromkeys(("window_size", "window_iterations", "times"), COUNT),
 }
 FIELDS = {

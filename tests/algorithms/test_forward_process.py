@@ -3,6 +3,7 @@ weights, counts and fields."""
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT, Noised
 from g2rpo.config.algorithms import ALGORITHMS
@@ -10,8 +11,9 @@ from g2rpo.core.capabilities import keeps_old
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.rollout.planning import count_evaluations, count_trained, dry_rollout
-from tests.support.runs import trainer
+from g2rpo.rollout.planning import count_trained, dry_rollout
+from tests.support.runs import mean, trainer
+from tests.support.watched import Watched
 
 NAMES = ["diffusion_nft", "awm", "dgpo"]
 SMALL = ("algorithm.group_size=6", "sampling.num_steps=8")
@@ -21,23 +23,14 @@ def made(name, *overrides, run_dir=None, **more):
     return trainer(run_dir, f"algorithm.name={name}", *SMALL, *overrides, **more)
 
 
-def noised(velocity, old=None, advantages=None, size=3, group_sum=None):
-    """`size` latents of two numbers, with the velocities given."""
-    generator = torch.Generator().manual_seed(1)
-    image, noise = torch.randn(2, size, 2, generator=generator)
+def noised(velocity, old, advantages, group_sum):
+    """Latents of two numbers, with the velocities given."""
+    size = len(velocity)
+    image, noise = torch.randn(2, size, 2, generator=torch.Generator().manual_seed(1))
     sigma = torch.linspace(0.2, 0.9, size)
     x = (1 - sigma[:, None]) * image + sigma[:, None] * noise
-    advantages = torch.linspace(-2, 3, size) if advantages is None else advantages
-    return Noised(
-        image=image,
-        noise=noise,
-        x=x,
-        sigma=sigma,
-        advantages=advantages,
-        velocity=velocity,
-        old=old,
-        group_sum=group_sum,
-    )
+    told = {"velocity": velocity, "old": old, "advantages": advantages, "group_sum": group_sum}
+    return Noised(image=image, noise=noise, x=x, sigma=sigma, **told)
 
 
 # --- the losses, member by member
@@ -46,13 +39,8 @@ def noised(velocity, old=None, advantages=None, size=3, group_sum=None):
 def test_dgpos_gradient_is_the_groups_weight_times_the_advantage_times_that_of_the_error():
     """And nothing where exp(e_old - e) has passed 1 +- clip_range on the side of the advantage."""
     v, v_old = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(6))
-    given = noised(
-        v.requires_grad_(),
-        v_old,
-        torch.tensor([-2.0, 1.0, 0.0, 3.0, -1.0]),
-        5,
-        torch.tensor([0.0, 1, 2, -3, 4]),
-    )
+    advantages, group_sum = torch.tensor([[-2.0, 1, 0, 3, -1], [0, 1, 2, -3, 4]])
+    given = noised(v.requires_grad_(), v_old, advantages, group_sum)
     off = v.detach() - (given.noise - given.image)
     moved = ((v_old - given.noise + given.image) ** 2).mean(1) - (off**2).mean(1)
     far = (moved.sign() == given.advantages.sign()) & (moved.exp() - 1).abs().gt(0.3)
@@ -60,36 +48,30 @@ def test_dgpos_gradient_is_the_groups_weight_times_the_advantage_times_that_of_t
     DGPO(clip_range=0.3).member_loss(given).sum().backward()
     weight = given.advantages / (1 + (-given.group_sum).exp())
     # d e / dv = 2 off / 2 entries
-    torch.testing.assert_close(v.grad, torch.where(far, 0, weight)[:, None] * off)
+    assert_close(v.grad, torch.where(far, 0, weight)[:, None] * off)
 
 
 def test_dgpos_group_sum_is_its_formula():
-    t = made(
-        "dgpo", "algorithm.times=1", "trainer.prompts_per_iteration=1", "optim.learning_rate=0.2"
-    )
+    options = ("algorithm.times=1", "trainer.prompts_per_iteration=1", "optim.learning_rate=0.2")
+    t = made("dgpo", *options)
     t.iterate()
-    mean, seen = t.policy.mean.detach().clone(), []
-    batches = t.updater._batches
-    t.updater._batches = lambda given: seen.extend(given) or batches(given)
+    before, seen = mean(t), Watched(t)
     t.iterate()
-    (example,), base = seen, GaussianPolicy()
-    cond, expected = base.encode(t.loop.prompts_of(1)).rows([0] * 6), 0.0
+    ((example,),), base = seen.batches, GaussianPolicy()
+    cond = base.encode(t.loop.prompts_of(1)).rows([0] * 6)
     trained = GaussianPolicy()
-    trained.mean.data = mean
+    trained.mean.data = before
     sigma = t.sigmas[example.data["step"]]
     # one noise and one time for a group
     assert len(example.data["noise"]) == 1 and len(set(sigma.tolist())) == 1
     x = example.x + sigma[:, None, None, None] * (example.data["noise"] - example.x)
+    wanted = example.data["noise"] - example.x
     with torch.no_grad():
-        errors = [
-            (policy.velocity(x, sigma, cond) - example.data["noise"] + example.x)
-            .square()
-            .flatten(1)
-            .mean(1)
+        new, old = (
+            (policy.velocity(x, sigma, cond) - wanted).square().flatten(1).mean(1)
             for policy in (trained, base)
-        ]
-    for advantage, new, old in zip(example.advantages, *errors, strict=True):
-        expected += 100 * float(advantage * (new - old)) / 6
+        )
+    expected = 100 * float((example.advantages * (new - old)).sum()) / 6
     assert float(example.data["group_sum"]) == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
@@ -99,13 +81,10 @@ def test_advantages_are_flow_grpos():
     rewards[0, 0, 0, 0] = 40
     expected = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(correction=0) + 1e-4)
     got = DiffusionNFT().advantages(rewards, torch.ones(1))
-    torch.testing.assert_close(got, expected[:, 0, 0].clamp(-5, 5))
-    by_group = type("ByGroup", (DiffusionNFT,), {"batch_std": False})().advantages(
-        rewards, torch.ones(1)
-    )
-    torch.testing.assert_close(
-        by_group, group_normalize(rewards[:, 0, 0], 1e-4, population_std=True)
-    )
+    assert_close(got, expected[:, 0, 0].clamp(-5, 5))
+    kind = type("ByGroup", (DiffusionNFT,), {"batch_std": False})
+    by_group = group_normalize(rewards[:, 0, 0], 1e-4, population_std=True)
+    assert_close(kind().advantages(rewards, torch.ones(1)), by_group)
 
 
 # --- fresh times and noise
@@ -134,43 +113,12 @@ def test_awm_draws_one_from_each_part_of_the_grid():
         assert set(steps[:, part].flatten().tolist()) == expected
 
 
-# --- counts
-
-
-class AWMAlone(AWM):
-    """Without the distance to the old weights."""
-
-    old_weight = 0
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "num_steps", "evaluations", "rows", "without_gradient"),
-    [
-        (DiffusionNFT(), 10, 24 * 10, 24 * 9, 2 * 24 * 9),  # old weights and the untrained model
-        (DiffusionNFT(kl_weight=0), 10, 24 * 10, 24 * 9, 24 * 9),
-        (DiffusionNFT(share=0.5), 25, 24 * 25, 24 * 12, 2 * 24 * 12),
-        (AWM(), 14, 24 * 14, 24 * 6, 2 * 24 * 6),
-        (AWMAlone(kl_weight=0), 14, 24 * 14, 24 * 6, 0),
-        # old, untrained, and both errors of the group's weight
-        (DGPO(group_size=24), 10, 24 * 10, 24 * 4, 4 * 24 * 4),
-    ],
-    ids=str,
-)
-def test_rollouts_and_updates_cost_this_much(
-    algorithm, num_steps, evaluations, rows, without_gradient
-):
-    plans = algorithm.plans(num_steps)
-    assert count_evaluations(plans, algorithm.group_size) == evaluations
-    assert count_trained(algorithm, plans, num_steps) == (rows, without_gradient)
-    assert (
-        len(
-            algorithm.examples(
-                dry_rollout(plans[0], algorithm.group_size), torch.zeros(24), generator_for
-            )
-        )
-        * 24
-        == rows
-    )
+@pytest.mark.parametrize("algorithm", [DiffusionNFT(), AWM(), DGPO(group_size=24)])
+def test_an_update_has_the_rows_that_are_counted(algorithm):
+    (plan,) = algorithm.plans(14)
+    dry = dry_rollout(plan, 24)
+    rows = 24 * len(algorithm.examples(dry, torch.zeros(24), generator_for))
+    assert count_trained(algorithm, [plan], 14)[0] == rows
 
 
 # --- old weights
@@ -200,15 +148,15 @@ def test_old_weights_sample_and_trail_the_trained_ones():
             return super().velocity(x, sigma, cond)
 
     t = made("diffusion_nft", *OLD, policy=Watching())
-    old = t.policy.mean.detach().clone()
+    old = mean(t)
     for updates in range(1, 5):
         sampled.clear()
         t.iterate()
         assert all(torch.equal(each, old) for each in sampled)  # in the rollout, and for v_old
         d = min(0.2 * updates, 0.5)
-        trained = t.policy.mean.detach().clone()
+        trained = mean(t)
         old = d * old + (1 - d) * trained
-        torch.testing.assert_close(t.learner.old[0], old, atol=1e-7, rtol=1e-6)
+        assert_close(t.learner.old[0], old, atol=1e-7, rtol=1e-6)
         old = t.learner.old[0].clone()
     assert float((old - trained).norm()) > 1e-3
 
@@ -217,11 +165,8 @@ def test_awm_samples_with_the_trained_weights():
     t, sampled = made("awm", *OLD), []
     for _ in range(3):
         t.iterate()
-    walk = t.collector.collect
-    t.collector.collect = lambda *given: (
-        sampled.append(t.policy.mean.detach().clone()) or walk(*given)
-    )
-    trained = t.policy.mean.detach().clone()
+    walk, trained = t.collector.collect, mean(t)
+    t.collector.collect = lambda *given: sampled.append(mean(t)) or walk(*given)
     assert not torch.equal(t.learner.old[0], trained)
     t.iterate()
     assert torch.equal(sampled[0], trained)
@@ -230,14 +175,3 @@ def test_awm_samples_with_the_trained_weights():
 def test_without_an_algorithm_that_uses_them_no_old_weights_are_kept():
     assert trainer(None).learner.old == []
     assert [name for name, kind in ALGORITHMS.items() if keeps_old(kind())] == NAMES
-
-
-def test_times_that_a_grid_does_not_have_are_refused():
-    assert AWM(times=3).plans(5)
-    for algorithm, num_steps, key in (
-        (AWM(), 5, "times"),
-        (DGPO(), 5, "times"),
-        (DiffusionNFT(share=0.3), 3, "share"),
-    ):
-        with pytest.raises(ValueError, match=key):
-            algorithm.plans(num_steps)

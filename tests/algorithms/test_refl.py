@@ -5,13 +5,14 @@ import math
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from g2rpo.algorithms.reward_gradient import ReFL
 from g2rpo.assembly.checks import check
 from g2rpo.core.errors import UserError
-from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.training.stopwatch import Stopwatch
 from tests.support.runs import config, darkness, trainer
+from tests.support.watched import Watched
 
 SMALL = ("algorithm.name=refl", "algorithm.group_size=6", "algorithm.ceiling=2")
 
@@ -31,25 +32,13 @@ def made(*overrides, reward=None, **more):
     return trainer(None, *SMALL, *overrides, rewards={"bright": reward or Smooth()}, **more)
 
 
-def watched(t):
-    """(gradient, examples) of every coming update."""
-    seen, examples, update = [], [], t.updater.update
-    t.updater.update = lambda given, cond: update(examples.extend([given]) or given, cond)
-    t.learner.optimizer.register_step_pre_hook(
-        lambda *_: seen.append(
-            (torch.cat([p.grad.flatten() for p in t.learner.parameters]), examples[-1])
-        )
-    )
-    return seen
-
-
 def test_the_gradient_is_that_of_the_predicted_image_in_closed_form():
     """x0 = x - sigma v, dv/dm = -(1 - sigma)(sigma - (1 - sigma) s^2)/var - 1; r is the mean of
     sigmoid(x0)."""
     t = made(prompts=["0", "0.1", "0.2"])
-    seen = watched(t)
+    seen = Watched(t)
     row = t.iterate()
-    ((gradient, examples),) = seen
+    ((gradient,),), (examples,) = seen.gradients, seen.examples
     expected, rewards = torch.zeros(3, 4, 4), []
     for example in examples:
         sigma, s = float(t.sigmas[example.step]), 0.6
@@ -59,18 +48,17 @@ def test_the_gradient_is_that_of_the_predicted_image_in_closed_form():
         deviation = (example.x - (1 - sigma) * shift) / variance
         image = example.x - sigma * (sigma * deviation - shift - (1 - sigma) * s**2 * deviation)
         rewards.append(image.sigmoid().flatten(1).mean(1))
-        expected -= (image.sigmoid() * (1 - image.sigmoid()) * sigma * slope / 48).sum(0) / (
-            6 * len(examples)
-        )
-    torch.testing.assert_close(gradient, expected.flatten(), atol=1e-8, rtol=1e-4)
+        steepness = image.sigmoid() * (1 - image.sigmoid())
+        expected -= (steepness * sigma * slope / 48).sum(0) / (6 * len(examples))
+    assert_close(gradient, expected, atol=1e-8, rtol=1e-4)
     assert row["predicted_reward"] == pytest.approx(float(torch.cat(rewards).mean()), abs=1e-6)
     assert row["loss"] == pytest.approx(2 - row["predicted_reward"], abs=1e-6)
 
 
 def test_beyond_the_ceiling_nothing_is_learnt():
     t = made("algorithm.ceiling=0.1")
-    seen = watched(t)
-    assert t.iterate()["loss"] == 0 and not seen[0][0].any()
+    seen = Watched(t)
+    assert t.iterate()["loss"] == 0 and not seen.gradients[0][0].any()
 
 
 def test_a_member_without_a_score_does_not_count():
@@ -80,11 +68,11 @@ def test_a_member_without_a_score_does_not_count():
     for prompts in (["0", "-0.1"], ["0"]):
         t = made(f"trainer.prompts_per_iteration={len(prompts)}", prompts=prompts, heldout=["0"])
         t.loop.order.batch = lambda iteration, count, prompts=prompts: prompts
-        seen = watched(t)
+        seen = Watched(t)
         row = t.iterate()
         assert row["skipped_updates"] == 0 and math.isfinite(row["loss"])
-        gradients.append(seen[0][0])
-    torch.testing.assert_close(*gradients, atol=1e-8, rtol=1e-5)
+        gradients += seen.gradients[0]
+    assert_close(*gradients, atol=1e-8, rtol=1e-5)
 
 
 def test_the_step_is_one_of_the_last_and_the_walk_is_the_odes():
@@ -92,21 +80,13 @@ def test_the_step_is_one_of_the_last_and_the_walk_is_the_odes():
     assert {steps.count(step) > 70 for step in (4, 5, 6)} == {True} and len(set(steps)) == 3
     t = made("trainer.prompts_per_iteration=1")
     cond = t.policy.encode(["0.1"])
-    (rollout,) = t.collector.collect(
-        t.collector.own_spec(t.algorithm, 0), cond, ["0.1"], Stopwatch()
-    ).rollouts
+    spec = t.collector.own_spec(t.algorithm, 0)
+    (rollout,) = t.collector.collect(spec, cond, ["0.1"], Stopwatch()).rollouts
     start = t.policy.noise([t.collector.noise(0, 0, "initial", member) for member in range(6)])
     x = start
     for sigma, after in zip(t.sigmas[:-1], t.sigmas[1:], strict=True):
         x = x + (after - sigma) * t.policy.velocity(x, sigma.expand(6), cond.rows([0] * 6))
-    torch.testing.assert_close(rollout.finals[0], x.detach())
-
-
-def test_it_costs_a_walk_and_one_row_a_member():
-    algorithm = ReFL()
-    plans = algorithm.plans(25)
-    assert count_evaluations(plans, 4) == 4 * 25 and count_trained(algorithm, plans, 25) == (4, 0)
-    assert algorithm.plans(1)[0].branch == 0
+    assert_close(rollout.finals[0], x.detach())
 
 
 def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded():
@@ -120,11 +100,8 @@ def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded():
 def test_a_prediction_without_a_score_teaches_nothing():
     def sometimes(images, prompts):
         scores = images.flatten(1).mean(1)
-        return (
-            torch.where(torch.arange(len(scores)) % 2 == 0, scores, math.nan)
-            if torch.is_grad_enabled()
-            else scores
-        )
+        missing = (torch.arange(len(scores)) % 2 == 1) & torch.is_grad_enabled()
+        return scores.where(~missing, math.nan)
 
     sometimes.differentiable = True
     row = trainer(None, "algorithm.name=refl", rewards={"bright": sometimes}).iterate()

@@ -191,6 +191,5 @@ def options():
 
 
 def test_options_are_those_of_the_list():
-    assert sorted(options()) == sorted(
-        line.partition(": ")[0] for line in OPTIONS.strip().splitlines()
-    )
+    listed = [line.partition(": ")[0] for line in OPTIONS.strip().splitlines()]
+    assert sorted(options()) == sorted(listed)

@@ -4,7 +4,6 @@ run."""
 import re
 import shlex
 from fractions import Fraction
-from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,11 @@ from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config import recipes
+from g2rpo.config.resolve import differences
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.training.listeners.evaluations import FIRST_LOOK
-from tests.support.commands import refused
 
 ROOT = Path(__file__).parents[2]
 REAL = [
@@ -74,40 +73,25 @@ def test_a_recipe_for_24_gb_differs_in_memory_alone(name):
     """Smaller batches, frozen weights in int8, rewards in bfloat16, judges on the CPU; and what is
     kept and judged by the clock, as a crash should lose half an hour at most and a first look come
     within the first hour."""
-    large, small = (load_config(recipe, []).model_dump() for recipe in (name, f"{name}-24gb"))
-    for table in (
-        large["rewards"],
-        small["rewards"],
-        large["evaluation"]["rewards"],
-        small["evaluation"]["rewards"],
-    ):
-        for reward in table.values():
-            reward["options"] = {
-                key: value
-                for key, value in reward["options"].items()
-                if key not in ("dtype", "device")
-            }
-    sizes = {
-        "policy": ["quantize"],
-        "sampling": ["batch_size", "decode_batch_size"],
-        "trainer": ["micro_batch_size", "checkpoint_minutes"],
-        "evaluation": ["every_minutes"],
+    large, small = (load_config(recipe, []) for recipe in (name, f"{name}-24gb"))
+    changed = differences(large, small)
+    assert {key for key in changed if not key.endswith((".options.dtype", ".options.device"))} <= {
+        "recipe",
+        "policy.quantize",
+        "sampling.batch_size",
+        "sampling.decode_batch_size",
+        "trainer.micro_batch_size",
+        "trainer.checkpoint_minutes",
+        "evaluation.every_minutes",
     }
-    assert (
-        small["trainer"]["checkpoint_minutes"] <= 30
-        and small["evaluation"]["every_minutes"] * FIRST_LOOK <= 30
-    )
-    for config in (large, small):
-        config.pop("recipe")
-        for group, keys in sizes.items():
-            for key in keys:
-                config[group].pop(key)
-    assert large == small
+    assert small.trainer.checkpoint_minutes <= 30
+    assert small.evaluation.every_minutes * FIRST_LOOK <= 30
 
 
 PUBLISHED = {"flux1-dev-hps": "reference", "flux1-dev-hps-clip": "reference-hps-clip"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED.values()])
 def test_who_follows_the_paper_or_its_code_makes_eight_optimizer_steps_a_rollout(name):
     """The published scripts step after every branch step; their rate and their 300 iterations are
@@ -120,15 +104,11 @@ def test_who_follows_the_paper_or_its_code_makes_eight_optimizer_steps_a_rollout
 
 @pytest.mark.parametrize("paper", PUBLISHED)
 def test_the_reference_differs_from_the_paper_in_the_codes_quirks_only(paper):
-    ours, theirs = (
-        load_config(paper, []).model_dump(),
-        load_config(PUBLISHED[paper], []).model_dump(),
-    )
+    ours, theirs = (load_config(name, []) for name in (paper, PUBLISHED[paper]))
     changed = {
-        f"{group}.{key}"
-        for group in ("policy", "algorithm", "sampling", "optim", "trainer", "evaluation")
-        for key in theirs[group]
-        if theirs[group][key] != ours[group][key]
+        key
+        for key in differences(ours, theirs)
+        if not key.startswith(("recipe", "prompts", "rewards", "evaluation.rewards"))
     }
     assert changed - {"algorithm.granularities"} == {
         "policy.truncate_timesteps",
@@ -137,10 +117,8 @@ def test_the_reference_differs_from_the_paper_in_the_codes_quirks_only(paper):
         "sampling.precision",
         "trainer.iterations",
     }
-    assert [reward["options"]["dtype"] for reward in theirs["rewards"].values()] == [
-        "float16"
-    ] * len(ours["rewards"])
-    assert list(theirs["rewards"]) == list(ours["rewards"])
+    assert {reward.options["dtype"] for reward in theirs.rewards.values()} == {"float16"}
+    assert list(theirs.rewards) == list(ours.rewards)
 
 
 def test_flow_grpos_recipe_is_its_pickscore_config():
@@ -149,111 +127,93 @@ def test_flow_grpos_recipe_is_its_pickscore_config():
     config = load_config("sd35-medium-flow-grpo", [])
     assert config.algorithm == FlowGRPO(kl_weight=0.01)
     assert config.sampling.shift == "scheduler" and config.sampling.num_steps == 10
-    assert (config.optim.ema_decay, config.optim.ema_every, config.optim.ema_warmup) == (
-        0.9,
-        8,
-        True,
-    )
+    optim = config.optim
+    assert (optim.ema_decay, optim.ema_every, optim.ema_warmup) == (0.9, 8, True)
     assert config.rewards["pickscore"].weight == pytest.approx(1 / 26, abs=5e-7)  # six digits
 
 
-ROWS = re.findall(
-    r"^\| ([\w-]+) \| `([\w-]+)` \| `([^`]+)` \|",
-    (ROOT / "docs/recipes.md").read_text(),
-    flags=re.MULTILINE,
-)
+PAGE = (ROOT / "docs/recipes.md").read_text("utf-8")
+ROWS = re.findall(r"^\| ([\w-]+) \| `([\w-]+)` \| `([^`]+)` \|", PAGE, flags=re.MULTILINE)
 """(algorithm, recipe, overrides) of the table of published values over the nearest recipe."""
 
-SD35 = {
-    "sampling.num_steps": 10,
-    "sampling.tails.solver": "dpmpp2m",
-    "policy.max_sequence_length": 128,
-    "optim.ema_warmup": True,
-}
-LORA = {"policy.tuning": "lora", "policy.lora_init": "gaussian", "optim.learning_rate": 3e-4}
-PICKSCORE = {
-    "rewards": ["pickscore"],
-    "policy.guidance_scale": 1.0,
-    "policy.height": 512,
-    "optim.weight_decay": 1e-4,
-}
-FLUX_LORA = [
-    "attn.to_k",
-    "attn.to_q",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_k_proj",
-    "attn.add_q_proj",
-    "attn.add_v_proj",
-]
-FLUX_LORA += [
-    "attn.to_add_out",
-    *(f"{ff}.{layer}" for ff in ("ff", "ff_context") for layer in ("net.0.proj", "net.2")),
-]
-GRPO_SERIES = {
-    "policy.max_sequence_length": 256, "policy.tuning": "full", "policy.lora_rank": 64, "policy.lora_alpha": 128,
-    "policy.lora_targets": FLUX_LORA, "policy.lora_init": "gaussian", "policy.guidance_scale": 3.5, "sampling.num_steps": 16,
-    "sampling.shift": 3.0, "algorithm.branch_steps": (0, 2, 4, 6), "algorithm.group_size": 12, "rewards": ["hpsv3"],
-    "optim.learning_rate": 2e-6, "optim.ema_decay": 0.0, "trainer.iterations": 300, "trainer.prompts_per_iteration": 8,
-}  # fmt: skip
-FROM_THE_CODE = {
-    "sd35-medium-nft": {  # DiffusionNFT 24af555, sd3_pickscore
-        **SD35, **LORA, **PICKSCORE, "policy.truncate_timesteps": "rollout", "algorithm.group_size": 24,
-        "algorithm.kl_weight": 1e-4, "trainer.prompts_per_iteration": 48, "optim.ema_decay": 0.9, "optim.ema_every": 1,
-    },
-    # be51372, pickscore_sd3_no_cfg: 6 pictures on each of 8 GPUs 12 times, in groups of 24
-    "AWM": {
-        **SD35, **LORA, **PICKSCORE, "sampling.num_steps": 14, "trainer.prompts_per_iteration": 6 * 8 * 12 // 24,
-        "algorithm.group_size": 24, "algorithm.times": 6, "algorithm.kl_weight": 1e-4, "algorithm.power": 0.25,
-        "optim.ema_decay": 0.99, "optim.ema_every": 1, "policy.lora_rank": 32,
-        "policy.truncate_timesteps": False,
-    },
-    "DGPO": {  # 01ceb4b, pickscore_sd3_4gpu
-        **SD35, **LORA, **PICKSCORE, "sampling.shift": 3.0, "trainer.prompts_per_iteration": 8, "algorithm.group_size": 24,
-        "algorithm.strength": 10, "algorithm.clip_range": 0.05, "algorithm.kl_weight": 1e-3, "algorithm.times": 4,
-        "algorithm.early": Fraction(7, 10), "algorithm.old_after": 200, "optim.ema_decay": 0.9, "optim.ema_every": 8,
-        "policy.lora_rank": 64, "policy.lora_alpha": 128,
-    },
-    "FDFO": {  # 740e22f, config.py with the preset pickscore
-        **SD35, **LORA, **PICKSCORE, "sampling.num_steps": 40, "sampling.tails.solver": "euler", "sampling.shift": "scheduler",
-        "algorithm.group_size": 2, "algorithm.churn": 0.0025, "algorithm.clip_range": 0.03, "algorithm.kl_weight": 0.0,
-        "algorithm.update_every": 1 / 4, "trainer.prompts_per_iteration": 432,
-        "trainer.iterations": 1000, "trainer.seed": 6, "optim.learning_rate": 3e-5,
-        "optim.max_grad_norm": 1.0, "optim.ema_decay": 0.0, "policy.lora_rank": 32, "policy.lora_alpha": 64,
-        "policy.truncate_timesteps": False,
-    },
-    "ReFL": {  # FlowBP 93b220a, sd3_5_refl.yaml: 8 GPUs with 8 prompts each, one picture of each
-        "trainer.prompts_per_iteration": 64, "algorithm.group_size": 1, "algorithm.late": Fraction(11, 25),
-        "algorithm.ceiling": 0.55,
-        "sampling.num_steps": 25, "sampling.shift": 3.0, "sampling.tails.solver": "euler",
-        "policy.guidance_scale": 3.5, "policy.detach_negative": True, "policy.tuning": "full", "policy.negative_prompt": None,
-        "policy.max_sequence_length": 512, "policy.truncate_timesteps": False, "policy.height": 512, "rewards": ["hpsv2"],
-        "optim.learning_rate": 1e-5, "optim.weight_decay": 1e-4, "optim.max_grad_norm": 1.0, "optim.ema_decay": 0.995,
-        "optim.ema_every": 1, "optim.ema_warmup": False, "trainer.iterations": 300, "trainer.seed": 42,
-        "evaluation.num_steps": 40,
-    },
-    "flux1-dev-pave": {  # GRPO-Series c4028f9
-        **GRPO_SERIES, "algorithm.eta": 0.8, "algorithm.segments": (2, 3), "trainer.seed": 72,
-    },
-    "AdaGRPO": {
-        **GRPO_SERIES, "algorithm.eta": 0.7, "algorithm.candidates": 10, "algorithm.forget": 0.8,
-        "trainer.seed": 42,
-    },
-}  # fmt: skip
+SD35 = """
+sampling.num_steps=10 sampling.tails.solver=dpmpp2m policy.max_sequence_length=128
+policy.tuning=lora policy.lora_init=gaussian policy.guidance_scale=1 policy.height=512
+optim.learning_rate=3e-4 optim.weight_decay=1e-4 optim.ema_warmup=true
+"""
+GRPO_SERIES = """
+policy.max_sequence_length=256 policy.tuning=full policy.lora_rank=64 policy.lora_alpha=128
+policy.lora_targets=[attn.to_k,attn.to_q,attn.to_v,attn.to_out.0,attn.add_k_proj,attn.add_q_proj,\
+attn.add_v_proj,attn.to_add_out,ff.net.0.proj,ff.net.2,ff_context.net.0.proj,ff_context.net.2]
+policy.lora_init=gaussian policy.guidance_scale=3.5 sampling.num_steps=16 sampling.shift=3
+algorithm.branch_steps=[0,2,4,6] algorithm.group_size=12
+optim.learning_rate=2e-6 optim.ema_decay=0 trainer.iterations=300 trainer.prompts_per_iteration=8
+"""
+# DiffusionNFT 24af555, sd3_pickscore
+NFT = """
+policy.truncate_timesteps=rollout algorithm.group_size=24 algorithm.kl_weight=1e-4
+trainer.prompts_per_iteration=48 optim.ema_decay=0.9 optim.ema_every=1
+"""
+# be51372, pickscore_sd3_no_cfg: 6 pictures on each of 8 GPUs 12 times, in groups of 24
+AWM = """
+sampling.num_steps=14 trainer.prompts_per_iteration=24 algorithm.group_size=24 algorithm.times=6
+algorithm.kl_weight=1e-4 algorithm.power=0.25 optim.ema_decay=0.99 optim.ema_every=1
+policy.lora_rank=32 policy.truncate_timesteps=false
+"""
+# 01ceb4b, pickscore_sd3_4gpu
+DGPO = """
+sampling.shift=3 trainer.prompts_per_iteration=8 algorithm.group_size=24 algorithm.strength=10
+algorithm.clip_range=0.05 algorithm.kl_weight=1e-3 algorithm.times=4 optim.ema_decay=0.9
+optim.ema_every=8 policy.lora_rank=64 policy.lora_alpha=128
+"""
+# 740e22f, config.py with the preset pickscore
+FDFO = """
+sampling.num_steps=40 sampling.tails.solver=euler sampling.shift=scheduler algorithm.group_size=2
+algorithm.churn=0.0025 algorithm.clip_range=0.03 algorithm.kl_weight=0 algorithm.update_every=0.25
+trainer.prompts_per_iteration=432 trainer.iterations=1000 trainer.seed=6 optim.learning_rate=3e-5
+optim.max_grad_norm=1 optim.ema_decay=0 policy.lora_rank=32 policy.lora_alpha=64
+policy.truncate_timesteps=false
+"""
+# FlowBP 93b220a, sd3_5_refl.yaml: 8 GPUs with 8 prompts each, one picture of each
+REFL = """
+trainer.prompts_per_iteration=64 algorithm.group_size=1 algorithm.ceiling=0.55
+sampling.num_steps=25 sampling.shift=3 sampling.tails.solver=euler policy.guidance_scale=3.5
+policy.detach_negative=true policy.negative_prompt=null policy.tuning=full
+policy.max_sequence_length=512
+policy.truncate_timesteps=false policy.height=512 optim.learning_rate=1e-5 optim.weight_decay=1e-4
+optim.max_grad_norm=1 optim.ema_decay=0.995 optim.ema_every=1 optim.ema_warmup=false
+trainer.iterations=300 trainer.seed=42 evaluation.num_steps=40
+"""
+# GRPO-Series c4028f9
+PAVE = "algorithm.eta=0.8 algorithm.segments=[2,3] trainer.seed=72"
+ADA = "algorithm.eta=0.7 algorithm.candidates=10 trainer.seed=42"
 
 
-@pytest.mark.parametrize("name", FROM_THE_CODE)
-def test_a_recipe_or_row_has_the_values_of_the_published_code(name):
-    """Written down from the published configs and scripts, not from this package."""
+@pytest.mark.parametrize(
+    ("name", "reward", "published", "constants"),
+    [
+        ("sd35-medium-nft", "pickscore", SD35 + NFT, {}),
+        ("AWM", "pickscore", SD35 + AWM, {}),
+        ("DGPO", "pickscore", SD35 + DGPO, {"early": Fraction(7, 10), "old_after": 200}),
+        ("FDFO", "pickscore", SD35 + FDFO, {}),
+        ("ReFL", "hpsv2", REFL, {"late": Fraction(11, 25)}),
+        ("flux1-dev-pave", "hpsv3", GRPO_SERIES + PAVE, {}),
+        ("AdaGRPO", "hpsv3", GRPO_SERIES + ADA, {"forget": 0.8}),
+    ],
+)
+def test_a_recipe_or_row_has_the_values_of_the_published_code(name, reward, published, constants):
+    """Given the values of the published configs and scripts, which are written down from these, it
+    is what it was."""
     rows = {algorithm: (recipe, shlex.split(overrides)) for algorithm, recipe, overrides in ROWS}
-    config = load_config(*rows.get(name, (name, [])))
-    found = {key: reduce(getattr, key.split("."), config) for key in FROM_THE_CODE[name]}
-    assert {**found, "rewards": list(config.rewards)} == FROM_THE_CODE[name]
+    recipe, overrides = rows.get(name, (name, []))
+    config = load_config(recipe, overrides)
+    assert not differences(load_config(recipe, [*overrides, *published.split()]), config)
+    assert list(config.rewards) == [reward]
+    assert {key: getattr(config.algorithm, key) for key in constants} == constants
 
 
-def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(capsys, flux_directory):
-    path = f"policy.path={flux_directory}"
-    err = refused(capsys, "train", "flux1-dev-hps", path, "--run-dir", "never-made")
+def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(refuses, flux_directory):
+    err = refuses(f"train flux1-dev-hps policy.path={flux_directory} --run-dir never-made")
     for key, file, own in (
         ("prompts.train", "train", "train"),
         ("evaluation.prompts", "test", "heldout"),
@@ -266,22 +226,19 @@ def test_missing_weights_are_a_user_error_that_says_what_to_fetch(tmp_path, flux
     """The hub is offline here (tests/conftest.py), so nothing can be downloaded."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle\n")
-    given = [
-        f"prompts.train={prompts}",
-        f"evaluation.prompts={prompts}",
-        f"policy.path={flux_directory}",
-    ]
-    config = load_config("flux1-dev-hps", given)
+    given = [f"prompts.train={prompts}", f"evaluation.prompts={prompts}"]
+    config = load_config("flux1-dev-hps", [*given, f"policy.path={flux_directory}"])
     repository = config.rewards["hpsv2"].options["path"]
     with pytest.raises(UserError) as refusal:
         build(Request(config=config))
-    wanted = f"rewards.hpsv2.options.path={repository}: is not in the local hub cache, and HF_HUB_OFFLINE forbids to download it"
-    assert f"{wanted}; `hf download {repository}` fetches it" in str(refusal.value)
+    for said in (
+        f"rewards.hpsv2.options.path={repository}: is not in the local hub cache, and",
+        f"`hf download {repository}` fetches it",
+    ):
+        assert said in str(refusal.value)
 
 
 def test_a_model_that_is_not_there_is_named():
-    with pytest.raises(
-        UserError,
-        match=r"policy\.path=black-forest-labs/FLUX\.1-dev.*\n  .hf download black-forest-labs/FLUX",
-    ):
+    missing = r"policy\.path=black-forest-labs/FLUX\.1-dev.*\n  .hf download black-forest-labs/FLUX"
+    with pytest.raises(UserError, match=missing):
         build(Request(config=load_config("flux1-dev-lora", [])))

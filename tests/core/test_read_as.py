@@ -1,3 +1,5 @@
+"""Files from outside: what fits, or one message."""
+
 import json
 
 import pytest

@@ -21,6 +21,7 @@ from g2rpo.training.trainer import Trainer
 from tests.published import g2rpo as published
 from tests.support.runs import with_precision
 from tests.support.tiny import save_flux
+from tests.support.watched import Watched, flat
 
 PROMPTS = ["a red circle", "two blue square left of a circle"]
 SIDE, LATENT = 32, (4, 16, 16)  # a picture's pixels, and the tiny VAE's latent
@@ -57,8 +58,9 @@ def differences(folder, recipe, setting, *overrides):
     """One iteration of the trainer under `recipe` with `overrides`, and of the restatement under
     `setting`: the largest difference of each quantity. Gradients and weights are relative: of the
     worst tensor, and of the way that all went."""
-    trainer, seen = _trainer(folder, recipe, overrides)
-    start = [p.detach().clone() for p in trainer.learner.parameters]
+    seen, graded = _trainer(folder, recipe, overrides)
+    trainer = seen.t
+    start = flat(trainer.learner.parameters)
     row = trainer.iterate()
 
     pipeline = FluxPipeline.from_pretrained(folder, transformer=None, dtype=setting.dtype)
@@ -106,21 +108,12 @@ def differences(folder, recipe, setting, *overrides):
     ]
     updated = published.update(model, texts, rollouts, weighed, height, setting)
 
-    sampled, ours = seen["sample"], [rollout.transitions[0] for rollout in seen["sample"].rollouts]
+    (_, sampled), (examples,) = seen.collected[0], seen.examples
+    ours = [rollout.transitions[0] for rollout in sampled.rollouts]
     theirs = [branch for branches in rollouts for branch in branches]
     finals = [torch.stack([torch.cat(tail) for tail in branch.finals]) for branch in theirs]
-    moved = torch.cat(
-        [
-            (p.detach() - before).flatten()
-            for p, before in zip(model.parameters(), start, strict=True)
-        ]
-    )
-    apart = torch.cat(
-        [
-            (p - q).detach().flatten()
-            for p, q in zip(trainer.learner.parameters, model.parameters(), strict=True)
-        ]
-    )
+    weights = flat(model.parameters())
+    moved, apart = weights - start, flat(trainer.learner.parameters) - weights
     return {
         "grid": _most([trainer.sigmas], [setting.sigmas]),
         "floor(1000 sigma)": _most(
@@ -135,23 +128,21 @@ def differences(folder, recipe, setting, *overrides):
             [own.old_log_prob for own in ours], [torch.cat(branch.log_probs) for branch in theirs]
         ),
         "finals": _most([rollout.finals for rollout in sampled.rollouts], finals),
-        "share of grey levels": float(
-            (torch.cat(seen["pictures"]) != torch.cat(pictures)).float().mean()
-        ),
+        "share of grey levels": float((torch.cat(graded) != torch.cat(pictures)).float().mean()),
         "scores": _most(
             list(sampled.rewards.flatten(2)), [own for of_prompt in scores for own in of_prompt]
         ),
         "advantages": _most(
-            [item.advantages for item in seen["update"]],
+            [item.advantages for item in examples],
             [own for of_prompt in weighed for own in of_prompt],
         ),
         "mean loss": abs(row["loss"] - sum(updated.losses) / len(setting.branches)),
         "gradients": max(
             _relative(mine, yours)
-            for step in zip(seen["gradients"], updated.gradients, strict=False)
+            for step in zip(seen.gradients, updated.gradients, strict=False)
             for mine, yours in zip(*step, strict=True)
         ),
-        "optimizer steps": abs(len(seen["gradients"]) - len(updated.norms)),
+        "optimizer steps": abs(len(seen.gradients) - len(updated.norms)),
         "weights": float(apart.norm() / moved.norm()),
     }
 
@@ -164,12 +155,12 @@ def _trainer(folder, recipe, overrides):
         recipe,
         [f"policy.path={folder}", *TINY, *(each for each in overrides if each not in dtypes)],
     )
-    seen = {"gradients": [], "pictures": []}
+    pictures = []
 
     def scoring(which):
         def score(images, prompts):
             levels = to_uint8(images)
-            seen["pictures"] += [levels] if which == 0 else []
+            pictures.extend([levels] if which == 0 else [])
             return judge(levels, which)
 
         return score
@@ -186,21 +177,7 @@ def _trainer(folder, recipe, overrides):
         override.removeprefix("Precision.").partition("=")[0]: torch.float32 for override in dtypes
     }
     with_precision(trainer, replace(config.precision, **undone))
-    sample, update = trainer.collector.collect, trainer.updater.update
-
-    def keeping_rollouts(*args):
-        seen["sample"] = sample(*args)
-        return seen["sample"]
-
-    def keeping_experience(experience, cond):
-        seen["update"] = experience
-        return update(experience, cond)
-
-    trainer.collector.collect, trainer.updater.update = keeping_rollouts, keeping_experience
-    trainer.learner.optimizer.register_step_pre_hook(
-        lambda *_: seen["gradients"].append([p.grad.clone() for p in trainer.learner.parameters])
-    )
-    return trainer, seen
+    return Watched(trainer), pictures
 
 
 def _most(ours, theirs):

@@ -16,6 +16,8 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
+from tests.published.neighbours import flow_sde
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -109,11 +111,7 @@ def stochastic_step(x, v, setting, branch):
     """(mean, std) of one Euler-Maruyama step of dx = (v + g^2 / (2 sigma) (x + (1 - sigma) v))
     dsigma + g dw, g = eta sqrt(sigma / (1 - sigma)), where the first sigma, which is 1, has the
     second in the denominator."""
-    here, there = setting.sigmas[branch], setting.sigmas[branch + 1]
-    below_one = setting.sigmas[1] if branch == 0 else here
-    g, dsigma = torch.sqrt(here / (1 - below_one)) * setting.eta, there - here
-    mean = x * (1 + g**2 / (2 * here) * dsigma) + v * (1 + g**2 * (1 - here) / (2 * here)) * dsigma
-    return mean, g * torch.sqrt(-dsigma)
+    return flow_sde(setting.eta)(x, v, setting.sigmas, branch)
 
 
 def log_prob(landed, mean, std):

@@ -18,6 +18,7 @@ from tests.published.neighbours import Flux, Learner
 from tests.published.windows import tilt
 from tests.support import policies
 from tests.support.runs import trainer
+from tests.support.watched import Watched, flat
 
 PROMPTS = [
     "a red circle",
@@ -93,70 +94,44 @@ class Beside:
 
     def __post_init__(self):
         t = self.trainer
-        t.learner.optimizer.register_step_pre_hook(
-            lambda *_: self._ours.append(
-                torch.cat([p.grad.flatten() for p in t.learner.parameters])
-            )
-        )
-        start = copy.deepcopy(t.policy.pipeline.transformer)
+        watched, start = Watched(t), copy.deepcopy(t.policy.pipeline.transformer)
         self.models = Models(start, copy.deepcopy(start), copy.deepcopy(start))
         self.learner = Learner(list(start.parameters()), t.config.optim.learning_rate)
-        self.start = _flat(t.learner.parameters)
+        self.start = flat(t.learner.parameters)
         for _ in range(self.iterations):
-            self._ours = []
-            seen, loss = self._iterate()
-            self._restate(seen, loss)
-
-    def _iterate(self):
-        t, kept = self.trainer, {}
-        sample, update, walk = t.collector.collect, t.updater.update, t.collector.anchors
-
-        def sampling(spec, cond, prompts, watch):
-            kept["prompts"] = prompts
-            kept["sampled"] = sample(spec, cond, prompts, watch)
-            return kept["sampled"]
-
-        def walking(candidates, iteration, cond, prompts, watch):
-            walked = walk(candidates, iteration, cond, prompts, watch)
-            kept["candidates"] = prompts, walked.rewards[:, :, 0, 0]
-            return walked
-
-        def updating(examples, cond):
-            kept["examples"], kept["cond"] = examples, cond
-            return update(examples, cond)
-
-        t.collector.collect, t.updater.update, t.collector.anchors = sampling, updating, walking
-        try:
             loss = t.iterate()["loss"]
-        finally:
-            t.collector.collect, t.updater.update, t.collector.anchors = sample, update, walk
-        sampled = kept.pop("sampled")
-        return Seen(sampled.rollouts, sampled.rewards, **kept), loss
+            made = self._restate(_seen(watched))
+            self.losses.append((loss, made.loss))
+            self.gradients.append((flat(watched.gradients[-1]), made.flat))
+            self.after(self.models, len(self.learner.updates))
 
-    def _restate(self, seen, loss):
+    def _restate(self, seen):
         tensors = seen.cond.tensors
         self.models.text = [
             {name: value[i : i + 1] for name, value in tensors.items()}
             for i in range(len(seen.cond))
         ]
         self.learner.update(self.objective(self.models, seen))
-        made = self.learner.updates[-1]
-        self.losses.append((loss, made.loss))
-        self.gradients.append((self._ours[-1], made.flat))
-        self.after(self.models, len(self.learner.updates))
+        return self.learner.updates[-1]
 
     def differences(self):
         """The largest difference of a loss, and the relative ones of a gradient and of how far all
         weights have come."""
-        ours, theirs = _flat(self.trainer.learner.parameters), _flat(self.learner.parameters)
+        ours, theirs = flat(self.trainer.learner.parameters), flat(self.learner.parameters)
+        apart = [float((one - other).norm() / other.norm()) for one, other in self.gradients]
         return {
             "loss": max(abs(one - other) for one, other in self.losses),
-            "gradient": max(
-                float((one - other).norm() / other.norm()) for one, other in self.gradients
-            ),
+            "gradient": max(apart),
             "weights": float((ours - theirs).norm() / (theirs - self.start).norm()),
         }
 
 
-def _flat(parameters):
-    return torch.cat([p.detach().flatten() for p in parameters])
+def _seen(watched):
+    """Of the last iteration."""
+    (_, _, prompts, _), sampled = watched.collected[-1]
+    (examples, cond), _ = watched.updated[-1]
+    candidates = None
+    if watched.walked:
+        (*_, drawn, _), walked = watched.walked[-1]
+        candidates = drawn, walked.rewards[:, :, 0, 0]
+    return Seen(sampled.rollouts, sampled.rewards, examples, cond, prompts, candidates)

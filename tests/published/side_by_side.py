@@ -6,63 +6,35 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from g2rpo.core.seeding import generator_for
-from g2rpo.training.trainer import Trainer
 from tests.published.neighbours import Learner, Member, sample
+from tests.support.watched import Watched, flat
 
 
-@dataclass
-class Ours:
-    """Everything that a trainer's iterations computed, as they went."""
+class Ours(Watched):
+    """Everything that the iterations of a trainer computed, as they went."""
 
-    trainer: Trainer
-    sampled: list = field(default_factory=list)  # an entry for each iteration
-    examples: list = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)  # of each update, clipped
-    # of gradients before they are clipped, mean over an iteration's updates
-    norms: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # mean over an iteration's updates
-    # share of ratios beyond the clip range, an iteration each
-    clipped: list[float] = field(default_factory=list)
-
-    def __post_init__(self):
-        t = self.trainer
+    def __init__(self, t):
+        super().__init__(t)
         self.before = [p.detach().clone() for p in t.learner.parameters]
-        sample, update = t.collector.collect, t.updater.update
-        t.collector.collect = lambda *given: self._keep(self.sampled, sample(*given))
-        t.updater.update = lambda examples, cond: update(self._keep(self.examples, examples), cond)
-        t.learner.optimizer.register_step_pre_hook(
-            lambda *_: self.gradients.append(
-                torch.cat([p.grad.flatten() for p in t.learner.parameters])
-            )
-        )
+        self.rows = [t.iterate() for _ in range(2)]
 
-    @staticmethod
-    def _keep(kept, value):
-        kept.append(value)
-        return value
-
-    def iterate(self):
-        row = self.trainer.iterate()
-        self.losses.append(row["loss"])
-        self.norms.append(row["grad_norm"])
-        self.clipped.append(row["clip_fraction"])
+    def means(self, name):
+        """Of an iteration's updates."""
+        return [row[name] for row in self.rows]
 
     @property
     def moved(self):
         """How far all weights have come."""
-        return moved(self.trainer.learner.parameters, self.before)
+        return moved(self.t.learner.parameters, self.before)
 
     def members(self, iteration):
         """By group, what is to compare of each member: latents before and after trained steps,
         log-probs, advantage, final."""
         groups = []
-        for rollout in self.sampled[iteration].rollouts:
-            steps = [
-                example for example in self.examples[iteration] if example.prompt == rollout.prompt
-            ]
+        for rollout in self.collected[iteration][1].rollouts:
+            steps = [item for item in self.examples[iteration] if item.prompt == rollout.prompt]
             groups.append(
                 [
                     {
@@ -95,11 +67,8 @@ class Restated:
     def mean_norm(self, iteration):
         """Of the gradients of an iteration's updates, before they were clipped."""
         count = len(self.learner.updates) // len(self.groups)
-        norms = [
-            update.norm
-            for update in self.learner.updates[iteration * count : (iteration + 1) * count]
-        ]
-        return sum(norms) / count
+        updates = self.learner.updates[iteration * count : (iteration + 1) * count]
+        return sum(update.norm for update in updates) / count
 
     @property
     def moved(self):
@@ -160,12 +129,8 @@ def texts(t, iteration, dtype):
 
 def moved(now, before):
     """How far all weights have come."""
-    return torch.cat(
-        [
-            (p.detach().double() - b.detach().double()).flatten()
-            for p, b in zip(now, before, strict=True)
-        ]
-    )
+    pairs = zip(now, before, strict=True)
+    return flat(p.detach().double() - b.double() for p, b in pairs)
 
 
 def nudged(transformer, off):
@@ -185,16 +150,11 @@ def distance(a, b):
 def apart(ours, others):
     """By quantity, how far all members of all groups are apart."""
 
-    def flat(groups, name):
-        return torch.cat(
-            [
-                torch.as_tensor(member[name]).double().flatten()
-                for group in groups
-                for member in group
-            ]
-        )
+    def of_all(groups, name):
+        members = [member for group in groups for member in group]
+        return flat(torch.as_tensor(member[name]).double() for member in members)
 
-    return {name: distance(flat(ours, name), flat(others, name)) for name in ours[0][0]}
+    return {name: distance(of_all(ours, name), of_all(others, name)) for name in ours[0][0]}
 
 
 class Pair:
@@ -210,8 +170,6 @@ class Pair:
 
     def __init__(self, t):
         self.start, self.ours = copy.deepcopy(t.policy.pipeline.transformer), Ours(t)
-        for _ in range(2):
-            self.ours.iterate()
 
     @cached_property
     def restated(self):
@@ -240,39 +198,29 @@ def agree(pair):
             share = 1.0 if name == "advantage" and pair.autocast else pair.share
             _check(f"{name} of iteration {iteration}", value, share * allowed[name])
     updates = restated.learner.updates
-    limit = pair.share * max(
-        distance(off.flat, own.flat)
-        for off, own in zip(measure.learner.updates, updates, strict=True)
-    )
+    pairs = zip(measure.learner.updates, updates, strict=True)
+    limit = pair.share * max(distance(off.flat, own.flat) for off, own in pairs)
     for number, (own, other) in enumerate(zip(ours.gradients, updates, strict=True)):
-        _check(f"gradient of update {number}", distance(own, other.flat), limit)
-    _check(
-        "weights",
-        distance(ours.moved, restated.moved),
-        pair.share * distance(measure.moved, restated.moved),
-    )
+        _check(f"gradient of update {number}", distance(flat(own), other.flat), limit)
+    weights = pair.share * distance(measure.moved, restated.moved)
+    _check("weights", distance(ours.moved, restated.moved), weights)
     if pair.autocast is None:
         # lengths are no further apart than the vectors
-        for iteration, norm in enumerate(ours.norms):
-            _check(
-                f"gradient norm of iteration {iteration}",
-                abs(norm / restated.mean_norm(iteration) - 1),
-                limit,
-            )
+        for iteration, norm in enumerate(ours.means("grad_norm")):
+            off = abs(norm / restated.mean_norm(iteration) - 1)
+            _check(f"gradient norm of iteration {iteration}", off, limit)
         losses, others = (
             [update.loss for update in learner.updates]
             for learner in (restated.learner, measure.learner)
         )
-        limit = pair.share * max(
-            abs(one - other) for one, other in zip(losses, others, strict=True)
-        )
+        apart_by = [abs(one - other) for one, other in zip(losses, others, strict=True)]
+        limit = pair.share * max(apart_by)
         # a mean over its updates is no further off than the furthest of them
-        for iteration, loss in enumerate(ours.losses):
+        for iteration, loss in enumerate(ours.means("loss")):
             theirs = losses[len(losses) // 2 * iteration :][: len(losses) // 2]
             _check(f"loss of iteration {iteration}", abs(loss - sum(theirs) / len(theirs)), limit)
-        assert all(0.02 < fraction < 0.48 for fraction in ours.clipped), (
-            f"the clip acts on {ours.clipped}, not on some"
-        )
+        clipped = ours.means("clip_fraction")
+        assert all(0.02 < share < 0.48 for share in clipped), f"the clip acts on {clipped}"
 
 
 def _check(what, value, limit):

@@ -6,7 +6,8 @@ import torch
 
 from tests.published import windows
 from tests.published.neighbours import dance_sde
-from tests.support.variants import few
+
+pytestmark = pytest.mark.slow
 
 SETTING = (
     "algorithm.name=dancegrpo",
@@ -21,11 +22,7 @@ def summed(scores):
     return (3 * windows.normalised(scores[0]) + windows.normalised(scores[1])).clamp(-5, 5)
 
 
-@pytest.fixture(
-    scope="module",
-    params=few([None, torch.bfloat16], lambda dtype: dtype is not None),
-    ids=["float32", "bfloat16"],
-)
+@pytest.fixture(scope="module", params=[None, torch.bfloat16], ids=["float32", "bfloat16"])
 def side_by_side(request, flux_directory):
     return windows.Windows(
         flux_directory, SETTING, request.param, dance_sde(0.3), accumulate=4, mix=summed

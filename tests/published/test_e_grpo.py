@@ -8,6 +8,7 @@ from re import findall
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from g2rpo.algorithms.g2rpo_variants import EGRPO, merges
 from g2rpo.core.flow import sigma_grid
@@ -83,7 +84,7 @@ def test_samples_and_densities_are_those_of_one_step_over_the_span():
         return x
 
     advantages, network = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0]), Trained(policy, cond)
-    close = partial(torch.testing.assert_close, atol=2e-6, rtol=0)
+    close = partial(assert_close, atol=2e-6, rtol=0)
     for rollout, (k, length) in zip(rollouts, MERGED.items(), strict=True):
         (taken,) = rollout.transitions
         close(taken.x, walk(policy.noise([generator_for(0, "initial")]), 0, k))
@@ -94,7 +95,7 @@ def test_samples_and_densities_are_those_of_one_step_over_the_span():
             + std * torch.randn(5, *mean.shape[1:], generator=generator_for(0, "branch", k, k)),
         )
         exact = torch.distributions.Normal(mean, std).log_prob(taken.x_next).flatten(1).mean(1)
-        torch.testing.assert_close(taken.old_log_prob, exact, atol=1e-5, rtol=0)
+        assert_close(taken.old_log_prob, exact, atol=1e-5, rtol=0)
         close(rollout.finals[0], walk(taken.x_next, k + length, 8))
         # the ratio of other weights, which the first update of a rollout cannot show
         policy.mean += 0.05
@@ -104,7 +105,7 @@ def test_samples_and_densities_are_those_of_one_step_over_the_span():
         batch = Batch.of(
             algorithm.examples(rollout, advantages, generator_for), SIGMAS, first=False
         )
-        torch.testing.assert_close(algorithm.loss(batch, network).values, wanted, atol=1e-4, rtol=0)
+        assert_close(algorithm.loss(batch, network).values, wanted, atol=1e-4, rtol=0)
         policy.mean -= 0.05
 
 

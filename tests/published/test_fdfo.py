@@ -6,6 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from g2rpo.algorithms.reward_gradient import FDFO
 from g2rpo.core.errors import UserError
@@ -19,6 +20,7 @@ from g2rpo.training.ranks import divided
 from g2rpo.training.updater import Trained
 from tests.published.second_half import Beside, tiny
 from tests.support.runs import config, trainer
+from tests.support.watched import Watched
 
 STEPS, CHURN, CLIP = 6, 0.3, 0.03
 SIGMAS = sigma_grid(STEPS, 3.0)
@@ -55,14 +57,14 @@ def test_a_pair_shares_its_first_noise_and_is_churned_before_every_step_but_the_
     x = (first + ((1 + CHURN) ** 2 - 1) ** 0.5 * x) / (1 + CHURN)
     assert [t.step for t in rollout.transitions] == [*range(STEPS)]
     for i, taken in enumerate(rollout.transitions):
-        torch.testing.assert_close(taken.x.double(), x, atol=2e-6, rtol=0)
+        assert_close(taken.x.double(), x, atol=2e-6, rtol=0)
         t, s = SIGMAS[i].double(), SIGMAS[i + 1].double()
         g = CHURN if i < STEPS - 1 else 0.0
         r = s / (1 + g - g * s)
         x = (
             x + (r - t) * exact(0.3, x, t) + r * ((1 + g) ** 2 - 1) ** 0.5 * drawn("branch", 0, i)
         ) / (1 + g * r)
-    torch.testing.assert_close(rollout.finals[0].double(), x, atol=2e-6, rtol=0)
+    assert_close(rollout.finals[0].double(), x, atol=2e-6, rtol=0)
 
 
 def restated(v, v_old, reward, other_reward, final, other_final, clip=CLIP):
@@ -108,16 +110,17 @@ def test_losses_of_later_updates_and_their_gradients_are_the_restated_ones():
         return torch.stack(found)
 
     mean, small = policy.mean.detach().double(), 1e-5
-    torch.testing.assert_close(loss.values.double(), losses(mean), atol=2e-6, rtol=0)
+    assert_close(loss.values.double(), losses(mean), atol=2e-6, rtol=0)
     # ratios other than 1
     assert float((loss.values.detach() + advantages.repeat(STEPS)).abs().max()) > 1e-3
     nudges = small * torch.eye(mean.numel(), dtype=torch.float64).reshape(-1, *mean.shape)
     slopes = torch.stack([(losses(mean + n) - losses(mean - n)).sum() for n in nudges]) / (
         2 * small
     )
-    torch.testing.assert_close(ours.double().flatten(), slopes, atol=2e-6, rtol=2e-4)
+    assert_close(ours.double().flatten(), slopes, atol=2e-6, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_the_pull_is_the_rewards_gradient_on_average():
     """For a reward w . x of final latents whose differences have no direction: E[A d / mean d^2] =
     w, of 2000 pairs of 12 entries to sqrt(12 / 2000) = .08. A picture moves against its velocities,
@@ -139,48 +142,31 @@ def test_the_pull_is_the_rewards_gradient_on_average():
             return self.v
 
     loss = algorithm.loss(batch, Network())
-    torch.testing.assert_close(loss.values.detach(), -batch.advantages)
+    assert_close(loss.values.detach(), -batch.advantages)
     (gradient,) = torch.autograd.grad(loss.values.sum(), Network.v)
     assert float((gradient.flatten(1).mean(0) * 12 / 2 - w).norm()) < 0.15
 
 
 def test_advantages_are_halves_of_the_difference_and_0_without_a_score():
-    rewards = torch.tensor(
-        [
-            [[[1.0, 4.0]], [[0.5, 0.0]]],
-            [[[2.0, torch.nan]], [[0.0, 0.0]]],
-            [[[0.1, 0.1]], [[3.0, 3.0]]],
-        ]
-    )
+    of_prompts = [[[1, 4], [0.5, 0]], [[2, torch.nan], [0, 0]], [[0.1, 0.1], [3, 3]]]
+    rewards = torch.tensor(of_prompts)[:, :, None]
     advantages = FDFO().advantages(rewards, torch.tensor([1.0, 2.0]))
     assert advantages.tolist() == [[-1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_every_update_has_its_share_of_each_pairs_steps_in_an_order_of_its_own(share):
-    t, seen = (
-        trainer(
-            None, "algorithm.name=fdfo", "sampling.num_steps=8", f"algorithm.update_every={share}"
-        ),
-        [],
-    )
-    batches = t.updater._batches
-    t.updater._batches = lambda given: seen.extend(made := list(batches(given))) or made
-    row = t.iterate()
+    updates = f"algorithm.update_every={share}"
+    t = trainer(None, "algorithm.name=fdfo", "sampling.num_steps=8", updates)
+    watched = Watched(t)
+    row, seen = t.iterate(), watched.batches
     assert t.learner.steps == len(seen) == round(1 / share) and row["skipped_updates"] == 0
+    orders = set()
     for prompt in range(2):
         steps = [[item.step for item in batch if item.prompt == prompt] for batch in seen]
         assert {len(own) for own in steps} == {8 * share} and sorted(chain(*steps)) == [*range(8)]
-    assert (
-        len(
-            {
-                tuple(item.step for item in batch if item.prompt == prompt)
-                for batch in seen
-                for prompt in range(2)
-            }
-        )
-        > 2
-    )
+        orders |= set(map(tuple, steps))
+    assert len(orders) > 2
 
 
 def objective(models, seen):
@@ -206,6 +192,7 @@ def objective(models, seen):
 SIGMAS8 = sigma_grid(8, 3.0)
 
 
+@pytest.mark.slow
 def test_losses_gradients_and_weights_are_the_published_ones(flux_directory):
     setting = (
         "algorithm.name=fdfo",

@@ -17,7 +17,8 @@ from tests.published.side_by_side import Restated, agree
 from tests.published.windows import tilt
 from tests.support import policies
 from tests.support.runs import trainer
-from tests.support.variants import few
+
+pytestmark = pytest.mark.slow
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square", "blue"]
 GROUP, STEPS = 4, 5
@@ -61,7 +62,7 @@ class Walks(side_by_side.Pair):
         )
 
     def restate(self, off=0.0, beta=None, updates=flow_grpo_updates):
-        t, transformer = self.ours.trainer, side_by_side.nudged(self.start, off)
+        t, transformer = self.ours.t, side_by_side.nudged(self.start, off)
         untrained = side_by_side.nudged(self.start, off)
         untrained.disable_adapters()
         network, base = StableDiffusion3(transformer, []), StableDiffusion3(untrained, [])
@@ -96,11 +97,11 @@ class Walks(side_by_side.Pair):
         return result
 
     def _scores(self, group, words):
-        pictures = self.ours.trainer.policy.decode(torch.cat([member.final for member in group]))
+        pictures = self.ours.t.policy.decode(torch.cat([member.final for member in group]))
         return partial_tilt(pictures, [words] * GROUP)
 
 
-@pytest.fixture(scope="module", params=few(["g", "std"], lambda denominator: denominator == "g"))
+@pytest.fixture(scope="module", params=["g", "std"])
 def pair(request, sd3_directory):
     """The KL term as the code has it, or the paper; its weight is large enough to be seen."""
     return Walks(
@@ -120,7 +121,7 @@ def test_the_setting_has_what_is_to_be_tested(pair):
     term is a good part of a gradient; two updates an iteration."""
     first = pair.restated.groups[0]
     assert [sorted(member.log_probs) for member in first[0]] == [list(range(STEPS))] * GROUP
-    assert pair.ours.sampled[0].rollouts[0].transitions[-1].step == STEPS - 2
+    assert pair.ours.collected[0][1].rollouts[0].transitions[-1].step == STEPS - 2
     assert sum(all(member.advantage == 0 for member in group) for group in first) == 1
     assert len(pair.ours.gradients) == 4
     with_kl, without = (

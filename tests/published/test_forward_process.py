@@ -93,6 +93,7 @@ def walked(t, models, prompt):
     return x.detach()
 
 
+@pytest.mark.slow
 def test_diffusion_nft_samples_at_whole_thousandths_and_learns_at_exact_times(flux_directory):
     """Finals by a walk of our own, loss and gradient by the formula at sigma itself; truncated in
     both they are others."""
@@ -148,6 +149,7 @@ def bright(images, prompts):
 bright.differentiable = True
 
 
+@pytest.mark.slow
 def test_refl_with_guidance_is_flowbps(sd3_directory):
     """One picture of each prompt: relu(ceiling - r(decode(x - sigma v))), v with a detached
     negative prediction; gradients that go through both predictions are far off."""
@@ -194,7 +196,7 @@ def test_refl_with_guidance_is_flowbps(sd3_directory):
 )
 def test_losses_gradients_and_weights_are_the_published_ones(flux_directory, name, term, more):
     ours = tiny(flux_directory, f"algorithm.name={name}", *COMMON, *more)
-    beside = Beside(ours, partial(objective, term, ours.sigmas), trail)
+    beside = Beside(ours, partial(objective, term, ours.sigmas), trail, iterations=2)
     apart = beside.differences()
     old, other = (
         torch.cat([p.detach().flatten() for p in own])

@@ -124,7 +124,8 @@ SEEN = [
 ]
 
 
-@pytest.mark.parametrize(("override", "quantity"), few(SEEN, lambda seen: seen[1] == "weights"))
+@pytest.mark.slow
+@pytest.mark.parametrize(("override", "quantity"), SEEN)
 def test_the_comparison_sees_every_setting(flux_directory, undisturbed, override, quantity):
     """With one setting of `reference` undone, the quantity that it rules differs: at all, or
     several times as much."""

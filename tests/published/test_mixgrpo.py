@@ -6,7 +6,8 @@ import torch
 
 from tests.published import windows
 from tests.published.neighbours import flow_sde
-from tests.support.variants import few
+
+pytestmark = pytest.mark.slow
 
 SETTING = (
     "algorithm.name=mixgrpo",
@@ -26,11 +27,7 @@ def mixed(scores):
     )
 
 
-@pytest.fixture(
-    scope="module",
-    params=few([None, torch.bfloat16], lambda dtype: dtype is not None),
-    ids=["float32", "bfloat16"],
-)
+@pytest.fixture(scope="module", params=[None, torch.bfloat16], ids=["float32", "bfloat16"])
 def side_by_side(request, flux_directory):
     return windows.Windows(
         flux_directory, SETTING, request.param, flow_sde(0.7), accumulate=3, mix=mixed

@@ -70,7 +70,7 @@ class Windows(side_by_side.Pair):
 
     def restate(self, dtype=None, off=0.0, updates=window_updates):
         """The same iterations from the formulas, computed in `dtype`, or as ours are."""
-        t, dtype = self.ours.trainer, dtype or self.autocast or torch.float32
+        t, dtype = self.ours.t, dtype or self.autocast or torch.float32
         transformer = side_by_side.nudged(self.start, off)
         network = Flux(transformer, [], 8, dtype if dtype != torch.float32 else None)
         learner = Learner(list(transformer.parameters()), t.config.optim.learning_rate)
@@ -104,7 +104,7 @@ class Windows(side_by_side.Pair):
         return result
 
     def _score(self, group):
-        pictures = self.ours.trainer.policy.decode(torch.cat([member.final for member in group]))
+        pictures = self.ours.t.policy.decode(torch.cat([member.final for member in group]))
         advantages = self.mix(torch.stack([reward(pictures, []) for reward in REWARDS.values()]))
         for member, advantage in zip(group, advantages, strict=True):
             member.advantage = advantage

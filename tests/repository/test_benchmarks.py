@@ -39,12 +39,9 @@ def test_the_published_loop_needs_what_is_published_and_the_engine_gives_its_lat
     (finals,) = loop.rollout(["0.1"], noise)
     assert loop.evaluations == published == published_evaluations(algorithm)
     engine = Engine(policy=policy, cond=policy.encode(["0.1"]), sigmas=SIGMAS)
-    rollouts = engine.rollout(
-        algorithm.plans(16), algorithm.group_size, algorithm.kernel(SIGMAS), noise
-    )
-    torch.testing.assert_close(
-        torch.stack([rollout.finals for rollout in rollouts]), finals, atol=1e-5, rtol=0
-    )
+    rollouts = engine.rollout(algorithm.plans(16), 12, algorithm.kernel(SIGMAS), noise)
+    ours = torch.stack([rollout.finals for rollout in rollouts])
+    torch.testing.assert_close(ours, finals, atol=1e-5, rtol=0)
 
 
 def test_agreement_of_rewards():
@@ -62,10 +59,8 @@ def test_agreement_of_rewards():
 def test_the_rate_of_a_matrix_product_is_counted_right():
     """A clock that says one second for every product: 2 * 1024^3 operations a second."""
     ticks = iter(range(10**6))
-    assert (
-        matmul_rate(torch.float32, torch.device("cpu"), lambda: next(ticks), seconds=0.05)
-        == 2 * 1024**3
-    )
+    rate = matmul_rate(torch.float32, torch.device("cpu"), lambda: next(ticks), seconds=0.05)
+    assert rate == 2 * 1024**3
 
 
 @pytest.mark.skipif(not available(), reason="tesseract is not installed")
@@ -82,37 +77,21 @@ def stand_in(given):
     asked, left = json.loads(Path(given[0]).read_text()), Path(given[1])
     if isinstance(asked, list):  # the process that plans
         planned = {case["name"]: {"velocity, s": 2.0} for case in asked}
-        left.write_text(
-            json.dumps(
-                {
-                    "notes": planned,
-                    "errors": {"model fine": "no plan of it"} if "model fine" in planned else {},
-                }
-            )
-        )
+        errors = {"model fine": "no plan of it"} if "model fine" in planned else {}
+        left.write_text(json.dumps({"notes": planned, "errors": errors}))
         return
-    what = asked.get("recipe", "machine")
-    found = {
-        "measured": {"velocity, s": 2.6},
-        "checks": {},
-        "notes": {"device": "A Card"},
-        "errors": {},
-    }
+    what, notes, errors, checks = asked.get("recipe"), {"device": "A Card"}, {}, {}
     if what == "refuses":
-        found["notes"]["refused"] = "no float8"
+        notes["refused"] = "no float8"
     if what == "errs":
-        found["errors"]["decode"] = "OutOfMemoryError: 80 GB"
+        errors["decode"] = "OutOfMemoryError: 80 GB"
     if what == "differs":
-        found["checks"]["ratio"] = ["NaN", 0.1]
+        checks["ratio"] = ["NaN", 0.1]
+    found = {"measured": {"velocity, s": 2.6}, "checks": checks, "notes": notes, "errors": errors}
     left.write_text(json.dumps(found))
     if what == "hangs":
-        subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "import time; open('child', 'w'); time.sleep(3); open('alive', 'w')",
-            ]
-        )
+        code = "import time; open('child', 'w'); time.sleep(3); open('alive', 'w')"
+        subprocess.run([sys.executable, "-c", code])
     if what == "crashes":
         print("the last words", flush=True)
         os._exit(3)
@@ -125,9 +104,8 @@ def first_minutes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def run(*names, minutes=8.0, seconds=5):
-        monkeypatch.setattr(
-            first_gpu, "CASES", [first_gpu.case(name, seconds=seconds) for name in names]
-        )
+        cases = [first_gpu.case(name, seconds=seconds) for name in names]
+        monkeypatch.setattr(first_gpu, "CASES", cases)
         monkeypatch.setattr(first_gpu, "BEGAN", time.monotonic())
         code = 0
         try:
@@ -157,10 +135,8 @@ def test_a_case_on_a_gpu_that_fails_is_reported_and_the_next_follows(
         "crashes": "failed: ended with 3", "hangs": "failed: not done after 2 s", "errs": "failed",
         "differs": "done", "refuses": "refused", "fine": "done",
     }  # fmt: skip
-    assert (
-        "the last words" in result["cases"]["model crashes"]["log"]
-        and result["cases"]["model hangs"]["measured"]
-    )
+    assert "the last words" in result["cases"]["model crashes"]["log"]
+    assert result["cases"]["model hangs"]["measured"]
     assert result["card"] == "A Card" and result["commit"] and result["date"]
     said = capsys.readouterr().out
     for line in (
@@ -181,11 +157,8 @@ def test_cases_that_do_not_fit_are_skipped_and_made_by_the_next_command(first_mi
     assert "model last: skipped, is expected to take 90 s of " in capsys.readouterr().out
     once = first_minutes("refuses")[0]["cases"]["model refuses"]
     result, code = first_minutes("refuses", "last")
-    assert (
-        code == 0
-        and result["cases"]["model last"]["state"] == "done"
-        and result["cases"]["model refuses"] == once
-    )
+    assert code == 0 and result["cases"]["model last"]["state"] == "done"
+    assert result["cases"]["model refuses"] == once
 
 
 def test_what_was_measured_is_kept_when_the_command_is_killed(first_minutes, tmp_path):

@@ -1,4 +1,4 @@
-"""README.md, docs/, benchmarks/ and studies/: their commands work, their code runs, their links lead somewhere."""
+"""README.md, docs/, benchmarks/ and studies/: commands work, code runs, links lead somewhere."""
 
 import importlib
 import json
@@ -48,7 +48,17 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).with_suffix("").as_posix()
 
 
-page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+
+
+def pages_with(pattern: str, slow: tuple[str, ...] = ()):
+    """A test is of every page in which the pattern is, and slow for pages of these names."""
+    those = [page for page, text in TEXTS.items() if re.search(pattern, text, re.MULTILINE)]
+    marked = few(those, lambda page: page.stem not in slow)
+    return pytest.mark.parametrize("page", marked, ids=name_of)
+
+
+page = pages_with("")
 
 
 def save_named(text: str) -> None:
@@ -59,9 +69,9 @@ def save_named(text: str) -> None:
             Path(named[1]).write_text(block.code)
 
 
-@page
+@pages_with("^```bash|`", slow=("extending", "performance", "recipes", "train", "tutorial"))
 def test_every_command_can_be_given_as_it_stands(page, tmp_path, monkeypatch):
-    text = page.read_text(encoding="utf-8")
+    text = TEXTS[page]
     monkeypatch.chdir(tmp_path)
     for folder in ("benchmarks", "examples", "studies"):
         (tmp_path / folder).symlink_to(ROOT / folder)
@@ -88,15 +98,11 @@ def test_the_readme_from_top_to_bottom_in_a_clean_shell(tmp_path):
     for program in ("pip", "torchrun"):
         (clone / ".venv" / "bin" / program).unlink()
         (system / "bin" / program).rename(clone / ".venv" / "bin" / program)
-    scripts = [
-        block.code
-        for block in blocks((ROOT / "README.md").read_text(encoding="utf-8"))
-        if block.language == "bash"
-    ]
+    readme = blocks(TEXTS[ROOT / "README.md"])
+    script = "\n".join(block.code for block in readme if block.language == "bash")
     environment = {"PATH": str(system / "bin"), "CALLS": str(tmp_path / "calls"), "TIMEFORMAT": ""}
-    command = ["/bin/bash", "-c", "\n".join(scripts)]
     done = subprocess.run(
-        command, cwd=clone, env=environment, capture_output=True, text=True, check=False
+        ["/bin/bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True
     )
     assert "g2rpo" in (tmp_path / "calls").read_text() and not done.stderr, done.stderr
 
@@ -108,21 +114,17 @@ def test_nowhere_is_a_package_of_this_name_installed_from_an_index():
 
 @page
 def test_commands_and_code_are_marked_as_what_they_are(page):
-    for block in blocks(page.read_text(encoding="utf-8")):
-        if block.language == "":
-            lost = [
-                line
-                for line in block.code.splitlines()
-                if BEGINS.match(line) or re.match(r"import \w|from [\w.]+ import", line)
-            ]
-            assert not lost, f"in a block without a language: {lost}"
+    for block in blocks(TEXTS[page]):
+        for line in block.code.splitlines() if block.language == "" else []:
+            lost = BEGINS.match(line) or re.match(r"import \w|from [\w.]+ import", line)
+            assert not lost, f"in a block without a language: {line}"
 
 
-LONG_PAGES = ("train", "tutorial")  # several trainings each; their commands are checked above
-in_the_suite = few(PAGES, lambda page: page.stem not in LONG_PAGES)
+# several trainings each; their commands are checked above
+LONG_PAGES = ("extending", "rewards", "train", "tutorial")
 
 
-@pytest.mark.parametrize("page", in_the_suite, ids=name_of)
+@pages_with("^```python|^<!-- run -->", slow=LONG_PAGES)
 def test_what_a_page_shows_runs(page, tmp_path, monkeypatch):
     """Python blocks in order, in one namespace and folder, trainers with few prompts; commands of
     marked blocks in between, at the smallest size."""
@@ -134,7 +136,7 @@ def test_what_a_page_shows_runs(page, tmp_path, monkeypatch):
         lambda recipe, given=(), *a, **more: trainer_of(recipe, [*given, *FEW_PROMPTS], *a, **more),
     )
     names = {"__name__": page.stem}
-    for block in blocks(page.read_text(encoding="utf-8")):
+    for block in blocks(TEXTS[page]):
         if block.language == "python":
             if (file := re.match("run by (.*)", block.mark)) is not None:
                 assert page.name in (ROOT / file[1]).read_text()
@@ -164,7 +166,7 @@ def run(arguments: list[str]) -> None:
 def test_a_page_is_short_and_begins_with_what_its_reader_can_do(page):
     """At most 1,200 words besides code and tables. Of docs/, at most 1,000; the first sentence
     tells the reader ("you") what they can do, and an example follows within 40 words."""
-    text = page.read_text(encoding="utf-8")
+    text = TEXTS[page]
     if page.parent.name == "results":
         return  # tables of results
     lines = [line for line in prose(text).splitlines() if not line.startswith("|")]
@@ -178,10 +180,10 @@ def test_a_page_is_short_and_begins_with_what_its_reader_can_do(page):
         assert not first[1].startswith("For "), beginning
 
 
-@page
+@pages_with("^```yaml")
 def test_settings_in_yaml_are_a_config(page):
     """What a page shows of a config, in the place of the testbed recipe's own."""
-    for block in blocks(page.read_text(encoding="utf-8")):
+    for block in blocks(TEXTS[page]):
         if block.language == "yaml":
             config = resolve(
                 {**recipes.settings("scenes"), **yaml.safe_load(block.code)}, source=page.name
@@ -194,7 +196,7 @@ def test_settings_in_yaml_are_a_config(page):
 
 @page
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text(encoding="utf-8"))):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(TEXTS[page])):
         path, _, anchor = target.partition("#")
         if not path.startswith("http"):
             there = (page.parent / path) if path else page
@@ -215,10 +217,8 @@ def test_files_keys_and_functions_that_are_named_exist(page):
     groups = {
         name: set(members_of(field.annotation)) for name, field in Config.model_fields.items()
     }
-    groups["algorithm"] = {key for kind in ALGORITHMS.values() for key in members_of(kind)} | {
-        "name"
-    }
-    for span in inline(page.read_text(encoding="utf-8")):
+    groups["algorithm"] = {"name"}.union(*map(members_of, ALGORITHMS.values()))
+    for span in inline(TEXTS[page]):
         if re.match(r"(src|tests|docs|benchmarks|studies|tools|examples)/[\w./-]+\w$", span):
             assert (ROOT / span).exists(), span
         elif found := re.match(r"(\w+)\.(\w+)(=.*)?$", span):
@@ -229,7 +229,7 @@ def test_files_keys_and_functions_that_are_named_exist(page):
                 )
 
 
-@page
+@pages_with("pytest |python -m")
 def test_figures_are_in_the_tests_and_results_that_are_cited_for_them(page):
     """Every number of a sentence or row that names a test or a script: in the test's source, or in
     the committed results."""
@@ -265,12 +265,10 @@ def test_a_figure_that_nothing_has_is_found(sentence, missing):
 def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
     """One line for every file and folder of the package, and for the folders beside it; none for
     what is not there."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = TEXTS[ROOT / "docs/architecture.md"]
     tree = next(block.code for block in blocks(page) if block.code.startswith("src/g2rpo/"))
-    package, beside = (
-        re.findall(r"^  ([\w.]+)/? ", tree, re.MULTILINE),
-        re.findall(r"^(\w+)/ ", tree, re.MULTILINE),
-    )
+    package = re.findall(r"^  ([\w.]+)/? ", tree, re.MULTILINE)
+    beside = re.findall(r"^(\w+)/ ", tree, re.MULTILINE)
     there = [
         p.name
         for p in (ROOT / "src" / "g2rpo").iterdir()
@@ -284,7 +282,7 @@ def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
 
 
 def test_what_the_page_of_the_architecture_finds_is_there():
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = TEXTS[ROOT / "docs/architecture.md"]
     rows = re.findall(
         r"^\| .* \| `([\w.]+)` \|$",
         page.split("## Where is ...?")[1].split("\n## ")[0],
@@ -302,7 +300,7 @@ def test_what_the_page_of_the_architecture_finds_is_there():
 def test_the_index_of_a_folder_has_its_scripts_and_pages_and_these_its_results(folder):
     pages = [page for page in PAGES if page.is_relative_to(ROOT / folder)]
     index = (ROOT / folder / "README.md").read_text(encoding="utf-8")
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    text = "".join(TEXTS[page] for page in pages)
     scripts = {script.stem for script in (ROOT / folder).glob("*.py")} - {"__init__"}
     assert not [name for name in scripts if not re.search(rf"\b{name}\b", index)]
     assert not [page.name for page in pages if page.stem != "README" and page.name not in text]
@@ -311,7 +309,7 @@ def test_the_index_of_a_folder_has_its_scripts_and_pages_and_these_its_results(f
 
 
 def test_the_page_of_recipes_has_every_one_and_no_other():
-    table = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    table = TEXTS[ROOT / "docs/recipes.md"]
     assert sorted(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == recipes.names()
 
 
@@ -329,7 +327,7 @@ def test_hours_in_the_readme_are_those_of_the_plans_on_the_cards_of_their_column
         )
 
 
-LOG = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+LOG = TEXTS[ROOT / "docs/log.md"]
 
 
 def glossary() -> dict[str, list[str]]:
@@ -369,23 +367,18 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
             logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
     places = {"NAME": r"[a-z]+", "PHASE": r"\w+", "K": r"\d+", "M": r"\d+", "R": r"\d+"}
     for kind, entries in explained.items():
-        patterns = [
-            re.compile(re.sub(r"\b(NAME|PHASE|K|M|R)\b", lambda place: places[place[0]], name))
+        patterns = {
+            re.sub(r"\b(NAME|PHASE|K|M|R)\b", lambda place: places[place[0]], name)
             for name in entries
-        ]
-        unexplained = {
-            name
-            for name in logged[kind]
-            if not any(pattern.fullmatch(name) for pattern in patterns)
         }
+        met = {
+            (name, each) for name in logged[kind] for each in patterns if re.fullmatch(each, name)
+        }
+        unexplained = logged[kind] - {name for name, _ in met}
         assert not unexplained, f"not in docs/log.md: {sorted(unexplained)}"
-        gone = [
-            pattern.pattern
-            for pattern in patterns
-            if not any(pattern.fullmatch(name) for name in logged[kind])
-        ]
-        gone = [name for name in gone if name != "memory_peak"]  # of accelerators alone
-        assert not gone, f"in docs/log.md, but not logged: {gone}"
+        # memory is of accelerators alone
+        gone = patterns - {each for _, each in met} - {"memory_peak"}
+        assert not gone, f"in docs/log.md, but not logged: {sorted(gone)}"
 
 
 def test_what_the_glossary_says_computes_names_exists():

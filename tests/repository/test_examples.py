@@ -12,25 +12,25 @@ from safetensors.torch import save_file
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_the_gaussian_reaches_the_grey_that_is_wanted(tmp_path, monkeypatch, capsys):
     picture = tmp_path / "gaussian.png"
     monkeypatch.setattr(sys, "argv", ["gaussian.py", str(picture)])
     monkeypatch.setenv("MPLBACKEND", "agg")
     runpy.run_path(str(EXAMPLES / "gaussian.py"), run_name="__main__")
     said = capsys.readouterr().out
-    reached, wanted = map(
-        float, re.search(r"-> (.+); the grey that is wanted lies at (.+)", said).groups()
-    )
+    found = re.search(r"-> (.+); the grey that is wanted lies at (.+)", said)
+    reached, wanted = map(float, found.groups())
     assert reached == pytest.approx(wanted, abs=0.1)  # it began 2.1 away
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_policy_of_pixels_learns_what_the_text_says():
     """Also that its ratio is 1 before the first update: what is trained is what has sampled."""
     world = runpy.run_path(str(EXAMPLES / "pixels.py"))
-    said = re.search(
-        r"rises from ([\d.]+) to ([\d.]+)", (EXAMPLES / "pixels.py").read_text(encoding="utf-8")
-    )
+    source = (EXAMPLES / "pixels.py").read_text("utf-8")
+    said = re.search(r"rises from ([\d.]+) to ([\d.]+)", source)
     assert world["trainer"].iteration == 20 and world["row"]["ratio_deviation"] == 0
     assert world["row"]["reward/saturation"] == pytest.approx(float(said[2]), abs=0.02)
     with torch.no_grad(), world["trainer"].policy.base():

@@ -102,30 +102,30 @@ def calls(script: str, folder: Path) -> list[list[str]]:
     A program without a stand-in fails: no documented script can touch this machine.
     """
     tools, record = folder / "bin", folder / "calls"
-    tools.mkdir(exist_ok=True)
+    if not tools.exists():
+        _put_stand_ins(tools)
+        environment_of_make(folder, tools)
     record.write_text("")
+    environment = {"PATH": str(tools), "CALLS": str(record), "TIMEFORMAT": ""}
+    command = ["/bin/bash", "-c", script]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert not done.stderr, done.stderr
+    unit, end = SEPARATORS
+    return [call.split(unit)[:-1] for call in record.read_text().split(end)[:-1]]
+
+
+def _put_stand_ins(tools: Path) -> None:
+    tools.mkdir()
     for program in PROGRAMS:
         (tools / program).write_text(STUB)
     (tools / "srun").write_text('#!/bin/sh\nexec "$@"\n')  # starts what it is given
     (tools / "scontrol").write_text("#!/bin/sh\necho node0\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    for real in ("bash", "head"):
-        (tools / real).unlink(missing_ok=True)
-        (tools / real).symlink_to(f"/bin/{real}" if real == "bash" else "/usr/bin/head")
-    environment_of_make(folder, tools)
-    environment = {"PATH": str(tools), "CALLS": str(record), "TIMEFORMAT": ""}
-    done = subprocess.run(
-        ["/bin/bash", "-c", script],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not done.stderr, done.stderr
-    unit, end = SEPARATORS
-    return [call.split(unit)[:-1] for call in record.read_text().split(end)[:-1]]
+    (tools / "bash").symlink_to("/bin/bash")
+    (tools / "head").symlink_to("/usr/bin/head")
 
 
 def environment_of_make(folder: Path, programs: Path) -> None:
