@@ -124,6 +124,15 @@ def of_the_user(tmp_path_factory):
     return tmp_path_factory.mktemp("user")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_home(of_the_user):
+    """What is made once for a module sees nothing of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("G2RPO_CACHE", str(of_the_user / "cache"))
+        patch.setenv("XDG_STATE_HOME", str(of_the_user / "state"))
+        yield
+
+
 NUMBERS = count()
 
 

@@ -179,7 +179,7 @@ MUTATIONS = [
         "algorithms/policy_gradient.py",
         "values + self.kl_weight * self",
         "values + self",
-        f"{NEIGHBOURS} {TRAINER}",
+        NEIGHBOURS,
     ),
     Mutation(
         "algorithms/flow_grpo.py",

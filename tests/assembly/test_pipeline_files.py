@@ -124,27 +124,20 @@ def test_prompts_without_the_pictures_that_a_model_needs_are_named(tmp_path, kin
 
 WRONG = {
     "layers in a list": ("transformer", {"num_layers": [1, 2]}),
-    "letters for channels": ("vae", {"latent_channels": "x"}),
     "a million layers": ("text_encoder_2", {"num_layers": 1_000_000}),
     "shift that is no number": ("scheduler", {"shift": float("nan")}),
-    "an empty part": ("", {"transformer": [None, None]}),
     "no part": ("", {"transformer": None}),
     "a part without a name": ("", {"": None}),
     "a part of another folder": ("", {"../x": ["diffusers", "AutoencoderKL"]}),
     "blocks without end": ("vae", {"layers_per_block": 10**30}),
-    "1e30 blocks": ("vae", {"layers_per_block": 1e30}),
     "blocks for minutes": ("vae", {"layers_per_block": 10**7}),
-    "a million blocks": ("transformer", {"num_single_layers": 1_000_000}),
-    "a width beyond 64 bits": ("text_encoder", {"hidden_size": 2**70}),
     "a list of widths": ("vae", {"block_out_channels": [2**40]}),
     "no number": ("transformer", {"num_attention_heads": float("inf")}),
     "a scale of nothing": ("vae", {"scaling_factor": 0}),
     "times in words": ("scheduler", {"num_train_timesteps": "1000"}),
     "a length below 0": ("tokenizer", {"model_max_length": -1}),
 }
-
-
-LONG = ("a million layers", "blocks for minutes", "a million blocks")
+LONG = ("a million layers", "blocks for minutes")
 
 
 @pytest.mark.parametrize("case", few(WRONG, lambda case: case not in LONG))
@@ -168,38 +161,34 @@ def without_weights(part):
         file.unlink()
 
 
-def as_variant(part):
-    for file in part.glob("*.safetensors"):
-        file.rename(file.with_suffix(".fp16.safetensors"))
+def renamed(ending):
+    def change(part):
+        for file in part.glob("*.safetensors"):
+            file.rename(file.with_suffix(ending))
+
+    return change
 
 
-def as_pickles(part):
-    for file in part.glob("*.safetensors"):
-        file.rename(file.with_suffix(".bin"))
-
-
-def as_pointers(part):
-    for file in part.glob("*.safetensors"):
+def as_pointer(part):
+    """As git-lfs leaves its files where it is not installed."""
+    for file in part.glob("*.*"):
         file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-
-
-def config_as_pointer(part):
-    (part / "config.json").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    )
 
 
 ABSENT = {
     without_weights: "has no weights",
-    as_variant: r"has the variant fp16 alone \(.*fp16.safetensors\); .*variant='fp16'\).save_pretrained",
-    as_pickles: "has no weights .* but .*bin",
-    as_pointers: "is a pointer of git-lfs",
-    config_as_pointer: "is a pointer of git-lfs",
+    renamed(
+        ".fp16.safetensors"
+    ): r"has the variant fp16 alone \(.*fp16.safetensors\); .*variant='fp16'\).save_pretrained",
+    renamed(".bin"): "has no weights .* but .*bin",
+    as_pointer: "is a pointer of git-lfs",
 }
 
 
-@pytest.mark.parametrize("change", ABSENT)
-@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [("text_encoder", without_weights), *(("transformer", change) for change in ABSENT)],
+)
 def test_weights_that_are_not_loaded_are_named_with_the_cure(
     flux_directory, tmp_path, part, change
 ):

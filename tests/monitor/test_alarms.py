@@ -6,16 +6,14 @@ import math
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from scipy.stats import t as student
 
-from g2rpo.config.schema import Alarm
 from g2rpo.core.data import Precision
-from g2rpo.core.errors import RolledBack, Stopped, UserError
+from g2rpo.core.errors import RolledBack, Stopped
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.statistics import paired
 from g2rpo.monitor.alarms import (
@@ -26,7 +24,6 @@ from g2rpo.monitor.alarms import (
     SILENT,
     WINDOW,
     Alarms,
-    alike,
     crowd,
     fallen_rewards,
     judged_gain,
@@ -36,9 +33,8 @@ from g2rpo.monitor.alarms import (
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.checkpoint import checkpoints
-from g2rpo.run.run import Run
 from tests.support import ranks
-from tests.support.commands import done, g2rpo
+from tests.support.commands import adapter_of, done, g2rpo
 from tests.support.runs import (
     brightness,
     config,
@@ -63,6 +59,9 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+QUIET = {"kind": "train", "silent_groups": 0.0, "masked_groups": 0.0, "advantage_clipped": 0.0}
+
+
 # Rows of training
 
 
@@ -81,21 +80,11 @@ def training_alarms(rows, limit=1.0):
 )
 def test_shares_are_averaged_over_a_window(name, key, limit):
     def alarms(share, count=WINDOW):
-        quiet = {
-            "kind": "train",
-            "silent_groups": 0.0,
-            "masked_groups": 0.0,
-            "advantage_clipped": 0.0,
-        }
-        return training_alarms(
-            [quiet | {key: share * (0.5 if i % 2 else 1.5)} for i in range(count)]
-        )
+        shares = [share * (0.5 if i % 2 else 1.5) for i in range(count)]
+        return training_alarms([QUIET | {key: each} for each in shares])
 
-    assert (alarms(limit * 1.01), alarms(limit * 0.99), alarms(limit * 1.01, WINDOW - 1)) == (
-        {name},
-        set(),
-        set(),
-    )
+    assert alarms(limit * 1.01) == {name}
+    assert alarms(limit * 0.99) == alarms(limit * 1.01, WINDOW - 1) == set()
 
 
 @pytest.mark.parametrize(("name", "limit"), [("silent", SILENT), ("masked", MASKED)])
@@ -120,60 +109,54 @@ def limit_of(*overrides, entries=48, rounding=BFLOAT16):
 
 
 def test_half_the_clip_range_is_what_a_later_update_can_bear():
+    """GRPO-Guard clips std times the log-ratio; the largest std of the grid counts."""
     for rounding in (2**-22, BFLOAT16):
         assert limit_of("algorithm.update_every=branch", rounding=rounding) == pytest.approx(0.5e-4)
-    flow = ("algorithm.name=flow_grpo", "algorithm.group_size=6", "algorithm.clip_range=0.01")
-    assert limit_of(*flow, "algorithm.update_every=3") == pytest.approx(0.5e-2)
-    # one update
-    assert limit_of(*flow, "algorithm.update_every=6", "algorithm.clip_range=1e-9") > 1e-4
-    # GRPO-Guard clips std times the log-ratio; the largest std of the grid counts
-    guard = ("algorithm.name=grpo_guard", "algorithm.update_every=3", "algorithm.group_size=6")
+    flow = ["algorithm.name=flow_grpo", "algorithm.group_size=6"]
+    often = [*flow, "algorithm.update_every=3", "algorithm.clip_range=0.01"]
+    assert limit_of(*often) == pytest.approx(0.5e-2)
+    assert limit_of(*flow, "algorithm.update_every=6", "algorithm.clip_range=1e-9") > 1e-4  # once
+    guard = ["algorithm.name=grpo_guard", "algorithm.update_every=3", "algorithm.group_size=6"]
     algorithm, sigmas, one = config(*guard).algorithm, sigma_grid(6, 3.0), torch.ones(1, 1)
     stds = [float(algorithm.kernel(sigmas)(one, one, a, b).std) for a, b in pairwise(sigmas[:-1])]
-    assert limit_of(*guard, rounding=2**-22) == pytest.approx(
-        algorithm.clip_range / 2 / max(stds), rel=1e-5
-    )
+    expected = algorithm.clip_range / 2 / max(stds)
+    assert limit_of(*guard, rounding=2**-22) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dancegrpo", "flow_cps"])
-@pytest.mark.parametrize("entries", [48, 4096])
+@pytest.mark.parametrize("entries", few([48, 4096], (48).__eq__))
 def test_the_limit_of_rounding_is_that_of_velocities_with_an_error(name, entries):
     """300 members whose velocity is off by two eps of sqrt 2: the largest drift of all steps is
     within the limit, and not below a third of it (the maximum of 300 normals is 2 to 4 standard
     deviations)."""
-    options = (
-        f"algorithm.name={name}",
-        "algorithm.update_every=rollout",
-        "algorithm.group_size=6",
-        "algorithm.eta=0.7",
-    )
-    options = (*options, "algorithm.clip_range=1e-9")
+    options = [f"algorithm.name={name}", "algorithm.update_every=rollout", "algorithm.eta=0.7"]
+    options += ["algorithm.group_size=6", "algorithm.clip_range=1e-9"]
     sigmas = sigma_grid(6, 3.0)
     kernel = config(*options).algorithm.kernel(sigmas)
     x, v = random(300, entries, seed=1), math.sqrt(2) * random(300, entries, seed=2)
     error = BFLOAT16 * math.sqrt(2) * random(300, entries, seed=3).sign()
-    worst = 0.0
+    drifts = []
     for step in range(5):
         sampled, trained = (
             kernel(x, velocity, sigmas[step], sigmas[step + 1]) for velocity in (v, v + error)
         )
         x_next = sampled.sample(random(300, entries, seed=4 + step))
-        worst = max(worst, float((trained.log_prob(x_next) - sampled.log_prob(x_next)).abs().max()))
+        drifts.append((trained.log_prob(x_next) - sampled.log_prob(x_next)).abs().max())
     limit = limit_of(*options, entries=entries)
-    assert limit / 3 < worst <= limit
+    assert limit / 3 < max(drifts) <= limit
 
 
 def test_rounding_is_of_the_coarsest_dtype_and_float8_inputs_count():
-    narrow = ("policy.dtype=bfloat16", "policy.tuning=lora")
-    assert rounding_of(config()) == 2**-22
-    assert (
-        rounding_of(config("sampling.precision=published")) == rounding_of(config(*narrow)) == 2**-6
-    )
-    # weights alone are rounded, once for all calls
-    assert rounding_of(config(*narrow, "policy.quantize=int8")) == 2**-6
-    assert rounding_of(config(*narrow, "policy.quantize=fp8")) == pytest.approx(
-        math.sqrt(2 * 0.125**2 / 12)
-    )
+    """Of weights in int8 nothing counts: they are rounded once for all calls."""
+    narrow = ["policy.dtype=bfloat16", "policy.tuning=lora"]
+    for options, expected in (
+        ([], 2**-22),
+        (["sampling.precision=published"], 2**-6),
+        (narrow, 2**-6),
+        ([*narrow, "policy.quantize=int8"], 2**-6),
+        ([*narrow, "policy.quantize=fp8"], math.sqrt(2 * 0.125**2 / 12)),
+    ):
+        assert rounding_of(config(*options)) == pytest.approx(expected), options
 
 
 class Apart(GaussianPolicy):
@@ -188,9 +171,11 @@ class Apart(GaussianPolicy):
         return v * (1 + self.share) if v.requires_grad else v
 
 
-@pytest.mark.parametrize("update_every", ["rollout", "branch"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_training_pass_that_sees_another_model_raises_an_alarm(update_every, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "update_every", "without"),
+    [("float32", "branch", False), ("bfloat16", "rollout", False), ("bfloat16", "branch", True)],
+)
+def test_a_training_pass_that_sees_another_model_raises_an_alarm(dtype, update_every, without):
     """A fifth of the velocity is beyond rounding in bfloat16 too. With later updates, bfloat16
     itself takes half the clip range of 1e-4 on a latent of 48 entries, and the alarm says so."""
     precision = "published" if dtype == "bfloat16" else dtype
@@ -202,7 +187,7 @@ def test_a_training_pass_that_sees_another_model_raises_an_alarm(update_every, d
         with_precision(t, Precision(anchor=policy.dtype, sample=policy.dtype))
         return "drift" in t.iterate().get("alarms", {})
 
-    assert raised(0.2) and raised(0.0) == (dtype == "bfloat16" and update_every == "branch")
+    assert raised(0.2) and raised(0.0) == without
 
 
 # Falling rewards
@@ -213,20 +198,17 @@ def history(*evaluations):
 
 
 def test_a_fall_by_hand():
+    """Differences -.1 0 -.2 -.1, twice. Of few prompts the report says no more than the means."""
     before, after = torch.tensor([0.5, 0.6, 0.7, 0.2] * 2), torch.tensor([0.4, 0.6, 0.5, 0.1] * 2)
-    t = -0.1 / math.sqrt(0.04 / 7 / 8)  # differences -.1 0 -.2 -.1, twice
-    assert chance_of_fall(before, after) == pytest.approx(float(student.cdf(t, 7)), rel=1e-5)
-    nan = torch.tensor([math.nan])
-    assert chance_of_fall(torch.cat([before, nan]), torch.cat([after, -nan])) == pytest.approx(
-        chance_of_fall(before, after)
+    expected = float(student.cdf(-0.1 / math.sqrt(0.04 / 7 / 8), 7))
+    assert chance_of_fall(before, after) == pytest.approx(expected, rel=1e-5)
+    unscored = chance_of_fall(
+        *(torch.cat([each, torch.tensor([math.nan])]) for each in (before, after))
     )
-    # of so few prompts the report says no more than the means
-    few = torch.tensor([0.999, 0.998, 0.997])
-    assert chance_of_fall(before[:1], after[:1]) == chance_of_fall(few, 0.001 * few) == 1
-    assert (
-        chance_of_fall(torch.ones(10), torch.zeros(10)) == 2**-10
-        and chance_of_fall(torch.zeros(10), torch.ones(10)) == 1
-    )
+    assert unscored == chance_of_fall(before, after)
+    assert chance_of_fall(before[:1], after[:1]) == chance_of_fall(before[:3], before[:3] / 9) == 1
+    ones, zeros = torch.ones(10), torch.zeros(10)
+    assert (chance_of_fall(ones, zeros), chance_of_fall(zeros, ones)) == (2**-10, 1)
 
 
 def test_the_pilot_that_was_gamed_is_noticed():
@@ -236,39 +218,34 @@ def test_the_pilot_that_was_gamed_is_noticed():
     # standard errors of 1
     steps = (steps - steps.mean(1, keepdim=True)) / steps.std(1, keepdim=True) * math.sqrt(128)
     base = {"partial": torch.zeros(128), "strict": torch.zeros(128)}
-    tuned = {"partial": 0.032 + 0.019 * steps[0], "strict": -0.133 + 0.045 * steps[1]}
-    raised = fallen_rewards(history(base, tuned), ["partial"])
-    assert (
-        set(raised) == {"hacking"}
-        and "strict -0.133 ± 0.088 since iteration 0 while partial rose" in raised["hacking"]
-    )
-    assert set(fallen_rewards(history(base, base | {"strict": tuned["strict"]}), ["partial"])) == {
-        "decline"
-    }
-    for evaluations in (history(base), history(base, base | {"partial": tuned["partial"]})):
+    partial = {"partial": 0.032 + 0.019 * steps[0]}
+    strict = {"strict": -0.133 + 0.045 * steps[1]}
+    raised = fallen_rewards(history(base, partial | strict), ["partial"])
+    assert raised.keys() == {"hacking"}
+    assert "strict -0.133 ± 0.088 since iteration 0 while partial rose" in raised["hacking"]
+    assert fallen_rewards(history(base, base | strict), ["partial"]).keys() == {"decline"}
+    for evaluations in (history(base), history(base, base | partial)):
         assert fallen_rewards(evaluations, ["partial"]) == {}
 
 
 def test_a_fall_from_the_peak_counts_though_the_base_was_worse():
-    noise = [0.3 * random(100, seed=i) for i in range(8)]
-    judged = [0.0, 1.0, 0.5]
-    scores = [
-        {"trained": float(i) + noise[2 * i], "judged": level + noise[2 * i + 1]}
-        for i, level in enumerate(judged)
-    ]
-    raised = fallen_rewards(history(*scores), ["trained"])
-    assert (
-        set(raised) == {"hacking"} and "since iteration 1 while trained rose" in raised["hacking"]
-    )
-    fell_too = scores[2] | {"trained": scores[1]["trained"] - 1 + noise[7]}
-    assert set(fallen_rewards(history(*scores[:2], fell_too), ["trained"])) == {"decline"}
+    def scores(trained, judged, seed):
+        noise = 0.3 * random(2, 100, seed=seed)
+        return {"trained": trained + noise[0], "judged": judged + noise[1]}
+
+    rising = [scores(0.0, 0.0, 1), scores(1.0, 1.0, 2)]
+    raised = fallen_rewards(history(*rising, scores(2.0, 0.5, 3)), ["trained"])
+    assert raised.keys() == {"hacking"}
+    assert "since iteration 1 while trained rose" in raised["hacking"]
+    raised = fallen_rewards(history(*rising, scores(0.0, 0.5, 3)), ["trained"])
+    assert raised.keys() == {"decline"}
 
 
 def test_a_fall_counts_less_the_more_evaluations_it_is_sought_in():
     """The level of the second look is a / (1 reward * 2 * 2 * 3), that of the first a / 2: this
     fall lies in between."""
-    noise = torch.tensor([1.0, -1.0]).repeat(10).double()
     base = torch.zeros(20, dtype=torch.float64)
+    noise = torch.tensor([1.0, -1.0]).repeat(10).double()
     fallen = min(
         (noise - shift / 100 for shift in range(100)),
         key=lambda now: abs(chance_of_fall(base, now) - LEVEL / 4),
@@ -288,6 +265,7 @@ def test_the_rounding_of_a_run_is_that_of_its_coarsest_dtype(coarse):
     )
 
 
+@pytest.mark.slow
 def test_runs_that_change_nothing_rarely_raise_a_false_alarm():
     """100 runs of 6 evaluations of 3 rewards on 40 prompts whose scores wander without a direction:
     at most LEVEL of them, and three standard errors (.065) for chance. At the plain level every
@@ -307,31 +285,32 @@ def test_runs_that_change_nothing_rarely_raise_a_false_alarm():
     assert false / 100 < LEVEL + 3 * math.sqrt(LEVEL * (1 - LEVEL) / 100) and plain > 15
 
 
-def test_judged_gain_is_in_the_bases_own_units(recwarn):
-    base = {
-        "a": torch.tensor([0.0, 2.0, math.nan]),
-        "b": torch.tensor([10.0, 30.0, 20.0]),
-        "flat": torch.ones(3),
-    }
-    tuned = {
-        "a": torch.tensor([0.5, 2.5, 9.0]),
-        "b": torch.tensor([5.0, 25.0, 15.0]),
-        "flat": torch.full((3,), 1.25),
-    }
-    assert judged_gain(base, tuned, ["a"]) == pytest.approx(0.5)  # +.5, the base's std is 1
-    assert judged_gain(base, tuned, ["a", "b"]) == pytest.approx((0.5 - 5 / math.sqrt(200 / 3)) / 2)
-    assert judged_gain(base, tuned, ["flat"]) == pytest.approx(0.25)
-    unscored = {"a": torch.full((4,), torch.nan)}
-    assert math.isnan(judged_gain(unscored, unscored, ["a"])) and not list(recwarn)
+def column(**values):
+    return {name: torch.tensor(each) for name, each in values.items()}
+
+
+NONE = [math.nan] * 3
+BASE = column(a=[0.0, 2.0, math.nan], b=[10.0, 30.0, 20.0], f=[1.0, 1.0, 1.0], n=NONE)
+TUNED = column(a=[0.5, 2.5, 9.0], b=[5.0, 25.0, 15.0], f=[1.25, 1.25, 1.25], n=NONE)
+
+
+def test_judged_gain_is_in_the_bases_own_units():
+    """The base's standard deviations are 1, sqrt(200 / 3), and 0 where it is as it is."""
+    for names, expected in (
+        ("a", 0.5),
+        ("ab", (0.5 - 5 / math.sqrt(200 / 3)) / 2),
+        ("f", 0.25),
+        ("n", math.nan),
+    ):
+        assert judged_gain(BASE, TUNED, names) == pytest.approx(expected, nan_ok=True), names
 
 
 def test_an_evaluation_in_which_a_reward_gives_no_score_raises_masked_at_once():
-    watch = Alarms(["r"], ["other"], drift_limit=1.0)
-    some, none = torch.tensor([1.0, torch.nan]), torch.full((2,), torch.nan)
+    watch, none = Alarms(["r"], ["other"], drift_limit=1.0), torch.full((2,), torch.nan)
+    some = torch.tensor([1.0, torch.nan])
     assert watch.see({"kind": "eval", "iteration": 0}, {"r": some, "other": some}) == []
-    assert watch.see(row := {"kind": "eval", "iteration": 1}, {"r": some, "other": none}) == [
-        "masked"
-    ]
+    row = {"kind": "eval", "iteration": 1}
+    assert watch.see(row, {"r": some, "other": none}) == ["masked"]
     assert row["alarms"] == {"masked": "other gave no score for any of 2 pictures"}
 
 
@@ -346,52 +325,43 @@ def scenes(seed, count=100):
 
 
 def picture_alarm(row, count):
-    return (
-        outside(
-            Alarms(
-                [], [], 1.0, rows=[{"iteration": 1, **row}], history={1: {"r": torch.zeros(count)}}
-            )
-        )
-        or ""
-    )
+    """What is said of the pictures of an evaluation."""
+    judged = {1: {"r": torch.zeros(count)}}
+    return outside(Alarms([], [], 1.0, rows=[{"iteration": 1, **row}], history=judged)) or ""
 
 
 def test_pictures_that_leave_the_bases_range():
+    """All of them, or two fifths. Other noise brings none beyond it."""
     base = scenes(0)
     reference = image_statistics(base)
 
     def alarm_of(pictures):
         return picture_alarm(statistics_row(reference, image_statistics(pictures)), 100)
 
-    mean = base.mean(1, keepdim=True)
-    half = torch.arange(100)[:, None, None, None] % 5 < 2
-    for same in (base, *(scenes(seed) for seed in range(1, 6))):  # other noise
+    grey = base.mean(1, keepdim=True)
+    some = torch.arange(100)[:, None, None, None] % 5 < 2
+    for same in (base, scenes(1), scenes(2)):
         assert alarm_of(same) == ""
     for said, pictures in {
         "contrast": torch.full_like(base, 0.5),
         "detail": (base + 0.1 * random(*base.shape, seed=9)).clamp(0, 1),
-        "saturation": (mean + 2.5 * (base - mean)).clamp(0, 1),
+        "saturation": (grey + 2.5 * (base - grey)).clamp(0, 1),
         "clipped": (0.5 + 3 * (base - 0.5)).clamp(0, 1),
         "brightness": (base + 0.25).clamp(0, 1),
     }.items():
-        assert f"{said} " in alarm_of(pictures), said
-        assert f"{said} " in alarm_of(torch.where(half, pictures, base)), (
-            f"{said}, two fifths of the pictures"
-        )
+        for changed in (pictures, torch.where(some, pictures, base)):
+            assert f"{said} " in alarm_of(changed), said
 
 
-def test_a_crowd_of_pictures_raises_the_alarm_and_one_less_does_not():
-    for count, enough in ((64, 22), (20, 13)):  # as docs/alarms.md has it
-        row = {
-            "image/detail": 0.5,
-            "image/detail/low": 0.1,
-            "image/detail/high": 0.4,
-            "image/detail/below": 0.0,
+@pytest.mark.parametrize(("count", "enough"), [(64, 22), (20, 13)])
+def test_a_crowd_of_pictures_raises_the_alarm_and_one_less_does_not(count, enough):
+    """As docs/alarms.md has it."""
+    row = {"detail": 0.5, "detail/low": 0.1, "detail/high": 0.4, "detail/below": 0.0}
+    for beyond, raised in ((enough - 1, False), (enough, True)):
+        found = {
+            f"image/{key}": value for key, value in (row | {"detail/above": beyond / count}).items()
         }
-        for beyond, raised in ((enough - 1, False), (enough, True)):
-            assert (
-                bool(picture_alarm(row | {"image/detail/above": beyond / count}, count)) == raised
-            ), (count, beyond)
+        assert bool(picture_alarm(found, count)) == raised, beyond
 
 
 def test_a_crowd_is_more_than_other_noise_brings():
@@ -424,26 +394,12 @@ def peaked(images, prompts):
 
 def alarmed(run_dir, *overrides, heard=None, make=trainer, **more):
     """A run of ten iterations that games its reward; what it says is added to `heard`."""
-    if run_dir is not None:
-        run_dir.mkdir(exist_ok=True)
     prompts = [str(0.01 * i) for i in range(16)]
-    options = (
-        "trainer.iterations=10",
-        "trainer.checkpoint_every=5",
-        # sixteen grey pictures of nearly one brightness leave its range at once
-        "alarms.pictures=off",
-    )
-    said = {"notify": (heard if heard is not None else []).append}
-    return make(
-        run_dir,
-        *options,
-        *overrides,
-        prompts=prompts,
-        heldout=prompts,
-        judges={"dark": peaked},
-        **said,
-        **more,
-    )
+    # sixteen grey pictures of nearly one brightness leave its range at once
+    options = ["trainer.iterations=10", "trainer.checkpoint_every=5", "alarms.pictures=off"]
+    parts = {"prompts": prompts, "heldout": prompts, "judges": {"dark": peaked}}
+    notify = ([] if heard is None else heard).append
+    return make(run_dir, *options, *overrides, notify=notify, **parts, **more)
 
 
 def rows_of(t):
@@ -473,20 +429,16 @@ def test_an_alarm_is_logged_in_every_row_and_told_once(warned):
     folder, rows, heard, _, at = warned
     gains = {row["iteration"]: row["judged_gain"] for row in rows if row["kind"] == "eval"}
     assert 0 < max(gains, key=gains.get) < at < 10, gains  # it rises, and then falls
-    alarms = {
-        (row["kind"], row["iteration"]): set(row["alarms"]) for row in rows if "alarms" in row
-    }
-    assert alarms == {("eval", iteration): {"hacking"} for iteration in range(at, 11, 2)}
+    alarms = {row["iteration"]: [*row["alarms"]] for row in rows if "alarms" in row}
+    assert alarms == {iteration: ["hacking"] for iteration in range(at, 11, 2)}
     (told,) = [message for message in heard if "hacking" in message]
-    assert (
-        f"alarm after iteration {at}: hacking: dark -" in told and ALARMS["hacking"].helps in told
-    )
-    assert log(folder) == json.loads(json.dumps(rows))
-    assert any(
-        b"alarms/hacking" in path.read_bytes() for path in (folder / "tensorboard").iterdir()
-    )
+    assert f"alarm after iteration {at}: hacking: dark -" in told
+    assert ALARMS["hacking"].helps in told and log(folder) == json.loads(json.dumps(rows))
+    (board,) = (folder / "tensorboard").iterdir()
+    assert b"alarms/hacking" in board.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_raises_the_same_alarms(tmp_path, warned):
     """Cut between the checkpoint of 5 and the end: the rows after it are made again, and are the
     same, alarms included."""
@@ -500,9 +452,8 @@ def test_a_resumed_run_raises_the_same_alarms(tmp_path, warned):
 def test_stop_saves_and_ends_and_a_resume_goes_on(tmp_path, warned):
     _, rows, _, weights, at = warned
     stopped_rows, stop = rows_of(alarmed(tmp_path, "alarms.action=stop"))
-    assert (
-        isinstance(stop, Stopped) and stop.exit_code == 1 and f"after iteration {at}" in str(stop)
-    )
+    assert isinstance(stop, Stopped) and stop.exit_code == 1
+    assert f"after iteration {at}" in str(stop)
     assert checkpoints(tmp_path / "checkpoints")[-1].name == f"iteration_{at:06d}"
     again = alarmed(tmp_path, "alarms.action=stop", make=resumed)
     more, stop = rows_of(again)
@@ -512,50 +463,46 @@ def test_stop_saves_and_ends_and_a_resume_goes_on(tmp_path, warned):
 
 @pytest.mark.parametrize("ema", few([0.0, 0.5], bool))
 def test_rollback_takes_the_best_evaluations_weights_and_a_resume_goes_on(tmp_path, ema):
-    """Against a run of the same config that stops at the best evaluation, and one that is only
-    told."""
+    """Against a run of the same config that is only told."""
     options = (f"optim.ema_decay={ema}", "optim.learning_rate=0.06")
-    told = alarmed(tmp_path / "told", *options)
-    rows, _ = rows_of(told)
+    told, rows, weights = alarmed(None, *options), [], {}
+    for row in told.train():
+        rows += untimed([row])
+        own = told.learner.average.module[0] if ema else told.policy.mean
+        weights[row["iteration"]] = own.detach().clone()
     at = next(row["iteration"] for row in rows if "alarms" in row)
-    before = {
-        row["iteration"]: row["judged_gain"]
-        for row in rows
-        if row["kind"] == "eval" and row["iteration"] < at
-    }
-    best = max(before, key=before.get)
-    assert 0 < best < at
-    reference = alarmed(tmp_path / "reference", *options)
-    cut(reference, "eval", best)
-    reference.export()
-    t = alarmed(tmp_path / "back", *options, "alarms.hacking=rollback")
+    gains = {row["iteration"]: row["judged_gain"] for row in rows if row["kind"] == "eval"}
+    best = max((iteration for iteration in gains if iteration < at), key=gains.get)
+    assert best > 0
+    t = alarmed(tmp_path, *options, "alarms.hacking=rollback")
     _, stop = rows_of(t)
-    assert isinstance(
-        stop, RolledBack
-    ) and f"after iteration {at}; the weights are those of iteration {best}" in str(stop)
+    assert isinstance(stop, RolledBack)
+    assert f"after iteration {at}; the weights are those of iteration {best}" in str(stop)
     t.finish()
     t.export()
-    exported, wanted = (
-        load_file(tmp_path / name / "adapter/gaussian.safetensors")
-        for name in ("back", "reference")
-    )
-    assert torch.equal(exported["mean"], wanted["mean"])
-    results = json.loads((tmp_path / "back" / "results.json").read_text())
+    exported = load_file(tmp_path / "adapter/gaussian.safetensors")["mean"]
+    assert torch.equal(exported, weights[best])
+    results = json.loads((tmp_path / "results.json").read_text())
     assert (results["iteration"], results["rolled_back_from"]) == (best, at)
-    again = alarmed(tmp_path / "back", *options, "alarms.hacking=rollback", make=resumed)
+    again = alarmed(tmp_path, *options, "alarms.hacking=rollback", make=resumed)
     assert again.iteration == at
     _, stop = rows_of(again)
     assert stop is None and torch.equal(again.policy.mean, told.policy.mean)
-    assert log(tmp_path / "back") == log(tmp_path / "told")
+    assert log(tmp_path) == json.loads(json.dumps(rows))
 
 
-def test_an_evaluation_with_an_alarm_is_never_the_best():
-    watch = Alarms(["r"], [], drift_limit=1.0)
-    for gain, alarm in ((0.0, False), (0.3, False), (0.9, True), (0.2, False), (0.5, False)):
-        watch.rows.append(
-            {"kind": "eval", "judged_gain": gain} | ({"alarms": {"pictures": ""}} if alarm else {})
-        )
-        assert watch.best_so_far == (gain in (0.0, 0.3, 0.5)), gain
+def test_an_evaluation_with_an_alarm_or_without_a_gain_is_never_the_best():
+    watch, alarm = Alarms(["r"], [], drift_limit=1.0), {"alarms": {"pictures": ""}}
+    for gain, more, best in (
+        (0.0, {}, True),
+        (0.3, {}, True),
+        (0.9, alarm, False),
+        (0.2, {}, False),
+        (0.5, {}, True),
+        (None, {}, False),
+    ):
+        watch.rows.append({"kind": "eval", "judged_gain": gain, **more})
+        assert watch.best_so_far == best, gain
 
 
 def test_going_back_needs_a_place_to_keep_the_best():
@@ -573,6 +520,7 @@ def train_alarmed(world, folder):
     )
 
 
+@pytest.mark.slow
 def test_all_ranks_raise_the_same_alarms_and_go_back_together(tmp_path, warned):
     (first, second) = ranks.run(2, train_alarmed, tmp_path / "two")
     assert first == second and "best evaluation" in first[1]
@@ -582,68 +530,26 @@ def test_all_ranks_raise_the_same_alarms_and_go_back_together(tmp_path, warned):
 # The user's side
 
 
-def test_every_alarm_has_an_action_and_advice():
-    assert set(get_args(Alarm)) == {"action", *ALARMS}
-    # YAML reads off as false
-    c = config("alarms.action=stop", "alarms.pictures=off", "alarms.drift=rollback")
-    assert [c.action_of(name) for name in ("hacking", "pictures", "drift")] == [
-        "stop",
-        "off",
-        "rollback",
-    ]
-    with pytest.raises(UserError, match=r"alarms\.action"):
-        config("alarms.action=halt")
-
-
-FALLING = """
-import itertools, torch
-calls = itertools.count()
-
-def falling(images, prompts):
-    call = next(calls)
-    return 0.01 * (torch.arange(len(images)) * call % 5) - call
-"""
-
-
+@pytest.mark.slow  # trains the tiny FLUX
 def test_the_command_goes_back_writes_the_weights_and_exits_with_1(capsys, tmp_path, tiny_config):
     """A judge that likes pictures less each time that it is asked: base, after iteration 1 and,
     resumed, after 2."""
     run, judge = tmp_path / "run", tmp_path / "judge.py"
-    judge.write_text(FALLING)
-    options = [
-        f"evaluation.rewards.falling.{option}"
-        for option in ("kind=function", f"options.target={judge}:falling")
-    ]
+    judge.write_text(
+        "import itertools, torch\ncalls = itertools.count()\n\ndef falling(images, prompts):\n"
+        "    call = next(calls)\n    return 0.01 * (torch.arange(len(images)) * call % 5) - call\n"
+    )
     (tmp_path / "eight.txt").write_text("a red circle\n" * 8)
+    options = [f"evaluation.rewards.falling.kind={judge}:falling"]
     options += [f"evaluation.prompts={tmp_path / 'eight.txt'}", "evaluation.num_prompts=8"]
-    go_back = ("alarms.decline=rollback", "alarms.hacking=rollback")
-    code, out, err = g2rpo(capsys, "train", tiny_config, *options, *go_back, "--run-dir", run)
+    words = ["train", tiny_config, *options, "--run-dir", run]
+    go_back = ["alarms.decline=rollback", "alarms.hacking=rollback"]
+    code, out, err = g2rpo(capsys, *words, *go_back)
     assert code == 1 and "Traceback" not in err
     assert "alarm after iteration 1: " in out and "falling -" in out
     assert "stopped by an alarm after iteration 1; the weights are those of iteration 0" in err
-    adapter = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
     # the base model's
-    assert not any(value.any() for name, value in adapter.items() if "lora_B" in name)
-    done(capsys, "train", tiny_config, *options, "alarms.action=stop", "--run-dir", run, "--resume")
-    assert [row["iteration"] for row in Run(run).read_log()] == [0, 1, 1, 2, 2]
+    assert not any(value.any() for name, value in adapter_of(run).items() if "lora_B" in name)
+    done(capsys, *words, "alarms.action=stop", "--resume")
     results = json.loads((run / "results.json").read_text())
     assert results["iteration"] == 2 and "rolled_back_from" not in results
-
-
-def test_an_evaluation_without_a_gain_is_never_the_best():
-    watch = Alarms(["r"], [], drift_limit=1.0)
-    watch.rows = [{"kind": "eval", "judged_gain": gain} for gain in (0.0, 0.9)]
-    assert watch.best_so_far
-    watch.rows.append({"kind": "eval", "judged_gain": None})
-    assert not watch.best_so_far
-
-
-def test_diversity_is_compared_with_the_bases_alone():
-    rows = [
-        {"kind": "eval", "iteration": iteration, "diversity": value}
-        for iteration, value in ((60, 0.4), (80, 0.1))
-    ]
-    log = Alarms([], [], 1.0, rows=rows)
-    assert alike(log) is None
-    log.rows[0]["iteration"] = 0
-    assert alike(log)

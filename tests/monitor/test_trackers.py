@@ -8,15 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from g2rpo.config.resolve import resolve
 from g2rpo.core.errors import UserError
 from g2rpo.monitor.trackers import BACKLOG, Feed, build_trackers, check_trackers, scalars
 from g2rpo.run.run import Run
-from tests.support.commands import done, g2rpo
-from tests.support.runs import PLAIN, cut, resumed, trainer
+from tests.support.commands import done
+from tests.support.runs import cut, resumed, trainer
 
 STAND_IN = '''
 """The few functions of wandb (or trackio) that are used; what they are told is appended to calls.jsonl."""
@@ -69,106 +67,112 @@ def init(**options):
 
 
 @pytest.fixture
-def library(tmp_path_factory, monkeypatch):
+def library(tmp_path, monkeypatch):
     """Installs a stand-in under a library's name; returns a function that reads what it was
     told."""
 
     def install(name, logged_in=True):
-        folder = tmp_path_factory.mktemp("library")
-        (folder / f"{name}.py").write_text(
-            STAND_IN.replace("LOGGED_IN = True", f"LOGGED_IN = {logged_in}")
-        )
+        folder = tmp_path / "library"
+        folder.mkdir()
+        source = STAND_IN.replace("LOGGED_IN = True", f"LOGGED_IN = {logged_in}")
+        (folder / f"{name}.py").write_text(source)
+        (folder / "calls.jsonl").touch()
         monkeypatch.syspath_prepend(folder)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        path = folder / "calls.jsonl"
-        return lambda kind: (
-            [call[1:] for call in map(json.loads, path.open()) if call[0] == kind]
-            if path.exists()
-            else []
-        )
+        monkeypatch.setitem(sys.modules, name, None)  # so that it is taken back
+        del sys.modules[name]
+
+        def calls(kind):
+            told = map(json.loads, (folder / "calls.jsonl").open())
+            return [call[1:] for call in told if call[0] == kind]
+
+        return calls
 
     return install
 
 
-def cut_short(run_dir: Path, *overrides: str, **more) -> None:
+def cut_short(run_dir: Path, *overrides: str, **more) -> list[tuple[int, dict]]:
     """A run of four iterations that is killed in the third, after the checkpoint of the second, and
-    resumed."""
-    run_dir.mkdir()
+    resumed. Returns the iterations and numbers of its log."""
+    run_dir.mkdir(exist_ok=True)
     cut(trainer(run_dir, *overrides, **more), "train", 3)
     list(resumed(run_dir, *overrides, **more).train())
+    rows = [
+        {key: value for key, value in row.items() if value is not None}
+        for row in Run(run_dir).read_log()
+    ]
+    return [(row["iteration"], scalars(row)) for row in rows]
 
 
 def test_tensorboard_shows_every_number_and_picture_once_though_the_run_was_cut_short(tmp_path):
-    run = tmp_path / "run"
-    cut_short(run)
-    board = EventAccumulator(str(run / "tensorboard")).Reload()
-    shown = {(tag, e.step, e.value) for tag in board.Tags()["scalars"] for e in board.Scalars(tag)}
-    logged = {
-        (name, row["iteration"], value)
-        for row in Run(run).read_log()
-        for name, value in scalars(finite(row)).items()
+    """As float32."""
+    logged = cut_short(tmp_path)
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = {(tag, each.step) for tag in board.Tags()["scalars"] for each in board.Scalars(tag)}
+    assert shown == {(name, step) for step, numbers in logged for name in numbers}
+    losses = [(step, row["train/loss"]) for step, row in logged if "train/loss" in row]
+    found = board.Scalars("train/loss")
+    assert [each.step for each in found] == [step for step, _ in losses] == [1, 2, 3, 4]
+    assert [each.value for each in found] == pytest.approx([loss for _, loss in losses], rel=1e-6)
+    pictures = {each.step: each.encoded_image_string for each in board.Images("eval/samples")}
+    samples = tmp_path / "samples"
+    assert pictures == {
+        step: (samples / f"iteration_{step:06d}.png").read_bytes() for step in (0, 2, 4)
     }
-    assert {(tag, step) for tag, step, _ in shown} == {(name, step) for name, step, _ in logged}
-    assert [e.step for e in board.Scalars("train/loss")] == [1, 2, 3, 4]
-    assert [e.step for e in board.Images("eval/samples")] == [0, 2, 4]
-    last = board.Images("eval/samples")[-1]
-    assert (
-        last.encoded_image_string == (path := run / "samples" / "iteration_000004.png").read_bytes()
-    )
-    assert (last.width, last.height) == Image.open(path).size
-    losses = {
-        row["iteration"]: row["loss"] for row in Run(run).read_log() if row["kind"] == "train"
-    }
-    # float32 there
-    assert {e.step: e.value for e in board.Scalars("train/loss")} == pytest.approx(losses, rel=1e-6)
 
 
-def finite(row):
-    return {key: value for key, value in row.items() if value is not None}
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_hosted_run_gets_every_row_once_in_one_run_of_its_own(tmp_path, library, name):
+@pytest.mark.parametrize(
+    ("name", "known_by", "endings"),
+    [("wandb", "id", [{"exit_code": 1}, {"exit_code": 0}]), ("trackio", "name", [{}, {}])],
+)
+def test_a_hosted_run_gets_every_row_once_in_one_run_of_its_own(
+    tmp_path, library, name, known_by, endings
+):
+    """Eval 0, train 1, train 2, eval 2, train 3 (before the kill), train 4, eval 4."""
     calls = library(name)
-    cut_short(tmp_path / "run", trackers=build_trackers([name]))
+    logged = cut_short(tmp_path / "run", trackers=build_trackers([name]))
     first, second = (options for (options,) in calls("init"))
-    known_by = "id" if name == "wandb" else "name"
     assert first[known_by] == second[known_by] and first["resume"] == second["resume"] == "allow"
     assert (first["project"], first["config"]["optim"]["learning_rate"]) == ("g2rpo", 0.05)
-    sent = [
-        (values.pop("iteration") if name == "wandb" else step, values)
-        for values, step in calls("log")
-    ]
-    kept = [(row["iteration"], scalars(finite(row))) for row in Run(tmp_path / "run").read_log()]
-    assert [(step, {v.partition("/")[0] for v in values}) for step, values in sent] == [
-        (step, {v.partition("/")[0] for v in values}) for step, values in kept
-    ]  # eval 0, train 1, train 2, eval 2, train 3 (before the kill), train 4, eval 4
-    for (step, values), (_, numbers) in zip(sent, kept, strict=True):
-        picture = values.pop("eval/samples", None)
-        assert picture == (
-            f"picture iteration_{step:06d}.png, True" if "eval/reward/bright" in values else None
-        )
-        steady = {key for key in numbers if "seconds" not in key}
-        assert values.keys() == numbers.keys() and all(
-            values[key] == numbers[key] for key in steady
-        )
-    endings = calls("finish")
-    assert endings == (
-        [[{"exit_code": 1}], [{"exit_code": 0}]] if name == "wandb" else [[{}], [{}]]
-    )
+    for (values, step), (iteration, numbers) in zip(calls("log"), logged, strict=True):
+        assert (values.pop("iteration") if name == "wandb" else step) == iteration
+        drawn = f"picture iteration_{iteration:06d}.png, True"
+        expected = {"eval/samples": drawn} if "eval/reward/bright" in numbers else {}
+        steady = {key: value for key, value in numbers.items() if "seconds" not in key}
+        assert values.items() >= (steady | expected).items()
+        assert values.keys() == numbers.keys() | expected.keys()
+    assert calls("finish") == [[ending] for ending in endings]
 
 
 def test_who_is_not_logged_in_is_told_once_and_trains_on(tmp_path, library):
     calls, told = library("wandb", logged_in=False), []
-    t = trainer(tmp_path, trackers=build_trackers(["wandb", "tensorboard"]), notify=told.append)
-    assert list(t.train())[-1]["iteration"] == 4
+    trackers = build_trackers(["wandb", "tensorboard"])
+    t = trainer(tmp_path, trackers=trackers, notify=told.append)
+    list(t.train())
     (message,) = [line for line in told if line.startswith("tracker")]
-    assert message.startswith(
-        "tracker wandb failed (RuntimeError: not logged in; run `wandb login`"
-    ) and not calls("init")
-    assert (
-        EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")[-1].step == 4
-    )
+    assert "wandb failed (RuntimeError: not logged in; run `wandb login`" in message
+    assert not calls("init")
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert board.Scalars("train/loss")[-1].step == 4
+
+
+@pytest.mark.slow  # trains the tiny FLUX
+def test_trackers_may_change_when_a_run_goes_on(capsys, tmp_path, tiny_config, library):
+    run = tmp_path / "run"
+    done(capsys, "train", tiny_config, "trackers=[]", "--run-dir", run)
+    assert not (run / "tensorboard").exists()
+    calls, more = library("trackio"), ["trainer.iterations=3", "trackers=[trackio]", "--resume"]
+    done(capsys, "train", tiny_config, *more, "--run-dir", run)
+    assert [step for _, step in calls("log")] == [3, 3]
+
+
+def test_a_library_that_is_not_known_or_not_installed_is_wrong_input(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name, said in (
+        ("trackio", "trackers: trackio is not installed; `pip install trackio`"),
+        ("wandbb", r"unknown tracker 'wandbb'.*wandb"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_trackers([name])
 
 
 class Deaf:
@@ -223,30 +227,3 @@ def test_a_tracker_that_breaks_is_named_once_and_asked_no_more(tmp_path):
         "tracker Broken failed (ConnectionError: no network); the run goes on without it"
     ]
     assert broken.rows == [0] and fine.rows == [0, 1, 2, 3, 4, False]
-
-
-def test_trackers_are_named_in_the_config_and_may_change_when_a_run_goes_on(
-    capsys, tmp_path, tiny_config, library
-):
-    assert (
-        resolve(PLAIN, ["trackers=trackio"]).trackers == ["trackio"]
-        and resolve(PLAIN, ["trackers=[]"]).trackers == []
-    )
-    with pytest.raises(UserError, match=r"unknown tracker 'wandbb'.*wandb"):
-        check_trackers(resolve(PLAIN, ["trackers=wandbb"]).trackers)
-    run, more = tmp_path / "run", ["trainer.iterations=3", "trackers=[trackio]", "--resume"]
-    assert (
-        g2rpo(capsys, "train", tiny_config, "trackers=[]", "--run-dir", run)[0] == 0
-        and not (run / "tensorboard").exists()
-    )
-    calls = library("trackio")
-    done(capsys, "train", tiny_config, *more, "--run-dir", run)
-    assert [step for _, step in calls("log")] == [3, 3]
-
-
-def test_a_library_that_is_not_installed_is_wrong_input(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match="trackers: trackio is not installed; `pip install trackio`"
-    ):
-        check_trackers(["trackio"])

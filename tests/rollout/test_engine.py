@@ -1,5 +1,7 @@
 """The engine against a plain loop that shares nothing, and its counts against closed forms."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -18,6 +20,11 @@ SIGMAS = sigma_grid(16, 3.0)
 
 def noise(prompt, *purpose):
     return generator_for(prompt, *purpose)
+
+
+def own_noise(prompt, _, *purpose):
+    """The noise of a prompt that is alone, and so the first of all."""
+    return noise(prompt, *purpose)
 
 
 class Network(GaussianPolicy):
@@ -90,75 +97,48 @@ PLANS = {
 def test_sharing_changes_no_latent(name, batch_size):
     """Elementwise float32 arithmetic: rows do not know their batch, so results are equal to the
     last bits (1e-6 of |x| ~ 3)."""
+    same = partial(torch.testing.assert_close, atol=1e-5, rtol=0)
     group_size, kernel = 3, sde_kernel(dance_sde(0.5))
     engine = make_engine(prompts=2, batch_size=batch_size)
     rollouts = engine.rollout(PLANS[name], group_size, kernel, noise)
     assert [r.prompt for r in rollouts] == sorted([0, 1] * len(PLANS[name]))
-    counted = engine.evaluations
-    assert counted == 2 * count_evaluations(PLANS[name], group_size)
+    assert engine.evaluations == 2 * count_evaluations(PLANS[name], group_size)
     for got in rollouts:
-        prompt = got.prompt
-        row = engine.cond.rows([prompt])
-        asked = reference.rollout(
-            engine.policy,
-            row,
-            SIGMAS,
-            got.plan,
-            group_size,
-            kernel,
-            lambda _, *key, prompt=prompt: noise(prompt, *key),
-        )
-        torch.testing.assert_close(got.finals, asked.finals, atol=1e-5, rtol=0)
+        cond, own = engine.cond.rows([got.prompt]), partial(own_noise, got.prompt)
+        asked = reference.rollout(engine.policy, cond, SIGMAS, got.plan, group_size, kernel, own)
+        same(got.finals, asked.finals)
         assert [t.step for t in got.transitions] == [t.step for t in asked.transitions]
         for mine, theirs in zip(got.transitions, asked.transitions, strict=True):
-            assert len(mine.x) == (
-                1 if got.plan.shared_noise and mine.step == got.plan.branch else group_size
-            )
-            for name in ("x_next", "old_log_prob"):
-                torch.testing.assert_close(
-                    getattr(mine, name), getattr(theirs, name), atol=1e-5, rtol=0
-                )
-            for name in ("x", "old_mean"):
-                torch.testing.assert_close(
-                    getattr(mine, name).expand_as(theirs.x),
-                    getattr(theirs, name),
-                    atol=1e-5,
-                    rtol=0,
-                )
+            shared = got.plan.shared_noise and mine.step == got.plan.branch
+            assert len(mine.x) == (1 if shared else group_size)
+            for field in ("x", "old_mean", "x_next", "old_log_prob"):
+                own_value, value = getattr(mine, field), getattr(theirs, field)
+                same(own_value.expand_as(value) if shared else own_value, value)
 
 
+@torch.no_grad()
 def test_sample_is_the_plain_ode():
     engine = make_engine(prompts=2, batch_size=3)
-    x = engine.initial(noise)
-    y = x.clone()
-    with torch.no_grad():
-        for step in range(16):
-            y = ode_step(
-                y,
-                engine.policy.velocity(y, SIGMAS[[step, step]], engine.cond),
-                SIGMAS[step],
-                SIGMAS[step + 1],
-            )
+    y = x = engine.initial(noise)
+    for step in range(16):
+        v = engine.policy.velocity(y, SIGMAS[[step, step]], engine.cond)
+        y = ode_step(y, v, SIGMAS[step], SIGMAS[step + 1])
     torch.testing.assert_close(engine.sample(x), y, atol=1e-6, rtol=0)
     assert engine.evaluations == 32
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "more"),
     [
-        (2, 2, ((2, 16),)),
-        (0, 1, ()),
-        (0, 1, ((2, 16),)),
-        (0, 1, ((1, 1, 16),)),
-        (0, 1, ((1, 16), (1, 15))),
+        ((2, 2, ((2, 16),)), {}),
+        ((0, 1, ()), {}),
+        ((0, 1, ((2, 16),)), {}),
+        ((0, 1, ((1, 1, 16),)), {}),
+        ((0, 1, ((1, 16), (1, 15))), {}),
+        ((0, 1, ((1, 16),)), {"common": 0.5}),  # noise in common is of own noise
+        ((0, 1, ((1, 16),)), {"common": 1.1, "shared_noise": False}),
     ],
 )
-def test_impossible_plans_are_refused(plan):
+def test_impossible_plans_are_refused(plan, more):
     with pytest.raises(ValueError):
-        Plan(*plan)
-
-
-def test_noise_in_common_is_of_members_with_noise_of_their_own():
-    for common, shared in ((0.5, True), (1.1, False)):
-        with pytest.raises(ValueError, match="common must be"):
-            Plan(0, 1, ((1, 16),), shared_noise=shared, common=common)
+        Plan(*plan, **more)

@@ -2,7 +2,6 @@
 depends on differs."""
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from g2rpo.run.lock import held as lock
 from g2rpo.run.rates import Sweep
 from g2rpo.runtime.distributed import ALONE
 from tests.support.policies import make
-from tests.support.runs import brightness, config, trainer
+from tests.support.runs import brightness, config, log, trainer
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 
 
@@ -41,26 +40,21 @@ def begun(run_dir, bases, **more):
 
 def test_a_second_run_takes_the_base_of_the_first_and_writes_the_same_files(tmp_path):
     alone, first, second = (tmp_path / name for name in ("alone", "first", "second"))
-    asked = [
-        begun(alone, None),
-        begun(first, tmp_path / "bases"),
-        begun(second, tmp_path / "bases"),
-    ]
+    asked = [begun(alone, None), *(begun(run, tmp_path / "bases") for run in (first, second))]
     assert asked[0] == asked[1] > 0 == asked[2]
-    rows = [json.loads((run / "metrics.jsonl").read_text()) for run in (alone, first, second)]
-    assert [list(row) for row in rows] == [list(rows[0])] * 3
-    assert [{**row, "seconds": 0} for row in rows] == [{**rows[0], "seconds": 0}] * 3
-    names = [
-        "scores/iteration_000000.jsonl",
-        "samples/iteration_000000.png",
-        "baseline.safetensors",
-    ]
-    for name in names:
-        assert (
-            (alone / name).read_bytes()
-            == (first / name).read_bytes()
-            == (second / name).read_bytes()
-        )
+    for run in (first, second):
+        (row,), (expected,) = log(run), log(alone)
+        assert list(row.items()) == list(expected.items())
+        for name in ("scores/iteration_000000.jsonl", "samples/iteration_000000.png"):
+            assert (run / name).read_bytes() == (alone / name).read_bytes()
+        base = "baseline.safetensors"
+        assert (run / base).read_bytes() == (alone / base).read_bytes()
+
+
+JUDGED = ["rewards.scene_accuracy=", "rewards.brightness=1", "evaluation.rewards.scene_clip={}"]
+
+
+SWAPPED = ["rewards.scene_accuracy=", "rewards.scene_clip=1", "evaluation.rewards.brightness={}"]
 
 
 def test_a_damaged_one_is_made_again(tmp_path):
@@ -102,44 +96,30 @@ def key(*overrides, contents=None):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "same"),
+    ("overrides", "other", "same"),
     [
-        (
-            [
-                "algorithm.name=mixgrpo",
-                "trainer.iterations=3",
-                "optim.learning_rate=1e-3",
-                "policy.lora_rank=4",
-            ],
-            True,
-        ),
-        (
-            ["rewards.scene_accuracy.weight=3", "evaluation.every=3", "evaluation.controls=false"],
-            True,
-        ),
-        (["trainer.seed=1"], False),
-        (["policy.guidance_scale=2"], False),
-        (["policy.dtype=bfloat16"], False),
-        (["evaluation.num_prompts=5"], False),
-        (["evaluation.num_steps=5"], False),
-        (["sampling.shift=1"], False),
-        (["evaluation.rewards.brightness={}"], False),
+        (["algorithm.name=mixgrpo", "trainer.iterations=3", "policy.lora_rank=4"], [], True),
+        (["rewards.scene_accuracy.weight=3", "evaluation.every=3"], [], True),
+        (JUDGED, SWAPPED, True),
+        (["trainer.seed=1"], [], False),
+        (["policy.guidance_scale=2"], [], False),
+        (["policy.dtype=bfloat16"], [], False),
+        (["evaluation.num_prompts=5"], [], False),
+        (["evaluation.num_steps=5"], [], False),
+        (["sampling.shift=1"], [], False),
+        (["evaluation.rewards.brightness={}"], [], False),
     ],
 )
-def test_it_is_shared_where_all_that_determines_it_is_equal(overrides, same):
-    assert (key(*overrides) == key()) == same
+def test_it_is_shared_where_all_that_determines_it_is_equal(overrides, other, same):
+    assert (key(*overrides) == key(*other)) == same
 
 
-def test_other_held_out_prompts_have_another_and_other_training_prompts_the_same():
-    plain = key(contents={"prompts.train": "a", "evaluation.prompts": "a"})
-    assert key(contents={"prompts.train": "b", "evaluation.prompts": "a"}) == plain
-    assert key(contents={"prompts.train": "a", "evaluation.prompts": "b"}) != plain
-
-
-def test_a_trained_reward_and_a_judge_may_change_places():
-    one = ["rewards.scene_accuracy=", "rewards.brightness=1", "evaluation.rewards.scene_clip={}"]
-    other = ["rewards.scene_accuracy=", "rewards.scene_clip=1", "evaluation.rewards.brightness={}"]
-    assert key(*one) == key(*other)
+@pytest.mark.parametrize(
+    ("changed", "same"), [("prompts.train", True), ("evaluation.prompts", False)]
+)
+def test_other_held_out_prompts_have_another_and_other_training_prompts_the_same(changed, same):
+    plain = {"prompts.train": "a", "evaluation.prompts": "a"}
+    assert (key(contents=plain | {changed: "b"}) == key(contents=plain)) == same
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -155,30 +135,21 @@ def test_an_adapter_that_was_not_trained_adds_exactly_nothing(dtype):
 
 def test_the_pilots_of_several_cells_share_their_base_too(tmp_path):
     """By a reward that counts its calls: the second cell's pilots ask for one evaluation less."""
-    asked, words = [], ["trainer.iterations=12", "evaluation.num_prompts=10"]
+    calls, asked = [], []
+
+    def bright(images, prompts):
+        calls.append(len(images))
+        return brightness(images, prompts)
+
+    c = config("trainer.iterations=4", "evaluation.num_prompts=10", "optim.learning_rate=0.02")
+    given = {"rewards": {"bright": bright}, "judges": {"dark": brightness}, "trackers": []}
+    given |= {"prompts": [f"{0.01 * place:g}" for place in range(12)], "heldout": ["-1"]}
     for cell in ("a", "b"):
-        calls = []
-
-        def bright(images, prompts, calls=calls):
-            calls.append(len(images))
-            return brightness(images, prompts)
-
-        given = {
-            "policy": GaussianPolicy(),
-            "rewards": {"bright": bright},
-            "judges": {"dark": brightness},
-        }
-        given |= {
-            "prompts": [f"{0.01 * place:g}" for place in range(12)],
-            "heldout": ["-1"],
-            "trackers": [],
-        }
+        calls.clear()
         sweep = Sweep(0.02, [0.02, 0.05])
-        where = {
-            "run_dir": tmp_path / cell,
-            "bases": tmp_path / "bases",
-            "notify": lambda said: None,
-        }
-        build(Request(config=config(*words), given=given, sweep=sweep, **where))
+        where = {"run_dir": tmp_path / cell, "bases": tmp_path / "bases", "notify": print}
+        own = given | {"policy": GaussianPolicy()}
+        build(Request(config=c, given=own, sweep=sweep, **where))
         asked.append((len(calls), [(pilot.rate, pilot.gain) for pilot in sweep.pilots]))
-    assert asked[0][0] == asked[1][0] + 1 and asked[0][1] == asked[1][1]
+    (first, gains), (second, others) = asked
+    assert first == second + 1 and gains == others

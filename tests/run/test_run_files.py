@@ -24,53 +24,40 @@ from tests.support.runs import brightness, finished, resumed, trainer
 from tests.support.variants import few
 
 
+@pytest.mark.slow  # trains the tiny FLUX twice
 def test_a_run_from_python_leaves_weights_and_a_card(tmp_path, tiny_config):
-    t = finished(
-        api.trainer(str(tiny_config), run_dir=tmp_path / "run", rewards={"bright": brightness})
-    )
-    card = tmp_path / "run" / "adapter" / "README.md"
-    assert (
-        api.sample(tmp_path / "run", ["a red circle"]).shape[0] == 1
-        and "bright" in card.read_text()
-    )
-    push(tmp_path / "run", "me/mine", private=True, api=Hub())
+    """The card is about these weights: it goes with them, and comes again."""
+    run, rewards = tmp_path / "run", {"bright": brightness}
+    t = finished(api.trainer(str(tiny_config), run_dir=run, rewards=rewards))
+    card = run / "adapter" / "README.md"
+    assert len(api.sample(run, ["a red circle"])) == 1 and "bright" in card.read_text()
+    push(run, "me/mine", private=True, api=Hub())
     t.export()
-    assert card.is_file()  # it is about these weights
-    more = api.trainer(
-        str(tiny_config),
-        ["trainer.iterations=3"],
-        tmp_path / "run",
-        rewards={"bright": brightness},
-        resume=True,
-    )
+    assert card.is_file()
+    three = ["trainer.iterations=3"]
+    more = api.trainer(str(tiny_config), three, run, rewards=rewards, resume=True)
     list(more.train())
     more.export()
     assert not card.exists()
     more.finish()
-    assert card.is_file() and not list((tmp_path / "run").rglob(".unfinished*"))
-
-
-def test_the_repr_of_a_trainer_is_one_line(tmp_path):
-    t = trainer(tmp_path)
-    next(t.train())
-    assert repr(t) == f"Trainer('gaussian', iteration 0 of 4, run_dir={tmp_path})"
+    assert card.is_file() and not list(run.rglob(".unfinished*"))
 
 
 def test_a_start_names_the_commit_of_the_checkout(tmp_path, monkeypatch):
-    source = tmp_path / "checkout" / "src" / "g2rpo" / "__init__.py"
-    source.parent.mkdir(parents=True)
+    checkout, run = tmp_path / "checkout", tmp_path / "run"
+    source = checkout / "src" / "g2rpo" / "__init__.py"
+    for folder in (source.parent, run):
+        folder.mkdir(parents=True)
     source.touch()
     monkeypatch.setattr(g2rpo, "__file__", str(source))
     who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
     for words in (["init"], ["add", "."], [*who, "commit", "-m", "first"]):
-        subprocess.run(["git", *words], cwd=tmp_path / "checkout", check=True, capture_output=True)
-    commits = []
-    for number in range(2):
-        (tmp_path / str(number)).mkdir()
-        Run(tmp_path / str(number)).record_start(0, torch.device("cpu"))
-        commits.append(Run(tmp_path / str(number)).read_starts()[0].commit)
-        source.write_text("changed")
-    assert re.fullmatch("[0-9a-f]{12}", commits[0]) and commits[1] == f"{commits[0]}-dirty"
+        subprocess.run(["git", *words], cwd=checkout, check=True, capture_output=True)
+    Run(run).record_start(0, torch.device("cpu"))
+    source.write_text("changed")
+    Run(run).record_start(1, torch.device("cpu"))
+    one, two = (start.commit for start in Run(run).read_starts())
+    assert re.fullmatch("[0-9a-f]{12}", one) and two == f"{one}-dirty"
 
 
 class Killed(GaussianPolicy):
@@ -90,10 +77,9 @@ def test_a_kill_while_weights_are_written_leaves_no_half_of_them(tmp_path):
     victim.join()
     assert victim.exitcode == -signal.SIGKILL and not (tmp_path / "adapter").exists()
     finished(resumed(tmp_path))
-    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
-        "README.md", "before_after.png", "curves.png", "gaussian.safetensors",
-    ]  # fmt: skip
-    assert not [path for path in tmp_path.rglob(".*") if path.name != ".lock"]
+    weights = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert {"README.md", "gaussian.safetensors"} <= weights
+    assert [path.name for path in tmp_path.rglob(".*")] == [".lock"]
 
 
 # --- full disks
@@ -101,7 +87,8 @@ def test_a_kill_while_weights_are_written_leaves_no_half_of_them(tmp_path):
 
 def begin(folder):
     """A whole run as `g2rpo train` makes it, after the policy is there."""
-    t = trainer(folder, "alarms.decline=rollback", "evaluation.every=1", trackers=[])
+    options = ["alarms.decline=rollback", "trainer.iterations=2"]
+    t = trainer(folder, *options, trackers=[])
     Run(folder).claim(t.config)
     Run(folder).record_start(0, t.policy.device)
     finished(t)
@@ -169,14 +156,15 @@ def test_a_disk_that_fails_from_any_moment_on_is_a_message_and_the_run_can_go_on
     touches = disk.touches
     assert touches > 50
     reason = rf"cannot be (written|read).*{os.strerror(code)}"
-    for moment in sorted({*range(3), *range(3, touches, 60), *range(touches - 3, touches)}):
+    step = 90 if code == errno.ENOSPC else 30
+    for moment in sorted({0, *range(1, touches, step), touches - 2, touches - 1}):
         folder = tmp_path / str(moment)
         with disk.at(folder, moment, code), pytest.raises((Stopped, UserError), match=reason):
             begin(folder)
         assert code != errno.ENOSPC or not list(folder.rglob(".unfinished*")), moment
 
 
-@pytest.mark.parametrize("size", [0, 1000, 20000])
+@pytest.mark.parametrize("size", [0, 20000])
 def test_files_that_may_not_grow_are_a_message_too(tmp_path, size):
     """As libraries that write without Python meet it: safetensors, torch."""
     with small_files(size), pytest.raises((Stopped, UserError), match=r"cannot be written"):
@@ -185,14 +173,7 @@ def test_files_that_may_not_grow_are_a_message_too(tmp_path, size):
 
 @pytest.mark.parametrize("size", [0, 3000])
 def test_commands_on_a_full_disk_end_with_a_message(capsys, tmp_path, tiny_config, size):
+    words = ["prompts.cache=off", "trackers=[]", "--run-dir", tmp_path / "run"]
     with small_files(size):
-        code, _, err = command(
-            capsys,
-            "train",
-            tiny_config,
-            "prompts.cache=off",
-            "trackers=[]",
-            "--run-dir",
-            tmp_path / "run",
-        )
+        code, _, err = command(capsys, "train", tiny_config, *words)
     assert code in (1, 2) and "cannot be written" in err and "Traceback" not in err

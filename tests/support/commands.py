@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from g2rpo.cli.main import main
 from g2rpo.core import plugins
@@ -44,12 +45,30 @@ def write_tiny(folder, flux_directory):
     return path
 
 
-def g2rpo(capsys, *arguments):
-    """(exit code, stdout, stderr) of one command."""
+def own_reward(file, source="def it(images, prompts):\n    return images.flatten(1).mean(1)\n"):
+    """Writes a reward `it` to a file; the words with which a command trains on that alone."""
+    file.write_text(source)
+    reward = f"rewards.it={{kind: function, options: {{target: {file}:it}}}}"
+    return ["rewards=", reward, "--plugin", file]
+
+
+def adapter_of(run_dir):
+    """The tensors of the LoRA that a run left."""
+    return load_file(run_dir / "adapter" / "pytorch_lora_weights.safetensors")
+
+
+def ended(*arguments):
+    """The exit code of one command."""
     with pytest.raises(SystemExit) as stop:
         main([str(a) for a in arguments])
+    return stop.value.code or 0
+
+
+def g2rpo(capsys, *arguments):
+    """(exit code, stdout, stderr) of one command."""
+    code = ended(*arguments)
     out, err = capsys.readouterr()
-    return stop.value.code or 0, out, err
+    return code, out, err
 
 
 def done(capsys, *arguments):

@@ -12,7 +12,6 @@ from g2rpo.config.schema import OptimConfig
 from g2rpo.core.errors import UserError
 from g2rpo.runtime.sharding import WHOLE
 from g2rpo.training.learner import Learner
-from tests.support.runs import trainer
 
 
 def learner(keep_old=False, **options):
@@ -20,33 +19,32 @@ def learner(keep_old=False, **options):
     return Learner([parameter], OptimConfig(learning_rate=0.1, **options), WHOLE, keep_old)
 
 
-def rates(learner, iterations):
-    for iteration in range(iterations):
-        rate = learner.set_rate(iteration, iterations)
-        assert learner.optimizer.param_groups[0]["lr"] == rate
-        yield rate
-
-
-def test_the_rate_rises_linearly_and_stays():
-    assert list(rates(learner(warmup_iterations=3), 6)) == pytest.approx(
-        [0.025, 0.05, 0.075, 0.1, 0.1, 0.1]
-    )
-
-
-def test_a_cosine_falls_from_the_rate_to_nothing_after_the_last_iteration():
-    expected = [0.05 * (1 + math.cos(math.pi * part)) for part in (0, 0.25, 0.5, 0.75)]
-    assert list(rates(learner(decay="cosine"), 4)) == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"warmup_iterations": 3}, [0.025, 0.05, 0.075, 0.1, 0.1, 0.1]),
+        (
+            {"decay": "cosine"},  # to nothing after the last iteration
+            [0.05 * (1 + math.cos(math.pi * part)) for part in (0, 0.25, 0.5, 0.75)],
+        ),
+    ],
+)
+def test_the_rate_rises_linearly_and_falls_as_a_cosine(options, expected):
+    own = learner(**options)
+    rates = [own.set_rate(iteration, len(expected)) for iteration in range(len(expected))]
+    assert rates == pytest.approx(expected)
+    assert own.optimizer.param_groups[0]["lr"] == rates[-1]
 
 
 def test_old_weights_keep_a_share_of_themselves():
     own = learner(keep_old=True)
-    with torch.no_grad():
-        own.parameters[0].copy_(torch.tensor([3.0, 2.0]))
+    (weight,), (old,) = own.parameters, own.old
+    weight.data.copy_(torch.tensor([3.0, 2.0]))
     own.update_old(0.75)
-    assert own.old[0].tolist() == [1.5, -1.0]
+    assert old.tolist() == [1.5, -1.0]
     with own.as_old():
-        assert own.parameters[0].tolist() == [1.5, -1.0] and own.old[0].tolist() == [3.0, 2.0]
-    assert own.parameters[0].tolist() == [3.0, 2.0]
+        assert weight.tolist() == [1.5, -1.0] and own.old[0].tolist() == [3.0, 2.0]
+    assert weight.tolist() == [3.0, 2.0]
 
 
 class Called(TorchDispatchMode):
@@ -87,15 +85,11 @@ def test_a_step_in_one_kernel_is_the_same_up_to_rounding():
 
 
 def test_memory_that_runs_out_in_a_swap_of_weights_ends_the_run(monkeypatch):
-    t = trainer(None, "algorithm.name=diffusion_nft", "algorithm.group_size=4")
-    list(t.learner.parameters)
+    own = learner(keep_old=True)
 
     def full(self):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(torch.nn.Parameter, "clone", full)
-    with (
-        pytest.raises(UserError, match="while old and trained weights were swapped"),
-        t.learner.as_old(),
-    ):
-        raise AssertionError("not reached")
+    monkeypatch.setattr(nn.Parameter, "clone", full)
+    with pytest.raises(UserError, match="while old and trained weights were swapped"):
+        own.as_old().__enter__()

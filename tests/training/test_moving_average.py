@@ -4,7 +4,7 @@ does it."""
 import pytest
 import torch
 
-from tests.support.runs import cut, resumed, trainer
+from tests.support.runs import cut, mean, resumed, trainer
 
 FLOW_GRPO = ("optim.ema_decay=0.9", "optim.ema_every=8", "optim.ema_warmup=true")
 # three optimizer steps an iteration
@@ -14,9 +14,7 @@ STEPS = ("algorithm.update_every=branch", "optim.learning_rate=0.02")
 def watched(t):
     """Every weight that an optimizer step left, as the run goes."""
     history = []
-    t.learner.optimizer.register_step_post_hook(
-        lambda *_: history.append(t.policy.mean.detach().double().clone())
-    )
+    t.learner.optimizer.register_step_post_hook(lambda *_: history.append(mean(t).double()))
     return history
 
 
@@ -40,41 +38,36 @@ def test_the_average_is_flow_grpos(decay):
     """33 optimizer steps: four updates of the average, whose decay is still rising (0.47, 0.64,
     0.73, 0.78)."""
     t = trainer(None, *FLOW_GRPO, f"optim.ema_decay={decay}", *STEPS, "trainer.iterations=11")
-    start, history = t.policy.mean.detach().double().clone(), watched(t)
+    start, history = mean(t).double(), watched(t)
     for _ in range(11):
         t.iterate()
         if t.learner.steps == 6:  # no update yet: the untrained weights
             assert torch.equal(average(t), start)
-    assert len(history) == t.learner.steps == 33
     torch.testing.assert_close(average(t), published(start, history, decay), rtol=1e-6, atol=1e-7)
     assert float((average(t) - history[-1]).norm()) > 0.05 * float(history[-1].norm())
-    assert t.learner.ema_decay == min(34 / 43, decay)
+    assert t.learner.steps == 33 and t.learner.ema_decay == min(34 / 43, decay)
 
 
+@pytest.mark.slow  # runs of the trainer are resumed with an average in test_trainer.py
 def test_a_resumed_run_averages_at_the_same_steps(tmp_path):
     """Six steps, a stop and nine more are fifteen: averaged after steps 7 and 15, with the decays
     of these."""
     options = (*FLOW_GRPO, *STEPS, "trainer.iterations=5")
-    ends = []
-    for folder in ("straight", "cut"):
-        (tmp_path / folder).mkdir()
-        if folder == "cut":
-            cut(trainer(tmp_path / folder, *options), "train", 3)
-        t = resumed(tmp_path / folder, *options)
-        assert t.learner.steps == (6 if folder == "cut" else 0)
-        list(t.train())
-        ends.append(average(t))
-    assert torch.equal(*ends)
+    straight = trainer(None, *options)
+    list(straight.train())
+    cut(trainer(tmp_path, *options), "train", 3)
+    again = resumed(tmp_path, *options)
+    assert again.learner.steps == 6
+    list(again.train())
+    assert torch.equal(average(again), average(straight))
 
 
 def test_the_warm_up_alone_averages_once_an_iteration():
+    """Of three steps each, by the formula."""
     t = trainer(None, "optim.ema_decay=0.9", "optim.ema_warmup=true", *STEPS)
-    start, ends = t.policy.mean.detach().double().clone(), []
-    for _ in range(3):
+    expected = mean(t).double()
+    for step in (3, 6, 9):
         t.iterate()
-        ends.append(t.policy.mean.detach().double().clone())
-    expected = start
-    for step, weights in zip((3, 6, 9), ends, strict=True):
         d = (1 + step) / (10 + step)
-        expected = d * expected + (1 - d) * weights
+        expected = d * expected + (1 - d) * mean(t).double()
     torch.testing.assert_close(average(t), expected, rtol=1e-6, atol=1e-7)

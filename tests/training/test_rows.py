@@ -41,31 +41,22 @@ def test_diagnose_by_hand():
 def test_agreement_of_three_tails_is_over_pairs_and_against_the_finest():
     up, down = [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]
     row = diagnose([5], [[1, 2, 3]], ["r"], torch.tensor([[[up, up, down]]]), torch.ones(1, 3))
-    assert row["step/5/agreement"] == pytest.approx((1 - 1 - 1) / 3)
-    assert (row["granularity/2/agreement"], row["granularity/3/agreement"]) == (
-        pytest.approx(1),
-        pytest.approx(-1),
+    found = {name: value for name, value in row.items() if name.endswith("agreement")}
+    assert found == pytest.approx(
+        {
+            "step/5/agreement": (1 - 1 - 1) / 3,
+            "granularity/2/agreement": 1,
+            "granularity/3/agreement": -1,
+        }
     )
-    assert "granularity/1/agreement" not in row
 
 
 def test_a_run_logs_them():
+    """The Gaussian's tails hardly differ, so they agree."""
     row = trainer(None).iterate()
-    assert {key for key in row if key.startswith(("step/", "granularity/"))} == {
-        *(
-            f"step/{k}/{what}"
-            for k in (0, 1, 2)
-            for what in ("spread/bright", "advantage", "agreement")
-        ),
-        *(f"granularity/{m}/spread/bright" for m in (1, 2)),
-        "granularity/2/agreement",
-    }
-    assert row["granularity/2/agreement"] > 0.9  # the Gaussian's tails hardly differ
+    assert row["granularity/2/agreement"] > 0.9 and row["step/2/agreement"] > 0.9
     mean = sum(row[f"step/{k}/spread/bright"] for k in (0, 1, 2)) / 3
     assert mean == pytest.approx(row["spread/bright"]) and mean > 0
-    assert not any(
-        "agreement" in key for key in trainer(None, "algorithm.granularities=[1]").iterate()
-    )
 
 
 def test_reward_metrics_by_hand():
