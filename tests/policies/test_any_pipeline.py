@@ -45,9 +45,12 @@ DIFFERENT = (
     "WanPipeline",
 )
 """Packed latents, plain ones, lists of latents, input pictures, clips."""
+MASKED = "QwenImagePipeline"
 GUIDED_AND_NOT = few(
     product(CLASSES, ("on", "off")),
-    lambda each: each[0] in DIFFERENT and (each[1] == "on") == (each[0] != "ZImagePipeline"),
+    {
+        (kind, "off" if kind == "ZImagePipeline" else "on") for kind in (*DIFFERENT, MASKED)
+    }.__contains__,
 )
 A_FEW = few(CLASSES, DIFFERENT.__contains__)
 

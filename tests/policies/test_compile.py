@@ -19,6 +19,7 @@ def graphs():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_blocks_of_a_kind_share_a_graph_for_sampling_and_one_for_training(flux_directory, graphs):
     """Whatever the rows; a call of one row has its own."""
     size = {

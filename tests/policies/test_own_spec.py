@@ -31,6 +31,7 @@ from tests.support.commands import done, g2rpo, write_tiny
 from tests.support.pages import ROOT, blocks
 from tests.support.policies import make
 from tests.support.tiny_pipelines import save_tiny, tiny_pipeline
+from tests.support.variants import few
 
 PROMPTS = ["a red circle", "two blue square"]
 SIZE = {"height": 32, "width": 48, "max_sequence_length": 12}
@@ -87,8 +88,28 @@ def own(policy):
     return Sampler(policy=policy, shift="model", num_steps=4, seed=5).pictures(PROMPTS)
 
 
-@pytest.mark.parametrize(("right", "code", "failed"), [(True, 0, []), (False, 1, ["policy"])])
-def test_check_model_tells_whether_the_description_is_right(bria, capsys, right, code, failed):
+SHORT = (
+    *("trainer.iterations=1", "evaluation.num_prompts=1", "algorithm.group_size=2"),
+    *("rewards.scene_accuracy=", "rewards.brightness=1", "optim.learning_rate=0.01"),
+)
+
+
+def trained(folder, kind, place, capsys, *more):
+    """A run of one iteration; the frozen policy with its weights, and its pictures before and with
+    them."""
+    run, options = place / "run", [f"policy.kind={kind}", *SHORT, *more]
+    done(capsys, "train", write_tiny(place, folder), *options, "--run-dir", run)
+    plugins.allow(kind)
+    policy = components.build_policy(Run(run).read_config().policy, tuning="frozen")
+    base = own(policy)
+    policy.load(run / "adapter")
+    tuned = own(policy)
+    assert float((tuned - base).abs().max()) > 1e-3
+    return run, policy, base, tuned
+
+
+@pytest.mark.parametrize("right", few([True, False], False.__eq__))
+def test_check_model_tells_whether_the_description_is_right(bria, capsys, right):
     """From the command line: a line for each check, and what to do about one that failed."""
     folder, kind = bria
     file = Path(kind.partition(":")[0])
@@ -97,12 +118,10 @@ def test_check_model_tells_whether_the_description_is_right(bria, capsys, right,
         file.write_text(text.replace('"negative_prompt_embeds",', ""))
         assert file.read_text() != text
     size = [f"policy.{name}={value}" for name, value in SIZE.items()]
-    found, out, err = g2rpo(capsys, "check-model", folder, "--kind", kind, *size)
-    assert found == code, out + err
-    assert re.findall(r"FAILED +(\w+)", out) == failed
-    assert ("LoRA of rank 32 at 32x48, float32 needs" in out) == (not failed) and (
-        "`encoded`" in out
-    ) == bool(failed)
+    code, out, err = g2rpo(capsys, "check-model", folder, "--kind", kind, *size)
+    assert code == (0 if right else 1), out + err
+    assert re.findall(r"FAILED +(\w+)", out) == ([] if right else ["policy"])
+    assert ("LoRA of rank 32 at 32x48, float32 needs" if right else "`encoded`") in out
 
 
 @pytest.fixture
@@ -119,41 +138,19 @@ def published(bria):
     return folder, f"{file}:Published"
 
 
+@pytest.mark.slow
 def test_published_sizes_and_licence_are_known_from_the_value(published, capsys):
     """By a hub id that is nowhere."""
-    options = [
-        "policy.height=32",
-        "policy.width=48",
-        f"policy.kind={published[1]}",
-        "policy.pipeline=",
-    ]
-    out = done(capsys, "plan", "scenes", "policy.path=briaai/BRIA-3.2", *options)
+    own = ["height=32", "width=48", f"kind={published[1]}", "pipeline=", "path=briaai/BRIA-3.2"]
+    out = done(capsys, "plan", "scenes", *(f"policy.{option}" for option in own))
     assert "briaai/BRIA-3.2: A licence" in out
 
 
 def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, capsys):
     """Its pipeline has no loader of LoRAs; its transformer has one."""
     folder, kind = published
-    few = ["trainer.iterations=1", "evaluation.num_prompts=1", "algorithm.group_size=2"]
-    run, size = tmp_path / "run", ["policy.height=32", "policy.width=48"]
-    few += ["rewards.scene_accuracy=", "rewards.brightness=1", "optim.learning_rate=0.01"]
-    done(
-        capsys,
-        "train",
-        write_tiny(tmp_path, folder),
-        f"policy.kind={kind}",
-        *few,
-        *size,
-        "--run-dir",
-        run,
-    )
-    plugins.allow(kind)
-    policy = components.build_policy(Run(run).read_config().policy, tuning="frozen")
-    base = own(policy)
-    policy.load(run / "adapter")
-    tuned = own(policy)
-    assert float((tuned - base).abs().max()) > 1e-3
-
+    size = ["policy.height=32", "policy.width=48"]
+    run, _, _, tuned = trained(folder, kind, tmp_path, capsys, *size)
     card = (run / "adapter" / "README.md").read_text()
     (line,) = re.findall(r"^pipe\.(\S+)\(", card, re.MULTILINE)
     assert line == "transformer.load_lora_adapter"
@@ -166,16 +163,8 @@ def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, 
     torch.testing.assert_close(plain(pipe), tuned, atol=1e-5, rtol=0)
     names = load_file(api.export(run, "comfyui"))
     assert names and all(name.startswith("mine.") for name in names)
-    sample = [
-        "sample",
-        run,
-        "--plugin",
-        kind.partition(":")[0],
-        "--out",
-        tmp_path / "drawn",
-        "a red circle",
-    ]
-    done(capsys, *sample)
+    plugin, out = kind.partition(":")[0], tmp_path / "drawn"
+    done(capsys, "sample", run, "--plugin", plugin, "--out", out, "a red circle")
 
 
 @pytest.fixture
@@ -195,15 +184,12 @@ def test_layers_that_a_transformer_lacks_are_named_before_it_is_loaded(prx):
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()
     missing = {"lora_targets": ["to_q", "to_k"]}
-    with pytest.raises(
-        UserError,
-        match=r"no layer of a PRXTransformer2DModel is named to_q, to_k; .* img_qkv_proj, .*tuning=full",
-    ):
+    message = "no layer of a PRXTransformer2DModel is named to_q, to_k; .* img_qkv_proj, .*=full"
+    with pytest.raises(UserError, match=message):
         components.load_pipeline(PolicyConfig(path=str(folder), kind=kind, **size, **missing))
-    with pytest.raises(UserError, match=r"img_qkv_proj"):  # from Python too
-        make(
-            DiffusersPolicy.of(plugins.load(kind)), tiny_pipeline("PRXPipeline"), **size, **missing
-        )
+    policy = DiffusersPolicy.of(plugins.load(kind))
+    with pytest.raises(UserError, match="img_qkv_proj"):  # from Python too
+        make(policy, tiny_pipeline("PRXPipeline"), **size, **missing)
 
 
 @pytest.mark.slow  # half a minute, and one more class that a file describes
@@ -213,35 +199,13 @@ def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(
     folder, kind, size = prx
     # with which it cleans prompts
     monkeypatch.setattr(pipeline_prx, "ftfy", SimpleNamespace(fix_text=str), raising=False)
-    run, given = tmp_path / "run", [f"policy.{name}={value}" for name, value in size.items()]
-    few = [
-        "trainer.iterations=1",
-        "evaluation.num_prompts=1",
-        "algorithm.group_size=2",
-        "policy.max_sequence_length=",
-    ]
-    few += ["rewards.scene_accuracy=", "rewards.brightness=1", "optim.learning_rate=0.01"]
-    done(
-        capsys,
-        "train",
-        write_tiny(tmp_path, folder),
-        f"policy.kind={kind}",
-        *few,
-        *given,
-        "--run-dir",
-        run,
-    )
-    policy = components.build_policy(Run(run).read_config().policy, tuning="frozen")
-    base = own(policy)
-    policy.load(run / "adapter")
-    tuned = own(policy)
-    assert float((tuned - base).abs().max()) > 1e-3
+    given = [f"policy.{name}={value}" for name, value in size.items()]
+    more = ["policy.max_sequence_length=", *given]
+    run, policy, base, tuned = trained(folder, kind, tmp_path, capsys, *more)
     with policy.base():
         torch.testing.assert_close(own(policy), base, atol=1e-6, rtol=0)
-    assert (
-        'AutoModel.from_pretrained("FOLDER OF g2rpo export RUN --format merged")'
-        in (run / "adapter" / "README.md").read_text()
-    )
+    merged = 'AutoModel.from_pretrained("FOLDER OF g2rpo export RUN --format merged")'
+    assert merged in (run / "adapter" / "README.md").read_text()
     transformer = PRXTransformer2DModel.from_pretrained(api.export(run, "merged"))
     merged = components.load_pipeline(Run(run).read_config().policy, tuning="frozen")
     merged.pipeline.transformer = transformer
@@ -250,26 +214,23 @@ def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(
     assert "from_pretrained, merged" in out
 
 
-def test_a_pipeline_that_draws_noise_inside_its_call_is_refused():
-    """ErnieImagePipeline does: its own noise would be taken for a velocity."""
-    pipeline = object.__new__(ErnieImagePipeline)
-    with pytest.raises(
-        UserError, match="ErnieImagePipeline: has no method prepare_latents, so no PipelineSpec can"
-    ):
-        replay(pipeline, Script(None, None), {}, device="cpu", parts={})
-
-
 class Unimported(BriaPipeline):
     def __call__(self):
         return ftfy.fix_text("")  # noqa: F821
 
 
-def test_a_library_that_diffusers_did_not_find_is_named():
-    """As for PRX and SkyReels-V2."""
-    with pytest.raises(
-        UserError, match="Unimported: needs ftfy, which is not installed: pip install ftfy"
-    ):
-        replay(object.__new__(Unimported), Script(None, None), {}, device="cpu", parts={})
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        # its own noise would be taken for a velocity
+        (ErnieImagePipeline, "has no method prepare_latents, so no PipelineSpec can"),
+        # as PRX and SkyReels-V2 where a library is missing
+        (Unimported, "needs ftfy, which is not installed: pip install ftfy"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_replayed_is_refused(kind, message):
+    with pytest.raises(UserError, match=f"{kind.__name__}: {message}"):
+        replay(object.__new__(kind), Script(None, None), {}, device="cpu", parts={})
 
 
 def test_one_value_of_the_catalogue_is_enough(bria, monkeypatch):

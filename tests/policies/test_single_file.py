@@ -9,6 +9,7 @@ from g2rpo.assembly import components
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from tests.support.commands import done, refused
+from tests.support.variants import few
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12}
 WHOLE, ADAPTER = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"
@@ -23,11 +24,9 @@ def built(folder, tuning="frozen"):
 def trained(folder, tuning, to):
     """A policy of random tuned weights, saved in the folder `to`."""
     policy = built(folder, tuning)
-    with torch.no_grad():
-        for number, parameter in enumerate(policy.trainable_parameters()):
-            parameter.add_(
-                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-            )
+    for number, parameter in enumerate(policy.trainable_parameters()):
+        draw = torch.Generator().manual_seed(number)
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
     policy.save(to)
     return policy
 
@@ -38,19 +37,15 @@ def velocity(policy):
     return policy.velocity(x, torch.tensor([0.5]), policy.encode(["a red circle"]))
 
 
-@pytest.mark.parametrize("prefix", ["", "transformer.", "module.model."])
+@pytest.mark.parametrize(
+    "prefix", few(["", "transformer.", "module.model."], "module.model.".__eq__)
+)
 def test_a_whole_transformer_is_read_whatever_stands_before_all_names(
     flux_directory, tmp_path, prefix
 ):
     policy = trained(flux_directory, "full", tmp_path / "transformer")
-    file = tmp_path / "released.safetensors"
-    save_file(
-        {
-            prefix + name: value
-            for name, value in load_file(tmp_path / "transformer" / WHOLE).items()
-        },
-        file,
-    )
+    tensors, file = load_file(tmp_path / "transformer" / WHOLE), tmp_path / "released.safetensors"
+    save_file({prefix + name: value for name, value in tensors.items()}, file)
     sampling = built(flux_directory)
     base = velocity(sampling)
     sampling.load(file)
@@ -94,47 +89,21 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(flux_directory, tmp_pa
 def test_commands_take_a_file(capsys, flux_directory, tmp_path):
     trained(flux_directory, "full", tmp_path / "transformer")
     file = tmp_path / "transformer" / WHOLE
-    model = ["--model", flux_directory, "--size", 32]
-    drawn = {}
+    model, few_steps = ["--model", flux_directory, "--size", 32], ["--steps", 2]
+    drawn = []
     for weights in (file, file.parent):
         out = tmp_path / f"drawn{len(drawn)}"
-        done(
-            capsys,
-            "sample",
-            *model,
-            "a red circle",
-            "--steps",
-            2,
-            "--weights",
-            weights,
-            "--out",
-            out,
-        )
-        drawn[weights] = (out / "0000.png").read_bytes()
-    assert drawn[file] == drawn[file.parent]
-    (tmp_path / "prompts.txt").write_text("a red circle\n")
-    judged = [
-        "evaluate",
-        *model,
-        "--prompts",
-        tmp_path / "prompts.txt",
-        "--rewards",
-        "brightness",
-        "--steps",
-        2,
-    ]
-    judged += ["--weights", file, "--out", tmp_path / "judged"]
-    out = done(capsys, *judged)
-    assert "tuned" in out
+        own = ["--weights", weights, "--out", out]
+        done(capsys, "sample", *model, "a red circle", *few_steps, *own)
+        drawn.append((out / "0000.png").read_bytes())
+    assert drawn[0] == drawn[1]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\n")
+    judged = ["--prompts", prompts, "--rewards", "brightness", "--out", tmp_path / "judged"]
+    judged = ["evaluate", *model, *judged, *few_steps, "--weights", file]
+    assert "tuned" in done(capsys, *judged)
     file.write_bytes((flux_directory / "transformer" / WHOLE).read_bytes())
     assert "other settings" in refused(capsys, *judged)  # another file of this name
-    assert "is no folder and no .safetensors file" in refused(
-        capsys,
-        "sample",
-        *model,
-        "x",
-        "--weights",
-        tmp_path / "prompts.txt",
-        "--out",
-        tmp_path / "none",
-    )
+    neither = ["--weights", prompts, "--out", tmp_path / "none"]
+    said = refused(capsys, "sample", *model, "x", *neither)
+    assert "is no folder and no .safetensors file" in said

@@ -54,18 +54,19 @@ def test_the_pipeline_draws_scenes():
         "max_sequence_length": 16,
     }
 
-    def draw():
+    def draw(prompts):
         generator = torch.Generator().manual_seed(0)
-        return pipe(list(PROMPTS), **settings, generator=generator, output_type="pt").images
+        return pipe(list(prompts), **settings, generator=generator, output_type="pt").images
 
-    images = draw()
+    images = draw(PROMPTS)
     assert images.shape == (len(PROMPTS), 3, 64, 64)
-    assert torch.equal(images, draw())
+    assert torch.equal(draw(PROMPTS[:2]), draw(PROMPTS[:2]))
     # 64 pictures: two standard deviations around the base's accuracy are +-.12
     assert 0.2 <= SceneAccuracy()(images, PROMPTS).mean() <= 0.8
     assert SceneAccuracy()(images, PROMPTS[1:] + PROMPTS[:1]).mean() < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", [SceneCLIP, ScenePreference])
 def test_a_learned_reward_prefers_the_right_prompt(reward):
     score = reward()

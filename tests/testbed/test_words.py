@@ -128,6 +128,7 @@ def test_weights_are_those_that_were_measured():
     )
 
 
+@pytest.mark.slow
 def test_the_pipeline_writes_words():
     from diffusers import FluxPipeline
 

@@ -19,7 +19,7 @@ def image_of(picture):
 
 
 @cache
-def gallery(count=500):
+def gallery(count):
     """Random scenes and their pictures."""
     rng = np.random.default_rng(11)
     return [
@@ -68,8 +68,9 @@ def test_splits_are_distinct_deterministic_and_share_no_composition():
         scene_prompts("test")
 
 
+@pytest.mark.slow
 def test_the_detector_is_right_about_drawings():
-    right = [min(check_scene(scene, detect(image)).values()) == 1 for scene, image in gallery()]
+    right = [min(check_scene(scene, detect(image)).values()) == 1 for scene, image in gallery(500)]
     assert np.mean(right) >= 0.995
 
 
@@ -86,14 +87,14 @@ def test_the_detector_finds_every_object_where_it_is():
 
 def test_one_wrong_attribute_is_seen():
     seen = dict.fromkeys(("count", "colour", "shape", "size", "relation"), 0)
-    for scene, image in gallery()[:300]:
+    for scene, image in gallery(120):
         objects = detect(image)
         for edited in edits(scene):
             seen[attribute(scene, edited)] += 1
             assert min(check_scene(edited, objects).values()) < 1, (
                 f"{render_prompt(edited)} accepted for {scene}"
             )
-    assert min(seen.values()) > 100
+    assert min(seen.values()) > 40
 
 
 def test_noise_shows_no_objects_of_the_world():
