@@ -16,13 +16,9 @@ from g2rpo import __version__
 from g2rpo.app.push import push
 from g2rpo.assembly.config import load_config
 from g2rpo.config import recipes
-from g2rpo.config.algorithms import ALGORITHMS, title_of
-from g2rpo.config.resolve import resolve
 from g2rpo.core.errors import UserError
 from g2rpo.rewards.remote import RemoteReward
-from g2rpo.run.run import Run
 from tests.support.commands import forget_code, g2rpo
-from tests.support.runs import PLAIN, fits
 
 PROGRAM = [sys.executable, "-m", "g2rpo"]
 
@@ -129,26 +125,6 @@ def test_a_recipe_is_meant_before_a_folder_of_its_name(refuses, tmp_path):
     assert load_config("words", [], notes.append).recipe == "words"
     assert "taken for the recipe" in notes[0]
     assert "./words is a directory" in refuses("compare ./words --algorithms g2rpo")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "g2rpo"])
-def test_every_algorithm_trains_by_its_name_alone(says, tmp_path, tiny_config, name):
-    """With as few steps as the default branch steps and times allow."""
-    named = [f"algorithm.name={name}", "algorithm.group_size=3", *fits(name)]
-    quick = "sampling.num_steps=8 trainer.iterations=1 evaluation.num_prompts=1"
-    gradient = "rewards.scene_accuracy= rewards.brightness=1" if name == "refl" else ""
-    out = says(f"train tiny.yaml {' '.join(named)} {quick} {gradient} --run-dir run")
-    note = " ".join(out.split())
-    assert f"algorithm.name={name}: its published defaults; tiny.yaml's" in note
-    assert "granularities=[1, 2]" in note
-    run = Run(tmp_path / "run")
-    (row,) = [row for row in run.read_log() if row["kind"] == "train"]
-    assert row["evaluations"] > 0 and row["skipped_updates"] == 0
-    assert run.read_config().algorithm == resolve(PLAIN, named).algorithm
-    title, paper = title_of(ALGORITHMS[name]())
-    card = (tmp_path / "run/adapter/README.md").read_text()
-    assert f"tuned with {title}\n" in card and f"({title}, arXiv {paper})" in card
 
 
 WRONG = """

@@ -51,11 +51,8 @@ def test_other_files_are_one_message(tmp_path, content, named):
     path = written(tmp_path, content)
     with pytest.raises(UserError) as caught:
         read_as(Row, path)
-    assert (
-        named in str(caught.value)
-        and str(path) in str(caught.value)
-        and len(str(caught.value)) < len(str(path)) + 300
-    )
+    said = str(caught.value)
+    assert named in said and str(path) in said and len(said) < len(str(path)) + 300
 
 
 def test_lines(tmp_path):
@@ -65,7 +62,5 @@ def test_lines(tmp_path):
         read_lines_as(Row, written(tmp_path, '{"name": "a"}\n{"name": []}\n'))
     with pytest.raises(UserError, match="cannot be read"):
         read_lines_as(Row, tmp_path / "absent.json")
-    with pytest.raises(
-        UserError, match=r"score: Input should be a valid number, got 'x'; delete it$"
-    ):
+    with pytest.raises(UserError, match="should be a valid number, got 'x'; delete it$"):
         read_as(Row, written(tmp_path, '{"name": "a", "score": "x"}'), "delete it")

@@ -40,9 +40,8 @@ def test_over_prompts_the_interval_is_students(count):
     values = sample(count)
     low, high = ttest_1samp(values, 0).confidence_interval(0.95)
     found = interval(values)
-    assert (found.mean, found.low, found.high) == pytest.approx(
-        (values.mean(), low, high), rel=1e-12
-    ) and found.count == count
+    expected = pytest.approx((values.mean(), low, high), rel=1e-12)
+    assert (found.mean, found.low, found.high) == expected and found.count == count
     assert interval(values[None]) == found == interval([*values, math.nan])
 
 
@@ -57,8 +56,7 @@ def test_over_seeds_the_interval_covers_the_truth_as_often_as_it_says():
     ]
     over_prompts = [interval(values.mean(0), level=0.9) for values in studies]
     held, alone = (
-        sum(each.low <= 0 <= each.high for each in intervals)
-        for intervals in (over_seeds, over_prompts)
+        sum(each.low <= 0 <= each.high for each in those) for those in (over_seeds, over_prompts)
     )
     assert 158 <= held <= 194 and alone < 158
 
@@ -73,21 +71,19 @@ def test_missing_scores_are_left_out():
     )
 
 
-def test_few_values_give_no_interval():
-    assert (f"{interval([1.0, 3.0])}", f"{interval([0.5] * 8):+}") == (
-        "2.000",
-        "+0.500 [+0.500, +0.500]",
-    )
-    for few, mean, count in (
-        ([1.0, 3.0, 2.0], 2.0, 3),
-        ([1.0], 1.0, 1),
-        ([math.nan], math.nan, 0),
-        (np.full((2, 3), np.nan), math.nan, 0),
-    ):
-        found = interval(few)
-        assert (found.mean, found.count) == pytest.approx(
-            (mean, count), nan_ok=True
-        ) and math.isnan(found.low)
+@pytest.mark.parametrize(
+    ("few", "mean", "count"),
+    [([1.0, 3.0, 2.0], 2.0, 3), ([1.0], 1.0, 1), ([NAN], NAN, 0), ([[NAN] * 3] * 2, NAN, 0)],
+)
+def test_few_values_give_no_interval(few, mean, count):
+    found = interval(np.array(few))
+    assert (found.mean, found.count) == pytest.approx((mean, count), nan_ok=True)
+    assert math.isnan(found.low)
+
+
+def test_an_interval_is_shown_where_there_is_one():
+    shown = f"{interval([1.0, 3.0])}", f"{interval([0.5] * 8):+}"
+    assert shown == ("2.000", "+0.500 [+0.500, +0.500]")
 
 
 def test_a_sample_is_in_proportion():
@@ -128,9 +124,7 @@ def test_spearman_by_hand(a, b, expected):
 
 
 def test_group_std_leaves_missing_scores_out():
-    std = group_std(
-        torch.tensor([[1.0, NAN, 3.0, NAN], [2.0, 2.0, 2.0, 2.0], [1.0, NAN, NAN, NAN]])
-    )
+    std = group_std(torch.tensor([[1.0, NAN, 3.0, NAN], [2.0] * 4, [1.0, NAN, NAN, NAN]]))
     assert std[:2].tolist() == [pytest.approx(math.sqrt(2)), 0.0] and std[2].isnan()
     values = torch.rand(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(group_std(values), values.std(-1))
@@ -148,17 +142,12 @@ def test_a_paired_comparison_is_of_the_prompts_that_both_have_in_float64():
     assert found.count == 62 and found.spread == pytest.approx(base.std(ddof=1), rel=1e-12)
     assert found.error == pytest.approx((tuned - base).std(ddof=1) / math.sqrt(62), rel=1e-12)
     assert (found.base, found.tuned) == pytest.approx((base.mean(), tuned.mean()), rel=1e-14)
-    assert found.margin == pytest.approx(
-        (interval(tuned - base).high - interval(tuned - base).low) / 2, rel=1e-9
-    )
+    width = interval(tuned - base)
+    assert found.margin == pytest.approx((width.high - width.low) / 2, rel=1e-9)
 
 
 def test_too_few_values_have_no_interval_and_no_fall():
     for count in (0, 1, FEWEST_VALUES - 1):
         found = paired(torch.ones(count), torch.zeros(count))
-        assert (
-            math.isnan(found.margin)
-            and found.within == ""
-            and found.chance_of_fall == 1
-            and found.count == count
-        )
+        assert math.isnan(found.margin) and found.within == ""
+        assert (found.chance_of_fall, found.count) == (1, count)
