@@ -10,7 +10,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 
 from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
@@ -20,26 +19,15 @@ from g2rpo.evaluation.work import iterations_within, work
 from g2rpo.lab.compare.jobs import environment_of
 from g2rpo.lab.compare.results import lines
 from g2rpo.lab.compare.study import Study, parse_budget, parse_cells
-from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
 from g2rpo.run.rates import FACTORS, Pilot
 from g2rpo.run.run import Run
+from tests.lab.counting import Counting
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import fits, trainer
 
 ONE = "one: algorithm.granularities=[1]"
-
-
-class Counting(GaussianPolicy):
-    trained = without_gradient = 0
-
-    def velocity(self, x, sigma, cond):
-        if torch.is_grad_enabled():
-            self.trained += len(x)
-        else:
-            self.without_gradient += len(x)
-        return super().velocity(x, sigma, cond)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -321,7 +309,6 @@ def test_a_run_that_fails_or_dies_ends_no_other_and_is_named_with_what_it_said(
 SCRIPT = """
 import sys
 from pathlib import Path
-import torch
 torch.cuda.device_count = lambda: GPUS
 from g2rpo.lab.compare.jobs import Job, Workers
 with open("runs", "a") as runs:

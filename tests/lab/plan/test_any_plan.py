@@ -23,66 +23,40 @@ FIXED = ("LongCatImagePipeline", "QwenImage21Pipeline", "HunyuanVideo15Pipeline"
 """Those without a choice of max_sequence_length."""
 KINDS = [kind for kind in CLASSES if not SPECS[kind].pictured]
 """Those that edit take a megapixel of input, which is too much for a real call here."""
-
-
 SMALL = [
-    "algorithm.group_size=4",
-    "algorithm.branch_steps=[0]",
-    "algorithm.granularities=[1]",
-    "trainer.prompts_per_iteration=1",
-    "trainer.micro_batch_size=2",
-    "sampling.batch_size=4",
-    "sampling.decode_batch_size=1",
+    *("algorithm.group_size=4", "algorithm.branch_steps=[0]", "algorithm.granularities=[1]"),
+    *("trainer.prompts_per_iteration=1", "trainer.micro_batch_size=2", "sampling.batch_size=4"),
+    *("sampling.decode_batch_size=1", "policy.max_sequence_length=", "policy.pipeline="),
 ]
 
 
-SIZE = {"StableDiffusion3Pipeline": 48}
-"""Of tiny models that cannot draw 64 pixels."""
+def options(kind):
+    side = 48 if kind == "StableDiffusion3Pipeline" else 64  # which is too large for it
+    tokens = {} if kind in FIXED else {"max_sequence_length": 24}
+    frames = {"num_frames": 5} if SPECS[kind].video else {}
+    return {"height": side, "width": side, "guidance_scale": 4.0, **tokens, **frames}
 
 
 def planned(kind, folder, *more):
-    """A tiny model's folder, without the processor that transformers lacks, and the config of a run
-    of it."""
+    """The config of a run of a tiny model in `folder`, without the processor that transformers
+    lacks."""
     pipeline = tiny_pipeline(kind)
     if hasattr(pipeline, "processor"):
         pipeline.processor = None
     pipeline.save_pretrained(folder, safe_serialization=True)
-    size = SIZE.get(kind, 64)
-    options = [
-        f"height={size}",
-        f"width={size}",
-        "max_sequence_length=",
-        "pipeline=",
-        f"path={folder}",
-        "guidance_scale=4",
-    ]
-    options += ["max_sequence_length=24"] * (kind not in FIXED)
-    options += ["num_frames=5"] if SPECS[kind].video else []
-    return load_config("scenes", [*SMALL, *(f"policy.{option}" for option in options), *more])
+    own = [f"policy.{name}={value}" for name, value in options(kind).items()]
+    return load_config("scenes", [*SMALL, f"policy.path={folder}", *own, *more])
 
 
-@pytest.mark.parametrize(
-    "kind", few(KINDS, ("ZImagePipeline", "WanPipeline", "QwenImage21Pipeline").__contains__)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_counts_the_operations_that_there_are(kind, tmp_path):
     """Those of a shallow model without weights, whose blocks stand for all, are those of the whole;
     guidance doubles rows."""
     c = planned(kind, tmp_path, "sampling.batch_size=1")
     blueprint = read_blueprint(c.policy)
     shapes = shapes_of(build_on_meta(blueprint, c.policy), blueprint)
-    options = {
-        "height": SIZE.get(kind, 64),
-        "width": SIZE.get(kind, 64),
-        "tuning": "full",
-        "guidance_scale": 4.0,
-    }
-    options |= {} if kind in FIXED else {"max_sequence_length": 24}
-    policy = make(
-        CLASSES[kind],
-        tiny_pipeline(kind),
-        **options,
-        **({"num_frames": 5} if SPECS[kind].video else {}),
-    )
+    policy = make(CLASSES[kind], tiny_pipeline(kind), tuning="full", **options(kind))
     assert shapes == policy.shapes(12) and shapes.rows == (2 if policy.guided else 1)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         policy.velocity(*trace.inputs(policy, shapes, 1))
@@ -90,17 +64,14 @@ def test_a_plan_counts_the_operations_that_there_are(kind, tmp_path):
     assert traced.velocity.roofline.flops == counted.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind",
-    few(
-        ["ZImagePipeline", "WanPipeline", "QwenImageEditPipeline", "QwenImage21Pipeline"],
-        "WanPipeline".__eq__,
-    ),
+    "kind", ["ZImagePipeline", "WanPipeline", "QwenImageEditPipeline", "QwenImage21Pipeline"]
 )
 def test_memory_is_traced_with_gradients_and_decoding(kind, tmp_path):
     c = planned(kind, tmp_path)
     sets = trace_calls(read_blueprint(c.policy), c, count(c, 1), like_cuda=True)
-    assert sets.training.peak > 0 and sets.velocity.peak > 0 and sets.decode.peak > 0
+    assert min(sets.training.peak, sets.velocity.peak, sets.decode.peak) > 0
 
 
 @pytest.mark.parametrize(
@@ -109,14 +80,7 @@ def test_memory_is_traced_with_gradients_and_decoding(kind, tmp_path):
 def test_the_grid_of_a_model_without_weights_is_its_own(kind, tmp_path):
     c = planned(kind, tmp_path)
     policy = build_on_meta(read_blueprint(c.policy), c.policy)
-    options = c.policy.model_dump(
-        include={"height", "width", "max_sequence_length", "guidance_scale", "num_frames"}
-    )
-    whole = make(
-        CLASSES[kind],
-        tiny_pipeline(kind),
-        **{name: value for name, value in options.items() if value is not None},
-    )
+    whole = make(CLASSES[kind], tiny_pipeline(kind), **options(kind))
     assert torch.equal(policy.grid(5), whole.grid(5))
 
 
@@ -129,14 +93,8 @@ def test_known_values_are_those_of_real_tensors_and_no_others():
         rows = weight[mask]  # as many as are true
         listed = torch.tensor([[weight.sum(), 1.0], (tokens, 2)])  # of which some are known
         halves = torch.repeat_interleave(torch.ones(3), mask.sum(0)[:3])
-        return (
-            mask.sum(1).tolist(),
-            ids.tolist(),
-            tuple(rows.shape),
-            listed.shape,
-            len(halves),
-            ids.t()[1].max().item(),
-        )
+        known = mask.sum(1).tolist(), ids.tolist(), ids.t()[1].max().item()
+        return known, rows.shape, listed.shape, len(halves)
 
     expected = read(2, torch.rand(4, 6, 5))
     with FakeTensorMode():
@@ -153,10 +111,7 @@ def test_known_values_are_those_of_real_tensors_and_no_others():
 
 def test_a_model_that_cannot_be_planned_is_one_message(tmp_path, monkeypatch):
     c = planned("ZImagePipeline", tmp_path)
-    monkeypatch.setattr(
-        DiffusersPolicy,
-        "velocity",
-        lambda self, *inputs: next(self.transformer.parameters()).sum().item(),
-    )
+    reads = lambda self, *inputs: next(self.transformer.parameters()).sum().item()  # noqa: E731
+    monkeypatch.setattr(DiffusersPolicy, "velocity", reads)
     with pytest.raises(UserError, match="reads values of tensors"):
         trace_calls(read_blueprint(c.policy), c, count(c, 1), like_cuda=True)

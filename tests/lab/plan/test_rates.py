@@ -25,32 +25,12 @@ from g2rpo.lab.plan.rates import (
 )
 from g2rpo.lab.plan.trace import trace_calls
 from tests.lab.plan.test_cost import config
-from tests.support.variants import few
 
-CARD = Card(
-    "made up",
-    1,
-    bfloat16=2e-9,
-    float8=4e-9,
-    float32=1e-9,
-    bandwidth=1e-6,
-    watts=1,
-    cache=0,
-    hbm=True,
-    pattern="",
-)
+CARD = Card("made up", 1, 2e-9, 4e-9, 1e-9, 1e-6, watts=1, cache=0, hbm=True, pattern="")
 """2000, 4000 and 1000 operations a second; 1000 bytes a second; no cache."""
 PEAK = Rates(
-    hbm=1,
-    hbm_power=0,
-    most=1,
-    attention=1,
-    flash2=1,
-    convolutions=1,
-    float8=1,
-    bandwidth=1,
-    gap=0,
-    launch=0,
+    **dict.fromkeys(("hbm", "most", "attention", "flash2", "convolutions", "float8"), 1),
+    **{"bandwidth": 1, "hbm_power": 0, "gap": 0, "launch": 0},
 )
 
 
@@ -61,12 +41,8 @@ def traced(call, existing=()):
 
 
 def moved(roofline, *kinds):
-    sizes = [
-        (*kernel.reads.values(), *kernel.writes.values())
-        for kernel in roofline.kernels
-        if kernel.kind in kinds
-    ]
-    return [sum(size) for size in sizes]
+    chosen = [kernel for kernel in roofline.kernels if kernel.kind in kinds]
+    return [sum((*each.reads.values(), *each.writes.values())) for each in chosen]
 
 
 def test_a_block_by_hand():
@@ -130,15 +106,8 @@ def test_shares_fall_with_the_power_that_a_peak_would_take():
     def share(card, dtype="bfloat16"):
         return RATES.products(CARDS[card], dtype) / CARDS[card].tflops(dtype) / 1e12
 
-    assert (
-        share("rtx4090")
-        == pytest.approx(share("rtx5090"))
-        == RATES.most
-        > share("a100")
-        > share("h100")
-        > share("b200")
-        > 0.5
-    )
+    assert share("rtx4090") == pytest.approx(share("rtx5090")) == RATES.most
+    assert RATES.most > share("a100") > share("h100") > share("b200") > 0.5
     assert RATES.products(CARDS["l40s"], "bfloat16") == pytest.approx(RATES.gddr * 350e12)
     assert share("h100", "float8") == pytest.approx(RATES.float8 * share("h100"))
 
@@ -177,29 +146,24 @@ def test_group_norms_between_interleaved_convolutions_are_two_copies_more():
     assert kinds == [CONVOLUTIONS, MOVING, MOVING, MOVING, MOVING, CONVOLUTIONS]
 
 
+@pytest.mark.slow
 def test_autocast_moves_more_and_float8_is_counted_as_such(flux_directory):
+    changes = [], ["policy.autocast=false"], ["policy.autocast=false", "policy.quantize=fp8"]
     wide, narrow, eight = (
-        rollout_call(flux_directory, "policy.dtype=bfloat16", *more)
-        for more in (
-            [],
-            ["policy.autocast=false"],
-            ["policy.autocast=false", "policy.quantize=fp8"],
-        )
+        traced_calls(flux_directory, "policy.dtype=bfloat16", *more).velocity.roofline
+        for more in changes
     )
     assert wide.flops == narrow.flops == eight.flops
     assert sum(moved(wide, MOVING)) > sum(moved(narrow, MOVING))
-    in_float8 = sum(
-        kernel.times * kernel.flops for kernel in eight.kernels if kernel.dtype == "float8"
-    )
-    assert (
-        0 < in_float8 < eight.flops
-        and eight.seconds(CARD, PEAK)[PRODUCTS] < narrow.seconds(CARD, PEAK)[PRODUCTS]
-    )
+    in_float8 = sum(each.times * each.flops for each in eight.kernels if each.dtype == "float8")
+    assert 0 < in_float8 < eight.flops
+    assert eight.seconds(CARD, PEAK)[PRODUCTS] < narrow.seconds(CARD, PEAK)[PRODUCTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
-    few([[], ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]], [].__eq__),
+    [[], ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]],
     ids=str,
 )
 def test_two_blocks_stand_for_all(deep, monkeypatch, overrides):
@@ -228,7 +192,3 @@ def whole(blueprint, policy):
 def traced_calls(directory, *overrides):
     c = config(directory, *overrides)
     return trace_calls(read_blueprint(c.policy), c, count(c, 3), like_cuda=True)
-
-
-def rollout_call(directory, *overrides):
-    return traced_calls(directory, *overrides).velocity.roofline
