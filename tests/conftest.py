@@ -85,19 +85,9 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: place_in(item.path, LONGEST))
-    slow = set((HERE / "slow.txt").read_text("utf-8").splitlines())
     for item in items:
         if is_quick(item.path):
             item.add_marker("quick")
-        if item.nodeid in slow:
-            item.add_marker("slow")
-    whole = config.args == config.getini("testpaths") and config.option.markexpr != "quick"
-    there = {item.nodeid for item in items}
-    unknown = {line for line in slow - there if not line.startswith("#")}
-    if whole and unknown:
-        raise pytest.UsageError(
-            f"tests/slow.txt names tests that there are not: {', '.join(sorted(unknown))}"
-        )
 
 
 def pytest_collection():
