@@ -8,6 +8,7 @@ from datetime import date
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 from g2rpo.core.errors import UserError
@@ -16,6 +17,7 @@ from g2rpo.core.plain import LARGEST_FILE
 from g2rpo.core.types import Prompt
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.prompts.sources import LONGEST, read_prompts
+from tests.support.runs import trainer
 
 
 def texts(source):
@@ -186,3 +188,12 @@ def test_metadata_and_pictures_come_with_a_prompt(tmp_path):
     assert first.metadata == {"target": "STOP", "count": 2}
     assert first.images == (f"{tmp_path}/in.png", f"{tmp_path}/abs.png")
     assert second == Prompt("a dog", (f"{tmp_path}/in.png",)) and second.metadata == {}
+
+
+def test_rewards_see_metadata():
+    def reward(images, prompts):
+        return torch.tensor([prompt.metadata["target"] for prompt in prompts])
+
+    prompts = [Prompt(text, metadata={"target": 0.5}) for text in ("0", "1")]
+    row = trainer(None, prompts=prompts, rewards={"bright": reward}).iterate()
+    assert row["reward/bright"] == 0.5

@@ -34,10 +34,26 @@ REQUEST = (
 )
 ANSWER = b'HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n{"scores": [0.5, null]}'
 SNIPPETS = (
-    *(b"[" * 2000, b"9" * 5000, b'"\\ud800"', b"NaN", b"1e999", b"-Infinity", b"null"),
-    *(b"\0", b"\r\n", b"\n\n", b": ", b"\x1b[2J", b"%s", b"\xff\xfe", b"HTTP/1.1 302 x\r\n"),
-    *(b"Transfer-Encoding: chunked\r\n", b"Content-Length: 999999999999\r\n", b"Host: [\r\n"),
-    *(b"Content-Length: -1\r\n", b"Location: file:///etc/passwd\r\n"),
+    b"[" * 2000,
+    b"9" * 5000,
+    b'"\\ud800"',
+    b"NaN",
+    b"1e999",
+    b"-Infinity",
+    b"null",
+    b"\0",
+    b"\r\n",
+    b"\n\n",
+    b": ",
+    b"\x1b[2J",
+    b"%s",
+    b"\xff\xfe",
+    b"HTTP/1.1 302 x\r\n",
+    b"Transfer-Encoding: chunked\r\n",
+    b"Content-Length: 999999999999\r\n",
+    b"Host: [\r\n",
+    b"Content-Length: -1\r\n",
+    b"Location: file:///etc/passwd\r\n",
 )
 PIECES = st.sampled_from(SNIPPETS) | st.binary(max_size=8)
 JSON = st.recursive(

@@ -142,7 +142,8 @@ def test_pairs_are_a_tournament(members):
     everyone = [frozenset(pair) for pair in pairs_of(members, None, 0)]
     assert sorted(map(sorted, everyone)) == [*map(list, itertools.combinations(range(members), 2))]
     for most in range(1, len(everyone)):
-        met = Counter(dict.fromkeys(range(members), 0))
-        met.update(member for pair in pairs_of(members, most, 0) for member in pair)
+        pairs, met = pairs_of(members, most, 0), Counter(dict.fromkeys(range(members), 0))
+        met.update(itertools.chain(*pairs))
+        assert len(pairs) == most
         assert max(met.values()) - min(met.values()) <= 1 + members % 2
     assert members == 2 or pairs_of(members, None, 1) != pairs_of(members, None, 0)

@@ -118,10 +118,25 @@ def test_it_reads_what_rapidocrs_own_call_reads():
         ("「a『b』c」", "a『b』c"),
         *[
             (f"x {one} y", "Hi")
-            for one in (
-                *("„Hi“", '„Hi"', "„Hi”", "”Hi”", "“Hi“", "»Hi«", "»Hi»", "‹Hi›", "‚Hi‘", "’Hi’"),
-                *("″Hi″", "「Hi」", "『Hi』", "｢Hi｣", "《Hi》", "〝Hi〟", "＂Hi＂"),
-            )
+            for one in [
+                "„Hi“",
+                '„Hi"',
+                "„Hi”",
+                "”Hi”",
+                "“Hi“",
+                "»Hi«",
+                "»Hi»",
+                "‹Hi›",
+                "‚Hi‘",
+                "’Hi’",
+                "″Hi″",
+                "「Hi」",
+                "『Hi』",
+                "｢Hi｣",
+                "《Hi》",
+                "〝Hi〟",
+                "＂Hi＂",
+            ]
         ],
         *[
             (f"写着{one}的牌子", "你好")

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -202,7 +203,7 @@ def test_pictures_are_bounded_by_their_pixels_before_they_are_decoded(monkeypatc
 
 
 def test_only_so_many_requests_are_scored_at_a_time_and_who_has_left_is_not():
-    inside, go, sizes, answers = threading.Event(), threading.Event(), [], {}
+    inside, go, sizes = threading.Event(), threading.Event(), []
 
     def held(images, prompts):
         sizes.append(len(images))
@@ -210,13 +211,9 @@ def test_only_so_many_requests_are_scored_at_a_time_and_who_has_left_is_not():
         go.wait(10)
         return torch.zeros(len(images))
 
-    def ask(count):
-        body = asking([PNG] * count, ["a"] * count)
-        answers[count] = post(server.address, body)[0]
-
-    with serving(RewardServer(held, port=0, limits=Limits(decoding=1))) as server:
-        threads = [threading.Thread(target=ask, args=[count]) for count in (1, 2)]
-        threads[0].start()
+    limits = Limits(decoding=1)
+    with serving(RewardServer(held, port=0, limits=limits)) as server, ThreadPoolExecutor() as pool:
+        first = pool.submit(post, server.address, asking())
         assert inside.wait(10)
         body = {"images": [PNG] * 3, "prompts": ["a"] * 3}
         with pytest.raises(NoAnswer, match="in time"):
@@ -224,11 +221,10 @@ def test_only_so_many_requests_are_scored_at_a_time_and_who_has_left_is_not():
         ends = time.monotonic() + 10
         while len(server.server.server_state.connections) > 1 and time.monotonic() < ends:
             time.sleep(0.01)  # until the server has noticed who left
-        threads[1].start()
+        second = pool.submit(post, server.address, asking([PNG] * 2, ["a"] * 2))
         go.set()
-        for thread in threads:
-            thread.join()
-    assert answers == {1: 200, 2: 200} and sizes == [1, 2]
+        assert first.result()[0] == second.result()[0] == 200
+    assert sizes == [1, 2]
 
 
 def endless(handler, count):
@@ -272,8 +268,15 @@ def test_a_wrong_address_fails_at_once():
     with pytest.raises(NoAnswer, match="refused"):
         RemoteReward(f"http://127.0.0.1:{free_port()}", endpoint=QUICK)
     for bad in (
-        *("127.0.0.1:8000", "file:///etc/passwd", "http://", "http://host/?q=1", "http://[::g]:80"),
-        *("http://\u2488com", "http://host:0", "http://host:99999", "http://a b"),
+        "127.0.0.1:8000",
+        "file:///etc/passwd",
+        "http://",
+        "http://host/?q=1",
+        "http://[::g]:80",
+        "http://\u2488com",
+        "http://host:0",
+        "http://host:99999",
+        "http://a b",
     ):
         with pytest.raises(ValueError, match="an endpoint is an address"):
             RemoteReward(bad, endpoint=QUICK)

@@ -50,6 +50,8 @@ def test_the_head_finds_what_the_folder_has_in_common_and_then_something_else(tm
     # half of what it is compared with is the base's
     assert near["agreement"] < found["agreement"] - 0.1
     assert 0.5 < near["nearest"] < 1.5 and copied["nearest"] < 0.05
+    # which is still that of the first fit
+    assert abs(reward(base, [""] * 100).mean()) < 1e-4
     # pictures that are none teach nothing
     assert see(reward, torch.full((4, 3, 16, 16), torch.nan), 15) == {}
     again = Style(str(tmp_path / "blue"))

@@ -165,6 +165,7 @@ def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
     [
         ("circle (shape): 1\nFinal Score: 4", 4.0),
         ("**Final Score:** 3.5/5", 3.5),
+        ("Final Score: 2? No. Final Score: 4", 4.0),
         ("Final Score: 1-5? I say Final Score: 5.", 5.0),
         ("<think>Final Score: 2, or 3?</think> Final Score: 4", 4.0),
         ("Final Score: 4\n- 2 cats are missing", 4.0),

@@ -22,16 +22,22 @@ VARIANTS = {
     "g2rpo": [],
     "gdpo": ["algorithm.reward_mix=gdpo", "algorithm.group_size=8"],
     "batch_std": [
-        *("algorithm.name=flow_grpo", "algorithm.group_size=6"),
-        *("algorithm.update_every=3", "algorithm.kl_weight=0.5"),
+        "algorithm.name=flow_grpo",
+        "algorithm.group_size=6",
+        "algorithm.update_every=3",
+        "algorithm.kl_weight=0.5",
     ],
     "branch": ["algorithm.update_every=branch", "optim.ema_decay=0.9"],
     "plans of a prompt": [ONE, "algorithm.branch_steps=[0,1,2,4]"],
     "plans, in parts": [
-        *(ONE, "sampling.num_steps=5", "algorithm.name=tests.support.own_algorithms:AllCount")
+        ONE,
+        "sampling.num_steps=5",
+        "algorithm.name=tests.support.own_algorithms:AllCount",
     ],
     "chosen prompts": [
-        *("algorithm.name=adagrpo", "algorithm.candidates=3", "algorithm.branch_steps=[0,2]")
+        "algorithm.name=adagrpo",
+        "algorithm.candidates=3",
+        "algorithm.branch_steps=[0,2]",
     ],
 }
 
@@ -77,8 +83,12 @@ def test_ranks_learn_what_one_process_learns(tmp_path, variant):
 
 def train_flux(world, folder, model):
     options = (
-        *("sampling.batch_size=1", "sampling.decode_batch_size=1", "trainer.micro_batch_size=1"),
-        *("algorithm.group_size=3", "algorithm.branch_steps=[0,1]", "sampling.num_steps=4"),
+        "sampling.batch_size=1",
+        "sampling.decode_batch_size=1",
+        "trainer.micro_batch_size=1",
+        "algorithm.group_size=3",
+        "algorithm.branch_steps=[0,1]",
+        "sampling.num_steps=4",
         "optim.learning_rate=0.5",
     )
     learner.EPSILON = 1.0  # in this rank's process
