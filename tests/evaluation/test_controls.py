@@ -239,9 +239,9 @@ def test_controls_stand_beside_base_and_tuned_with_what_they_cost():
         assert part in figures
 
 
-@pytest.mark.parametrize(("reached", "clear"), [(1.0, True), (0.5, False)])
+@pytest.mark.parametrize(("reached", "clear"), [([1.0, 1.0], True), ([2.5, -0.5], False)])
 def test_that_the_tuned_model_is_better_with_less_noise_is_said_where_it_is_clear(reached, clear):
-    with_less = {"reward": torch.full((10,), reached), RIGHT: torch.zeros(10)}
+    with_less = {"reward": torch.tensor(reached * 5), RIGHT: torch.zeros(10)}
     controls = {Control(steps=20): [0.0] * 10}
     found = compared([0.0] * 10, [0.5] * 10, controls, tuned_control=with_less)
     said = f"Sampled with {TUNED} the tuned model reaches 1.000 in reward."
