@@ -20,6 +20,7 @@ from g2rpo.run.checkpoint import save_checkpoint
 from g2rpo.run.run import Run
 from g2rpo.training.model_card import header_of
 from tests.support.commands import done, refused, write_tiny
+from tests.support.policies import moved
 from tests.support.tiny import save_flux
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
@@ -29,11 +30,7 @@ ADAPTER = "pytorch_lora_weights.safetensors"
 
 def tuned(config, size):
     """The policy that a run of `config` trains, moved away from its base by random numbers."""
-    policy = components.build_policy(config.policy)
-    for number, parameter in enumerate(policy.trainable_parameters()):
-        draw = torch.Generator().manual_seed(number)
-        parameter.data += size * torch.randn(parameter.shape, generator=draw)
-    return policy
+    return moved(components.build_policy(config.policy), size)
 
 
 def weights_of(policy):

@@ -26,6 +26,7 @@ from g2rpo.policies.options import PolicyConfig
 from g2rpo.testbed import pipeline_dir
 from tests.support.adapters import READ, differences, fused, policy_of, random_adapter, velocity
 from tests.support.commands import done, g2rpo, refused
+from tests.support.policies import moved
 from tests.support.tiny import flux_pipeline
 from tests.support.tiny_pipelines import tiny_pipeline
 from tests.support.variants import few
@@ -154,15 +155,6 @@ def test_the_last_modulation_of_flux2_is_read_with_scale_before_shift(tmp_path):
     swapped = Adapter({last: (down, torch.cat(up.chunk(2)[::-1]))})
     swapped.write(tmp_path / "it.safetensors", "diffusion_model.")
     assert is_same(read_adapter(tmp_path / "it.safetensors", type(pipeline)), adapter)
-
-
-def moved(policy, size=0.1):
-    with torch.no_grad():
-        for number, value in enumerate(policy.trainable_parameters()):
-            value.add_(
-                size * torch.randn(value.shape, generator=torch.Generator().manual_seed(number))
-            )
-    return policy
 
 
 def test_the_start_stays_while_the_adapter_is_trained_and_strength_leads_from_one_to_the_other(

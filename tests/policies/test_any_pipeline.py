@@ -29,7 +29,7 @@ from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.pipelines import check_options, choose_attention
 from g2rpo.policies.spec import PICTURE_SIZES, parameters_of
 from g2rpo.rollout.engine import Engine
-from tests.support.policies import make
+from tests.support.policies import make, moved
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
 
@@ -289,16 +289,9 @@ def test_check_model_names_one_time_where_a_call_takes_a_single_time(tmp_path):
         wrong.velocity(*inputs(wrong, PROMPTS))
 
 
-def perturb(policy, size):
-    with torch.no_grad():
-        for p in policy.trainable_parameters():
-            p.add_(size * torch.randn(p.shape, generator=generator_for("perturb")))
-    return policy
-
-
 @pytest.mark.parametrize("kind", only("StableDiffusion3Pipeline"))
 def test_fully_tuned_weights_load_with_from_pretrained(kind, prompts, tmp_path):
-    policy = perturb(load(kind, tuning="full", keep_base=True), 0.01)
+    policy = moved(load(kind, tuning="full", keep_base=True), 0.01)
     policy.save(tmp_path)
     pipeline = pipeline_of(kind)
     pipeline.transformer = type(pipeline.transformer).from_pretrained(tmp_path)

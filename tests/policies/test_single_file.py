@@ -9,6 +9,7 @@ from g2rpo.assembly import components
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from tests.support.commands import done, refused
+from tests.support.policies import moved
 from tests.support.variants import few
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12}
@@ -23,10 +24,7 @@ def built(folder, tuning="frozen"):
 
 def trained(folder, tuning, to):
     """A policy of random tuned weights, saved in the folder `to`."""
-    policy = built(folder, tuning)
-    for number, parameter in enumerate(policy.trainable_parameters()):
-        draw = torch.Generator().manual_seed(number)
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+    policy = moved(built(folder, tuning))
     policy.save(to)
     return policy
 

@@ -22,3 +22,11 @@ def load(folder, *, dtype=torch.float32, tuning="lora", **options):
     name = diffusers.DiffusionPipeline.load_config(str(folder))["_class_name"]
     pipeline = read_pipeline(getattr(diffusers, name), folder, dtype, tuning)
     return make(DiffusersPolicy.of(SPECS[name]), pipeline, dtype=dtype, tuning=tuning, **options)
+
+
+def moved(policy, size=0.1):
+    """The policy, with random numbers added to its trained weights."""
+    for number, weight in enumerate(policy.trainable_parameters()):
+        draw = torch.Generator().manual_seed(number)
+        weight.data += size * torch.randn(weight.shape, generator=draw)
+    return policy
