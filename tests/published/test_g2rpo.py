@@ -41,7 +41,7 @@ def test_a_training_step_is_the_published_one_to_the_bit(
         *ONE_BY_ONE,
         *overrides,
         steps,
-        "algorithm.group_size=3",
+        "algorithm.group_size=2",
     )
     assert found == dict.fromkeys(found, 0)
 

@@ -77,11 +77,13 @@ def test_every_command_can_be_given_as_it_stands(page, tmp_path, monkeypatch):
         (tmp_path / folder).symlink_to(ROOT / folder)
     save_named(text)
     scripts = [block.code for block in blocks(text) if block.language == "bash"]
-    for script in [*scripts, *inline_commands(text)]:
-        found = calls(script, tmp_path)
-        assert found or script.startswith("source "), f"starts nothing: {script}"
+    commands = inline_commands(text)
+    for script in [*scripts, "\n".join(commands)]:
+        found = calls(script, tmp_path) if script else []
+        assert found or not script or script.startswith("source "), f"starts nothing: {script}"
         for call in found:
             check(call, monkeypatch)
+    assert len(found) >= len(commands)
 
 
 def test_the_readme_from_top_to_bottom_in_a_clean_shell(tmp_path):
