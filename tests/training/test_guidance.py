@@ -40,33 +40,36 @@ def test_training_is_that_of_its_scale_and_pictures_are_those_of_the_policys(
     assert learnt(both["eval0"]) == learnt(high["eval0"]) != learnt(low["eval0"])
 
 
-@pytest.mark.slow  # three plans
-def test_a_plan_counts_training_at_its_own_scale_and_judged_pictures_at_their_size(
-    tiny_config, sd3_directory
-):
-    """Half the evaluations without guidance; held-out pictures of four times the size."""
+def plans(config, *variants):
+    """A plan for each variant of the overrides."""
+    for overrides in variants:
+        asked = load_config(str(config), overrides)
+        yield make_plan(asked, cuda=True, heldout=3, distinct_prompts=6)
+
+
+def flops(call):
+    return call.roofline.flops
+
+
+@pytest.mark.slow  # two plans
+def test_a_plan_has_half_the_evaluations_in_training_alone(tiny_config, sd3_directory):
     own = [f"policy.path={sd3_directory}", "policy.guidance_scale=4.5"]
-    guided, half, larger = (
-        make_plan(
-            load_config(str(tiny_config), [*own, *more]), cuda=True, heldout=3, distinct_prompts=6
-        )
-        for more in (
-            [],
-            ["sampling.guidance_scale=1"],
-            ["evaluation.height=64", "evaluation.width=64"],
-        )
-    )
+    guided, half = plans(tiny_config, own, [*own, "sampling.guidance_scale=1"])
     assert (guided.network_rows, half.network_rows) == (2, 1)
+    for call in ("velocity", "training"):
+        assert flops(getattr(half.traced, call)) < 0.6 * flops(getattr(guided.traced, call))
+    of_a_row = [flops(plan.traced.heldout) / plan.traced.heldout.rows for plan in (guided, half)]
+    assert of_a_row[0] == pytest.approx(of_a_row[1])
 
-    def flops(plan, call):
-        return getattr(plan.traced, call).roofline.flops / getattr(plan.traced, call).rows
 
-    assert (
-        flops(half, "training") < 0.6 * flops(guided, "training") == 0.6 * flops(larger, "training")
-    )
-    assert flops(half, "heldout") == pytest.approx(flops(guided, "heldout"))
-    assert flops(larger, "heldout") > 2 * flops(guided, "heldout")
-    before, after = guided.memory.moments, larger.memory.moments
+@pytest.mark.slow  # two plans
+def test_a_plan_counts_judged_pictures_at_their_size(tiny_config):
+    """Sixteen times as large as those that are trained on."""
+    large = ["evaluation.height=128", "evaluation.width=128"]
+    plain, larger = plans(tiny_config, [], large)
+    assert larger.traced.training == plain.traced.training
+    assert flops(larger.traced.heldout) > 10 * flops(plain.traced.heldout)
+    before, after = plain.memory.moments, larger.memory.moments
     assert after["evaluation"] > before["evaluation"] and after["update"] == before["update"]
 
 
