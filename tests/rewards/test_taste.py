@@ -1,6 +1,7 @@
 """The head of a person's taste: the choice model, its fit, and how far it may be trusted."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ def test_the_head_finds_the_block_and_the_direction_of_a_taste():
     spread = torch.stack([one.var(correction=0) for one in values]).mean()
     assert float(spread) == pytest.approx(1, abs=1e-5)
     assert head.agreement.low > 0.8 and head.trust == (2 * head.agreement.mean - 1) ** 2
+    assert replace(head, agreement=replace(head.agreement, low=0.5)).trust == 0
 
 
 def test_a_posterior_mode_has_no_gradient():
