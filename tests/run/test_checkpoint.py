@@ -151,9 +151,9 @@ def test_rotation_keeps_the_newest_intact_ones(tmp_path):
     for iteration in range(1, 6):
         save(tmp_path, iteration, keep=3)
     assert names(tmp_path) == [3, 4, 5]
-    damage(tmp_path / "iteration_000004")
+    damage(tmp_path / "iteration_000005")
     save(tmp_path, 6)
-    assert names(tmp_path) == [5, 6]
+    assert names(tmp_path) == [4, 6]
 
 
 AVERAGED = ["optim.ema_decay=0.9", "optim.weight_decay=0", "evaluation.every=9"]
