@@ -287,7 +287,21 @@ void same_device(const char* name, const Tensor& one, const Tensor& other) {
 
 Op named(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
 
+// CUDA's convolutions take the layout of their weights, its group norms separate channels: others are copied first.
+void copied(Stack* stack, size_t place, size_t count, at::MemoryFormat format) {
+  auto& value = torch::jit::peek(*stack, place, count);
+  value = value.toTensor().contiguous(format);
+}
+
+void group_norm(const Op& op, Stack* stack) {
+  copied(stack, 0, op.schema().arguments().size(), at::MemoryFormat::Contiguous);
+  compute_on_cpu(op, stack);
+}
+
 void convolution(const Op& op, Stack* stack) {
+  const auto weight = torch::jit::peek(*stack, 1, op.schema().arguments().size()).toTensor();
+  if (weight.dim() == 4 && weight.is_contiguous(at::MemoryFormat::ChannelsLast))
+    copied(stack, 0, op.schema().arguments().size(), at::MemoryFormat::ChannelsLast);
   check(op.schema(), *stack);
   compute(named("aten::convolution"), stack);
 }
@@ -365,7 +379,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_rms_norm_backward", &rms_norm_backward);
   m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
-  for (auto name : {"_fused_rms_norm", "native_group_norm", "native_group_norm_backward", "native_layer_norm", "native_layer_norm_backward"})
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&group_norm>());
+  for (auto name : {"_fused_rms_norm", "native_group_norm_backward", "native_layer_norm", "native_layer_norm_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&compute_on_cpu>());
 }
 
