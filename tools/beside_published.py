@@ -38,7 +38,7 @@ from g2rpo.core.normal import Normal
 from g2rpo.core.objectives import kernel_kl
 from g2rpo.training.trainer import Trainer
 from tests.published.second_half import Beside, Models, Objective, Seen, tiny
-from tests.support.tiny import save_flux
+from tests.support.tiny import save_flux, save_sd3
 
 GROUP, STEPS = 4, (0, 3)
 FORWARD = (f"algorithm.group_size={GROUP}", "sampling.num_steps=5")
@@ -444,6 +444,75 @@ def refl(folder: Path, code: Path) -> Beside:
     return Beside(trainer, objective)
 
 
+def opsd(folder: Path, code: Path) -> Beside:
+    """scripts/train_opsd_ri_sd3.py: the targets with _opa_tr_step, the loss, return_decay;
+    src/stat_tracking.py."""
+    script = code / "scripts/train_opsd_ri_sd3.py"
+    known = {
+        "profiling": Namespace(reward_bwd_inc=lambda: None),
+        "_reward_scores_grad": lambda scorer, kind, images, prompts: bright(images, prompts),
+    }
+    names = ("_decode01", "_reward_of_latents_grad", "_opa_tr_step", "return_decay")
+    found = _functions(script, *names, **known)
+    targets = _between(script, "opa_g0 = None", "if ri_opa_cert:")
+    loss = _between(script, "v_old_q = v_old_q.float()", "scaled_loss = loss")
+    trainer = tiny(
+        save_sd3(folder / "sd3"),
+        *("algorithm.name=opsd", f"algorithm.group_size={GROUP}"),
+        *("algorithm.old_schedule=[0,0.4,0.5]", "rewards={bright: 1.0}"),
+        rewards=(bright,),
+        options={"guidance_scale": 1.0, "truncate_timesteps": True},
+    )
+    settings = {
+        "config": Namespace(beta=1.0, train=Namespace(adv_clip_max=5.0)),
+        "pipeline": trainer.policy.pipeline,
+        **dict.fromkeys(("ri_scorer", "opa_kind", "prm", "xi")),
+        **{"opa_dir_mode": "grad", "opa_target_mode": "replace", "ri_opa_dual_neg": True},
+        **{"opa_rho": 0.1, "opa_n_ascent": 2, "opa_eta": 1.0},
+        **{"acc_p": torch.ones(GROUP), "acc_m": torch.ones(GROUP)},
+    }
+
+    def velocity(models: Models, which: str, x: torch.Tensor, sigma: float, prompt: int) -> Any:
+        said = models.text[prompt]
+        given = {
+            "timestep": torch.full([1], 1000 * sigma, dtype=torch.long),
+            "encoder_hidden_states": said["prompt_embeds"],
+            "pooled_projections": said["pooled_prompt_embeds"],
+        }
+        network = getattr(models, which)
+        return torch.cat(
+            [network(hidden_states=row, **given, return_dict=False)[0] for row in x.split(1)]
+        )
+
+    def objective(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
+        advantages = _tracked(code, seen.rewards[:, 0, 0], "src.stat_tracking")
+        share = 1 / len(seen.examples)
+        return [
+            partial(one, models, example, advantages[example.prompt], share)
+            for example in seen.examples
+        ]
+
+    def one(
+        models: Models, example: Example, advantages: torch.Tensor, share: float
+    ) -> torch.Tensor:
+        sigma = float(trainer.sigmas[example.step])
+        at = example.x, sigma, example.prompt
+        with torch.no_grad():
+            old = velocity(models, "old", *at)
+        given = {"zq": example.x, "sig_q": sigma, "y0": example.x - sigma * old, "v_old_q": old}
+        made = {**found, **settings, **given, "adv": advantages}
+        exec(targets, made)
+        made["v_theta_q"] = velocity(models, "trained", *at)
+        exec(loss, made)
+        return share * made["loss"]
+
+    return Beside(
+        trainer,
+        objective,
+        lambda models, updates: _trail(models, found["return_decay"](400 * updates, 1)),
+    )
+
+
 def bright(images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
     return images.flatten(1).mean(1)
 
@@ -566,12 +635,14 @@ def _forward(
     return terms
 
 
-def _tracked(code: Path, scores: torch.Tensor) -> torch.Tensor:
+def _tracked(
+    code: Path, scores: torch.Tensor, module: str = "flow_grpo.stat_tracking"
+) -> torch.Tensor:
     """Advantages of scores [N, G] by the published tracker of statistics, where a clone has it."""
-    if not (code / "flow_grpo/stat_tracking.py").is_file():
+    if not (code / Path(*module.split("."))).with_suffix(".py").is_file():
         return (scores - scores.mean(1, keepdim=True)) / (scores.std(correction=0) + 1e-4)
     prompts = [str(prompt) for prompt in range(len(scores)) for _ in scores[0]]
-    tracker = _module(code, "flow_grpo.stat_tracking").PerPromptStatTracker(global_std=True)
+    tracker = _module(code, module).PerPromptStatTracker(global_std=True)
     return (
         torch.from_numpy(tracker.update(prompts, scores.flatten().numpy())).view_as(scores).float()
     )
@@ -679,6 +750,7 @@ METHODS = {
     "dgpo": Method("DGPO", "Luo-Yihong/DGPO", dgpo),
     "fdfo": Method("FDFO", "NVlabs/finite-difference-flow-optimization", fdfo),
     "refl": Method("ReFL", "RuoyuWang-2077/FlowBP", refl),
+    "opsd": Method("DiffusionOPSD", "worldbench/DiffusionOPSD", opsd),
     "flow_dppo": Method("Flow-DPPO", "verl-project/verl-omni", flow_dppo),
 }
 HEAD = "| algorithm | published code and its functions | run on | loss | gradient | weights |"

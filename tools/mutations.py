@@ -55,7 +55,7 @@ PAVE, ADA, NFT, E = (
     f"tests/published/test_{name}.py"
     for name in ("pave_grpo", "adagrpo", "forward_process", "e_grpo")
 )
-FDFO = "tests/published/test_fdfo.py"
+FDFO, OPSD = "tests/published/test_fdfo.py", "tests/algorithms/test_opsd.py"
 ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = (
@@ -244,10 +244,12 @@ MUTATIONS = [
     Mutation(
         "algorithms/g2rpo_variants.py", "self.algorithm.forget * known + (1", "known + (1", ADA
     ),
-    Mutation(
-        "algorithms/forward_process.py", "(1 + b) * noised.old - b", "(1 - b) * noised.old - b", NFT
-    ),
+    Mutation("algorithms/forward_process.py", "(1 + b) * old - b", "(1 - b) * old - b", NFT),
     Mutation("algorithms/forward_process.py", "-noised.advantages /", "noised.advantages /", NFT),
+    Mutation("algorithms/opsd.py", "walked(-per_row(length", "walked(per_row(length", OPSD),
+    Mutation("algorithms/opsd.py", " / self.target_steps\n", "\n", OPSD),
+    Mutation("algorithms/opsd.py", "(1 - r) * negative", "negative", OPSD),
+    Mutation("core/data.py", "self.tails[0][1:-1]", "self.tails[0][:-1]", OPSD),
     Mutation("algorithms/reward_gradient.py", "velocity - old + d)", "velocity - old - d)", FDFO),
     Mutation("algorithms/reward_gradient.py", "noise * (1 - s))", "noise * (1 + s))", FDFO),
     Mutation(

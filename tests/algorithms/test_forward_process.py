@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT, Noised
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.capabilities import keeps_old
+from g2rpo.core.flow import sigma_grid
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -15,7 +16,7 @@ from g2rpo.rollout.planning import count_trained, dry_rollout
 from tests.support.runs import mean, trainer
 from tests.support.watched import Watched
 
-NAMES = ["diffusion_nft", "awm", "dgpo"]
+NAMES = ["diffusion_nft", "awm", "dgpo", "opsd"]
 SMALL = ("algorithm.group_size=6", "sampling.num_steps=8")
 
 
@@ -116,7 +117,7 @@ def test_awm_draws_one_from_each_part_of_the_grid():
 @pytest.mark.parametrize("algorithm", [DiffusionNFT(), AWM(), DGPO(group_size=24)])
 def test_an_update_has_the_rows_that_are_counted(algorithm):
     (plan,) = algorithm.plans(14)
-    dry = dry_rollout(plan, 24)
+    dry = dry_rollout(plan, 24, sigma_grid(14))
     rows = 24 * len(algorithm.examples(dry, torch.zeros(24), generator_for))
     assert count_trained(algorithm, [plan], 14)[0] == rows
 

@@ -25,6 +25,7 @@ from g2rpo.algorithms.flow_grpo import (
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import PaveGRPO
+from g2rpo.algorithms.opsd import OPSD
 from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.algorithms.reward_gradient import ReFL
 from g2rpo.config.algorithms import ALGORITHMS
@@ -102,6 +103,8 @@ TAILS = 15 + 13 + 11 + 9
         # old, untrained, and both errors of the group's weight
         (DGPO(group_size=24), 10, 240, (24 * 4, 4 * 24 * 4)),
         (ReFL(group_size=4), 25, 4 * 25, (4, 0)),
+        (OPSD(), 10, 240, (24, 24)),
+        (OPSD(kl_weight=0.1), 10, 240, (24, 48)),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

@@ -28,17 +28,20 @@ algorithm.granularities: G2RPO's own choice, varied in its paper
 algorithm.group_size: memory, cost and variance
 algorithm.kl_weight: published values differ, 0 among them
 algorithm.merged_steps: E-GRPO's; which steps to merge depends on the grid
-algorithm.mixing: DiffusionNFT's beta: 1 for one reward, 0.1 for several
+algorithm.mixing: DiffusionNFT's and DiffusionOPSD's beta: 1 for one reward, 0.1 for several
 algorithm.name: the algorithm
 algorithm.noise_weight: TempFlow-GRPO's; it belongs to eta
 algorithm.old_schedule: published schedules differ by task
 algorithm.power: AWM's form of the error; 1 is the plain one
+algorithm.query_sigma: DiffusionOPSD's state; it differs by model
+algorithm.radius: DiffusionOPSD's trust region
 algorithm.reward_mix: how several rewards become one advantage; papers differ
 algorithm.schedule: MixGRPO's window moves or stays
 algorithm.segments: PAVE-GRPO's numbers of parts
 algorithm.share: DiffusionNFT's times, its cost; a study varies them
 algorithm.strength: DGPO's beta: 100 for OCR, 10 for PickScore
 algorithm.tail: three ends of a tail in published code
+algorithm.target_steps: DiffusionOPSD's cost: gradients of the reward
 algorithm.times: trained times of AWM and DGPO are their cost
 algorithm.update_every: how often the weights move in a rollout
 algorithm.window_iterations: MixGRPO's pace

@@ -174,6 +174,14 @@ trainer.prompts_per_iteration=432 trainer.iterations=1000 trainer.seed=6 optim.l
 optim.max_grad_norm=1 optim.ema_decay=0 policy.lora_rank=32 policy.lora_alpha=64
 policy.truncate_timesteps=false
 """
+# DiffusionOPSD 2166584, config/public.py: sd35_pickscore over sd3_pickscore
+OPSD = """
+policy.truncate_timesteps=true algorithm.group_size=24 algorithm.kl_weight=0 sampling.shift=scheduler
+algorithm.query_sigma=0.278 algorithm.radius=0.1 algorithm.target_steps=2 algorithm.mixing=1
+algorithm.old_schedule=[0,0.001,0.5] trainer.prompts_per_iteration=48 trainer.iterations=100
+trainer.checkpoint_every=10 optim.ema_decay=0.9 optim.ema_every=1 policy.lora_rank=32
+policy.lora_alpha=64 evaluation.num_steps=40
+"""
 # FlowBP 93b220a, sd3_5_refl.yaml: 8 GPUs with 8 prompts each, one picture of each
 REFL = """
 trainer.prompts_per_iteration=64 algorithm.group_size=1 algorithm.ceiling=0.55
@@ -196,6 +204,7 @@ ADA = "algorithm.eta=0.7 algorithm.candidates=10 trainer.seed=42"
         ("AWM", "pickscore", SD35 + AWM, {}),
         ("DGPO", "pickscore", SD35 + DGPO, {"early": Fraction(7, 10), "old_after": 200}),
         ("FDFO", "pickscore", SD35 + FDFO, {}),
+        ("DiffusionOPSD", "pickscore", SD35 + OPSD, {}),
         ("ReFL", "hpsv2", REFL, {"late": Fraction(11, 25)}),
         ("flux1-dev-pave", "hpsv3", GRPO_SERIES + PAVE, {}),
         ("AdaGRPO", "hpsv3", GRPO_SERIES + ADA, {"forget": 0.8}),

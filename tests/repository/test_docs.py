@@ -346,6 +346,7 @@ class Bright:
     """A reward that says what is right."""
 
     right = 0.5
+    differentiable = True
 
     def __call__(self, images, prompts):
         return brightness(images, prompts)
@@ -362,6 +363,7 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
         ["algorithm.kl_weight=0.1"],
         ["algorithm.name=adagrpo", "algorithm.branch_steps=[0]", "algorithm.candidates=2"],
         ["algorithm.name=diffusion_nft", "algorithm.group_size=4"],
+        ["algorithm.name=opsd", "algorithm.group_size=4"],
     ):
         for row in trainer(
             None, *overrides, "trainer.iterations=1", rewards={"bright": Bright()}

@@ -77,7 +77,7 @@ def test_the_table_of_the_docs_says_what_a_class_declares(name):
     assert not kind.libraries or f"`pip install {' '.join(kind.libraries)}`" in row
     if cost and cost.bytes > 2**25:  # shown with one digit
         assert re.search(rf"{cost.bytes / 2**30:.1f}\b", row)
-    (gradients,) = re.findall("`algorithm.name=refl` needs them: (.*), and yours", PAGE)
+    (gradients,) = re.findall("`algorithm.name=refl` and `opsd` need them: (.*), and yours", PAGE)
     assert (f"`{name}`" in gradients) == kind.differentiable
 
 

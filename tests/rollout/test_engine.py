@@ -87,6 +87,13 @@ PLANS = {
     "window": [Plan(2, 6, ((6, 7, 10, 16),))],
     "every step, own noise": [Plan(0, 16, ((16,),), shared_noise=False)],
     "noise in common": [Plan(0, 16, ((16,),), shared_noise=False, common=0.8)],
+    "a latent of the ODE": [
+        Plan(0, 0, (tuple(range(17)),), shared_noise=False, kept_sigma=0.5),
+        Plan(0, 0, ((0, 9, 12, 16),), shared_noise=False, kept_sigma=0.9),
+    ],
+    "a latent of the first tail": [
+        Plan(2, 3, (tuple(range(3, 17)), (3, 4, 16)), kept_sigma=0.3),
+    ],
     "window, own noise": [Plan(3, 5, (tuple(range(5, 17)), (5, 6, 16)), shared_noise=False)],
 }
 
@@ -107,6 +114,10 @@ def test_sharing_changes_no_latent(name, batch_size):
         cond, own = engine.cond.rows([got.prompt]), partial(own_noise, got.prompt)
         asked = reference.rollout(engine.policy, cond, SIGMAS, got.plan, group_size, kernel, own)
         same(got.finals, asked.finals)
+        assert (got.kept is None) == (got.plan.kept_sigma is None)
+        if got.kept is not None and asked.kept is not None:
+            assert got.kept[0] == asked.kept[0]
+            same(got.kept[1], asked.kept[1])
         assert [t.step for t in got.transitions] == [t.step for t in asked.transitions]
         for mine, theirs in zip(got.transitions, asked.transitions, strict=True):
             shared = got.plan.shared_noise and mine.step == got.plan.branch

@@ -152,6 +152,22 @@ def mean_square(x: Tensor) -> Tensor:
     return x.square().flatten(1).mean(1)
 
 
+def implicit_pair(
+    x: Tensor, sigma: Tensor, velocity: Tensor, old: Tensor, b: float
+) -> tuple[Tensor, Tensor]:
+    """The images predicted at x by DiffusionNFT's v+ and v-: by a velocity and its mirror image on the
+    other side of the old one, b times as far away."""
+    s = per_row(sigma, x)
+    return x - s * (b * velocity + (1 - b) * old), x - s * ((1 + b) * old - b * velocity)
+
+
+def scaled_error(error: Tensor) -> Tensor:
+    """[B], the mean square of an error of images divided by its mean size, which has no gradient,
+    so that all times weigh alike."""
+    size = in_float64(error.detach()).abs().flatten(1).mean(1).clamp(min=SMALLEST_SIZE)
+    return (mean_square(error) / size).to(error.dtype)
+
+
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class DiffusionNFT(ForwardProcess):
     """DiffusionNFT: Online Diffusion Reinforcement with Forward Process, arXiv 2509.16117; defaults
@@ -196,16 +212,9 @@ class DiffusionNFT(ForwardProcess):
         clip, b = self.advantage_clip, self.mixing
         assert noised.old is not None
         r = (noised.advantages / clip / 2 + 0.5).clamp(0, 1)
-        positive = self._error(noised, b * noised.velocity + (1 - b) * noised.old)
-        negative = self._error(noised, (1 + b) * noised.old - b * noised.velocity)
+        pair = implicit_pair(noised.x, noised.sigma, noised.velocity, noised.old, b)
+        positive, negative = (scaled_error(image - noised.image) for image in pair)
         return clip * (r * positive + (1 - r) * negative) / b
-
-    def _error(self, noised: Noised, velocity: Tensor) -> Tensor:
-        """Squared error [B] of the image predicted by a velocity, divided by its mean error, so
-        that all times weigh alike."""
-        error = noised.x - per_row(noised.sigma, noised.x) * velocity - noised.image
-        size = in_float64(error.detach()).abs().flatten(1).mean(1).clamp(min=SMALLEST_SIZE)
-        return (mean_square(error) / size).to(error.dtype)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

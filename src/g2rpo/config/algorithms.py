@@ -37,6 +37,7 @@ from g2rpo.algorithms.flow_grpo import (
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import EGRPO, AdaGRPO, PaveGRPO
+from g2rpo.algorithms.opsd import OPSD
 from g2rpo.algorithms.reward_gradient import FDFO, ReFL
 from g2rpo.config.given import Mentioned, is_mention, mention, recorded
 from g2rpo.core import plugins
@@ -47,7 +48,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ 
     kind.name: kind
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
-        FlowDPPO, PaveGRPO, AdaGRPO, EGRPO, DiffusionNFT, AWM, DGPO, FDFO, ReFL,
+        FlowDPPO, PaveGRPO, AdaGRPO, EGRPO, DiffusionNFT, AWM, DGPO, FDFO, ReFL, OPSD,
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}

@@ -45,7 +45,7 @@ class ChoosesPrompts(Stateful, Protocol):
 @runtime_checkable
 class KeepsOldWeights(Protocol):
     """The run keeps old weights, which follow the trained ones after each iteration, for
-    `Network.old_velocity` (AWM, DGPO, DiffusionNFT)."""
+    `Network.old_velocity` (AWM, DGPO, DiffusionNFT, DiffusionOPSD)."""
 
     uses_old: bool
     """Whether old weights are used with these hyper-parameters."""
@@ -75,7 +75,7 @@ class SumsGroups(Protocol):
 @runtime_checkable
 class DifferentiatesRewards(Protocol):
     """The loss calls `Network.reward`; all trained rewards then have to be differentiable
-    (ReFL)."""
+    (ReFL, DiffusionOPSD)."""
 
     uses_rewards: bool
 

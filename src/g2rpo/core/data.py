@@ -163,7 +163,8 @@ class Plan:
     noises may have something in `common`, a number from 0 to 1: common * shared + sqrt(1 -
     common^2) * own. `trained` are the stochastic steps to learn from (None: all of them); `solver`
     integrates the tails. `granularities` name the tails in the log, one number each (empty: 1, 2,
-    ...); the smallest is the finest.
+    ...); the smallest is the finest. With `kept_sigma` the latents that the first tail passes
+    nearest to this sigma are kept, for an algorithm that learns from states of the ODE.
     """
 
     branch: int
@@ -176,6 +177,7 @@ class Plan:
     trained: tuple[int, ...] | None = None
     solver: Solver = "euler"
     granularities: tuple[int, ...] = field(default=(), compare=False)
+    kept_sigma: float | None = None
 
     def __post_init__(self) -> None:
         refuse(self._faults(), ValueError)
@@ -192,6 +194,8 @@ class Plan:
         for tail in self.tails:
             if tail[:1] != (self.merge,) or any(a >= b for a, b in pairwise(tail)):
                 yield f"a tail must start at merge={self.merge} and increase, got {tail}"
+        if self.kept_sigma is not None and any(len(tail) < 3 for tail in self.tails[:1]):
+            yield f"a kept latent needs a first tail of two steps, got {self.tails[0]}"
         if len({tail[-1] for tail in self.tails}) != 1:
             yield f"all tails must end at the same step, got {self.tails}"
         if self.granularities and len(self.granularities) != len(self.tails):
@@ -213,6 +217,19 @@ class Plan:
     def trains(self, step: int) -> bool:
         """Whether the stochastic step `step` is learnt from."""
         return self.trained is None or step in self.trained
+
+    def kept_step(self, sigmas: Tensor) -> int | None:
+        """The step inside the first tail whose sigma, of the grid's [num_steps + 1], is nearest to
+        `kept_sigma`; None without one."""
+        kept = self.kept_sigma
+        if kept is None:
+            return None
+        return min(self.tails[0][1:-1], key=lambda step: abs(float(sigmas[step]) - kept))
+
+    def walks(self, sigmas: Tensor) -> tuple[tuple[int, ...], ...]:
+        """The tails, and after them the first up to its kept step, if it has one."""
+        kept, (first, *_) = self.kept_step(sigmas), self.tails
+        return self.tails if kept is None else (*self.tails, first[: first.index(kept) + 1])
 
     @property
     def tail_names(self) -> tuple[int, ...]:
@@ -240,6 +257,21 @@ class Rollout:
     plan: Plan
     transitions: tuple[Transition, ...]  # of the steps to learn from
     finals: Tensor  # [M, G, ...], latents at sigma = 0
+    kept: tuple[int, Tensor] | None = None  # the step that `plan.kept_sigma` names, [G, ...] there
+
+    @classmethod
+    def of(
+        cls,
+        prompt: int,
+        plan: Plan,
+        transitions: Sequence[Transition],
+        ends: Tensor,
+        sigmas: Tensor,
+    ) -> Rollout:
+        """From the latents [walks, G, ...] at the end of each of `plan.walks(sigmas)`."""
+        step, tails = plan.kept_step(sigmas), len(plan.tails)
+        kept = None if step is None else (step, ends[tails])
+        return cls(prompt, plan, tuple(transitions), ends[:tails], kept)
 
 
 @dataclass(frozen=True)

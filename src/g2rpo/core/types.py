@@ -148,8 +148,8 @@ class Reward:
     """Whether it takes final latents [B, ...] (as `Policy.decode` does): where all rewards do,
     training decodes nothing."""
     differentiable: bool = False
-    """Whether scores of pictures that require a gradient carry it, on any device; ReFL needs
-    that."""
+    """Whether scores of pictures that require a gradient carry it, on any device; ReFL and
+    DiffusionOPSD need that."""
     device: torch.device | None = None
     """Where it computes, if that is an accelerator; where the policy is, nothing is rolled out
     meanwhile."""

@@ -112,11 +112,11 @@ class Engine:
                 group.x, group.v = x_next, None
 
         finals = self._finish(
-            [(group.plan.tails, group.prompt, group.x) for group in groups],
+            [(group.plan.walks(self.sigmas), group.prompt, group.x) for group in groups],
             self.tails.walked_by(plans),
         )
         return [
-            Rollout(g.prompt, g.plan, tuple(g.transitions), latents)
+            Rollout.of(g.prompt, g.plan, g.transitions, latents, self.sigmas)
             for g, latents in zip(groups, finals, strict=True)
         ]
 

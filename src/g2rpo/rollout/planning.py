@@ -46,10 +46,10 @@ def _evaluations(plan: Plan, group_size: int, tails: Tails) -> int:
 
 
 def dry_rollout(
-    plan: Plan, group_size: int, latent: Sequence[int] = (1,), prompt: int = 0
+    plan: Plan, group_size: int, sigmas: Tensor, latent: Sequence[int] = (1,)
 ) -> Rollout:
-    """A rollout of zeros with the shapes that `Engine.rollout` returns for one group with latents
-    of the shape `latent`."""
+    """A rollout of zeros with the shapes that `Engine.rollout` returns for one group on the grid
+    `sigmas`, with latents of the shape `latent`."""
     steps = [step for step in plan.stochastic if plan.trains(step)]
     group = torch.zeros(group_size, *latent)
 
@@ -57,12 +57,8 @@ def dry_rollout(
         x = group[:1] if step == plan.branch and plan.shared_noise else group
         return Transition(step, x, group, x, torch.zeros(group_size))
 
-    return Rollout(
-        prompt,
-        plan,
-        tuple(transition(step) for step in steps),
-        torch.zeros(len(plan.tails), *group.shape),
-    )
+    ends = torch.zeros(len(plan.walks(sigmas)), *group.shape)
+    return Rollout.of(0, plan, [transition(step) for step in steps], ends, sigmas)
 
 
 def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -> tuple[int, int]:
@@ -83,7 +79,7 @@ def trained_sigmas(algorithm: Algorithm, plans: Sequence[Plan], sigmas: Tensor) 
 def _trained(algorithm: Algorithm, plans: Sequence[Plan], sigmas: Tensor) -> _CountingNetwork:
     network = _CountingNetwork()
     for plan in plans:
-        rollout = dry_rollout(plan, algorithm.group_size)
+        rollout = dry_rollout(plan, algorithm.group_size, sigmas)
         for example in algorithm.examples(
             rollout, torch.zeros(algorithm.group_size), generator_for
         ):

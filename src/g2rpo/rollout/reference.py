@@ -47,10 +47,10 @@ def rollout(
         if plan.trains(step):
             transitions.append(Transition(step, x, x_next, landing.mean, landing.log_prob(x_next)))
         x = x_next
-    finals = []
-    for tail in plan.tails:
+    ends = []
+    for tail in plan.walks(sigmas):
         end = x
         for step, following in pairwise(tail):
             end = ode_step(end, velocity(end, step), sigmas[step], sigmas[following])
-        finals.append(end)
-    return Rollout(0, plan, tuple(transitions), torch.stack(finals))
+        ends.append(end)
+    return Rollout.of(0, plan, transitions, torch.stack(ends), sigmas)

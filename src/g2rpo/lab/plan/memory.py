@@ -10,6 +10,7 @@ from torch import nn
 from g2rpo.assembly.blueprint import size_of
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import keeps_old
+from g2rpo.core.data import Plan
 from g2rpo.lab.plan.counting import Counts
 from g2rpo.lab.plan.model import Model
 from g2rpo.lab.plan.rewards import RewardCost
@@ -206,10 +207,11 @@ def _latents(config: Config, counts: Counts, latent: int) -> tuple[int, int]:
     point with its velocity, two latents for every member and stochastic step, and the finals."""
     group = config.algorithm.group_size
     finals = counts.largest(lambda it: [group * sum(len(plan.tails) for plan in it.plans)])
-    steps = counts.largest(
-        lambda it: [
-            sum(2 + group * (2 * len(plan.stochastic) + len(plan.tails)) for plan in it.plans)
-        ]
-    )
+
+    def held(plan: Plan) -> int:
+        ends = len(plan.tails) + (plan.kept_sigma is not None)
+        return 2 + group * (2 * len(plan.stochastic) + ends)
+
+    steps = counts.largest(lambda it: [sum(map(held, it.plans))])
     candidates = 2 * counts.prompts_drawn if counts.prompts_drawn > counts.prompts else 0
     return (counts.prompts * steps + candidates) * latent, counts.prompts * finals * latent

@@ -189,7 +189,8 @@ def training_pass(
     """
     algorithm = config.algorithm
     nothing = torch.zeros(algorithm.group_size)
-    rollouts = [dry_rollout(plan, algorithm.group_size, shapes.latent) for plan in plans]
+    sigmas = sigma_grid(config.sampling.num_steps)
+    rollouts = [dry_rollout(plan, algorithm.group_size, sigmas, shapes.latent) for plan in plans]
     examples = [
         example
         for rollout in rollouts
@@ -200,7 +201,7 @@ def training_pass(
     _, _, cond = inputs(policy, shapes, sum(item.rows for item in part))
     if isinstance(algorithm, SumsGroups):
         part = [item.with_group_sum(torch.tensor(0.0)) for item in part]
-    batch = Batch.of(part, sigma_grid(config.sampling.num_steps), first=False)
+    batch = Batch.of(part, sigmas, first=False)
     network = _WithoutBase(policy, cond, reward=lambda x, rows: policy.decode(x).flatten(1).mean(1))
     algorithm.loss(batch, network).values.sum().backward()
 
