@@ -309,6 +309,7 @@ def test_a_run_that_fails_or_dies_ends_no_other_and_is_named_with_what_it_said(
 SCRIPT = """
 import sys
 from pathlib import Path
+import torch
 torch.cuda.device_count = lambda: GPUS
 from g2rpo.lab.compare.jobs import Job, Workers
 with open("runs", "a") as runs:
