@@ -101,7 +101,7 @@ def test_a_choice_that_is_none_is_refused():
     t.loop.algorithm = Choosy(group_size=4, branch_steps=(0,))
     wrong = r"choose should return 2 numbers from 0 to 2, .* \[0, 3\]"
     for memory, fact in ((None, "NoneType"), (Wrong(AdaGRPO()), wrong)):
-        t.loop.memory = memory
+        t.loop.algorithm_state = memory
         with pytest.raises(UserError, match=fact):
             t.iterate()
 

@@ -173,7 +173,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, name, options):
     for one, other in zip(straight.learner.old, resumed.learner.old, strict=True):
         assert torch.equal(one, other) and not torch.equal(one, weights(straight))
     if name == "adagrpo":
-        assert straight.loop.memory.state == resumed.loop.memory.state != {}
+        assert straight.loop.algorithm_state.state == resumed.loop.algorithm_state.state != {}
 
 
 # --- reductions: what one algorithm becomes when another's choice is made

@@ -65,6 +65,6 @@ def test_choices_losses_gradients_and_weights_are_the_published_ones(flux_direct
     apart = Beside(ours, published.objective).differences()
     assert all(theirs == own for theirs, own in published.chosen)
     assert torch.tensor(
-        ours.loop.memory.state["mean"] + ours.loop.memory.state["variance"]
+        ours.loop.algorithm_state.state["mean"] + ours.loop.algorithm_state.state["variance"]
     ).allclose(torch.tensor([published.mean, published.variance]), rtol=1e-5, atol=0)
     assert apart["loss"] < 5e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3

@@ -10,7 +10,7 @@ from g2rpo.core.images import to_pil, to_uint8
 from g2rpo.core.types import as_reward
 from g2rpo.monitor.alarms import fallen_rewards
 from g2rpo.rewards.style import Style
-from g2rpo.training.reward_states import learn
+from g2rpo.training.reward_states import fit_rewards
 from tests.rewards.learned import save_dino
 from tests.support import ranks
 from tests.support.refusals import refusal
@@ -181,7 +181,7 @@ def test_a_rank_that_is_lost_while_others_learn_is_not_a_reward_that_failed():
 
     seen = torch.rand(2, 3, 2, 2), ["", ""]
     with pytest.raises(RankLost):
-        learn({"bright": as_reward(Learner())}, 0, lambda: seen, Lost())
+        fit_rewards({"bright": as_reward(Learner())}, 0, lambda: seen, Lost())
 
 
 def test_a_reward_that_says_it_learns_but_cannot_is_refused():

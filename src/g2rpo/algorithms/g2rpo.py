@@ -39,10 +39,11 @@ Granularities = Annotated[tuple[Count, ...], Field(min_length=1)]
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class GranularGRPO(PolicyGradient):
     """G2RPO; the fields are its hyper-parameters, the defaults the paper's (16 steps, so the first
-    half branches).
+    half branches). `PolicyGradient` has the log-probs, the ratio and the KL term.
 
-    `tail` names how a strided tail ends (`flow.tail`). `update_every` is "rollout" for the paper's
-    objective, one averaged update of all branch steps (Eq. 12), or "branch" for the published
+    `tail` names how a strided tail ends (`flow.tail`): "reference" as the published code does.
+    `update_every` is "rollout" for the paper's objective, one averaged update of all branch steps
+    (Eq. 12); the ratio is then exactly 1 and `clip_range` has no effect. "branch" is the published
     scripts' update after every branch step. `reward_mix` combines several rewards into one
     advantage (`objectives.mix_rewards`). `branch_schedule`, not the paper's, spreads the branch
     steps over iterations: "turns" takes one per iteration, in cyclic order, "random" draws it.
@@ -73,7 +74,7 @@ class GranularGRPO(PolicyGradient):
             raise ValueError(f"{wrong}: a tail needs a step")
         plans = []
         for k in self.branch_steps:
-            end = self.landing_step(k)
+            end = self.landing_step(k)  # k + 1, but for E-GRPO, which merges steps
             tails = tuple(tail(end, num_steps, size, self.tail) for size in self.granularities)
             plans.append(Plan(k, end, tails, merged=end > k + 1, granularities=self.granularities))
         if self.branch_schedule == "all":

@@ -79,7 +79,7 @@ class Groups:
     """Of the seconds that they took."""
     chosen_from: Sequence[Collected] = ()
     """The samples from which the prompts were chosen, if the algorithm chooses."""
-    learnt: Mapping[str, float] = field(default_factory=dict)
+    reward_log: Mapping[str, float] = field(default_factory=dict)
     """What rewards that learn have to log."""
 
     def examples(self, advantages: Tensor) -> list[Example]:

@@ -22,7 +22,7 @@ from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.collector import Collected, Collector, Groups, RolloutSpec
 from g2rpo.training.learner import Learner
 from g2rpo.training.ranks import Division
-from g2rpo.training.reward_states import learn, looked_at, observe
+from g2rpo.training.reward_states import fit_rewards, looked_at, observe
 from g2rpo.training.rows import of_cost, of_groups
 from g2rpo.training.stopwatch import Stopwatch
 from g2rpo.training.updater import Updater, UpdateStats
@@ -30,7 +30,7 @@ from g2rpo.training.updater import Updater, UpdateStats
 
 @dataclass(repr=False, kw_only=True)
 class Loop:
-    """Iterations of `algorithm` (or of its state, `memory`) on `rewards` with these `weights`.
+    """Iterations of `algorithm` (or of its state) on `rewards` with these `weights`.
 
     It knows no clock, alarm, file or tracker. On several ranks each has a loop, with its `division`
     of the prompts.
@@ -41,7 +41,7 @@ class Loop:
     rewards: Mapping[str, Reward]
     weights: Tensor
     algorithm: Algorithm
-    memory: AlgorithmState | None
+    algorithm_state: AlgorithmState | None
     order: PromptOrder
     division: Division
     collector: Collector
@@ -50,6 +50,7 @@ class Loop:
     sizes: BatchSizes
     world: World
     find_sizes: Callable[[Cond], None] = lambda cond: None
+    """Finds batch sizes before the first rollout; the trainer sets it (`parts.find_sizes`)."""
     iteration: int = 0
 
     def sample_groups(self) -> Groups:
@@ -66,18 +67,19 @@ class Loop:
             # an algorithm may look at the whole batch
             rewards = self.world.gather(collected.rewards)
             watch.lap("waiting")
+            # a reward that is fitted to scores changes after them: its next scores are the new ones
             observe(self.rewards, self.iteration, rewards)
             pictures = partial(looked_at, self.policy, self.sizes, collected, prompts)
-            learnt = learn(self.rewards, self.iteration, pictures, self.world)
+            reward_log = fit_rewards(self.rewards, self.iteration, pictures, self.world)
         return Groups(
-            algorithm, prompts, cond, spec, collected, rewards, watch, chosen_from, learnt
+            algorithm, prompts, cond, spec, collected, rewards, watch, chosen_from, reward_log
         )
 
     def sample_others(
         self, prompts: Sequence[str], algorithm: Algorithm, spec: RolloutSpec
     ) -> Groups:
-        """The same of any prompts of this rank, drawn and scored as `spec` says; no reward observes
-        or learns."""
+        """The same for any prompts of this rank, sampled and scored as `spec` says; no reward is
+        fitted. Teaching by clicks samples its groups so (`Trainer.sample_groups`)."""
         watch, cond = Stopwatch(), self.policy.encode(prompts)
         with self._sampling():
             collected = self.collector.collect(spec, cond, prompts, watch)
@@ -96,11 +98,13 @@ class Loop:
         stats, rate = self.update(groups, self.world.shard(advantages))
         groups.watch.lap("update")
         plans = self.collector.plans(groups.algorithm, self.iteration)
-        plans *= len(groups.rewards) // len(plans)
-        learnt = dict(groups.learnt)
-        if self.memory is not None:
+        plans *= len(groups.rewards) // len(plans)  # of every group: prompt by prompt, K plans each
+        state_log: dict[str, float] = {}
+        if self.algorithm_state is not None:
             branches = [plan.branch for plan in plans]
-            learnt |= self.memory.observe(self.iteration, branches, groups.rewards, self.weights)
+            state_log = self.algorithm_state.observe(
+                self.iteration, branches, groups.rewards, self.weights
+            )
         self.iteration += 1
         parts = [*groups.chosen_from, groups.collected]
         return {
@@ -113,7 +117,8 @@ class Loop:
                 advantages,
                 groups.algorithm.advantage_clip,
             ),
-            **learnt,
+            **groups.reward_log,
+            **state_log,
             **stats.summary(groups.algorithm),
             "learning_rate": rate,
             **of_cost(parts, self.world, self.sizes, groups.watch, self.policy.device),
@@ -137,8 +142,12 @@ class Loop:
     @contextmanager
     def _sampling(self) -> Iterator[None]:
         """While entered, the policy has the weights, guidance and assistant of rollouts."""
-        a = self.algorithm
-        old = isinstance(a, KeepsOldWeights) and a.uses_old and a.samples_old(self.learner.steps)
+        algorithm = self.algorithm
+        old = (
+            isinstance(algorithm, KeepsOldWeights)
+            and algorithm.uses_old
+            and algorithm.samples_old(self.learner.steps)
+        )
         weights = self.learner.as_old() if old else nullcontext()
         with weights, in_training(self.policy, self.config.sampling.guidance_scale):
             yield
@@ -146,7 +155,11 @@ class Loop:
     def algorithm_now(self) -> Algorithm:
         """The algorithm of the current iteration: the config's, or its state's
         (`AlgorithmState.at`)."""
-        return self.algorithm if self.memory is None else self.memory.at(self.iteration)
+        return (
+            self.algorithm
+            if self.algorithm_state is None
+            else self.algorithm_state.at(self.iteration)
+        )
 
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration; where the algorithm chooses among them, the
@@ -165,8 +178,11 @@ class Loop:
         if each == 1:
             return prompts, cond, []
         anchors = self.collector.anchors(each, self.iteration, cond, prompts, watch)
+        # [places * each, R, 1, 1], one picture of every candidate -> [places, each, R]
         rewards = self.world.gather(anchors.rewards)[:, :, 0, 0].unflatten(0, (-1, each))
-        chosen = choice_of(self.algorithm, self.memory, self.iteration, rewards, self.weights)
+        chosen = choice_of(
+            self.algorithm, self.algorithm_state, self.iteration, rewards, self.weights
+        )
         first = self.division.prompts.first(len(chosen))
         rows = [place * each + chosen[first + place] for place in range(len(prompts) // each)]
         return [prompts[row] for row in rows], cond.rows(rows), [anchors]

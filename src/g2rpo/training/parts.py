@@ -74,7 +74,7 @@ def loop_of(
         rewards=rewards,
         weights=torch.tensor([config.rewards[name].weight for name in rewards]),
         algorithm=algorithm,
-        memory=state_of(algorithm),
+        algorithm_state=state_of(algorithm),
         order=PromptOrder(prompts, config.trainer.seed),
         division=division,
         collector=collector,

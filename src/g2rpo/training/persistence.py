@@ -38,7 +38,7 @@ class Persistence:
 
     policy: Policy
     learner: Learner
-    memory: AlgorithmState | None
+    algorithm_state: AlgorithmState | None
     rewards: Mapping[str, Reward]
     shards: Replicated
     run: Run
@@ -60,7 +60,7 @@ class Persistence:
         if self.run.folder is None:
             return None
         tensors, state = self.learner.stored()
-        state["algorithm"] = self.memory.state if self.memory else {}
+        state["algorithm"] = self.algorithm_state.state if self.algorithm_state else {}
         state["rewards"] = rewards
         return self._write(self.run.checkpoints, iteration, tensors, state, self.keep)
 
@@ -71,8 +71,8 @@ class Persistence:
         def take(found: Checkpoint) -> None:
             _, tensors, state = found
             self.learner.take(tensors, state)
-            if self.memory is not None:
-                self.memory.state = state["algorithm"]
+            if self.algorithm_state is not None:
+                self.algorithm_state.state = state["algorithm"]
             restore(self.rewards, state.get("rewards", {}))
 
         found, complaints = latest_checkpoint(self.run.checkpoints, take)

@@ -59,7 +59,7 @@ def observe(rewards: Mapping[str, Reward], iteration: int, scores: Tensor) -> No
                 own.observe(iteration, scores[:, index].clone())
 
 
-def learn(
+def fit_rewards(
     rewards: Mapping[str, Reward],
     iteration: int,
     pictures: Callable[[], tuple[Tensor, list[str]]],

@@ -108,7 +108,7 @@ class Trainer:
         self.persistence = Persistence(
             policy=self.policy,
             learner=self.learner,
-            memory=loop.memory,
+            algorithm_state=loop.algorithm_state,
             rewards={**self.rewards, **self.judges},
             shards=self.shards,
             run=self.run,
