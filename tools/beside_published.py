@@ -27,6 +27,7 @@ from textwrap import dedent
 from types import CodeType
 from typing import Any, Optional
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -197,7 +198,7 @@ def diffusion_nft(folder: Path, code: Path) -> Beside:
     trainer = tiny(
         folder, "algorithm.name=diffusion_nft", "algorithm.old_schedule=[0,0.4,0.5]", *FORWARD
     )
-    return Beside(trainer, _forward(trainer, code, term), trail)
+    return Beside(trainer, _forward(trainer, partial(_tracked, code), term), trail)
 
 
 def awm(folder: Path, code: Path) -> Beside:
@@ -259,7 +260,7 @@ def awm(folder: Path, code: Path) -> Beside:
     )
     return Beside(
         trainer,
-        _forward(trainer, code, term),
+        _forward(trainer, partial(_tracked, code), term),
         lambda models, updates: _trail(models, min(0.3, 0.2 * updates)),
     )
 
@@ -333,6 +334,69 @@ def dgpo(folder: Path, code: Path) -> Beside:
     return Beside(
         trainer, objective, lambda models, updates: _trail(models, min(0.3, 0.2 * (updates - 1)))
     )
+
+
+def epg(
+    folder: Path,
+    code: Path,
+    objective: str = "epg",
+    likelihood: str = "adaptive",
+    adv: str = "exact",
+) -> Beside:
+    """src/utils/__init__.py: compute_elbo, PerPromptStatTracker, return_decay; src/utils/base.py:
+    compute_policy_loss, compute_kl_loss."""
+    shared = _functions(
+        code / "src/utils/__init__.py",
+        "compute_elbo",
+        "PerPromptStatTracker",
+        "return_decay",
+        np=np,
+    )
+    base = {"ABC": object, "abstractmethod": lambda method: method}
+    kind = _functions(code / "src/utils/base.py", "BaseTrainingUtils", **base)["BaseTrainingUtils"]
+    train = Namespace(method=objective, elbo=likelihood, kl_method="girsanov", adv=adv)
+    train.beta, train.alpha, train.scale = 1e-4, 1e-3, 0.1
+    utils, elbo_of = kind.__new__(kind), shared["compute_elbo"]
+    utils.config = Namespace(train=train)
+
+    def term(models: Models, given: dict[str, Any]) -> torch.Tensor:
+        places = [given[name] for name in ("xt", "x0", "noise")]
+        new, old = (
+            elbo_of(given["t_expanded"], given[which], *places, likelihood)
+            for which in ("v", "old")
+        )
+        policy = utils.compute_policy_loss(new, old, given["advantages"])
+        kl = utils.compute_kl_loss(
+            given["v"], given["base"], new, old, given["t_expanded"], *places
+        )
+        return policy + train.beta * torch.mean(kl)
+
+    def tracked(scores: torch.Tensor) -> torch.Tensor:
+        prompts = [str(prompt) for prompt in range(len(scores)) for _ in scores[0]]
+        tracker = shared["PerPromptStatTracker"](global_std=True)
+        return torch.from_numpy(tracker.update(prompts, scores.flatten().numpy(), train)).view_as(
+            scores
+        )
+
+    trainer = tiny(
+        folder,
+        "algorithm.name=epg",
+        f"algorithm.objective={'epg' if objective == 'epg' else 'pepg'}",
+        f"algorithm.likelihood={likelihood}",
+        f"algorithm.normalized={adv == 'standard'}",
+        "algorithm.old_schedule=[0,0.4,0.5]",
+        *FORWARD,
+    )
+    return Beside(
+        trainer,
+        _forward(trainer, tracked, term),
+        lambda models, updates: _trail(models, shared["return_decay"](400 * updates, 1)),
+    )
+
+
+def pepg(folder: Path, code: Path) -> Beside:
+    """the same functions, with the likelihood \"exact\" and normalised advantages."""
+    return epg(folder, code, objective="pepg", likelihood="exact", adv="standard")
 
 
 def fdfo(folder: Path, code: Path) -> Beside:
@@ -598,13 +662,15 @@ def flow_dppo(folder: Path, code: Path) -> Function:
 
 
 def _forward(
-    trainer: Trainer, code: Path, term: Callable[[Models, dict[str, Any]], torch.Tensor]
+    trainer: Trainer,
+    tracked: Callable[[torch.Tensor], torch.Tensor],
+    term: Callable[[Models, dict[str, Any]], torch.Tensor],
 ) -> Objective:
     """An objective of a published loss on finished latents, one member at one time after the
-    other."""
+    other; `tracked` makes advantages of scores [N, G]."""
 
     def terms(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
-        advantages = _tracked(code, seen.rewards[:, 0, 0])
+        advantages = tracked(seen.rewards[:, 0, 0])
         share = 1 / sum(len(example.advantages) for example in seen.examples)
         members = [
             (example, g) for example in seen.examples for g in range(len(example.advantages))
@@ -748,6 +814,8 @@ METHODS = {
     "diffusion_nft": Method("DiffusionNFT", "NVlabs/DiffusionNFT", diffusion_nft),
     "awm": Method("AWM", "scxue/advantage_weighted_matching", awm),
     "dgpo": Method("DGPO", "Luo-Yihong/DGPO", dgpo),
+    "epg": Method("EPG", "jaemoo-choi/rethinking-diffusion-rl", epg),
+    "pepg": Method("PEPG", "jaemoo-choi/rethinking-diffusion-rl", pepg),
     "fdfo": Method("FDFO", "NVlabs/finite-difference-flow-optimization", fdfo),
     "refl": Method("ReFL", "RuoyuWang-2077/FlowBP", refl),
     "opsd": Method("DiffusionOPSD", "worldbench/DiffusionOPSD", opsd),

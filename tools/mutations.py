@@ -56,6 +56,7 @@ PAVE, ADA, NFT, E = (
     for name in ("pave_grpo", "adagrpo", "forward_process", "e_grpo")
 )
 FDFO, OPSD = "tests/published/test_fdfo.py", "tests/algorithms/test_opsd.py"
+EPG = "tests/algorithms/test_epg.py"
 ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = (
@@ -250,6 +251,14 @@ MUTATIONS = [
     Mutation("algorithms/opsd.py", " / self.target_steps\n", "\n", OPSD),
     Mutation("algorithms/opsd.py", "(1 - r) * negative", "negative", OPSD),
     Mutation("core/data.py", "self.tails[0][1:-1]", "self.tails[0][:-1]", OPSD),
+    Mutation("algorithms/epg.py", "(-weight * elbo)", "(weight * elbo)", EPG),
+    Mutation(
+        "algorithms/epg.py", "noised.advantages - moved if", "noised.advantages + moved if", EPG
+    ),
+    Mutation(
+        "algorithms/epg.py", "precise - precise.nanmean(", "precise - 0 * precise.nanmean(", EPG
+    ),
+    Mutation("algorithms/epg.py", "-error * (1 - sigma)", "-error * sigma", EPG),
     Mutation("algorithms/reward_gradient.py", "velocity - old + d)", "velocity - old - d)", FDFO),
     Mutation("algorithms/reward_gradient.py", "noise * (1 - s))", "noise * (1 + s))", FDFO),
     Mutation(

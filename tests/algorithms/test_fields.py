@@ -13,7 +13,7 @@ from tests.support.runs import config
 
 COUNT = [0, -3, "many"]
 POSITIVE = ("churn", "eta", "clip_range", "advantage_clip", "divergence_limit")
-POSITIVE += ("noise_weight", "mixing", "radius")
+POSITIVE += ("noise_weight", "mixing", "radius", "advantage_scale")
 WRONG = {
     "group_size": [1, 0, "many"],
     "branch_steps": ["[]", "[-1]", "[1,1]", "all"],

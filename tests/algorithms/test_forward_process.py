@@ -1,10 +1,11 @@
-"""Losses on finished latents: DiffusionNFT, AWM and DGPO, the times they learn from, the old
+"""Losses on finished latents: DiffusionNFT, AWM, DGPO and EPG, the times they learn from, the old
 weights, counts and fields."""
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from g2rpo.algorithms.epg import EPG
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT, Noised
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.capabilities import keeps_old
@@ -16,7 +17,7 @@ from g2rpo.rollout.planning import count_trained, dry_rollout
 from tests.support.runs import mean, trainer
 from tests.support.watched import Watched
 
-NAMES = ["diffusion_nft", "awm", "dgpo", "opsd"]
+NAMES = ["diffusion_nft", "awm", "dgpo", "epg", "opsd"]
 SMALL = ("algorithm.group_size=6", "sampling.num_steps=8")
 
 
@@ -114,7 +115,7 @@ def test_awm_draws_one_from_each_part_of_the_grid():
         assert set(steps[:, part].flatten().tolist()) == expected
 
 
-@pytest.mark.parametrize("algorithm", [DiffusionNFT(), AWM(), DGPO(group_size=24)])
+@pytest.mark.parametrize("algorithm", [DiffusionNFT(), AWM(), DGPO(group_size=24), EPG()])
 def test_an_update_has_the_rows_that_are_counted(algorithm):
     (plan,) = algorithm.plans(14)
     dry = dry_rollout(plan, 24, sigma_grid(14))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from g2rpo.algorithms.epg import EPG
 from g2rpo.algorithms.flow_grpo import (
     DanceGRPO,
     FlowCPS,
@@ -98,6 +99,7 @@ TAILS = 15 + 13 + 11 + 9
         (DiffusionNFT(), 10, 240, (24 * 9, 2 * 24 * 9)),
         (DiffusionNFT(kl_weight=0), 10, 240, (24 * 9, 24 * 9)),
         (DiffusionNFT(share=0.5), 25, 24 * 25, (24 * 12, 2 * 24 * 12)),
+        (EPG(), 10, 240, (24 * 9, 2 * 24 * 9)),
         (AWM(), 14, 24 * 14, (24 * 6, 2 * 24 * 6)),
         (AWMAlone(kl_weight=0), 14, 24 * 14, (24 * 6, 0)),
         # old, untrained, and both errors of the group's weight
@@ -281,6 +283,7 @@ def test_a_random_window_lies_anywhere_before_the_end():
         (AWM(), 5, "times"),
         (DGPO(), 5, "times"),
         (DiffusionNFT(share=0.3), 3, "share"),
+        (EPG(), 1, "share"),
         (GranularGRPO(branch_steps=(5,)), 6, r"branch_steps must lie in 0\.\.4"),
         (GranularGRPO(branch_steps=(0, 9), branch_schedule="turns"), 10, "branch_steps"),
         (GranularGRPO(branch_steps=(0, 9), branch_schedule="random"), 10, "branch_steps"),

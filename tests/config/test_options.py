@@ -15,6 +15,7 @@ from g2rpo.core import plugins
 OPTIONS = """
 alarms: what a run does about hacking is its owner's choice
 algorithm.advantage_clip: published values differ
+algorithm.advantage_scale: EPG's, in units of the rewards
 algorithm.branch_schedule: "turns" costs a fraction and is as good in one world of two (studies/registered.md)
 algorithm.branch_steps: which steps get noise is G2RPO's own choice; each recipe has its steps
 algorithm.candidates: AdaGRPO's cost: prompts that are looked at for each one trained
@@ -27,10 +28,13 @@ algorithm.eta: the amount of noise; it differs by model and number of steps
 algorithm.granularities: G2RPO's own choice, varied in its paper
 algorithm.group_size: memory, cost and variance
 algorithm.kl_weight: published values differ, 0 among them
+algorithm.likelihood: EPG's paper compares four
 algorithm.merged_steps: E-GRPO's; which steps to merge depends on the grid
 algorithm.mixing: DiffusionNFT's and DiffusionOPSD's beta: 1 for one reward, 0.1 for several
 algorithm.name: the algorithm
 algorithm.noise_weight: TempFlow-GRPO's; it belongs to eta
+algorithm.normalized: EPG's published settings differ
+algorithm.objective: EPG's paper has two
 algorithm.old_schedule: published schedules differ by task
 algorithm.power: AWM's form of the error; 1 is the plain one
 algorithm.query_sigma: DiffusionOPSD's state; it differs by model
@@ -38,7 +42,7 @@ algorithm.radius: DiffusionOPSD's trust region
 algorithm.reward_mix: how several rewards become one advantage; papers differ
 algorithm.schedule: MixGRPO's window moves or stays
 algorithm.segments: PAVE-GRPO's numbers of parts
-algorithm.share: DiffusionNFT's times, its cost; a study varies them
+algorithm.share: DiffusionNFT's and EPG's times, their cost; a study varies them
 algorithm.strength: DGPO's beta: 100 for OCR, 10 for PickScore
 algorithm.tail: three ends of a tail in published code
 algorithm.target_steps: DiffusionOPSD's cost: gradients of the reward

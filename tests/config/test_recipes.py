@@ -166,6 +166,15 @@ sampling.shift=3 trainer.prompts_per_iteration=8 algorithm.group_size=24 algorit
 algorithm.clip_range=0.05 algorithm.kl_weight=1e-3 algorithm.times=4 optim.ema_decay=0.9
 optim.ema_every=8 policy.lora_rank=64 policy.lora_alpha=128
 """
+# c257000, scripts/sd3/sd3_geneval_epg.sh, config/sd3.py and base.py: A = (1e-4 / 1e-3) (R - mean)
+EPG = """
+policy.truncate_timesteps=rollout policy.lora_rank=32 policy.lora_alpha=64 policy.dtype=float32
+algorithm.group_size=24 algorithm.objective=epg algorithm.likelihood=adaptive algorithm.share=0.99
+algorithm.advantage_scale=0.1 algorithm.normalized=false algorithm.kl_weight=1e-4
+algorithm.old_schedule=[0,0.001,0.5] algorithm.update_every=rollout sampling.shift=scheduler
+trainer.prompts_per_iteration=48 trainer.iterations=360 trainer.seed=96 optim.max_grad_norm=5
+optim.ema_decay=0.9 optim.ema_every=1 evaluation.num_steps=40
+"""
 # 740e22f, config.py with the preset pickscore
 FDFO = """
 sampling.num_steps=40 sampling.tails.solver=euler sampling.shift=scheduler algorithm.group_size=2
@@ -203,6 +212,7 @@ ADA = "algorithm.eta=0.7 algorithm.candidates=10 trainer.seed=42"
         ("sd35-medium-nft", "pickscore", SD35 + NFT, {}),
         ("AWM", "pickscore", SD35 + AWM, {}),
         ("DGPO", "pickscore", SD35 + DGPO, {"early": Fraction(7, 10), "old_after": 200}),
+        ("EPG", "geneval", SD35 + EPG, {"ratio": True}),
         ("FDFO", "pickscore", SD35 + FDFO, {}),
         ("DiffusionOPSD", "pickscore", SD35 + OPSD, {}),
         ("ReFL", "hpsv2", REFL, {"late": Fraction(11, 25)}),

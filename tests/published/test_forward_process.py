@@ -1,4 +1,4 @@
-"""DiffusionNFT's, AWM's and guided ReFL's training steps against restatements of their formulas, on
+"""DiffusionNFT's, AWM's, EPG's and guided ReFL's training steps against restatements of their formulas, on
 the tiny FLUX.
 
 The old weights are made to trail by a third to a half after each iteration, so that they differ
@@ -62,8 +62,30 @@ def awm(models, example, g, advantage, sigma):
     )
 
 
-def objective(term, sigmas, models, seen):
-    advantages = batch_normalised(seen.rewards[:, 0, 0]).clamp(-5, 5)  # a row a prompt
+def epg(models, example, g, advantage, sigma, proximal=False):
+    """-exp(D) W L + kl |v - v_ref|^2, D = L - L_old; L = -|x0(v) - x0|^2 / mean |x0(v) - x0|, and W
+    is the advantage, or that minus D."""
+    image, noise = example.x[g : g + 1], example.data["noise"][g : g + 1]
+    x = (1 - sigma) * image + sigma * noise
+    with torch.no_grad():
+        old, base = (models.velocity(which, x, sigma, example.prompt) for which in ("old", "base"))
+    v = models.velocity("trained", x, sigma, example.prompt)
+
+    def bound(velocity):
+        off = (x - sigma * velocity - image).double()
+        return -mean_square(off) / off.detach().abs().mean().clip(min=1e-5)
+
+    moved = (bound(v) - bound(old)).detach()
+    weight = moved.exp() * (advantage - moved if proximal else advantage)
+    return -weight * bound(v) + 0.05 * mean_square(v - base)
+
+
+def tenth_from_the_mean(rewards):
+    return 0.1 * (rewards - rewards.mean(1, keepdim=True))
+
+
+def objective(term, sigmas, models, seen, advantages_of=batch_normalised):
+    advantages = advantages_of(seen.rewards[:, 0, 0]).clamp(-5, 5)  # a row a prompt
     share = 1 / sum(len(example.advantages) for example in seen.examples)
     return [
         lambda example=example, g=g: (
@@ -191,16 +213,28 @@ def test_refl_with_guidance_is_flowbps(sd3_directory):
     assert through_both["loss"] < 1e-6 and through_both["gradient"] > 0.1
 
 
+PEPG = ("algorithm.objective=pepg", "algorithm.normalized=true", "algorithm.advantage_scale=1")
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("name", "term", "more"),
-    [("diffusion_nft", nft, ("algorithm.mixing=0.5",)), ("awm", awm, ("algorithm.times=2",))],
+    ("name", "objective", "more"),
+    [
+        ("diffusion_nft", partial(objective, nft), ("algorithm.mixing=0.5",)),
+        ("awm", partial(objective, awm), ("algorithm.times=2",)),
+        pytest.param(
+            "epg", partial(objective, epg, advantages_of=tenth_from_the_mean), (), marks=slow
+        ),
+        pytest.param("epg", partial(objective, partial(epg, proximal=True)), PEPG, marks=slow),
+    ],
+    ids=["diffusion_nft", "awm", "epg", "pepg"],
 )
 @pytest.mark.parametrize("iterations", few([3, 1], (1).__eq__))
 def test_losses_gradients_and_weights_are_the_published_ones(
-    flux_directory, name, term, more, iterations
+    flux_directory, name, objective, more, iterations
 ):
     ours = tiny(flux_directory, f"algorithm.name={name}", *COMMON, *more)
-    beside = Beside(ours, partial(objective, term, ours.sigmas), trail, iterations=iterations)
+    beside = Beside(ours, partial(objective, ours.sigmas), trail, iterations=iterations)
     apart = beside.differences()
     old, other = (
         torch.cat([p.detach().flatten() for p in own])

@@ -169,29 +169,13 @@ def scaled_error(error: Tensor) -> Tensor:
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class DiffusionNFT(ForwardProcess):
-    """DiffusionNFT: Online Diffusion Reinforcement with Forward Process, arXiv 2509.16117; defaults
-    for SD3.5 Medium (10 steps of DPM-Solver++(2M) without guidance, 48 prompts an update).
+class OffPolicy(ForwardProcess):
+    """The old weights sample, and each member is noised at times of its own (DiffusionNFT, EPG).
 
-        sample with the old weights, by any solver; r in [0, 1] from the normalised reward            samples_old, member_loss
-        at fresh noise and time, v and v_old:   v+ = (1 - b) v_old + b v      v- = (1 + b) v_old - b v
-        minimise  r |x0(v+) - x0|^2 + (1 - r) |x0(v-) - x0|^2,  x0(v) = x - sigma v                   member_loss
-        old weights <- d old + (1 - d) trained                                                        old_decay
+    `share` of the grid's sigmas, rounded down, is trained on for each member. `update_every` is
+    "rollout" or a number of members, after each of which the weights move."""
 
-    A picture that is better than its group attracts v+, one that is worse attracts v-, the mirror
-    image of v+ on the other side of the old velocity.
-
-    `share` of the grid's sigmas, rounded down, is trained on for each member. `mixing` is b: how
-    far beyond the old velocity the positive one reaches (published: 1; for OCR and several rewards
-    0.1). `update_every` is "rollout" or a number of members, after each of which the weights move.
-    The published schedules of the old weights: (0, 0.001, 0.5) (GenEval and the like), or (75,
-    0.0075, 0.999) (OCR)."""
-
-    name: Literal["diffusion_nft"] = "diffusion_nft"
-    title: ClassVar[str] = "DiffusionNFT"
-    paper: ClassVar[str] = "2509.16117"
     share: Annotated[float, Field(gt=0, le=1)] = 0.99
-    mixing: PositiveFloat = 1.0
     kl_weight: NonNegativeFloat = 1e-4
     update_every: Literal["rollout"] | Count = "rollout"
 
@@ -207,6 +191,29 @@ class DiffusionNFT(ForwardProcess):
         """Distinct ones for each member, from all of the grid's steps."""
         ranked = torch.rand(num_steps, self.group_size, generator=generator).argsort(0)
         return ranked[: int(num_steps * self.share)]
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class DiffusionNFT(OffPolicy):
+    """DiffusionNFT: Online Diffusion Reinforcement with Forward Process, arXiv 2509.16117; defaults
+    for SD3.5 Medium (10 steps of DPM-Solver++(2M) without guidance, 48 prompts an update).
+
+        sample with the old weights, by any solver; r in [0, 1] from the normalised reward            samples_old, member_loss
+        at fresh noise and time, v and v_old:   v+ = (1 - b) v_old + b v      v- = (1 + b) v_old - b v
+        minimise  r |x0(v+) - x0|^2 + (1 - r) |x0(v-) - x0|^2,  x0(v) = x - sigma v                   member_loss
+        old weights <- d old + (1 - d) trained                                                        old_decay
+
+    A picture that is better than its group attracts v+, one that is worse attracts v-, the mirror
+    image of v+ on the other side of the old velocity.
+
+    `mixing` is b: how far beyond the old velocity the positive one reaches (published: 1; for OCR
+    and several rewards 0.1). The published schedules of the old weights: (0, 0.001, 0.5) (GenEval
+    and the like), or (75, 0.0075, 0.999) (OCR)."""
+
+    name: Literal["diffusion_nft"] = "diffusion_nft"
+    title: ClassVar[str] = "DiffusionNFT"
+    paper: ClassVar[str] = "2509.16117"
+    mixing: PositiveFloat = 1.0
 
     def member_loss(self, noised: Noised) -> Tensor:
         clip, b = self.advantage_clip, self.mixing

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from g2rpo.algorithms.epg import EPG
 from g2rpo.algorithms.flow_grpo import (
     DanceGRPO,
     FlowCPS,
@@ -48,7 +49,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ 
     kind.name: kind
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
-        FlowDPPO, PaveGRPO, AdaGRPO, EGRPO, DiffusionNFT, AWM, DGPO, FDFO, ReFL, OPSD,
+        FlowDPPO, PaveGRPO, AdaGRPO, EGRPO, DiffusionNFT, AWM, DGPO, EPG, FDFO, ReFL, OPSD,
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}
