@@ -19,6 +19,7 @@ import tempfile
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -26,6 +27,7 @@ from pathlib import Path
 from textwrap import dedent
 from types import CodeType
 from typing import Any, Optional
+from unittest import mock
 
 import numpy as np
 import torch
@@ -39,6 +41,7 @@ from g2rpo.core.normal import Normal
 from g2rpo.core.objectives import kernel_kl
 from g2rpo.training.trainer import Trainer
 from tests.published.second_half import Beside, Models, Objective, Seen, tiny
+from tests.published.windows import spread, tilt
 from tests.support.tiny import save_flux, save_sd3
 
 GROUP, STEPS = 4, (0, 3)
@@ -577,6 +580,76 @@ def opsd(folder: Path, code: Path) -> Beside:
     )
 
 
+def self_opd(folder: Path, code: Path) -> Beside:
+    """self_opd/branch_score.py: sample_branches_and_score, whose latents and scores have to be ours,
+    and select_all_branches; scripts/train.py: its loss."""
+    method = _module(code, "self_opd.branch_score")
+    block = _between(code / "scripts/train.py", "branch_noise_level = float", "- Logging -")
+    weights, rewards = {"tilt": 1.0, "spread": 0.5}, {"tilt": tilt, "spread": spread}
+    options = (f"algorithm.group_size={GROUP}", "rewards={tilt: 1.0, spread: 0.5}")
+    trainer = tiny(folder, "algorithm.name=self_opd", *options, rewards=tuple(rewards.values()))
+    device, steps = trainer.policy.device, trainer.config.sampling.num_steps
+    schedule = Namespace(
+        index_for_timestep=int, sigmas=trainer.sigmas, timesteps=torch.arange(steps)
+    )
+    same = Namespace(scaling_factor=1.0, shift_factor=0.0)
+    vae = Namespace(
+        config=same,
+        dtype=torch.float32,
+        decode=lambda x, return_dict: [trainer.policy.decode(x[..., 0])],
+    )
+    processor = Namespace(postprocess=lambda images, output_type: images)
+    pipeline = Namespace(scheduler=schedule, vae=vae, image_processor=processor)
+    config = method.BranchSamplingConfig(num_branches=GROUP, score_weights=weights, do_cfg=False)
+
+    def scored(images: torch.Tensor, *given: Any, only_strict: bool) -> Any:
+        return {name: reward(images, ()) for name, reward in rewards.items()}, None
+
+    def objective(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
+        pairs = zip(seen.rollouts, seen.scores, strict=True)
+        share = 1 / len(seen.rollouts)
+        return [partial(one, models, rollout, scores, share) for rollout, scores in pairs]
+
+    def one(models: Models, rollout: Rollout, scores: torch.Tensor, share: float) -> torch.Tensor:
+        def network(hidden_states: torch.Tensor, timestep: torch.Tensor, **_: Any) -> Any:
+            rows = zip(
+                hidden_states[..., 0], timestep, strict=True
+            )  # its latents have four dimensions
+            each = [
+                models.velocity("trained", x[None], trainer.sigmas[step], rollout.prompt)
+                for x, step in rows
+            ]
+            return [torch.cat(each)[..., None]]
+
+        (taken,) = rollout.transitions
+        x, step = taken.x[..., None], torch.tensor([taken.step])
+        std = trainer.algorithm.kernel(trainer.sigmas)(
+            taken.x, taken.x, *trainer.sigmas[taken.step : taken.step + 2]
+        ).std
+        noises = ((taken.x_next - taken.old_mean) / std)[:, None, ..., None]
+        names = {
+            "torch": torch, "so": Namespace(branch_noise_level=0.7), "sde_step": method.sde_step,
+            "select_all_branches": method.select_all_branches, "pipeline": pipeline, "j": taken.step,
+            "sample_branches_and_score": method.sample_branches_and_score, "transformer": network,
+            "accelerator": Namespace(device=device), "unwrap_model": lambda model, _: model,
+            "noise_pred": network(x, step)[0], "x_j_cur": x, "t_j_cur": step,
+            "sample": {"latents": torch.stack([x] * steps, 1)}, "embeds": torch.zeros(1),
+            "pooled_embeds": torch.zeros(1), "batch_prompts": [""], "batch_metadata": [{}],
+            "reward_fn": scored, "branch_config": config, "autocast": nullcontext,
+        }  # fmt: skip
+        drawn = {**vars(torch), "randn": mock.Mock(side_effect=list(noises))}
+        with mock.patch.object(method, "torch", Namespace(**drawn)):
+            exec(block, names)
+        theirs = names["branch_pkg"]
+        torch.testing.assert_close(theirs["branch_x_jp1"][0, ..., 0], taken.x_next)
+        for place, name in enumerate(weights):
+            found = torch.cat([theirs["per_scorer"][name][0], theirs["ode_per_scorer"][name]])
+            torch.testing.assert_close(found, scores[place, 0], atol=1e-5, rtol=0)
+        return share * names["loss"]
+
+    return Beside(trainer, objective)
+
+
 def bright(images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
     return images.flatten(1).mean(1)
 
@@ -803,7 +876,7 @@ class Method:
         figures = " | ".join("" if math.isnan(value) else f"{value:.1e}" for value in found)
         asked = ["git", "-C", str(code), "log", "-1", "--format=%h"]
         commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-        ran = str(self.compare.__doc__).rstrip(".")
+        ran = " ".join(str(self.compare.__doc__).split()).rstrip(".")
         return f"| {self.label} | {self.repository} {commit}, {ran} | {date.today()} | {figures} |"
 
 
@@ -819,6 +892,7 @@ METHODS = {
     "fdfo": Method("FDFO", "NVlabs/finite-difference-flow-optimization", fdfo),
     "refl": Method("ReFL", "RuoyuWang-2077/FlowBP", refl),
     "opsd": Method("DiffusionOPSD", "worldbench/DiffusionOPSD", opsd),
+    "self_opd": Method("Self-OPD", "Shiy-Zhang/Self-OPD", self_opd),
     "flow_dppo": Method("Flow-DPPO", "verl-project/verl-omni", flow_dppo),
 }
 HEAD = "| algorithm | published code and its functions | run on | loss | gradient | weights |"

@@ -57,6 +57,7 @@ PAVE, ADA, NFT, E = (
 )
 FDFO, OPSD = "tests/published/test_fdfo.py", "tests/algorithms/test_opsd.py"
 EPG = "tests/algorithms/test_epg.py"
+OPD = "tests/algorithms/test_self_opd.py"
 ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = (
@@ -259,6 +260,11 @@ MUTATIONS = [
         "algorithms/epg.py", "precise - precise.nanmean(", "precise - 0 * precise.nanmean(", EPG
     ),
     Mutation("algorithms/epg.py", "-error * (1 - sigma)", "-error * sigma", EPG),
+    Mutation("algorithms/self_opd.py", "(1 - cosines) / 2", "(1 + cosines) / 2", OPD),
+    Mutation("algorithms/self_opd.py", "-steps.log_prob - 0.5", "steps.log_prob - 0.5", OPD),
+    Mutation("algorithms/self_opd.py", "gains / std[:, None]", "gains", OPD),
+    Mutation("rollout/scoring.py", "rewards - baseline if", "rewards if", OPD),
+    Mutation("rollout/planning.py", "range(last + 1, num_steps", "range(last, num_steps", ENGINE),
     Mutation("algorithms/reward_gradient.py", "velocity - old + d)", "velocity - old - d)", FDFO),
     Mutation("algorithms/reward_gradient.py", "noise * (1 - s))", "noise * (1 + s))", FDFO),
     Mutation(

@@ -20,6 +20,7 @@ WRONG = {
     "granularities": ["[]", "[0]", "auto", "[[1,2]]"],
     "segments": ["[1]", "[2,2]"],
     "merged_steps": ["[]", "[0,1,1,1,1,1,1,1]"],
+    "step_weights": ["[]", "[-1]", "all"],
     "update_every": ["often", 0, 1.5, -0.5],
     "candidates": [1],
     "ceiling": ["high"],  # any number may be one
@@ -29,7 +30,9 @@ WRONG = {
     **{key: [0, 1.5] for key in ("compression", "share", "power")},
     **{key: [0, -1e-4] for key in POSITIVE},
     "query_sigma": [0, 1],
-    **dict.fromkeys(("window_size", "window_iterations", "times", "target_steps"), COUNT),
+    **dict.fromkeys(
+        ("window_size", "window_iterations", "times", "target_steps", "steps_drawn"), COUNT
+    ),
 }
 FIELDS = {
     (each.name, str(each.type)): (name, each)

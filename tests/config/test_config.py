@@ -66,7 +66,10 @@ def test_wrong_overrides_are_refused_with_a_hint(row):
 def test_another_algorithm_comes_with_its_own_defaults(name):
     """What a recipe says about one algorithm says nothing about another; what the command line
     says, counts, in any order."""
-    heard, key = [], {"refl": "ceiling", "fdfo": "churn"}.get(name, "advantage_clip")
+    heard, key = (
+        [],
+        {"refl": "ceiling", "fdfo": "churn", "self_opd": "eta"}.get(name, "advantage_clip"),
+    )
     overrides = [f"algorithm.{key}=3", f"algorithm.name={name}", "algorithm.group_size=8"]
     built = resolve(PLAIN, overrides, "here", heard.append)
     if name == "g2rpo":

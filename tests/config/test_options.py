@@ -43,6 +43,8 @@ algorithm.reward_mix: how several rewards become one advantage; papers differ
 algorithm.schedule: MixGRPO's window moves or stays
 algorithm.segments: PAVE-GRPO's numbers of parts
 algorithm.share: DiffusionNFT's and EPG's times, their cost; a study varies them
+algorithm.step_weights: Self-OPD's choice of steps; a comparison takes G2RPO's
+algorithm.steps_drawn: the same: how many, its cost
 algorithm.strength: DGPO's beta: 100 for OCR, 10 for PickScore
 algorithm.tail: three ends of a tail in published code
 algorithm.target_steps: DiffusionOPSD's cost: gradients of the reward

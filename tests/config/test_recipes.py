@@ -175,6 +175,15 @@ algorithm.old_schedule=[0,0.001,0.5] algorithm.update_every=rollout sampling.shi
 trainer.prompts_per_iteration=48 trainer.iterations=360 trainer.seed=96 optim.max_grad_norm=5
 optim.ema_decay=0.9 optim.ema_every=1 evaluation.num_steps=40
 """
+# 17c25d1, base.py and self_opd.py: an update has 128 trajectories, of each two groups
+OPD = """
+algorithm.group_size=8 algorithm.steps_drawn=2 algorithm.step_weights=[10,9,8,7,6,4,2,1,0]
+algorithm.eta=0.7 trainer.prompts_per_iteration=128 sampling.num_steps=10 sampling.shift=scheduler
+policy.guidance_scale=4.5 policy.height=512 policy.width=512 policy.max_sequence_length=128
+policy.tuning=lora policy.lora_rank=32 policy.lora_alpha=64 policy.lora_init=gaussian
+optim.learning_rate=3e-4 optim.weight_decay=1e-4 optim.max_grad_norm=1 optim.ema_decay=0.9
+optim.ema_every=8 trainer.seed=42
+"""
 # 740e22f, config.py with the preset pickscore
 FDFO = """
 sampling.num_steps=40 sampling.tails.solver=euler sampling.shift=scheduler algorithm.group_size=2
@@ -213,6 +222,7 @@ ADA = "algorithm.eta=0.7 algorithm.candidates=10 trainer.seed=42"
         ("AWM", "pickscore", SD35 + AWM, {}),
         ("DGPO", "pickscore", SD35 + DGPO, {"early": Fraction(7, 10), "old_after": 200}),
         ("EPG", "geneval", SD35 + EPG, {"ratio": True}),
+        ("Self-OPD", "ocr", OPD, {"weight_clip": 1.0}),
         ("FDFO", "pickscore", SD35 + FDFO, {}),
         ("DiffusionOPSD", "pickscore", SD35 + OPSD, {}),
         ("ReFL", "hpsv2", REFL, {"late": Fraction(11, 25)}),

@@ -44,6 +44,7 @@ class Seen:
 
     rollouts: Sequence[Rollout]
     rewards: Tensor  # [N, R, M, G]
+    scores: Tensor  # [N, R, M, G + 1] with the ODE's picture, if there is a baseline
     examples: Sequence[Example]
     cond: Cond
     prompts: Sequence[str]
@@ -134,4 +135,5 @@ def _seen(watched):
     if watched.walked:
         (*_, drawn, _), walked = watched.walked[-1]
         candidates = drawn, walked.rewards[:, :, 0, 0]
-    return Seen(sampled.rollouts, sampled.rewards, examples, cond, prompts, candidates)
+    scored = sampled.rewards, sampled.scores
+    return Seen(sampled.rollouts, *scored, examples, cond, prompts, candidates)

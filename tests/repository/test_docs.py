@@ -354,7 +354,7 @@ class Bright:
 
 def test_the_glossary_has_every_name_that_runs_log_and_no_other():
     """Runs that log all there is: overlapped scoring, a KL term, what is chosen, losses on finished
-    latents."""
+    latents, weights of samples."""
     explained = glossary()
     assert explained.keys() == {"train", "eval"}
     logged = {"train": set(), "eval": set()}
@@ -364,6 +364,7 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
         ["algorithm.name=adagrpo", "algorithm.branch_steps=[0]", "algorithm.candidates=2"],
         ["algorithm.name=diffusion_nft", "algorithm.group_size=4"],
         ["algorithm.name=opsd", "algorithm.group_size=4"],
+        ["algorithm.name=self_opd", "algorithm.group_size=4"],
     ):
         for row in trainer(
             None, *overrides, "trainer.iterations=1", rewards={"bright": Bright()}

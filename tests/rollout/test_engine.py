@@ -85,6 +85,7 @@ PLANS = {
     "merged": [Plan(2, 5, ((5, 6, 7, 10, 16),), merged=True), Plan(1, 2, ((2, 7, 16),))],
     "merged, own noise": [Plan(2, 5, ((5, 6, 16),), merged=True, shared_noise=False)],
     "window": [Plan(2, 6, ((6, 7, 10, 16),))],
+    "a baseline": [Plan(k, k + 1, (tuple(range(k + 1, 17)),), baseline=True) for k in (1, 4)],
     "every step, own noise": [Plan(0, 16, ((16,),), shared_noise=False)],
     "noise in common": [Plan(0, 16, ((16,),), shared_noise=False, common=0.8)],
     "a latent of the ODE": [
@@ -118,6 +119,7 @@ def test_sharing_changes_no_latent(name, batch_size):
         if got.kept is not None and asked.kept is not None:
             assert got.kept[0] == asked.kept[0]
             same(got.kept[1], asked.kept[1])
+        same(got.ode, asked.ode) if got.plan.baseline else same(got.scored, asked.finals)
         assert [t.step for t in got.transitions] == [t.step for t in asked.transitions]
         for mine, theirs in zip(got.transitions, asked.transitions, strict=True):
             shared = got.plan.shared_noise and mine.step == got.plan.branch
@@ -148,6 +150,7 @@ def test_sample_is_the_plain_ode():
         ((0, 1, ((1, 16), (1, 15))), {}),
         ((0, 1, ((1, 16),)), {"common": 0.5}),  # noise in common is of own noise
         ((0, 1, ((1, 16),)), {"common": 1.1, "shared_noise": False}),
+        ((0, 1, ((1, 16),)), {"baseline": True, "shared_noise": False}),
     ],
 )
 def test_impossible_plans_are_refused(plan, more):

@@ -40,6 +40,7 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import EGRPO, AdaGRPO, PaveGRPO
 from g2rpo.algorithms.opsd import OPSD
 from g2rpo.algorithms.reward_gradient import FDFO, ReFL
+from g2rpo.algorithms.self_opd import SelfOPD
 from g2rpo.config.given import Mentioned, is_mention, mention, recorded
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
@@ -50,6 +51,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ 
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
         FlowDPPO, PaveGRPO, AdaGRPO, EGRPO, DiffusionNFT, AWM, DGPO, EPG, FDFO, ReFL, OPSD,
+        SelfOPD,
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}

@@ -31,8 +31,8 @@ def name_of(algorithm: Algorithm) -> str:
 
 def plans_of(algorithm: Algorithm, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
     """`algorithm.plans(...)`. UserError for hyper-parameters that do not fit `num_steps`, and for
-    plans that cannot be sampled together: none at all, different numbers of tails, or tails that do
-    not end at `num_steps`."""
+    plans that cannot be sampled together: none at all, different numbers of tails, tails that do not
+    end at `num_steps`, or a baseline in some alone."""
     try:
         with placed("algorithm: "):
             plans = list(algorithm.plans(num_steps, iteration, seed))
@@ -52,6 +52,8 @@ def _faults_of_plans(plans: Sequence[Plan], num_steps: int, iteration: int) -> I
         yield f"tails that end at step {num_steps}, the image", f"tails that end at {min(ends)}"
     if len(numbers := {len(plan.tails) for plan in plans}) > 1:
         yield "equally many tails in every Plan", f"numbers of tails {sorted(numbers)}"
+    if len({plan.baseline for plan in plans}) > 1:
+        yield "a baseline in every Plan or in none", "one in some"
 
 
 def advantages_of(algorithm: Algorithm, rewards: Tensor, weights: Tensor) -> Tensor:

@@ -164,7 +164,9 @@ class Plan:
     common^2) * own. `trained` are the stochastic steps to learn from (None: all of them); `solver`
     integrates the tails. `granularities` name the tails in the log, one number each (empty: 1, 2,
     ...); the smallest is the finest. With `kept_sigma` the latents that the first tail passes
-    nearest to this sigma are kept, for an algorithm that learns from states of the ODE.
+    nearest to this sigma are kept, for an algorithm that learns from states of the ODE. With
+    `baseline` the ODE's own picture of the prompt is sampled too, once for all plans, and scored
+    with every group; `Algorithm.advantages` then gets rewards less those of that picture.
     """
 
     branch: int
@@ -174,6 +176,7 @@ class Plan:
     shared_noise: bool = True
     common: float = 0.0
     merged: bool = False
+    baseline: bool = False
     trained: tuple[int, ...] | None = None
     solver: Solver = "euler"
     granularities: tuple[int, ...] = field(default=(), compare=False)
@@ -189,6 +192,8 @@ class Plan:
             yield "a plan without stochastic steps needs shared_noise=False: all members would be alike"
         if not 0 <= self.common <= 1 or (self.common and self.shared_noise):
             yield f"common must be from 0 to 1, and needs shared_noise=False, got {self.common}"
+        if self.baseline and not self.shared_noise:
+            yield "a baseline needs shared_noise=True: members without it have no ODE in common"
         if not self.tails:
             yield "a plan needs at least one tail"
         for tail in self.tails:
@@ -258,6 +263,7 @@ class Rollout:
     transitions: tuple[Transition, ...]  # of the steps to learn from
     finals: Tensor  # [M, G, ...], latents at sigma = 0
     kept: tuple[int, Tensor] | None = None  # the step that `plan.kept_sigma` names, [G, ...] there
+    ode: Tensor | None = None  # [...], the ODE's own latent at sigma = 0, of a plan with a baseline
 
     @classmethod
     def of(
@@ -267,11 +273,25 @@ class Rollout:
         transitions: Sequence[Transition],
         ends: Tensor,
         sigmas: Tensor,
+        ode: Tensor | None = None,
     ) -> Rollout:
         """From the latents [walks, G, ...] at the end of each of `plan.walks(sigmas)`."""
         step, tails = plan.kept_step(sigmas), len(plan.tails)
         kept = None if step is None else (step, ends[tails])
-        return cls(prompt, plan, tuple(transitions), ends[:tails], kept)
+        return cls(prompt, plan, tuple(transitions), ends[:tails], kept, ode)
+
+    @property
+    def pictures(self) -> int:
+        """How many are decoded and scored: each tail's, of the members and the baseline."""
+        tails, members = self.finals.shape[:2]
+        return tails * (members + (self.ode is not None))
+
+    @property
+    def scored(self) -> Tensor:
+        """The latents of these pictures [M, G, ...], or [M, G + 1, ...] with the ODE's at the end."""
+        if self.ode is None:
+            return self.finals
+        return torch.cat([self.finals, self.ode.expand_as(self.finals[:, :1])], 1)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from g2rpo.core.data import FLOAT32, Precision
 from g2rpo.core.flow import ode_step
 from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition
+from g2rpo.rollout.planning import baseline_walk
 from g2rpo.rollout.tails import EXACT, Node, Past, Tails
 from g2rpo.runtime.memory import bounded_by
 
@@ -112,11 +113,22 @@ class Engine:
                 group.x, group.v = x_next, None
 
         finals = self._finish(
-            [(group.plan.walks(self.sigmas), group.prompt, group.x) for group in groups],
+            [
+                *((group.plan.walks(self.sigmas), group.prompt, group.x) for group in groups),
+                *self._baselines(plans, anchors),
+            ],
             self.tails.walked_by(plans),
         )
+        finals, odes = finals[: len(groups)], finals[len(groups) :]
         return [
-            Rollout.of(g.prompt, g.plan, g.transitions, latents, self.sigmas)
+            Rollout.of(
+                g.prompt,
+                g.plan,
+                g.transitions,
+                latents,
+                self.sigmas,
+                odes[g.prompt][0, 0] if g.plan.baseline else None,
+            )
             for g, latents in zip(groups, finals, strict=True)
         ]
 
@@ -170,6 +182,18 @@ class Engine:
                 anchors[step] = (x.to(self.precision.anchor).float(), v)
             x = ode_step(x, v, self.sigmas[step], self.sigmas[step + 1])
         return anchors
+
+    def _baselines(
+        self, plans: Sequence[Plan], anchors: Mapping[int, tuple[Tensor, Tensor]]
+    ) -> list[tuple[Sequence[Sequence[int]], int, Tensor]]:
+        """What is left of the anchors' way to the picture, one job for each prompt, if a plan has a
+        baseline."""
+        if not any(plan.baseline for plan in plans):
+            return []
+        last = max(anchors)
+        x = ode_step(*anchors[last], self.sigmas[last], self.sigmas[last + 1])
+        walk = baseline_walk(last, self.num_steps)
+        return [(walk, prompt, x[prompt : prompt + 1]) for prompt in range(len(x))]
 
     def _velocities(self, asking: Sequence[tuple[_Group, int]]) -> Sequence[Tensor]:
         """The velocities of groups, each at a step of its own."""

@@ -23,12 +23,20 @@ def count_evaluations(plans: Sequence[Plan], group_size: int, tails: Tails = EXA
     granularities {1}, 1496 for {1, 2}, 1700 for {1, 2, 3}.
     """
     anchor = max((plan.branch + 1 for plan in plans if plan.shared_noise), default=0)
+    if any(plan.baseline for plan in plans):
+        anchor += tails.tree(baseline_walk(anchor - 1, plans[0].tails[0][-1])).evaluations()
     return anchor + sum(_evaluations(plan, group_size, tails) for plan in plans)
 
 
 def anchor_walk(num_steps: int) -> Plan:
     """The ODE from noise to picture."""
     return Plan(0, 0, (tuple(range(num_steps + 1)),), shared_noise=False)
+
+
+def baseline_walk(last: int, num_steps: int) -> tuple[range]:
+    """The tail that takes the anchor from its `last` branch step, whose velocity is known, to the
+    picture."""
+    return (range(last + 1, num_steps + 1),)
 
 
 def count_per_prompt(algorithm: Algorithm, plans: Sequence[Plan], tails: Tails = EXACT) -> int:
@@ -58,7 +66,8 @@ def dry_rollout(
         return Transition(step, x, group, x, torch.zeros(group_size))
 
     ends = torch.zeros(len(plan.walks(sigmas)), *group.shape)
-    return Rollout.of(0, plan, [transition(step) for step in steps], ends, sigmas)
+    ode = group[0] if plan.baseline else None
+    return Rollout.of(0, plan, [transition(step) for step in steps], ends, sigmas, ode)
 
 
 def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -> tuple[int, int]:

@@ -38,6 +38,9 @@ def rollout(
         x = plan.common * policy.noise([noise(0, "initial")]) + (1 - plan.common**2) ** 0.5 * x
     for step in range(plan.branch):
         x = ode_step(x, velocity(x, step), sigmas[step], sigmas[step + 1])
+    ode = x[:1]
+    for step in range(plan.branch, len(sigmas) - 1) if plan.baseline else ():
+        ode = ode_step(ode, velocity(ode, step), sigmas[step], sigmas[step + 1])
     transitions = []
     for step in plan.stochastic:
         landing = kernel(x, velocity(x, step), sigmas[step], sigmas[plan.after(step)])
@@ -53,4 +56,5 @@ def rollout(
         for step, following in pairwise(tail):
             end = ode_step(end, velocity(end, step), sigmas[step], sigmas[following])
         ends.append(end)
-    return Rollout.of(0, plan, transitions, torch.stack(ends), sigmas)
+    own = ode[0] if plan.baseline else None
+    return Rollout.of(0, plan, transitions, torch.stack(ends), sigmas, own)

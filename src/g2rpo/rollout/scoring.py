@@ -157,7 +157,8 @@ def score_rollouts(
     lap: Callable[[str], None] = lambda phase: None,
 ) -> Tensor:
     """Rewards [N, R, M, G] of N rollouts of one shape; `prompts` are the rows of the conditioning
-    that they refer to.
+    that they refer to. Of plans with a baseline [N, R, M, G + 1], the ODE's picture at the end
+    (`compared`).
 
     At most `sizes.decode` pictures, or one group that is compared, are decoded at a time: an
     iteration's are gigabytes. Nothing is if all rewards take latents. `lap` is called at the end of
@@ -165,13 +166,10 @@ def score_rollouts(
     """
     scored = as_rewards(rewards)
     seen = not all(reward.latent for reward in scored.values())
-    latents = torch.cat([rollout.finals.flatten(0, 1) for rollout in rollouts])
-    texts = [
-        prompts[rollout.prompt]
-        for rollout in rollouts
-        for _ in range(rollout.finals.shape[:2].numel())
-    ]
-    members, parts = rollouts[0].finals.shape[1], []
+    latents = torch.cat([rollout.scored.flatten(0, 1) for rollout in rollouts])
+    texts = [prompts[rollout.prompt] for rollout in rollouts for _ in range(rollout.pictures)]
+    tails, members = rollouts[0].scored.shape[:2]
+    parts = []
     size = pictures_at_once(scored, sizes.decode, members)
     for start in range(0, len(latents), size):
         batch = latents[start : start + size]
@@ -181,8 +179,11 @@ def score_rollouts(
             score(scored, images, texts[start : start + size], batch, sizes.decode, members)
         )
         lap("rewards")
-    return (
-        torch.cat(parts, 1)
-        .unflatten(1, (len(rollouts), *rollouts[0].finals.shape[:2]))
-        .transpose(0, 1)
-    )
+    return torch.cat(parts, 1).unflatten(1, (len(rollouts), tails, members)).transpose(0, 1)
+
+
+def compared(scores: Tensor, members: int) -> tuple[Tensor, Tensor]:
+    """The rewards [N, R, M, G] of a group's members from `score_rollouts`, and those that advantages
+    are taken of: the same, or the rewards less those of the ODE's picture."""
+    rewards, baseline = scores[..., :members], scores[..., members:]
+    return rewards, rewards - baseline if baseline.shape[-1] else rewards

@@ -29,7 +29,7 @@ from g2rpo.core.types import (
 )
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import anchor_walk
-from g2rpo.rollout.scoring import decode_rollout, score_rollouts
+from g2rpo.rollout.scoring import compared, decode_rollout, score_rollouts
 from g2rpo.runtime.devices import same_device
 from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
@@ -42,11 +42,16 @@ class Collected:
     """The rollouts of one iteration on this rank, with their rewards and cost."""
 
     rollouts: list[Rollout]
-    rewards: Tensor  # [N, R, M, G]
+    scores: Tensor  # [N, R, M, G], or [N, R, M, G + 1] with a baseline (`scoring.compared`)
     evaluations: int
     """Network evaluations, one latent each."""
     seconds_overlapped: float
     """Seconds of decoding and scoring during the rollouts of other prompts."""
+
+    @property
+    def rewards(self) -> Tensor:
+        """Of the members, [N, R, M, G]."""
+        return compared(self.scores, self.rollouts[0].finals.shape[1])[0]
 
 
 @dataclass(frozen=True)
@@ -66,21 +71,31 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of this rank, one for each prompt and plan, with the rewards [N, R, M, G] of all
-    ranks' groups."""
+    """The groups of this rank, one for each prompt and plan, with the scores of all ranks' groups
+    (`scoring.compared`)."""
 
     algorithm: Algorithm
     prompts: Sequence[str]
     cond: Cond
     spec: RolloutSpec
     collected: Collected
-    rewards: Tensor
+    scores: Tensor
     watch: Stopwatch
     """Of the seconds that they took."""
     chosen_from: Sequence[Collected] = ()
     """The samples from which the prompts were chosen, if the algorithm chooses."""
     reward_log: Mapping[str, float] = field(default_factory=dict)
     """What rewards that learn have to log."""
+
+    @property
+    def rewards(self) -> Tensor:
+        """[N, R, M, G], of the members of all ranks' groups."""
+        return compared(self.scores, self.spec.group_size)[0]
+
+    @property
+    def compared(self) -> Tensor:
+        """[N, R, M, G], the rewards that advantages are taken of."""
+        return compared(self.scores, self.spec.group_size)[1]
 
     def examples(self, advantages: Tensor) -> list[Example]:
         """What is learnt from with advantages [N, G] of this rank's groups."""
@@ -108,15 +123,15 @@ class Groups:
             for place, part in enumerate(parts)
             for rollout in part.collected.rollouts
         ]
-        rewards = torch.cat([part.collected.rewards for part in parts])
+        scores = torch.cat([part.collected.scores for part in parts])
         evaluations = sum(part.collected.evaluations for part in parts)
         return replace(
             parts[0],
             prompts=[prompt for part in parts for prompt in part.prompts],
             cond=Cond.join([part.cond for part in parts]),
             spec=replace(parts[0].spec, noise=noise, first=0),
-            collected=Collected(rollouts, rewards, evaluations, 0.0),
-            rewards=torch.cat([part.rewards for part in parts]),
+            collected=Collected(rollouts, scores, evaluations, 0.0),
+            scores=torch.cat([part.scores for part in parts]),
         )
 
 

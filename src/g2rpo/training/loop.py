@@ -16,7 +16,7 @@ from g2rpo.core.data import Row
 from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.guidance import in_training
-from g2rpo.rollout.scoring import weighted_scores
+from g2rpo.rollout.scoring import compared, weighted_scores
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.collector import Collected, Collector, Groups, RolloutSpec
@@ -65,14 +65,15 @@ class Loop:
             spec = self.collector.own_spec(algorithm, self.iteration)
             collected = self.collector.collect(spec, cond, prompts, watch)
             # an algorithm may look at the whole batch
-            rewards = self.world.gather(collected.rewards)
+            scores = self.world.gather(collected.scores)
             watch.lap("waiting")
+            rewards, _ = compared(scores, algorithm.group_size)
             # a reward that is fitted to scores changes after them: its next scores are the new ones
             observe(self.rewards, self.iteration, rewards)
             pictures = partial(looked_at, self.policy, self.sizes, collected, prompts)
             reward_log = fit_rewards(self.rewards, self.iteration, pictures, self.world)
         return Groups(
-            algorithm, prompts, cond, spec, collected, rewards, watch, chosen_from, reward_log
+            algorithm, prompts, cond, spec, collected, scores, watch, chosen_from, reward_log
         )
 
     def sample_others(
@@ -84,12 +85,12 @@ class Loop:
         with self._sampling():
             collected = self.collector.collect(spec, cond, prompts, watch)
         return Groups(
-            algorithm, prompts, cond, spec, collected, self.world.gather(collected.rewards), watch
+            algorithm, prompts, cond, spec, collected, self.world.gather(collected.scores), watch
         )
 
     def advantages(self, groups: Groups) -> Tensor:
         """Rewards -> advantages [N, G] of all ranks' groups."""
-        return advantages_of(groups.algorithm, groups.rewards, self.weights)
+        return advantages_of(groups.algorithm, groups.compared, self.weights)
 
     def learn_from(self, groups: Groups, advantages: Tensor) -> Row:
         """Advantages [N, G] of all ranks' groups -> loss -> step: ends an iteration; returns its

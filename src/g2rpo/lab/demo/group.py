@@ -21,7 +21,7 @@ from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import in_training
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.rollout.scoring import decode, score_rollouts
+from g2rpo.rollout.scoring import compared, decode, score_rollouts
 
 GRANULARITIES = (1, 2, 3)
 """The paper's, to be looked at whatever a run was trained with."""
@@ -147,7 +147,8 @@ def trace_group(
                     [ode_step(x, v, sigmas[step], sigmas.new_zeros(())) for step, (x, v) in anchors]
                 )
             )
-        rewards = score_rollouts(model.policy, [rollout], model.rewards, [asked], model.sizes)
+        scores = score_rollouts(model.policy, [rollout], model.rewards, [asked], model.sizes)
+        rewards, against = compared(scores, algorithm.group_size)
         finals = shown(rollout.finals.flatten(0, 1))
         return GroupTrace(
             model=model,
@@ -158,7 +159,7 @@ def trace_group(
             noised_at=rollout.transitions[-1].step,
             finals=finals.unflatten(0, rollout.finals.shape[:2]),
             rewards=rewards[0],
-            advantages=advantages_of(algorithm, rewards, model.weights)[0],
+            advantages=advantages_of(algorithm, against, model.weights)[0],
             settings=f"seed {key} · {s.num_steps} steps · {'after training' if tuned else 'base model'}",
         )
 

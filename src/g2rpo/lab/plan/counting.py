@@ -215,5 +215,5 @@ def _dry(
         passes=tuple(policy.calls["training"]),
         reference_rows=sum(policy.calls["reference"]) + sum(policy.calls["rollout"][len(calls) :]),
         optimizer_steps=len(updates.grad_norms) + updates.skipped,
-        images=candidates + sum(rollout.finals.shape[:2].numel() for rollout in rollouts),
+        images=candidates + sum(rollout.pictures for rollout in rollouts),
     )

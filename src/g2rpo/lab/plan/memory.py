@@ -206,7 +206,9 @@ def _latents(config: Config, counts: Counts, latent: int) -> tuple[int, int]:
     """Bytes of the latents of a rollout, and of the finals among them: for every group a branch
     point with its velocity, two latents for every member and stochastic step, and the finals."""
     group = config.algorithm.group_size
-    finals = counts.largest(lambda it: [group * sum(len(plan.tails) for plan in it.plans)])
+    finals = counts.largest(
+        lambda it: [sum((group + plan.baseline) * len(plan.tails) for plan in it.plans)]
+    )
 
     def held(plan: Plan) -> int:
         ends = len(plan.tails) + (plan.kept_sigma is not None)
