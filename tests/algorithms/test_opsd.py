@@ -12,7 +12,6 @@ from g2rpo.core.data import Batch, Example
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Plan
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
@@ -167,9 +166,7 @@ def test_an_image_without_a_score_stays_where_it_is():
 def test_what_it_cannot_learn_from_is_refused():
     with pytest.raises(UserError, match="have none: bright"):
         trainer(None, *SMALL, rewards={"bright": darkness})
-    with pytest.raises(UserError, match="num_steps must be at least 2"):
+    with pytest.raises(UserError, match="algorithm: a kept latent needs a first tail of two steps"):
         plans_of(OPSD(), 1)
-    with pytest.raises(ValueError, match="a kept latent needs"):
-        Plan(0, 0, ((0, 4),), shared_noise=False, kept_sigma=0.5)
     with pytest.raises(UserError, match="carry no gradient"):
         direction(drawn(1, 2, 2), lambda image: image.detach().flatten(1).sum(1))

@@ -54,8 +54,6 @@ class OPSD(forward.ForwardProcess):
         return True
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        if num_steps < 2:
-            raise ValueError("num_steps must be at least 2: a latent on the way is learnt from")
         walk = tuple(range(num_steps + 1))
         return [Plan(0, 0, (walk,), shared_noise=False, kept_sigma=self.query_sigma)]
 
