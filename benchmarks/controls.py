@@ -4,7 +4,7 @@ from an empty prompt and from the misspelling of each word, and the best of 16 p
     python -m benchmarks.controls runs/quickstart-42 runs/quickstart-43 runs/quickstart-44
 
 Of finished runs of `words`, on the first 96 held-out words from the noise of each run's own
-evaluations, as `g2rpo evaluate RUN --controls` judges them; the other free knobs are in
+evaluations, as `g2rpo evaluate RUN --controls` judges them; the other sampler settings are in
 `benchmarks.quickstart`. Tesseract, which nothing was chosen by, reads the pictures too, where it is
 installed. The base draws a and e as r and n (assets/words/README.md); the negative prompt of a word
 that is misspelt so knows the fault. Finished parts are not repeated. Writes

@@ -6,7 +6,7 @@ and picture.
 
 A seed changes everything random: prompts' order, exploration, adapters, and the noise of the
 evaluation. Runs that are finished already are read, not repeated. For the first seed the untrained
-model is also judged with every free knob: all scales of the initial noise (or, where the model
+model is also judged with other sampler settings: all scales of the initial noise (or, where the model
 takes guidance, of the guidance scale) at once, two and five times the steps, and every solver;
 `benchmarks.controls` has guidance by hand and the best of several. Of words, Tesseract reads the
 pictures too, where it is installed. Writes benchmarks/results/NAME.json.
@@ -101,7 +101,7 @@ def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def grid(num_steps: int, guidance: float | None) -> list[Control]:
-    """Every free knob of the untrained model, noise or guidance at every number of steps."""
+    """Every sampler setting of the untrained model, noise or guidance at every number of steps."""
     alone = [
         control
         for control in default_controls(num_steps, guidance, by_hand=False)
@@ -120,7 +120,7 @@ def grid(num_steps: int, guidance: float | None) -> list[Control]:
 
 
 def judge(folder: Path, *, controls: bool) -> list[dict[str, Any]]:
-    """Every picture of base and tuned, and with `controls` of the base's free knobs, with scores:
+    """Every picture of base and tuned, and with `controls` of the base's sampler settings, with scores:
     `g2rpo evaluate`."""
     settings = run_settings(folder)
     out = folder / "judged"
@@ -180,7 +180,7 @@ def controls_of(folder: Path, read: dict[str, list[bool]] | None) -> dict[str, A
 
 
 def print_controls(run: dict[str, Any]) -> None:
-    """The best free knob of the untrained model by reward, and the tuned model minus it, of one
+    """The best sampler settings of the untrained model by reward, and the tuned model minus it, of one
     seed."""
     print(
         f"\n{'':20} {'base':>9} {'tuned':>9} {'control':>9}   tuned minus best control of {run['prompts']} prompts, which"

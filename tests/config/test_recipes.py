@@ -134,7 +134,16 @@ def test_flow_grpos_recipe_is_its_pickscore_config():
 
 PAGE = (ROOT / "docs/recipes.md").read_text("utf-8")
 ROWS = re.findall(r"^\| ([\w-]+) \| `([\w-]+)` \| `([^`]+)` \|", PAGE, flags=re.MULTILINE)
-"""(algorithm, recipe, overrides) of the table of published values over the nearest recipe."""
+"""(algorithm, recipe, overrides) of the table of published values over the nearest recipe, and of
+the command below it."""
+ROWS += [
+    ("ReFL", recipe, overrides.replace("\\\n", ""))
+    for recipe, overrides in re.findall(
+        r"^g2rpo train ([\w-]+) --run-dir runs/refl (.*?)^```$",
+        PAGE,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+]
 
 SD35 = """
 sampling.num_steps=10 sampling.tails.solver=dpmpp2m policy.max_sequence_length=128

@@ -1,4 +1,4 @@
-"""Free knobs against closed forms: on the Gaussian policy every sampler's result is known."""
+"""Sampler settings against closed forms: on the Gaussian policy every sampler's result is known."""
 
 import itertools
 import math
@@ -227,7 +227,7 @@ def test_controls_stand_beside_base_and_tuned_with_what_they_cost():
     assert found.best_of["reward"].leads["reward"].mean == 0.0
     (said,) = in_words([found], [RIGHT])
     assert said.replace("\N{NO-BREAK SPACE}", " ") == (
-        "On 2 of these prompts 0 % are right without training, 50 % with the best free knob (steps 20), "
+        "On 2 of these prompts 0 % are right without training, 50 % with the best sampler settings (steps 20), "
         "100 % as the best of 2 pictures, and 100 % after training."
     )
     figures = " ".join(in_figures([found], [RIGHT]))

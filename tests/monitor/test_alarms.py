@@ -6,12 +6,14 @@ import math
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from scipy.stats import t as student
 
+from g2rpo.config.schema import Alarm
 from g2rpo.core.data import Precision
 from g2rpo.core.errors import RolledBack, Stopped
 from g2rpo.core.flow import sigma_grid
@@ -60,6 +62,10 @@ def random(*shape, seed=0):
 
 
 QUIET = {"kind": "train", "silent_groups": 0.0, "masked_groups": 0.0, "advantage_clipped": 0.0}
+
+
+def test_an_action_can_be_given_for_every_alarm_and_for_no_other():
+    assert get_args(Alarm) == tuple(ALARMS)
 
 
 # Rows of training

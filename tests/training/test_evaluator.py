@@ -1,4 +1,4 @@
-"""What a run's evaluations leave: verdicts, grids, free knobs of the base model, and how much
+"""What a run's evaluations leave: verdicts, grids, sampler settings of the base model, and how much
 pictures of a prompt differ."""
 
 import json
@@ -44,7 +44,7 @@ def test_a_run_samples_free_knobs_of_the_untrained_model(tmp_path, tuning):
         means["tuned"] - best.means["bright"], abs=1e-6
     )
     assert (means["base"], means["tuned"]) == pytest.approx((row["base"], row["tuned"]), abs=1e-6)
-    assert "with the best free knob" in next(tmp_path.glob("*/README.md")).read_text()
+    assert "with the best sampler settings" in next(tmp_path.glob("*/README.md")).read_text()
 
 
 def test_free_knobs_are_sampled_where_they_are_cheap():

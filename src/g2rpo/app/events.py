@@ -63,7 +63,7 @@ class TrainingEnded:
 
     seconds: float
     controls: bool
-    """Whether free knobs of the base are as well."""
+    """Whether controls of the base are as well."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Output:
                 self._train(event)
             case events.TrainingEnded(seconds, controls):
                 self._end()
-                knobs = ", and free knobs of the base" if controls else ""
+                knobs = ", and other sampler settings of the base" if controls else ""
                 say(
                     self.console,
                     f"trained for {seconds:.0f} s; comparing base and tuned{knobs} ...",

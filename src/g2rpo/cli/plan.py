@@ -198,7 +198,7 @@ def _work_table(plan: Estimate) -> Table:
         table.add_row(name, f"{once:,}", f"{once * times:,}")
     if counts.knobs:
         table.add_row(
-            "network evaluations of free knobs and for diversity", "", f"{counts.knobs:,}"
+            "network evaluations of sampler settings and for diversity", "", f"{counts.knobs:,}"
         )
     return table
 
@@ -252,7 +252,7 @@ def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
     if counts.knobs:
         beside = counts.looks - counts.times_evaluated
         table.add_row(
-            "free knobs of the base, and diversity", "", planned(seconds.evaluation * beside)
+            "other sampler settings, and diversity", "", planned(seconds.evaluation * beside)
         )
     table.add_row(
         "together", planned(sum(seconds.iteration.values())), planned(seconds.run), style="bold"

@@ -183,7 +183,7 @@ class EvaluationConfig(Section):
     """None: `policy.width`."""
     rewards: RewardTable = {}
     controls: bool | Literal["auto"] = "auto"
-    """Whether controls of the untrained model (free knobs, and the best of 16) are sampled too, on
+    """Whether controls of the untrained model (other sampler settings, and the best of 16) are sampled too, on
     up to 32 held-out prompts, and how much a prompt's pictures differ. "auto": where that takes at
     most a fifth and a tenth of the run's network evaluations."""
 
@@ -194,17 +194,16 @@ its best evaluation."""
 
 
 Alarm = Literal[
-    "action",
     "drift",
-    "silent",
     "masked",
+    "silent",
     "saturated",
     "hacking",
     "decline",
     "pictures",
     "diversity",
 ]
-"""The name of an alarm, or "action" for all without an action of their own."""
+"""The name of an alarm; `monitor.alarms.ALARMS` says when each is raised."""
 
 
 def _listed(value: Any) -> Any:
@@ -227,8 +226,8 @@ class Config(Section):
     optim: OptimConfig
     trainer: TrainerConfig
     evaluation: EvaluationConfig
-    alarms: dict[Alarm, Action] = {"action": "warn"}
-    """Actions of the alarms, by name; docs/alarms.md defines when each is raised."""
+    alarms: dict[Alarm | Literal["action"], Action] = {"action": "warn"}
+    """The action of each alarm; "action" is that of all that are not named."""
     trackers: Trackers = ["tensorboard"]
     """Trackers that show the log during a run; metrics.jsonl is always written."""
 

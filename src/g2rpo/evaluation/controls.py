@@ -1,4 +1,4 @@
-"""Controls: other settings of the sampler (free knobs), which cost no training, and other initial
+"""Controls: other sampler settings, which cost no training, and other initial
 noises.
 
 What the untrained model reaches with them is compared in `evaluation.untrained`."""
@@ -210,7 +210,7 @@ TUNED = Control(noise=0.5)
 
 
 def default_controls(num_steps: int, guidance: float | None, by_hand: bool) -> list[Control]:
-    """One knob at a time, at the `num_steps` and the guidance scale of a run (None: the model is
+    """One setting at a time, at the `num_steps` and the guidance scale of a run (None: the model is
     sampled without one), and the draws that the best are chosen from. `by_hand`: the model has no
     classifier-free guidance of its own."""
     early = max(1, round(EARLY * num_steps))

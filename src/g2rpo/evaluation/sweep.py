@@ -58,7 +58,7 @@ class JudgingConfig(Drawing):
     rewards: Annotated[RewardTable, Field(min_length=1)]
     steps: Annotated[list[Steps], Field(min_length=1)]
     controls: list[Control] = Field(default_factory=list)
-    """Free knobs of the base model, sampled beside it with the smallest of `steps` or their own;
+    """Other sampler settings of the base model, sampled beside it with the smallest of `steps` or their own;
     with any, the tuned model is sampled as `TUNED` too."""
     trained: list[str] = Field(default_factory=list)
     """The rewards that choose the best of several draws; empty: all."""

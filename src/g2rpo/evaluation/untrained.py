@@ -1,4 +1,4 @@
-"""What the untrained model reaches with free knobs, or as the best of several pictures, beside the
+"""What the untrained model reaches with other sampler settings, or as the best of several pictures, beside the
 tuned model.
 
 A gain of training counts if it exceeds these, at their price: network evaluations and reward
@@ -30,7 +30,7 @@ Kind = Literal["base", "knob", "several", "tuned", "tuned knob"]
 
 
 class Way(Section):
-    """One way of sampling, a row of the table of controls: base or tuned model, a free knob, the
+    """One way of sampling, a row of the table of controls: base or tuned model, other sampler settings, the
     best of several pictures. Means and changes are by name."""
 
     kind: Kind
@@ -70,7 +70,7 @@ class Controls(Section):
 
     @property
     def best(self) -> dict[str, Way]:
-        """By name the free knob with the highest mean."""
+        """By name the sampler settings with the highest mean."""
         return self._best(self.of("knob"))
 
     @property
@@ -105,7 +105,7 @@ def against_controls(
     """The table of controls, from the base's scores by control and the tuned model's
     (`tuned_control`: as `TUNED`), all of the same prompts: the rows that `evaluate --controls`,
     `compare --controls`, results.json, the report and model cards show. The base first; then the
-    free knobs, the best of 2, 4, ... draws, chosen by the trained rewards with their `weights`, and
+    sampler settings, the best of 2, 4, ... draws, chosen by the trained rewards with their `weights`, and
     the tuned model, plain and as `TUNED`."""
 
     def way(
@@ -188,7 +188,7 @@ def told(found: Controls, trained: Sequence[str]) -> list[str]:
 
 
 def in_words(found: Sequence[Controls], names: Sequence[str]) -> list[str]:
-    """A sentence for each of `names`: base, best free knob, best of several and tuned model, on the
+    """A sentence for each of `names`: base, best sampler settings, best of several and tuned model, on the
     same prompts; means over runs."""
     return [_sentence(found, name) for name in names if all(name in one.best for one in found)]
 
@@ -223,7 +223,7 @@ def _sentence(found: Sequence[Controls], name: str) -> str:
     chosen = f", {_mean_over(several, name)} as the {several[0].name} pictures" if several else ""
     start = f"{base} are right" if name == RIGHT else f"{name} is {base}"
     return (
-        f"On {found[0].prompts} of these prompts {start} without training, {knob} with the best free knob "
+        f"On {found[0].prompts} of these prompts {start} without training, {knob} with the best sampler settings "
         f"({_named(knobs)}){chosen}, and {tuned} after training."
     )
 

@@ -284,7 +284,8 @@ ALARMS = {
         eval=alike,
     ),
 }
-"""By name; docs/alarms.md has the limits and their reasons."""
+"""By name, of which `config.schema.Alarm` has all; docs/alarms.md has the limits and their
+reasons."""
 
 
 def alarms_of(

@@ -71,10 +71,12 @@ MAY_CHANGE = (
     "recipe",
     "evaluation.controls",
     "alarms",  # none has an action of its own
+    "alarms.action",
     *(f"alarms.{name}" for name in get_args(Alarm)),
 )
-"""Keys that a resumed run may change: nothing already computed depends on them, and later results
-only by rounding."""
+"""Keys that a resumed run may change, because nothing already computed depends on them. Results to
+come change by rounding alone, but for two keys: `trainer.iterations` sets the length of
+`optim.decay=cosine`, and an alarm may end the run."""
 
 T = TypeVar("T")
 

@@ -55,7 +55,7 @@ def write_card(
     file or a folder.
 
     A policy may have `deployed`, further arguments of the pipeline's call, and `lora_loader`, what
-    loads an adapter (None: merged weights are loaded). `against` are the base's free knobs
+    loads an adapter (None: merged weights are loaded). `against` are the base's sampler settings
     (`controls.against_controls`).
     """
     deployed = getattr(policy, "deployed", None)

@@ -150,7 +150,7 @@ def test_the_base_model_is_drawn_once_more_with_free_knobs_and_their_price():
     assert same == [number == best for number in range(3)]
     plain = draw(session, prompt, control=Control(steps=3))
     assert plain.free is None and torch.equal(plain.base.picture, drawing.base.picture)
-    assert "Base model, with free knobs" in drawing_html(drawing)
+    assert "Base model, other sampler settings" in drawing_html(drawing)
     with pytest.raises(UserError, match="needs a reward"):
         draw(replace(session, rewards={}), prompt, control=Control(best_of=2))
 

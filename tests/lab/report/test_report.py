@@ -158,7 +158,7 @@ SUMMARIES = [
         {"rewards": {"one": UP, "two": FLAT}, "right": (0.43, 0.62), "alarms": ["hacking"]},
         [
             "Trained on one for 4 iterations. Right on 62 % of 192 held-out prompts, before"
-            " training 43 % (+19 points, +13 to +24). No free knob",
+            " training 43 % (+19 points, +13 to +24). Other sampler settings",
             "Nothing that was judged clearly fell. 1 alarm: hacking.",
         ],
     ),

@@ -253,7 +253,7 @@ def _check_alike(found: Mapping[Path, Mapping[Any, Values]]) -> None:
 
 
 def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
-    """The results as tables in Markdown, with what `free` knobs of the base reach."""
+    """The results as tables in Markdown, with what the base reaches with other sampler settings (`free`)."""
     cells, table = list(found["spent"]), found["judged"]
     rewards = list(dict.fromkeys(line.reward for line in table))
     head = [
@@ -275,7 +275,7 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
         changes = [[cell, *(f"{at[cell, name].change:+}" for name in rewards)] for cell in cells]
         if free is not None and steps == table[0].steps:
             changes += [
-                ["best free knob of the base", *_free(free.best, rewards)],
+                ["best sampler settings of the base", *_free(free.best, rewards)],
                 ["best of several", *_free(free.best_of, rewards)],
             ]
         parts += [f"## {steps} steps: change against the base", _table(head, changes)]

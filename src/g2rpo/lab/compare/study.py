@@ -95,7 +95,7 @@ class StudyDirectory:
         return Run(self.path / "runs" / cell / f"seed_{seed}")
 
     def judged(self, name: str, seed: int | None = None) -> EvaluationDirectory:
-        """The evaluation of a cell's run, of the base ("base") or of its free knobs
+        """The evaluation of a cell's run, of the base ("base") or of its controls
         ("controls")."""
         folder = self.path / "judged" / name
         return EvaluationDirectory(folder if seed is None else folder / f"seed_{seed}")

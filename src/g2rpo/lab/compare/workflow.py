@@ -5,7 +5,7 @@ OUT/study.yaml         what is compared
 OUT/runs/CELL/seed_S/  the runs; with `--find-rate` the first of each cell has the pilots
 OUT/bases/             the base's evaluations, which the runs share
 OUT/judged/base/, .../CELL/seed_S/  with `--steps`: evaluations of the base and of the runs' weights
-OUT/judged/controls/   with `--controls`: of free knobs of the base
+OUT/judged/controls/   with `--controls`: of other sampler settings of the base
 OUT/results.json, results.md, curves.png
 """
 
@@ -58,7 +58,7 @@ def compare(
     emit: Emit = silent,
 ) -> StudyDirectory:
     """Runs the missing parts of a study in the folder `out`, and writes its results; without `out`,
-    in the first of study, study-2 ... that holds no other. `controls` samples free knobs of the
+    in the first of study, study-2 ... that holds no other. `controls` samples controls of the
     base too. A part that fails ends no other: there are results of the cells that are whole, and
     then an error that names what failed."""
     if seeds > PILOT_SEEDS:
@@ -145,7 +145,7 @@ class _Work:
             asked = ["weights=", "--controls"]
             jobs.append(
                 judging_job(
-                    "judging free knobs of the base",
+                    "judging sampler settings of the base",
                     run,
                     folder.judged("controls"),
                     steps[:1],
@@ -259,7 +259,7 @@ def _configs(study: Study, emit: Emit) -> dict[str, Config]:
         try:
             overrides, told = study.overrides_of(cell), partial(note, cell)
             configs[cell] = config = completed(load_config(study.recipe, overrides, told), told)
-            for alarm in get_args(Alarm):
+            for alarm in ("action", *get_args(Alarm)):
                 if (action := config.action_of(alarm)) in ("stop", "rollback"):
                     raise UserError(
                         f"alarms.{alarm}={action} may end a run of the study early; set it to warn or off"

@@ -27,7 +27,7 @@ class Drawn:
     price: str
     """What it cost."""
     knobs: str = ""
-    """The free knobs with which it was drawn."""
+    """The sampler settings with which it was drawn."""
 
     @property
     def picture(self) -> Tensor:
@@ -47,7 +47,7 @@ class Drawn:
 @dataclass(frozen=True)
 class DrawnPrompt:
     """One prompt drawn by the base model and, from the same noise, by the tuned one; and by the
-    base model with free knobs."""
+    base model with other sampler settings."""
 
     model: DemoModel
     prompt: str
@@ -111,6 +111,8 @@ def draw(
         prompt=asked,
         base=drawn("base", "Base model"),
         tuned=drawn("tuned", "After training", tuned=True) if model.tuned != "nothing" else None,
-        free=drawn("free", "Base model, with free knobs", more) if more != NO_CONTROL else None,
+        free=drawn("free", "Base model, other sampler settings", more)
+        if more != NO_CONTROL
+        else None,
         settings=" · ".join(settings),
     )

@@ -72,7 +72,7 @@ environment.filters |= {
 
 def drawing_html(drawing: DrawnPrompt, note: str = "") -> str:
     """Base and tuned side by side, under each its price, whether it is right and its scores, with
-    their difference from the base's; then the base with free knobs; `note` under all."""
+    their difference from the base's; then the base with other sampler settings; `note` under all."""
     return environment.get_template("drawing.html").render(drawing=drawing, note=note)
 
 

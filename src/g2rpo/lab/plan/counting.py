@@ -85,7 +85,7 @@ class Counts:
     times_evaluated: int
     checkpoints: int
     knobs: int = 0
-    """Network evaluations, over the run, of free knobs and of the pictures whose diversity is
+    """Network evaluations, over the run, of controls and of the pictures whose diversity is
     measured."""
 
     @property

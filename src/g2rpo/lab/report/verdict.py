@@ -133,7 +133,9 @@ def _untried(group: SeedGroup) -> list[str]:
         return []
     folder = str(group.runs[0].files.path)
     command = shlex.join(["g2rpo", "evaluate", folder, "--controls", "--out", f"{folder}-controls"])
-    return [f"No free knob of the untrained model was tried; `{command}` does."]
+    return [
+        f"Other sampler settings of the untrained model were not tried; `{command}` tries them."
+    ]
 
 
 def _worse(group: SeedGroup) -> str:

@@ -69,7 +69,7 @@ class Clock(Listener):
         steps = e.sampler.num_steps
         knobs = evaluations_of(e.controls, steps) * e.controls_on / (steps * len(e.heldout))
         look = last["seconds"] / (1 if self.keeps_base or last["iteration"] else 1 + knobs)
-        # files, pictures, and free knobs that are still to be sampled
+        # files, pictures, and controls that are still to be sampled
         finishing = look * (0.25 + knobs * self.keeps_base)
         assert self.ends_at is not None
         return self.ends_at - time.monotonic() - finishing, look
