@@ -156,6 +156,44 @@ SAME_ITERATIONS: dict[str, list[str]] = {
 }
 """In scenes: budgets that buy 49 iterations of 4 prompts, as many as `g2rpo` has."""
 
+REGRESSIONS: dict[str, list[str]] = {
+    "priced-self_opd": other("self_opd", 2, "budget={self_opd}"),
+    "priced-epg": ours(
+        1,
+        "algorithm.name=epg",
+        "algorithm.group_size=12",
+        "algorithm.share=0.2",
+        "budget={forward}",
+    ),
+    "priced-diffusion_nft": [*CELLS["diffusion_nft"], "budget={forward}"],
+    "priced-awm": [*CELLS["awm"], "budget={forward}"],
+    "priced-opsd": ours(
+        1, "algorithm.name=opsd", "algorithm.group_size=12", "budget={reward_gradient}"
+    ),
+    "priced-refl": ours(3, "algorithm.name=refl", "algorithm.group_size=12", "budget={refl}"),
+}
+"""Algorithms of 2026 beside their neighbours, for what `g2rpo` costs with FLUX.1-dev by plan: their
+budgets are evaluations that take as many seconds (`prices`)."""
+
+WEIGHTINGS: dict[str, list[str]] = {
+    "g2rpo-averaged": ours(1, "algorithm.branch_schedule=all"),
+    "g2rpo-branch": ours(1, "algorithm.branch_schedule=all", "algorithm.update_every=branch"),
+    **{
+        f"self_opd-{name}": ours(
+            1,
+            "algorithm.name=self_opd",
+            "algorithm.group_size=12",
+            "algorithm.step_weights={ones}",
+            "algorithm.steps_drawn={many}",
+            f"algorithm.update_every={update}",
+        )
+        for name, update in {"averaged": "rollout", "branch": "branch"}.items()
+    },
+}
+"""The samples of `g2rpo` with all branch steps, learnt from by its clipped surrogate or by
+Self-OPD's regression. With one averaged update these differ in the samples' weights alone; with an
+update after every step in the loss too."""
+
 WORLDS: dict[str, dict[str, Any]] = {
     "scenes": {
         "recipe": "scenes-fast",
@@ -170,6 +208,12 @@ WORLDS: dict[str, dict[str, Any]] = {
         "steps": list(range(8)),
         "steps_16": list(range(12)),
         "merged": [1, 1, 2, 2, 2, 3, 3, 2],
+        "ones": [1] * 8,
+        "many": 8,
+        "self_opd": 9900,
+        "forward": 9080,
+        "reward_gradient": 8130,
+        "refl": 9410,
     },
     "words": {
         "recipe": "words",
@@ -184,6 +228,12 @@ WORLDS: dict[str, dict[str, Any]] = {
         "steps": [0, 1, 2],
         "steps_16": list(range(5)),
         "merged": [1, 1, 2],
+        "ones": [1] * 3,
+        "many": 3,
+        "self_opd": 11750,
+        "forward": 10850,
+        "reward_gradient": 9710,
+        "refl": 11250,
     },
 }
 """`stay`: iterations of MixGRPO's window at a step, so that it passes once over the steps at which
@@ -194,6 +244,23 @@ WORLDS["words-alone"] = WORLDS["words"] | {
     "overrides": [*WORLDS["words"]["overrides"], "rewards.word_drawing="],
     "questions": (7, 9, 10),
 }
+
+NEW = {"first_seed": 60, "seeds": 8}
+WORLDS["scenes-priced"] = WORLDS["scenes"] | NEW | {"questions": (12, 14)}
+WORLDS["words-priced"] = WORLDS["words-alone"] | NEW | {"questions": (12, 14)}
+WORLDS["scenes-learned"] = (
+    WORLDS["scenes"]
+    | NEW
+    | {
+        "questions": (13,),
+        "overrides": [
+            "rewards.scene_accuracy=",
+            "rewards.scene_clip=1",
+            "evaluation.rewards.scene_clip=",
+        ],
+    }
+)
+"""Trained on a learned reward with a gradient, judged by the rule `scene_correct`."""
 
 COMMON = [
     "optim.decay=constant",
@@ -236,6 +303,18 @@ QUESTIONS = {
         ["three-at-once", "eight-steps", "eight-at-once"],
     ),
     "words: eight steps, noise at one or at all of them": ("eight-steps", ["eight-at-once"]),
+    "algorithms of 2026 at equal price": (
+        "g2rpo",
+        ["priced-self_opd", "priced-epg", "priced-diffusion_nft", "priced-awm"],
+    ),
+    "the same on a reward with a gradient": (
+        "g2rpo",
+        ["priced-opsd", "priced-refl", "priced-diffusion_nft", "priced-self_opd"],
+    ),
+    "Self-OPD's regression on the samples of the clipped surrogate": (
+        "self_opd-averaged",
+        ["g2rpo-averaged", "self_opd-branch", "g2rpo-branch"],
+    ),
 }
 """By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's
 level within a question. All but the first five were registered after the answers to the first four
@@ -246,24 +325,28 @@ DIVERSE, NOISES = 24, 4
 """Prompts whose pictures are compared with each other, and pictures of each."""
 
 
+NUMBERS = (*range(1, 11), 12, 13, 14)
+"""Of `QUESTIONS`, in the protocol; 11 is `studies.tuned`'s."""
+FIXED = ("stay", "steps", "steps_16", "merged", "ones", "many", "self_opd", "forward")
+FIXED += ("reward_gradient", "refl")
+"""Settings of a world that its cells name."""
+
+
 def asked(world: str, numbers: Sequence[int]) -> dict[str, tuple[str, list[str]]]:
     """The questions with these numbers, from 1, that are asked of a world."""
     chosen = set(numbers) & set(WORLDS[world]["questions"])
     return {
         question: cells
-        for number, (question, cells) in enumerate(QUESTIONS.items(), 1)
+        for number, (question, cells) in zip(NUMBERS, QUESTIONS.items(), strict=True)
         if number in chosen
     }
 
 
 def cells(world: str, numbers: Sequence[int]) -> dict[str, list[str]]:
     """The changes of every cell that these questions need."""
-    fixed = {
-        key: str(WORLDS[world][key]).replace(" ", "")
-        for key in ("stay", "steps", "steps_16", "merged")
-    }
+    fixed = {key: str(WORLDS[world][key]).replace(" ", "") for key in FIXED}
     needed = {name for cell, others in asked(world, numbers).values() for name in (cell, *others)}
-    known = (CELLS | SAME_STEPS | PUBLISHED | SAME_ITERATIONS).items()
+    known = (CELLS | SAME_STEPS | PUBLISHED | SAME_ITERATIONS | REGRESSIONS | WEIGHTINGS).items()
     return {
         name: [change.format_map(fixed) for change in changes]
         for name, changes in known
@@ -478,7 +561,7 @@ def change_of(results: dict[str, Any], reward: str) -> dict[str, dict[str, Any]]
 
 def label(cell: str) -> str:
     """A cell's name in the figures: "{1, 2, 3}" of "same-1-2-3"."""
-    name = cell.removeprefix("published-").removeprefix("same-")
+    name = cell.removeprefix("published-").removeprefix("same-").removeprefix("priced-")
     return {"exact": "{1}, exact tails"}.get(
         name, f"{{{name.replace('-', ', ')}}}" if name[0].isdigit() else name
     )
@@ -555,13 +638,12 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("worlds", nargs="*", default=list(WORLDS))
-    every = range(1, len(QUESTIONS) + 1)
     parser.add_argument(
         "--questions",
         type=int,
         nargs="+",
-        choices=every,
-        default=every,
+        choices=NUMBERS,
+        default=NUMBERS,
         help="by number; all by default",
     )
     parser.add_argument("--jobs", type=int, default=1)
