@@ -128,7 +128,10 @@ class Control(Section):
     def knobs(self) -> dict[str, float | str]:
         """What is changed, by name."""
         against = f" against {self.negative_prompt!r}" if self.negative_prompt else ""
-        where = f" in the first {self.guided_steps} steps" if self.guided_steps else ""
+        where = ""
+        if self.guided_steps:
+            many = "step" if self.guided_steps == 1 else f"{self.guided_steps} steps"
+            where = f" in the first {many}"
         named = {
             "initial noise x": self.noise,
             "steps": self.steps,
