@@ -254,7 +254,10 @@ MUTATIONS = [
     Mutation("core/data.py", "self.tails[0][1:-1]", "self.tails[0][:-1]", OPSD),
     Mutation("algorithms/epg.py", "(-weight * elbo)", "(weight * elbo)", EPG),
     Mutation(
-        "algorithms/epg.py", "noised.advantages - moved if", "noised.advantages + moved if", EPG
+        "algorithms/epg.py",
+        "noised.advantages - difference if",
+        "noised.advantages + difference if",
+        EPG,
     ),
     Mutation(
         "algorithms/epg.py", "precise - precise.nanmean(", "precise - 0 * precise.nanmean(", EPG

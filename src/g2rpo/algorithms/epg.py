@@ -25,10 +25,11 @@ SMALLEST_TIME = 1e-3
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class EPG(OffPolicy):
     """EPG, arXiv 2602.04663; defaults for SD3.5 Medium on GenEval (10 steps of DPM-Solver++(2M)
-    without guidance, 48 prompts an update; 0.24 to 0.96 as published).
+    without guidance, 48 prompts an update; published: GenEval from 0.24 to 0.96).
 
-        sample with the old weights, by any solver; A = scale (R - mean of the group)       samples_old, advantages
-        at fresh noise and time:  L = -w(sigma) |v - (noise - x0)|^2, and L_old by v_old    elbo
+        sample with the old weights, by any solver                                          samples_old
+        A = clamp(scale (R - mean of the group)), R the weighted sum of rewards             advantages
+        at fresh noise and time:  L = -w |v - (noise - x0)|^2, and L_old by v_old           elbo
         D = L - L_old;  minimise  -exp(D) A L  for "epg",  -exp(D) (A - D) L  for "pepg",
         where all but the last L is without gradient; and kl_weight |v - v_base|^2          member_loss
         old weights <- d old + (1 - d) trained                                              old_decay
@@ -59,18 +60,18 @@ class EPG(OffPolicy):
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
         if self.normalized:
-            apart = mix_rewards(rewards, weights, "rewards", self.batch_std, population_std=True)
+            centred = mix_rewards(rewards, weights, "rewards", self.batch_std, population_std=True)
         else:
-            apart = from_the_mean(weighted(without_rounding(rewards), weights).sum((-3, -2)))
-        return (self.advantage_scale * apart).clamp(-self.advantage_clip, self.advantage_clip)
+            centred = from_the_mean(weighted(without_rounding(rewards), weights).sum((-3, -2)))
+        return (self.advantage_scale * centred).clamp(-self.advantage_clip, self.advantage_clip)
 
     def elbo(self, noised: Noised, velocity: Tensor) -> Tensor:
         """L [B] of a velocity, up to a constant; in float64, since D is a small difference."""
-        off = in_float64(velocity) - in_float64(noised.noise - noised.image)
-        sigma, error = in_float64(noised.sigma), mean_square(off)
+        residual = in_float64(velocity) - in_float64(noised.noise - noised.image)
+        sigma, error = in_float64(noised.sigma), mean_square(residual)
         match self.likelihood:
             case "adaptive":
-                size = sigma * off.detach().abs().flatten(1).mean(1)
+                size = sigma * residual.detach().abs().flatten(1).mean(1)
                 return -error * sigma**2 / size.clamp(min=SMALLEST_SIZE)
             case "t":
                 return -error * sigma**2
@@ -82,10 +83,10 @@ class EPG(OffPolicy):
     def member_loss(self, noised: Noised) -> Tensor:
         assert noised.old is not None
         elbo = self.elbo(noised, noised.velocity)
-        moved = elbo.detach() - self.elbo(noised, noised.old)
-        weight = noised.advantages - moved if self.objective == "pepg" else noised.advantages
+        difference = elbo.detach() - self.elbo(noised, noised.old)
+        weight = noised.advantages - difference if self.objective == "pepg" else noised.advantages
         if self.ratio:
-            weight = moved.exp() * weight
+            weight = difference.exp() * weight
         return (-weight * elbo).to(noised.velocity.dtype)
 
 
@@ -93,5 +94,5 @@ def from_the_mean(rewards: Tensor) -> Tensor:
     """Rewards [N, G] minus their group's mean, 0 where there is no score (NaN). Float64 inside, so
     that equal rewards are exactly 0."""
     precise = without_rounding(rewards).double()
-    apart = precise - precise.nanmean(-1, keepdim=True)
-    return torch.where(apart.isnan(), 0, apart).to(rewards.dtype)
+    centred = precise - precise.nanmean(-1, keepdim=True)
+    return torch.where(centred.isnan(), 0, centred).to(rewards.dtype)

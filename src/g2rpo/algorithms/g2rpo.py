@@ -9,8 +9,9 @@ plain loops):
         for each branch step k:                                                                 plans
             draw group_size samples x_{k+1} of ONE stochastic step from the shared x_k          kernel
             finish every sample with the ODE at every granularity, and score the images         flow.tail
-            A = sum over granularities and rewards of the group-normalised rewards, clamped     advantages
-        ratio = p_theta(x_{k+1} | x_k) / p_old(x_{k+1} | x_k); minimise the clipped surrogate   policy_loss
+            A = weighted sum of the rewards' group-normalised scores at all granularities, clamped  advantages
+        ratio = p_theta(x_{k+1} | x_k) / p_old(x_{k+1} | x_k), a geometric mean per entry;
+        minimise the clipped surrogate                                                          policy_loss
 
 Noise enters at one step only (singular stochastic sampling), so differences of rewards within a
 group are due to that noise alone. Each member is scored at several step sizes (multi-granularity

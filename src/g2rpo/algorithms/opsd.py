@@ -29,10 +29,11 @@ class OPSD(forward.ForwardProcess):
 
         sample with the old weights, by any solver; keep the latent z nearest to query_sigma    samples_old, plans
         the image that the old weights predict there:  y = z - sigma v_old                      loss
-        y+ and y-: target_steps steps from y, of radius |y| / target_steps each, up and down
-        the reward's gradient                                                                   targets
+        y+ and y-: target_steps steps from y, each of length radius norm(y) / target_steps,
+        up and down the reward's gradient                                                       targets
         v+ = (1 - b) v_old + b v     v- = (1 + b) v_old - b v,  as in DiffusionNFT              implicit_pair
-        minimise  r |x0(v+) - y+|^2 + (1 - r) |x0(v-) - y-|^2,  x0(v) = z - sigma v             loss
+        minimise  c (r E(x0(v+) - y+) + (1 - r) E(x0(v-) - y-)) + kl_weight |v - v_base|^2,
+        x0(v) = z - sigma v,  E(d) = |d|^2 / mean |d|,  c = advantage_clip                      loss
         old weights <- d old + (1 - d) trained                                                  old_decay
 
     Both terms move the policy up the reward's gradient; r in [0, 1], from the normalised reward of

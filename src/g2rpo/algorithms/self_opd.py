@@ -23,7 +23,7 @@ from g2rpo.core.statistics import group_std
 from g2rpo.core.types import Draw, Kernel
 
 StepWeights = Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)]
-SMALLEST_STD, SMALLEST_VARIANCE = 1e-4, 1e-6
+SMALLEST_STD, SMALLEST_SCALE = 1e-4, 1e-6
 """From the published code: lower bounds of the std of rewards, and of a step's 2 std^2."""
 
 
@@ -35,14 +35,14 @@ class SelfOPD(PolicyGradient):
         draw two steps of the ODE's trajectory, early ones more often                       plans
         at each x, draw samples x' of one stochastic step, and finish them by the ODE
         R = the weighted sum of their rewards, R_ode that of the ODE's own picture          Plan.baseline
-        A = (R - R_ode) / std of R in the group                                             advantages
+        A = (R - R_ode) / std of R in the group; advantages() is given R - R_ode            scoring.compared
         d = the direction of x' from the step's mean, d_best that of the highest A
         w = A, or A (1 - cos(d, d_best)) / 2 where A < 0; clamped to +-weight_clip          branch_weights
-        minimise  w |mean_theta - x'|^2 / (2 std^2)                                         policy_loss
+        minimise  w |mean_theta - x'|^2 / max(2 std^2, 1e-6)                                policy_loss
 
     So the mean is pulled towards samples that are better than the ODE's picture, and pushed away
     from worse ones, least in the direction of the best. There is no ratio and no clip; with one
-    update per rollout the gradient is G2RPO's with w in the place of A.
+    update per rollout, where G2RPO's ratio is 1, the gradient is G2RPO's with w in A's place.
 
     `step_weights` are how often steps 0, 1, ... are drawn. [1, 0, 1] with `steps_drawn` 2 trains on
     the samples of G2RPO with branch_steps [0, 2], granularity 1 and this group size."""
@@ -99,7 +99,7 @@ class SelfOPD(PolicyGradient):
         """|mean - x'|^2 / (2 std^2) is minus the log-prob but for a normal's constants."""
         scale = 2 * steps.std.square()
         error = -steps.log_prob - 0.5 * (math.pi * scale).log()
-        return steps.advantages * error * scale / scale.clamp(min=SMALLEST_VARIANCE)
+        return steps.advantages * error * scale / scale.clamp(min=SMALLEST_SCALE)
 
     def loss_of(self, batch: Batch, velocity: Tensor, base: Tensor | None) -> Loss:
         loss = super().loss_of(batch, velocity, base)

@@ -1,4 +1,7 @@
-"""An iteration of training: prompts -> rollout -> rewards -> advantages -> loss -> step."""
+"""An iteration of training: prompts -> rollout -> rewards -> advantages -> loss -> step.
+
+`Trainer.iterate` calls `sample_groups`, `advantages` and `learn_from` in turn.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,8 @@ class Loop:
     iteration: int = 0
 
     def sample_groups(self) -> Groups:
-        """Prompts -> rollout -> rewards: the groups of the current iteration."""
+        """Prompts -> rollout -> rewards: the groups of the current iteration. Rewards with a state
+        observe them and are fitted."""
         watch, prompts = Stopwatch(), self.prompts_of(self.iteration)
         cond = self.policy.encode(prompts)
         watch.lap("encode")
@@ -68,7 +72,7 @@ class Loop:
             scores = self.world.gather(collected.scores)
             watch.lap("waiting")
             rewards, _ = compared(scores, algorithm.group_size)
-            # a reward that is fitted to scores changes after them: its next scores are the new ones
+            # rewards are fitted after they have scored, so this iteration keeps the scores above
             observe(self.rewards, self.iteration, rewards)
             pictures = partial(looked_at, self.policy, self.sizes, collected, prompts)
             reward_log = fit_rewards(self.rewards, self.iteration, pictures, self.world)
