@@ -237,7 +237,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     },
 }
 """`stay`: iterations of MixGRPO's window at a step, so that it passes once over the steps at which
-`g2rpo` branches; `merged`: E-GRPO's lengths of these steps (`e_grpo.merges`); `rate`: the one
+`g2rpo` branches; `merged`: E-GRPO's lengths of these steps (`g2rpo_variants.merges`); `rate`: the one
 around which pilots choose."""
 WORLDS["scenes-again"] = WORLDS["scenes"] | {"questions": (6,), "first_seed": 52, "seeds": 8}
 WORLDS["words-alone"] = WORLDS["words"] | {

@@ -86,7 +86,7 @@ def test_surrogate_has_the_policy_gradient_at_ratio_one_and_is_flat_beyond_the_c
     assert_close(log_prob.grad, torch.tensor([-2.0, 1.0, 0.0, 0.0]))
 
 
-def test_surrogate_is_pessimistic():
+def test_the_clipped_surrogate_is_pessimistic():
     old = torch.tensor([-0.5, -0.5])
     loss = clipped_surrogate(-old, torch.tensor([1.0, -1.0]), 0.1)
     assert_close(loss, torch.tensor([-1.1, math.exp(0.5)]))

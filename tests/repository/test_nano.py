@@ -90,7 +90,7 @@ def test_the_readmes_lines_have_the_packages_gradient():
 
     names = {
         **vars(nano_g2rpo),
-        **{"v": v, "s": sigmas, "k": k, "c": algorithm.clip_range, "picture": policy.decode},
+        **{"v": v, "sigmas": sigmas, "k": k, "c": algorithm.clip_range, "picture": policy.decode},
         "reward": reward,
         "x": policy.noise([generator(0, "initial")]),
         "noise": torch.randn(12, 3, 2, 2, generator=generator(0, "branch", k, k)),

@@ -106,7 +106,10 @@ class EGRPO(GranularGRPO):
     step of the grid is small and its samples differ little; l is the least for which the step's
     entropy reaches a threshold (`merges`). `merged_steps` are the lengths of the branch steps in
     steps of the grid, in the order of `branch_steps`; the defaults are `merges` of the paper's
-    grid. All options of G2RPO apply."""
+    grid. All options of G2RPO apply.
+
+    The variance of images of std 0.6 is 6 to 15 % too large after merged steps, and 1 to 3 % after
+    plain ones (`pytest tests/published/test_e_grpo.py -k variance`)."""
 
     name: Literal["e_grpo"] = "e_grpo"  # type: ignore[assignment]
     title: ClassVar[str] = "E-GRPO"
@@ -149,7 +152,7 @@ class EGRPO(GranularGRPO):
             ).replace(", ", ",")
             raise ValueError(
                 f"merged_steps: a branch step ends at step {end} of num_steps={num_steps}; a tail needs a step. "
-                f"e_grpo.merges gives, at shift 3: {written}"
+                f"algorithms.g2rpo_variants.merges gives, at shift 3: {written}"
             )
         return super().plans(num_steps, iteration, seed)
 

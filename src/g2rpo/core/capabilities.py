@@ -45,7 +45,7 @@ class ChoosesPrompts(Stateful, Protocol):
 @runtime_checkable
 class KeepsOldWeights(Protocol):
     """The run keeps old weights, which follow the trained ones after each iteration, for
-    `Network.old_velocity` (AWM, DGPO, DiffusionNFT, DiffusionOPSD)."""
+    `Network.old_velocity` (AWM, DGPO, DiffusionNFT, EPG, DiffusionOPSD)."""
 
     uses_old: bool
     """Whether old weights are used with these hyper-parameters."""
@@ -90,7 +90,7 @@ class DropsMembers(Protocol):
 
 @runtime_checkable
 class FitsGrids(Protocol):
-    """The published values are for one number of steps (E-GRPO, ReFL)."""
+    """The published values are for one number of steps (E-GRPO)."""
 
     def fitted(self, num_steps: int) -> dict[str, Any]:
         """The fields that a grid of so many steps needs otherwise; empty where the published ones
