@@ -1,5 +1,5 @@
-"""All of G²RPO (arXiv 2510.01982) in plain torch: python examples/nano_g2rpo.py, minutes on two
-cores.
+"""All of G²RPO (arXiv 2510.01982) in torch and diffusers: python examples/nano_g2rpo.py, minutes on
+two cores.
 
 A flow model walks from noise (sigma = 1) to a picture (sigma = 0) by the ODE dx = v dsigma.
 1. Walk once, from one noise: the anchor. The whole group shares it.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from g2rpo import api
+from g2rpo import algorithms, api
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.cli.main import main
 from g2rpo.config import recipes
@@ -229,6 +229,26 @@ def test_files_keys_and_functions_that_are_named_exist(page):
                 assert hasattr(importlib.import_module(f"g2rpo.{group}"), key), (
                     f"{span} is neither a key nor a function"
                 )
+
+
+def test_what_stands_beside_a_formula_exists():
+    """Names such as (AWM.member_loss) at the ends of formulas, of the algorithms' modules."""
+    modules = [
+        importlib.import_module(f"g2rpo.{name}")
+        for name in (
+            "training.learner",
+            *(f"algorithms.{each.name}" for each in pkgutil.iter_modules(algorithms.__path__)),
+        )
+    ]
+    known = {module.__name__.rpartition(".")[2]: module for module in modules}
+    for module in modules:
+        known |= vars(module)
+    formulas = "\n".join(block.code for block in blocks(TEXTS[ROOT / "docs/neighbours.md"]))
+    ends = re.findall(r" \((\w+(?:\.\w+)?(?:, \w+\.\w+)*)\)$", formulas, re.MULTILINE)
+    assert len(ends) > 20
+    for name in ", ".join(ends).split(", "):
+        owner, _, member = name.rpartition(".")
+        assert hasattr(known[owner], member) if owner else member in known, name
 
 
 @pages_with("pytest |python -m")
