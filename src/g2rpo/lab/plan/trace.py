@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ from g2rpo.training.updater import Trained, passes
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One traced call: its rows (latents, or pictures decoded), its peak of temporary bytes, and
-    its kernels."""
+    """One traced call: its rows (latents, or pictures decoded; of a training pass those of all its
+    network calls), its peak of temporary bytes, and its kernels."""
 
     rows: int
     peak: int
@@ -138,26 +138,25 @@ def trace_calls(
                 for network in (policy.transformer, policy.pipeline.vae):
                     CudaAutocast().apply_to(network)
 
-            def trace(name: str, rows: int, call: Callable[[], object], grad: bool = False) -> None:
+            def trace(name: str, call: Callable[[], int], grad: bool = False) -> None:
                 if keys[name] in known:
                     return
                 with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as meter:
-                    call()
+                    rows = call()
                 roofline = Roofline(
                     tuple(meter.kernels), fixed_storages(meter.kernels, meter.existing)
                 )
                 known[keys[name]] = TracedCall(rows, meter.peak, roofline)
 
             with in_training(policy, sampling.guidance_scale):
-                trace("velocity", rows, lambda: policy.velocity(*inputs(policy, shapes, rows)))
+                trace("velocity", lambda: len(policy.velocity(*inputs(policy, shapes, rows))))
                 trace(
                     "training",
-                    passed,
                     lambda: training_pass(policy, config, shapes, plans, passed),
                     grad=True,
                 )
-            trace("heldout", drawn, lambda: policy.velocity(*inputs(policy, shapes, drawn)))
-            trace("decode", pictures, lambda: policy.decode(torch.empty(pictures, *shapes.latent)))
+            trace("heldout", lambda: len(policy.velocity(*inputs(policy, shapes, drawn))))
+            trace("decode", lambda: len(policy.decode(torch.empty(pictures, *shapes.latent))))
     velocity, training, heldout = (
         _compiled(known[keys[name]], config) for name in ("velocity", "training", "heldout")
     )
@@ -180,9 +179,9 @@ def _compiled(call: TracedCall, config: Config) -> TracedCall:
 
 def training_pass(
     policy: DiffusersPolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int
-) -> None:
+) -> int:
     """One training pass over `rows` latents by the algorithm's own loss, on the example of `plans`
-    with most members a latent.
+    with most members a latent; returns how many rows its network calls have, in all.
 
     The untrained model's velocities are assumed to exist: their call needs no more memory than a
     rollout's.
@@ -204,9 +203,17 @@ def training_pass(
     batch = Batch.of(part, sigmas, first=False)
     network = _WithoutBase(policy, cond, reward=lambda x, rows: policy.decode(x).flatten(1).mean(1))
     algorithm.loss(batch, network).values.sum().backward()
+    return sum(network.calls)
 
 
+@dataclass(frozen=True)
 class _WithoutBase(Trained):
+    calls: list[int] = field(default_factory=list)
+
+    def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        self.calls.append(len(x))
+        return super().velocity(x, sigma, prompts)
+
     def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         return torch.zeros_like(x)
 
