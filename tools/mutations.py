@@ -58,6 +58,8 @@ PAVE, ADA, NFT, E = (
 FDFO, OPSD = "tests/published/test_fdfo.py", "tests/algorithms/test_opsd.py"
 EPG = "tests/algorithms/test_epg.py"
 OPD = "tests/algorithms/test_self_opd.py"
+LC = "tests/algorithms/test_lc_grpo.py"
+ANY = "tests/policies/test_any_pipeline.py"
 ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = (
@@ -266,6 +268,16 @@ MUTATIONS = [
     Mutation("algorithms/self_opd.py", "(1 - cosines) / 2", "(1 + cosines) / 2", OPD),
     Mutation("algorithms/self_opd.py", "-steps.log_prob - 0.5", "steps.log_prob - 0.5", OPD),
     Mutation("algorithms/self_opd.py", "gains / std[:, None]", "gains", OPD),
+    Mutation("algorithms/lc_grpo.py", "(1 - s) * velocity", "s * velocity", LC),
+    Mutation("algorithms/lc_grpo.py", "std**2 / 2", "std**2", LC),
+    Mutation("algorithms/lc_grpo.py", "with network.unguided():", "if True:", LC),
+    Mutation(
+        "algorithms/lc_grpo.py", "after, batch.prompts)", "after, batch.prompts).detach()", LC
+    ),
+    Mutation("algorithms/lc_grpo.py", "share = 1 + 2", "share = 0 + 2", LC),
+    Mutation("rollout/engine.py", "with unguided(self.policy):", "if True:", LC),
+    Mutation("rollout/planning.py", "second * plan.corrected", "0 * plan.corrected", ENGINE),
+    Mutation("policies/anyflow.py", "min(before, largest)", "before", f"{ANY} -k without_guidance"),
     Mutation("rollout/scoring.py", "rewards - baseline if", "rewards if", OPD),
     Mutation("rollout/planning.py", "range(last + 1, num_steps", "range(last, num_steps", ENGINE),
     Mutation("algorithms/reward_gradient.py", "velocity - old + d)", "velocity - old - d)", FDFO),
@@ -389,13 +401,13 @@ MUTATIONS = [
         "policies/anyflow.py",
         "if not self.truncates:",
         "if True:",
-        "tests/policies/test_any_pipeline.py -k whole",
+        f"{ANY} -k whole",
     ),
     Mutation(
         "policies/spec.py",
         "mask.long()",
         "1 - mask.long()",
-        "tests/policies/test_any_pipeline.py -k same_seed",
+        f"{ANY} -k same_seed",
     ),
     Mutation(
         "policies/quantized.py",

@@ -191,6 +191,23 @@ def test_times_in_bfloat16_are_those_of_the_pipeline_or_truncated_and_whole(trun
     assert torch.equal(policy.velocity(x, torch.tensor([0.8348]), cond), expected.float())
 
 
+@pytest.mark.parametrize("kind", A_FEW)
+@torch.no_grad()
+def test_velocities_without_guidance_are_those_of_a_policy_without_it(kind, prompts):
+    """LC-GRPO's second velocity. A scale that is an input of the network stays."""
+    policy = load(kind)
+    prompts = prompts[: 1 if policy.spec.one_row else 2]
+    x = policy.noise([generator_for(i) for i in range(len(prompts))])
+    sigma, cond = torch.full((len(x),), 0.7), policy.encode(prompts)
+    guided = policy.velocity(x, sigma, cond)
+    with policy.unguided():
+        without = policy.velocity(x, sigma, cond)
+    plain = load(kind, "off" if policy.guided else "on")
+    torch.testing.assert_close(without, plain.velocity(x, sigma, plain.encode(prompts)))
+    assert torch.equal(without, guided) is not policy.guided
+    assert torch.equal(policy.velocity(x, sigma, cond), guided)
+
+
 @pytest.mark.parametrize(("kind", "guided"), GUIDED_AND_NOT)
 @torch.no_grad()
 def test_rows_are_independent_and_counted(kind, guided, prompts):

@@ -1,5 +1,6 @@
 """The engine against a plain loop that shares nothing, and its counts against closed forms."""
 
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -31,12 +32,18 @@ class Network(GaussianPolicy):
     """A policy whose velocity is no closed form but mixes entries, and counts the rows it is asked
     for."""
 
-    rows = 0
+    rows, mixing = 0, 0.3
+
+    @contextmanager
+    def unguided(self):
+        self.mixing = 0.1
+        yield
+        self.mixing = 0.3
 
     def velocity(self, x, sigma, cond):
         self.rows += len(x)
         mixed = torch.sin(3 * x + x.roll(1, -1) * sigma.reshape(-1, 1, 1, 1))
-        return super().velocity(x, sigma, cond) + 0.3 * mixed
+        return super().velocity(x, sigma, cond) + self.mixing * mixed
 
 
 def make_engine(prompts=1, policy=None, **options):
@@ -86,6 +93,12 @@ PLANS = {
     "merged, own noise": [Plan(2, 5, ((5, 6, 16),), merged=True, shared_noise=False)],
     "window": [Plan(2, 6, ((6, 7, 10, 16),))],
     "a baseline": [Plan(k, k + 1, (tuple(range(k + 1, 17)),), baseline=True) for k in (1, 4)],
+    "corrected, own noise": [Plan(0, 15, ((15, 16),), shared_noise=False, corrected=True)],
+    "some corrected": [
+        Plan(2, 6, ((6, 7, 10, 16),), corrected=True),
+        Plan(1, 4, ((4, 7, 16),), merged=True, corrected=True),
+        Plan(2, 6, ((6, 16),)),
+    ],
     "every step, own noise": [Plan(0, 16, ((16,),), shared_noise=False)],
     "noise in common": [Plan(0, 16, ((16,),), shared_noise=False, common=0.8)],
     "a latent of the ODE": [
@@ -151,6 +164,7 @@ def test_sample_is_the_plain_ode():
         ((0, 1, ((1, 16),)), {"common": 0.5}),  # noise in common is of own noise
         ((0, 1, ((1, 16),)), {"common": 1.1, "shared_noise": False}),
         ((0, 1, ((1, 16),)), {"baseline": True, "shared_noise": False}),
+        ((0, 16, ((16,),)), {"corrected": True}),  # no score at sigma = 0
     ],
 )
 def test_impossible_plans_are_refused(plan, more):

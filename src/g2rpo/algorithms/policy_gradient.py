@@ -91,17 +91,21 @@ class PolicyGradient(Algorithm):
     def loss_of(self, batch: Batch, velocity: Tensor, base: Tensor | None) -> Loss:
         """The loss, given the velocities [rows, ...] at the latents of the batch, `base` those of
         the untrained model."""
-        new, recorded = (
-            self.landing(batch, batch.x, velocity, batch.sigma()),
-            batch.data["old_log_prob"],
-        )
+        new = self.landing(batch, batch.x, velocity, batch.sigma())
+        of_base = None if base is None else self.landing(batch, batch.x, base, batch.sigma())
+        return self.loss_between(batch, new, of_base)
+
+    def loss_between(self, batch: Batch, new: Normal, base: Normal | None) -> Loss:
+        """The loss, given the distributions of the batch's steps, `base` those under the untrained
+        model."""
+        recorded = batch.data["old_log_prob"]
         old = () if batch.first else (batch.data["old_mean"], recorded)
         steps = self.taken(batch, new, batch.sigma(), *old)
         values, log = self.policy_loss(steps), {"log_ratio": self.log_ratio(steps)}
         if batch.first:
             log["drift"] = (steps.log_prob - recorded).abs()
         if base is not None:
-            log["kl"] = kernel_kl(new, self.landing(batch, batch.x, base, batch.sigma()))
+            log["kl"] = kernel_kl(new, base)
             values = values + self.kl_weight * self.kl_penalty(log["kl"], steps)
         return Loss(values, log)
 

@@ -38,6 +38,7 @@ from g2rpo.algorithms.flow_grpo import (
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import EGRPO, AdaGRPO, PaveGRPO
+from g2rpo.algorithms.lc_grpo import LCGRPO
 from g2rpo.algorithms.opsd import OPSD
 from g2rpo.algorithms.reward_gradient import FDFO, ReFL
 from g2rpo.algorithms.self_opd import SelfOPD
@@ -51,7 +52,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ 
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
         FlowDPPO, PaveGRPO, AdaGRPO, EGRPO, DiffusionNFT, AWM, DGPO, EPG, FDFO, ReFL, OPSD,
-        SelfOPD,
+        SelfOPD, LCGRPO,
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}

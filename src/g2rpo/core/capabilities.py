@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from g2rpo.core.types import (
     Batch,
     CallableReward,
     Network,
+    Policy,
     Reward,
     as_reward,
 )
@@ -147,6 +149,12 @@ def differentiates_rewards(algorithm: Algorithm) -> bool:
 def drops_members(algorithm: Algorithm) -> bool:
     """Whether members without any advantage are left out of an update's mean."""
     return isinstance(algorithm, DropsMembers) and algorithm.drop_zero_advantages
+
+
+def unguided(policy: Policy) -> AbstractContextManager[None]:
+    """While entered, the policy's velocities are without classifier-free guidance, if it has any."""
+    context: AbstractContextManager[None] = getattr(policy, "unguided", nullcontext)()
+    return context
 
 
 def drift_limit_of(

@@ -166,7 +166,10 @@ class Plan:
     ...); the smallest is the finest. With `kept_sigma` the latents that the first tail passes
     nearest to this sigma are kept, for an algorithm that learns from states of the ODE. With
     `baseline` the ODE's own picture of the prompt is sampled too, once for all plans, and scored
-    with every group; `Algorithm.advantages` then gets rewards less those of that picture.
+    with every group; `Algorithm.advantages` then gets rewards less those of that picture. With
+    `corrected` a stochastic step is the ODE's step and then a stochastic one in place: the kernel
+    gets the latent where the ODE's step ends, and its velocity there without classifier-free
+    guidance, so each stochastic step takes a second evaluation.
     """
 
     branch: int
@@ -177,6 +180,7 @@ class Plan:
     common: float = 0.0
     merged: bool = False
     baseline: bool = False
+    corrected: bool = False
     trained: tuple[int, ...] | None = None
     solver: Solver = "euler"
     granularities: tuple[int, ...] = field(default=(), compare=False)
@@ -203,6 +207,8 @@ class Plan:
             yield f"a kept latent needs a first tail of two steps, got {self.tails[0]}"
         if len({tail[-1] for tail in self.tails}) != 1:
             yield f"all tails must end at the same step, got {self.tails}"
+        if self.corrected and any(tail[-1] == self.merge for tail in self.tails):
+            yield f"a corrected step cannot be the last, got merge={self.merge}: there is no noise at sigma = 0"
         if self.granularities and len(self.granularities) != len(self.tails):
             yield f"granularities must name every tail once, got {self.granularities} for {len(self.tails)} tails"
         if self.trained is not None and not (

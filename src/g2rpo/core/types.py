@@ -45,7 +45,8 @@ class Policy(Protocol):
     Optional attributes: `input_pictures`, the least and the largest number of input pictures of a
     prompt (default (0, 0)); `seconds`, the duration of a clip (default 1/16 per frame); `dtype`, in
     which its networks compute, for messages; `in_loss`, a context like `base` that is entered while
-    velocities are computed for a loss.
+    velocities are computed for a loss; `unguided`, a context in which velocities are without
+    classifier-free guidance, for a policy that has it (`capabilities.unguided`).
     """
 
     @property
@@ -247,7 +248,7 @@ def as_rewards(scorers: Mapping[str, Scorer]) -> dict[str, Reward]:
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Normal]
 """The transition kernel p(x_next | x): (x [B, ...], velocity, sigma, sigma_next) -> Normal. Sigmas
-are [B] or scalar."""
+are [B] or scalar. Of a step that is `Plan.corrected`, x and velocity are those at sigma_next."""
 
 Draw = Callable[..., torch.Generator]
 """`draw(*purpose)`: a CPU generator for one purpose, such as draw("noise", 3), within one rollout
@@ -278,6 +279,10 @@ class Network(Protocol):
     def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         """Under the old weights, without gradient; for algorithms that keep them. A loss calls it
         before `velocity`."""
+        ...
+
+    def unguided(self) -> AbstractContextManager[None]:
+        """While entered, velocities are without the policy's classifier-free guidance."""
         ...
 
     def reward(self, x: Tensor, prompts: Sequence[int]) -> Tensor:

@@ -142,6 +142,17 @@ class DiffusersPolicy(Policy):
         finally:
             self._for_loss = False
 
+    @contextmanager
+    def unguided(self) -> Iterator[None]:
+        """While entered, velocities are without classifier-free guidance. A scale that is an input of
+        the network stays."""
+        before, largest = self.guidance_scale, self.spec.unguided
+        self.guidance_scale = before if largest is None else min(before, largest)
+        try:
+            yield
+        finally:
+            self.guidance_scale = before
+
     @property
     def truncates(self) -> bool:
         """Whether the network sees floor(1000 sigma)."""

@@ -278,7 +278,9 @@ class EncodedPrompts:
 P = TypeVar("P", bound=Policy)
 
 
-OPTIONAL = ("dtype", "grid", "deployed", "lora_loader", "input_pictures", "seconds", "in_loss")
+OPTIONAL = (
+    "dtype", "grid", "deployed", "lora_loader", "input_pictures", "seconds", "in_loss", "unguided",
+)  # fmt: skip
 """Attributes that some policies have (`types.Policy`)."""
 
 

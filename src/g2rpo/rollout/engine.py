@@ -13,12 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from g2rpo.core.capabilities import unguided
 from g2rpo.core.data import FLOAT32, Precision
 from g2rpo.core.flow import ode_step
 from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition
@@ -92,11 +93,8 @@ class Engine:
             unknown = [(group, step) for group, step in stepping if group.v is None]
             for (group, _), v in zip(unknown, self._velocities(unknown), strict=True):
                 group.v = v
-            for group, step in stepping:
-                assert group.v is not None
-                landing = kernel(
-                    group.x, group.v, self.sigmas[step], self.sigmas[group.plan.after(step)]
-                )
+            for (group, step), (x, v) in zip(stepping, self._starts(stepping), strict=True):
+                landing = kernel(x, v, self.sigmas[step], self.sigmas[group.plan.after(step)])
                 generator = noise(group.prompt, "branch", group.plan.branch, step)
                 draw = torch.randn(group_size, *group.x.shape[1:], generator=generator)
                 # rounded before its log-prob is taken, so that the log-prob is that of the stored
@@ -194,6 +192,23 @@ class Engine:
         x = ode_step(*anchors[last], self.sigmas[last], self.sigmas[last + 1])
         walk = baseline_walk(last, self.num_steps)
         return [(walk, prompt, x[prompt : prompt + 1]) for prompt in range(len(x))]
+
+    def _starts(self, stepping: Sequence[tuple[_Group, int]]) -> Sequence[tuple[Tensor, Tensor]]:
+        """The latents and velocities that the kernel gets for each group's step: the group's own,
+        or those where the ODE's step ends, of a plan that is `corrected`."""
+        starts, corrected = [], []
+        for place, (group, step) in enumerate(stepping):
+            assert group.v is not None
+            starts.append((group.x, group.v))
+            if group.plan.corrected:
+                after = group.plan.after(step)
+                x = ode_step(group.x, group.v, self.sigmas[step], self.sigmas[after])
+                corrected.append((place, (replace(group, x=x), after)))
+        with unguided(self.policy):
+            velocities = self._velocities([asking for _, asking in corrected])
+        for (place, (group, _)), v in zip(corrected, velocities, strict=True):
+            starts[place] = (group.x, v)
+        return starts
 
     def _velocities(self, asking: Sequence[tuple[_Group, int]]) -> Sequence[Tensor]:
         """The velocities of groups, each at a step of its own."""

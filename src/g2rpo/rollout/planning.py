@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +51,9 @@ def count_per_prompt(algorithm: Algorithm, plans: Sequence[Plan], tails: Tails =
 def _evaluations(plan: Plan, group_size: int, tails: Tails) -> int:
     stochastic = len(plan.stochastic)
     own_walk = plan.branch + stochastic if not plan.shared_noise else stochastic - 1
-    return group_size * (own_walk + tails.tree(plan.tails).evaluations())
+    second = (1 if plan.shared_noise else group_size) + (stochastic - 1) * group_size
+    walk = group_size * (own_walk + tails.tree(plan.tails).evaluations())
+    return walk + second * plan.corrected
 
 
 def dry_rollout(
@@ -118,6 +121,9 @@ class _CountingNetwork:
         return torch.zeros_like(x)
 
     old_velocity = base_velocity
+
+    def unguided(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reward(self, x: Tensor, prompts: Sequence[int]) -> Tensor:
         return x.flatten(1).sum(1)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from g2rpo.core.capabilities import unguided
 from g2rpo.core.flow import ode_step
 from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition
 
@@ -43,7 +44,12 @@ def rollout(
         ode = ode_step(ode, velocity(ode, step), sigmas[step], sigmas[step + 1])
     transitions = []
     for step in plan.stochastic:
-        landing = kernel(x, velocity(x, step), sigmas[step], sigmas[plan.after(step)])
+        at, v, after = x, velocity(x, step), plan.after(step)
+        if plan.corrected:
+            at = ode_step(x, v, sigmas[step], sigmas[after])
+            with unguided(policy):
+                v = velocity(at, after)
+        landing = kernel(at, v, sigmas[step], sigmas[after])
         x_next = landing.sample(
             torch.randn(x.shape, generator=noise(0, "branch", plan.branch, step))
         )

@@ -12,7 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import SumsGroups, candidates_of, differentiates_rewards, drops_members
+from g2rpo.core.capabilities import (
+    SumsGroups,
+    candidates_of,
+    differentiates_rewards,
+    drops_members,
+    unguided,
+)
 from g2rpo.core.contracts import name_of
 from g2rpo.core.errors import UserError, out_of_device_memory, refuse
 from g2rpo.core.types import Algorithm, Batch, Cond, Example, Loss, Policy, Reward
@@ -151,6 +157,9 @@ class Trained:
     def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         with self.old():
             return self.velocity(x, sigma, prompts)
+
+    def unguided(self) -> AbstractContextManager[None]:
+        return unguided(self.policy)
 
 
 @dataclass(kw_only=True)

@@ -517,6 +517,19 @@ def test_a_forward_of_flux_takes_37_tflop_at_the_papers_size():
     assert by_hand == pytest.approx(37e12, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "calls"), [("lc_grpo", 2), pytest.param("pave_grpo", 4, marks=pytest.mark.slow)]
+)
+def test_a_training_row_has_the_price_of_one_call(flux_directory, name, calls):
+    """A pass of several calls is traced whole, and all its rows are counted: two of LC-GRPO, and
+    Pave-GRPO's step in one, two and three parts (1 + 1 + 2)."""
+    steps = ["algorithm.branch_steps=[0,1]"] if name == "pave_grpo" else []
+    c = config(flux_directory, f"algorithm.name={name}", "algorithm.group_size=3", *steps)
+    counts = count(c, 3)
+    traced = trace_calls(read_blueprint(c.policy), c, counts, like_cuda=False).training
+    assert traced.rows == calls * counts.largest(lambda it: it.passes)
+
+
 @pytest.mark.slow
 def test_time_on_a_card_is_that_of_its_calls(flux_directory):
     plan, card = planned(config(flux_directory)), CARDS["h200"]
