@@ -1,12 +1,11 @@
 import gc
 import os
+import re
 import shlex
-import sys
 from functools import cache
 from itertools import count
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with more threads cannot be forked
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, settings
 # them (docs/security.md).
 _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
-    "suite", max_examples=20, derandomize=True, deadline=None, suppress_health_check=_QUIET
+    "suite", max_examples=30, derandomize=True, deadline=None, suppress_health_check=_QUIET
 )
 settings.register_profile(
     "long", max_examples=1000, deadline=None, suppress_health_check=_QUIET, print_blob=True
@@ -54,6 +53,28 @@ def place_in(path, names):
 
 def is_quick(path):
     return any(path.is_relative_to(HERE / name) for name in QUICK.split())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files stay whole, and all that fork ranks go to one process, all that fork commands to
+    another: what these are forked from takes 6 s to start."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return forks(file) or file
+
+    return Files(config, log)
+
+
+@cache
+def forks(file):
+    """What a file of tests starts processes of: "ranks", "processes" (`tests.support`), or None."""
+    text = (HERE.parent / file).read_text("utf-8")
+    found = re.search(r"^from tests\.support.*\b(ranks|processes)\b", text, re.MULTILINE)
+    return found and found[1]
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -99,8 +120,6 @@ def own_home(of_the_user):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("G2RPO_CACHE", str(of_the_user / "cache"))
         patch.setenv("XDG_STATE_HOME", str(of_the_user / "state"))
-        if ranks := sys.modules.get("tests.support.ranks"):  # some of the tests need them
-            ranks.begin_server()
         yield
 
 

@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 from g2rpo.cli.main import main
-from tests.support.ranks import CONTEXT
+from g2rpo.lab.compare import jobs
+from tests.support.ranks import CONTEXT, SLOW_IMPORTS
+
+jobs.PRELOADED[:] = SLOW_IMPORTS  # one process for all forks of a suite
 
 
 class Forked:

@@ -1,53 +1,32 @@
 """Several ranks in a test: processes forked from a clean one that has torch loaded, so a rank
 starts in a moment."""
 
-import faulthandler
 import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 import traceback
-import warnings
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from unittest import mock
 
 from g2rpo.runtime.distributed import joined
 from tests.support.ports import free_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
-
-
-def begin_server():
-    """Forks the process that ranks are forked from: off this one, which has imported all by now. A
-    new interpreter would take as long to start as all tests take to be collected."""
-    import tests.support.warm  # noqa: F401
-
-    with mock.patch("multiprocessing.util.spawnv_passfds", _fork):
-        ensure_running()
-
-
-def _fork(path, arguments, handed):
-    """In the place of a function that starts an interpreter with `arguments`, of which the last is
-    its code, and hands these open files to it."""
-    if server := os.fork():
-        return server
-    try:
-        faulthandler.disable()
-        kept = sorted({0, 1, 2, *handed, sys.stdout.fileno(), sys.stderr.fileno()})
-        for one, other in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-            os.closerange(one + 1, other)
-        sys.stdout, sys.stderr = (os.fdopen(stream, "w", closefd=False) for stream in (1, 2))
-        warnings.resetwarnings()
-        exec(arguments[-1])
-    except SystemExit:
-        pass
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
+SLOW_IMPORTS = (
+    "peft",
+    "g2rpo.api",
+    "g2rpo.lab.plan.plan",
+    "g2rpo.lab.web.page",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.tensorboard",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "tests.support.warm",
+)
+CONTEXT.set_forkserver_preload(list(SLOW_IMPORTS))
 
 
 def start(size, work, folder: Path, *arguments, timeout_s=60.0, device="cpu", prepare=None):

@@ -1,21 +1,13 @@
-"""What every rank of a test would import and compute anew, once: imported before the process is
-begun that ranks are forked from."""
+"""What every rank of a test would import and compute anew, once: imported by the process that ranks
+are forked from."""
 
 import gc
 import tempfile
 from pathlib import Path
 
-import matplotlib.backends.backend_agg
-import matplotlib.figure  # noqa: F401
 import pytest  # noqa: F401
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.utils.tensorboard  # noqa: F401
 from diffusers import FluxPipeline, StableDiffusion3Pipeline
 
-import g2rpo.api
-import g2rpo.lab.plan.plan
-import g2rpo.lab.web.page  # noqa: F401
 from tests.support import runs, tiny_pipelines  # noqa: F401
 from tests.support.tiny import save_flux, save_sd3
 

@@ -26,13 +26,11 @@ from tests.lab.counting import Counting
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import fits, trainer
-from tests.support.variants import few
 
 ONE = "one: algorithm.granularities=[1]"
-OF_EACH_KIND = ("g2rpo", "mixgrpo_flash", "diffusion_nft", "epg", "opsd", "refl")
 
 
-@pytest.mark.parametrize("name", few(ALGORITHMS, OF_EACH_KIND.__contains__))
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_work_is_what_a_run_does(tmp_path, name):
     """The rollout's evaluations as logged, and the latents of the training pass as they are
     sampled, over three iterations."""
