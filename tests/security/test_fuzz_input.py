@@ -246,7 +246,7 @@ def test_numbers_that_are_allowed_train_or_stop_with_a_message(algorithm):
             with contextlib.suppress(UserError, Stopped):
                 list(runs.trainer(None, *given, notify=lambda message: None).train())
             tried += 1
-    assert tried >= (4 if algorithm == "refl" else 12)  # ReFL has one number
+    assert tried >= (4 if algorithm in ("refl", "self_opd") else 12)  # these have one number
 
 
 def test_a_line_separator_of_unicode_is_a_part_of_a_prompt():
