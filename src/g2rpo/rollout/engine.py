@@ -204,6 +204,8 @@ class Engine:
                 after = group.plan.after(step)
                 x = ode_step(group.x, group.v, self.sigmas[step], self.sigmas[after])
                 corrected.append((place, (replace(group, x=x), after)))
+        if not corrected:
+            return starts
         with unguided(self.policy):
             velocities = self._velocities([asking for _, asking in corrected])
         for (place, (group, _)), v in zip(corrected, velocities, strict=True):
