@@ -36,7 +36,7 @@ from g2rpo.core.capabilities import (
 from g2rpo.core.contracts import name_of, plans_of
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import in_bytes, is_hub_id
-from g2rpo.core.types import Algorithm, as_rewards
+from g2rpo.core.types import Algorithm, Reward, as_rewards
 from g2rpo.monitor.trackers import check_trackers
 from g2rpo.policies import attention, catalogue, quantized
 from g2rpo.policies.spec import PipelineSpec
@@ -161,6 +161,19 @@ def _weights(run: Wanted) -> Iterator[str]:
         yield "rewards: is empty; name at least one, for example rewards.scene_accuracy=1"
     elif not any(entry.weight for entry in rewards.values()):
         yield f"rewards: every weight is 0, so nothing is learned; set one, for example rewards.{min(rewards)}=1"
+
+
+def _floors(run: Wanted) -> Iterator[str]:
+    """Floors are of what is trained on. That of the base's mean needs scores which mean the same
+    throughout the run."""
+    for name, entry in run.config.evaluation.rewards.items():
+        if entry.floor is not None:
+            yield f"evaluation.rewards.{name}.floor: is for training, and this reward only judges"
+    for name, entry in rewards_of(run.config, run.given, heldout=False).items():
+        kind = declared_by(reward_kind(name, entry)) if entry.floor == "base" else Reward
+        if kind.group or kind.state is not None:
+            why = "compares pictures with each other" if kind.group else "learns during the run"
+            yield f"rewards.{name}.floor: this reward {why}, which the base's mean does not fit; give a number"
 
 
 def _plans(run: Wanted) -> None:
@@ -407,6 +420,7 @@ STAGES: Sequence[Sequence[Check]] = (
         _device,
         _repeated_names,
         _weights,
+        _floors,
         _plans,
         _comparisons,
         _gradients,

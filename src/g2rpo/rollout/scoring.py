@@ -120,16 +120,19 @@ def weighted_scores(
     prompts: Sequence[str],
     x: Tensor,
     rows: Sequence[int],
+    floors: Tensor,
 ) -> Tensor:
     """The sum of the weighted scores [B] of latents x for `rows` of the prompts, on their device,
-    with gradient."""
+    with gradient; scores count up to their `floors` [R]."""
     images = x if all(reward.latent for reward in rewards.values()) else policy.decode(x)
     total, asked = torch.zeros(len(x), device=x.device), [as_prompt(prompts[row]) for row in rows]
-    for (name, reward), weight in zip(rewards.items(), weights.tolist(), strict=True):
+    every = zip(rewards.items(), weights.tolist(), floors.tolist(), strict=True)
+    for (name, reward), weight, floor in every:
         if not weight:
             continue
         with naming_reward(name, f"failed on {counted(len(x), 'picture')}"):
-            total = total + weight * reward(x if reward.latent else images, asked).to(total)
+            scores = reward(x if reward.latent else images, asked).to(total)
+            total = total + weight * scores.clamp(max=floor)
     return total
 
 

@@ -92,11 +92,6 @@ class Groups:
         """[N, R, M, G], of the members of all ranks' groups."""
         return compared(self.scores, self.spec.group_size)[0]
 
-    @property
-    def compared(self) -> Tensor:
-        """[N, R, M, G], the rewards that advantages are taken of."""
-        return compared(self.scores, self.spec.group_size)[1]
-
     def examples(self, advantages: Tensor) -> list[Example]:
         """What is learnt from with advantages [N, G] of this rank's groups."""
         found: list[Example] = []

@@ -52,6 +52,8 @@ class Loop:
     learner: Learner
     sizes: BatchSizes
     world: World
+    floors: Callable[[], Tensor]
+    """By reward the score from which on more does not count, [R]."""
     find_sizes: Callable[[Cond], None] = lambda cond: None
     """Finds batch sizes before the first rollout; the trainer sets it (`parts.find_sizes`)."""
     iteration: int = 0
@@ -94,7 +96,12 @@ class Loop:
 
     def advantages(self, groups: Groups) -> Tensor:
         """Rewards -> advantages [N, G] of all ranks' groups."""
-        return advantages_of(groups.algorithm, groups.compared, self.weights)
+        _, rewards = compared(self._up_to_floors(groups.scores), groups.spec.group_size)
+        return advantages_of(groups.algorithm, rewards, self.weights)
+
+    def _up_to_floors(self, scores: Tensor) -> Tensor:
+        """Scores [N, R, M, G] as they count in training; the log has them as they are."""
+        return scores.minimum(self.floors()[:, None, None])
 
     def learn_from(self, groups: Groups, advantages: Tensor) -> Row:
         """Advantages [N, G] of all ranks' groups -> loss -> step: ends an iteration; returns its
@@ -108,7 +115,7 @@ class Loop:
         if self.algorithm_state is not None:
             branches = [plan.branch for plan in plans]
             state_log = self.algorithm_state.observe(
-                self.iteration, branches, groups.rewards, self.weights
+                self.iteration, branches, self._up_to_floors(groups.rewards), self.weights
             )
         self.iteration += 1
         parts = [*groups.chosen_from, groups.collected]
@@ -134,7 +141,12 @@ class Loop:
         self.updater.algorithm = groups.algorithm
         if differentiates_rewards(self.algorithm):
             self.updater.reward = partial(
-                weighted_scores, self.policy, self.rewards, self.weights, groups.prompts
+                weighted_scores,
+                self.policy,
+                self.rewards,
+                self.weights,
+                groups.prompts,
+                floors=self.floors(),
             )
         rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
         with in_training(self.policy, self.config.sampling.guidance_scale):
@@ -184,7 +196,8 @@ class Loop:
             return prompts, cond, []
         anchors = self.collector.anchors(each, self.iteration, cond, prompts, watch)
         # [places * each, R, 1, 1], one picture of every candidate -> [places, each, R]
-        rewards = self.world.gather(anchors.rewards)[:, :, 0, 0].unflatten(0, (-1, each))
+        rewards = self._up_to_floors(self.world.gather(anchors.rewards))
+        rewards = rewards[:, :, 0, 0].unflatten(0, (-1, each))
         chosen = choice_of(
             self.algorithm, self.algorithm_state, self.iteration, rewards, self.weights
         )

@@ -131,9 +131,7 @@ def _block(language: str, code: str) -> str:
 
 
 def _what(config: Config) -> str:
-    rewards = ", ".join(
-        f"{name} (weight {entry.weight:g})" for name, entry in config.rewards.items()
-    )
+    rewards = ", ".join(f"{name} (weight {entry.counts})" for name, entry in config.rewards.items())
     kind = (
         f"LoRA of rank {config.policy.lora_rank}"
         if config.policy.tuning == "lora"

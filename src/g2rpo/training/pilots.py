@@ -17,7 +17,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.errors import Stopped
 from g2rpo.core.types import Reward
-from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.evaluation.heldout import Evaluation, floors_of
 from g2rpo.run.base import SharedBase
 from g2rpo.run.rates import LONGER, PILOT_SEEDS, REPEATED, STOPPED, Pilot, Sweep, gain_at, gains
 from g2rpo.run.run import Run
@@ -131,9 +131,14 @@ class Pilots:
         found = np.full(len(trainer.heldout), math.nan)
         if trainer.final is not None:
             weights = {name: entry.weight for name, entry in self.config.rewards.items()}
+            floors = dict(zip(weights, floors_of(self.config.rewards, self.base[1]), strict=True))
             sides = (self.base[1].scores, trainer.final.scores)
             before, after = (
-                {name: scores[name].double().numpy() for name in weights} for scores in sides
+                {
+                    name: scores[name].minimum(floor).double().numpy()
+                    for name, floor in floors.items()
+                }
+                for scores in sides
             )
             found = gains(before, after, weights)
         gain = gain_at(rate, [found], alarms)

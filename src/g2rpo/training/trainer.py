@@ -15,7 +15,7 @@ from g2rpo.core.data import Row
 from g2rpo.core.errors import Preempted
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Plan, Policy, Reward, as_rewards
-from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.evaluation.heldout import Evaluation, floors_of
 from g2rpo.evaluation.work import plans_in, work_in_pictures
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.trackers import TensorBoard, Tracker
@@ -89,6 +89,7 @@ class Trainer:
             self.shards,
             self.notify,
             lambda rows: self.on_evaluations(rows),
+            lambda: floors_of({name: c.rewards[name] for name in self.rewards}, self.base),
         )
         self.algorithm, self.division, self.learner, self.sizes = (
             loop.algorithm,
