@@ -455,7 +455,7 @@ MUTATIONS = [
         "training/loop.py",
         "scores.minimum(self.floors()",
         "scores.maximum(self.floors()",
-        "tests/training/test_floor.py -k 'g2rpo or self_opd'",
+        "tests/training/test_floor.py -k self_opd",
     ),
     Mutation(
         "rollout/scoring.py",
