@@ -56,6 +56,7 @@ PAVE, ADA, NFT, E = (
     for name in ("pave_grpo", "adagrpo", "forward_process", "e_grpo")
 )
 FDFO, OPSD = "tests/published/test_fdfo.py", "tests/algorithms/test_opsd.py"
+PACKET = "tests/lab/packet/test_packet.py"
 EPG = "tests/algorithms/test_epg.py"
 OPD = "tests/algorithms/test_self_opd.py"
 LC = "tests/algorithms/test_lc_grpo.py"
@@ -421,6 +422,26 @@ MUTATIONS = [
         "square().sum(-1) / count",
         STATISTICS,
     ),
+    Mutation(
+        "core/statistics.py",
+        "return square * clusters / max(1, clusters - 1)",
+        "return square",
+        STATISTICS,
+    ),
+    Mutation(
+        "core/statistics.py",
+        "np.sum(shares, axis=0) / total**2",
+        "np.sum(shares, axis=0) / total",
+        STATISTICS,
+    ),
+    Mutation(
+        "lab/packet/key.py",
+        'fair_sides(controls, seed, "controls"), compared)',
+        'fair_sides(controls, seed, "controls"), 0)',
+        PACKET,
+    ),
+    Mutation("lab/packet/make.py", "lossless=lossless", "lossless=False", PACKET),
+    Mutation("lab/packet/answers.py", 'if answer == "right":', 'if answer == "left":', PACKET),
     Mutation(
         "core/statistics.py",
         "((other == one).sum(-1) + 1) / 2",

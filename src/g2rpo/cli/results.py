@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ from g2rpo.evaluation.sweep import EvaluationDirectory, Judging
 from g2rpo.evaluation.untrained import in_figures, told
 from g2rpo.lab.check_model import ModelCheck
 from g2rpo.lab.compare.study import StudyDirectory
+from g2rpo.lab.packet.answers import Opened
+from g2rpo.lab.packet.key import file_of
+from g2rpo.lab.packet.make import Made
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import figures, summary_of
 from g2rpo.monitor.clips import clip_of
@@ -157,6 +161,67 @@ def controls_table(judging: Judging, width: int) -> Table:
         ]
         out.add_row(way.name, str(way.evaluations), str(way.readings or ""), *cells)
     return out
+
+
+def show_packet(made: Made, run: Path, console: Console) -> None:
+    """Says what was written, and how it is used."""
+    pairs = made.key.pairs
+    controls = sum(pair.control for pair in pairs)
+    equal = f" and {counted(controls, 'control')} (two equal pictures)" if controls else ""
+    for what, words in (
+        ("page", str(made.page)),
+        ("shows", f"{counted(len(pairs) - controls, 'pair')} of base and tuned{equal}"),
+        ("key", f"{file_of(Run(run), made.key.packet, 'key.json')} says which is which: keep it"),
+        ("then", f"{command('evaluate', run, '--answers')} FILE..."),
+    ):
+        say(console, f"{what:>6}  {words}")
+
+
+def show_opened(opened: Opened, results: Path, pairs: Path, console: Console) -> None:
+    """Shows what people answered."""
+    out = Table(title=f"{counted(opened.pairs, 'pair')} of base and tuned: answers by person")
+    columns = ["answered", "tuned", "base", "same", "cannot tell", "left", "controls: same"]
+    add_columns(out, console.width, "person", [one.name for one in opened.people], columns)
+    for one in opened.people:
+        cells = [one.answered, one.tuned, one.base, one.same, one.cannot_tell, one.left]
+        of_controls = f"{one.controls_same} of {one.controls}"
+        out.add_row(escape(one.name), *map(str, cells), of_controls)
+    console.print(out)
+    for line in told_of_people(opened):
+        say(console, line)
+    table = Table(title="does a reward order base and tuned as people did? 0.5 is chance")
+    add_columns(table, console.width, "reward", list(opened.judges), ["agrees", "pairs", ""])
+    for name, judge in sorted(opened.judges.items(), key=lambda item: -item[1].agrees.mean):
+        use = "trained on" if judge.trained else "judged only"
+        table.add_row(name, escape(f"{judge.agrees}"), str(judge.agrees.count), use)
+    console.print(table)
+    say(console, f"numbers  {results}")
+    say(console, f"  votes  {pairs}")
+
+
+def told_of_people(opened: Opened) -> list[str]:
+    """The sentences about people's answers."""
+    preferred, left, several = opened.preferred, opened.left, opened.agreement
+    if not preferred.count:
+        return ["Nobody found one picture of a pair better."]
+    verdict = "neither is clearly preferred"
+    if preferred.low > 0.5:
+        verdict = "tuned is preferred"
+    elif preferred.high < 0.5:
+        verdict = "base is preferred"
+    over = "pairs and people" if several else "pairs; other people may differ"
+    lines = [
+        f"Share of tuned among {counted(preferred.count, 'decided answer')}: {preferred}; {verdict}.",
+        f"95 % interval over {over}. Sign test over pairs: p = {opened.p:.2g}.",
+        f"Share of left among them: {left}; 0.5 is without bias.",
+    ]
+    if several is not None and several.kappa.count:
+        few = "" if math.isfinite(several.kappa.low) else ", too few pairs for an interval"
+        lines.append(
+            f"Agreement of people on {counted(several.kappa.count, 'pair')}: {several.observed:.0%}, "
+            f"by chance {several.chance:.0%}; kappa {several.kappa}{few}."
+        )
+    return lines
 
 
 def _coloured(change: Interval) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -198,6 +198,12 @@ def agreement_interval(agreed: Sequence[float], level: float) -> Interval:
     return Interval(
         float(mean), max(0.0, float(mean - half)), min(1.0, float(mean + half)), len(agreed)
     )
+
+
+def mean_agreement(agreed: Sequence[float]) -> Interval:
+    """The mean agreement in these groups, with `agreement_interval` of 95 %."""
+    mean = float(np.mean(agreed)) if len(agreed) else math.nan
+    return replace(agreement_interval(agreed, 0.95), mean=mean)
 
 
 def _folds(count: int) -> list[tuple[list[int], list[int]]]:

@@ -192,12 +192,12 @@ def data_uri(picture: Image.Image, size: int) -> str:
     """The picture within a page, reduced to at most `size` pixels a side."""
     out = io.BytesIO()
     _reduced(picture, size).save(out, "WEBP", quality=88, method=4)
-    return _webp_uri(out.getvalue())
+    return webp_uri(out.getvalue())
 
 
 def clip_uri(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], size: int) -> str:
     """A clip within a page, that repeats, reduced likewise."""
-    return _webp_uri(webp([_reduced(frame, size) for frame in frames], milliseconds, quality=70))
+    return webp_uri(webp([_reduced(frame, size) for frame in frames], milliseconds, quality=70))
 
 
 def picture_uri(image: Tensor, size: int, seconds: float) -> str:
@@ -213,5 +213,6 @@ def _reduced(picture: Image.Image, size: int) -> Image.Image:
     return reduced
 
 
-def _webp_uri(content: bytes) -> str:
+def webp_uri(content: bytes) -> str:
+    """A file in WebP within a page."""
     return "data:image/webp;base64," + base64.b64encode(content).decode()

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scipy.stats import binomtest
 from torch import Tensor
 
-from g2rpo.core.seeding import draw_below
+from g2rpo.core.seeding import fair_sides
+from g2rpo.core.statistics import proportion, sign_test
 
 PAIRS = 12
 """Held-out prompts, at most, that are compared."""
@@ -35,7 +35,8 @@ class BlindTest:
     def sides(self) -> tuple[int, int]:
         """Of the pair that is asked what is on the left and on the right: 0 is the base's picture,
         1 the new one."""
-        return (1, 0) if draw_below(2, self.seed, "blind", len(self.answers)) else (0, 1)
+        turned = fair_sides(len(self.prompts), self.seed, "blind")[len(self.answers)]
+        return (1, 0) if turned else (0, 1)
 
     def pair(self) -> list[Tensor]:
         """The pictures of the pair that is asked, from left to right."""
@@ -49,7 +50,6 @@ class BlindTest:
         said = f"Blind test of {len(self.answers)} pairs: now better {now}, before better {before}, no difference {same}."
         if not now + before:
             return said
-        test = binomtest(now, now + before)
-        ends = test.proportion_ci(method="exact")
-        share = f"{now / (now + before):.0%} [{ends.low:.0%}, {ends.high:.0%}]"
-        return f"{said} Of those that differ {share} are better now; exact sign test p = {test.pvalue:.2g}."
+        share = proportion(now / (now + before), now + before)
+        ends = f"{share.mean:.0%} [{share.low:.0%}, {share.high:.0%}]"
+        return f"{said} Of those that differ {ends} are better now; exact sign test p = {sign_test(now, before):.2g}."

@@ -7,11 +7,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from functools import partial
-from math import nan
 from pathlib import Path
-from statistics import fmean
 
 from g2rpo.app.build import Request, build
 from g2rpo.app.evaluate import reward_table
@@ -27,7 +24,7 @@ from g2rpo.core.statistics import Interval
 from g2rpo.lab.teach.session import OVERRIDES, Lesson, Session
 from g2rpo.lab.web import needing_gradio
 from g2rpo.rewards import votes
-from g2rpo.rewards.taste import agreement_interval, agreement_of
+from g2rpo.rewards.taste import agreement_of, mean_agreement
 from g2rpo.rollout.scoring import score
 from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import joined
@@ -187,7 +184,4 @@ def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]
         for name, values in zip(built, scores, strict=True):
             if not values.isnan().any():
                 shares[name].append(agreement_of(values.double().numpy(), vote.liked))
-    return {
-        name: replace(agreement_interval(values, 0.95), mean=fmean(values or [nan]))
-        for name, values in shares.items()
-    }
+    return {name: mean_agreement(values) for name, values in shares.items()}
