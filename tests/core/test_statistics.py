@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import beta, ttest_1samp
+from scipy.stats import t as student
 
 from g2rpo.core.statistics import (
     FEWEST_VALUES,
@@ -92,14 +93,20 @@ def test_an_interval_is_shown_where_there_is_one():
 ANSWERS = [1.0] * 6 + [0.0] * 3
 
 
+def lowered(independent, count, pairs):
+    """The number of independent answers, by Korn and Graubard for few pairs."""
+    few, many = (student.ppf(0.975, size - 1) for size in (pairs, count))
+    return independent * (many / few) ** 2
+
+
 @pytest.mark.parametrize(
     ("answers", "independent"),
     [
         ([ANSWERS], 9),
         # a second person who answers alike adds nothing; one degree of freedom is the mean's
-        ([ANSWERS, ANSWERS], 9 - 1),
+        ([ANSWERS, ANSWERS], lowered(9 - 1, 18, 9)),
         # of people who always answer the same, each counts once
-        ([[one] * 5 for one in ANSWERS], 9 - 1),
+        ([[one] * 5 for one in ANSWERS], lowered(9 - 1, 45, 5)),
         ([[*ANSWERS, math.nan]], 9),
         ([[1.0] * 7], 7),
         ([[1.0] * 7] * 3, 7),

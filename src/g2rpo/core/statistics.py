@@ -155,9 +155,10 @@ def share(answers: ArrayLike, *, level: float = 0.95) -> Interval:
 
     Answers of a person depend on each other, and so do those to a pair. The variance of the share
     is that of clusters in two ways (Cameron, Gelbach and Miller 2011). From it comes the number of
-    independent answers that would vary as much, and from that the exact interval (Korn and
-    Graubard 1998). If all answers are equal, each pair counts once. Of one person it is the
-    interval over pairs of `proportion`: other people may differ.
+    independent answers that would vary as much, lowered for few pairs by two quantiles of
+    Student's t, and from that the exact interval (Korn and Graubard 1998). If all answers are
+    equal, each pair counts once. Of one person it is the interval over pairs of `proportion`:
+    other people may differ.
     """
     values = np.atleast_2d(np.asarray(answers, dtype=np.float64))
     valid = ~np.isnan(values)
@@ -169,7 +170,9 @@ def share(answers: ArrayLike, *, level: float = 0.95) -> Interval:
     if valid.any(1).sum() > 1:
         variance = _variance_of_share(np.where(valid, values - mean, 0), valid)
         pairs = int(valid.any(0).sum())
-        effective = min(count, mean * (1 - mean) / variance) if variance > 0 else pairs
+        few = stdtrit([count - 1, max(1, pairs - 1)], (1 + level) / 2)
+        lowered = float(few[0] / few[1]) ** 2
+        effective = min(count, lowered * mean * (1 - mean) / variance) if variance else pairs
     return replace(proportion(mean, effective, level), count=count)
 
 
