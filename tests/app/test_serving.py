@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from g2rpo.app import serving
-from g2rpo.app.serving import check_address, token_for
+from g2rpo.app.serving import Address, check_address, token_for
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.rewards.server import RewardServer
@@ -29,6 +29,13 @@ def test_only_this_machine_needs_no_token(monkeypatch):
         with pytest.raises(UserError, match=said) as refused:
             token_for(host, name)
         assert "s3cret" not in str(refused.value) and "hf_pasted" not in str(refused.value)
+
+
+def test_a_name_of_a_proxy_stands_in_for_a_token():
+    assert Address.checked("0.0.0.0", 7860, None, "user-space.hf.space").token is None
+    for name in ("https://user-space.hf.space", "user-space.hf.space/demo", ""):
+        with pytest.raises(UserError, match="--public-host"):
+            Address.checked("127.0.0.1", 7860, None, name)
 
 
 def test_an_address_can_be_listened_on_or_is_refused():

@@ -38,4 +38,4 @@ def test_a_notebook_is_stored_without_outputs(notebook):
 
 
 def test_there_are_notebooks():
-    assert {path.stem for path in NOTEBOOKS} == {"own_algorithm", "ten_minutes"}
+    assert {path.stem for path in NOTEBOOKS} == {"own_algorithm", "teach", "ten_minutes"}

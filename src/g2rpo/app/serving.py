@@ -9,7 +9,8 @@ import json
 import shlex
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 from g2rpo.app.events import Emit, Line, Serving, silent
 from g2rpo.app.stopping import until_ctrl_c
@@ -18,10 +19,40 @@ from g2rpo.config.resolve import parse_options
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, placed, refuse
-from g2rpo.core.web import is_loopback
+from g2rpo.core.web import host_of, is_loopback
 from g2rpo.rewards.transport import token_from
 
 SHORTEST_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a page is served, and to whom: to this machine, to those who know a `token`, or to
+    those whom a proxy lets in that is asked by the name `public_host`."""
+
+    host: str
+    port: int
+    token: str | None = None
+    public_host: str | None = None
+
+    @classmethod
+    def checked(
+        cls, host: str, port: int, token_env: str | None, public_host: str | None = None
+    ) -> Address:
+        """UserError for a `host` that others reach if neither a token nor a name of a proxy is
+        given, and for a name that is none."""
+        if public_host is not None and (not host_of(public_host) or "/" in public_host):
+            raise UserError(f"--public-host {public_host}: a name such as user-space.hf.space")
+        token = token_for("localhost" if public_host else host, token_env)
+        return cls(host, port, token, public_host)
+
+    def check(self) -> None:
+        """UserError if no server can listen there now, for example because the port is taken."""
+        check_address(self.host, self.port)
+
+    def refused(self) -> AbstractContextManager[None]:
+        """While entered, an address that cannot be served on is a UserError."""
+        return refused(self.host, self.port)
 
 
 def token_for(host: str, variable: str | None) -> str | None:

@@ -187,6 +187,13 @@ TokenOption = Annotated[
     str | None, typer.Option(help="An environment variable that holds the token to ask for.")
 ]
 PortOption = Annotated[int, typer.Option(min=1, max=65535)]
+PublicOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The name by which a proxy in front of the page is asked, such as user-space.hf.space. "
+        "Whoever the proxy lets in may use the page."
+    ),
+]
 
 RunDirOption = Annotated[
     Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")

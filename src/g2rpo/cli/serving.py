@@ -31,9 +31,11 @@ def demo(
     host: options.HostOption = "127.0.0.1",
     port: options.PortOption = 7860,
     token_env: options.TokenOption = None,
+    public_host: options.PublicOption = None,
 ) -> None:
     """Show base and tuned pictures and a group of the algorithm in the browser."""
     from g2rpo.app.evaluate import named_rewards
+    from g2rpo.app.serving import Address
     from g2rpo.lab.demo.command import demo as serve
     from g2rpo.lab.demo.model import config_of_model
     from g2rpo.run.run import Run
@@ -45,7 +47,8 @@ def demo(
         if run
         else config_of_model(str(model), size, guidance, table)
     )
-    serve(run, config, weights, host=host, port=port, token_env=token_env, emit=Output())
+    where = Address.checked(host, port, token_env, public_host)
+    serve(run, config, weights, where, emit=Output())
 
 
 @commands.command(cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
@@ -68,8 +71,10 @@ def teach(
     host: options.HostOption = "127.0.0.1",
     port: options.PortOption = 7861,
     token_env: options.TokenOption = None,
+    public_host: options.PublicOption = None,
 ) -> None:
     """Teach a model by clicking on the best of its pictures, in the browser."""
+    from g2rpo.app.serving import Address
     from g2rpo.lab.teach.commands import teach as serve
 
     serve(
@@ -78,9 +83,7 @@ def teach(
         run_dir,
         stored=votes,
         prompt=prompt,
-        host=host,
-        port=port,
-        token_env=token_env,
+        where=Address.checked(host, port, token_env, public_host),
         emit=Output(),
     )
 

@@ -10,6 +10,7 @@ import urllib.request
 import pytest
 
 from g2rpo.app.events import Serving
+from g2rpo.app.serving import Address
 from g2rpo.lab.demo.command import demo
 from tests.support.contrast import FAINT_TEXT
 from tests.support.ports import free_port
@@ -30,14 +31,11 @@ def address(run):
             told.append(event.text.split()[0])
             ready.set()
 
-    config, options = (
-        run.read_config(mention=False),
-        {"token_env": None, "stop": stop, "emit": hear},
-    )
+    where = Address("127.0.0.1", free_port())
     served = threading.Thread(
         target=demo,
-        args=(run.path, config, None),
-        kwargs={"host": "127.0.0.1", "port": free_port(), **options},
+        args=(run.path, run.read_config(mention=False), None, where),
+        kwargs={"stop": stop, "emit": hear},
     )
     served.start()
     assert ready.wait(60)

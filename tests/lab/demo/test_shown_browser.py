@@ -84,6 +84,7 @@ def test_the_demo_shows_clips(tmp_path):
 
 @pytest.mark.slow
 def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):
+    from g2rpo.app.serving import Address
     from g2rpo.lab.demo import app
     from g2rpo.lab.web.page import MAX_BODY, MAX_UPLOAD, UPLOAD, page_of, serve
 
@@ -99,7 +100,7 @@ def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):
         "Of a picture.",
         {"Draw": partial(app.draw_view, session(Editing(), []), [], "")},
     )
-    address = serve(page, "127.0.0.1", free_port(), None, uploads=True)
+    address = serve(page, Address("127.0.0.1", free_port()), uploads=True)
     try:
         with pytest.raises(urllib.error.HTTPError, match="403"):  # only what it has taken in
             urllib.request.urlopen(f"{address}gradio_api/file=/etc/passwd")

@@ -117,6 +117,7 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
 @pytest.mark.slow
 def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):
     """Keys count only while the tab is shown. A second session can follow."""
+    from g2rpo.app.serving import Address
     from g2rpo.lab.demo import app
     from g2rpo.lab.teach.page import teach_view
     from g2rpo.lab.web.page import page_of, serve
@@ -133,7 +134,7 @@ def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):
     draw = partial(app.draw_view, shown(Editing(), []), [], "")
     views = {"Draw": draw, "Teach": partial(teach_view, lesson, None)}
     built = page_of("Any", "demo", "Thing.", views)
-    address = serve(built, "127.0.0.1", free_port(), None)
+    address = serve(built, Address("127.0.0.1", free_port()))
     try:
         page = browser.new_page()
         page.set_default_timeout(MINUTE)

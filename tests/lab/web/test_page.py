@@ -10,39 +10,50 @@ import urllib.request
 import pytest
 from starlette.datastructures import Headers
 
+from g2rpo.app.serving import Address
 from g2rpo.lab.web import without_proxies
 from tests.support.ports import free_port
 
-LOCAL = {"host": "127.0.0.1:7860", "content-length": "100"}
+GIVEN = {"host": "127.0.0.1:7860", "content-length": "100"}
+LOCAL = Address("127.0.0.1", 7860)
+BY_TOKEN = Address("0.0.0.0", 7860, token="a secret of many letters")
+PROXIED = Address("127.0.0.1", 7860, public_host="demo.example")
+TO_ALL = Address("0.0.0.0", 7860, public_host="demo.example")
 
 
 @pytest.mark.parametrize(
-    ("headers", "local", "status"),
+    ("headers", "where", "status"),
     [
-        ({"host": "[::1]:7860", "origin": "http://[::1]:7860"}, True, None),
-        ({"host": "localhost", "origin": "http://localhost"}, True, None),
-        ({"host": "demo.example", "origin": "https://demo.example"}, False, None),
-        ({"content-length": str(2**16)}, True, None),
-        ({"host": "evil.example:7860"}, True, 421),
-        ({"host": ""}, True, 421),
-        ({"host": "127.0.0.1.evil.example"}, True, 421),
-        ({"host": "192.168.1.2"}, True, 421),
-        ({"host": "[::1"}, True, 421),
-        ({"origin": "http://evil.example"}, True, 403),
-        ({"origin": "null"}, True, 403),
-        ({"origin": "http://localhost:7860"}, True, 403),
-        ({"host": "demo.example", "origin": "http://evil.example"}, False, 403),
-        ({"content-length": str(2**16 + 1)}, True, 413),
-        ({"content-length": "9" * 5000}, True, 413),
-        ({"content-length": "-1"}, True, 411),
-        ({"content-length": "²"}, True, 411),
-        ({"transfer-encoding": "chunked"}, True, 411),
+        ({"host": "[::1]:7860", "origin": "http://[::1]:7860"}, LOCAL, None),
+        ({"host": "localhost", "origin": "http://localhost"}, LOCAL, None),
+        ({"host": "demo.example", "origin": "https://demo.example"}, BY_TOKEN, None),
+        ({"host": "demo.example", "origin": "https://demo.example"}, PROXIED, None),
+        ({"origin": "https://demo.example"}, PROXIED, None),  # the proxy asks by its own name
+        ({"host": "10.0.0.7:7860"}, TO_ALL, None),
+        ({"host": "other.example"}, PROXIED, 421),
+        ({"host": "demo.example", "origin": "http://evil.example"}, PROXIED, 403),
+        ({"host": "demo.example", "origin": "http://evil.example"}, TO_ALL, 403),
+        ({"content-length": str(2**16)}, LOCAL, None),
+        ({"host": "evil.example:7860"}, LOCAL, 421),
+        ({"host": ""}, LOCAL, 421),
+        ({"host": "127.0.0.1.evil.example"}, LOCAL, 421),
+        ({"host": "192.168.1.2"}, LOCAL, 421),
+        ({"host": "[::1"}, LOCAL, 421),
+        ({"origin": "http://evil.example"}, LOCAL, 403),
+        ({"origin": "null"}, LOCAL, 403),
+        ({"origin": "http://localhost:7860"}, LOCAL, 403),
+        ({"host": "demo.example", "origin": "http://evil.example"}, BY_TOKEN, 403),
+        ({"content-length": str(2**16 + 1)}, LOCAL, 413),
+        ({"content-length": "9" * 5000}, LOCAL, 413),
+        ({"content-length": "-1"}, LOCAL, 411),
+        ({"content-length": "²"}, LOCAL, 411),
+        ({"transfer-encoding": "chunked"}, LOCAL, 411),
     ],
 )
-def test_requests_of_other_sites_and_large_ones_are_refused(headers, local, status):
+def test_requests_of_other_sites_and_large_ones_are_refused(headers, where, status):
     page = pytest.importorskip("g2rpo.lab.web.page")
-    raw = [(name.encode(), value.encode("latin-1")) for name, value in {**LOCAL, **headers}.items()]
-    refused = page.refusal(Headers(raw=raw), local, page.MAX_BODY)
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in {**GIVEN, **headers}.items()]
+    refused = page.refusal(Headers(raw=raw), where, page.MAX_BODY)
     assert (refused and refused[0]) == status
 
 
@@ -59,10 +70,11 @@ def test_gradio_sees_no_proxies_and_others_do(monkeypatch):
 SERVED = """
 import os, sys
 import httpx
+from g2rpo.app.serving import Address
 from g2rpo.lab.web import needing_gradio
 with needing_gradio("the demo"):
     from g2rpo.lab.web.page import page_of, serve
-address = serve(page_of("Any", "demo", "", {}), "127.0.0.1", int(sys.argv[1]), None)
+address = serve(page_of("Any", "demo", "", {}), Address("127.0.0.1", int(sys.argv[1])))
 print(httpx.get(address, trust_env=False).status_code, os.environ.get("no_proxy"), os.environ.get("NO_PROXY"))
 """
 
@@ -91,7 +103,7 @@ def served(request):
         box.submit(lambda words: words, box, box, **ONE_AT_A_TIME)
 
     page = page_of("Any", "demo", "", {"Ask": view})
-    yield serve(page, "127.0.0.1", free_port(), request.param), request.param
+    yield serve(page, Address("127.0.0.1", free_port(), request.param)), request.param
     page.close(verbose=False)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from g2rpo.app.events import Emit, Line, silent
-from g2rpo.app.serving import check_address, token_for
+from g2rpo.app.serving import Address
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import RewardFailed, UserError
@@ -32,22 +32,19 @@ def demo(
     run: Path | None,
     config: Config,
     weights: Path | None,
+    where: Address,
     *,
-    host: str,
-    port: int,
-    token_env: str | None,
     stop: threading.Event | None = None,
     emit: Emit = silent,
 ) -> None:
     """Serves the demo of a run, or of a model, until interrupted, or until `stop` is set."""
-    token = token_for(host, token_env)
     own = run is not None and weights is None
     if run is not None:
         weights = weights or Run(run).weights
     if weights is not None:
         check_weights(weights)
     check(config)
-    check_address(host, port)
+    where.check()
     with needing_gradio("the demo"):
         from g2rpo.lab.demo import app
         from g2rpo.lab.teach.page import teach_view
@@ -91,9 +88,7 @@ def demo(
     page = page_of(title, "g2rpo demo", " ".join(facts), views)
     uploads = model.input_pictures[1] > 0
     try:
-        serve_until(
-            stop or threading.Event(), page, host, port, token, emit, "ends with Ctrl-C", uploads
-        )
+        serve_until(stop or threading.Event(), page, where, emit, "ends with Ctrl-C", uploads)
         say("stopped")
     finally:
         if lesson is not None:

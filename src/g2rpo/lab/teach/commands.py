@@ -13,7 +13,7 @@ from pathlib import Path
 from g2rpo.app.build import Request, build
 from g2rpo.app.evaluate import reward_table
 from g2rpo.app.events import Emit, Line, Results, cautions, silent
-from g2rpo.app.serving import check_address, token_for
+from g2rpo.app.serving import Address
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.config import load_config
@@ -29,6 +29,7 @@ from g2rpo.rollout.scoring import score
 from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import joined
 
+HERE = Address("127.0.0.1", 7861)
 GUARDED = 0.5
 """The weight of the clicks, as a share of that of the guards: with equal weights pictures break
 before a taste is met."""
@@ -116,9 +117,7 @@ def teach(
     *,
     stored: Path | None = None,
     prompt: str | None = None,
-    host: str = "127.0.0.1",
-    port: int = 7861,
-    token_env: str | None = None,
+    where: Address = HERE,
     stop: threading.Event | None = None,
     emit: Emit = silent,
 ) -> Path:
@@ -130,9 +129,8 @@ def teach(
     lesson = Lesson(partial(opening, background=stored is None))
     follows = bool(int(os.environ.get("RANK", 0)))  # under torchrun rank 0 serves the page
     serves = stored is None and not follows
-    token = token_for(host, token_env)
     if serves:
-        check_address(host, port)
+        where.check()
         with needing_gradio("teach"):
             from g2rpo.lab.teach.page import teach_view
             from g2rpo.lab.web.page import page_of, serve_until
@@ -148,7 +146,7 @@ def teach(
                 title, "g2rpo teach", "", {"Teach": partial(teach_view, lesson, ended.set)}
             )
             ends = '"Finish", or Ctrl-C, ends the session and keeps what was learnt'
-            serve_until(ended, page, host, port, token, emit, ends)
+            serve_until(ended, page, where, emit, ends)
             emit(Line("comparing base and taught ..."))
         ended_with = lesson.finish()
     if ended_with is not None and not follows:

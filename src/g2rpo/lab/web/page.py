@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from g2rpo.app.events import Emit, Serving
-from g2rpo.app.serving import refused
+from g2rpo.app.serving import Address
 from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.web import host_of, is_loopback
@@ -103,13 +103,13 @@ def empty(words: str) -> str:
     return f'<div class="g2"><p class="g2-empty">{escape(words)}</p></div>'
 
 
-def of_this_site(app: ASGIApp, local: bool, uploads: bool) -> ASGIApp:
+def of_this_site(app: ASGIApp, where: Address, uploads: bool) -> ASGIApp:
     """Passes to `app` what `refusal` does not refuse; `uploads` lets pictures in at the route that
     takes them."""
 
     async def passing(scope: Scope, receive: Receive, send: Send) -> None:
         most = MAX_UPLOAD if uploads and scope.get("path") == UPLOAD else MAX_BODY
-        why = refusal(Headers(scope=scope), local, most) if scope["type"] == "http" else None
+        why = refusal(Headers(scope=scope), where, most) if scope["type"] == "http" else None
         if why is not None:
             app_or_answer: ASGIApp = PlainTextResponse(why[1], why[0], {"connection": "close"})
             await app_or_answer(scope, receive, send)
@@ -119,21 +119,22 @@ def of_this_site(app: ASGIApp, local: bool, uploads: bool) -> ASGIApp:
     return passing
 
 
-def refusal(headers: Headers, local: bool, most: int) -> tuple[int, str] | None:
+def refusal(headers: Headers, where: Address, most: int) -> tuple[int, str] | None:
     """Why a request may not pass, if it may not: it is addressed to another host than this machine
-    (`local`: DNS rebinding), is from another site, or has more than `most` bytes. Gradio asks for
-    none of these."""
+    (DNS rebinding), is from another site, or has more than `most` bytes. Gradio asks for none of
+    these."""
     host, origin, length = (
         headers.get("host", ""),
         headers.get("origin"),
         headers.get("content-length", "0"),
     )
-    if local and not is_loopback(host_of(host)):
+    local = where.token is None and is_loopback(where.host)
+    if local and host != where.public_host and not is_loopback(host_of(host)):
         return (
             421,
             "without a token, only this machine's own names (localhost, 127.0.0.1) are served",
         )
-    if origin is not None and origin.partition("://")[2] != host:
+    if origin is not None and origin.partition("://")[2] not in (host, where.public_host):
         return 403, "other sites may not ask"
     if "transfer-encoding" in headers or not (length.isascii() and length.isdecimal()):
         return 411, "a Content-Length is needed"
@@ -142,11 +143,10 @@ def refusal(headers: Headers, local: bool, most: int) -> tuple[int, str] | None:
     return None
 
 
-def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: bool = False) -> str:
+def serve(page: gr.Blocks, where: Address, uploads: bool = False) -> str:
     """Serves the page from its own thread and returns its address. OSError if the port is taken.
-
-    Without a `token`, `host` must be a loopback address. `uploads` lets pictures in.
-    """
+    `uploads` lets pictures in."""
+    host, token = where.host, where.token
     style = files("g2rpo.lab.web").joinpath("style.css").read_text(encoding="utf-8")
 
     def allowed(name: str, word: str) -> bool:
@@ -155,7 +155,7 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
     with without_proxies():
         _, address, _ = page.launch(
             server_name=f"[{host}]" if ":" in host else host,
-            server_port=port,
+            server_port=where.port,
             auth=allowed if token else None,
             auth_message="Any name, and the token as the password.",
             share=False,
@@ -166,9 +166,7 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
             enable_monitoring=False,
             run_history=False,  # it would keep prompts in the browser
             footer_links=[],
-            app_kwargs={
-                "middleware": [Middleware(of_this_site, local=token is None, uploads=uploads)]
-            },
+            app_kwargs={"middleware": [Middleware(of_this_site, where=where, uploads=uploads)]},
             max_file_size=MAX_UPLOAD,
             theme=gr.themes.Default(
                 primary_hue="blue",
@@ -183,17 +181,15 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
 def serve_until(
     stop: threading.Event,
     page: gr.Blocks,
-    host: str,
-    port: int,
-    token: str | None,
+    where: Address,
     emit: Emit,
     ends: str,
     uploads: bool = False,
 ) -> None:
     """Serves the page until Ctrl-C, or until `stop` is set; `ends` tells people what ends it.
     UserError for an address that cannot be served on."""
-    with refused(host, port):
-        address = serve(page, host, port, token, uploads)
+    with where.refused():
+        address = serve(page, where, uploads)
     emit(Serving(f"{address} ({ends})"))
     try:
         with until_ctrl_c():
