@@ -30,10 +30,14 @@ WRONG = {
     **{key: [0, 1.5] for key in ("compression", "share", "power")},
     **{key: [0, -1e-4] for key in POSITIVE},
     "query_sigma": [0, 1],
+    "beta": [0, -1],
+    "held_out": [-0.1, 1],
+    **{key: [-1] for key in ("good_weight", "bad_weight")},
     **dict.fromkeys(
         ("window_size", "window_iterations", "times", "target_steps", "steps_drawn"), COUNT
     ),
 }
+OWN = {("refl", "group_size"): COUNT, ("flow_kto", "group_size"): [0, 2, "many"]}
 FIELDS = {
     (each.name, str(each.type)): (name, each)
     for name, kind in ALGORITHMS.items()
@@ -50,7 +54,7 @@ def test_a_value_out_of_range_is_refused_by_its_key(name, field):
     chosen = getattr(ALGORITHMS[name](), field.name)
     if field.name == "name" or (isinstance(chosen, str | bool) and field.name != "update_every"):
         return
-    for wrong in WRONG[field.name] if (name, field.name) != ("refl", "group_size") else COUNT:
+    for wrong in OWN.get((name, field.name), WRONG[field.name]):
         with pytest.raises(UserError, match=rf"^config: algorithm\.{field.name}[.:]") as refusal:
             config(f"algorithm.name={name}", f"algorithm.{field.name}={wrong}")
         assert "literal" not in str(refusal.value) and "constrained" not in str(refusal.value)

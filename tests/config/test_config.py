@@ -10,6 +10,7 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.recipes import names, text
 from g2rpo.config.resolve import differences, read_yaml, resolve
 from g2rpo.core import plugins
+from g2rpo.core.capabilities import judged_by
 from g2rpo.core.errors import UserError
 from g2rpo.run.run import Run, entered
 from tests.support.runs import PLAIN, config
@@ -68,16 +69,21 @@ def test_another_algorithm_comes_with_its_own_defaults(name):
     says, counts, in any order."""
     heard, key = (
         [],
-        {"refl": "ceiling", "fdfo": "churn", "self_opd": "eta"}.get(name, "advantage_clip"),
+        {
+            **dict.fromkeys(("flow_dpo", "flow_kto"), "beta"),
+            **{"refl": "ceiling", "fdfo": "churn", "self_opd": "eta"},
+        }.get(name, "advantage_clip"),
     )
-    overrides = [f"algorithm.{key}=3", f"algorithm.name={name}", "algorithm.group_size=8"]
+    size = {} if judged_by(ALGORITHMS[name]) else {"group_size": 8}
+    overrides = [f"algorithm.{key}=3", f"algorithm.name={name}"]
+    overrides += [f"algorithm.group_size={number}" for number in size.values()]
     built = resolve(PLAIN, overrides, "here", heard.append)
     if name == "g2rpo":
         expected = dataclasses.replace(config().algorithm, advantage_clip=3, group_size=8)
         assert heard == []
     else:
-        expected = ALGORITHMS[name](group_size=8, **{key: 3})
-        (note,) = heard
+        expected = ALGORITHMS[name](**size, **{key: 3})
+        note = heard[0]
         assert note.startswith(
             f"algorithm.name={name}: its published defaults; here's "
         ) and note.endswith(" are left out")

@@ -73,12 +73,12 @@ Objective = Callable[[Models, Seen], list[Callable[[], Tensor]]]
 """The terms of an update's loss, to be added up."""
 
 
-def tiny(folder, *overrides, rewards=(tilt,), options=(), **more):
+def tiny(folder, *overrides, rewards=(tilt,), options=(), prompts=PROMPTS, **more):
     """A trainer of all weights of a tiny model; `options` are the policy's."""
     size = {"height": 32, "width": 32, "max_sequence_length": 12}
     policy = policies.load(folder, **size, tuning="full", keep_base=True, **dict(options))
     named = {reward.__name__: reward for reward in rewards}
-    return trainer(None, *TINY, *overrides, policy=policy, rewards=named, prompts=PROMPTS, **more)
+    return trainer(None, *TINY, *overrides, policy=policy, rewards=named, prompts=prompts, **more)
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Beside:
 
 def _seen(watched):
     """Of the last iteration."""
-    (_, _, prompts, _), sampled = watched.collected[-1]
+    (*_, prompts, _), sampled = (watched.collected or watched.stored)[-1]
     (examples, cond), _ = watched.updated[-1]
     candidates = None
     if watched.walked:

@@ -19,6 +19,7 @@ from g2rpo.config.complaints import members_of
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
+from tests.support import judged
 from tests.support.figures import cited, figures, sentences
 from tests.support.pages import (
     BEGINS,
@@ -123,7 +124,7 @@ def test_commands_and_code_are_marked_as_what_they_are(page):
 
 
 # several trainings each; their commands are checked above
-LONG_PAGES = ("extending", "rewards", "train", "tutorial")
+LONG_PAGES = ("extending", "pairs", "rewards", "train", "tutorial")
 
 
 @pages_with("^```python|^<!-- run -->", slow=LONG_PAGES)
@@ -390,6 +391,9 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
             None, *overrides, "trainer.iterations=1", rewards={"bright": Bright()}
         ).train():
             logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
+    given = {"held_out_pairs": judged.pairs(2)}
+    for row in judged.trainer("flow_dpo", judged.pairs(4), "trainer.iterations=1", **given).train():
+        logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
     places = {"NAME": r"[a-z]+", "PHASE": r"\w+", "K": r"\d+", "M": r"\d+", "R": r"\d+"}
     for kind, entries in explained.items():
         patterns = {

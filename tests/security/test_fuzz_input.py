@@ -22,6 +22,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve
+from g2rpo.core.capabilities import judged_by
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import digest_of
 from g2rpo.core.plain import as_json, is_text
@@ -230,7 +231,10 @@ def float_keys(config):
 OF_EACH_KIND = ("g2rpo", "tempflow_grpo", "diffusion_nft")
 
 
-@pytest.mark.parametrize("algorithm", few(ALGORITHMS, OF_EACH_KIND.__contains__))
+SAMPLES = [name for name, kind in ALGORITHMS.items() if not judged_by(kind)]
+
+
+@pytest.mark.parametrize("algorithm", few(SAMPLES, OF_EACH_KIND.__contains__))
 def test_numbers_that_are_allowed_train_or_stop_with_a_message(algorithm):
     """The largest and the smallest of every setting, one at a time, through every line of the
     trainer: of an algorithm, and of all else once."""

@@ -110,7 +110,7 @@ def trainer(
     return Trainer(
         config=config(*overrides),
         policy=policy or GaussianPolicy(),
-        rewards=rewards or {"bright": brightness},
+        rewards={"bright": brightness} if rewards is None else rewards,
         prompts=prompts,
         run_dir=run_dir,
         shards=sharding or Replicated(world),

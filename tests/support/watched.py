@@ -5,12 +5,13 @@ import torch
 
 class Watched:
     """The trainer `t` from now on: what its collector made of prompts (`collected`, and `walked` for
-    candidates), what its updater was given (`updated`), each as (arguments, value) of a call; the
+    candidates; `stored` for judged pictures), what its updater was given (`updated`), each as (arguments, value) of a call; the
     `batches` of updates; and the `gradients` of optimizer steps, by tensor, clipped."""
 
     def __init__(self, t):
         self.t = t
         self.collected, self.walked = (_kept(t.collector, name) for name in ("collect", "anchors"))
+        self.stored = _kept(t.collector, "stored")
         self.updated = _kept(t.updater, "update")
         self.batches, self.gradients, dealt = [], [], t.updater._batches
 

@@ -18,11 +18,13 @@ from g2rpo.assembly.checks import check, rewards_of
 from g2rpo.assembly.prompts import starter_caution, trained_on
 from g2rpo.assembly.rewards import build_rewards, configured, declared_by, reward_kind
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import ReadsTargets
+from g2rpo.core.capabilities import ReadsTargets, judged_by
+from g2rpo.core.data import Judged
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.trackers import build_trackers
+from g2rpo.prompts.judged import JudgedList, held_out
 from g2rpo.run.base import SharedBase, shared_base
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.rates import Sweep
@@ -90,7 +92,8 @@ def build(request: Request) -> Trainer:
         )
         for change in changes:
             request.notify(f"goes on with {change}")
-    parts = trainer_parts(request, prompts, heldout)
+    learnt, apart = _divided(config, prompts)
+    parts = trainer_parts(request, learnt, heldout, apart)
     trainer = Trainer(config=config, **parts)
     if run is None:
         return trainer
@@ -115,8 +118,20 @@ def build(request: Request) -> Trainer:
     return trainer
 
 
+def _divided(config: Config, prompts: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """(to learn from, held out): the latter only of pictures that people judged."""
+    judged = [prompt for prompt in prompts if isinstance(prompt, Judged)]
+    if judged_by(config.algorithm) is None or len(judged) < len(prompts):
+        return prompts, ()
+    share: float = getattr(config.algorithm, "held_out", 0.0)
+    return held_out(judged, share, config.trainer.seed)
+
+
 def trainer_parts(
-    request: Request, prompts: Sequence[str], heldout: Sequence[str]
+    request: Request,
+    prompts: Sequence[str],
+    heldout: Sequence[str],
+    held_out_pairs: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The arguments of the trainer beside its config. Prompts are encoded before policy and rewards
     are on the device."""
@@ -133,7 +148,7 @@ def trainer_parts(
     policy = (
         _given_policy(request)
         if "policy" in given
-        else _policy(request, sharding, prompts, heldout)
+        else _policy(request, sharding, prompts, [*heldout, *held_out_pairs])
     )
     components.check_judged_size(config, policy)
     components.check_trained_steps(config, policy)
@@ -150,6 +165,7 @@ def trainer_parts(
         **rewards,
         "prompts": prompts,
         "heldout": heldout,
+        "held_out_pairs": held_out_pairs,
         "run_dir": request.run_dir,
         "notify": request.notify,
         "shards": sharding or Replicated(world),
@@ -185,7 +201,13 @@ def _policy(
         )
     to_come += of_controls(config, loaded, heldout)
     return policy_after_encoding(
-        loaded, config.prompts.cache, to_come, request.notify, sharding, request.emit
+        loaded,
+        config.prompts.cache,
+        to_come,
+        request.notify,
+        sharding,
+        request.emit,
+        pictures=judged_by(config.algorithm) is not None,
     )
 
 
@@ -264,7 +286,8 @@ def show_prompts(
         lists.append(("held-out", "evaluation.prompts", config.evaluation.prompts, heldout))
     for _, key, source, texts in lists:
         first = ", ".join(_short(prompt) for prompt in texts[:FIRST_PROMPTS])
-        emit(Line(f"={source}: {counted(len(texts), 'prompt')}, first {first}", title=key))
+        held = texts if isinstance(texts, JudgedList) else counted(len(texts), "prompt")
+        emit(Line(f"={source}: {held}, first {first}", title=key))
     for kind, _, _, texts in lists:
         for name, entry in rewards_of(config, given, heldout=kind == "held-out").items():
             reward = declared_by(reward_kind(name, entry))

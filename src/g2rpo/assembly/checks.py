@@ -31,6 +31,7 @@ from g2rpo.core.capabilities import (
     TakesOneSize,
     differentiates_rewards,
     fault_of,
+    judged_by,
     keeps_old,
 )
 from g2rpo.core.contracts import name_of, plans_of
@@ -157,6 +158,8 @@ def _repeated_names(run: Wanted) -> Iterator[str]:
 
 def _weights(run: Wanted) -> Iterator[str]:
     rewards = run.config.rewards
+    if judged_by(run.config.algorithm) is not None:
+        return
     if not rewards:
         yield "rewards: is empty; name at least one, for example rewards.scene_accuracy=1"
     elif not any(entry.weight for entry in rewards.values()):
@@ -290,7 +293,8 @@ def _read(run: Wanted, far: bool) -> Iterator[str]:
                 yield f"{key}={source}: reading datasets needs a library: pip install datasets"
             continue
         try:
-            read = build_prompts(source, key)
+            kind = judged_by(run.config.algorithm) if name == "prompts" else None
+            read = build_prompts(source, key, kind)
         except UserError as error:
             yield str(error)
         else:

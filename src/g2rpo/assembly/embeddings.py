@@ -10,8 +10,10 @@ from g2rpo.assembly.components import locate_pipeline
 from g2rpo.assembly.pipeline_files import INDEX
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import FileDigests, digest_of, local
-from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder, cache_root
+from g2rpo.core.files import FileDigests, cache_root, digest_of, local
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder
+from g2rpo.policies.encoding import PictureEncoder
 
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "guidance_scale_2", "expert", "tuning",
@@ -33,6 +35,7 @@ def cache_embeddings(
         try:
             root.mkdir(parents=True, exist_ok=True)
             edits = bool(getattr(text, "pictured", ()))
+            parts = ("text_encoder", "tokenizer", *(["vae"] if edits else []))
             left_out = NOT_IN_EMBEDDINGS - ({"height", "width", "vae_tiling"} if edits else set())
             settings = {
                 key: value
@@ -40,9 +43,7 @@ def cache_embeddings(
                 if key not in left_out
             }
             identity = {
-                **_text_identity(
-                    config.path, FileDigests(root / "digests.json"), ("vae",) if edits else ()
-                ),
+                **_identity_of(config.path, FileDigests(root / "digests.json"), parts),
                 "settings": settings,
                 # whether the negative prompt is encoded too
                 "guided": getattr(text, "guided", False),
@@ -56,18 +57,27 @@ def cache_embeddings(
     return CachedEncoder(text, store, notify=notify)
 
 
-def _text_identity(name: str, digests: FileDigests, more: tuple[str, ...] = ()) -> dict[str, str]:
-    """The identity of a pipeline's text encoders, tokenizers and `more` parts: their content, or
-    hub id and commit."""
+def cache_latents(
+    policy: DiffusersPolicy, config: PolicyConfig, cache: str, notify: Callable[[str], None]
+) -> CachedEncoder:
+    """The encoder of picture files of a policy, whose latents are cached as in `prompts.cache`."""
+    store = None
+    if cache != "off":
+        root = local(cache) if cache != "auto" else cache_root() / "embeddings"
+        vae = _identity_of(config.path, FileDigests(root / "digests.json"), ("vae",))
+        size = {"height": config.height, "width": config.width, "dtype": config.dtype}
+        store = EmbeddingStore(root, {**vae, "latents": size})
+    return CachedEncoder(PictureEncoder(policy), store, notify=notify)
+
+
+def _identity_of(name: str, digests: FileDigests, parts: tuple[str, ...]) -> dict[str, str]:
+    """The identity of a pipeline's parts whose names begin so: their content, or hub id and
+    commit."""
     path, kind = locate_pipeline(name, chosen="any")
     root = Path(path)
     if not root.is_dir():
         return {"pipeline": kind, "hub": path, "commit": _commit(path)}
-    folders = [
-        folder
-        for folder in sorted(root.iterdir())
-        if folder.name.startswith(("text_encoder", "tokenizer", *more))
-    ]
+    folders = [folder for folder in sorted(root.iterdir()) if folder.name.startswith(parts)]
     return {"pipeline": kind, "content": digests.of_folders(root, folders)}
 
 

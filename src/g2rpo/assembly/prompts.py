@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import cast
 
 from g2rpo.config.given import refuse_mention
-from g2rpo.core.errors import UserError, counted, did_you_mean
+from g2rpo.core.errors import UserError, counted, did_you_mean, placed
 from g2rpo.core.files import local
 from g2rpo.core.input_pictures import images_of
+from g2rpo.prompts.judged import JudgedList, Kind, as_kind, read_judged
 from g2rpo.prompts.sources import STARTER, read_prompts
+from g2rpo.rewards.votes import FILE, pairs_of
 
 TESTBED_LISTS = ("testbed:train", "testbed:heldout", "words:train", "words:heldout")
 LISTS = (*TESTBED_LISTS, *STARTER)
 """Prompts that come with the package."""
 
 
-def build_prompts(source: str, key: str) -> list[str]:
-    """The prompts of a list that comes with the package, or of a source for `read_prompts`; `key`
-    names the config entry."""
+def build_prompts(source: str, key: str, kind: Kind | None = None) -> list[str]:
+    """The prompts of a list that comes with the package, or of a source for `read_prompts`; with a
+    `kind` the pairs or marks of one for `read_judged`, or of votes. `key` names the config
+    entry."""
     refuse_mention(key, source)
+    if kind is not None:
+        with placed(f"{key}={source}: ", UserError):
+            return cast("list[str]", judged_in(source, kind))
     if source.startswith(("testbed", "words:", "starter:")) and source not in LISTS:
         raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, LISTS)}")
     if source not in TESTBED_LISTS:
@@ -33,6 +40,15 @@ def build_prompts(source: str, key: str) -> list[str]:
 
     world, _, split = source.partition(":")
     return list(prompts("train" if split == "train" else "heldout", world))
+
+
+def judged_in(source: str, kind: Kind) -> JudgedList:
+    """The pairs or marks of a source for `read_judged`, or of the votes of a session."""
+    path = local(source)
+    run = path if path.is_dir() else path.parent
+    if (run / FILE).is_file() and path in (run, run / FILE):
+        return as_kind(pairs_of(run), kind, source)
+    return read_judged(source, kind)
 
 
 def starter_caution(train: str, heldout: str) -> str | None:

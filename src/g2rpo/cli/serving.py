@@ -90,10 +90,10 @@ def teach(
 
 @commands.command(rich_help_panel=options.RESULTS_PANEL)
 def agree(
-    run: Annotated[Path, typer.Argument(help="A run that teach began.")],
+    run: Annotated[Path, typer.Argument(help="A run that teach began, or a file of pairs.")],
     rewards: Annotated[str, typer.Option(help="Names with commas between them, or a YAML file.")],
 ) -> None:
-    """Tell which rewards order the pictures of a teaching session as the person did."""
+    """Tell which rewards order the pictures of a teaching session, or of pairs, as people did."""
     from g2rpo.app.evaluate import named_rewards
     from g2rpo.lab.teach.commands import agree as shares
 

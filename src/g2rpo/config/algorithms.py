@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from g2rpo.algorithms.epg import EPG
+from g2rpo.algorithms.flow_dpo import FlowDPO
 from g2rpo.algorithms.flow_grpo import (
     DanceGRPO,
     FlowCPS,
@@ -35,6 +36,7 @@ from g2rpo.algorithms.flow_grpo import (
     MixGRPOFlash,
     TempFlowGRPO,
 )
+from g2rpo.algorithms.flow_kto import FlowKTO
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import EGRPO, AdaGRPO, PaveGRPO
@@ -52,7 +54,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ 
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
         FlowDPPO, PaveGRPO, AdaGRPO, EGRPO, DiffusionNFT, AWM, DGPO, EPG, FDFO, ReFL, OPSD,
-        SelfOPD, LCGRPO,
+        SelfOPD, LCGRPO, FlowDPO, FlowKTO,
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, with_name
+from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, config_name, with_name
 from g2rpo.config.complaints import REWARD_TABLES, complaints
 from g2rpo.config.given import is_mention
 from g2rpo.config.schema import Config, Section
 from g2rpo.core import plugins
+from g2rpo.core.capabilities import judged_by
 from g2rpo.core.errors import UserError, did_you_mean, refuse
 from g2rpo.core.plain import DEPTH, parse_yaml, read_text
 
@@ -52,9 +53,14 @@ def resolve(
     algorithm whose code may not be imported is a `given.Mentioned` one; without, it is refused.
     """
     allow_code(overrides)
-    return resolve_as(
-        Config, _with_other_algorithm(data, overrides, source, notify), overrides, source, mention
-    )
+    merged = _with_other_algorithm(data, overrides, source, notify)
+    config = resolve_as(Config, merged, overrides, source, mention)
+    if data.get("rewards") and judged_by(config.algorithm) is not None:
+        only = ", ".join(data["rewards"])
+        notify(
+            f"algorithm.name={config_name(config.algorithm)}: learns from no reward; {only} only judge"
+        )
+    return config
 
 
 def allow_code(overrides: Sequence[str]) -> None:
@@ -83,7 +89,9 @@ def resolve_as(
     for override in overrides:
         _override(merged, override)
     if isinstance(given := merged.get("algorithm"), Mapping):
-        _class_in(given, source, mention)
+        algorithm = _class_in(given, source, mention)
+        if algorithm is not None and judged_by(algorithm) is not None:
+            _only_judge(merged)
     try:
         group = kind.model_validate(merged, context={"mention": mention})
         said = list(_wrong_sizes(group))
@@ -92,6 +100,22 @@ def resolve_as(
     if said:
         raise UserError("\n".join(f"{source}: {complaint}" for complaint in said))
     return group
+
+
+def _only_judge(data: dict[str, Any]) -> None:
+    """Makes the rewards of an algorithm that learns from none held-out ones."""
+    trained, looks = data.get("rewards"), data.get("evaluation")
+    if isinstance(trained, Mapping) and isinstance(looks, dict):
+        data["rewards"] = {}
+        judging = {name: _without_floor(entry) for name, entry in trained.items()}
+        looks["rewards"] = {**judging, **(looks.get("rewards") or {})}
+
+
+def _without_floor(entry: Any) -> Any:
+    """A reward's settings without its floor, which is for training."""
+    if not isinstance(entry, Mapping):
+        return entry
+    return {key: value for key, value in entry.items() if key != "floor"}
 
 
 def codes_in(data: Any, key: str = "") -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from pydantic import (
 from torch import Tensor
 
 from g2rpo.config.algorithms import AnyAlgorithm
+from g2rpo.core.capabilities import judged_by
 from g2rpo.core.data import Precision
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.core.plain import Count, Section
@@ -249,6 +251,18 @@ class Config(Section):
         if self.sampling.precision == "float32":
             return Precision(network)
         return Precision(network, anchor=torch.bfloat16, step=torch.bfloat16)
+
+    @property
+    def aims(self) -> dict[str, RewardConfig]:
+        """The rewards by which a run is measured: those that are trained on or, of an algorithm
+        that learns from none, those that judge."""
+        return self.rewards or self.evaluation.rewards
+
+    @property
+    def learnt_from(self) -> str:
+        """What a run learns from, in words: its rewards, or the pairs or marks of a file."""
+        kind = judged_by(self.algorithm)
+        return f"{kind} of {Path(self.prompts.train).name}" if kind else ", ".join(self.rewards)
 
     @property
     def judged(self) -> PolicyConfig:

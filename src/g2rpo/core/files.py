@@ -216,6 +216,12 @@ def local(name: str | Path) -> Path:
     return Path(os.path.expanduser(name))
 
 
+def cache_root() -> Path:
+    """$G2RPO_CACHE, or g2rpo in the user's cache folder ($XDG_CACHE_HOME, ~/.cache)."""
+    own = os.environ.get("G2RPO_CACHE")
+    return local(own) if own else local(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "g2rpo"
+
+
 def digest_of(value: Any) -> str:
     """SHA-256 of plain data, the same for equal data whatever the order of its keys."""
     return hashlib.sha256(

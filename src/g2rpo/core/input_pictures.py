@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps
+from torch import Tensor
 
-from g2rpo.core.data import Prompt, plain_prompt
+from g2rpo.core.data import Judged, Prompt, plain_prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests, digest_of, local
+from g2rpo.core.images import to_tensor
 
 T = TypeVar("T")
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -37,6 +39,13 @@ def read_inputs(prompt: str) -> list[Image.Image]:
 def open_picture(path: str, place: str) -> Image.Image:
     """A picture as `as_rgb`; UserError begins with `place`."""
     return _opened(path, place, as_rgb)
+
+
+def cut(path: str, width: int, height: int) -> Tensor:
+    """A judged picture, [1, 3, H, W] in [0, 1]: its middle with these proportions, resized by
+    Lanczos' filter."""
+    whole = _opened(path, "pairs", as_rgb, "picture")
+    return to_tensor([ImageOps.fit(whole, (width, height), Image.Resampling.LANCZOS)]).float() / 255
 
 
 def check_inputs(prompts: Iterable[str]) -> None:
@@ -73,6 +82,21 @@ def check_pictures(named: Iterable[tuple[str, str]]) -> None:
         )
 
 
+def faults_of_pictures(named: Mapping[str, str]) -> list[str]:
+    """What is wrong with pictures, given as path and place: absent, damaged, too large. All are
+    decoded."""
+
+    def fault(path: str) -> str | None:
+        try:
+            _opened(path, named[path], lambda picture: picture.load(), "picture")
+        except UserError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(DECODED_AT_ONCE) as pool:
+        return [said for said in pool.map(fault, named) if said is not None]
+
+
 def content_of(prompt: str, digests: FileDigests) -> list[str]:
     """A digest of each of the prompt's input pictures."""
     for path in images_of(prompt):
@@ -81,21 +105,29 @@ def content_of(prompt: str, digests: FileDigests) -> list[str]:
 
 
 def digest_of_prompts(prompts: Iterable[str]) -> str:
-    """A digest of prompts with metadata and pictures; pictures count by content, not by path."""
+    """A digest of prompts with metadata, pictures and what people judged; pictures count by content,
+    not by path."""
     digests = FileDigests(None)
-    plain = [(plain_prompt(prompt), content_of(prompt, digests)) for prompt in prompts]
-    return digest_of(
-        [{**each, "images": images} if isinstance(each, dict) else each for each, images in plain]
-    )
+
+    def content(prompt: str) -> Any:
+        plain, images = plain_prompt(prompt), content_of(prompt, digests)
+        each = {**plain, "images": images} if isinstance(plain, dict) else plain
+        if not isinstance(prompt, Judged):
+            return each
+        return [each, [digests.of(Path(path)) for path in prompt.pictures], prompt.good]
+
+    return digest_of([content(prompt) for prompt in prompts])
 
 
 def _place(prompt: str) -> str:
     return f"prompt {str(prompt)[:60]!r}"
 
 
-def _opened(path: str, place: str, read: Callable[[Image.Image], T]) -> T:
+def _opened(
+    path: str, place: str, read: Callable[[Image.Image], T], what: str = "input picture"
+) -> T:
     """`read` of an opened picture, after a check of its size."""
-    said = f"{place}: input picture {path}"
+    said = f"{place}: {what} {path}"
     if not local(path).is_file():  # nor a pipe or a device
         raise UserError(f"{said}: there is no such file")
     try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from g2rpo.config.schema import Config
+from g2rpo.core.capabilities import judged_by
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Plan
 from g2rpo.core.errors import UserError
@@ -49,7 +50,9 @@ def plans_in(config: Config, iteration: int) -> list[Plan]:
 
 
 def trained_sigmas_of(config: Config, sigmas: Tensor) -> list[float]:
-    """The sigmas at which a run trains, falling."""
+    """The sigmas at which a run trains, falling; where they are drawn, the grid's."""
+    if judged_by(config.algorithm) is not None:
+        return [float(sigma) for sigma in sigmas]
     plans = {
         plan
         for iteration in range(config.trainer.iterations)

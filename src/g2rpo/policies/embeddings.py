@@ -17,11 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from g2rpo.core.errors import UserError, loading
-from g2rpo.core.files import FileDigests, digest_of, local, write_whole
+from g2rpo.core.files import FileDigests, digest_of, write_whole
 from g2rpo.core.finite import check_embeddings
 from g2rpo.core.input_pictures import content_of
 from g2rpo.core.normal import in_float64
 from g2rpo.core.types import Cond, Policy, Prompt
+from g2rpo.policies.encoding import NAME
 
 FORMAT = 2
 """Part of every key. Increase it when the meaning of stored tensors changes; old files are then not
@@ -33,12 +34,6 @@ ROUNDINGS = 0.1
 of bfloat16 are a hundredth; embeddings of other encoders are about 1 apart."""
 DISK_RESERVE = 2**30
 """Bytes of the disk that the cache leaves free, so that checkpoints still fit."""
-
-
-def cache_root() -> Path:
-    """$G2RPO_CACHE, or g2rpo in the user's cache folder ($XDG_CACHE_HOME, ~/.cache)."""
-    own = os.environ.get("G2RPO_CACHE")
-    return local(own) if own else local(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "g2rpo"
 
 
 class DamagedEmbedding(ValueError):
@@ -287,8 +282,13 @@ OPTIONAL = (
 class CachedPolicy(Generic[P]):
     """`policy` with the conditioning of `encoder`; everything else is the policy's."""
 
-    def __init__(self, policy: P, encoder: CachedEncoder | EncodedPrompts) -> None:
-        self.policy, self.encoder = policy, encoder
+    def __init__(
+        self,
+        policy: P,
+        encoder: CachedEncoder | EncodedPrompts,
+        pictures: CachedEncoder | None = None,
+    ) -> None:
+        self.policy, self.encoder, self.pictures = policy, encoder, pictures
         self.encode = encoder.encode
         # the policy's own methods
         self.noise, self.velocity, self.decode = policy.noise, policy.velocity, policy.decode
@@ -297,6 +297,13 @@ class CachedPolicy(Generic[P]):
             policy.base,
             policy.save,
         )
+
+    def latents_of(self, files: Sequence[str]) -> Tensor:
+        """As the policy's, of which `pictures` are the encoder, with its cache."""
+        if self.pictures is None:
+            found: Tensor = self.policy.latents_of(files)  # type: ignore[attr-defined]
+            return found
+        return self.pictures.encode([Prompt("", [path]) for path in files]).tensors[NAME]
 
     @property
     def device(self) -> torch.device:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,7 +81,7 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
     if path.name == PUBLISHED_LIST or (path / PUBLISHED_LIST).is_file():
         return _from_published(path if path.is_dir() else path.parent)
     refuse(_faults_of_name(path, suffix), ValueError)
-    refuse_other_files(_begin(path))
+    refuse_other_files(begin_of(path))
     if suffix == ".parquet":
         return _from_parquet(path, column)
     text = read_text(path)
@@ -89,9 +90,9 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
     elif suffix in (".csv", ".tsv"):
         numbered = read_table(text, "\t" if suffix == ".tsv" else ",;\t|", column)
     elif suffix == ".json":
-        numbered = _from_json(text)
+        numbered = json_entries(text)
     else:
-        numbered = _from_json_lines(text)
+        numbered = json_lines(text)
     unit = "entry" if suffix == ".json" else "line"
     return _usable(f"prompt file {path}", numbered, column, unit, path.parent)
 
@@ -168,7 +169,7 @@ def _from_published(folder: Path) -> list[Prompt]:
     return prompts
 
 
-def _begin(path: Path) -> str:
+def begin_of(path: Path) -> str:
     """The first characters of a file; "" if there is none, which reading it will report."""
     if not path.is_file():
         return ""
@@ -176,7 +177,7 @@ def _begin(path: Path) -> str:
         return file.read(200).decode("utf-8-sig", errors="replace")
 
 
-def _from_json_lines(text: str) -> list[tuple[int, Any]]:
+def json_lines(text: str) -> list[tuple[int, Any]]:
     # splitlines would also cut at what Unicode calls line ends, which JSON allows
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     values = []
@@ -186,13 +187,13 @@ def _from_json_lines(text: str) -> list[tuple[int, Any]]:
     return values
 
 
-def _from_json(text: str) -> list[tuple[int, Any]]:
+def json_entries(text: str) -> list[tuple[int, Any]]:
     """The entries of a list or an object. Files of JSON lines are often called .json."""
     try:
         value = parse_json(text)
     except ValueError as error:
         if text.lstrip()[:1] == "{" and len(text.strip().split("\n")) > 1:
-            return _from_json_lines(text)
+            return json_lines(text)
         raise ValueError(f"is no JSON ({error})") from None
     if isinstance(value, dict):
         held = [
@@ -213,6 +214,18 @@ def _from_json(text: str) -> list[tuple[int, Any]]:
 
 
 def _from_parquet(path: Path, column: str) -> list[Prompt]:
+    with open_parquet(path) as file:
+        column = column_of(file.schema_arrow.names, column)
+        kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
+        if file.metadata.num_rows > MOST_ROWS:
+            raise ValueError(f"has {file.metadata.num_rows} rows; at most {MOST_ROWS} are read")
+        records = file.read(columns=kept).to_pylist()
+    return _usable(f"prompt file {path}", list(enumerate(records, 1)), column, "row", path.parent)
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """A parquet file; ValueError if it cannot be read."""
     with placed(
         "reading parquet needs pyarrow: ",
         ImportError,
@@ -225,12 +238,7 @@ def _from_parquet(path: Path, column: str) -> list[Prompt]:
         placed("cannot be read as parquet: ", OSError, ArrowException, kind=ValueError),
         ParquetFile(path) as file,
     ):
-        column = column_of(file.schema_arrow.names, column)
-        kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
-        if file.metadata.num_rows > MOST_ROWS:
-            raise ValueError(f"has {file.metadata.num_rows} rows; at most {MOST_ROWS} are read")
-        records = file.read(columns=kept).to_pylist()
-    return _usable(f"prompt file {path}", list(enumerate(records, 1)), column, "row", path.parent)
+        yield file
 
 
 def _is_binary(kind: str) -> bool:
@@ -274,7 +282,7 @@ def _usable(
         record = {COLUMNS[0]: value} if isinstance(value, str) else value
         with placed(f"{place}: "):
             column = _column_in(record, column)  # the first record's is that of all
-            prompts.append(_prompt(record, column, beside))
+            prompts.append(prompt_of(record, column, beside))
         pictures += [(path, place) for path in prompts[-1].images]
     check_pictures(pictures)
     return prompts
@@ -286,7 +294,7 @@ def _column_in(record: Any, column: str) -> str:
     return column_of(list(record), column)
 
 
-def _prompt(record: Mapping[str, Any], column: str, beside: Path | None) -> Prompt:
+def prompt_of(record: Mapping[str, Any], column: str, beside: Path | None) -> Prompt:
     text = _visible(record[column])
     named = checked_as(_Beside, dict(record))
     others = record.keys() - {column, "images", "image", "metadata"}
@@ -294,10 +302,12 @@ def _prompt(record: Mapping[str, Any], column: str, beside: Path | None) -> Prom
     stored = json.dumps(metadata, ensure_ascii=False, default=str)  # dates and the like as text
     if not all(map(is_text, (stored, *named.images))):
         raise ValueError("its metadata or pictures have a character that no text may have")
-    return Prompt(text, [_picture(image, beside) for image in named.images], json.loads(stored))
+    return Prompt(
+        text, [picture_beside(image, beside) for image in named.images], json.loads(stored)
+    )
 
 
-def _picture(image: str, beside: Path | None) -> str:
+def picture_beside(image: str, beside: Path | None) -> str:
     """The path of an input picture. Runs show and publish them, so a prompt file from elsewhere
     must not name arbitrary pictures of this machine."""
     if beside is None:

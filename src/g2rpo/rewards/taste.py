@@ -20,10 +20,13 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 from torch import Tensor
 
+from g2rpo.core.data import Judged
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import local
+from g2rpo.core.input_pictures import cut
 from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Reward
+from g2rpo.prompts.judged import read_judged
 from g2rpo.rewards.clip import CLIPScore
 from g2rpo.rewards.votes import FILE, answered
 
@@ -328,7 +331,8 @@ class Clicks(Reward):
     """What the person who clicked would like: the head's utility, in standard deviations within
     groups; 0 before there is one.
 
-    run: the directory of a session of `g2rpo teach`, to whose answers the head is fitted.
+    run: the directory of a session of `g2rpo teach`, or a file of pairs, to whose answers the head
+        is fitted; to pairs at the first call, at the size of its pictures.
     clip: a CLIP (folder or repository) whose features the head may use.
 
     A session fits the head itself, and sets `encoder` to another reward that has features.
@@ -340,17 +344,31 @@ class Clicks(Reward):
     def __init__(self, run: str | None = None, clip: str | None = None) -> None:
         self.encoder: PictureEncoder | None = CLIPScore(clip) if clip is not None else None
         self.head: Head | None = None
-        if run is not None:
-            found = answered(local(run))
+        self._pairs: Sequence[Judged] = ()
+        if run is not None and local(run).is_file() and local(run).name != FILE:
+            self._pairs = read_judged(run, "pairs")
+        elif run is not None:
+            folder = local(run) if local(run).is_dir() else local(run).parent
+            found = answered(folder)
             choices = [
                 Choice(features_of(images, [vote.prompt] * len(images), self.encoder), vote.liked)
                 for vote, images in found
             ]
             self.head = fit(choices)
-            if self.head is None:
-                raise UserError(f"reward clicks: {run} has fewer than two answers to fit a head to")
+        if run is not None and self.head is None and len(self._pairs) < 2:
+            raise UserError(f"reward clicks: {run} has fewer than two answers to fit a head to")
+
+    def _fit_pairs(self, height: int, width: int) -> None:
+        """Fits the head to pairs of this size."""
+        choices = []
+        for pair in self._pairs:
+            images = torch.cat([cut(path, width, height) for path in pair.pictures])
+            choices.append(Choice(features_of(images, [str(pair)] * 2, self.encoder), (0,)))
+        self.head, self._pairs = fit(choices), ()
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        if self._pairs:
+            self._fit_pairs(images.shape[-2], images.shape[-1])
         if self.head is None:
             return torch.zeros(len(prompts))
         return self.head(features_of(images, prompts, self.encoder))

@@ -4,8 +4,10 @@ the pictures beside it."""
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,13 +15,15 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from g2rpo.core.data import Judged, Prompt
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import append_line
+from g2rpo.core.files import append_line, write_whole
 from g2rpo.core.images import to_tensor
 from g2rpo.core.plain import read_lines_as
 
-FILE, FOLDER = "votes.jsonl", "votes"
-"""Names in a run directory: the answers, and a folder of pictures for each round."""
+FILE, FOLDER, PAIRS = "votes.jsonl", "votes", "pairs.jsonl"
+"""Names in a run directory: the answers, a folder of pictures for each round, and the answers as
+pairs, as other trainers read them."""
 Place = Annotated[int, Field(ge=0, lt=10**6)]
 
 
@@ -97,6 +101,33 @@ def standing(votes: Sequence[Vote]) -> list[Vote]:
         elif vote.kind == "vote":
             found.append(vote)
     return [vote for vote in found if vote.liked]
+
+
+def pairs_of(run: Path) -> list[tuple[str, Judged]]:
+    """The answers in a run directory (`answered`) as pairs of a liked picture and another one of
+    its group, with their rounds."""
+    pairs = []
+    for vote, images in answered(run):
+        files = sorted((run / FOLDER / f"{vote.round:06d}").glob("??????.png"))
+        others = [place for place in range(len(images)) if place not in vote.liked]
+        for pair in product(vote.liked, others):
+            shown = [str(files[place]) for place in pair]
+            judged = Judged.of(Prompt(vote.prompt), shown, (True, False))
+            pairs.append((f"round {vote.round + 1}", judged))
+    return pairs
+
+
+def write_pairs(run: Path) -> None:
+    """Writes the answers of a session as `PAIRS`, with pictures relative to it, if there are
+    any."""
+    if not standing(read(run / FILE)):
+        return
+    rows = []
+    for _, pair in pairs_of(run):
+        chosen, rejected = (os.path.relpath(path, run) for path in pair.pictures)
+        rows.append({"prompt": str(pair), "chosen": chosen, "rejected": rejected})
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    write_whole(run / PAIRS, "".join(lines).encode())
 
 
 def answered(run: Path) -> Iterator[tuple[Vote, Tensor]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import SumsGroups, candidates_of
+from g2rpo.core.capabilities import SumsGroups, candidates_of, judged_by
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Batch, Plan, Rollout, Transition
@@ -42,7 +42,9 @@ def baseline_walk(last: int, num_steps: int) -> tuple[range]:
 
 def count_per_prompt(algorithm: Algorithm, plans: Sequence[Plan], tails: Tails = EXACT) -> int:
     """`count_evaluations`, plus the ODE pictures of the candidates among which a prompt is chosen,
-    if any."""
+    if any; 0 for pictures from files."""
+    if judged_by(algorithm) is not None:
+        return 0
     walk = [anchor_walk(plans[0].tails[0][-1])]
     choice = count_evaluations(walk, each, tails) if (each := candidates_of(algorithm)) > 1 else 0
     return choice + count_evaluations(plans, algorithm.group_size, tails)

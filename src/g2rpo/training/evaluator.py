@@ -294,7 +294,10 @@ class Evaluator:
             results["rolled_back_from"] = rolled_back_from
         self.run.write_results(results)
         with self.run.written(self.run.curves) as path:
-            save_figure(path, curves(self.run.read_log(), list(self.rewards), len(base.prompts)))
+            save_figure(
+                path,
+                curves(self.run.read_log(), list(self.rewards or self.judges), len(base.prompts)),
+            )
         return table
 
     def _picture_statistics(self, base: Evaluation, evaluation: Evaluation) -> Row:
@@ -324,7 +327,7 @@ class Evaluator:
         for label, (iteration, one) in zip(
             ("base", "tuned") if len(sides) > 1 else ("",), sides, strict=True
         ):
-            scores = {reward: one.scores[reward][places] for reward in self.rewards}
+            scores = {reward: one.scores[reward][places] for reward in self.rewards or self.judges}
             picture_rows.append(
                 PictureRow(
                     one.images[places],
@@ -371,7 +374,7 @@ def evaluator_of(
         learner=loop.learner,
         rewards=loop.rewards,
         judges=judges,
-        weights={name: entry.weight for name, entry in config.rewards.items()},
+        weights={name: entry.weight for name, entry in config.aims.items()},
         heldout=heldout,
         sizes=loop.sizes,
         shards=shards,

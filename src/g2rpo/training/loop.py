@@ -13,7 +13,12 @@ from functools import partial
 from torch import Tensor
 
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import KeepsOldWeights, candidates_of, differentiates_rewards
+from g2rpo.core.capabilities import (
+    KeepsOldWeights,
+    candidates_of,
+    differentiates_rewards,
+    judged_by,
+)
 from g2rpo.core.contracts import advantages_of, check_scored, choice_of
 from g2rpo.core.data import Row
 from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
@@ -58,6 +63,11 @@ class Loop:
     """Finds batch sizes before the first rollout; the trainer sets it (`parts.find_sizes`)."""
     iteration: int = 0
 
+    @property
+    def judged(self) -> bool:
+        """Whether prompts have judged pictures, which are learnt from in place of samples."""
+        return judged_by(self.algorithm) is not None
+
     def sample_groups(self) -> Groups:
         """Prompts -> rollout -> rewards: the groups of the current iteration. Rewards with a state
         observe them and are fitted."""
@@ -69,7 +79,10 @@ class Loop:
             prompts, cond, chosen_from = self._choose(prompts, cond, watch)
             algorithm = self.algorithm_now()
             spec = self.collector.own_spec(algorithm, self.iteration)
-            collected = self.collector.collect(spec, cond, prompts, watch)
+            if self.judged:
+                collected = self.collector.stored(spec, prompts, watch)
+            else:
+                collected = self.collector.collect(spec, cond, prompts, watch)
             # an algorithm may look at the whole batch
             scores = self.world.gather(collected.scores)
             watch.lap("waiting")
@@ -101,12 +114,13 @@ class Loop:
 
     def _up_to_floors(self, scores: Tensor) -> Tensor:
         """Scores [N, R, M, G] as they count in training; the log has them as they are."""
-        return scores.minimum(self.floors()[:, None, None])
+        return scores if self.judged else scores.minimum(self.floors()[:, None, None])
 
     def learn_from(self, groups: Groups, advantages: Tensor) -> Row:
         """Advantages [N, G] of all ranks' groups -> loss -> step: ends an iteration; returns its
         metrics."""
-        check_scored(groups.rewards, list(self.rewards))
+        if not self.judged:
+            check_scored(groups.rewards, list(self.rewards))
         stats, rate = self.update(groups, self.world.shard(advantages))
         groups.watch.lap("update")
         plans = self.collector.plans(groups.algorithm, self.iteration)
@@ -118,17 +132,12 @@ class Loop:
                 self.iteration, branches, self._up_to_floors(groups.rewards), self.weights
             )
         self.iteration += 1
-        parts = [*groups.chosen_from, groups.collected]
+        parts, names = [*groups.chosen_from, groups.collected], list(self.rewards)
+        clip = groups.algorithm.advantage_clip
         return {
             "kind": "train",
             "iteration": self.iteration,
-            **of_groups(
-                plans,
-                list(self.rewards),
-                groups.rewards,
-                advantages,
-                groups.algorithm.advantage_clip,
-            ),
+            **({} if self.judged else of_groups(plans, names, groups.rewards, advantages, clip)),
             **groups.reward_log,
             **state_log,
             **stats.summary(groups.algorithm),

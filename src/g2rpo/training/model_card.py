@@ -112,7 +112,7 @@ def _controls(config: Config, against: Controls | None) -> list[str]:
     """A paragraph on what the untrained model reaches, with prices."""
     if against is None:
         return []
-    names = told(against, list(config.rewards))
+    names = told(against, list(config.aims))
     return [" ".join([*in_words([against], names), *in_figures([against], names)])]
 
 
@@ -131,7 +131,8 @@ def _block(language: str, code: str) -> str:
 
 
 def _what(config: Config) -> str:
-    rewards = ", ".join(f"{name} (weight {entry.counts})" for name, entry in config.rewards.items())
+    weighted = [f"{name} (weight {entry.counts})" for name, entry in config.rewards.items()]
+    rewards = ", ".join(weighted) or config.learnt_from
     kind = (
         f"LoRA of rank {config.policy.lora_rank}"
         if config.policy.tuning == "lora"
@@ -290,7 +291,7 @@ def _modelspec(config: Config, method: str) -> dict[str, str]:
         "architecture": f"{model.architecture}/lora",
         "implementation": "diffusers",
         "title": f"{base_name(base)} tuned with {method}",
-        "description": f"Trained on {', '.join(config.rewards)} by g2rpo {__version__}",
+        "description": f"Trained on {config.learnt_from} by g2rpo {__version__}",
         "resolution": f"{config.policy.width}x{config.policy.height}",
         "license": model.licence,
     }

@@ -130,8 +130,8 @@ class Pilots:
             alarms[STOPPED] = str(error)
         found = np.full(len(trainer.heldout), math.nan)
         if trainer.final is not None:
-            weights = {name: entry.weight for name, entry in self.config.rewards.items()}
-            floors = dict(zip(weights, floors_of(self.config.rewards, self.base[1]), strict=True))
+            weights = {name: entry.weight for name, entry in self.config.aims.items()}
+            floors = dict(zip(weights, floors_of(self.config.aims, self.base[1]), strict=True))
             sides = (self.base[1].scores, trainer.final.scores)
             before, after = (
                 {

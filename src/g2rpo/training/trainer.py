@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from g2rpo.config.schema import Config
-from g2rpo.core.data import Row
+from g2rpo.core.data import Judged, Row
 from g2rpo.core.errors import Preempted
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Plan, Policy, Reward, as_rewards
@@ -26,6 +26,7 @@ from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.training.collector import Groups
 from g2rpo.training.evaluator import evaluator_of
+from g2rpo.training.held_out_pairs import HeldOutPairs
 from g2rpo.training.learner import Snapshot
 from g2rpo.training.listeners.checkpoints import Checkpoints
 from g2rpo.training.listeners.clock import Clock
@@ -48,12 +49,12 @@ class Trainer:
     """Trains `policy` on `rewards` by `config`, and writes `run_dir`.
 
     `judges` are rewards that score held-out pictures and are not trained on. `run_dir=None` writes
-    nothing. `notify` is called when batch sizes are found, or halved because memory ran out, and
-    when `trackers` fail. `shards` holds the ranks and the placement of the weights: every rank has
-    a trainer, with its share of the prompts; rank 0 writes. After `stopping` is set on any rank,
-    `train` saves after the current iteration, or during an evaluation, and raises `Preempted`. With
-    `ends_at`, a time of `time.monotonic`, the number of iterations follows from what they take
-    (`training.pace`).
+    nothing. `held_out_pairs` only tell whether the model prefers what people do. `notify` is called
+    when batch sizes are found, or halved because memory ran out, and when `trackers` fail. `shards`
+    holds the ranks and the placement of the weights: every rank has a trainer, with its share of
+    the prompts; rank 0 writes. After `stopping` is set on any rank, `train` saves after the current
+    iteration, or during an evaluation, and raises `Preempted`. With `ends_at`, a time of
+    `time.monotonic`, the number of iterations follows from what they take (`training.pace`).
     """
 
     config: Config
@@ -61,6 +62,7 @@ class Trainer:
     rewards: Mapping[str, Reward]
     prompts: Sequence[str]
     heldout: Sequence[str]
+    held_out_pairs: Sequence[Judged] = ()
     judges: Mapping[str, Reward] = field(default_factory=dict)
     run_dir: Path | None = None
     notify: Callable[[str], None] = print
@@ -102,6 +104,7 @@ class Trainer:
             loop.updater,
             loop.collector.sigmas,
         )
+        self.judged = HeldOutPairs(loop, self.held_out_pairs)
         self.own_prompts = self.division.own(c.trainer.prompts_per_iteration)
         self.alarms = alarms_of(c, self.sigmas, self.policy, self.rewards)
         self.evaluator = evaluator_of(loop, self.judges, self.heldout, self.shards, self.run)
@@ -294,7 +297,7 @@ class Trainer:
         if self.iteration == 0 and not self._keeps_base:
             self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
         watch.lap("evaluation")
-        row = self.evaluator.row(self.iteration, evaluation, spread)
+        row = self.evaluator.row(self.iteration, evaluation, spread) | self.judged.row()
         row["seconds"] = watch.seconds["evaluation"]
         return self._heard(row, evaluation)
 

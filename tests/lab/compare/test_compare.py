@@ -13,6 +13,7 @@ import pytest
 
 from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.core.capabilities import judged_by
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.untrained import Controls
 from g2rpo.evaluation.work import iterations_within, work
@@ -30,7 +31,7 @@ from tests.support.runs import fits, trainer
 ONE = "one: algorithm.granularities=[1]"
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [n for n, kind in ALGORITHMS.items() if not judged_by(kind)])
 def test_work_is_what_a_run_does(tmp_path, name):
     """The rollout's evaluations as logged, and the latents of the training pass as they are
     sampled, over three iterations."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config, SamplingConfig
-from g2rpo.core.capabilities import candidates_of
+from g2rpo.core.capabilities import candidates_of, judged_by
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Cond, Plan, no_kernel
@@ -22,7 +22,7 @@ from g2rpo.evaluation.work import plans_in
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.planning import anchor_walk
+from g2rpo.rollout.planning import anchor_walk, dry_rollout
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.memory import CPU_ROWS, batch_sizes
 from g2rpo.training.evaluator import free_knobs
@@ -187,7 +187,16 @@ def _dry(
     if candidates:
         choosing = replace(engine, cond=policy.encode(["0"] * candidates))
         choosing.rollout([anchor_walk(sampling.num_steps)], 1, no_kernel, generator_for)
-    rollouts = engine.rollout(plans, algorithm.group_size, algorithm.kernel(sigmas), generator_for)
+    stored = judged_by(algorithm) is not None
+    if stored:
+        rollouts = [
+            replace(dry_rollout(plan, algorithm.group_size, sigmas, (3, 1, 1)), prompt=row)
+            for row in range(prompts)
+            for plan in plans
+        ]
+    else:
+        kernel = algorithm.kernel(sigmas)
+        rollouts = engine.rollout(plans, algorithm.group_size, kernel, generator_for)
     calls = tuple(policy.calls["rollout"])
     silent = torch.zeros(algorithm.group_size)
     examples = [
@@ -215,5 +224,5 @@ def _dry(
         passes=tuple(policy.calls["training"]),
         reference_rows=sum(policy.calls["reference"]) + sum(policy.calls["rollout"][len(calls) :]),
         optimizer_steps=len(updates.grad_norms) + updates.skipped,
-        images=candidates + sum(rollout.pictures for rollout in rollouts),
+        images=0 if stored else candidates + sum(rollout.pictures for rollout in rollouts),
     )

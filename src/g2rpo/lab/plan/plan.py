@@ -19,7 +19,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import candidates_of
+from g2rpo.core.capabilities import candidates_of, judged_by
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
@@ -270,7 +270,8 @@ class Planner:
             ("evaluation.prompts", config.evaluation.prompts),
         ):
             try:
-                read.append(build_prompts(source, key))
+                kind = judged_by(config.algorithm) if key == "prompts.train" else None
+                read.append(build_prompts(source, key, kind))
             except UserError as error:
                 why = str(error).split(";")[0]
                 self.notes.append(

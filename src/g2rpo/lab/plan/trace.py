@@ -106,7 +106,8 @@ def trace_calls(
         config.sampling,
         {plan for iteration, _ in counts.kinds for plan in iteration.plans},
     )
-    rows, drawn = counts.largest(lambda it: it.calls), min(int(sampling.batch_size), counts.heldout)
+    drawn = min(int(sampling.batch_size), counts.heldout)
+    rows = counts.largest(lambda it: it.calls) or drawn
     if sampling.guidance_scale is None:  # one call for both
         rows = drawn = max(rows, drawn)
     pictures = min(

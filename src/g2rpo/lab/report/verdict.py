@@ -53,7 +53,7 @@ def summary_of(of: RunHistory | SeedGroup) -> Summary:
             [],
         )
     found = group.results("controls")
-    names = told(found[0], list(group.config.rewards)) if found else []
+    names = told(found[0], list(group.config.aims)) if found else []
     figures = in_figures(found, names)
     for which, (base, tuned) in group.spreads().items():
         figures.append(
@@ -76,15 +76,14 @@ def effect(change: Change, unit: str = "s.d.") -> str:
 
 
 def _outcome(group: SeedGroup) -> str:
-    trained = [change for change in group.changes.values() if change.trained]
-    names, length = (
-        _listed([change.name for change in trained]),
-        counted(max(group.judged_after), "iteration"),
-    )
+    scores = [change for change in group.changes.values() if change.name != RIGHT]
+    trained = [change for change in scores if change.trained]
+    names = _listed([change.name for change in trained]) if trained else group.config.learnt_from
+    length = counted(max(group.judged_after), "iteration")
     heldout = f"{group.runs[0].heldout} held-out"
     right = group.changes.get(RIGHT)
     if right is None:
-        said = f"On {heldout} prompts {'; '.join(map(_changed, trained))}"
+        said = f"On {heldout} prompts {'; '.join(map(_changed, trained or scores))}"
     else:
         words = next((of.in_words for of in group.results("right")), "Right on {} prompts")
         done = words.replace("{}", f"{_percent(right.tuned)} of {heldout}")

@@ -10,6 +10,9 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from g2rpo.app.build import Request, build
 from g2rpo.app.evaluate import reward_table
 from g2rpo.app.events import Emit, Line, Results, cautions, silent
@@ -17,9 +20,11 @@ from g2rpo.app.serving import Address
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.config import load_config
+from g2rpo.assembly.prompts import judged_in
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
+from g2rpo.core.input_pictures import cut, open_picture
 from g2rpo.core.statistics import Interval
 from g2rpo.lab.teach.session import OVERRIDES, Lesson, Session
 from g2rpo.lab.web import needing_gradio
@@ -149,20 +154,23 @@ def teach(
             serve_until(ended, page, where, emit, ends)
             emit(Line("comparing base and taught ..."))
         ended_with = lesson.finish()
+    if not follows:
+        votes.write_pairs(trainer.run.path)
     if ended_with is not None and not follows:
         shown = list(trainer.rewards), trainer.config.policy.kind is not None
         emit(Results(trainer.run.path, ended_with[1], trainer.heldout, *shown))
     return trainer.run.path
 
 
-def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]:
-    """By reward the share of pairs of a liked and another picture of a group that it orders as the
-    person did, ties counting one half: mean over the groups of a session, and the 95 % interval of
-    `agreement_interval`. A name without settings is the session's own reward or judge of that name,
-    else a kind with its defaults. UserError for a run without answers."""
+def agree(source: Path, rewards: Mapping[str, object]) -> dict[str, Interval]:
+    """Of a session's run directory, or a file of pairs. By reward the share of pairs of a liked and
+    another picture of a group that it orders as the person did, ties counting one half: mean over
+    the groups of a session, and the 95 % interval of `agreement_interval`. A name without settings
+    is the session's own reward or judge of that name, else a kind with its defaults. UserError for
+    a run without answers."""
     own: dict[str, object] = {}
-    if Run(directory).config.is_file():
-        config = Run(directory).read_config()
+    if Run(source).config.is_file():
+        config = Run(source).read_config()
         own |= {
             name: one.model_dump(mode="json")
             for name, one in {**config.evaluation.rewards, **config.rewards}.items()
@@ -172,14 +180,23 @@ def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]
         raise UserError(
             "clicks: is fitted to these answers, so they cannot judge it; the page of a session shows its agreement"
         )
-    answered = list(votes.answered(directory))
+    answered = list(_answered(source))
     built = build_rewards(table, pick_device("auto"))
     shares: dict[str, list[float]] = {name: [] for name in built}
-    for vote, images in answered:
-        scores = score(
-            built, images, [vote.prompt] * len(images), batch_size=16, members=len(images)
-        )
+    for prompt, liked, images in answered:
+        scores = score(built, images, [prompt] * len(images), batch_size=16, members=len(images))
         for name, values in zip(built, scores, strict=True):
             if not values.isnan().any():
-                shares[name].append(agreement_of(values.double().numpy(), vote.liked))
+                shares[name].append(agreement_of(values.double().numpy(), liked))
     return {name: mean_agreement(values) for name, values in shares.items()}
+
+
+def _answered(source: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
+    """(prompt, liked members, pictures [G, 3, H, W]) of a session's groups, or of pairs, at the size
+    of the chosen picture."""
+    if source.is_dir() or not source.exists():
+        yield from ((vote.prompt, vote.liked, images) for vote, images in votes.answered(source))
+        return
+    for pair in judged_in(str(source), "pairs"):
+        width, height = open_picture(pair.pictures[0], "pairs").size
+        yield pair, (0,), torch.cat([cut(path, width, height) for path in pair.pictures])

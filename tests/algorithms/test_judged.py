@@ -1,0 +1,227 @@
+"""Flow-DPO and Flow-KTO: their losses beside closed forms on the Gaussian policy, in float64; times,
+passes, counts and whole runs on stored pictures."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from g2rpo.algorithms.flow_dpo import FlowDPO, sigma_at
+from g2rpo.algorithms.flow_kto import FlowKTO
+from g2rpo.core.data import Batch, Rollout
+from g2rpo.core.errors import UserError
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.evaluation.work import work
+from g2rpo.lab.plan.counting import count
+from g2rpo.lab.plan.plan import COUNTED
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.training.held_out_pairs import area, share_right
+from g2rpo.training.updater import Trained
+from tests.lab.counting import Counting
+from tests.support.judged import Encodes, marks_of, pairs, trainer
+from tests.support.runs import picture
+from tests.support.watched import Watched
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+"""Some thirty float64 operations on numbers of size 1 to 100 round by less."""
+SIGMAS = sigma_grid(6, 3.0).double()
+
+
+def moved(by=0.1):
+    """A policy in float64 whose mean has moved from the base's."""
+    policy = GaussianPolicy(size=2, dtype=torch.float64)
+    draw = torch.Generator().manual_seed(3)
+    policy.mean.data = by * torch.randn(3, 2, 2, generator=draw, dtype=torch.float64)
+    policy._base_mean = policy._base_mean.double()
+    return policy
+
+
+def batch_of(algorithm, groups=3):
+    """Groups of random latents as a batch, their marks in turn."""
+    draw = torch.Generator().manual_seed(5)
+    examples = []
+    for row in range(groups):
+        x = torch.randn(algorithm.group_size, 3, 2, 2, generator=draw, dtype=torch.float64)
+        rollout = Rollout(row, algorithm.plans(6)[0], (), x[None])
+        advantages = torch.tensor([1.0, -1.0])[row % 2 :][: algorithm.group_size].double()
+        if algorithm.group_size == 2:
+            advantages = torch.tensor([1.0, -1.0]).double()
+        given = algorithm.examples(rollout, advantages, lambda *of, r=row: generator_for(r, *of))
+        examples += given
+    return examples
+
+
+def loss_of(algorithm, policy, examples):
+    cond = policy.encode(["0", "0.25", "-0.5"])
+    return algorithm.loss(
+        Batch.of(examples, SIGMAS, True), Trained(policy, cond, torch.float64)
+    ).values
+
+
+def gains_by_hand(mean, examples):
+    """Of every row: velocities of N(m + shift, .6^2) written out, and both errors."""
+    gains = []
+    for example in examples:
+        place, noise = float(example.data["place"]) * 6, example.data["noise"][0].double()
+        step = int(place)
+        sigma = SIGMAS[step] + (place - step) * (SIGMAS[step + 1] - SIGMAS[step])
+        shift = [0, 0.25, -0.5][example.prompt]
+        for image in example.x:
+            x, errors = (1 - sigma) * image + sigma * noise, []
+            for m in (torch.zeros(3, 2, 2).double() + shift, mean + shift):
+                var = (1 - sigma) ** 2 * 0.36 + sigma**2
+                away = x - (1 - sigma) * m
+                expected_noise, expected_image = (
+                    sigma * away / var,
+                    m + (1 - sigma) * 0.36 * away / var,
+                )
+                errors.append(((expected_noise - expected_image - (noise - image)) ** 2).mean())
+            gains.append(errors[0] - errors[1])
+    return torch.stack(gains)
+
+
+def dpo_by_hand(mean, examples):
+    gains = gains_by_hand(mean, examples).view(-1, 2)
+    return torch.log1p((-3.5 * (gains[:, 0] - gains[:, 1])).exp())
+
+
+def kto_by_hand(mean, examples):
+    gains = gains_by_hand(mean, examples)
+    marks = torch.cat([example.advantages for example in examples])
+    reference = max(0.0, gains.mean().item())
+    u = 1 / (1 + (-marks * 7 * (gains - reference)).exp())
+    return torch.where(marks > 0, 1.0, 0.5) * (1 - u)
+
+
+CASES = [
+    (FlowDPO(beta=7.0, times=2), dpo_by_hand),
+    (FlowKTO(beta=7.0, times=2, bad_weight=0.5), kto_by_hand),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "by_hand"), CASES, ids=["dpo", "kto"])
+def test_loss_and_gradient_are_the_closed_forms(algorithm, by_hand):
+    """The gradient also by central differences, whose error is h^2 times a third derivative of size
+    1: 1e-8 of 1e-4."""
+    policy = moved()
+    examples = batch_of(algorithm)
+    if algorithm.group_size == 1:
+        reference = gains_by_hand(policy.mean.detach(), examples).mean()
+        examples = [example.with_group_sum(reference) for example in examples]
+    values = loss_of(algorithm, policy, examples)
+    assert_close(values, by_hand(policy.mean, examples), **EXACT)
+    (gradient,) = torch.autograd.grad(values.mean(), policy.mean)
+    start, h = policy.mean.detach().clone(), 1e-4
+    slopes = []
+    for entry in range(start.numel()):
+        sides = []
+        for sign in (1, -1):
+            step = torch.zeros(start.numel(), dtype=torch.float64)
+            step[entry] = sign * h
+            policy.mean.data = start + step.view_as(start)
+            sides.append(loss_of(algorithm, policy, examples).mean().item())
+        slopes.append((sides[0] - sides[1]) / (2 * h))
+    assert_close(gradient.flatten(), torch.tensor(slopes).double(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_place_on_the_grid_is_between_its_steps():
+    grid = torch.tensor([1.0, 0.6, 0.0])
+    found = sigma_at(grid, torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]))
+    assert_close(found, torch.tensor([1, 0.8, 0.6, 0.3, 0]))
+
+
+def test_both_pictures_of_a_pair_get_one_noise_and_time():
+    (example,) = batch_of(FlowDPO(), 1)
+    assert example.rows == 2 and len(example.advantages) == 1
+    assert {len(value) for value in example.data.values()} == {1}
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """Eight prompts, each with a brighter picture that is good and a darker one that is not."""
+    for one in (found := pairs(8, tmp_path)):
+        for path in one.pictures:
+            picture(path)
+    return found
+
+
+@pytest.mark.parametrize(("name", "beta"), [("flow_dpo", 100), ("flow_kto", 20)])
+def test_a_run_moves_to_what_is_preferred_and_tells_so(name, beta, judged, tmp_path):
+    """Without a reward; held-out accuracy is one half of ties at first, then all; a resumed run is
+    the same."""
+    given = judged if name == "flow_dpo" else marks_of(judged)
+    options = (f"algorithm.beta={beta}", "trainer.iterations=4")
+    made = {"prompts": given[4:], "held_out_pairs": given[:4]}
+    t = trainer(
+        name,
+        made["prompts"],
+        *options,
+        run_dir=tmp_path / "run",
+        held_out_pairs=made["held_out_pairs"],
+    )
+    rows = list(t.train())
+    looks = [row["pairs/accuracy"] for row in rows if row["kind"] == "eval"]
+    assert looks[0] == 0.5 and looks[-1] == 1
+    assert float(t.policy.mean.detach().mean()) > 0.01
+    first = next(row for row in rows if row["kind"] == "train")
+    assert first["loss"] == pytest.approx(math.log(2) if name == "flow_dpo" else 0.5)
+    assert not any(key.startswith("reward/") for key in first)
+    again = trainer(
+        name,
+        made["prompts"],
+        *options,
+        run_dir=tmp_path / "run",
+        held_out_pairs=made["held_out_pairs"],
+    )
+    again.resume()
+    assert torch.equal(again.policy.mean, t.policy.mean)
+
+
+@pytest.mark.parametrize("name", ["flow_dpo", "flow_kto"])
+def test_an_update_is_the_same_in_passes_of_any_size(name, judged):
+    """The reference point of KTO is that of the whole update. Sums in another order."""
+    given = judged if name == "flow_dpo" else marks_of(judged)
+    means = []
+    options = ("algorithm.beta=5", "trainer.prompts_per_iteration=4")
+    for size in (1, 3, 64):
+        own = f"trainer.micro_batch_size={size}"
+        t = trainer(name, given, *options, own, policy=Encodes(mean=0.1))
+        t.policy._base_mean -= 0.1  # gains differ from 0
+        seen = Watched(t)
+        t.iterate()
+        means.append(torch.cat([g.flatten() for g in seen.gradients[0]]))
+    assert float(means[0].abs().max()) > 1e-3
+    for other in means[1:]:
+        assert_close(other, means[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("flow_dpo", (6, 6)), ("flow_kto", (3, 9))])
+def test_plan_and_work_count_what_a_run_evaluates(name, rows, judged):
+    """With gradient and without, of three pairs, and of three marks, whose reference point takes
+    both again. The reference of accuracies is not counted."""
+    given = judged if name == "flow_dpo" else marks_of(judged)
+    policy = Counting()
+    policy.latents_of = Encodes().latents_of
+    t = trainer(name, given, "trainer.prompts_per_iteration=3", policy=policy)
+    t.iterate()
+    found = count(t.config, 3)
+    assert (found.mean(COUNTED["training_rows"]), found.mean(COUNTED["reference_rows"])) == rows
+    assert (policy.trained, policy.without_gradient) == rows
+    assert found.mean(COUNTED["evaluations"]) == found.mean(COUNTED["images"]) == 0
+    assert work(t.config, 0) == 3 * rows[0] + rows[1]
+
+
+def test_strings_in_place_of_judged_pictures_are_refused():
+    with pytest.raises(UserError, match="learns from pictures that people judged"):
+        trainer("flow_dpo", ["0", "0.1"])
+
+
+def test_accuracies():
+    """Of margins 1, 0, -1, 2; and of marks by counting the pairs of a good and a bad one."""
+    assert share_right(torch.tensor([1.0, 0, -1, 2]))[0] == 2.5 / 4
+    share, error = area(torch.tensor([3.0, 1, 2]), torch.tensor([0.0, 2]))
+    assert share == pytest.approx((2 + 1 + 1.5) / 6)
+    # variances of (1, .5, .75) over 3 and of (1, .5) over 2
+    assert error == pytest.approx(math.sqrt(0.0625 / 3 + 0.125 / 2))

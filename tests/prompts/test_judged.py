@@ -1,0 +1,176 @@
+"""Pairs and marks from the files that people have, and what is refused."""
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from g2rpo.core.errors import UserError
+from g2rpo.prompts.judged import held_out, read_judged
+from tests.support.runs import picture
+
+COLOURS = {"p.png": (200, 0, 0), "q.png": (0, 200, 0), "r.png": (0, 0, 200)}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Three pictures, and one cut off; the cache is empty."""
+    monkeypatch.setenv("G2RPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name, colour in COLOURS.items():
+        picture(name, colour)
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (9, 9, 3), np.uint8)).save("cut.png")
+    Path("cut.png").write_bytes(Path("cut.png").read_bytes()[:150])
+    return tmp_path
+
+
+def content(name):
+    return base64.b64encode(Path(name).read_bytes()).decode()
+
+
+def written(rows, name="pairs.jsonl"):
+    rows = rows if isinstance(rows, list) else [rows]
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def seen(judged):
+    """(prompt, colours, marks) of each."""
+    return [
+        (str(one), [Image.open(path).getpixel((0, 0)) for path in one.pictures], one.good)
+        for one in judged
+    ]
+
+
+PAIR = [("a cat", [COLOURS["p.png"], COLOURS["q.png"]], (True, False))]
+
+
+def parquet(rows, name):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), name)
+    return name
+
+
+def pick_a_pic(first, labels, value):
+    names = ("p.png", "q.png") if first else ("q.png", "p.png")
+    row = {"caption": "a cat", **{f"jpg_{i}": value(name) for i, name in enumerate(names)}}
+    return {**row, "label_0": labels[0], "label_1": labels[1], "are_different": True}
+
+
+READ = {
+    "own": lambda: written({"prompt": "a cat", "chosen": "p.png", "rejected": "q.png"}),
+    "json": lambda: written({"Prompt": "a cat", "Chosen": "p.png", "Rejected": "q.png"}, "a.json"),
+    "csv": lambda: (
+        Path("a.csv").write_text("prompt;chosen;rejected\na cat;p.png;q.png\n") and "a.csv"
+    ),
+    "pick-a-pic": lambda: written(
+        [pick_a_pic(True, (1, 0), content), pick_a_pic(True, (0.5, 0.5), content)]
+    ),
+    "pick-a-pic, parquet": lambda: parquet(
+        [pick_a_pic(False, (0.0, 1.0), lambda name: Path(name).read_bytes())], "a.parquet"
+    ),
+    "datasets": lambda: parquet(
+        [
+            {"prompt": "a cat"}
+            | {
+                key: {"bytes": Path(name).read_bytes(), "path": None}
+                for key, name in (("chosen", "p.png"), ("rejected", "q.png"))
+            }
+        ],
+        "a.parquet",
+    ),
+    "hpdv2": lambda: written(
+        {"prompt": "a cat", "image_path": ["q.png", "p.png"], "human_preference": [0, 1]}
+    ),
+    "ranks": lambda: written({"prompt": "a cat", "image_path": ["q.png", "p.png"], "rank": [1, 0]}),
+}
+
+
+@pytest.mark.parametrize("layout", READ)
+def test_a_pair_is_read_from_what_people_have(folder, layout):
+    found = read_judged(READ[layout](), "pairs")
+    assert seen(found) == PAIR
+    assert found.ties == (layout == "pick-a-pic")
+
+
+def test_hpdv2s_folder_beside_its_file_and_three_ranks(folder):
+    Path("test").mkdir()
+    for name in COLOURS:
+        Path(name).rename(f"test/{name}")
+    row = {"prompt": "a cat", "image_path": list(COLOURS), "rank": [2, 0, 1]}
+    found = read_judged(written(row, "test.json"), "pairs")
+    best, middle, last = (COLOURS[name] for name in ("q.png", "r.png", "p.png"))
+    assert sorted(colours for _, colours, _ in seen(found)) == sorted(
+        [[best, middle], [best, last], [middle, last]]
+    )
+
+
+def test_marks_of_a_table_a_folder_and_pairs(folder):
+    expected = [("a cat", [COLOURS["p.png"]], (True,)), ("a cat", [COLOURS["q.png"]], (False,))]
+    Path("m.csv").write_text("text,file_name,label\na cat,p.png,1\na cat,q.png,bad\n")
+    assert seen(read_judged("m.csv", "marks")) == expected
+    for mark, name in (("good", "p.png"), ("bad", "q.png")):
+        Path(mark).mkdir()
+        Path(name).rename(f"{mark}/{name}")
+        Path(f"{mark}/{name}").with_suffix(".txt").write_text("a\ncat\n")
+    assert seen(read_judged(folder, "marks")) == expected
+    rows = [{"prompt": "a cat", "chosen": "good/p.png", "rejected": "bad/q.png", "seed": 3}] * 2
+    found = read_judged(written(rows), "marks")
+    assert seen(found) == expected and found[0].metadata == {"seed": 3}
+
+
+def pair(chosen="p.png", rejected="q.png", **more):
+    return {"prompt": "a cat", "chosen": chosen, "rejected": rejected, **more}
+
+
+REFUSED = [
+    ([pair(f"no{i}.png") for i in range(7)], "7 of 8 pictures cannot be used: row 1: picture"),
+    ([pair(f"no{i}.png") for i in range(7)], "; and 2 more"),
+    (pair("cut.png"), "row 1: picture"),
+    (pair("cut.png"), "truncated"),
+    ([pair(), pair("pairs.jsonl")], "row 2: picture"),
+    (pair(rejected="p.png"), "are the same picture"),
+    (pair("/etc/hostname"), "is outside"),
+    (pair(prompt=" "), "row 1: should be a prompt"),
+    ({"chosen": "p.png", "rejected": "q.png"}, "has no column with prompts"),
+    ({"prompt": "a cat", "win": "p.png", "lose": "q.png"}, "known are prompt, chosen, rejected;"),
+    (pair(chosen=None), "chosen: should be a picture's file name"),
+    ({"prompt": "a", "image_path": ["p.png"], "rank": [0, 1]}, "1 pictures and 2 preferences"),
+    ({"caption": "a", "jpg_0": "p.png", "jpg_1": "q.png", "label_0": 0.5, "label_1": 0.5}, "nothing but ties (1)"),
+    ({"prompt": "a", "image": "p.png", "label": "good"}, "flow_kto learns from marks"),
+    ({"prompt": "a", "image": "p.png", "label": "so-so"}, "should be good or bad"),
+    ([], "is empty"),
+    ("a cat", "should be an object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "words"), REFUSED)
+def test_what_cannot_be_learnt_from_is_refused(folder, rows, words):
+    with pytest.raises(UserError) as refusal:
+        read_judged(written(rows), "pairs")
+    assert words in str(refusal.value) and "pairs.jsonl" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("none.jsonl", "No such file"),
+        ("p.png", ".png is not read"),
+        (".", "without good/ and bad/"),
+    ],
+)
+def test_sources_of_no_known_kind_are_refused(folder, name, words):
+    with pytest.raises(UserError, match=words.replace("/", ".")):
+        read_judged(name, "pairs")
+
+
+def test_held_out_prompts_are_in_no_pair_that_is_learnt_from(folder):
+    rows = [pair(prompt=f"prompt {number % 10}") for number in range(40)]
+    judged = read_judged(written(rows), "pairs")
+    learnt, apart = held_out(judged, 0.2, seed=1)
+    assert len(apart) == 8 and len(set(apart)) == 2 and not {*apart} & {*learnt}
+    assert held_out(judged, 0.2, seed=1)[1] == apart != held_out(judged, 0.2, seed=2)[1]
+    assert held_out(judged[:1], 0.2, seed=1)[1] == []
