@@ -64,6 +64,7 @@ def test_pairs_judge_rewards_and_fit_a_head(session):
     head = Clicks(run=str(session / "pairs.jsonl"))
     dark, bright = head(torch.tensor([0.3, 0.7]).view(2, 1, 1, 1).expand(2, 3, 8, 12), ["x", "x"])
     assert bright > dark + 1
+    assert len(head.known(8, 12)) == 12  # to which a session adds its own
     one = session / "one.jsonl"
     one.write_text((session / "pairs.jsonl").read_text().splitlines()[0] + "\n")
     with pytest.raises(UserError, match="fewer than two answers"):

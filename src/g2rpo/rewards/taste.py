@@ -345,6 +345,7 @@ class Clicks(Reward):
         self.encoder: PictureEncoder | None = CLIPScore(clip) if clip is not None else None
         self.head: Head | None = None
         self._pairs: Sequence[Judged] = ()
+        self._choices: list[Choice] = []
         if run is not None and local(run).is_file() and local(run).name != FILE:
             self._pairs = read_judged(run, "pairs")
         elif run is not None:
@@ -358,17 +359,17 @@ class Clicks(Reward):
         if run is not None and self.head is None and len(self._pairs) < 2:
             raise UserError(f"reward clicks: {run} has fewer than two answers to fit a head to")
 
-    def _fit_pairs(self, height: int, width: int) -> None:
-        """Fits the head to pairs of this size."""
-        choices = []
-        for pair in self._pairs:
+    def known(self, height: int, width: int) -> list[Choice]:
+        """The choices of the file of pairs, if there is one, as pictures of this size."""
+        for pair in self._pairs[len(self._choices) :]:
             images = torch.cat([cut(path, width, height) for path in pair.pictures])
-            choices.append(Choice(features_of(images, [str(pair)] * 2, self.encoder), (0,)))
-        self.head, self._pairs = fit(choices), ()
+            features = features_of(images, [str(pair)] * 2, self.encoder)
+            self._choices.append(Choice(features, (0,)))
+        return self._choices
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        if self._pairs:
-            self._fit_pairs(images.shape[-2], images.shape[-1])
+        if self._pairs and self.head is None:
+            self.head = fit(self.known(images.shape[-2], images.shape[-1]))
         if self.head is None:
             return torch.zeros(len(prompts))
         return self.head(features_of(images, prompts, self.encoder))

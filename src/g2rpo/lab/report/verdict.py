@@ -60,7 +60,13 @@ def summary_of(of: RunHistory | SeedGroup) -> Summary:
             f"{which.capitalize()} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}."
         )
     return Summary(
-        [_outcome(group), *(in_words(found, names) or _untried(group)), _worse(group)], figures
+        [
+            _outcome(group),
+            *_preferred(group),
+            *(in_words(found, names) or _untried(group)),
+            _worse(group),
+        ],
+        figures,
     )
 
 
@@ -89,6 +95,19 @@ def _outcome(group: SeedGroup) -> str:
         done = words.replace("{}", f"{_percent(right.tuned)} of {heldout}")
         said = f"{done}, before training {_percent(right.base)}{_points(right)}"
     return f"Trained on {names} for {length}. {said}."
+
+
+def _preferred(group: SeedGroup) -> list[str]:
+    """Whether the last weights prefer what people do, of held-out pairs or marks."""
+    last = [run.evaluations[-1] for run in group.runs if run.evaluations]
+    rows = [row for row in last if "pairs/accuracy" in row]
+    if not rows:
+        return []
+    shares, margins = ([row[f"pairs/{name}"] for row in rows] for name in ("accuracy", "margin"))
+    within = f" ± {100 * margins[0]:.0f}" if len(rows) == 1 and margins[0] is not None else ""
+    of = f"{rows[0]['pairs/count']} held-out {group.config.learnt_from.split()[0]}"
+    share = f"{100 * sum(shares) / len(shares):.0f}{within}\N{NO-BREAK SPACE}%"
+    return [f"The model agrees with people on {share} of {of}; 50 % is chance."]
 
 
 def _points(change: Change) -> str:

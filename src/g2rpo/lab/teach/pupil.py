@@ -155,7 +155,8 @@ class Pupil:
             if len(learnt.waiting) == DIRECT:
                 self._update_directly()
             return
-        head = learnt.head = self.clicks.head = fit(list(learnt.choices.values()))
+        known = self.clicks.known(*group.images.shape[-2:])
+        head = learnt.head = self.clicks.head = fit([*known, *learnt.choices.values()])
         if self.answered < FIRST or head is None:
             return
         if self.answered == ENOUGH and head.agreement.mean < HOPELESS:
