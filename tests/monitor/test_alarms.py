@@ -18,6 +18,7 @@ from g2rpo.core.data import Precision
 from g2rpo.core.errors import RolledBack, Stopped
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.statistics import paired
+from g2rpo.monitor.advice import HELPS
 from g2rpo.monitor.alarms import (
     ALARMS,
     LEVEL,
@@ -65,7 +66,7 @@ QUIET = {"kind": "train", "silent_groups": 0.0, "masked_groups": 0.0, "advantage
 
 
 def test_an_action_can_be_given_for_every_alarm_and_for_no_other():
-    assert get_args(Alarm) == tuple(ALARMS)
+    assert get_args(Alarm) == tuple(ALARMS) == tuple(HELPS)
 
 
 # Rows of training
@@ -439,7 +440,7 @@ def test_an_alarm_is_logged_in_every_row_and_told_once(warned):
     assert alarms == {iteration: ["hacking"] for iteration in range(at, 11, 2)}
     (told,) = [message for message in heard if "hacking" in message]
     assert f"alarm after iteration {at}: hacking: dark -" in told
-    assert ALARMS["hacking"].helps in told and log(folder) == json.loads(json.dumps(rows))
+    assert HELPS["hacking"] in told and log(folder) == json.loads(json.dumps(rows))
     (board,) = (folder / "tensorboard").iterdir()
     assert b"alarms/hacking" in board.read_bytes()
 

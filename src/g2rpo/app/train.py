@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -189,6 +190,8 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
     if request.ends_at is not None:
         # of earlier starts
         trainer.clock.ends_at = request.ends_at - sum(row["seconds"] for row in trainer.alarms.rows)
+    watch = shlex.join(["g2rpo", "watch", str(directory)])
+    emit(Line(f"`{watch}` in another terminal tells whether it works; --serve: with pictures"))
     began = time.perf_counter()
     ended: RolledBack | None = None
     stopping.message = f"stopped at once; {trainer.run.command} goes on from the last checkpoint"

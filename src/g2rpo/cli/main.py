@@ -20,7 +20,7 @@ from rich.text import Text
 from g2rpo import __version__
 from g2rpo.app.process import EXIT_CODES, quiet_libraries
 from g2rpo.app.stopping import Stopping
-from g2rpo.cli import models, serving, train
+from g2rpo.cli import models, serving, train, watch
 from g2rpo.cli.life import LIFE
 from g2rpo.core.errors import Interrupted, Stopped, UserError, out_of_memory, without_operator
 
@@ -30,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (train, models, serving):
+for group in (train, models, watch, serving):
     app.add_typer(group.commands)
 command_of = cache(typer.main.get_command)  # reading the parameters of all commands takes 18 ms
 

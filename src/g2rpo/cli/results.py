@@ -17,6 +17,7 @@ from g2rpo.app.events import Results
 from g2rpo.cli.output import say
 from g2rpo.core import plugins
 from g2rpo.core.errors import counted
+from g2rpo.core.intervals import figures
 from g2rpo.core.statistics import Comparison, Interval
 from g2rpo.evaluation.sweep import EvaluationDirectory, Judging
 from g2rpo.evaluation.untrained import in_figures, told
@@ -26,7 +27,7 @@ from g2rpo.lab.packet.answers import Opened
 from g2rpo.lab.packet.key import file_of
 from g2rpo.lab.packet.make import Made
 from g2rpo.lab.report.history import read_runs
-from g2rpo.lab.report.verdict import figures, summary_of
+from g2rpo.lab.report.verdict import summary_of
 from g2rpo.monitor.clips import clip_of
 from g2rpo.run.lock import fresh_directory
 from g2rpo.run.run import Run

@@ -12,25 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import bdtr, betaincinv, stdtr, stdtrit
+from scipy.special import bdtr, betaincinv, stdtr
 from torch import Tensor
 
+from g2rpo.core.intervals import FEWEST_VALUES, half_width
 from g2rpo.core.plain import Figure
-
-Z = 1.96
-"""Standard errors to either side of a 95 % interval of a normal distribution."""
-FEWEST_VALUES = 8
-"""The fewest values for which a mean has an interval."""
-
-
-def half_width(error: float, count: int, level: float = 0.95) -> float:
-    """Half of the t interval of a mean of `count` values with this standard error; NaN for fewer
-    than `FEWEST_VALUES`."""
-    return (
-        float(stdtrit(count - 1, (1 + level) / 2)) * error
-        if count >= FEWEST_VALUES
-        else float("nan")
-    )
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from g2rpo.config.schema import Section, Steps
 from g2rpo.core.errors import counted
 from g2rpo.core.flow import flow_sde, ode_step, sde_kernel
+from g2rpo.core.intervals import FEWEST_VALUES
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.statistics import FEWEST_VALUES
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import Guidance
 from g2rpo.rollout.tails import Tails

@@ -20,8 +20,9 @@ from g2rpo.core.capabilities import drift_limit_of, learner_of
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
+from g2rpo.core.intervals import Z
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.statistics import Z, paired
+from g2rpo.core.statistics import paired
 from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.image_statistics import TAIL
 
@@ -239,9 +240,9 @@ def fallen(name: str) -> Look:
 
 @dataclass(frozen=True)
 class Watch:
-    """An alarm: what it says of the newest row of training, or of an evaluation, and what helps."""
+    """An alarm: what it says of the newest row of training, or of an evaluation; what
+    helps is in `monitor.advice`."""
 
-    helps: str
     train: Look = lambda log: None
     eval: Look = lambda log: None
 
@@ -250,39 +251,18 @@ class Watch:
 
 
 ALARMS = {
-    "drift": Watch(
-        "rollout and training disagree about the model: find what differs, or use float32 or a larger clip range",
-        drift,
-    ),
+    "drift": Watch(drift),
     "masked": Watch(
-        "a reward gives no scores: look at its code, or at the log of its server",
-        share("masked_groups", MASKED, "of the groups have no two scores to compare"),
-        unscored,
+        share("masked_groups", MASKED, "of the groups have no two scores to compare"), unscored
     ),
     "silent": Watch(
-        "zero-variance groups have no gradient: a finer reward, harder or easier prompts, more noise (eta)",
         share("silent_groups", SILENT, "of the groups have no variance (all advantages 0)"),
     ),
-    "saturated": Watch(
-        "advantages are mostly signs: raise algorithm.advantage_clip, or lower the weights of the rewards",
-        share("advantage_clipped", SATURATED, "of the advantages are at the clip"),
-    ),
-    "hacking": Watch(
-        "the reward is being gamed: train on the fallen reward too, lower the learning rate, add algorithm.kl_weight",
-        eval=fallen("hacking"),
-    ),
-    "decline": Watch(
-        "the model is getting worse: lower the learning rate, or stop earlier",
-        eval=fallen("decline"),
-    ),
-    "pictures": Watch(
-        "look at samples/ for blank, noisy or oversaturated ones; lower the learning rate, add algorithm.kl_weight",
-        eval=outside,
-    ),
-    "diversity": Watch(
-        "pictures of one prompt become alike: stop earlier, lower the learning rate, add algorithm.kl_weight",
-        eval=alike,
-    ),
+    "saturated": Watch(share("advantage_clipped", SATURATED, "of the advantages are at the clip")),
+    "hacking": Watch(eval=fallen("hacking")),
+    "decline": Watch(eval=fallen("decline")),
+    "pictures": Watch(eval=outside),
+    "diversity": Watch(eval=alike),
 }
 """By name, of which `config.schema.Alarm` has all; docs/alarms.md has the limits and their
 reasons."""

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Literal
 import numpy as np
 
 from g2rpo.core.data import Row
-from g2rpo.core.statistics import half_width
+from g2rpo.core.intervals import half_width
 
 if TYPE_CHECKING:
     from pathlib import Path

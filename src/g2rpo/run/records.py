@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import platform
-import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 import g2rpo
 from g2rpo.core.errors import counted
@@ -73,47 +72,6 @@ def source_commit(root: Path) -> str | None:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-Amount = Annotated[int, Field(ge=0, le=10**15)]
-Seconds = Annotated[int | float, Field(gt=0, le=1e12)]
-
-
-def _indexed(name: str) -> str:
-    if name.startswith(("step/", "granularity/")) and not re.fullmatch(r"\w+/[0-9]{1,6}/.+", name):
-        raise ValueError("has no index")
-    return name
-
-
-Name = Annotated[str, AfterValidator(_indexed)]
-"""Of a logged number; those of steps and granularities have their index."""
-
-
-class LogRow(BaseModel):
-    """What every row has, and further numbers by name."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[Name, Number | None]
-
-    iteration: Iteration
-    seconds: Seconds
-    alarms: dict[str, str] = {}
-
-
-class EvaluationRow(LogRow):
-    """The row of an evaluation."""
-
-    kind: Literal["eval"]
-
-
-class TrainingRow(LogRow):
-    """The row of an iteration."""
-
-    kind: Literal["train"]
-    iteration: Annotated[int, Field(ge=1, le=10**6)]
-    evaluations: Amount
-    images: Amount
-    rollout: Annotated[Seconds, Field(alias="seconds/rollout")]
 
 
 def _measured(value: float) -> float:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from g2rpo.config.resolve import (
@@ -42,16 +41,12 @@ from g2rpo.core.plain import as_json, read_as, read_lines_as
 from g2rpo.monitor.scores import read_scores
 from g2rpo.rewards import votes
 from g2rpo.run.checkpoint import newest_iteration
+from g2rpo.run.files import RunFiles
 from g2rpo.run.lock import enter_fresh, held
+from g2rpo.run.log_rows import read_log
 from g2rpo.run.rates import Sweep
-from g2rpo.run.records import (
-    EvaluationRow,
-    PlannedAndMeasured,
-    RunResults,
-    Start,
-    TrainingRow,
-    started,
-)
+from g2rpo.run.records import PlannedAndMeasured, RunResults, Start, started
+from g2rpo.run.status import Status
 from g2rpo.runtime.distributed import ALONE, World
 
 MAY_CHANGE = (
@@ -82,8 +77,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Run:
-    """The folder of a run: its only reader and writer. Naming a file neither reads nor creates it.
+class Run(RunFiles):
+    """The folder of a run: its only reader and writer.
 
     Without a `folder` nothing is written. Of several ranks, rank 0 of `world` writes. `notify` is
     called with warnings.
@@ -93,49 +88,11 @@ class Run:
     world: World = ALONE
     notify: Callable[[str], None] = print
 
-    config = Inside("config.yaml")  # resolved; `g2rpo train runs/NAME/config.yaml` repeats the run
     votes = Inside(votes.FILE)  # a line per answer of `g2rpo teach` (`rewards.votes`)
-    starts = Inside("starts.jsonl")  # a row per start or resume (`records.Start`)
-    rates = Inside("rates.json")  # the pilots that chose the learning rate (`rates.Sweep`)
-    plan = Inside("plan.json")  # the plan beside what was measured (`records.PlannedAndMeasured`)
-    # a row per iteration and evaluation (`records.TrainingRow`, `EvaluationRow`)
-    log = Inside("metrics.jsonl")
-    checkpoints = Inside("checkpoints")
-    # weights of the best evaluation, where an alarm may go back to them
-    best = Inside("checkpoints/best")
-    # the base's evaluation; so no second copy of the weights is needed
-    baseline = Inside("baseline.safetensors")
-    # of the base's controls, by control and reward
-    control_scores = Inside("scores/controls.safetensors")
-    first_group = Inside("samples/first_group")  # pictures of one group of the first iteration
-    group_scores = Inside("samples/first_group/scores.jsonl")
-    group_grid = Inside("samples/first_group.png")
-    before_after = Inside("samples/before_after.png")
-    curves = Inside("curves.png")
-    # base against tuned; written when a run finishes (`records.RunResults`)
-    results = Inside("results.json")
-    adapter = Inside("adapter")  # trained weights of a LoRA
-    transformer = Inside("transformer")  # and of full fine-tuning
-    report = Inside("report.html")
-    # keys of pages for other people, and what they answered (`g2rpo evaluate --packet`)
-    packets = Inside("packets")
-    exports = Inside("export")
-
-    def scores(self, iteration: int) -> Path:
-        """The table of held-out scores after an iteration (`monitor.scores`)."""
-        return self.path / "scores" / f"{_named(iteration)}.jsonl"
 
     def group(self, round: int) -> Path:
         """The folder of the pictures of a group that was answered (`g2rpo teach`)."""
         return self.path / votes.FOLDER / f"{round:06d}"
-
-    def pictures(self, iteration: int) -> Path:
-        """The folder of the held-out pictures that are kept after an iteration."""
-        return self.path / "samples" / _named(iteration)
-
-    def grid(self, iteration: int) -> Path:
-        """The first of them side by side."""
-        return self.pictures(iteration).with_suffix(".png")
 
     @property
     def path(self) -> Path:
@@ -251,9 +208,7 @@ class Run:
     def read_log(self) -> list[Row]:
         """All rows so far, without a last line that was cut short. UserError names any other
         damaged line."""
-        kind: Any = Annotated[EvaluationRow | TrainingRow, Field(discriminator="kind")]
-        rows = read_lines_as(kind, self.log) if self.log.exists() else []
-        return [row.model_dump(by_alias=True, exclude_unset=True) for row in rows]
+        return read_log(self.log)
 
     def gaps(self, rows: Sequence[Row], iteration: int) -> list[str]:
         """Messages about what `rows`, the log after `iteration` iterations, lacks (a deleted or
@@ -361,6 +316,9 @@ class Run:
     def write_plan(self, both: PlannedAndMeasured) -> None:
         self._write_json(self.plan, asdict(both))
 
+    def write_status(self, now: Status) -> None:
+        self._write_json(self.status, now.model_dump())
+
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Writes what `read_results` reads."""
         self._write_json(self.results, results)
@@ -453,10 +411,6 @@ def _faults_of_weights(path: Path) -> Iterator[str]:
         yield f"weights {path}: is no folder and no .safetensors file; name {what}"
     if path.is_dir() and not any((path / name).is_file() for name in WEIGHTS):
         yield f"weights {path}: holds neither {' nor '.join(WEIGHTS)}; of a run, name its adapter/ or transformer/"
-
-
-def _named(iteration: int) -> str:
-    return f"iteration_{iteration:06d}"
 
 
 def _stored(kind: type[T], path: Path, hint: str = "") -> T | None:

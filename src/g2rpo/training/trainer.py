@@ -35,6 +35,7 @@ from g2rpo.training.listeners.evaluations import Evaluations
 from g2rpo.training.listeners.first_group import FirstGroup
 from g2rpo.training.listeners.listener import Ask, Listener, asked_by
 from g2rpo.training.listeners.log import Log
+from g2rpo.training.listeners.status import StatusFile
 from g2rpo.training.model_card import header_of, write_card
 from g2rpo.training.pace import with_length
 from g2rpo.training.parts import find_sizes, loop_of
@@ -136,8 +137,10 @@ class Trainer:
             self.ends_at,
         )
         self.checkpoints = Checkpoints(self.loop, self.early_stop, self.persistence)
+        self.status = StatusFile(self.run)
         self.listeners: Sequence[Listener] = [
-            self.early_stop,  # first: it sets a row's alarms
+            self.status,
+            self.early_stop,  # before the others: it sets a row's alarms
             self.checkpoints,
             Log(self.loop, self.run, self.trackers),
             FirstGroup(self.loop, self.run),
@@ -290,11 +293,16 @@ class Trainer:
     def evaluate(self) -> Row:
         """Evaluates the (averaged) weights on held-out prompts; returns the row for the log."""
         watch = Stopwatch()
+        which = f"the model after iteration {self.iteration}" if self.iteration else "the base"
+        steps = self.evaluator.sampler.num_steps
+        self.status.begin(f"evaluating {which}", len(self.evaluator.own()) * steps)
         evaluation = self.final = self.score_heldout() if self.iteration else self._score_base()
         if self.iteration == 0:
             self.early_stop.check_base(evaluation.scores)
+        self.status.begin(f"comparing pictures of one prompt by {which}")
         spread = self.evaluator.spread(self.iteration, self._leave_if_asked)
         if self.iteration == 0 and not self._keeps_base:
+            self.status.begin("trying other sampler settings of the base")
             self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
         watch.lap("evaluation")
         row = self.evaluator.row(self.iteration, evaluation, spread) | self.judged.row()
@@ -325,6 +333,7 @@ class Trainer:
     def finish(self) -> dict[str, Comparison]:
         """Compares base and tuned on held-out prompts; writes weights, table, before/after grid,
         curves and a model card."""
+        self.status.begin("comparing base and tuned")
         weights = self.export() if self.run_dir is not None else Path()
         tuned = self.score_heldout() if self.final is None else self.final
         tuned_control = self.evaluator.sample_tuned_control(self.iteration, self._leave_if_asked)
@@ -374,8 +383,9 @@ class Trainer:
         return best
 
     def _leave_if_asked(self, rows: int) -> None:
-        """Raises `Preempted` if `stopping` is set; with several ranks a no-op, since they must stop
-        together."""
+        """Counts network evaluations of this phase. Raises `Preempted` if `stopping` is set; not
+        with several ranks, since they must stop together."""
+        self.status.count(rows)
         if self.stopping and self.world.size == 1:
             raise self._preempted()
 

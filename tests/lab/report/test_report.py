@@ -15,6 +15,7 @@ import yaml
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.core import statistics
+from g2rpo.core.intervals import figures, in_time, signed
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.untrained import RIGHT
 from g2rpo.lab.report import page
@@ -22,8 +23,8 @@ from g2rpo.lab.report.charts import compact
 from g2rpo.lab.report.history import Change, SeedGroup, read_runs, seed_groups
 from g2rpo.lab.report.page import render
 from g2rpo.lab.report.pictures import MOST_EVALUATIONS, figure, first_group, pictures
-from g2rpo.lab.report.verdict import decimals, figures, in_time, signed, summary_of, verdict
-from g2rpo.monitor.alarms import ALARMS
+from g2rpo.lab.report.verdict import decimals, summary_of, verdict
+from g2rpo.monitor.advice import HELPS
 from g2rpo.monitor.scores import (
     read_rows,
     save_pictures,
@@ -495,7 +496,7 @@ def test_alarms_are_told_and_marked(html, tmp_path, monkeypatch):
     assert (hacking.first, hacking.last) == (2, 6)
     alarming = render([run])
     told = words(alarming)
-    assert f"hacking 2 to 6 {hacking.said} {ALARMS['hacking'].helps}" in told
+    assert f"hacking 2 to 6 {hacking.said} {HELPS['hacking']}" in told
     assert "drift 2 to 3 seen <2>" in told and "drift 5 seen <5>" in told
     alarmed = [label.split(".")[0] for label in chart_labels(alarming) if "Alarm" in label]
     assert alarmed == [BRIGHT, "dark, judged only"]

@@ -7,12 +7,12 @@ import math
 from html import escape
 
 from g2rpo.core.input_pictures import read_inputs
+from g2rpo.core.intervals import fixed, signed
 from g2rpo.lab.demo.drawing import DrawnPrompt
 from g2rpo.lab.demo.group import GroupTrace
 from g2rpo.lab.report.history import RunHistory
 from g2rpo.lab.report.page import render, templates_of
 from g2rpo.lab.report.pictures import data_uri, picture_uri
-from g2rpo.lab.report.verdict import fixed, signed
 
 LARGE_SIDE, SMALL_SIDE = 1024, 256  # pixels a side, at most, of the pictures within a page
 

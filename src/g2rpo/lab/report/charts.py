@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from g2rpo.core.data import Row
+from g2rpo.core.intervals import figures
 from g2rpo.lab.report.history import SeedGroup, mean
-from g2rpo.lab.report.verdict import figures
 from g2rpo.monitor.curves import (
     FIGURE_PAPER,
     FIGURE_SOFT,

@@ -18,6 +18,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.statistics import Interval, group_std, interval
 from g2rpo.evaluation.untrained import RIGHT
+from g2rpo.monitor.advice import Occurrence, occurrences
 from g2rpo.monitor.alarms import DIVERSITIES
 from g2rpo.monitor.curves import CurveLine, heldout_line
 from g2rpo.monitor.scores import read_rows, right_of
@@ -55,17 +56,6 @@ class Change:
             for value in (self.change.mean, self.change.low, self.change.high)
         )
         return Interval(size, low, high, self.change.count)
-
-
-@dataclass
-class Occurrence:
-    """An alarm, from its first row to the last consecutive row of its kind; `said` is the first
-    row's text."""
-
-    name: str
-    first: int
-    last: int
-    said: str
 
 
 @dataclass(frozen=True)
@@ -131,19 +121,7 @@ class RunHistory:
 
     def alarms(self) -> list[Occurrence]:
         """Every alarm, in the order in which they were raised."""
-        found: list[Occurrence] = []
-        for rows in (self.iterations, self.evaluations):
-            standing: dict[str, Occurrence] = {}
-            for row in rows:
-                said, at = row.get("alarms", {}), row["iteration"]
-                standing = {
-                    name: standing.get(name) or Occurrence(name, at, at, said[name])
-                    for name in said
-                }
-                found += [one for one in standing.values() if one.first == at]
-                for one in standing.values():
-                    one.last = at
-        return sorted(found, key=lambda one: one.first)
+        return occurrences(self.rows)
 
     @property
     def newest_results(self) -> RunResults | None:

@@ -17,6 +17,7 @@ from g2rpo.config.algorithms import config_name
 from g2rpo.config.resolve import differences, resolve
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
+from g2rpo.core.intervals import figures, fixed, in_time, signed
 from g2rpo.evaluation.untrained import RIGHT
 from g2rpo.lab.report.charts import (
     compact,
@@ -31,15 +32,11 @@ from g2rpo.lab.report.pictures import first_group, pictures
 from g2rpo.lab.report.verdict import (
     decimals,
     effect,
-    figures,
-    fixed,
-    in_time,
     model_name,
-    signed,
     summary_of,
     verdict,
 )
-from g2rpo.monitor.alarms import ALARMS
+from g2rpo.monitor.advice import HELPS
 from g2rpo.run.run import Run
 
 ONE_PAGE_AT_A_TIME = Lock()
@@ -80,13 +77,18 @@ def write_page(directories: Sequence[Path], out: Path | None) -> Path:
     return path
 
 
-def render(runs: Sequence[RunHistory]) -> str:
-    """The page of one or several runs."""
+def report_style() -> str:
+    """The style sheet of the report."""
+    return files("g2rpo.lab.report").joinpath("templates/style.css").read_text(encoding="utf-8")
+
+
+def render(runs: Sequence[RunHistory], above: str = "") -> str:
+    """The page of one or several runs, with the HTML `above` on top."""
     with ONE_PAGE_AT_A_TIME:
-        return _page(runs)
+        return _page(runs, above)
 
 
-def _page(runs: Sequence[RunHistory]) -> str:
+def _page(runs: Sequence[RunHistory], above: str) -> str:
     environment = templates_of("g2rpo.lab.report")
     environment.filters |= {"figures": figures, "fixed": fixed, "signed": signed}
     environment.globals |= {
@@ -103,12 +105,13 @@ def _page(runs: Sequence[RunHistory]) -> str:
     runs = [run for group in groups for run in group.runs]
     updates, constants = update_charts(groups)
     return environment.get_template("page.html").render(
+        above=above,
         runs=runs,
         keys={run.name: key_mark(group.style) for group in groups for run in group.runs},
         groups=groups,
         results=results(groups),
         alarms=[(run, one) for run in runs for one in run.alarms()],
-        advice={name: alarm.helps for name, alarm in ALARMS.items()},
+        advice=HELPS,
         pictures=list(zip(runs, pictures(runs), strict=True)),
         rewards=reward_charts(groups),
         looks=look_charts(groups),

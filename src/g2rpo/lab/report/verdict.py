@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import counted
-from g2rpo.core.statistics import FEWEST_VALUES, Z
+from g2rpo.core.intervals import FEWEST_VALUES, Z, decimals_of, fixed, signed
 from g2rpo.evaluation.untrained import RIGHT, in_figures, in_words, told
 from g2rpo.lab.report.history import Change, RunHistory, SeedGroup
 
@@ -200,36 +200,5 @@ def model_name(policy: PolicyConfig) -> str:
 
 
 def decimals(change: Change) -> int:
-    """Decimals of a score with two significant figures of its change's standard error; 3 where that
-    is not known or 0."""
-    error = (change.change.high - change.change.low) / (2 * Z)
-    return min(6, max(0, 1 - math.floor(math.log10(error)))) if 0 < error < math.inf else 3
-
-
-def fixed(value: float, digits: int) -> str:
-    """A number with `digits` decimals; a dash for NaN."""
-    return f"{value:,.{digits}f}".replace("-", "−") if math.isfinite(value) else "–"
-
-
-def signed(value: float, digits: int) -> str:
-    """The same with its sign."""
-    return f"{value:+,.{digits}f}".replace("-", "−") if math.isfinite(value) else "–"
-
-
-def figures(value: float | None) -> str:
-    """Three significant figures, zeros at the end included; a dash for none."""
-    return (
-        "–" if value is None or math.isnan(value) else f"{value:#.3g}".rstrip(".").replace("-", "−")
-    )
-
-
-def in_time(seconds: float) -> str:
-    """A formatted time: 0.8 s, 42 s, 5 min 1 s, 3 h 20 min."""
-    if seconds < 10:
-        return f"{seconds:.2g} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    """Decimals of a score with two significant figures of its change's standard error."""
+    return decimals_of((change.change.high - change.change.low) / (2 * Z))

@@ -24,10 +24,9 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from g2rpo.app.events import Emit, Serving
-from g2rpo.app.serving import Address
+from g2rpo.app.serving import Address, refusal
 from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.core.errors import RewardFailed, UserError
-from g2rpo.core.web import host_of, is_loopback
 from g2rpo.lab.report.page import compare_style
 from g2rpo.lab.web import without_proxies
 
@@ -117,30 +116,6 @@ def of_this_site(app: ASGIApp, where: Address, uploads: bool) -> ASGIApp:
             await app(scope, receive, send)
 
     return passing
-
-
-def refusal(headers: Headers, where: Address, most: int) -> tuple[int, str] | None:
-    """Why a request may not pass, if it may not: it is addressed to another host than this machine
-    (DNS rebinding), is from another site, or has more than `most` bytes. Gradio asks for none of
-    these."""
-    host, origin, length = (
-        headers.get("host", ""),
-        headers.get("origin"),
-        headers.get("content-length", "0"),
-    )
-    local = where.token is None and is_loopback(where.host)
-    if local and host != where.public_host and not is_loopback(host_of(host)):
-        return (
-            421,
-            "without a token, only this machine's own names (localhost, 127.0.0.1) are served",
-        )
-    if origin is not None and origin.partition("://")[2] not in (host, where.public_host):
-        return 403, "other sites may not ask"
-    if "transfer-encoding" in headers or not (length.isascii() and length.isdecimal()):
-        return 411, "a Content-Length is needed"
-    if len(length) > 18 or int(length) > most:
-        return 413, f"at most {most} bytes"
-    return None
 
 
 def serve(page: gr.Blocks, where: Address, uploads: bool = False) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from g2rpo.core.data import Row
 from g2rpo.core.errors import RolledBack, Stopped
 from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.monitor.advice import HELPS
 from g2rpo.monitor.alarms import ALARMS, Alarms, Scores
 from g2rpo.run.run import Run
 from g2rpo.training.listeners.listener import Ask, Listener
@@ -61,7 +62,7 @@ class EarlyStop(Listener):
         for name in self.alarms.see(row, None if evaluation is None else evaluation.scores):
             self.asked |= {self.loop.config.action_of(name)} & {"stop", "rollback"}
             if self.loop.world.is_main:
-                said = f"{name}: {row['alarms'][name]}. What helps: {ALARMS[name].helps}"
+                said = f"{name}: {row['alarms'][name]}. What helps: {HELPS[name]}"
                 self.run.notify(f"alarm after iteration {row['iteration']}: {said}")
         if evaluation is None:
             for name in self.unscored:
