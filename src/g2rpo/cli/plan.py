@@ -86,6 +86,7 @@ def show_plan(answer: PlanAnswer, console: Console) -> None:
     console.print(_memory_table(plan, target))
     if answer.seconds:
         console.print(_time_table(answer.seconds, plan.counts))
+        say(console, _after_ten_minutes(answer))
     if answer.cards:
         console.print(_cards_table(answer.cards))
     _verdict(answer, console)
@@ -258,6 +259,20 @@ def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
         "together", planned(sum(seconds.iteration.values())), planned(seconds.run), style="bold"
     )
     return table
+
+
+def _after_ten_minutes(answer: PlanAnswer) -> str:
+    """What one should see by then, and what collapse looks like."""
+    reached = answer.reached
+    assert reached is not None
+    if not reached.evaluated:
+        return "After 10 minutes, loading aside, the base is still being evaluated."
+    after = " and ".join(map(str, reached.evaluated))
+    done = f"iteration {reached.iteration} of {answer.plan.counts.iterations}"
+    return (
+        f"After 10 minutes, loading aside: {done}, evaluated after {after}. `g2rpo watch` shows it; "
+        "the alarms hacking, decline, pictures and diversity are what collapse looks like."
+    )
 
 
 def _cards_table(cards: Mapping[str, tuple[bool, PlannedSeconds]]) -> Table:

@@ -102,7 +102,7 @@ def _judged_table(told: Told) -> Table:
     table.add_column("change ± 95 %" if told.looked else "", no_wrap=True)
     table.add_column("")
     for one in told.judged:
-        changed = [one.now, *_rise(one.rise)] if told.looked else []
+        changed = (one.now, *_rise(one.rise)) if told.looked else ()
         table.add_row(escape(one.name), one.base, *changed)
     return table
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import bdtr, betaincinv, stdtr
+from scipy.special import bdtr, betaincinv, stdtr, stdtrit
 from torch import Tensor
 
 from g2rpo.core.intervals import FEWEST_VALUES, half_width

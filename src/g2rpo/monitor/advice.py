@@ -21,6 +21,10 @@ HELPS = {
     "diversity": "pictures of one prompt become alike: stop earlier, lower the learning rate, add algorithm.kl_weight",
 }
 """By alarm (`monitor.alarms.ALARMS`)."""
+ALIKE = 0.5
+"""The alarm `diversity`: the least spread of a prompt's pictures, as a share of the base's."""
+DIVERSITIES = {"right pictures": "diversity_right", "pictures": "diversity"}
+"""Which pictures it is of, and its name in the log."""
 
 
 @dataclass

@@ -24,6 +24,7 @@ from g2rpo.core.intervals import Z
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import paired
 from g2rpo.core.types import Policy, Reward
+from g2rpo.monitor.advice import ALIKE, DIVERSITIES
 from g2rpo.monitor.image_statistics import TAIL
 
 Scores = Mapping[str, Tensor]
@@ -39,9 +40,6 @@ SATURATED = math.erfc(math.sqrt(0.5))
 LEVEL = 0.05
 """The probability of a false alarm by falling rewards in a whole run without any change, for any
 number of evaluations."""
-ALIKE = 0.5
-"""The alarm `diversity`: the least spread of a prompt's pictures, as a share of the base's."""
-DIVERSITIES = {"right pictures": "diversity_right", "pictures": "diversity"}
 CROWD, CROWD_LEVEL = 0.25, 1e-4
 
 

@@ -14,6 +14,10 @@ from g2rpo.core.plain import Iteration, Number, read_lines_as
 if TYPE_CHECKING:
     from g2rpo.core.data import Row
 
+FIRST_LOOK = 1 / 12
+"""The share of `evaluation.every_minutes` after which the first evaluation is made, for an early
+look."""
+
 Amount = Annotated[int, Field(ge=0, le=10**15)]
 Seconds = Annotated[int | float, Field(gt=0, le=1e12)]
 

@@ -43,7 +43,8 @@ from g2rpo.evaluation.heldout import (
 from g2rpo.evaluation.sampler import Sampler, sampler_of
 from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls
 from g2rpo.evaluation.work import work_in_pictures
-from g2rpo.monitor.alarms import DIVERSITIES, judged_gain
+from g2rpo.monitor.advice import DIVERSITIES
+from g2rpo.monitor.alarms import judged_gain
 from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.monitor.curves import curves, save_figure
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row

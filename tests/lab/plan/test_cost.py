@@ -22,7 +22,7 @@ from g2rpo.assembly.blueprint import (
 )
 from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import resolve
-from g2rpo.config.schema import RewardConfig
+from g2rpo.config.schema import EvaluationConfig, RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.controls import NO_CONTROL
@@ -35,7 +35,7 @@ from g2rpo.lab.plan.model import KnownModels
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.rates import RATES
 from g2rpo.lab.plan.rewards import cost_of_reward
-from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES
+from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES, PlannedSeconds, Reached, reached
 from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.pipelines import blocks_of, read_pipeline
@@ -562,3 +562,23 @@ def test_time_on_a_card_is_that_of_its_calls(flux_directory):
 )
 def test_cards_are_known_by_what_torch_calls_them(told, card):
     assert card_of(told) == (CARDS[card] if card else None)
+
+
+# of 100 iterations of 10 s; the base is evaluated in 50 s after 50 s of encoding
+@pytest.mark.parametrize(
+    ("every", "minutes", "within", "iteration", "evaluated"),
+    [
+        (25, None, 99, 0, []),
+        (25, None, 100, 0, [0]),
+        (25, None, 110, 1, [0]),
+        (25, None, 399, 25, [0]),  # 100 + 250 + 50 = 400
+        (25, None, 409, 25, [0, 25]),
+        (1000, 12, 209, 6, [0]),  # a twelfth of 12 minutes are 6 iterations: 100 + 60 + 50 = 210
+        (1000, 12, 219, 6, [0, 6]),
+        (40, None, 10**6, 100, [0, 40, 80, 100]),
+    ],
+)
+def test_what_is_reached_by_a_time(every, minutes, within, iteration, evaluated):
+    seconds = PlannedSeconds({"rollout": 6.0, "update": 4.0}, 50.0, 50.0, 1200.0, "")
+    looks = EvaluationConfig(every=every, every_minutes=minutes)
+    assert reached(seconds, 100, looks, within) == Reached(iteration, evaluated)

@@ -13,7 +13,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.fit import fitting
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target
-from g2rpo.lab.plan.seconds import PlannedSeconds
+from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.policies.catalogue import licence_of
 from g2rpo.policies.quantized import NO_FLOAT8
 
@@ -48,6 +48,14 @@ class PlanAnswer:
     def licence(self) -> str | None:
         return licence_of(self.plan.config.policy.path, self.plan.config.policy.kind)
 
+    @property
+    def reached(self) -> Reached | None:
+        """What the run has reached after ten minutes; None if its time is unknown."""
+        if self.seconds is None:
+            return None
+        counts = self.plan.counts
+        return reached(self.seconds, counts.iterations, self.plan.config.evaluation)
+
     def plain(self) -> dict[str, Any]:
         """As plain data: bytes and seconds."""
         plan, shapes, counts = self.plan, self.plan.model.shapes, self.plan.counts
@@ -73,6 +81,7 @@ class PlanAnswer:
             },
             "memory": {**asdict(plan.memory), "capacity": self.target.capacity, "fits": self.fits},
             "seconds": asdict(self.seconds) if self.seconds else None,
+            "after_ten_minutes": asdict(self.reached) if self.reached else None,
             "cards": {
                 key: {"fits": fits, "run": taken.run} for key, (fits, taken) in self.cards.items()
             },

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from g2rpo.lab.plan.cards import Card
 from g2rpo.lab.plan.rates import RATES, Rates
+from g2rpo.run.log_rows import FIRST_LOOK
 
 if TYPE_CHECKING:
+    from g2rpo.config.schema import EvaluationConfig
     from g2rpo.lab.plan.counting import CountedIteration
     from g2rpo.lab.plan.plan import Estimate
     from g2rpo.lab.plan.trace import TracedCall
@@ -32,6 +34,33 @@ class PlannedSeconds:
     run: float
     basis: str
     """The source of the numbers."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How many iterations are done at a time, and after which ones it was evaluated: [0] for the
+    base, [] if that is not done."""
+
+    iteration: int
+    evaluated: list[int]
+
+
+def reached(
+    seconds: PlannedSeconds, iterations: int, looks: EvaluationConfig, within: float = 600.0
+) -> Reached:
+    """What a run of `iterations` has reached `within` so many seconds, loading aside."""
+    once, spent = sum(seconds.iteration.values()), seconds.encoding + seconds.evaluation
+    evaluated, since = [0] if spent <= within else [], 0.0
+    done = 0
+    while evaluated and done < iterations and spent + once <= within:
+        done, spent, since = done + 1, spent + once, since + once
+        share = FIRST_LOOK if evaluated == [0] else 1
+        late = looks.every_minutes is not None and since >= 60 * looks.every_minutes * share
+        if late or done % looks.every == 0 or done == iterations:
+            spent, since = spent + seconds.evaluation, 0.0
+            if spent <= within:
+                evaluated.append(done)
+    return Reached(done, evaluated)
 
 
 def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> PlannedSeconds:

@@ -18,8 +18,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.statistics import Interval, group_std, interval
 from g2rpo.evaluation.untrained import RIGHT
-from g2rpo.monitor.advice import Occurrence, occurrences
-from g2rpo.monitor.alarms import DIVERSITIES
+from g2rpo.monitor.advice import DIVERSITIES, Occurrence, occurrences
 from g2rpo.monitor.curves import CurveLine, heldout_line
 from g2rpo.monitor.scores import read_rows, right_of
 from g2rpo.run.records import RunResults, Start

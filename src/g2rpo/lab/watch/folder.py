@@ -16,7 +16,7 @@ from g2rpo.core.files import LOCK
 from g2rpo.core.plain import Count, Iteration, checked_as, parse_yaml, read_as, read_text
 from g2rpo.run.files import Folder
 from g2rpo.run.lock import Owner, last_owner
-from g2rpo.run.log_rows import read_log
+from g2rpo.run.log_rows import FIRST_LOOK, read_log
 from g2rpo.run.status import Status
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 NEWEST = 10
 """Rows by which the time of an iteration is judged."""
-FIRST_LOOK = 1 / 12
-"""Of `evaluation.every_minutes`, as `training.listeners.evaluations` has it."""
 
 
 class Length(BaseModel):

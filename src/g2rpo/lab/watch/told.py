@@ -15,10 +15,8 @@ from g2rpo.core.errors import counted
 from g2rpo.core.intervals import decimals_of, fixed, half_width, in_time, signed
 from g2rpo.core.plain import read_lines_as
 from g2rpo.lab.watch.folder import Watched
-from g2rpo.monitor.advice import HELPS, occurrences
+from g2rpo.monitor.advice import ALIKE, DIVERSITIES, HELPS, occurrences
 
-ALIKE = 0.5
-"""Of the base's diversity, as the alarm has it."""
 QUIET = 60.0
 """Seconds without a line that are never remarkable."""
 LONG = 5
@@ -277,7 +275,7 @@ def _table(run: Watched, iteration: int) -> list[Scored]:
 
 
 def _diversity(looks: Sequence[Any]) -> list[str]:
-    for key, of in (("diversity_right", "right pictures"), ("diversity", "pictures")):
+    for of, key in DIVERSITIES.items():
         first, last = (looks[0].get(key), looks[-1].get(key)) if looks else (None, None)
         if len(looks) > 1 and first and last is not None:
             share = last / first

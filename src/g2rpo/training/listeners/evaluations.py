@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 from g2rpo.config.schema import EvaluationConfig
 from g2rpo.core.data import Row
+from g2rpo.run.log_rows import FIRST_LOOK
 from g2rpo.training.listeners.early_stop import EarlyStop
 from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.loop import Loop
-
-FIRST_LOOK = 1 / 12
-"""The share of `evaluation.every_minutes` after which the first evaluation is made, for an early
-look."""
 
 
 @dataclass

@@ -1,0 +1,113 @@
+"""A run that says what it does, and the page that follows it."""
+
+import json
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from threading import Thread
+
+import pytest
+
+from g2rpo.core.errors import Preempted
+from g2rpo.lab.watch import page
+from g2rpo.lab.watch.folder import read
+from g2rpo.lab.watch.told import tell
+from g2rpo.run.run import Run
+from tests.lab.report.pages import make_run, words
+from tests.support.runs import config, trainer
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run, and the phases that it told."""
+    phases, write = [], Run.write_status
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "write_status", lambda run, now: (phases.append(now), write(run, now)))
+        folder = make_run(tmp_path_factory.mktemp("watched") / "run")
+    return folder, phases
+
+
+@contextmanager
+def served(folder):
+    with page.server_of(folder, 0) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def asked(address, **headers):
+    with urllib.request.urlopen(urllib.request.Request(address, headers=headers)) as answer:
+        return answer.read().decode(), answer.headers["X-Version"]
+
+
+def test_a_run_says_what_it_does_and_watching_it_ends_with_it(finished):
+    folder, phases = finished
+    names = list(dict.fromkeys(now.phase for now in phases))
+    assert names[:2] == ["training", "evaluating the base"]
+    assert names[-1] == "comparing base and tuned" and "evaluating the model after" in names[-3]
+    assert next(now for now in phases if now.phase == "evaluating the base").of > 0
+    seen = read(folder)
+    assert seen.finished and tell(seen).state == f"finished: {seen.iterations} iterations"
+
+
+def test_why_training_ended_early_is_kept(tmp_path):
+    Run(tmp_path).claim(config())
+    t = trainer(tmp_path)
+    t.stopping = True
+    with pytest.raises(Preempted):
+        list(t.train())
+    assert read(tmp_path).ended.startswith("stopped after iteration 0, as asked")
+
+
+def test_the_page_is_the_report_below_what_is_told_now(finished):
+    with served(finished[0]) as address:
+        html, _ = asked(address)
+        strip, version = asked(f"{address}/strip")
+        assert words(strip) in words(html) and f'data-version="{version}"' in html
+        assert "g2rpo report" in words(html) and "Pictures" in words(html)
+        for wrong, code in (({"Host": "evil.example"}, 421), ({"Origin": "http://a.b"}, 403)):
+            with pytest.raises(urllib.error.HTTPError) as refusal:
+                asked(address, **wrong)
+            assert refusal.value.code == code
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            asked(f"{address}/config.yaml")
+
+
+def test_the_page_is_drawn_again_for_an_evaluation_and_later_for_iterations(tmp_path):
+    folder = make_run(tmp_path / "run")
+    log = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kinds = [json.loads(line)["kind"] for line in log]
+    second = kinds.index("eval", 1)
+    (folder / "results.json").unlink()
+    (folder / "metrics.jsonl").write_text("".join(log[:1]))
+    live = page.LivePage(folder)
+    first, version = live.newest(), live.version
+    assert live.strip()[1] == version and live.newest() is first
+    (folder / "metrics.jsonl").write_text("".join(log[: second - 1] if second > 2 else log[:2]))
+    assert live.strip()[1] == version  # drawing is dear
+    live.next = 0.0
+    assert live.strip()[1] != version
+    (folder / "metrics.jsonl").write_text("".join(log[: second + 1]))
+    assert live.newest() is not first and live.version != version
+    (folder / "metrics.jsonl").write_text("no\n{}\n")
+    assert "metrics.jsonl, line 1: is no JSON" in words(live.strip()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_follows_the_run_in_a_browser(browser, tmp_path, monkeypatch, width):
+    monkeypatch.setattr(page, "SECONDS", 0.2)
+    folder = make_run(tmp_path / "run")
+    log = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "results.json").rename(folder / "later")
+    (folder / "metrics.jsonl").write_text(log[0])
+    with served(folder) as address:
+        opened = browser.new_page(viewport={"width": width, "height": 844})
+        opened.goto(address)
+        before = opened.locator("#live").get_attribute("data-version")
+        (folder / "metrics.jsonl").write_text("".join(log))
+        (folder / "later").rename(folder / "results.json")
+        opened.wait_for_function(f"document.querySelector('#live').dataset.version !== '{before}'")
+        assert "finished" in opened.locator("#live").inner_text()
+        assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        opened.close()
