@@ -107,7 +107,7 @@ def test_the_page_follows_the_run_in_a_browser(browser, tmp_path, monkeypatch, w
         before = opened.locator("#live").get_attribute("data-version")
         (folder / "metrics.jsonl").write_text("".join(log))
         (folder / "later").rename(folder / "results.json")
-        opened.wait_for_function(f"document.querySelector('#live').dataset.version !== '{before}'")
+        opened.locator(f"#live:not([data-version='{before}'])").wait_for()
         assert "finished" in opened.locator("#live").inner_text()
         assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
         opened.close()
