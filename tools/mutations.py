@@ -75,6 +75,8 @@ QUANTIZED, STATISTICS = (
     "tests/core/test_statistics.py tests/training/test_rows.py",
 )
 
+WATCHED = "tests/lab/watch/test_watch.py"
+REACHED = "tests/lab/plan/test_cost.py -k reached_by"
 MUTATIONS = [
     Mutation(
         "policies/spec.py",
@@ -346,6 +348,11 @@ MUTATIONS = [
         "tests/prompts/test_prompts.py",
     ),
     Mutation("training/updater.py", "max(1, counted)", "max(1, len(counts))", TRAINER),
+    Mutation("lab/watch/told.py", "sqrt(rest / (count - 2))", "sqrt(rest / (count - 1))", WATCHED),
+    Mutation(
+        "lab/watch/told.py", "half_width(error, count - 1)", "half_width(error, count)", WATCHED
+    ),
+    Mutation("lab/plan/seconds.py", "spent <= within else []", "True else []", REACHED),
     Mutation("training/updater.py", "self.optimizer.zero_grad(set_to_none=True)", "pass", TRAINER),
     Mutation("training/updater.py", "torch.where(counts, loss.values, 0)", "loss.values", DROPPED),
     Mutation(
