@@ -33,7 +33,7 @@ from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.teach.commands import GUARDED, UNGUARDED
 from g2rpo.run.run import Run
 from g2rpo.training.trainer import Trainer
-from studies.teach import HELDOUT, NOISES, WRONG, values_of
+from studies.teach import HELDOUT, NOISES, SPELT, TASTES, WRONG, values_of
 
 SIZES = (50, 200, 800)
 SEEDS = (42, 43)
@@ -166,18 +166,28 @@ def study(world: str, taste: str, sizes: list[int], seeds: list[int], budget: in
                     path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["make", "run"])
-    parser.add_argument("--world", default="scenes")
-    parser.add_argument("--taste", default="large")
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=Path("pairs"))
+    parser.add_argument("--world", choices=JUDGES, default="scenes")
+    parser.add_argument("--taste", choices=[*TASTES, SPELT], default="large")
+    parser.add_argument("--pairs", type=int, default=40, help="of make")
+    parser.add_argument("--out", type=Path, default=Path("pairs"), help="of make: a new folder")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--budget", type=int, default=BUDGET)
-    given = parser.parse_args()
+    parser.add_argument("--budget", type=int, default=BUDGET, help="network evaluations of a run")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
     if given.what == "make":
         print(make(given.world, given.taste, given.pairs, given.seeds[0], given.out))
     else:
         study(given.world, given.taste, list(given.sizes), list(given.seeds), given.budget)
+
+
+if __name__ == "__main__":
+    main()

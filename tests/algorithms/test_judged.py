@@ -16,6 +16,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.work import work
 from g2rpo.lab.plan.counting import count
 from g2rpo.lab.plan.plan import COUNTED
+from g2rpo.lab.report.page import write_page
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.held_out_pairs import area, share_right
 from g2rpo.training.updater import Trained
@@ -168,6 +169,11 @@ def test_a_run_moves_to_what_is_preferred_and_tells_so(name, beta, judged, tmp_p
     first = next(row for row in rows if row["kind"] == "train")
     assert first["loss"] == pytest.approx(math.log(2) if name == "flow_dpo" else 0.5)
     assert not any(key.startswith("reward/") for key in first)
+    assert list(t.finish()) == ["bright", "dark"]
+    t.run.config.write_text(t.config.to_yaml())
+    page = write_page([tmp_path / "run"], tmp_path / "page.html").read_text()
+    assert f"Trained on {'pairs' if name == 'flow_dpo' else 'marks'} of none" in page
+    assert "The model agrees with people on 100" in page
     again = trainer(
         name,
         made["prompts"],

@@ -7,7 +7,7 @@ import torch
 from g2rpo.core.data import Judged, Prompt
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.trainer import Trainer
-from tests.support.runs import config, darkness
+from tests.support.runs import brightness, config, darkness
 
 
 class Encodes(GaussianPolicy):
@@ -41,7 +41,7 @@ def trainer(name, prompts, *overrides, run_dir=None, policy=None, **more):
         rewards={},
         prompts=prompts,
         heldout=["0", "0.1", "0.2"],
-        judges={"dark": darkness},
+        judges={"bright": brightness, "dark": darkness},
         run_dir=run_dir,
         **more,
     )

@@ -297,7 +297,7 @@ class Evaluator:
         with self.run.written(self.run.curves) as path:
             save_figure(
                 path,
-                curves(self.run.read_log(), list(self.rewards or self.judges), len(base.prompts)),
+                curves(self.run.read_log(), list(self.rewards), len(base.prompts)),
             )
         return table
 
