@@ -16,7 +16,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import Tails
-from tests.support.runs import darkness, trainer
+from tests.support.runs import trainer
 
 SMALL = ("algorithm.name=opsd", "algorithm.group_size=6")
 
@@ -164,8 +164,6 @@ def test_an_image_without_a_score_stays_where_it_is():
 
 
 def test_what_it_cannot_learn_from_is_refused():
-    with pytest.raises(UserError, match="have none: bright"):
-        trainer(None, *SMALL, rewards={"bright": darkness})
     with pytest.raises(UserError, match="algorithm: a kept latent needs a first tail of two steps"):
         plans_of(OPSD(), 1)
     with pytest.raises(UserError, match="carry no gradient"):

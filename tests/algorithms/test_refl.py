@@ -1,5 +1,5 @@
 """ReFL: its gradient in closed form and by finite differences, the step that is drawn, missing
-scores, rewards refused."""
+scores."""
 
 import math
 
@@ -8,10 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from g2rpo.algorithms.reward_gradient import ReFL
-from g2rpo.assembly.checks import check
-from g2rpo.core.errors import UserError
 from g2rpo.training.stopwatch import Stopwatch
-from tests.support.runs import config, darkness, trainer
+from tests.support.runs import trainer
 from tests.support.watched import Watched
 
 SMALL = ("algorithm.name=refl", "algorithm.group_size=6", "algorithm.ceiling=2")
@@ -87,14 +85,6 @@ def test_the_step_is_one_of_the_last_and_the_walk_is_the_odes():
     for sigma, after in zip(t.sigmas[:-1], t.sigmas[1:], strict=True):
         x = x + (after - sigma) * t.policy.velocity(x, sigma.expand(6), cond.rows([0] * 6))
     assert_close(rollout.finals[0], x.detach())
-
-
-def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded():
-    with pytest.raises(UserError, match="have none: bright"):
-        trainer(None, *SMALL, rewards={"bright": darkness})
-    chosen = config(*SMALL, "rewards={jpeg_size: 1.0, brightness: 1.0}", "evaluation.rewards={}")
-    with pytest.raises(UserError, match="have none: jpeg_size"):
-        check(chosen, given={"policy": None, "prompts": ["a"], "heldout": ["a"]})
 
 
 def test_a_prediction_without_a_score_teaches_nothing():

@@ -8,13 +8,11 @@ import torch
 from torch import nan
 
 from g2rpo.algorithms.self_opd import SelfOPD
-from g2rpo.assembly.checks import check
-from g2rpo.core.errors import UserError
 from g2rpo.core.types import Reward
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_per_prompt
-from tests.support.runs import brightness, config, trainer
+from tests.support.runs import brightness, trainer
 
 ONE = torch.ones(1)
 SAMPLES = ("algorithm.group_size=6", "trainer.prompts_per_iteration=2")
@@ -131,25 +129,6 @@ def test_early_steps_are_drawn_more_often():
     assert ((found - shares).abs() <= 4 * (shares * (1 - shares) / 2000).sqrt()).all()
     pairs = [[plan.branch for plan in SelfOPD().plans(10, each, seed=3)] for each in range(100)]
     assert all(a < b for a, b in pairs) and len({tuple(pair) for pair in pairs}) > 10
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["sampling.num_steps=1"], "sampling.num_steps"),
-        (["algorithm.steps_drawn=6"], "at most 5, the steps before the last of num_steps=6"),
-        (["algorithm.step_weights=[0,3]"], "at most 1"),
-        (["algorithm.step_weights=[0,-1]"], "algorithm.step_weights"),
-        (["algorithm.group_size=1"], "algorithm.group_size"),
-    ],
-)
-def test_settings_that_leave_nothing_to_compare_are_refused_before_anything_is_loaded(given, words):
-    with pytest.raises(UserError) as refusal:
-        check(
-            config("algorithm.name=self_opd", *given),
-            given={"policy": None, "prompts": ["a"], "heldout": ["a"]},
-        )
-    assert words in str(refusal.value)
 
 
 # --- the ODE's picture in a run

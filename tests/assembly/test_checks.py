@@ -16,6 +16,7 @@ from g2rpo.assembly import checks, components, hub
 from g2rpo.assembly.blueprint import trained_on_meta
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
+from g2rpo.assembly.consistency import check_plans
 from g2rpo.assembly.pipeline_files import missing_parts
 from g2rpo.assembly.prompts import starter_caution, trained_on
 from g2rpo.assembly.rewards import check_clips
@@ -345,7 +346,7 @@ def test_what_a_name_brings_is_told_and_all_else_is_published_or_the_recipes(rec
         if judged_by(ALGORITHMS[name]):  # its rewards only judge
             continue
         config, told = named_with(recipe, name)
-        checks.check_plans(config.algorithm, config.sampling)
+        check_plans(config.algorithm, config.sampling)
         published = config.model_copy(update={"algorithm": ALGORITHMS[name]()})
         changed = differences(config, published) | {
             key: values

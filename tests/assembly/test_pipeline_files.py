@@ -11,8 +11,9 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 from g2rpo.assembly import blueprint, components, pipeline_files
-from g2rpo.assembly.checks import Wanted, check_input_pictures
+from g2rpo.assembly.checks import check_input_pictures
 from g2rpo.assembly.config import load_config
+from g2rpo.assembly.consistency import Wanted
 from g2rpo.assembly.pipeline_files import weight_files
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.data import Prompt

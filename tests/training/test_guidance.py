@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from g2rpo.app.build import Request, build
-from g2rpo.assembly.checks import Wanted, check_guidance
 from g2rpo.assembly.config import load_config
+from g2rpo.assembly.consistency import Wanted, check_guidance
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.rollout.guidance import guidance_of

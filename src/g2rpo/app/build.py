@@ -14,7 +14,8 @@ from g2rpo.app.contents import contents_of
 from g2rpo.app.dry_run import try_own_code
 from g2rpo.app.events import Emit, Line, silent
 from g2rpo.assembly import components
-from g2rpo.assembly.checks import check, rewards_of
+from g2rpo.assembly.checks import check
+from g2rpo.assembly.consistency import rewards_of
 from g2rpo.assembly.prompts import starter_caution, trained_on
 from g2rpo.assembly.rewards import build_rewards, configured, declared_by, reward_kind
 from g2rpo.config.schema import Config

@@ -1,16 +1,12 @@
-"""Everything that a run needs and lacks, in one message before anything is loaded.
-
-A check is a function of a `Wanted` run. It yields complaints, or raises UserError for one.
-"""
+"""Everything that a run needs and lacks, in one message before anything is loaded: what its settings
+contradict (`consistency`), and what is not there of models, files, servers and devices."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,92 +14,33 @@ from typing import Any
 from g2rpo.assembly import components, hub
 from g2rpo.assembly import rewards as of_rewards
 from g2rpo.assembly.blueprint import build_shallow, read_blueprint, trained_on_meta
+from g2rpo.assembly.consistency import CHECKS, Check, Wanted, refuse_all, rewards_of, said, spec_of
 from g2rpo.assembly.hub import HubQuestion, answers_of
 from g2rpo.assembly.pipeline_files import missing_parts
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
-from g2rpo.config.given import Mentioned, refuse_mention
-from g2rpo.config.schema import Config, PolicyConfig, RewardConfig, SamplingConfig
+from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.capabilities import (
     AsksServer,
     ChecksOptions,
-    TakesOneSize,
-    differentiates_rewards,
     fault_of,
     judged_by,
     keeps_old,
 )
-from g2rpo.core.contracts import name_of, plans_of
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import in_bytes, is_hub_id
-from g2rpo.core.types import Algorithm, Reward, as_rewards
 from g2rpo.monitor.trackers import check_trackers
-from g2rpo.policies import attention, catalogue, quantized
-from g2rpo.policies.spec import PipelineSpec
+from g2rpo.policies import attention, quantized
 from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import fetch
 from g2rpo.run.checkpoint import checkpoints
 from g2rpo.run.run import Run
-from g2rpo.training.updater import check_differentiable, check_groups
 
 SECONDS = 1.5
 """Seconds for servers to answer. Slower ones are not reported: they may be busy."""
 LARGE_TRANSFORMER = 2**28
 """Bytes of a transformer from which on it takes longer to load than to build without weights."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A run that is to begin. Objects in `given` (policy, rewards, judges, prompts, heldout,
-    trackers) are not checked."""
-
-    config: Config
-    given: Mapping[str, Any] = field(default_factory=dict)
-    directory: Path | None = None
-    lists: dict[str, list[str]] = field(default_factory=dict)
-    """The prompts that have been read: "prompts" to train on, and "heldout"."""
-    questions: dict[str, HubQuestion] = field(default_factory=dict)
-    """What servers are still to be asked, by the config's key."""
-
-    @property
-    def sources(self) -> dict[str, tuple[str, str]]:
-        """The keys and values of the config for lists that are not given."""
-        named = {
-            "prompts": ("prompts.train", self.config.prompts.train),
-            "heldout": ("evaluation.prompts", self.config.evaluation.prompts),
-        }
-        return {name: source for name, source in named.items() if name not in self.given}
-
-    @property
-    def keyed(self) -> dict[str, RewardConfig]:
-        """All rewards that are not given, trained and held-out, by their keys in the config."""
-        held_out = {
-            f"evaluation.rewards.{name}": entry
-            for name, entry in self.config.evaluation.rewards.items()
-        }
-        trained = {f"rewards.{name}": entry for name, entry in self.config.rewards.items()}
-        return {
-            **({} if "rewards" in self.given else trained),
-            **({} if "judges" in self.given else held_out),
-        }
-
-    @property
-    def rewards(self) -> dict[str, RewardConfig]:
-        """The same by their names."""
-        return rewards_of(self.config, self.given)
-
-
-def rewards_of(
-    config: Config, given: Mapping[str, Any], heldout: bool = True
-) -> dict[str, RewardConfig]:
-    """The rewards of a config that are not given, by their names: those that are trained and, with
-    `heldout`, those that judge held-out pictures."""
-    trained = {} if "rewards" in given else config.rewards
-    return {**trained, **(config.evaluation.rewards if heldout and "judges" not in given else {})}
-
-
-Check = Callable[[Wanted], Iterable[str] | None]
 
 
 def check(
@@ -119,110 +56,12 @@ def check(
         {name: list(given.get(name, ())) for name in ("prompts", "heldout")},
     )
     for stage in STAGES:
-        complaints = dict.fromkeys(complaint for each in stage for complaint in _said(each, run))
-        if complaints:
-            raise UserError(_listed(list(complaints)))
+        refuse_all(stage, run)
     return run.lists["prompts"], run.lists["heldout"]
-
-
-def _said(call: Callable[..., Any], *arguments: Any) -> Iterator[str]:
-    """The complaints of a call, which yields or raises them."""
-    try:
-        yield from call(*arguments) or ()
-    except UserError as error:
-        yield str(error)
-
-
-def _listed(complaints: Sequence[str]) -> str:
-    """One complaint, or a list of several with the downloads that it names."""
-    if len(complaints) == 1:
-        return complaints[0]
-    lines = ["- " + complaint.replace("\n", "\n  ") for complaint in complaints]
-    fetch = dict.fromkeys(re.findall(r"`(hf download [^` ]+)", "\n".join(lines)))
-    if len(fetch) > 1:
-        lines += [
-            "To download all of it (`g2rpo plan` estimates its size; `hf auth login` first for gated models):",
-            *fetch,
-        ]
-    return "\n".join([f"{len(complaints)} things are missing or wrong:", *lines])
 
 
 def _device(run: Wanted) -> Iterator[str]:
     yield from components.lacks_of_device(run.config)
-
-
-def _repeated_names(run: Wanted) -> Iterator[str]:
-    for name in sorted(set(run.config.rewards) & set(run.config.evaluation.rewards)):
-        yield f"evaluation.rewards.{name}: is trained on, and so judged anyway; `evaluation.rewards.{name}=` takes it out"
-
-
-def _weights(run: Wanted) -> Iterator[str]:
-    rewards = run.config.rewards
-    if judged_by(run.config.algorithm) is not None:
-        return
-    if not rewards:
-        yield "rewards: is empty; name at least one, for example rewards.scene_accuracy=1"
-    elif not any(entry.weight for entry in rewards.values()):
-        yield f"rewards: every weight is 0, so nothing is learned; set one, for example rewards.{min(rewards)}=1"
-
-
-def _floors(run: Wanted) -> Iterator[str]:
-    """Floors are of what is trained on. That of the base's mean needs scores which mean the same
-    throughout the run."""
-    for name, entry in run.config.evaluation.rewards.items():
-        if entry.floor is not None:
-            yield f"evaluation.rewards.{name}.floor: is for training, and this reward only judges"
-    for name, entry in rewards_of(run.config, run.given, heldout=False).items():
-        kind = declared_by(reward_kind(name, entry)) if entry.floor == "base" else Reward
-        if kind.group or kind.state is not None:
-            why = "compares pictures with each other" if kind.group else "learns during the run"
-            yield f"rewards.{name}.floor: this reward {why}, which the base's mean does not fit; give a number"
-
-
-def _plans(run: Wanted) -> None:
-    check_plans(run.config.algorithm, run.config.sampling)
-
-
-def _comparisons(run: Wanted) -> None:
-    """Rewards that compare the pictures of a group need groups."""
-    kinds = {name: reward_kind(name, entry) for name, entry in run.rewards.items()}
-    known = {name: kind for name, kind in kinds.items() if declared_by(kind) is kind}
-    config = run.config
-    if not isinstance(config.algorithm, Mentioned):
-        check_groups(config.algorithm, known, config.policy.tuning, config.trainer.sharding)
-
-
-def _gradients(run: Wanted) -> None:
-    """An algorithm that learns from the gradient of rewards needs rewards that have one."""
-    algorithm, rewards = run.config.algorithm, run.config.rewards
-    if (
-        "rewards" not in run.given
-        and not isinstance(algorithm, Mentioned)
-        and differentiates_rewards(algorithm)
-    ):
-        check_differentiable(
-            algorithm,
-            as_rewards({name: reward_kind(name, entry) for name, entry in rewards.items()}),
-        )
-
-
-def _sides(run: Wanted) -> Iterator[str]:
-    """Rewards that take pictures of one size need pictures of that size, in training and in
-    evaluation."""
-    config = run.config
-    for name, entry in run.rewards.items() if "policy" not in run.given else ():
-        kind = declared_by(reward_kind(name, entry))
-        side = kind.side if isinstance(kind, TakesOneSize) else None
-        for size in (config.judged, *([config.policy] if name in config.rewards else [])):
-            if side is not None and (size.height, size.width) != (side, side):
-                made = f"here they have {size.height}x{size.width}"
-                yield f"rewards.{name}: {entry.kind} takes pictures of {side}x{side}, and {made}; take it out"
-                break
-
-
-def _clips(run: Wanted) -> None:
-    if "policy" not in run.given:
-        of_rewards.check_clips(run.rewards, run.config.policy)
 
 
 def _quantized(run: Wanted) -> None:
@@ -238,7 +77,15 @@ def _kernel(run: Wanted) -> None:
 
 def _trackers(run: Wanted) -> Iterator[str]:
     for name in run.config.trackers if "trackers" not in run.given else ():
-        yield from _said(check_trackers, [name])
+        yield from said(check_trackers, [name])
+
+
+def _options(run: Wanted) -> None:
+    """Options of the policy must be the model's, and fit each other."""
+    policy = run.config.policy
+    if "policy" not in run.given:
+        _, name = components.locate_pipeline(policy.path, policy.pipeline, policy.kind)
+        components.policy_class(policy, name)
 
 
 def _pipeline(run: Wanted) -> Iterator[str]:
@@ -258,7 +105,9 @@ def _pipeline(run: Wanted) -> Iterator[str]:
         or sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors"))
         > LARGE_TRANSFORMER
     ):
-        components.check_trained_steps(run.config, build_shallow(read_blueprint(config), config)[0])
+        policy, _ = build_shallow(read_blueprint(config), config)
+        components.check_judged_size(run.config, policy)
+        components.check_trained_steps(run.config, policy)
 
 
 def _folder_of(config: PolicyConfig) -> Path | None:
@@ -268,21 +117,6 @@ def _folder_of(config: PolicyConfig) -> Path | None:
     index = hub.cached(path, "model_index.json") if is_hub_id(path) else None
     folder = index.parent if index is not None else Path(path)
     return folder if config.kind is None else None
-
-
-def check_guidance(run: Wanted) -> Iterator[str]:
-    """A guidance scale of training needs a model that is sampled with one."""
-    scale, policy = run.config.sampling.guidance_scale, run.config.policy
-    if scale is None or "policy" in run.given:
-        return
-    spec, deployed = _spec_of(policy), policy.guidance_scale
-    if spec is not None and not spec.guides(spec.guidance if deployed is None else deployed):
-        yield f"sampling.guidance_scale={scale:g}: the model is sampled without guidance; take it out"
-
-
-def _spec_of(policy: PolicyConfig) -> PipelineSpec | None:
-    _, name = components.locate_pipeline(policy.path, policy.pipeline, policy.kind)
-    return catalogue.spec_of(policy.kind or name)
 
 
 def _read(run: Wanted, far: bool) -> Iterator[str]:
@@ -309,7 +143,7 @@ def _devices_of_rewards(run: Wanted) -> None:
 
 def _rewards(run: Wanted) -> Iterator[str]:
     for key, entry in run.keyed.items():
-        yield from _said(_faults_of_reward, key, entry, run.questions)
+        yield from said(_faults_of_reward, key, entry, run.questions)
 
 
 def _faults_of_reward(
@@ -414,7 +248,7 @@ def _targets(run: Wanted) -> Iterator[str]:
 
 def check_input_pictures(run: Wanted) -> None:
     """Prompts must have as many input pictures as the model takes."""
-    if "policy" not in run.given and (spec := _spec_of(run.config.policy)) is not None:
+    if "policy" not in run.given and (spec := spec_of(run.config.policy)) is not None:
         for prompt in (*run.lists["prompts"], *run.lists["heldout"]):
             spec.check_pictures(prompt)
 
@@ -422,19 +256,12 @@ def check_input_pictures(run: Wanted) -> None:
 STAGES: Sequence[Sequence[Check]] = (
     (
         _device,
-        _repeated_names,
-        _weights,
-        _floors,
-        _plans,
-        _comparisons,
-        _gradients,
-        _sides,
-        _clips,
+        *CHECKS,
         _quantized,
         _kernel,
         _trackers,
+        _options,
         _pipeline,
-        check_guidance,
         partial(_read, far=False),
         _devices_of_rewards,
         _rewards,
@@ -445,16 +272,6 @@ STAGES: Sequence[Sequence[Check]] = (
     (_targets, check_input_pictures),
 )
 """The checks in their order; all of a stage are made before any complaint is raised."""
-
-
-def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
-    """Refuses an algorithm that does not fit the sampler's steps, or whose solver does not fit the
-    sampler's tails."""
-    if isinstance(algorithm, Mentioned):
-        refuse_mention("algorithm.name", algorithm.name)
-    plans = plans_of(algorithm, sampling.num_steps)
-    with placed(f"algorithm {name_of(algorithm)} does not fit sampling.tails: "):
-        sampling.tails.walked_by(plans)
 
 
 def check_quantized(config: Config) -> None:

@@ -84,15 +84,20 @@ def _configured(name: str, scorer: Scorer, entry: RewardConfig | None) -> Reward
         raise UserError(
             f"rewards.{name}.frames: this reward learns from clips (its `learns_every` is set); take frames out"
         )
-    if reward.video or reward.latent:
-        what, kind = ("whole clips", "video") if reward.video else ("latents", "latent")
-        raise UserError(
-            f"rewards.{name}.frames: this reward takes {what} (its `{kind}` is true); take frames out"
-        )
+    check_frames(name, reward, entry)
     if reward is scorer:
         reward = CallableReward(reward)  # the object may have other frames under another name
     reward.frames = entry.frames
     return reward
+
+
+def check_frames(name: str, reward: Reward | type[Reward], entry: RewardConfig) -> None:
+    """Refuses frames of a reward (or its class) that takes clips or latents."""
+    if entry.frames is not None and (reward.video or reward.latent):
+        what, kind = ("whole clips", "video") if reward.video else ("latents", "latent")
+        raise UserError(
+            f"rewards.{name}.frames: this reward takes {what} (its `{kind}` is true); take frames out"
+        )
 
 
 def check_rewards(table: Mapping[str, RewardConfig]) -> None:

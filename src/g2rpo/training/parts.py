@@ -21,10 +21,11 @@ from g2rpo.rollout.guidance import sized
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.collector import Collector
+from g2rpo.training.compatible import check_differentiable
 from g2rpo.training.learner import Learner
 from g2rpo.training.loop import Loop
 from g2rpo.training.ranks import divided
-from g2rpo.training.updater import Updater, check_differentiable
+from g2rpo.training.updater import Updater
 
 
 def loop_of(
@@ -41,7 +42,8 @@ def loop_of(
     fit rewards or ranks."""
     algorithm, optim = config.algorithm, config.optim
     check_complete(algorithm)
-    check_differentiable(algorithm, rewards)
+    weights = {name: config.rewards[name].weight for name in rewards}
+    check_differentiable(algorithm, rewards, weights)
     refuse(_faults_of_prompts(algorithm, prompts))
     division = divided(config, shards.world)
     sigmas = grid_of(config.sampling.shift, policy, config.sampling.num_steps)
@@ -78,7 +80,7 @@ def loop_of(
         config=config,
         policy=policy,
         rewards=rewards,
-        weights=torch.tensor([config.rewards[name].weight for name in rewards]),
+        weights=torch.tensor([*weights.values()]),
         algorithm=algorithm,
         algorithm_state=state_of(algorithm),
         order=PromptOrder(prompts, config.trainer.seed),

@@ -25,6 +25,7 @@ from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.training.collector import Groups
+from g2rpo.training.compatible import check_groups
 from g2rpo.training.evaluator import evaluator_of
 from g2rpo.training.held_out_pairs import HeldOutPairs
 from g2rpo.training.learner import Snapshot
@@ -42,7 +43,6 @@ from g2rpo.training.parts import find_sizes, loop_of
 from g2rpo.training.persistence import Persistence
 from g2rpo.training.reward_states import stateful
 from g2rpo.training.stopwatch import Stopwatch
-from g2rpo.training.updater import check_groups
 
 
 @dataclass(repr=False, kw_only=True)

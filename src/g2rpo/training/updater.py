@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,14 +15,12 @@ from torch import Tensor
 from g2rpo.core.capabilities import (
     SumsGroups,
     averages_updates,
-    candidates_of,
-    differentiates_rewards,
     drops_members,
     unguided,
 )
 from g2rpo.core.contracts import name_of
-from g2rpo.core.errors import UserError, out_of_device_memory, refuse
-from g2rpo.core.types import Algorithm, Batch, Cond, Example, Loss, Policy, Reward
+from g2rpo.core.errors import UserError, out_of_device_memory
+from g2rpo.core.types import Algorithm, Batch, Cond, Example, Loss, Policy
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, bounded_by
 from g2rpo.runtime.sharding import WHOLE, Replicated
@@ -81,53 +79,6 @@ def no_reward(x: Tensor, prompts: Sequence[int]) -> Tensor:
     raise NotImplementedError(
         "the algorithm's loss calls network.reward, but it has no uses_rewards = True"
     )
-
-
-def check_differentiable(
-    algorithm: Algorithm, rewards: Mapping[str, Reward | type[Reward]]
-) -> None:
-    """UserError if an algorithm needs the gradient of `rewards` (or their classes) and some have
-    none, as of chosen frames."""
-    without = [
-        name
-        for name, reward in rewards.items()
-        if not reward.differentiable or reward.frames is not None
-    ]
-    if differentiates_rewards(algorithm) and without:
-        raise UserError(
-            f"algorithm {name_of(algorithm)} learns from the gradient of rewards, and these have none: {', '.join(without)}; "
-            "docs/rewards.md says which have one"
-        )
-
-
-def check_groups(
-    algorithm: Algorithm,
-    rewards: Mapping[str, Reward | type[Reward]],
-    tuning: str,
-    sharding: str = "none",
-) -> None:
-    """UserError if some of `rewards` (or their classes) compare what a run of these settings does
-    not have: groups, and the base model beside the tuned one."""
-    comparing = ", ".join(name for name, reward in rewards.items() if reward.group)
-    if comparing:
-        refuse(_faults_of_groups(algorithm, comparing, tuning, sharding))
-
-
-def _faults_of_groups(
-    algorithm: Algorithm, comparing: str, tuning: str, sharding: str
-) -> Iterator[str]:
-    if algorithm.group_size == 1 or candidates_of(algorithm) > 1:
-        why = (
-            "chooses prompts by single pictures"
-            if candidates_of(algorithm) > 1
-            else "has groups of one"
-        )
-        yield f"algorithm {name_of(algorithm)} {why}, and these rewards compare the pictures of a group: {comparing}"
-    what = f"{comparing}: held-out pictures are compared with the base's, which"
-    if tuning == "full" and sharding != "none":
-        yield f"{what} trainer.sharding={sharding} cannot draw; take lora"
-    if tuning == "full" and not algorithm.uses_base:
-        yield f"{what} policy.tuning=full does not keep; take lora, or a KL term (algorithm.kl_weight)"
 
 
 @dataclass(frozen=True)

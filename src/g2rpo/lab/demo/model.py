@@ -13,8 +13,8 @@ from torch import Tensor
 
 from g2rpo.app.evaluate import model_settings, reward_table
 from g2rpo.assembly import components
-from g2rpo.assembly.checks import check_plans
 from g2rpo.assembly.config import load_config
+from g2rpo.assembly.consistency import check_plans
 from g2rpo.assembly.rewards import build_rewards, check_rewards
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.resolve import resolve

@@ -14,8 +14,8 @@ from g2rpo.app.prediction import Planned
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.blueprint import read_blueprint
-from g2rpo.assembly.checks import check_plans
 from g2rpo.assembly.config import load_config
+from g2rpo.assembly.consistency import check_settings
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config.schema import Config
@@ -224,7 +224,7 @@ class Planner:
         )
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
         components.check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
-        check_plans(self.config.algorithm, self.config.sampling)
+        check_settings(self.config)
         self.text_tokens: int | None = None
         self.heldout, self.distinct_prompts = self._listed_prompts()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}

@@ -54,19 +54,24 @@ whatever is clicked."""
 
 
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
-    """The config of a session: a recipe with `OVERRIDES` and the reward `clicks`, which weighs half
-    as much as all other rewards together, the guards. Where the recipe trains all weights, an
+    """The config of a session: a recipe with those of `OVERRIDES` that its algorithm has and the
+    reward `clicks`, which weighs half as much as all other rewards together, the guards. Where the recipe trains all weights, an
     adapter takes `ADAPTER_RATE` times its rate. A config with the reward `clicks` is a session's,
     and stays as it is."""
     plain = load_config(recipe, [])
     if "clicks" in plain.rewards:
         return load_config(recipe, overrides, notify)
-    guards = load_config(recipe, ["rewards.clicks=1", *overrides]).rewards
+    asked = load_config(recipe, ["rewards.clicks=1", *overrides])
+    guards = asked.rewards
     # 1: without a guard
     weight = (
         GUARDED * sum(reward.weight for name, reward in guards.items() if name != "clicks") or 1
     )
-    own = [*OVERRIDES, f"rewards.clicks={weight:g}"]
+    own = [f"rewards.clicks={weight:g}"]
+    for override in OVERRIDES:
+        group, _, name = override.partition("=")[0].rpartition(".")
+        if group != "algorithm" or hasattr(asked.algorithm, name):
+            own.append(override)
     if plain.policy.tuning == "full":
         own.append(f"optim.learning_rate={ADAPTER_RATE * plain.optim.learning_rate:g}")
     return load_config(recipe, [*own, *overrides], notify)

@@ -1,0 +1,99 @@
+"""Settings that leave an algorithm nothing to learn: one message that says what would be right, before
+anything is loaded. Values out of range are in test_fields.py."""
+
+import pytest
+
+from g2rpo.assembly.checks import check
+from g2rpo.assembly.config import load_config
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.core.errors import UserError
+from g2rpo.lab.plan.plan import Planner
+from tests.support.commands import refused
+from tests.support.runs import config, darkness, trainer
+
+VLM = "{kind: pairwise_vlm, options: {url: 'http://127.0.0.1:9', model: m}}"
+NO_LORA = "policy.tuning=full"
+NO_GRADIENT = "learns from the gradient of rewards, and these have none:"
+LEARNED = ["evaluation.rewards={}", "rewards.scene_accuracy="]
+ONE = ["algorithm.name=refl", "algorithm.group_size=1", *LEARNED, "rewards.scene_clip=1"]
+
+REFUSED = [
+    (["sampling.num_steps=1"], "sampling.num_steps"),
+    (["algorithm.name=mixgrpo", "sampling.num_steps=2"], "num_steps must be at least 3"),
+    (
+        ["algorithm.name=self_opd", "algorithm.steps_drawn=16"],
+        "the steps before the last of num_steps",
+    ),
+    (["algorithm.name=self_opd", "algorithm.step_weights=[0,3]"], "at most 1"),
+    (["algorithm.name=mixgrpo_flash", "sampling.tails.forecast=true"], "forecast=false"),
+    (["algorithm.name=opsd"], f"algorithm opsd {NO_GRADIENT} scene_accuracy;"),
+    (
+        [
+            "algorithm.name=refl",
+            "rewards.scene_accuracy=",
+            "rewards.brightness=1",
+            "rewards.jpeg_size=1",
+        ],
+        f"algorithm refl {NO_GRADIENT} jpeg_size (but brightness); take them out, or another algorithm: "
+        "all but refl and opsd need",
+    ),
+    (["algorithm.name=refl", *LEARNED, "rewards.scene_clip.frames.every=2"], "none: scene_clip;"),
+    (
+        ["algorithm.name=opsd", *LEARNED, "rewards.scene_clip=1", "policy.num_frames=5"],
+        "none: scene_clip;",
+    ),
+    (["rewards.motion.frames.every=2"], "rewards.motion.frames: this reward takes whole clips"),
+    (["rewards.motion=1"], "rewards.motion: motion scores clips"),
+    ([f"rewards.judge={VLM}", NO_LORA], "policy.tuning=full does not keep; take lora"),
+    ([f"rewards.judge={VLM}", "algorithm.name=adagrpo"], "judge; take them out, or another"),
+    (
+        [*ONE, f"evaluation.rewards.judge={VLM}"],
+        "judge; take them out, or set algorithm.group_size to two or more",
+    ),
+    (["rewards.scene_accuracy=0"], "every weight is 0"),
+    (["policy.height=128"], "scene_clip takes pictures of 64x64"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), REFUSED)
+def test_what_settings_contradict_is_said_before_a_run_and_by_its_plan(overrides, words):
+    for asked in (
+        lambda: check(load_config("scenes", overrides)),
+        lambda: Planner("scenes", overrides),
+    ):
+        with pytest.raises(UserError) as refusal:
+            asked()
+        assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["train"], ["plan"], ["teach"], ["compare", "--cell", "a:", "--budget", "iterations=1"]],
+)
+def test_every_command_says_so_and_writes_nothing(capsys, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    name, *options = command
+    said = refused(capsys, name, "scenes", "algorithm.name=opsd", *options)
+    assert (
+        said.count(NO_GRADIENT) == 1 and ("clicks" if name == "teach" else "scene_accuracy") in said
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, kind in ALGORITHMS.items() if hasattr(kind, "uses_rewards")]
+)
+def test_rewards_that_only_tell_once_they_are_built_are_asked_by_the_trainer(tmp_path, name):
+    """A class of one's own may set `differentiable` as it is made; one of weight 0 needs none."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "class Own:\n    def __init__(self):\n        self.differentiable = True\n"
+        "    def __call__(self, images, prompts):\n        return images.flatten(1).mean(1)\n"
+    )
+    named = f"rewards={{own: {{kind: '{own}:Own'}}, jpeg_size: 0}}"
+    check(
+        config(f"algorithm.name={name}", named, "evaluation.rewards={}"),
+        {"policy": None, "prompts": ["a"], "heldout": ["a"]},
+    )
+    with pytest.raises(UserError, match=f"{name} {NO_GRADIENT} bright;"):
+        trainer(None, f"algorithm.name={name}", rewards={"bright": darkness})
