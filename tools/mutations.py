@@ -362,7 +362,7 @@ MUTATIONS = [
         "tests/training/test_faults.py::test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights",
     ),
     Mutation(
-        "training/updater.py", "counted=alive[item.prompt]", "counted=item.advantages != 0", DROPPED
+        "core/updates.py", "counted=alive[item.prompt]", "counted=item.advantages != 0", DROPPED
     ),
     Mutation(
         "training/learner.py",
@@ -534,6 +534,12 @@ MUTATIONS = [
         "evaluation/work.py",
         "TRAINED_LATENT * trained + base",
         "trained + base",
+        "tests/lab/compare/test_compare.py -k work",
+    ),
+    Mutation(
+        "rollout/planning.py",
+        "in updates_of(algorithm, examples)",
+        "in [examples]",
         "tests/lab/compare/test_compare.py -k work",
     ),
 ]

@@ -13,6 +13,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Batch, Example
+from g2rpo.core.updates import updates_of
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.runtime.distributed import World
@@ -208,7 +209,7 @@ def test_parts_are_the_same_on_any_number_of_ranks():
     """Steps in one order; shares into which steps cannot be dealt evenly are refused."""
     t = trainer(None, "algorithm.name=fdfo", "algorithm.update_every=branch")
     made = [Example(0, step, torch.zeros(1, 2), torch.zeros(1)) for step in (3, 0, 2, 1)]
-    assert [batch[0].step for batch in t.updater._batches(made)] == [0, 1, 2, 3]
+    assert [batch[0].step for batch in updates_of(t.algorithm, made)] == [0, 1, 2, 3]
     with pytest.raises(UserError, match="cannot be dealt out evenly"):
         divided(config("algorithm.name=fdfo", "sampling.num_steps=6"), World(0, 2))
     divided(config("algorithm.name=fdfo", "sampling.num_steps=8"), World(0, 2))

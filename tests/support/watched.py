@@ -13,20 +13,17 @@ class Watched:
         self.collected, self.walked = (_kept(t.collector, name) for name in ("collect", "anchors"))
         self.stored = _kept(t.collector, "stored")
         self.updated = _kept(t.updater, "update")
-        self.batches, self.gradients, dealt = [], [], t.updater._batches
-
-        def dealing(examples):
-            batches = list(dealt(examples))
-            self.batches += batches
-            return batches
-
-        t.updater._batches = dealing
+        self.gradients, self._accumulated = [], _kept(t.updater, "_accumulate")
         t.learner.optimizer.register_step_pre_hook(self._keep_gradient)
 
     @property
     def examples(self):
         """Of every update."""
         return [given[0] for given, _ in self.updated]
+
+    @property
+    def batches(self):
+        return [given[0] for given, _ in self._accumulated]
 
     def _keep_gradient(self, *_):
         self.gradients.append([p.grad.clone() for p in self.t.learner.parameters])
@@ -36,8 +33,8 @@ def _kept(thing, name):
     """(arguments, value) of every coming call of a method."""
     calls, call = [], getattr(thing, name)
 
-    def calling(*arguments):
-        value = call(*arguments)
+    def calling(*arguments, **named):
+        value = call(*arguments, **named)
         calls.append((arguments, value))
         return value
 

@@ -13,6 +13,7 @@ from g2rpo.core.capabilities import SumsGroups, candidates_of, judged_by
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Batch, Plan, Rollout, Transition
+from g2rpo.core.updates import updates_of
 from g2rpo.rollout.tails import EXACT, Tails
 
 
@@ -78,8 +79,8 @@ def dry_rollout(
 def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -> tuple[int, int]:
     """Latents that training passes evaluate for one prompt: (with gradient, without).
 
-    Counted by the algorithm's own loss on examples of zeros; one latent where a group branches from
-    a shared one.
+    Counted by the algorithm's own loss on examples of zeros, in the updates of a run: where a group
+    branches from a shared latent, that is one in every update that has some of its members.
     """
     network = _trained(algorithm, plans, sigma_grid(num_steps))
     return network.rows, network.without_gradient
@@ -92,15 +93,22 @@ def trained_sigmas(algorithm: Algorithm, plans: Sequence[Plan], sigmas: Tensor) 
 
 def _trained(algorithm: Algorithm, plans: Sequence[Plan], sigmas: Tensor) -> _CountingNetwork:
     network = _CountingNetwork()
-    for plan in plans:
-        rollout = dry_rollout(plan, algorithm.group_size, sigmas)
+    examples = [
+        example
+        for plan in plans
         for example in algorithm.examples(
-            rollout, torch.zeros(algorithm.group_size), generator_for
-        ):
-            if isinstance(algorithm, SumsGroups):
-                with torch.no_grad():
-                    algorithm.group_term(Batch.of([example], sigmas, first=True), network)
-                example = example.with_group_sum(torch.tensor(0.0))
+            dry_rollout(plan, algorithm.group_size, sigmas),
+            torch.zeros(algorithm.group_size),
+            generator_for,
+        )
+    ]
+    if isinstance(algorithm, SumsGroups):
+        for example in examples:
+            with torch.no_grad():
+                algorithm.group_term(Batch.of([example], sigmas, first=True), network)
+        examples = [example.with_group_sum(torch.tensor(0.0)) for example in examples]
+    for update in updates_of(algorithm, examples):
+        for example in update:
             algorithm.loss(Batch.of([example], sigmas, first=True), network)
     return network
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,25 +18,12 @@ from g2rpo.core.capabilities import (
     drops_members,
     unguided,
 )
-from g2rpo.core.contracts import name_of
 from g2rpo.core.errors import UserError, out_of_device_memory
 from g2rpo.core.types import Algorithm, Batch, Cond, Example, Loss, Policy
+from g2rpo.core.updates import passes, updates_of, without_zero_advantages
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, bounded_by
 from g2rpo.runtime.sharding import WHOLE, Replicated
-
-
-def without_zero_advantages(examples: Sequence[Example]) -> list[Example]:
-    """`examples` in which a member of a prompt counts if it has an advantage other than 0 in any of
-    them.
-
-    The others contribute only the KL term, and would make the mean of the rest smaller (Flow-GRPO's
-    code).
-    """
-    alive: dict[int, Tensor] = {}
-    for item in examples:
-        alive[item.prompt] = alive.get(item.prompt, False) | (item.advantages != 0)
-    return [replace(item, counted=alive[item.prompt]) for item in examples]
 
 
 @dataclass
@@ -147,7 +134,7 @@ class Updater:
         if isinstance(self.algorithm, SumsGroups):
             with self.shards.training():
                 examples = self.sizes.fit(partial(self._with_group_sums, examples, cond))
-        batches = list(self._batches(examples))
+        batches = list(updates_of(self.algorithm, examples))
         members = sum(len(item.advantages) for batch in batches for item in batch)
         for number, batch in enumerate(batches):
             counted = self.shards.world.total(sum(int(item.mask.sum()) for item in batch))[0]
@@ -200,28 +187,6 @@ class Updater:
                 stats.log[name].append(values.detach().cpu())
         return stats
 
-    def _batches(self, examples: Sequence[Example]) -> Iterator[list[Example]]:
-        every = self.algorithm.update_every
-        if every == "rollout":
-            yield list(examples)
-            return
-        if isinstance(every, int):
-            for start in range(0, self.algorithm.group_size, every):
-                yield [item.members(start, start + every) for item in examples]
-            return
-        if isinstance(every, float):
-            parts = min(round(1 / every), len(examples))
-            yield from (list(examples[part::parts]) for part in range(parts))
-            return
-        if every != "branch":
-            raise UserError(
-                f"algorithm {name_of(self.algorithm)}: update_every is {every!r}; use 'rollout', 'branch' or a number"
-            )
-        by_step: dict[int, list[Example]] = defaultdict(list)
-        for item in examples:
-            by_step[item.step].append(item)
-        yield from (by_step[step] for step in sorted(by_step))  # in the same order on all ranks
-
     def loss(self, examples: Sequence[Example], cond: Cond, first: bool) -> Loss:
         """The algorithm's loss of one pass."""
         return self.algorithm.loss(Batch.of(examples, self.sigmas, first), self._network(cond))
@@ -258,19 +223,3 @@ class Updater:
             raise UserError(
                 f"out of memory in the optimizer step: {remedy}; `g2rpo resume RUN` continues from the last checkpoint"
             ) from None
-
-
-def passes(batch: Sequence[Example], size: int) -> Iterator[list[Example]]:
-    """`batch` in passes of at most `size` latents; members with latents of their own may be split
-    over passes."""
-    part: list[Example] = []
-    for item in batch:
-        # members of a shared latent stay together: one evaluation
-        width = size if item.rows > 1 else len(item.advantages)
-        for start in range(0, len(item.advantages), width):
-            piece = item.members(start, start + width)
-            if part and sum(other.rows for other in part) + piece.rows > size:
-                yield part
-                part = []
-            part.append(piece)
-    yield part

@@ -16,10 +16,11 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.capabilities import judged_by
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.untrained import Controls
-from g2rpo.evaluation.work import iterations_within, work
+from g2rpo.evaluation.work import iterations_within, work, work_of_run
 from g2rpo.lab.compare.jobs import environment_of
 from g2rpo.lab.compare.results import lines
 from g2rpo.lab.compare.study import Study, parse_budget, parse_cells
+from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.planning import count_trained
 from g2rpo.run.rates import FACTORS, Pilot
 from g2rpo.run.run import Run
@@ -33,13 +34,12 @@ ONE = "one: algorithm.granularities=[1]"
 
 @pytest.mark.parametrize("name", [n for n, kind in ALGORITHMS.items() if not judged_by(kind)])
 def test_work_is_what_a_run_does(tmp_path, name):
-    """The rollout's evaluations as logged, and the latents of the training pass as they are
-    sampled, over three iterations."""
+    """The rollout's evaluations as logged, and the latents of the training pass as the network sees
+    them, over three iterations with the algorithm's own updates; a plan counts the same."""
     policy = Counting()
-    # a part of a group sees a shared latent again
-    once = ["algorithm.update_every=rollout"] if name != "refl" else []
-    words = [f"algorithm.name={name}", "algorithm.group_size=4", "sampling.num_steps=9"]
-    t = trainer(tmp_path, *words, *fits(name), *once, policy=policy)
+    words = [f"algorithm.name={name}", "algorithm.group_size=6", "sampling.num_steps=9"]
+    t = trainer(tmp_path, *words, "trainer.iterations=3", *fits(name), policy=policy)
+    worked = 0
     for iteration in range(3):
         policy.trained = policy.without_gradient = 0
         evaluations = t.iterate()["evaluations"]
@@ -48,15 +48,22 @@ def test_work_is_what_a_run_does(tmp_path, name):
         assert (trained, base) == tuple(2 * rows for rows in counted)
         spent = evaluations + 3 * trained + base
         assert work(t.config, iteration) == work(t.config, iteration, evaluations) == spent
+        worked += spent
+    planned = count(t.config, 3)
+    assert (
+        work_of_run(t.config)
+        == worked
+        == planned.total(lambda it: it.evaluations + 3 * it.training_rows + it.reference_rows)
+    )
 
 
 @pytest.mark.parametrize("name", ["g2rpo", "dancegrpo", "mixgrpo"])
 def test_a_budget_buys_as_many_iterations_as_fit(name):
     config = load_config("scenes", [f"algorithm.name={name}"])
     costs = np.cumsum([work(config, iteration) for iteration in range(31)])
-    for count in (1, 2, 30):
-        assert iterations_within(config, costs[count - 1]) == count
-        assert iterations_within(config, costs[count] - 1) == count
+    for many in (1, 2, 30):
+        assert iterations_within(config, costs[many - 1]) == many
+        assert iterations_within(config, costs[many] - 1) == many
     with pytest.raises(UserError, match=f"below one iteration, which takes {costs[0]:,}"):
         iterations_within(config, costs[0] - 1)
 

@@ -32,6 +32,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Batch, Cond, Plan
+from g2rpo.core.updates import passes
 from g2rpo.lab.plan.autocast import CudaAutocast
 from g2rpo.lab.plan.counting import Counts
 from g2rpo.lab.plan.known import KnownValues
@@ -41,7 +42,7 @@ from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
 from g2rpo.rollout.guidance import in_training
 from g2rpo.rollout.planning import dry_rollout
-from g2rpo.training.updater import Trained, passes
+from g2rpo.training.updater import Trained
 
 
 @dataclass(frozen=True)
