@@ -37,10 +37,11 @@ from torch.nn import functional
 from g2rpo.algorithms.flow_dpo import sigma_at
 from g2rpo.algorithms.flow_grpo import FlowDPPO
 from g2rpo.algorithms.policy_gradient import TakenSteps
-from g2rpo.core.data import Example, Judged, Prompt, Rollout, Transition
+from g2rpo.core.data import Example, Judged, Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.normal import Normal
 from g2rpo.core.objectives import kernel_kl
+from g2rpo.core.plans import Rollout, Transition
 from g2rpo.training.trainer import Trainer
 from tests.published.second_half import PROMPTS, Beside, Models, Objective, Seen, tiny
 from tests.published.windows import spread, tilt

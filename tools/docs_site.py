@@ -22,7 +22,13 @@ REPOSITORY = "https://github.com/g2rpo/g2rpo"
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 API = {
     "The package from Python": ["api"],
-    "Protocols and data": ["core.types", "core.data", "core.normal", "core.capabilities"],
+    "Protocols and data": [
+        "core.types",
+        "core.data",
+        "core.plans",
+        "core.normal",
+        "core.capabilities",
+    ],
     "Formulas": ["core.flow", "core.objectives", "core.statistics"],
     "Algorithms": ["algorithms.policy_gradient", "algorithms.forward_process", "core.contracts"],
     "Rollouts": ["rollout.engine", "rollout.tails", "rollout.scoring"],

@@ -257,7 +257,7 @@ MUTATIONS = [
     Mutation("algorithms/opsd.py", "walked(-per_row(length", "walked(per_row(length", OPSD),
     Mutation("algorithms/opsd.py", " / self.target_steps\n", "\n", OPSD),
     Mutation("algorithms/opsd.py", "(1 - r) * negative", "negative", OPSD),
-    Mutation("core/data.py", "self.tails[0][1:-1]", "self.tails[0][:-1]", OPSD),
+    Mutation("core/plans.py", "self.tails[0][1:-1]", "self.tails[0][:-1]", OPSD),
     Mutation("algorithms/epg.py", "(-weight * elbo)", "(weight * elbo)", EPG),
     Mutation(
         "algorithms/epg.py",

@@ -9,9 +9,10 @@ from torch.testing import assert_close
 
 from g2rpo.algorithms.flow_dpo import FlowDPO, sigma_at
 from g2rpo.algorithms.flow_kto import FlowKTO
-from g2rpo.core.data import Batch, Rollout
+from g2rpo.core.data import Batch
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
+from g2rpo.core.plans import Rollout
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.work import work
 from g2rpo.lab.plan.counting import count

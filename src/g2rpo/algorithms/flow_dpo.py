@@ -19,9 +19,10 @@ from torch.nn.functional import logsigmoid
 
 from g2rpo.algorithms.flow_grpo import window
 from g2rpo.algorithms.forward_process import mean_square
-from g2rpo.core.data import Batch, Example, Loss, Plan, Rollout
+from g2rpo.core.data import Batch, Example, Loss
 from g2rpo.core.normal import in_float64, per_row
 from g2rpo.core.plain import STRICT, Count
+from g2rpo.core.plans import Plan, Rollout
 from g2rpo.core.types import Algorithm, Draw, Network
 
 

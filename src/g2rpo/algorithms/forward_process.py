@@ -22,10 +22,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.flow_grpo import window
-from g2rpo.core.data import Batch, Example, Loss, Plan, Rollout
+from g2rpo.core.data import Batch, Example, Loss
 from g2rpo.core.normal import in_float64, per_row
 from g2rpo.core.objectives import RewardMix, mix_rewards
 from g2rpo.core.plain import STRICT, Count, GroupSize
+from g2rpo.core.plans import Plan, Rollout
 from g2rpo.core.types import Algorithm, Draw, Network
 
 OldShare = Annotated[float, Field(ge=0, lt=1)]

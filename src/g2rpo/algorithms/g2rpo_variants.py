@@ -15,9 +15,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import BranchSteps, GranularGRPO, Granularities
-from g2rpo.core.data import Batch, Loss, Plan
+from g2rpo.core.data import Batch, Loss
 from g2rpo.core.flow import flow_sde, ode_step, sigma_grid
 from g2rpo.core.plain import STRICT, Count, Distinct
+from g2rpo.core.plans import Plan
 from g2rpo.core.types import Network
 
 SMALLEST_VARIANCE, SMALLEST_SUM = 1e-8, 1e-6

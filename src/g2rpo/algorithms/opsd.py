@@ -11,10 +11,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms import forward_process as forward
-from g2rpo.core.data import Batch, Example, Loss, Plan, Rollout
+from g2rpo.core.data import Batch, Example, Loss
 from g2rpo.core.errors import UserError
 from g2rpo.core.normal import per_row
 from g2rpo.core.plain import STRICT, Count
+from g2rpo.core.plans import Plan, Rollout
 from g2rpo.core.types import Draw, Network
 
 SMALLEST_NORM = 1e-12

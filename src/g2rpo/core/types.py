@@ -1,5 +1,5 @@
-"""What can be replaced: Policy, Reward, Algorithm. The data types they exchange are in `data.py`;
-import either from here.
+"""What can be replaced: Policy, Reward, Algorithm. The data types they exchange are in `data.py`
+and `plans.py`; import either from here.
 
 Time runs from sigma = 1 (noise) to sigma = 0 (image): x = (1 - sigma) * image + sigma * noise,
 velocity = noise - image. A *step* is an index on the sigma grid (0 is pure noise, num_steps is the
@@ -27,14 +27,12 @@ from g2rpo.core.data import (  # noqa: F401
     Cond,
     Example,
     Loss,
-    Plan,
     Prompt,
-    Rollout,
-    Transition,
     plain_prompt,
 )
 from g2rpo.core.errors import at_least_one
 from g2rpo.core.normal import Normal, per_row  # noqa: F401
+from g2rpo.core.plans import Plan, Rollout, Transition  # noqa: F401
 
 
 @runtime_checkable

@@ -10,8 +10,8 @@ from torch import Tensor
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import judged_by
 from g2rpo.core.contracts import plans_of
-from g2rpo.core.data import Plan
 from g2rpo.core.errors import UserError
+from g2rpo.core.plans import Plan
 from g2rpo.rollout.planning import count_per_prompt, count_trained, trained_sigmas
 
 TRAINED_LATENT = 3

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from g2rpo.core.data import Plan, Solver
 from g2rpo.core.flow import ode_step
 from g2rpo.core.normal import per_row
+from g2rpo.core.plans import Plan, Solver
 
 Past = tuple[tuple[float, Tensor], ...]
 """The last evaluations of a row, newest first: sigma, and velocity (dpmpp2m: predicted image)."""

@@ -15,10 +15,10 @@ from g2rpo.core.data import Judged, Row
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import half_width
 from g2rpo.core.types import Example, Rollout
+from g2rpo.core.updates import passes
 from g2rpo.rollout.guidance import in_training
 from g2rpo.training.collector import latents_of
 from g2rpo.training.loop import Loop
-from g2rpo.training.updater import passes
 
 TIMES = 4
 """Times at which each is noised, the same in every evaluation; implicit rewards are their means."""

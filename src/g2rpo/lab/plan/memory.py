@@ -10,7 +10,7 @@ from torch import nn
 from g2rpo.assembly.blueprint import size_of
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import keeps_old
-from g2rpo.core.data import Plan
+from g2rpo.core.plans import Plan
 from g2rpo.lab.plan.counting import Counts
 from g2rpo.lab.plan.model import Model
 from g2rpo.lab.plan.rewards import RewardCost
