@@ -27,7 +27,7 @@ from g2rpo.run.run import Run
 from tests.lab.counting import Counting
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.commands import done, g2rpo, refused
-from tests.support.runs import fits, trainer
+from tests.support.runs import config, fits, trainer
 
 ONE = "one: algorithm.granularities=[1]"
 
@@ -55,6 +55,13 @@ def test_work_is_what_a_run_does(tmp_path, name):
         == worked
         == planned.total(lambda it: it.evaluations + 3 * it.training_rows + it.reference_rows)
     )
+
+
+@pytest.mark.parametrize("name", [n for n, kind in ALGORITHMS.items() if judged_by(kind)])
+def test_a_plan_counts_the_same_where_pictures_come_from_files(name):
+    c = config(f"algorithm.name={name}", "trainer.iterations=3", *fits(name))
+    planned = count(c, 3)
+    assert work_of_run(c) == planned.total(lambda it: 3 * it.training_rows + it.reference_rows)
 
 
 @pytest.mark.parametrize("name", ["g2rpo", "dancegrpo", "mixgrpo"])
