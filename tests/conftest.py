@@ -1,11 +1,11 @@
 import gc
 import os
-import re
 import shlex
 from functools import cache
 from itertools import count
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks cannot be forked from more threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 # them (docs/security.md).
 _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
-    "suite", max_examples=30, derandomize=True, deadline=None, suppress_health_check=_QUIET
+    "suite", max_examples=20, derandomize=True, deadline=None, suppress_health_check=_QUIET
 )
 settings.register_profile(
     "long", max_examples=1000, deadline=None, suppress_health_check=_QUIET, print_blob=True
@@ -37,7 +37,7 @@ of a tiny FLUX, commands."""
 LONGEST = """
 fake_device runtime/test_sharding.py lab/demo/test_demo_browser.py policies/test_any_pipeline.py
 lab/plan/test_plan.py export/test_export.py lab/compare/test_compare.py runtime/test_distributed.py
-training/test_faults.py lab/plan rewards app policies
+training/test_faults.py lab/plan app policies security lab cli repository rewards
 """
 """Begun first, so that no process is left with a long file when the others have finished."""
 
@@ -56,25 +56,15 @@ def is_quick(path):
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Files stay whole, and all that fork ranks go to one process, all that fork commands to
-    another: what these are forked from takes 6 s to start."""
-    from xdist.scheduler import LoadFileScheduling
+def pytest_xdist_setupnodes(config):
+    """Workers and the ranks of their tests are forked from one process that has imported torch and
+    the model libraries, 15 s. `-m quick` starts no ranks and needs half of these."""
+    from execnet import gateway_io
 
-    class Files(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            file = super()._split_scope(nodeid)
-            return forks(file) or file
+    from tests.support.workers import Forked
 
-    return Files(config, log)
-
-
-@cache
-def forks(file):
-    """What a file of tests starts processes of: "ranks", "processes" (`tests.support`), or None."""
-    text = (HERE.parent / file).read_text("utf-8")
-    found = re.search(r"^from tests\.support.*\b(ranks|processes)\b", text, re.MULTILINE)
-    return found and found[1]
+    if config.option.markexpr != "quick":
+        gateway_io.Popen2IOMaster = Forked
 
 
 def pytest_ignore_collect(collection_path, config):

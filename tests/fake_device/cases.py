@@ -127,7 +127,8 @@ def apple(world, folder, recipe, *overrides):
     weights, on a device with the limits of Apple's; of the embedded model."""
     normal.NO_FLOAT64.add("fakegpu")
     torch.fakegpu.__class__ = device.Apple
-    small = ["trainer.prompts_per_iteration=2", f"prompts.cache={folder}", "trackers=[]"]
+    small = ["trainer.prompts_per_iteration=2", "algorithm.group_size=4", "sampling.num_steps=5"]
+    small += [f"prompts.cache={folder}", "trackers=[]"]
     moves = []
     for place in ("cpu", "fakegpu"):
         settings = resolve(recipes.settings(recipe), [f"policy.device={place}", *small, *overrides])

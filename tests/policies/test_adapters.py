@@ -40,7 +40,7 @@ CASES = [(kind, format) for format, kinds in READ.items() for kind in kinds]
 
 @pytest.mark.parametrize(
     ("kind", "format"),
-    few(CASES, {(QUICK[1], "comfyui"), (QUICK[1], "kohya")}.__contains__),
+    few(CASES, (QUICK[1], "kohya").__eq__),
 )
 def test_velocities_with_a_file_are_diffusers_own_whether_it_is_read_or_written(
     kind, format, tmp_path
@@ -636,7 +636,7 @@ WRITTEN = {
 FAMILIES = (KIND, "QwenImagePipeline", "WanPipeline", *QUICK)
 
 
-@pytest.mark.parametrize("kind", few(FAMILIES, (KIND, QUICK[0]).__contains__))
+@pytest.mark.parametrize("kind", few(FAMILIES, KIND.__eq__))
 def test_names_are_the_models_whatever_trainers_and_wrappers_put_around_them(kind, tmp_path):
     pipeline, file = tiny_pipeline(kind), tmp_path / "x.safetensors"
     adapter = random_adapter(pipeline.transformer, ENDS)

@@ -152,6 +152,7 @@ def test_the_card_draws_the_same_in_plain_diffusers(capsys, run, drawn):
     assert code == 0 and "acts at early steps only" in " ".join((out + err).split())
 
 
+@pytest.mark.slow
 def test_the_file_alone_says_where_it_acts(run, drawn):
     config = Run(run).read_config()
     policy = build_policy(config.policy.model_copy(update={"lora_above": 0.0}), tuning="frozen")
@@ -160,6 +161,7 @@ def test_the_file_alone_says_where_it_acts(run, drawn):
     assert torch.equal(pictures_of(run, policy), drawn[0])
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_it_begins_with_its_pictures(run, drawn):
     options = Run(run).read_config().policy.model_copy(update={"adapter": str(Run(run).weights)})
     with pytest.raises(UserError, match="acts above sigma 0.5 alone; set policy.lora_above=0.5"):

@@ -150,6 +150,7 @@ def test_layers_of_blocks_are_quantised_and_adapters_are_not(flux_directory, kin
 
 
 @pytest.mark.parametrize("model", few(["flux_directory", "sd3_directory"], "sd3_directory".__eq__))
+@pytest.mark.parametrize("kind", few(sorted(QUANTIZED_LINEARS), "int8".__eq__), indirect=True)
 def test_one_base_serves_rollout_training_and_the_untrained_model(request, model, kind):
     policy = load(request.getfixturevalue(model), quantize=kind, gradient_checkpointing=True)
     x, sigma, cond = question(policy)
@@ -184,6 +185,7 @@ def test_nearly_equal_inputs_are_rounded_apart_to_float8():
     assert 2 * torch.finfo(torch.bfloat16).eps < apart <= worst
 
 
+@pytest.mark.parametrize("kind", few(sorted(QUANTIZED_LINEARS), "fp8".__eq__), indirect=True)
 def test_adapters_of_a_quantised_base_are_plain_ones(flux_directory, tmp_path, kind):
     """Loaded again they give the same velocities to the bit, and in diffusers' own pipeline the
     pictures of the base as it was, which are near those of the quantised one."""

@@ -127,6 +127,7 @@ def train(place, folder, iterations, **more):
     return t, {row["iteration"]: row["bright/nearest"] for row in rows}
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(tmp_path, folder):
     whole, learnt = train(tmp_path / "whole", folder, 4)
     assert [*learnt] == [1, 3] and whole.rewards["bright"].head.trust > 0

@@ -228,7 +228,7 @@ def float_keys(config):
             yield key, leaf
 
 
-OF_EACH_KIND = ("g2rpo", "tempflow_grpo", "diffusion_nft")
+OF_EACH_KIND = ("g2rpo", "diffusion_nft")
 
 
 SAMPLES = [name for name, kind in ALGORITHMS.items() if not judged_by(kind)]

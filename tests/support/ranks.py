@@ -9,15 +9,16 @@ import time
 import traceback
 from pathlib import Path
 
-from g2rpo.runtime.distributed import joined
 from tests.support.ports import free_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
 SLOW_IMPORTS = (
     "peft",
     "g2rpo.api",
+    "g2rpo.cli.results",
     "g2rpo.lab.plan.plan",
     "g2rpo.lab.web.page",
+    "g2rpo.testbed.rewards",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -74,6 +75,8 @@ def _rank(rank, size, port, timeout_s, device, prepare, work, folder, arguments)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
+        from g2rpo.runtime.distributed import joined
+
         if prepare is not None:
             prepare()
         with joined(device, timeout_s) as world:

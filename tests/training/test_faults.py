@@ -98,12 +98,11 @@ def dies_at(world, folder, moment):
 
 
 def test_a_run_killed_at_random_moments_is_the_run_that_was_not(tmp_path, untouched):
-    """Up to 8 kills, each at a random one of the next 60 touches of the disk (a whole run makes
-    188); not a bit differs."""
-    moments, killed = random.Random(0), 0
-    while killed < 8 and dies(tmp_path, dies_at, moments.randint(1, 60)):
-        killed += 1
-    assert killed >= 3
+    """Four kills, each at a random one of the next 60 touches of the disk (a whole run makes 188);
+    not a bit differs."""
+    moments = random.Random(0)
+    for _ in range(4):
+        assert dies(tmp_path, dies_at, moments.randint(1, 60))
     ranks.run(1, go_on, tmp_path)
     assert same(tmp_path, untouched[1])
     assert not list((tmp_path / "checkpoints").glob(".unfinished*"))
@@ -133,7 +132,7 @@ def dies_in_checkpoint(world, folder, moment):
     go_on(world, folder)
 
 
-@pytest.mark.parametrize("moment", few(MOMENTS, ("manifest", "rotation").__contains__))
+@pytest.mark.parametrize("moment", few(MOMENTS, "manifest".__eq__))
 def test_a_kill_within_a_checkpoint_loses_at_most_that_checkpoint(tmp_path, untouched, moment):
     assert dies(tmp_path, dies_in_checkpoint, moment)
     assert checkpoints(tmp_path / "checkpoints")[-1].name == "iteration_000003"
@@ -216,7 +215,7 @@ def test_when_a_rank_breaks_the_others_stop_and_say_why(tmp_path, untouched, how
     assert same(tmp_path, untouched[2])
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), few([(2, 1), (1, 2)], (2, 1).__eq__))
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path, untouched, before, after):
     """Float32 sums in another order (see test_distributed). No row of the log is lost or
     doubled."""

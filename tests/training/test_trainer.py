@@ -265,7 +265,9 @@ def test_a_listener_hears_every_row_with_its_alarms_and_gets_what_it_asks_for(
     t, alarm = trainer(tmp_path, *never), {"drift": "much"}
     monkeypatch.setattr(t.alarms, "see", lambda row, scores: row.setdefault("alarms", alarm))
     mine = asking(t, ask, after=1)
-    t.listeners = [t.listeners[0], mine, *t.listeners[1:-1]]
+    others = t.listeners[:-1]
+    behind = others.index(t.early_stop) + 1  # which sets a row's alarms
+    t.listeners = [*others[:behind], mine, *others[behind:]]
     with suppress(Preempted):
         run(t)
     rows = [each for each in mine.heard if each[0] != "groups"]

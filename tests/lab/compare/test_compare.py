@@ -28,11 +28,17 @@ from tests.lab.counting import Counting
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import config, fits, trainer
+from tests.support.variants import few
 
 ONE = "one: algorithm.granularities=[1]"
+OF_EACH_KIND = (
+    *("g2rpo", "mixgrpo", "mixgrpo_flash", "tempflow_grpo"),
+    *("diffusion_nft", "epg", "opsd", "refl"),
+)
+WITHOUT_A_JUDGE = [name for name, kind in ALGORITHMS.items() if not judged_by(kind)]
 
 
-@pytest.mark.parametrize("name", [n for n, kind in ALGORITHMS.items() if not judged_by(kind)])
+@pytest.mark.parametrize("name", few(WITHOUT_A_JUDGE, OF_EACH_KIND.__contains__))
 def test_work_is_what_a_run_does(tmp_path, name):
     """The rollout's evaluations as logged, and the latents of the training pass as the network sees
     them, over three iterations with the algorithm's own updates; a plan counts the same."""

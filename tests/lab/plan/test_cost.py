@@ -101,7 +101,9 @@ def test_the_papers_setting_takes_what_the_engine_takes(granularities, each):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.update_every=branch", "algorithm.kl_weight=0.1"],
+        pytest.param(
+            ["algorithm.update_every=branch", "algorithm.kl_weight=0.1"], marks=pytest.mark.slow
+        ),
         ["algorithm.name=mixgrpo", "algorithm.window_iterations=1", "algorithm.window_size=1"],
         ["algorithm.name=flow_grpo", "algorithm.group_size=4"],
     ],
