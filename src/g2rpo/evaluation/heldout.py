@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,9 +137,14 @@ def load_evaluation(path: Path, prompts: Sequence[str], names: Sequence[str]) ->
     return Evaluation(tuple(prompts), stored["images"], scores, stored.get("right"))
 
 
-def floors_of(rewards: Mapping[str, RewardConfig], base: Evaluation | None) -> Tensor:
+def floors_of(
+    rewards: Mapping[str, RewardConfig], base_of: Callable[[], Evaluation | None]
+) -> Tensor:
     """By reward the score from which on more does not count (`RewardConfig.floor`), [R]; infinite
-    without one. UserError if the base's mean is asked for and not known."""
+    without one. `base_of`, which reads a file, is called only where a floor is the base's mean;
+    UserError if that is not known."""
+    asked = any(entry.floor == "base" for entry in rewards.values())
+    base = base_of() if asked else None
     means = {} if base is None else base.means()
     floors = []
     for name, entry in rewards.items():

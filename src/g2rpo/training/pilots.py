@@ -130,9 +130,10 @@ class Pilots:
             alarms[STOPPED] = str(error)
         found = np.full(len(trainer.heldout), math.nan)
         if trainer.final is not None:
+            _, base = self.base
             weights = {name: entry.weight for name, entry in self.config.aims.items()}
-            floors = dict(zip(weights, floors_of(self.config.aims, self.base[1]), strict=True))
-            sides = (self.base[1].scores, trainer.final.scores)
+            floors = dict(zip(weights, floors_of(self.config.aims, lambda: base), strict=True))
+            sides = (base.scores, trainer.final.scores)
             before, after = (
                 {
                     name: scores[name].minimum(floor).double().numpy()

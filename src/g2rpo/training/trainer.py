@@ -92,7 +92,7 @@ class Trainer:
             self.shards,
             self.notify,
             lambda rows: self.on_evaluations(rows),
-            self._floors,
+            lambda: floors_of({name: c.rewards[name] for name in self.rewards}, lambda: self.base),
         )
         self.algorithm, self.division, self.learner, self.sizes = (
             loop.algorithm,
@@ -271,12 +271,6 @@ class Trainer:
         """The base model's evaluation on held-out prompts, once there is one; pictures on rank 0
         alone."""
         return self.evaluator.base()
-
-    def _floors(self) -> Tensor:
-        """`floors_of` the rewards. The base's evaluation is read only if a floor is its mean."""
-        entries = {name: self.config.rewards[name] for name in self.rewards}
-        of_base = any(entry.floor == "base" for entry in entries.values())
-        return floors_of(entries, self.base if of_base else None)
 
     def _heard(self, row: Row, evaluation: Evaluation | None = None) -> Row:
         for listener in self.listeners:
