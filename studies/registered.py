@@ -464,10 +464,10 @@ def leads(world: str, first: str, others: Sequence[str], out: Path) -> dict[str,
     }
 
 
-def diversity(world: str, found: dict[str, Any], out: Path) -> dict[str, list[float]]:
+def diversity(world: str, found: dict[str, Any], out: Path) -> dict[str, list[float | None]]:
     """How much right pictures of one prompt differ, of each of a cell's runs
-    (`image_statistics.spread`), and of the base."""
-    right, spreads = WORLDS[world]["right"], dict[str, list[float]]()
+    (`image_statistics.spread`), and of the base; None where no prompt has two."""
+    right, spreads = WORLDS[world]["right"], dict[str, list[float | None]]()
     runs = [
         (cell, out / world / "runs" / cell / f"seed_{seed}")
         for cell in found["spent"]
@@ -483,9 +483,8 @@ def diversity(world: str, found: dict[str, Any], out: Path) -> dict[str, list[fl
         judge = build_rewards({right: (config.rewards | config.evaluation.rewards)[right]})
         made = api.sampler(run, base=cell == "base", seed=1).evaluate(prompts, judge)
         verdicts = (made.scores[right] == 1).view(-1, NOISES)
-        spreads.setdefault(cell, []).append(
-            spread(made.images.unflatten(0, (-1, NOISES)), verdicts)
-        )
+        found_spread = spread(made.images.unflatten(0, (-1, NOISES)), verdicts)
+        spreads.setdefault(cell, []).append(None if np.isnan(found_spread) else found_spread)
     return spreads
 
 
@@ -535,7 +534,9 @@ def table(results: dict[str, Any], reward: str) -> str:
             f"{Interval(**own[cell]):+}" for own in change_of(results, reward).values()
         )
         seeds = ", ".join(f"{value - means['base'][0]:+.2f}" for value in means[cell])
-        lines.append(f"| `{cell}` | {seeds} | {gains} | {np.mean(held[cell]):.3f} |")
+        known = [value for value in held[cell] if value is not None]
+        of = "" if len(known) == len(held[cell]) else f", {len(known)} seeds"
+        lines.append(f"| `{cell}` | {seeds} | {gains} | {np.mean(known):.3f}{of} |")
     for question, own in results["questions"].items():
         lines += [
             "",
@@ -586,7 +587,7 @@ def draw(path: Path, found: dict[str, dict[str, Any]], questions: Sequence[str])
     if not answered:
         return
     heights = [len(others) for _, others in answered.values()]
-    figure = Figure(figsize=(7.6, 0.34 * sum(heights) + 0.75 * len(heights)), layout="constrained")
+    figure = Figure(figsize=(7.6, 0.34 * sum(heights) + 0.9 * len(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[
         :, 0
@@ -605,7 +606,7 @@ def draw(path: Path, found: dict[str, dict[str, Any]], questions: Sequence[str])
                 panel.plot(lead["mean"], height, "o", color=colours[world])
         panel.set_yticks(range(len(others)), [f"over {label(name)}" for name in others], fontsize=9)
         panel.set_ylim(len(others) - 0.5, -0.5)
-        panel.set_title(f"{question}: lead of {label(first)}", fontsize=10, loc="left")
+        panel.set_title(f"{question}:\nlead of {label(first)}", fontsize=10, loc="left")
     for world, colour in colours.items():
         panels[0].plot(
             [], [], "o-", color=colour, linewidth=2, label=f"{world}: {WORLDS[world]['right']}"
@@ -691,9 +692,10 @@ def main() -> None:
         del new["curves"]
         found[world] = merged(found.get(world, {}), new)
         write_whole(args.results, json.dumps(found, indent=1).encode())
-    first, later = list(QUESTIONS)[:4], list(QUESTIONS)[4:]
+    first, later, newest = list(QUESTIONS)[:4], list(QUESTIONS)[4:10], list(QUESTIONS)[10:]
     draw(args.results.with_suffix(".png"), found, first)
     draw(args.results.with_name(f"{args.results.stem}_later.png"), found, later)
+    draw(args.results.with_name(f"{args.results.stem}_newest.png"), found, newest)
     for world, results in found.items():
         print(f"## {world}\n\n{table(results, WORLDS[world]['right'])}\n", flush=True)
 
