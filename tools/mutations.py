@@ -279,8 +279,8 @@ MUTATIONS = [
     Mutation("training/updater.py", "torch.cat(terms).cpu()", "terms[0].cpu()", JUDGED),
     Mutation(
         "policies/encoding.py",
-        "- self.shift) / self.scale",
-        "/ self.scale",
+        "double() - self.shift",
+        "double() - 0 * self.shift",
         "tests/policies/test_encoding.py",
     ),
     Mutation("algorithms/self_opd.py", "(1 - cosines) / 2", "(1 + cosines) / 2", OPD),

@@ -36,7 +36,7 @@ def moved(by=0.1):
     policy = GaussianPolicy(size=2, dtype=torch.float64)
     draw = torch.Generator().manual_seed(3)
     policy.mean.data = by * torch.randn(3, 2, 2, generator=draw, dtype=torch.float64)
-    policy._base_mean = policy._base_mean.double()
+    policy._base_mean = policy._base_mean.double() + 0.5  # worse than the mean: gains are positive
     return policy
 
 
@@ -72,7 +72,7 @@ def gains_by_hand(mean, examples):
         shift = [0, 0.25, -0.5][example.prompt]
         for image in example.x:
             x, errors = (1 - sigma) * image + sigma * noise, []
-            for m in (torch.zeros(3, 2, 2).double() + shift, mean + shift):
+            for m in (torch.zeros(3, 2, 2).double() + 0.5 + shift, mean + shift):
                 var = (1 - sigma) ** 2 * 0.36 + sigma**2
                 away = x - (1 - sigma) * m
                 expected_noise, expected_image = (
@@ -111,6 +111,7 @@ def test_loss_and_gradient_are_the_closed_forms(algorithm, by_hand):
     examples = batch_of(algorithm)
     if algorithm.group_size == 1:
         reference = gains_by_hand(policy.mean.detach(), examples).mean()
+        assert reference > 0.01
         examples = [example.with_group_sum(reference) for example in examples]
     values = loss_of(algorithm, policy, examples)
     assert_close(values, by_hand(policy.mean, examples), **EXACT)
