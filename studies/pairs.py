@@ -30,16 +30,19 @@ from g2rpo.core.images import to_pil
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import paired
 from g2rpo.evaluation.work import iterations_within
-from g2rpo.lab.teach.commands import GUARDED, UNGUARDED
+from g2rpo.lab.teach.commands import UNGUARDED
 from g2rpo.run.run import Run
 from g2rpo.training.trainer import Trainer
-from studies.teach import HELDOUT, NOISES, SPELT, TASTES, WRONG, values_of
+from studies.teach import HELDOUT, NOISES
+from studies.teach_people import SPELT, TASTES, WRONG, values_of
 
 SIZES = (50, 200, 800)
 SEEDS = (42, 43)
 JUDGES = {"scenes": "scene_correct", "words": "ocr_exact"}
 BUDGET = 20_000
 """Network evaluations of a run, a backward pass for two."""
+GUARDED = 0.5
+"""The weight of the head, as a share of that of the guards together."""
 AT_ONCE = 64
 """Pairs that are drawn at a time."""
 RESULTS = Path(__file__).parent / "results"

@@ -27,7 +27,8 @@ from g2rpo import api
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.core.statistics import paired
 from g2rpo.rewards.pixels import to_pil, to_uint8
-from studies.teach import SPELT, TASTES, WORLDS, values_of
+from studies.teach import WORLDS
+from studies.teach_people import SPELT, TASTES, values_of
 
 PROMPTS, NOISES, PICTURES = 96, 8, 24
 STYLES = [*TASTES, SPELT, "night"]

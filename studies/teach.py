@@ -3,7 +3,9 @@ the number of groups.
 
 A person's utility of a picture is a taste, in standard deviations within groups of the base, and
 noise of .3; one click in ten is random. Tastes are not among the rewards. `dz` is the change of the
-mean taste on the held-out prompts in the base's standard deviations within prompts. The guard,
+mean taste on the held-out prompts, weighted so that all colours are asked for equally often, in the
+base's standard deviations within prompts. When a session is over the person compares twelve pairs,
+and goes back if it was better before. The guard,
 which is trained on beside the clicks, moves tastes too: `beyond` is dz less that of the guard alone
 at the same seed after as many iterations. Who clicks on the word that is spelt best skips groups
 that are alike.
@@ -18,9 +20,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
@@ -30,14 +33,16 @@ import torch
 from torch import Tensor
 
 from g2rpo import api
-from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import paired
-from g2rpo.core.types import Reward
 from g2rpo.lab.teach.commands import UNGUARDED, opened, teach_config
+from g2rpo.lab.teach.pupil import Pupil
+from g2rpo.testbed.scenes import COLOURS as SCENE_COLOURS
+from g2rpo.testbed.words.language import INK_COLOURS
 from g2rpo.training.trainer import Trainer
+from studies.teach_people import SPELT, TASTES, Chosen, Known, click, compare, values_of, within
 
 WORLDS = {
     "scenes": (UNGUARDED["scenes"], "scene_correct"),
@@ -45,108 +50,20 @@ WORLDS = {
 }
 """By recipe: overrides, which leave a guard that does not say what is right, and the independent
 judge, which does."""
-NOISE, WRONG = 0.3, 0.1
+COLOURS = {*SCENE_COLOURS, *INK_COLOURS}
 HELDOUT, NOISES = 96, 2
 """The held-out prompts of a session, all of them, and pictures of each."""
 
-
-def ink(images: Tensor) -> Tensor:
-    """How far each pixel is from the ground, [B, H, W]."""
-    return (images - images.flatten(2).median(2).values[..., None, None]).abs().amax(1)
-
-
-def compact(images: Tensor) -> Tensor:
-    """Minus the extent of what is drawn."""
-    mass = ink(images)
-    y, x = (torch.linspace(-1, 1, length) for length in mass.shape[1:])
-    total = mass.sum((1, 2)) + 1e-6
-    v, u = (mass.sum(2) * y).sum(1) / total, (mass.sum(1) * x).sum(1) / total
-    return (
-        -(mass * ((y[None, :, None] - v[:, None, None]) ** 2 + (x - u[:, None])[:, None] ** 2)).sum(
-            (1, 2)
-        )
-        / total
-    )
-
-
-def top(images: Tensor) -> Tensor:
-    """How high up what is drawn lies, from -1 to 1."""
-    rows = ink(images).sum(2)
-    return -(rows * torch.linspace(-1, 1, rows.shape[1])).sum(1) / (rows.sum(1) + 1e-6)
-
-
-TASTES: dict[str, Callable[[Tensor], Tensor]] = {
-    "warm": lambda images: (images[:, 0] - images[:, 2]).mean((1, 2)),
-    "large": lambda images: (ink(images) > 0.25).float().mean((1, 2)),
-    "compact": compact,
-    "dark": lambda images: -images.mean((1, 2, 3)),
-    "green": lambda images: (images[:, 1] - images[:, [0, 2]].mean(1)).mean((1, 2)),
-    "top": top,
-    "sparse": lambda images: -ink(images).mean((1, 2)),
-    "symmetric": lambda images: -(images - images.flip(3)).abs().mean((1, 2, 3)),
-}
-SPELT = "spelt"
-"""The taste of who reads: the word that is spelt best. In words."""
-PEOPLE = ("clicks", "several", "random", "guard", "direct", "every", "offline")
+PEOPLE = ("clicks", "several", "random", "guard", "known", "direct", "every", "offline")
 """`clicks`: by the taste. `several`: likes all pictures that are half a deviation above a group's
 mean. `random`: by chance. `guard`: nobody; the guard alone, for as long as each session of its
-seed. `direct`: as `clicks`, no head, no guard, an update for every four groups. `every`: a click on
+seed. `known`: nobody; the taste itself in the place of a head, for as long as the session of its
+taste and seed. `direct`: as `clicks`, no head, no guard, an update for every four groups. `every`: a click on
 every group that is trained on, without a head, with the guard and at the rate of a session.
 `offline`: as `clicks`, on the base's pictures alone, and then a run on the head that is fitted to
 them."""
 OFFLINE = 20
 """Iterations of the run on a stored session."""
-
-
-@cache
-def reader() -> Reward:
-    """The reward `ocr` of words."""
-    return build_rewards({"ocr": load_config("words", []).rewards["ocr"]})["ocr"]
-
-
-def values_of(taste: str, images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """What a taste says of pictures."""
-    return (
-        reader().scores(images, list(prompts)).float() if taste == SPELT else TASTES[taste](images)
-    )
-
-
-def click(
-    images: Tensor, prompt: str, round: int, taste: str, person: str, seed: int
-) -> tuple[int, ...]:
-    """The pictures of a round's group that a simulated person chooses; none: skipped."""
-    generator = generator_for(seed, "person", round)
-    values = values_of(taste, images, [prompt] * len(images))
-    if taste == SPELT and values.max() == values.min():
-        return ()
-    utility = (values - values.mean()) / values.std().clamp(min=1e-6) + NOISE * torch.randn(
-        len(values), generator=generator
-    )
-    wrong = person == "random" or float(torch.rand((), generator=generator)) < WRONG
-    if wrong:
-        return (int(torch.randint(len(values), (), generator=generator)),)
-    return (
-        tuple(torch.nonzero(utility > 0.5).flatten().tolist())
-        if person == "several"
-        else (int(utility.argmax()),)
-    )
-
-
-class Chosen(Reward):
-    """1 for the picture of each group that a simulated person clicks, 0 for the others: clicks
-    without a head."""
-
-    group = True
-    batch_size = 2**31  # a group is never divided
-
-    def __init__(self, taste: str, seed: int) -> None:
-        self.taste, self.seed, self.clicks = taste, seed, 0
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        scores = torch.zeros(len(images))
-        scores[list(click(images, prompts[0], self.clicks, self.taste, "every", self.seed))] = 1
-        self.clicks += 1
-        return scores
 
 
 def measured(t: Trainer) -> tuple[dict[str, Tensor], Tensor]:
@@ -160,7 +77,24 @@ def measured(t: Trainer) -> tuple[dict[str, Tensor], Tensor]:
     return tastes, t.judges[judge].scores(images, prompts)
 
 
+def balanced(prompts: Sequence[str]) -> Tensor:
+    """Weights of prompts, of mean 1, with which all colours are asked for equally often."""
+    asked = [[one for one in re.findall(r"\w+", prompt) if one in COLOURS] for prompt in prompts]
+    times = Counter(colour for each in asked for colour in each)
+    weights = torch.tensor([mean(1 / times[colour] for colour in each) for each in asked])
+    return weights / weights.mean()
+
+
 Row = dict[str, Any]
+Base = tuple[dict[str, Tensor], Tensor]
+BASES: dict[tuple[str, ...], Base] = {}
+
+
+def base_of(world: str, overrides: Sequence[str], t: Trainer) -> Base:
+    """`measured` of the base model, which is the same for all sessions of a world."""
+    if (key := (world, *overrides)) not in BASES:
+        BASES[key] = measured(t)
+    return BASES[key]
 
 
 def clicked_directly(
@@ -177,7 +111,7 @@ def clicked_directly(
     person, rows = Chosen(taste, seed), list[Row]()
     trainer = api.trainer(config, rewards={**guards, "clicks": person})
     person.clicks = 0  # it was tried on random pictures
-    base = measured(trainer)
+    base = base_of(world, overrides, trainer)
     while person.clicks < groups:
         trainer.iterate()
         if person.clicks % every == 0 or person.clicks >= groups:
@@ -186,21 +120,22 @@ def clicked_directly(
     return rows
 
 
-def guard_alone(world: str, seed: int, wanted: set[int], overrides: list[str]) -> list[Row]:
-    """A row after each of the `wanted` numbers of iterations on the guard alone, with the brake and
-    the rate of a session."""
-    rows: list[Row] = []
-    chosen = [*WORLDS[world][0], f"trainer.seed={seed}", "rewards.clicks=1e-9", *overrides]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        opened(world, chosen, Path(folder) / "run") as session,
-    ):
-        base = measured(session.trainer)
-        while session.trainer.iteration < max(wanted):
-            session.pupil.iterate()
-            if session.trainer.iteration in wanted:
-                rows.append(change(base, session.trainer))
-                print("guard", seed, json.dumps(rows[-1]), flush=True)
+def without_head(
+    world: str, taste: str | None, seed: int, wanted: set[int], overrides: list[str]
+) -> list[Row]:
+    """A row after each of the `wanted` numbers of iterations on a taste that is known and the
+    guard, or on the guard alone; with the brake and the rate of a session."""
+    chosen = [*WORLDS[world][0], f"trainer.seed={seed}", *overrides]
+    config, rows = teach_config(world, chosen, lambda _: None), list[Row]()
+    entries = {name: entry for name, entry in config.rewards.items() if name != "clicks"}
+    trainer = api.trainer(config, rewards={**build_rewards(entries), "clicks": Known(taste)})
+    trainer.evaluate()
+    pupil, base = Pupil(trainer, lambda _: None), base_of(world, overrides, trainer)
+    while trainer.iteration < max(wanted):
+        pupil.iterate()
+        if trainer.iteration in wanted:
+            rows.append(change(base, trainer))
+            print("known", taste, seed, json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -228,13 +163,19 @@ def session_of(
                 session.learn_directly()
             # at 0 it asks and learns nothing
             session.set_strength(0 if person == "offline" else strength)
-            base = measured(session.trainer)
+            base, compared = base_of(world, overrides, session.trainer), list[Row]()
             for number in range(1, groups + 1):
                 group = session.group
                 best = click(group.images, group.prompt, group.round, taste, person, seed)
                 session.answer(best, round=group.round, skipped=not best)
-                if number == groups:
-                    session.pupil.settle()  # as "Finish" does
+                if number == groups and session.unconfirmed:  # as "Finish" does
+                    session.begin_blind()
+                if session.comparing:
+                    claimed = session.pupil.moved
+                    compared.append(compare(session, taste, base[0], seed))
+                    compared[-1] |= {"claimed": claimed, **change(base, session.trainer)}
+                    if number == groups and compared[-1]["verdict"] == "worse":
+                        session.go_back()
                 if number % every == 0 and person != "offline":
                     pupil = session.pupil
                     head = pupil.learnt.head
@@ -247,6 +188,7 @@ def session_of(
                         "skipped": number - pupil.answered,
                         "moved": pupil.moved,
                         "undone": undone,
+                        "compared": list(compared),
                     }
                     rows.append({**about, **of_head, **change(base, session.trainer)})
                     print(taste, person, seed, json.dumps(rows[-1]), flush=True)
@@ -266,18 +208,18 @@ def session_of(
     return rows
 
 
-def change(base: tuple[dict[str, Tensor], Tensor], trainer: Trainer) -> Row:
+def change(base: Base, trainer: Trainer) -> Row:
     """How far tastes have moved, and the judge, since `base` was measured."""
     (before, correct), (now, right) = base, measured(trainer)
-    within = {
-        name: float((one[:, 0] - one[:, 1]).square().mean().div(2).sqrt())
-        for name, one in before.items()
+    unit = {name: within(one) for name, one in before.items()}
+    weights = balanced(build_prompts(trainer.config.evaluation.prompts, "prompts")[:HELDOUT])
+    moved = {
+        name: paired(weights * before[name].mean(1), weights * now[name].mean(1)) for name in before
     }
-    moved = {name: paired(before[name].mean(1), now[name].mean(1)) for name in before}
     judged = paired(correct, right)
     return {
-        "dz": {name: round(one.change / within[name], 4) for name, one in moved.items()},
-        "dz_error": {name: round(one.error / within[name], 4) for name, one in moved.items()},
+        "dz": {name: round(one.change / unit[name], 4) for name, one in moved.items()},
+        "dz_error": {name: round(one.error / unit[name], 4) for name, one in moved.items()},
         "correct": judged.tuned,
         "correct_base": judged.base,
         "correct_error": judged.error,
@@ -285,7 +227,7 @@ def change(base: tuple[dict[str, Tensor], Tensor], trainer: Trainer) -> Row:
     }
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -302,11 +244,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="a JSON file, to which sessions are added that it lacks"
     )
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
-def main() -> None:
-    args = arguments()
+def study(args: argparse.Namespace) -> dict[str, list[Row]]:
+    """Runs the sessions and controls that the file lacks; returns all by name."""
     found = (
         json.loads(args.out.read_text(encoding="utf-8")) if args.out and args.out.exists() else {}
     )
@@ -314,9 +256,9 @@ def main() -> None:
     def kept(name: str, rows: list[Row]) -> None:
         found[name] = rows
         if args.out:
-            args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            write_whole(args.out, json.dumps(found, indent=1).encode())
 
-    people = [person for person in args.people if person != "guard"]
+    people = [person for person in args.people if person not in ("guard", "known")]
     for seed, person, taste in product(args.seeds, people, args.tastes):
         if (name := f"{taste}/{person}/{seed}") not in found:
             kept(
@@ -332,27 +274,39 @@ def main() -> None:
                     args.strength,
                 ),
             )
-    for seed in args.seeds if "guard" in args.people else ():
-        lengths = {
-            rows[-1]["iterations"] for name, rows in found.items() if name.endswith(f"/{seed}")
-        }
-        wanted = lengths - {0, *(row["iterations"] for row in found.get(f"guard/{seed}", []))}
-        if wanted:
-            kept(
-                f"guard/{seed}",
-                found.get(f"guard/{seed}", []) + guard_alone(args.world, seed, wanted, args.set),
-            )
-    print(table(found))
+    controls = [(None, "guard")] * ("guard" in args.people)
+    controls += [(taste, f"{taste}/known") for taste in args.tastes if "known" in args.people]
+    for seed, (taste, control) in product(args.seeds, controls):
+        sessions = [
+            name
+            for name in found
+            if name.endswith(f"/{seed}")
+            and name.startswith(f"{taste}/" if taste else "")
+            and not of_nobody(name)
+        ]
+        lengths = {found[name][-1]["iterations"] for name in sessions}
+        have = found.get(name := f"{control}/{seed}", [])
+        if wanted := lengths - {0, *(row["iterations"] for row in have)}:
+            kept(name, have + without_head(args.world, taste, seed, wanted, args.set))
+    return found
+
+
+def main() -> None:
+    print(table(study(arguments())))
+
+
+def of_nobody(name: str) -> bool:
+    """Whether a name is that of a control."""
+    return name.startswith("guard/") or "/known/" in name
 
 
 def table(found: dict[str, list[Row]]) -> str:
     """The last row of every session, as means over seeds with standard errors, beside the guard
     alone."""
-    lines = [
-        "| person, taste | seeds | dz | guard alone | beyond | correct | guard alone | agreement | iterations |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
-    sessions = [name for name in found if not name.startswith("guard/")]
+    head = "person, taste|seeds|dz|guard alone|beyond|correct|guard alone|agreement|iterations"
+    names = [*head.split("|"), "taste known, beyond", "pairs"]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    sessions = [name for name in found if not of_nobody(name)]
     for cell in dict.fromkeys(name.rpartition("/")[0] for name in sessions):
         taste = cell.partition("/")[0]
         seeds = [name.rpartition("/")[2] for name in sessions if name.rpartition("/")[0] == cell]
@@ -372,6 +326,13 @@ def table(found: dict[str, list[Row]]) -> str:
         columns = [_mean(values, "+.2f") for values in (own, control, beyond)]
         columns += [_mean([row["correct"] for row in side], ".2f") for side in (rows, guards)]
         columns += [_mean(agreed, ".2f"), ", ".join(str(row["iterations"]) for row in rows)]
+        known = [
+            found[name][-1]["dz"][taste] - guard["dz"][taste]
+            for seed, guard in zip(seeds, guards, strict=False)
+            if (name := f"{taste}/known/{seed}") in found
+        ]
+        pairs = [f"{one['net']:+d}" for row in rows for one in row.get("compared", [])]
+        columns += [_mean(known, "+.2f"), ", ".join(pairs)]
         lines.append(f"| {cell} | {len(rows)} | {' | '.join(columns)} |")
     return "\n".join(lines)
 

@@ -520,9 +520,33 @@ MUTATIONS = [
     ),
     Mutation(
         "lab/teach/pupil.py",
-        "        self.trainer.restore(weights)\n",
+        "            self.trainer.restore(kept.weights)\n",
         "",
         "tests/lab/teach/test_session.py -k undo",
+    ),
+    Mutation(
+        "lab/teach/pupil.py",
+        "rise - deviation >= AIM",
+        "rise + deviation >= AIM",
+        "tests/lab/teach/test_session.py -k pauses",
+    ),
+    Mutation(
+        "lab/teach/blind.py",
+        "share <= WORSE",
+        "share < WORSE",
+        "tests/lab/teach/test_session.py -k verdict",
+    ),
+    Mutation(
+        "lab/teach/told.py",
+        "(self.correlation * self.change.sign())",
+        "(self.correlation * self.change)",
+        "tests/lab/teach/test_session.py -k words",
+    ),
+    Mutation(
+        "rewards/taste.py",
+        "np.linalg.solve(lower, own.axes.T).T / spread",
+        "np.linalg.solve(lower, own.axes.T).T",
+        "tests/rewards/test_taste.py -k rise",
     ),
     Mutation(
         "lab/teach/groups.py",

@@ -20,7 +20,8 @@ import torch
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from studies.teach import SPELT, TASTES, WORLDS, click
+from studies.teach import WORLDS
+from studies.teach_people import SPELT, TASTES, click
 from tools.demo_screenshots import FLAGS, MINUTE, served
 
 WINDOW, WIDTH = (1180, 590), 720

@@ -22,8 +22,9 @@ from g2rpo.core.plain import read_as
 from g2rpo.core.types import Reward, RewardModel
 from g2rpo.rewards.clip_encoder import clip_model, load_clip
 from g2rpo.rewards.dino import DINO_KINDS, Dino, dino_model
+from g2rpo.rewards.picture_features import PictureEncoder, features_of
 from g2rpo.rewards.pixels import Count
-from g2rpo.rewards.taste import Choice, Head, PictureEncoder, features_of, fit
+from g2rpo.rewards.taste import Choice, Head, fit
 from g2rpo.rewards.weights import CLIP_FILES, fetch
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")

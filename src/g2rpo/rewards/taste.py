@@ -1,5 +1,5 @@
-"""A person's taste from choices within groups: features of pictures, a Bayesian choice model on
-them, and the reward of it.
+"""A person's taste from choices within groups: a Bayesian choice model on features of pictures, and
+the reward of it.
 
 A choice "i is the best of these" has the probability exp(u_i) / sum_j exp(u_j) of a Plackett-Luce
 model (Bradley-Terry for two) with the utility u = theta . z, theta ~ N(0, variance), and z the
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Reward
 from g2rpo.prompts.judged import read_judged
 from g2rpo.rewards.clip import CLIPScore
+from g2rpo.rewards.picture_features import Features, PictureEncoder, features_of
 from g2rpo.rewards.votes import FILE, answered
 
 COMPONENTS = 24
@@ -41,86 +42,6 @@ CHANCE, TRUSTED = 0.5, 0.55
 lie before a head counts."""
 
 Floats = NDArray[np.float64]
-Features = Mapping[str, Tensor]
-"""Features [G, D] of the pictures of a group, by block."""
-
-
-class PictureEncoder(Protocol):
-    """What a reward with a picture encoder has."""
-
-    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
-        """Features [B, D] of pictures [B, 3, H, W] in [0, 1] and, if it has any, of their
-        prompts."""
-        ...
-
-
-@torch.no_grad()
-def features_of(
-    images: Tensor, prompts: Sequence[str], encoder: PictureEncoder | None = None
-) -> dict[str, Tensor]:
-    """Features of pictures [B, 3, H, W] in [0, 1], or means over frames of clips [B, T, 3, H, W],
-    by block: statistics of colour and layout, 8 x 8 pixels and, with an `encoder`, its features of
-    the picture, and their products with any of the prompt's.
-    """
-    if images.ndim == 5:
-        every = features_of(
-            images.flatten(0, 1),
-            [prompt for prompt in prompts for _ in range(images.shape[1])],
-            encoder,
-        )
-        return {
-            block: values.unflatten(0, images.shape[:2]).mean(1) for block, values in every.items()
-        }
-    images = images.float().cpu()
-    found = {
-        "colour": _colour(images),
-        "layout": _layout(images),
-        "pixels": torch.nn.functional.adaptive_avg_pool2d(images, 8).flatten(1),
-    }
-    if encoder is not None:
-        pictures, texts = encoder.features(images, prompts)
-        found["encoder"] = pictures.float().cpu()
-        if texts is not None:
-            found["encoder x prompt"] = found["encoder"] * texts.float().cpu()
-    return found
-
-
-def _colour(images: Tensor) -> Tensor:
-    """Means and deviations of the channels, saturation, red less blue, and the share of dark and of
-    bright pixels."""
-    luma = images.mean(1)
-    saturation = images.amax(1) - images.amin(1)
-    parts = [
-        images.mean((2, 3)),
-        images.std((2, 3)),
-        saturation.mean((1, 2))[:, None],
-        (images[:, 0] - images[:, 2]).mean((1, 2))[:, None],
-    ]
-    shares = [
-        torch.sigmoid(20 * (0.35 - luma)).mean((1, 2))[:, None],
-        torch.sigmoid(20 * (luma - 0.65)).mean((1, 2))[:, None],
-    ]
-    return torch.cat(parts + shares, 1)
-
-
-def _layout(images: Tensor) -> Tensor:
-    """Where and how much differs from the ground, the median colour: on 4 x 4 places, in all, its
-    extent, its edges; and how far the picture is from its mirror images."""
-    ground = images.flatten(2).median(2).values[..., None, None]
-    ink = (images - ground).abs().amax(1)
-    places = torch.nn.functional.adaptive_avg_pool2d(ink[:, None], 4).flatten(1)
-    rows, columns = (torch.linspace(-1, 1, size) for size in ink.shape[1:])
-    mass = ink.sum((1, 2)) + 1e-6
-    v, u = (ink.sum(2) * rows).sum(1) / mass, (ink.sum(1) * columns).sum(1) / mass
-    extent = (
-        ink * ((rows[None, :, None] - v[:, None, None]) ** 2 + (columns - u[:, None])[:, None] ** 2)
-    ).sum((1, 2)) / mass
-    edges = (ink[:, 1:] - ink[:, :-1]).abs().mean((1, 2)) + (
-        ink[:, :, 1:] - ink[:, :, :-1]
-    ).abs().mean((1, 2))
-    mirror = [(images - images.flip(side)).abs().mean((1, 2, 3)) for side in (2, 3)]
-    solid = torch.sigmoid(20 * (ink - 0.25)).mean((1, 2))
-    return torch.cat([places, torch.stack([ink.mean((1, 2)), solid, extent, edges, *mirror], 1)], 1)
 
 
 @dataclass(frozen=True)
@@ -139,10 +60,12 @@ class Choice:
 @dataclass(frozen=True)
 class Head:
     """A utility of pictures, in standard deviations within groups of what was shown, whose mean is
-    0: `direction` [D] of one block, less `offset`."""
+    0: `direction` [D] of one block, less `offset`. Given the choices, the covariance of `direction`
+    is `root` [D, K] times its transpose (Laplace's approximation)."""
 
     block: str
     direction: Tensor
+    root: Tensor
     offset: float
     agreement: Interval
     """The share of pairs of a liked and another picture that the head orders as the person did, in
@@ -150,6 +73,12 @@ class Head:
 
     def __call__(self, features: Features) -> Tensor:
         return (features[self.block].double() @ self.direction - self.offset).float()
+
+    def rise(self, before: Features, now: Features) -> tuple[float, float]:
+        """How much higher the mean utility of pictures is now than before, and the posterior
+        standard deviation of that."""
+        change = now[self.block].double().mean(0) - before[self.block].double().mean(0)
+        return float(change @ self.direction), float((change @ self.root).norm())
 
     @property
     def trust(self) -> float:
@@ -168,26 +97,33 @@ class Head:
         return cls(**{**state, "agreement": Interval(**state["agreement"])})
 
 
-def fit(choices: Sequence[Choice]) -> Head | None:
+def fit(choices: Sequence[Choice], pairs: Sequence[Choice] = ()) -> Head | None:
     """The head of these choices, in float64 on the CPU, so that it is the same on every rank; None
-    for fewer than two groups with both a liked and another picture."""
+    for fewer than two groups with both a liked and another picture. `pairs` are choices as well,
+    which neither block nor agreement are judged by."""
     choices = [choice for choice in choices if 0 < len(choice.liked) < choice.size]
     if len(choices) < 2:
         return None
-    blocks = {block: _Block.of(block, choices) for block in choices[0].features}
+    every = [*choices, *pairs]
+    groups, beside = range(len(choices)), range(len(choices), len(every))
+    blocks = {block: _Block.of(block, every) for block in choices[0].features}
     agreed = []
     # nested: a left-out group does not choose the block by which it is judged
-    for inside, outside in _folds(len(choices)):
-        block, variance = _most_likely(blocks, inside)
-        theta = blocks[block].fit(inside, variance)
+    for inside, outside in _folds(groups):
+        block, variance = _most_likely(blocks, inside, beside)
+        theta = blocks[block].fit([*inside, *beside], variance)
         agreed += [blocks[block].agreement(theta, group) for group in outside]
-    everyone = list(range(len(choices)))
-    block, variance = _most_likely(blocks, everyone)
-    theta = blocks[block].fit(everyone, variance)
-    spread = float(np.sqrt(np.mean([np.var(z @ theta) for z in blocks[block].groups]))) or 1.0
-    direction = torch.from_numpy(blocks[block].axes @ theta / spread)
-    shown = torch.cat([choice.features[block].double() @ direction for choice in choices])
-    return Head(block, direction, float(shown.mean()), agreement_interval(agreed, 0.9))
+    block, variance = _most_likely(blocks, groups, beside)
+    own, everything = blocks[block], range(len(every))
+    theta = own.fit(everything, variance)
+    shown = [own.groups[group] @ theta for group in groups]
+    spread = float(np.sqrt(np.mean([np.var(utilities) for utilities in shown]))) or 1.0
+    direction = torch.from_numpy(own.axes @ theta / spread)
+    lower = np.linalg.cholesky(own.curvature(theta, everything, variance))
+    root = torch.from_numpy(np.linalg.solve(lower, own.axes.T).T / spread)
+    pictures = torch.cat([choice.features[block].double() @ direction for choice in choices])
+    offset = float(pictures.mean())
+    return Head(block, direction, root, offset, agreement_interval(agreed, 0.9))
 
 
 def agreement_interval(agreed: Sequence[float], level: float) -> Interval:
@@ -209,26 +145,26 @@ def mean_agreement(agreed: Sequence[float]) -> Interval:
     return replace(agreement_interval(agreed, 0.95), mean=mean)
 
 
-def _folds(count: int) -> list[tuple[list[int], list[int]]]:
+def _folds(groups: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """(fitted, left out) groups of each fold, by turns."""
-    parts = [list(range(start, count, min(FOLDS, count))) for start in range(min(FOLDS, count))]
-    return [([group for group in range(count) if group not in part], part) for part in parts]
+    count = min(FOLDS, len(groups))
+    parts = [list(groups[start::count]) for start in range(count)]
+    return [([group for group in groups if group not in part], part) for part in parts]
 
 
-def _most_likely(blocks: Mapping[str, _Block], groups: Sequence[int]) -> tuple[str, float]:
+def _most_likely(
+    blocks: Mapping[str, _Block], groups: Sequence[int], beside: Sequence[int]
+) -> tuple[str, float]:
     """The block and variance under which left-out groups of `groups` are most likely; the first of
-    ties."""
+    ties. Choices `beside` them are always fitted."""
     if len(groups) < 2:
         return next(iter(blocks)), VARIANCES[0]
     likelihood: dict[tuple[str, float], float] = {}
     for block, data in blocks.items():
         for variance in VARIANCES:
-            parts = [
-                ([groups[i] for i in fitted], [groups[i] for i in left])
-                for fitted, left in _folds(len(groups))
-            ]
             likelihood[block, variance] = sum(
-                data.likelihood(data.fit(fitted, variance), left) for fitted, left in parts
+                data.likelihood(data.fit([*fitted, *beside], variance), left)
+                for fitted, left in _folds(groups)
             )
     return max(likelihood, key=lambda key: likelihood[key])
 
@@ -283,15 +219,12 @@ class _Block:
         """The theta of a posterior mode, by Newton's method with the curvature of the choices
         without slips, which is positive, and halved steps."""
         z, allowed = self._events(groups)
-        rows, theta = z.reshape(-1, z.shape[2]), np.zeros(z.shape[2])
+        theta = np.zeros(z.shape[2])
         p, meant, best = _explained(theta, z, allowed)
         for _ in range(50):
-            mean = (p[:, None] @ z)[:, 0]
-            gradient = meant @ (z[:, 0] - mean) - theta / variance
-            curvature = (rows * (meant[:, None] * p).reshape(-1, 1)).T @ rows - (
-                meant[:, None] * mean
-            ).T @ mean
-            step = np.linalg.solve(curvature + np.eye(len(theta)) / variance, gradient)
+            gradient = meant @ (z[:, 0] - (p[:, None] @ z)[:, 0]) - theta / variance
+            curvature = _curvature(z, p, meant, variance)
+            step = np.linalg.solve(curvature, gradient)
             while True:
                 p, meant, likelihood = _explained(theta + step, z, allowed)
                 now = likelihood - ((theta + step) ** 2).sum() / (2 * variance)
@@ -304,6 +237,13 @@ class _Block:
             if gained < 1e-6:
                 break
         return theta
+
+    def curvature(self, theta: Floats, groups: Sequence[int], variance: float) -> Floats:
+        """Minus the second derivative of the log-posterior at theta, the inverse of its covariance;
+        of choices that are meant, so that it is positive."""
+        z, allowed = self._events(groups)
+        p, meant, _ = _explained(theta, z, allowed)
+        return _curvature(z, p, meant, variance)
 
     def agreement(self, theta: Floats, group: int) -> float:
         """`agreement_of` the utilities of a group."""
@@ -325,6 +265,13 @@ def _explained(theta: Floats, z: Floats, allowed: Floats) -> tuple[Floats, Float
     p = np.exp(utilities - np.logaddexp.reduce(utilities, axis=1)[:, None])
     meant, slipped = (1 - SLIPS) * p[:, 0], SLIPS / np.isfinite(allowed).sum(1)
     return p, meant / (meant + slipped), float(np.log(meant + slipped).sum())
+
+
+def _curvature(z: Floats, p: Floats, meant: Floats, variance: float) -> Floats:
+    """`_Block.curvature`, by the probabilities of `_explained`."""
+    rows, mean = z.reshape(-1, z.shape[2]), (p[:, None] @ z)[:, 0]
+    within = (rows * (meant[:, None] * p).reshape(-1, 1)).T @ rows
+    return within - (meant[:, None] * mean).T @ mean + np.eye(z.shape[2]) / variance
 
 
 class Clicks(Reward):

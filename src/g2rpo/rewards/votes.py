@@ -24,14 +24,17 @@ from g2rpo.core.plain import read_lines_as
 FILE, FOLDER, PAIRS = "votes.jsonl", "votes", "pairs.jsonl"
 """Names in a run directory: the answers, a folder of pictures for each round, and the answers as
 pairs, as other trainers read them."""
+ANSWERS = ("vote", "blind", "back")
+"""Kinds of answers that can be taken back."""
 Place = Annotated[int, Field(ge=0, lt=10**6)]
 
 
 class Vote(BaseModel):
-    """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the undoing of
-    the last answer; another `strength` of learning from here on; learning without a head
-    (`direct`); the begin of a blind test (`look`), and an answer to its pair `step` (`blind`):
-    `liked` is 0 for the base's picture, 1 for the new one.
+    """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the begin of a
+    blind comparison (`look`), and an answer to its pair `step` (`blind`): `liked` is 0 for the
+    base's picture, 1 for the new one; back to weights that were confirmed (`back`); the undoing of
+    the last of these (`undo`); another `strength` of learning from here on; learning without a head
+    (`direct`).
 
     `iteration` is the number of updates when it was given, `digest` that of the group
     (`digest_of_answer`).
@@ -39,7 +42,7 @@ class Vote(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    kind: Literal["vote", "undo", "strength", "direct", "look", "blind"] = "vote"
+    kind: Literal["vote", "undo", "strength", "direct", "look", "blind", "back"] = "vote"
     round: Place
     prompt: str = ""
     step: Place = 0
@@ -84,10 +87,8 @@ def read(path: Path) -> list[Vote]:
             f"votes {path}: there is no such file; `g2rpo teach` writes RUN/votes.jsonl"
         )
     votes = read_lines_as(Vote, path)
-    if any(
-        total < 0
-        for total in accumulate({"vote": 1, "undo": -1}.get(vote.kind, 0) for vote in votes)
-    ):
+    changes = {**dict.fromkeys(ANSWERS, 1), "undo": -1}
+    if any(total < 0 for total in accumulate(changes.get(vote.kind, 0) for vote in votes)):
         raise UserError(f"votes {path}: takes back more answers than it has")
     return votes
 
@@ -98,9 +99,9 @@ def standing(votes: Sequence[Vote]) -> list[Vote]:
     for vote in votes:
         if vote.kind == "undo":
             found.pop()
-        elif vote.kind == "vote":
+        elif vote.kind in ANSWERS:
             found.append(vote)
-    return [vote for vote in found if vote.liked]
+    return [vote for vote in found if vote.kind == "vote" and vote.liked]
 
 
 def pairs_of(run: Path) -> list[tuple[str, Judged]]:

@@ -1,10 +1,11 @@
-"""A blind test by the person: which of two pictures is better, where one is the base model's and
-nobody says which."""
+"""A blind comparison by the person, which confirms what was learnt: which of two pictures is better,
+where one is the base model's and nobody says which."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -13,9 +14,14 @@ from g2rpo.core.statistics import proportion, sign_test
 
 PAIRS = 12
 """Held-out prompts, at most, that are compared."""
+BETTER, WORSE = 6, -4
+"""Pairs in which the new picture is better less those in which it is worse, of twelve: from `BETTER`
+on the person likes the model better, down from `WORSE` it is offered to go back. Twelve answers by
+chance are that good with probability .07."""
+Verdict = Literal["better", "worse", "no clear difference"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class BlindTest:
     """Pictures [N, 3, H, W], or clips, of `prompts`: by the base model and, from the same noise, by
     the weights as they were when it began. `seed` decides which of a pair is on the left."""
@@ -24,7 +30,7 @@ class BlindTest:
     before: Tensor
     now: Tensor
     seed: int
-    answers: list[tuple[int, ...]] = field(default_factory=list)
+    answers: tuple[tuple[int, ...], ...] = ()
     """By pair (0,) if the base's picture is better, (1,) if the new one is; empty without a
     difference."""
 
@@ -42,12 +48,21 @@ class BlindTest:
         """The pictures of the pair that is asked, from left to right."""
         return [(self.before, self.now)[side][len(self.answers)] for side in self.sides()]
 
+    @property
+    def verdict(self) -> Verdict:
+        """What the answers say together, as for twelve pairs."""
+        net = self.answers.count((1,)) - self.answers.count((0,))
+        share = net * PAIRS / len(self.prompts)
+        if share >= BETTER:
+            return "better"
+        return "worse" if share <= WORSE else "no clear difference"
+
     def __str__(self) -> str:
         """The counts, with the exact sign test and the exact interval (Clopper and Pearson) of the
         new ones' share."""
         now, before = self.answers.count((1,)), self.answers.count((0,))
         same = len(self.answers) - now - before
-        said = f"Blind test of {len(self.answers)} pairs: now better {now}, before better {before}, no difference {same}."
+        said = f"Blind comparison of {len(self.answers)} pairs: now better {now}, before better {before}, no difference {same}."
         if not now + before:
             return said
         share = proportion(now / (now + before), now + before)

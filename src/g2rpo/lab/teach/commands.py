@@ -35,9 +35,9 @@ from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import joined
 
 HERE = Address("127.0.0.1", 7861)
-GUARDED = 0.5
-"""The weight of the clicks, as a share of that of the guards: with equal weights pictures break
-before a taste is met."""
+GUARDS = 0.1
+"""The weight of all guards together, beside that of the clicks, which is 1: guards are to hold what a
+prompt asks for, and with more weight they are a second aim (studies/teach.md)."""
 ADAPTER_RATE = 3
 """The learning rate of an adapter, as a multiple of that of all weights, with which both learn
 alike (scenes)."""
@@ -55,25 +55,26 @@ whatever is clicked."""
 
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
     """The config of a session: a recipe with those of `OVERRIDES` that its algorithm has and the
-    reward `clicks`, which weighs half as much as all other rewards together, the guards. Where the recipe trains all weights, an
-    adapter takes `ADAPTER_RATE` times its rate. A config with the reward `clicks` is a session's,
-    and stays as it is."""
+    reward `clicks`, beside which all other rewards, the guards, weigh `GUARDS` together; a weight of
+    the clicks among `overrides` leaves theirs. Where the recipe trains all weights, an adapter takes
+    `ADAPTER_RATE` times its rate. A config with the reward `clicks` is a session's, and stays as it
+    is."""
     plain = load_config(recipe, [])
     if "clicks" in plain.rewards:
         return load_config(recipe, overrides, notify)
     asked = load_config(recipe, ["rewards.clicks=1", *overrides])
-    guards = asked.rewards
-    # 1: without a guard
-    weight = (
-        GUARDED * sum(reward.weight for name, reward in guards.items() if name != "clicks") or 1
-    )
-    own = [f"rewards.clicks={weight:g}"]
+    own = ["rewards.clicks=1"]
     for override in OVERRIDES:
         group, _, name = override.partition("=")[0].rpartition(".")
         if group != "algorithm" or hasattr(asked.algorithm, name):
             own.append(override)
     if plain.policy.tuning == "full":
         own.append(f"optim.learning_rate={ADAPTER_RATE * plain.optim.learning_rate:g}")
+    guards = {name: one.weight for name, one in asked.rewards.items() if name != "clicks"}
+    named, total = {override.partition("=")[0] for override in overrides}, sum(guards.values())
+    if total and not named & {"rewards.clicks", "rewards.clicks.weight"}:
+        scaled = {name: GUARDS / total * weight for name, weight in guards.items()}
+        overrides = [*overrides, *(f"rewards.{name}.weight={w:.4g}" for name, w in scaled.items())]
     return load_config(recipe, [*own, *overrides], notify)
 
 

@@ -17,8 +17,10 @@ from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.statistics import Comparison
 from g2rpo.lab.report.page import templates_of
 from g2rpo.lab.report.pictures import data_uri, picture_uri
+from g2rpo.lab.teach.blind import PAIRS
 from g2rpo.lab.teach.pupil import AIM, DIRECT, ENOUGH, FIRST
 from g2rpo.lab.teach.session import Lesson, Session
+from g2rpo.lab.teach.told import Told
 from g2rpo.lab.web.page import ONE_AT_A_TIME, disclosed, empty, gr
 from g2rpo.monitor.clips import seconds_of
 
@@ -32,8 +34,10 @@ const ticked = () => [...element.querySelectorAll("input:checked")].map(box => {
   box.checked = false;  // the next group has the same boxes
   return Number(box.value);
 });
-const say = (act, liked = []) =>
-  trigger("click", {act, liked, round: Number(element.querySelector("[data-round]").dataset.round)});
+const say = (act, liked = []) => {
+  const shown = element.querySelector("[data-round]").dataset;
+  trigger("click", {act, liked, round: Number(shown.round), pair: "pair" in shown});
+};
 element.addEventListener("click", event => {
   const button = event.target.closest("button");
   if (button?.dataset.member) say("best", [Number(button.dataset.member)]);
@@ -74,18 +78,18 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
             grid = gr.HTML(empty(BEGIN), js_on_load=SAYING, elem_id="asked")
         with gr.Column(scale=4, min_width=280):
             pair, said = gr.HTML(elem_id="pair"), gr.HTML(elem_id="status")
-            far = f"1: {AIM:g} of a deviation, by the guess of your taste; then learning pauses."
+            far = f"1: {AIM:g} of a deviation beyond the error of the guess; then learning pauses."
             strength = gr.Slider(
                 0, 4, 1, step=0.25, label="How far to go", info=far, elem_id="strength"
             )
-            blind = gr.Button("Blind test: before or now?", size="sm", elem_id="blind")
+            blind = gr.Button("Compare before and now", size="sm", elem_id="blind")
             direct = gr.Button("Clicks alone", size="sm", elem_id="direct")
             with gr.Column(elem_id="sure", elem_classes="g2-closed") as sure:
                 gr.HTML(f'<div class="g2"><p>{escape(DIRECTLY)}</p></div>')
                 directly = gr.Button("Learn from clicks alone", size="sm", elem_id="direct-sure")
             finish = gr.Button("Finish", size="sm", elem_id="finish")
     timer = gr.Timer(1.0, active=False)
-    beside = [pair, said, timer]
+    beside, outputs = [pair, said, timer], [grid, finish, pair, said, timer]
 
     def now() -> tuple[Any, ...]:
         """What is beside the group; it is asked again while the session learns."""
@@ -100,7 +104,9 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
 
     def everything() -> tuple[Any, ...]:
         session = lesson.session
-        return empty(BEGIN) if session is None else choice_html(session), *now()
+        ends = "Finish without comparing" if session and session.comparing else "Finish"
+        shown = empty(BEGIN) if session is None else choice_html(session)
+        return shown, gr.Button(ends), *now()
 
     def loaded() -> tuple[Any, ...]:
         """What a page shows that is just loaded: a session may have begun, with a strength of its
@@ -124,10 +130,12 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
     def told(event: gr.EventData) -> Any:
         def act() -> None:
             session = asked()
-            if testing(session):
-                session.compare(event.liked, pair=event.round)
-            elif event.act == "undo":
+            if event.act == "undo":
                 session.undo()
+            elif event.act == "back":
+                session.go_back()
+            elif event.pair:
+                session.compare(event.liked, pair=event.round)
             elif event.act == "several" and not event.liked:
                 raise UserError(
                     'tick the pictures that you like first; "None (n)" says that none is good'
@@ -137,8 +145,16 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
 
         return after(act)
 
+    def end() -> None:
+        """Ends the session; a person is asked first whether it became better, unless they leave
+        that."""
+        session = lesson.session
+        if session and not session.comparing and session.unconfirmed:
+            session.begin_blind()
+        else:
+            lesson.finish()
+
     disclosed(direct, sure)
-    outputs = [grid, *beside]
     gr.on(None, loaded, None, [*outputs, strength], **ONE_AT_A_TIME)
     begin.click(lambda: after(lesson.begin), None, outputs, **ONE_AT_A_TIME)
     grid.click(told, None, outputs, **ONE_AT_A_TIME)
@@ -148,7 +164,7 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
         lambda far: after(lambda: asked().set_strength(far)), strength, outputs, **ONE_AT_A_TIME
     )
     timer.tick(now, None, beside, show_progress="hidden", api_visibility="private")
-    ended = finish.click(lambda: after(lesson.finish), None, outputs, **ONE_AT_A_TIME)
+    ended = finish.click(lambda: after(end), None, outputs, **ONE_AT_A_TIME)
 
     def close() -> None:
         if stop is not None and lesson.ended is not None:
@@ -158,25 +174,20 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
         ended.then(close, **ONE_AT_A_TIME)
 
 
-def testing(session: Session) -> bool:
-    """Whether a pair of a blind test is asked, and no group."""
-    return session.blind is not None and not session.blind.done
-
-
 def choice_html(session: Session) -> str:
-    """The group that is asked, each picture with its number; or the pair of a blind test."""
-    test = session.blind
-    if test is not None and not test.done:
+    """The group that is asked, each picture with its number; or the pair of a comparison."""
+    test, said = session.comparing, ""
+    if test is not None:
         number = len(test.answers)
-        words = (
-            f"Which is better? Pair {number + 1} of {len(test.prompts)}; one is the base model's."
-        )
+        words = f"Which is better? Pair {number + 1} of {len(test.prompts)}, a minute in all; one is from before, one from now."
         prompt, images = test.prompts[number], test.pair()
     else:
-        number, words = session.group.round, guide(session)
+        number, words, said = session.group.round, guide(session), verdict(session)
         prompt, images = session.group.prompt, list(session.group.images)
     return environment.get_template("choice.html").render(
-        blind=testing(session),
+        blind=test is not None,
+        verdict=said,
+        back=bool(said) and session.blind is not None and session.blind.verdict == "worse",
         round=number,
         prompt=prompt,
         guide=words,
@@ -198,18 +209,37 @@ def kept_html(session: Session, table: dict[str, Comparison]) -> str:
     """What became of a session."""
     trainer = session.trainer
     return environment.get_template("kept.html").render(
-        table=table, trained=trainer.rewards, folder=trainer.run.path, blind=session.blind
+        table=table,
+        trained=trainer.rewards,
+        folder=trainer.run.path,
+        blind=session.blind,
+        told=Told.of(session.pupil.learnt),
+        unconfirmed=session.pupil.unconfirmed,
     )
 
 
 def guide(session: Session) -> str:
     """What to do, how long it takes and what comes next, as one line."""
     if session.asked >= USUAL_ANSWERS:
-        return f'After {USUAL_ANSWERS} groups "Finish" compares before and after; or click the best picture, and go on.'
+        return f'{USUAL_ANSWERS} groups are enough: press "Finish", or click the best picture, and go on.'
     return (
         f"Click the best picture. Group {session.asked + 1} of about {USUAL_ANSWERS}, five minutes in all with a model of the "
-        f'package; it learns from answer {FIRST} on. Then "Finish" compares before and after.'
+        f'package. Then "Finish" asks in {PAIRS} pairs whether it became better.'
     )
+
+
+def verdict(session: Session) -> str:
+    """What the comparison said of the weights as they are; "" without one."""
+    test = session.blind
+    if test is None or session.pupil.unconfirmed or session.pupil.compared != test.seed:
+        return ""
+    now, before = test.answers.count((1,)), test.answers.count((0,))
+    said = {
+        "better": 'You like it better now. "Finish" keeps it; or teach on.',
+        "worse": "You liked it better before.",
+        "no clear difference": "There is no clear difference yet. Teach on, or finish.",
+    }
+    return f"{said[test.verdict]} Better now in {now} of {len(test.answers)} pairs, before in {before}."
 
 
 def status(session: Session, learning: bool) -> str:
@@ -225,6 +255,9 @@ def status(session: Session, learning: bool) -> str:
         lines.append(
             f"Trained on beside your clicks: {', '.join(guards)}. This moves pictures too."
         )
+    told = Told.of(learnt)
+    if told and told.taste:
+        lines.append(f"You seem to prefer: {told.taste}.")
     if pupil.answered < FIRST:
         lines.append(f"Learning begins after {FIRST} answers.")
     elif learnt.direct:
@@ -242,14 +275,17 @@ def status(session: Session, learning: bool) -> str:
                 else " yet: answer on"
             )
             lines.append(f"That is too little to learn from{without}.")
-    if pupil.moved and not learnt.direct:
+    rise, error = pupil.moved
+    if rise and not learnt.direct:
+        unconfirmed = "; you have not confirmed it" if pupil.unconfirmed else ""
         lines.append(
-            f"By this guess held-out pictures rose by {pupil.moved:.1f} of {AIM * pupil.strength:.2g} "
-            "deviations; a person has not confirmed it."
+            f"By this guess held-out pictures rose by {rise:.1f} ± {error:.1f} deviations{unconfirmed}."
         )
+        if told and told.unasked:
+            lines.append(f"What changed most though you did not ask for it: {told.unasked}.")
         if pupil.reached:
             lines.append(
-                'Learning pauses: look at "before" and "now". "How far to go" lets it learn on, "Finish" ends.'
+                'That is enough, so learning pauses. "How far to go" lets it learn on, "Finish" ends.'
             )
     if learnt.looks:
         look = learnt.looks[-1]
@@ -261,7 +297,7 @@ def status(session: Session, learning: bool) -> str:
             f"Held-out pictures: {', '.join(judges)}."
             + (f" Undone: {look.wrong}." if look.wrong else "")
         )
-    if session.blind is not None and session.blind.done:  # before, it would tell which is which
+    if session.blind is not None and session.blind.done:
         lines.append(str(session.blind))
     return f'<div class="g2">{"".join(f"<p>{escape(line)}</p>" for line in lines)}</div>'
 

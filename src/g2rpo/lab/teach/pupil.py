@@ -13,12 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import Comparison, paired
+from g2rpo.lab.teach.blind import BlindTest
 from g2rpo.lab.teach.groups import AskedGroup, of_main
-from g2rpo.rewards.taste import Choice, Clicks, Features, Head, features_of, fit
+from g2rpo.rewards.picture_features import Features, features_of
+from g2rpo.rewards.taste import Choice, Clicks, Head, fit
 from g2rpo.rewards.votes import Vote
 from g2rpo.training.collector import Groups
 from g2rpo.training.learner import Snapshot
@@ -30,9 +33,10 @@ UPDATES = 4
 """Iterations after an answer, once there is a head that counts."""
 ENOUGH, HOPELESS = 12, 0.6
 """After so many groups a head that agrees less with the person is said not to know the taste."""
-AIM = 0.75
-"""Standard deviations within groups by which the head's utility of held-out pictures is to rise, at
-strength 1: a model that learns on loses what a prompt asks for (studies/LOG.md)."""
+AIM = 0.5
+"""Standard deviations within groups by which the head's utility of held-out pictures is to rise, less
+one posterior deviation, at strength 1: a model that learns on loses what a prompt asks for
+(studies/LOG.md)."""
 DIRECT = 4
 """Groups of an update that learns from the clicks alone."""
 LOOK = 2
@@ -53,6 +57,14 @@ class BrakeLook:
 
     judges: dict[str, Comparison]
     wrong: str = ""
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """Weights to which a person may go back, with the features of `Learnt.heldout` then."""
+
+    weights: Snapshot
+    heldout: tuple[Features, Features] | None
 
 
 @dataclass
@@ -78,6 +90,19 @@ class Learnt:
     looks: tuple[BrakeLook, ...] = ()
     heldout: tuple[Features, Features] | None = None
     """Features of held-out pictures, of the base and of the last good look."""
+    pairs: tuple[Choice, ...] = ()
+    """What blind comparisons said: no difference is one choice each way."""
+    confirmed: Confirmed | None = None
+    """The weights that a person liked better than the base's; None: those of the base."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A `Pupil` as it was before an answer."""
+
+    weights: Snapshot
+    learnt: Learnt
+    changes: int
 
 
 @dataclass
@@ -94,6 +119,8 @@ class Pupil:
     """How often the weights have changed."""
     evaluated: int = 0
     """The iteration of the last evaluation."""
+    compared: int = 0
+    """`changes` of the last weights that a person compared with the base's, or went back to."""
 
     def __post_init__(self) -> None:
         t = self.trainer
@@ -108,7 +135,8 @@ class Pupil:
         judged_by = {**t.rewards, **t.judges}.values()
         clicks.encoder = next((one for one in judged_by if hasattr(one, "features")), None)
         self.clicks, self.rate = clicks, t.config.optim.learning_rate
-        self.learnt = Learnt(t.snapshot())
+        base = t.snapshot()
+        self.learnt, self.base = Learnt(base), Confirmed(base, None)
 
     @property
     def answered(self) -> int:
@@ -116,30 +144,34 @@ class Pupil:
         return len(self.learnt.choices)
 
     @property
-    def moved(self) -> float:
+    def unconfirmed(self) -> bool:
+        """Whether the weights have changed since a person last compared them with the base's."""
+        return self.changes != self.compared
+
+    @property
+    def moved(self) -> tuple[float, float]:
         """The rise of the head's utility of held-out pictures at the last good look, in standard
-        deviations within groups."""
+        deviations within groups, and its posterior standard deviation."""
         head, heldout = self.learnt.head, self.learnt.heldout
-        if head is None or heldout is None:
-            return 0.0
-        base, now = (float(head(features).mean()) for features in heldout)
-        return now - base
+        return (0.0, 0.0) if head is None or heldout is None else head.rise(*heldout)
 
     @property
     def reached(self) -> bool:
-        """Whether held-out pictures are as far as they should be by the head, so that nothing more
-        is learnt."""
-        return not self.learnt.direct and self.moved >= AIM * self.strength
+        """Whether held-out pictures are as far as they should be by the head, and more surely than
+        by one posterior deviation; nothing more is learnt then."""
+        rise, deviation = self.moved
+        return not self.learnt.direct and rise > 0 and rise - deviation >= AIM * self.strength
 
-    def kept(self) -> tuple[Snapshot, Learnt]:
+    def kept(self) -> Kept:
         """All that `put_back` needs."""
-        return self.trainer.snapshot(), copy.copy(self.learnt)
+        return Kept(self.trainer.snapshot(), copy.copy(self.learnt), self.changes)
 
-    def put_back(self, weights: Snapshot, learnt: Learnt) -> None:
+    def put_back(self, kept: Kept) -> None:
         """Forgets what was learnt since."""
-        self.trainer.restore(weights)
-        self.learnt, self.clicks.head = learnt, learnt.head
-        self.changes += 1
+        self.learnt, self.clicks.head = kept.learnt, kept.learnt.head
+        if kept.changes != self.changes:
+            self.trainer.restore(kept.weights)
+            self.changes += 1
 
     def learn(self, group: AskedGroup, vote: Vote) -> None:
         """Learns from the answer to a group that names a picture."""
@@ -155,8 +187,7 @@ class Pupil:
             if len(learnt.waiting) == DIRECT:
                 self._update_directly()
             return
-        known = self.clicks.known(*group.images.shape[-2:])
-        head = learnt.head = self.clicks.head = fit([*known, *learnt.choices.values()])
+        head = self._fit(group.images)
         if self.answered < FIRST or head is None:
             return
         if self.answered == ENOUGH and head.agreement.mean < HOPELESS:
@@ -166,6 +197,39 @@ class Pupil:
             )
         if of_main(self.trainer.world, lambda: head.trust > 0 and not self.reached):
             self.iterate()
+
+    def _fit(self, images: Tensor) -> Head | None:
+        """Fits the head to all that is known, with a file of pairs as pictures of this size."""
+        learnt, known = self.learnt, self.clicks.known(*images.shape[-2:])
+        learnt.head = self.clicks.head = fit([*known, *learnt.choices.values()], learnt.pairs)
+        return learnt.head
+
+    def compare(self, test: BlindTest) -> None:
+        """Learns what a person saw in a blind comparison of the base with the weights as they
+        are."""
+        learnt = self.learnt
+        for prompt, before, now, better in zip(
+            test.prompts, test.before, test.now, test.answers, strict=True
+        ):
+            images = torch.stack([before, now]).float() / 255
+            features = features_of(images, [prompt] * 2, self.clicks.encoder)
+            liked = (better,) if better else ((0,), (1,))
+            learnt.pairs += tuple(Choice(features, one) for one in liked)
+        if not learnt.direct:
+            self._fit(test.now)
+        self.compared = self.changes
+        if test.verdict == "better":
+            learnt.confirmed = Confirmed(self.trainer.snapshot(), learnt.heldout)
+
+    def go_back(self) -> None:
+        """Puts back the last weights that a person confirmed, or the base's."""
+        learnt = self.learnt
+        last = learnt.confirmed or self.base
+        self.trainer.restore(last.weights)
+        learnt.good, learnt.heldout = last.weights, last.heldout
+        learnt.since, learnt.useless, learnt.waiting = 0, 0, ()
+        self.changes += 1
+        self.compared = self.changes
 
     def iterate(self) -> None:
         """`UPDATES` iterations on the rewards as they are."""
@@ -249,8 +313,9 @@ class Pupil:
         t.set_length(max(1, t.iteration), t.config.evaluation.every)
         if self.evaluated != t.iteration:
             t.evaluate()
-        # there was no head when its pictures were drawn
-        if t.world.is_main and (base := t.base) is not None:
-            base.scores["clicks"] = self.clicks.scores(base.images.float() / 255, base.prompts)
+        # the head was another when their pictures were drawn
+        for one in (t.base, t.final) if t.world.is_main else ():
+            if one is not None:
+                one.scores["clicks"] = self.clicks.scores(one.images.float() / 255, one.prompts)
         t.save()
         return t.finish()

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import count
 from threading import Lock
@@ -25,10 +25,10 @@ from g2rpo.core.statistics import Comparison
 from g2rpo.lab.teach.blind import PAIRS, BlindTest
 from g2rpo.lab.teach.groups import AskedGroup, Asker, of_main
 from g2rpo.lab.teach.pupil import Pupil
-from g2rpo.monitor.clips import reduced, seconds_of
+from g2rpo.monitor.clips import seconds_of
 from g2rpo.monitor.scores import save_pictures
 from g2rpo.rewards import votes
-from g2rpo.rewards.votes import Vote
+from g2rpo.rewards.votes import ANSWERS, Vote
 from g2rpo.runtime.devices import same_device
 from g2rpo.training.trainer import Trainer
 
@@ -61,7 +61,8 @@ class Session:
 
     Answers are stored at once, and acted on in their order by a thread, the only one that uses the
     policy; with `background` nobody waits for it. `AHEAD` groups lie ready: group r is sampled
-    after the answer to group r - AHEAD, whenever that comes, so both learn the same. `prompt`, or a
+    after the answer to group r - AHEAD, whenever that comes, so both learn the same. Once pictures
+    have `reached` what they should, the person compares them blindly with the base's. `prompt`, or a
     held-out one that the base draws wrong, is drawn after every change. `notify` is called with
     what a person should know.
     """
@@ -117,6 +118,13 @@ class Session:
         """Whether answers wait to be acted on."""
         return not all(map(Future.done, tuple(self._pending)))  # another thread may take some out
 
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether the weights have changed since a person compared them with the base's; waits for
+        the answers that are not yet acted on."""
+        self._wait()
+        return self.pupil.unconfirmed
+
     # what a person may say
 
     def answer(self, liked: Sequence[int] = (), *, round: int, skipped: bool = False) -> Vote:
@@ -136,29 +144,34 @@ class Session:
         person is consistent."""
         return self._take(kind="direct")
 
+    @property
+    def comparing(self) -> BlindTest | None:
+        """The blind comparison of which a pair is asked, and no group."""
+        return None if self.blind is None or self.blind.done else self.blind
+
     def begin_blind(self) -> Vote:
-        """Begins a blind test of the weights as they are."""
+        """Begins a blind comparison of the base with the weights as they are."""
         return self._take(kind="look")
 
     def compare(self, sides: Sequence[int], *, pair: int) -> Vote:
-        """The answer to a pair of the blind test: the better side, 0 for the left one; empty
-        without a difference."""
-        if (
-            self.blind is None
-            or self.blind.done
-            or pair != len(self.blind.answers)
-            or not {*sides} <= {0, 1}
-        ):
+        """The answer to a pair of the blind comparison: the better side, 0 for the left one; empty
+        without a difference. From all of them the head learns."""
+        test = self.comparing
+        if test is None or pair != len(test.answers) or not {*sides} <= {0, 1}:
             raise UserError(
-                "this pair of the blind test is not the one that is asked; reload the page"
+                "this pair of the comparison is not the one that is asked; reload the page"
             )
-        liked = tuple(self.blind.sides()[side] for side in sides[:1])
+        liked = tuple(test.sides()[side] for side in sides[:1])
         return self._take(kind="blind", step=pair, liked=liked)
+
+    def go_back(self) -> Vote:
+        """Puts back the last weights that were confirmed by a comparison, or the base's."""
+        return self._take(kind="back")
 
     def _take(self, **said: Any) -> Vote:
         """Stores an answer and has it acted on; UserError if a page sent what cannot be one."""
         with self._turn:
-            if said["kind"] == "undo":
+            if said["kind"] in ("undo", "look", "back"):
                 self._wait()
             group, now = self.group, datetime.now(UTC).isoformat(timespec="seconds")
             about = {"round": self.asked, "iteration": self.trainer.iteration, "time": now}
@@ -185,6 +198,10 @@ class Session:
             votes.check_liked(vote.liked, len(self.group.images))
         elif vote.kind == "undo" and not self._before:
             raise UserError("there is no answer that could be taken back")
+        elif vote.kind == "look" and not self.pupil.changes:
+            raise UserError("nothing has been learnt yet, so there is nothing to compare")
+        elif vote.kind == "back" and (self.blind is None or not self.blind.done):
+            raise UserError("compare before and now first; then you can go back")
 
     def _store(self, vote: Vote) -> None:
         """Writes an answer: before it is acted on, so that a kill in between loses nothing."""
@@ -203,7 +220,7 @@ class Session:
         before = self._pending[-1] if self._pending else None
         self._pending.append(self._thread.submit(self._act, vote, before))
         self.asked += vote.kind == "vote"
-        if vote.kind in ("undo", "look", "blind") or not self.background:
+        if vote.kind in ("undo", "look", "blind", "back") or not self.background:
             self._wait()
             self.asked = self._next
 
@@ -263,9 +280,11 @@ class Session:
         if before is not None:
             before.result()
         pupil = self.pupil
+        if vote.kind in ANSWERS:
+            self._before.append((self._next, dict(self.groups), self.blind, pupil.kept()))
         if vote.kind == "undo":
-            self._next, self.groups, kept = self._before.pop()
-            pupil.put_back(*kept)
+            self._next, self.groups, self.blind, kept = self._before.pop()
+            pupil.put_back(kept)
         elif vote.kind == "strength":
             pupil.strength = vote.strength
         elif vote.kind == "direct":
@@ -274,12 +293,17 @@ class Session:
             self._begin_blind()
         elif vote.kind == "blind":
             assert self.blind is not None
-            self.blind.answers.append(vote.liked)
+            self.blind = replace(self.blind, answers=(*self.blind.answers, vote.liked))
+            if self.blind.done:
+                pupil.compare(self.blind)
+        elif vote.kind == "back":
+            pupil.go_back()
         else:
-            self._before.append((self._next, dict(self.groups), pupil.kept()))
             self._next += 1
             if vote.liked and not vote.skipped:
                 pupil.learn(self.groups[vote.round], vote)
+            if self.blind is None and of_main(self.trainer.world, lambda: pupil.reached):
+                self._begin_blind()
         self._fill()
         if self._drawn != pupil.changes:
             self.pair, self._drawn = (self.pair[0], self._picture()), pupil.changes
@@ -300,11 +324,21 @@ class Session:
         return self.trainer.heldout[wrong[0] if wrong else 0]
 
     def _begin_blind(self) -> None:
+        """Compares pictures of held-out prompts that lie evenly among all; not of `prompt`, which is
+        shown before and now."""
+        self.pupil.settle()
         t, base = self.trainer, self.trainer.base
+        now, every = t.final or t.score_heldout(), range(len(t.heldout))
         assert base is not None
-        prompts = t.heldout[:PAIRS]
-        now = reduced(t.sample(prompts, t.config.trainer.seed))
-        self.blind = BlindTest(prompts, base.images[:PAIRS], now, self.pupil.changes)
+        unseen = [place for place in every if t.heldout[place] != self.prompt] or list(every)
+        count = min(PAIRS, len(unseen))
+        places = [unseen[len(unseen) * pair // count] for pair in range(count)]
+        before, after = (
+            t.world.gather(one.images[places] if t.world.is_main else one.images[:0])
+            for one in (base, now)
+        )
+        prompts = [t.heldout[place] for place in places]
+        self.blind = BlindTest(prompts, before, after, self.pupil.changes)
 
     def _picture(self) -> Tensor:
         """The picture [3, H, W] of `prompt` by the weights as they are, from the noise of its

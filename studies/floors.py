@@ -1,0 +1,112 @@
+"""A floor against weights: how far one reward rises, and what becomes of another, by how the other
+counts in training.
+
+    python -m studies.floors --out studies/results/floors.json
+
+In `words` OCR is to rise and the drawing to stay; in `scenes` correctness, and the learned
+preference. All cells have the recipe's settings and as many iterations; only the other reward's
+weight and floor differ. A change is the last evaluation's less the base's, mean over seeds, with
+its standard error over seeds. A cell that stands in --out is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from g2rpo import api
+from g2rpo.core.files import write_whole
+
+COUNTS: dict[str, dict[str, Any]] = {
+    "weight 0.1": {"weight": 0.1},
+    "weight 0.4": {"weight": 0.4},
+    "weight 1": {"weight": 1},
+    "weight 1, floor": {"weight": 1, "floor": "base"},
+}
+"""By its name in the table, how the other reward counts."""
+WORLDS: dict[str, tuple[str, list[str]]] = {
+    "words": ("word_drawing", ["trainer.iterations=18"]),
+    "scenes": (
+        "scene_preference",
+        [
+            "trainer.iterations=40",
+            "evaluation.every=40",
+            "evaluation.num_prompts=96",
+            "evaluation.rewards.scene_preference=",
+        ],
+    ),
+}
+"""By recipe: the reward that is to stay, and overrides. Colour keeps the recipe's weight."""
+SHOWN = {
+    "words": ("ocr_exact", "word_drawing", "word_colour"),
+    "scenes": ("scene_correct", "scene_preference", "scene_clip"),
+}
+
+
+def cell(world: str, how: str, seed: int) -> dict[str, Any]:
+    """Base and tuned by reward, of one run."""
+    other, overrides = WORLDS[world]
+    counts = f"rewards.{other}={json.dumps(COUNTS[how])}"
+    more = [f"trainer.seed={seed}", "evaluation.controls=false", "trackers=[]"]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = api.trainer(world, [*overrides, counts, *more], Path(folder) / "run")
+        for _ in trainer.train():
+            pass
+        table = trainer.finish()
+    return {name: asdict(one) for name, one in table.items()}
+
+
+def table(found: dict[str, dict[str, Any]], seeds: list[int]) -> str:
+    lines = []
+    for world, names in SHOWN.items():
+        lines += [
+            f"\n| {world}: {WORLDS[world][0]} has | {' | '.join(names)} |",
+            "|---|---|---|---|",
+        ]
+        for how in COUNTS:
+            cells = [found[key] for seed in seeds if (key := f"{world}/{how}/{seed}") in found]
+            if cells:
+                changes = [[one[name]["change"] for one in cells] for name in names]
+                lines.append(f"| {how} | {' | '.join(map(_mean, changes))} |")
+    return "\n".join(lines)
+
+
+def _mean(values: list[float]) -> str:
+    error = f" ± {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    return f"{mean(values):+.3f}{error}"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42, 43, 44])
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    out: Path = args.out
+    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    for seed, world, how in product(args.seeds, args.worlds, COUNTS):
+        if (name := f"{world}/{how}/{seed}") not in found:
+            found[name] = cell(world, how, seed)
+            write_whole(out, json.dumps(found, indent=1).encode())
+            print(
+                name,
+                json.dumps({key: found[name][key]["change"] for key in SHOWN[world]}),
+                flush=True,
+            )
+    print(table(found, args.seeds))
+
+
+if __name__ == "__main__":
+    main()
