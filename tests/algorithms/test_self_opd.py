@@ -12,6 +12,7 @@ from g2rpo.core.types import Reward
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_per_prompt
+from g2rpo.rollout.scoring import compared
 from tests.support.runs import brightness, trainer
 
 ONE = torch.ones(1)
@@ -155,7 +156,8 @@ def test_the_odes_picture_is_compared_with_and_is_no_member():
         torch.testing.assert_close(scores[0, 0], brightness(pictures, []))
         torch.testing.assert_close(scores[1, 0], lead(pictures, []))
     assert lead.seen == 7  # six members and the ODE's
-    assert torch.equal(groups.compared, groups.scores[..., :6] - groups.scores[..., 6:])
+    _, gains = compared(groups.scores, 6)
+    assert torch.equal(gains, groups.scores[..., :6] - groups.scores[..., 6:])
     row = t.learn_from(groups, t.loop.advantages(groups))
     assert row["reward/bright"] == pytest.approx(float(groups.scores[:, 0, :, :6].mean()))
 
