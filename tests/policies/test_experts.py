@@ -15,7 +15,6 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.check_model import checks, drawn_by, load_saved, perturb, prompts_for
-from g2rpo.lab.plan.model import KnownModels
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
@@ -135,11 +134,10 @@ def test_a_plan_counts_the_frozen_expert(original, tmp_path):
     model = {"pipeline": "", "tuning": "lora", "path": tmp_path, **SIZE}
     options = [f"policy.{name}={value}" for name, value in model.items()]
     options += ["algorithm.branch_steps=[0,1,2]"]
-    known = KnownModels()
 
     def plan(*more):
         config = load_config("scenes", [*options, *more])
-        return make_plan(config, cuda=False, heldout=1, distinct_prompts=1, known=known)
+        return make_plan(config, cuda=False, heldout=1, distinct_prompts=1)
 
     memory, frozen = plan().memory, size_of(original.transformer_2)
     assert memory.parts["frozen expert"] == memory.parts["frozen weights"] == frozen
