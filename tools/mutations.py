@@ -478,8 +478,8 @@ MUTATIONS = [
     ),
     Mutation(
         "rewards/taste.py",
-        "meant @ (z[:, 0] - mean)",
-        "meant @ (mean - z[:, 0])",
+        "meant @ (z[:, 0] - (p",
+        "meant @ (z[:, 1] - (p",
         "tests/rewards/test_taste.py",
     ),
     Mutation(
@@ -538,8 +538,8 @@ MUTATIONS = [
     ),
     Mutation(
         "lab/teach/told.py",
-        "(self.correlation * self.change.sign())",
-        "(self.correlation * self.change)",
+        "torch.where(asked, 0, self.change)",
+        "self.change",
         "tests/lab/teach/test_session.py -k words",
     ),
     Mutation(
