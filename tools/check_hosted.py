@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -61,7 +62,9 @@ def click(address: str, ready: Callable[[], bool] = lambda: True) -> None:
                 sys.exit("the page did not open")
             time.sleep(0.5)
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(args=[*FLAGS, HOSTS])
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=[*FLAGS, HOSTS]
+        )
         page = browser.new_page()
         page.set_default_timeout(5 * MINUTE)
         page.goto(address)
