@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo.app.evaluate import with_controls
-from g2rpo.core import statistics
+from g2rpo.core import intervals
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import interval
 from g2rpo.evaluation.controls import Control
@@ -63,7 +63,7 @@ def files(directory):
 
 def test_results_are_the_means_and_intervals_of_the_scores(tmp_path, monkeypatch):
     """Up to the rounding of float32 pictures in batches of 3 or 7."""
-    monkeypatch.setattr(statistics, "FEWEST_VALUES", len(PROMPTS))
+    monkeypatch.setattr(intervals, "FEWEST_VALUES", len(PROMPTS))
     judged = judging(tmp_path)
     run(judged)
     results = json.loads(judged.write_results().read_text())["results"]
