@@ -63,7 +63,7 @@ def last_owner(folder: Path) -> tuple[Owner | None, bool | None]:
     if not held_now.is_file():
         return owner, True
     # by its lock, because another process may have its number by now
-    mine = [line.split() for line in held_now.read_text("utf-8").splitlines()]
+    mine = [line.split() for line in held_now.read_text(encoding="utf-8").splitlines()]
     return owner, any(str(owner.pid) in row and row[-3].endswith(f":{inode}") for row in mine)
 
 
