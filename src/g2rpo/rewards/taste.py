@@ -296,7 +296,7 @@ class Clicks(Reward):
         if run is not None and local(run).is_file() and local(run).name != FILE:
             self._pairs = read_judged(run, "pairs")
         elif run is not None:
-            folder = local(run) if local(run).is_dir() else local(run).parent
+            folder = local(run).parent if local(run).name == FILE else local(run)
             found = answered(folder)
             choices = [
                 Choice(features_of(images, [vote.prompt] * len(images), self.encoder), vote.liked)
