@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from g2rpo.app import train as app
 from g2rpo.app.build import Request, build
+from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import Interrupted, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.rates import FACTORS, Pilot, Sweep, gains, good_rates
@@ -232,6 +234,18 @@ def test_the_command_trains_with_the_rate_that_it_found(capsys, tmp_path, tiny_c
     assert run.read_log()[1]["learning_rate"] == run.read_config().optim.learning_rate == 2e-3
     done(capsys, *words, "--resume")
     assert len(found) == len(FACTORS)
+
+
+def test_a_run_goes_on_at_the_rate_that_it_found_whatever_its_overrides_begin_with(
+    tmp_path, monkeypatch
+):
+    folder, seen = tmp_path / "run", []
+    folder.mkdir()
+    found = load_config("words", ["optim.learning_rate=1e-4"])
+    Run(folder).config.write_text(found.to_yaml())
+    monkeypatch.setattr(app, "train_built", lambda request, *_: seen.append(request.config))
+    app.train("words", ["optim.learning_rate=4e-4"], folder, resume=True, find_rate=True)
+    assert [config.optim.learning_rate for config in seen] == [1e-4]
 
 
 def test_a_gain_is_in_units_of_the_base():

@@ -108,12 +108,13 @@ def _config_of(
         config = Run(resumed).read_config(overrides, notes.append, mention=False)
     elif recipe is not None:
         config = completed(load_config(recipe, overrides, notes.append), notes.append)
-        if find_rate and begun and resumed is not None:
-            config = at_rate(config, Run(resumed).read_config().optim.learning_rate)
     else:
         raise UserError(
             "name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run"
         )
+    if find_rate and begun and resumed is not None:
+        # what the pilots chose, or are to choose, whatever the overrides begin with
+        config = at_rate(config, Run(resumed).read_config().optim.learning_rate)
     _refuse_clicks_of_nobody(config)
     return config
 
