@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from g2rpo import api
-from g2rpo.app.train import train
+from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.core.images import to_pil
@@ -31,10 +31,10 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import paired
 from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.teach.commands import UNGUARDED
-from g2rpo.run.run import Run
+from g2rpo.run.rates import Sweep
 from g2rpo.training.trainer import Trainer
 from studies.teach import HELDOUT, NOISES
-from studies.teach_people import SPELT, TASTES, WRONG, values_of
+from studies.teach_people import SPELT, TASTES, WRONG, Known, values_of
 
 SIZES = (50, 200, 800)
 SEEDS = (42, 43)
@@ -43,6 +43,8 @@ BUDGET = 20_000
 """Network evaluations of a run, a backward pass for two."""
 GUARDED = 0.5
 """The weight of the head, as a share of that of the guards together."""
+FACTORS = (0.0625, 0.125, 0.25, 0.5, 1)
+"""The rates of Flow-DPO's pilots, as multiples of the recipe's."""
 AT_ONCE = 64
 """Pairs that are drawn at a time."""
 RESULTS = Path(__file__).parent / "results"
@@ -110,14 +112,20 @@ def within(world: str, overrides: list[str], budget: int) -> list[str]:
     return [*overrides, *lengths, f"evaluation.num_prompts={HELDOUT}"]
 
 
-def found_rate(world: str, pairs: Path, budget: int, out: Path) -> float:
-    """The rate that pilots of Flow-DPO choose around the recipe's, by the recipe's rewards and
-    judges."""
+def found_rate(world: str, taste: str, pairs: Path, budget: int, out: Path) -> float:
+    """The rate that pilots of Flow-DPO choose, by the taste itself on training prompts: its best
+    case, since a file of pairs has no such judge."""
     start = load_config(world, []).optim.learning_rate
     overrides = within(world, arms(world, pairs, start)["flow_dpo"], budget)
-    train(world, overrides, out, find_rate=True)
-    sweep = Run(out).read_rates()
-    assert sweep is not None and sweep.rate is not None
+    judged = ["rewards=", "evaluation.rewards=", "rewards.clicks=1", "trackers=[]"]
+    config = load_config(world, [*overrides, *judged])
+    sweep = Sweep(FACTORS[-1] * start, [factor * start for factor in FACTORS])
+    out.mkdir()
+    given = {"judges": {"clicks": Known(taste)}}
+    build(Request(config=config, given=given, run_dir=out, sweep=sweep))
+    for pilot in sweep.pilots:
+        print(f"pilot {pilot}", flush=True)
+    assert sweep.rate is not None
     return sweep.rate
 
 
@@ -158,7 +166,7 @@ def study(world: str, taste: str, sizes: list[int], seeds: list[int], budget: in
             for size in sizes:
                 pairs = most.with_name(f"first_{size}.jsonl")
                 pairs.write_text("".join(lines[:size]), encoding="utf-8")
-                rate = rate or found_rate(world, pairs, budget, folder / "rates")
+                rate = rate or found_rate(world, taste, pairs, budget, folder / "rates")
                 for arm, overrides in arms(world, pairs, rate).items():
                     if arm == "guards" and size != sizes[0]:
                         continue
