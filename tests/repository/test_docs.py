@@ -341,6 +341,7 @@ def test_hours_in_the_readme_are_those_of_the_plans_on_the_cards_of_their_column
     plans = json.loads((ROOT / "benchmarks/results/recipes.json").read_text())
     readme = (ROOT / "README.md").read_text()
     assert f"any of [{len(ALGORITHMS)} algorithms]" in readme
+    assert f"and {len(ALGORITHMS) - 1} more." in readme
     evenings = re.findall(r"`([\w-]+-evening)` \| ([\d.]+) h \| (\d+) min \|", readme)
     assert {name for name, *_ in evenings} == {name for name in plans if name.endswith("-evening")}
     for name, rtx4090, h100 in evenings:
