@@ -6,8 +6,9 @@
 Weights are random, so nothing is downloaded. Cases follow by worth (`CASES`), each in a process of
 its own. One whose expected seconds are not left is skipped. benchmarks/results/gpu_CARD_DATE.json
 is replaced after every case, so that a stop at any moment keeps what was measured; the same command
-again goes on with what it lacks. Beside the figures is what `g2rpo plan` says of them. Exit code 1:
-a case failed, or a check is beyond its limit.
+again goes on with what it lacks. At the end measured.jsonl beside it gets a line for each case that
+has figures, with card and commit. Beside the figures is what `g2rpo plan` says of them, and what
+measured.jsonl has of the same card. Exit code 1: a case failed, or a check is beyond its limit.
 """
 
 from __future__ import annotations
@@ -244,6 +245,23 @@ def commit() -> str:
         return "unknown"
 
 
+def earlier(path: Path, card: str) -> dict[str, dict[str, Any]]:
+    """The last line of each case on this card."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    rows = [row for row in map(json.loads, lines) if row["card"] == card]
+    return {row["case"]: row for row in rows}
+
+
+def add(path: Path, about: dict[str, Any], cases: dict[str, Any]) -> None:
+    """Appends a line for each case with figures."""
+    known = {name: about[name] for name in ("card", "date", "commit")}
+    with path.open("a") as file:
+        for name, found in cases.items():
+            if figures := found.get("measured"):
+                row = {**known, "case": name, "state": found["state"], "measured": figures}
+                file.write(json.dumps(row) + "\n")
+
+
 def beyond(found: dict[str, Any]) -> list[str]:
     """The checks of a case that failed."""
     checks = found.get("checks", {}).items()
@@ -258,8 +276,9 @@ def written(name: str, value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if name.endswith("bytes") else f"{value:.4g}"
 
 
-def summary(cases: dict[str, Any]) -> str:
-    """A line for every figure, beside the plan's; for every check; and for what is wrong."""
+def summary(cases: dict[str, Any], before: dict[str, dict[str, Any]]) -> str:
+    """A line for every figure, beside the plan's and the one measured before; for every check; and
+    for what is wrong."""
     lines, wrong = [], []
     for name, found in cases.items():
         if found["state"] != "skipped":
@@ -272,6 +291,8 @@ def summary(cases: dict[str, Any]) -> str:
             if expected:
                 off = " <- beside the plan" if abs(value / expected - 1) > TOLERANCE else ""
                 line += f", planned {written(figure, expected)}, ratio {value / expected:.2f}{off}"
+            if old := before.get(name, {"measured": {}})["measured"].get(figure):
+                line += f", {written(figure, old)} at {before[name]['commit']}"
             lines.append(line)
         lines += [
             f"  {check}: {float(value):.3g}, at most {limit:.3g}"
@@ -305,7 +326,9 @@ def main(given: Sequence[str] | None = None) -> None:
         )
         session.run(args.minutes, args.tiny)
     every = {"machine": session.about["machine"], **session.cases}
-    print(summary(every))
+    log = session.path.with_name("measured.jsonl")
+    print(summary(every, earlier(log, session.card)))
+    add(log, session.about, {each["name"]: session.cases[each["name"]] for each in session.todo})
     if any(
         found["state"].startswith("failed") or found.get("errors") or beyond(found)
         for found in every.values()

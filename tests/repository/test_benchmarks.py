@@ -146,6 +146,10 @@ def test_a_case_on_a_gpu_that_fails_is_reported_and_the_next_follows(
     ):
         assert f"\nmodel {line}\n" in said
     assert "velocity, s: 2.6, planned 2, ratio 1.30 <- beside the plan" in said
+    lines = (tmp_path / "measured.jsonl").read_text().splitlines()
+    assert len(lines) == 6 and json.loads(lines[-1]).items() >= {
+        "card": "A Card", "case": "model fine", "measured": {"velocity, s": 2.6},
+    }.items()  # fmt: skip
     assert (tmp_path / "child").exists()
     time.sleep(3)
     assert not (tmp_path / "alive").exists()  # what a case has started ends with it
