@@ -118,11 +118,10 @@ and 0 to 7."""
 
 
 def published(name: str, steps: int, *changes: str) -> list[str]:
-    """An algorithm's published defaults on a grid of `steps`, two prompts an iteration, at six
+    """An algorithm's published defaults on a grid of `steps`, two prompts an iteration, at several
     times the budget."""
-    return ours(
-        2, f"algorithm.name={name}", f"sampling.num_steps={steps}", EXACT, *changes, "budget=60000"
-    )
+    grid = [f"sampling.num_steps={steps}", EXACT]
+    return ours(2, f"algorithm.name={name}", *grid, *changes, "budget={published}")
 
 
 PAPER = [
@@ -135,7 +134,7 @@ PUBLISHED: dict[str, list[str]] = {
     "published-g2rpo": published("g2rpo", 16, *PAPER, "algorithm.update_every=branch"),
     "published-averaged": published("g2rpo", 16, *PAPER),
     "published-mixgrpo": published(
-        "mixgrpo", 16, "algorithm.window_size=3", "algorithm.window_iterations=18"
+        "mixgrpo", 16, "algorithm.window_size=3", "algorithm.window_iterations={published_stay}"
     ),
     "published-flow_grpo": published("flow_grpo", 6, "algorithm.eta=0.9", "algorithm.kl_weight=0"),
     "published-dancegrpo": published("dancegrpo", 16),
@@ -144,7 +143,7 @@ PUBLISHED: dict[str, list[str]] = {
     ),
     "published-e_grpo": published("e_grpo", 16),
 }
-"""As published for FLUX.1-dev, in scenes: grid, groups, noise, trained steps, updates. MixGRPO's 25
+"""As published for FLUX.1-dev: grid, groups, noise, trained steps, updates. MixGRPO's 25
 steps become 16, its window and stay such that a run passes over the same share of the steps,
 .52."""
 
@@ -194,6 +193,16 @@ WEIGHTINGS: dict[str, list[str]] = {
 Self-OPD's regression. With one averaged update these differ in the samples' weights alone; with an
 update after every step in the loss too."""
 
+WHY_TEMPFLOW: dict[str, list[str]] = {
+    "tempflow-without-kl": other("tempflow_grpo", 1, "algorithm.kl_weight=0"),
+    "nine-steps-all": ours(
+        1, "algorithm.branch_steps=[0,1,2,3,4,5,6,7,8]", "algorithm.branch_schedule=all"
+    ),
+    "nine-steps": ours(4, "algorithm.branch_steps=[0,1,2,3,4,5,6,7,8]"),
+}
+"""In words: what TempFlow-GRPO has that `g2rpo` has not, one at a time. KL; then its weights of
+steps, with all nine steps of one prompt in both; then one prompt an iteration in place of four."""
+
 WORLDS: dict[str, dict[str, Any]] = {
     "scenes": {
         "recipe": "scenes-fast",
@@ -214,6 +223,8 @@ WORLDS: dict[str, dict[str, Any]] = {
         "forward": 9080,
         "reward_gradient": 8130,
         "refl": 9410,
+        "published": 60000,
+        "published_stay": 18,
     },
     "words": {
         "recipe": "words",
@@ -234,6 +245,8 @@ WORLDS: dict[str, dict[str, Any]] = {
         "forward": 10850,
         "reward_gradient": 9710,
         "refl": 11250,
+        "published": 24000,
+        "published_stay": 7,
     },
 }
 """`stay`: iterations of MixGRPO's window at a step, so that it passes once over the steps at which
@@ -246,8 +259,9 @@ WORLDS["words-alone"] = WORLDS["words"] | {
 }
 
 NEW = {"first_seed": 60, "seeds": 8}
-WORLDS["scenes-priced"] = WORLDS["scenes"] | NEW | {"questions": (12, 14)}
-WORLDS["words-priced"] = WORLDS["words-alone"] | NEW | {"questions": (12, 14)}
+WORLDS["scenes-priced"] = WORLDS["scenes"] | NEW | {"questions": (12, 14, 15)}
+WORLDS["words-priced"] = WORLDS["words-alone"] | NEW | {"questions": (12, 14, 15, 16)}
+WORLDS["words-published"] = WORLDS["words-alone"] | {"first_seed": 60, "questions": (17,)}
 WORLDS["scenes-learned"] = (
     WORLDS["scenes"]
     | NEW
@@ -315,6 +329,15 @@ QUESTIONS = {
         "self_opd-averaged",
         ["g2rpo-averaged", "self_opd-branch", "g2rpo-branch"],
     ),
+    "eight seeds, rates by the one rule": (
+        "g2rpo",
+        ["mixgrpo-1", "flow_grpo", "dancegrpo", "tempflow_grpo", "adagrpo", "dgpo"],
+    ),
+    "words: why TempFlow-GRPO learns less": ("tempflow_grpo", list(WHY_TEMPFLOW)),
+    "as published, in words": (
+        "published-g2rpo",
+        [f"published-{name}" for name in ("mixgrpo", "flow_grpo", "dancegrpo", "tempflow_grpo")],
+    ),
 }
 """By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's
 level within a question. All but the first five were registered after the answers to the first four
@@ -325,10 +348,10 @@ DIVERSE, NOISES = 24, 4
 """Prompts whose pictures are compared with each other, and pictures of each."""
 
 
-NUMBERS = (*range(1, 11), 12, 13, 14)
+NUMBERS = (*range(1, 11), 12, 13, 14, 15, 16, 17)
 """Of `QUESTIONS`, in the protocol; 11 is `studies.tuned`'s."""
 FIXED = ("stay", "steps", "steps_16", "merged", "ones", "many", "self_opd", "forward")
-FIXED += ("reward_gradient", "refl")
+FIXED += ("reward_gradient", "refl", "published", "published_stay")
 """Settings of a world that its cells name."""
 
 
@@ -346,10 +369,11 @@ def cells(world: str, numbers: Sequence[int]) -> dict[str, list[str]]:
     """The changes of every cell that these questions need."""
     fixed = {key: str(WORLDS[world][key]).replace(" ", "") for key in FIXED}
     needed = {name for cell, others in asked(world, numbers).values() for name in (cell, *others)}
-    known = (CELLS | SAME_STEPS | PUBLISHED | SAME_ITERATIONS | REGRESSIONS | WEIGHTINGS).items()
+    known = CELLS | SAME_STEPS | PUBLISHED | SAME_ITERATIONS
+    known |= REGRESSIONS | WEIGHTINGS | WHY_TEMPFLOW
     return {
         name: [change.format_map(fixed) for change in changes]
-        for name, changes in known
+        for name, changes in known.items()
         if name in needed
     }
 
