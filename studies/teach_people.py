@@ -77,8 +77,13 @@ def click(
     images: Tensor, prompt: str, round: int, taste: str, person: str, seed: int
 ) -> tuple[int, ...]:
     """The pictures of a round's group that a simulated person chooses; none: skipped."""
-    generator = generator_for(seed, "person", round)
     values = values_of(taste, images, [prompt] * len(images))
+    return chosen(values, round, taste, person, seed)
+
+
+def chosen(values: Tensor, round: int, taste: str, person: str, seed: int) -> tuple[int, ...]:
+    """`click` of pictures of which the taste says these values."""
+    generator = generator_for(seed, "person", round)
     if taste == SPELT and values.max() == values.min():
         return ()
     utility = (values - values.mean()) / values.std().clamp(min=1e-6) + NOISE * torch.randn(
