@@ -103,14 +103,15 @@ def test_a_person_who_likes_red_makes_pictures_red(tmp_path):
         assert again.group.digest == group
 
 
-@pytest.mark.parametrize("person", ["skips", "clicks at random"])
-def test_who_says_nothing_changes_nothing(tmp_path, person):
-    with begun(tmp_path) as s:
+@pytest.mark.parametrize("person", ["skips", "clicks at random", "likes red"])
+def test_who_says_nothing_or_wants_no_change_changes_nothing(tmp_path, person):
+    with begun(tmp_path, strength=0 if person == "likes red" else 1e9) as s:
         before = mean(s.trainer)
         for number in range(6):
             chance = torch.randint(12, (), generator=torch.Generator().manual_seed(number))
-            clicked = () if person == "skips" else (int(chance),)
-            s.answer(clicked, round=number, skipped=person == "skips")
+            clicked = {"skips": (), "likes red": likes(redness, s.group.images)}
+            liked = clicked.get(person, (int(chance),))
+            s.answer(liked, round=number, skipped=person == "skips")
         assert torch.equal(mean(s.trainer), before) and s.pupil.changes == 0 and s.asked == 6
 
 

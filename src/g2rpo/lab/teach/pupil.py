@@ -113,8 +113,8 @@ class Pupil:
     trainer: Trainer
     notify: Callable[[str], None] = print
     strength: float = 1.0
-    """The multiple of `AIM` at which learning pauses; without a head, a factor of the learning
-    rate."""
+    """The multiple of `AIM` at which learning pauses, at 0 before it begins; without a head, a
+    factor of the learning rate."""
     changes: int = 0
     """How often the weights have changed."""
     evaluated: int = 0
@@ -195,7 +195,8 @@ class Pupil:
                 f"after {ENOUGH} groups the head orders {head.agreement.mean:.0%} of pairs that it was not fitted to as you "
                 'do, little more than chance; "Clicks alone" goes on without it, which takes many more clicks'
             )
-        if of_main(self.trainer.world, lambda: head.trust > 0 and not self.reached):
+        learns = self.strength > 0 and head.trust > 0
+        if of_main(self.trainer.world, lambda: learns and not self.reached):
             self.iterate()
 
     def _fit(self, images: Tensor) -> Head | None:
