@@ -109,10 +109,9 @@ class Belief:
             )
             for (name, block), variance in product(self.blocks.items(), VARIANCES)
         }
-        self.variance = {
-            name: max(VARIANCES, key=lambda one, name=name: scores[name, one])
-            for name in self.blocks
-        }
+        self.variance = dict[str, float]()
+        for name in self.blocks:
+            _, self.variance[name] = max((scores[name, one], one) for one in VARIANCES)
         likelihoods = [scores[name, self.variance[name]] for name in self.blocks]
         self.best = list(self.blocks)[int(np.argmax(likelihoods))]
         self.weights = softmax(likelihoods)
@@ -123,7 +122,7 @@ class Belief:
         if name not in self.known:
             theta = block.fit(self.every, self.variance[name])
             curvature = block.curvature(theta, self.every, self.variance[name])
-            self.known[name] = theta, np.linalg.cholesky(curvature)
+            self.known[name] = theta, np.asarray(np.linalg.cholesky(curvature), np.float64)
         values = features[name].double().numpy()
         return (values - values.mean(0)) @ block.axes, *self.known[name]
 
