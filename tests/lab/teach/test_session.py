@@ -441,8 +441,14 @@ def test_the_page_shows_the_group_and_says_no_more_than_is_known(tmp_path, monke
         teach(s, 3)
         monkeypatch.setattr(Pupil, "moved", (0.84, 0.31))
         said = page.status(s, False)
+        teach(s, 3)
+        hard = "pictures hardly move towards your taste"
+        for after, *moved, told in (1, 0, 0, False), (0, 0.14, 0.1, True), (0, 0.14, 0.12, False):
+            monkeypatch.setattr(pupil, "HARD", after)
+            monkeypatch.setattr(Pupil, "moved", tuple(moved))
+            assert (hard in page.status(s, False)) is told
     assert "rose by 0.8 ± 0.3 deviations. That is enough" in said.replace("</p><p>", " ")
-    assert "Trained on beside your clicks: bright" in said
+    assert "Trained on beside your clicks: bright" in said and hard not in said
 
 
 @pytest.mark.quick

@@ -275,6 +275,11 @@ def status(session: Session, learning: bool) -> str:
                 else " yet: answer on"
             )
             lines.append(f"That is too little to learn from{without}.")
+    if pupil.hard_to_teach:
+        lines.append(
+            f"After {session.trainer.iteration} iterations pictures hardly move towards your taste, though the guess of it "
+            "agrees with you. Some tastes cannot be taught so: in the package's models, which colour and where."
+        )
     rise, error = pupil.moved
     if rise and not learnt.direct:
         unconfirmed = "; you have not confirmed it" if pupil.unconfirmed else ""

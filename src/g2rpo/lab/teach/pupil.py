@@ -37,6 +37,9 @@ AIM = 0.5
 """Standard deviations within groups by which the head's utility of held-out pictures is to rise, less
 one posterior deviation, at strength 1: a model that learns on loses what a prompt asks for
 (studies/LOG.md)."""
+HARD = 32
+"""Iterations after which it is said that pictures hardly move towards a taste that the head
+knows."""
 DIRECT = 4
 """Groups of an update that learns from the clicks alone."""
 LOOK = 2
@@ -161,6 +164,14 @@ class Pupil:
         by one posterior deviation; nothing more is learnt then."""
         rise, deviation = self.moved
         return not self.learnt.direct and rise > 0 and rise - deviation >= AIM * self.strength
+
+    @property
+    def hard_to_teach(self) -> bool:
+        """Whether pictures are, after a while and by more than one posterior deviation, not halfway
+        to `AIM` for a head that counts."""
+        head, (rise, deviation) = self.learnt.head, self.moved
+        known = head is not None and head.trust > 0 and not self.learnt.direct
+        return known and self.trainer.iteration >= HARD and rise + deviation < AIM / 2
 
     def kept(self) -> Kept:
         """All that `put_back` needs."""
