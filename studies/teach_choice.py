@@ -173,7 +173,7 @@ SCORES: dict[str, Score] = {
 }
 PICTURES = {"today": 30, "first": 12, "change": 30, "previews": 30, "pool": 30}
 PICTURES |= dict.fromkeys(("variance", "information", "blocks", "thompson"), 72)
-"""By arm, the pictures that are drawn for a click (studies/teach.md)."""
+"""By arm, the pictures that are drawn for a click (studies/teach_choice.md)."""
 
 
 def by_spread(candidates: Sequence[Group]) -> Group:
@@ -251,7 +251,7 @@ def table(found: dict[str, list[float]], world: str) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -262,7 +262,11 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=PICTURES, default=list(PICTURES))
     parser.add_argument("--bank", type=Path, default=Path("runs"), help="folder of the pictures")
     parser.add_argument("--out", type=Path, help="a JSON file, to which sessions are added")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
     path = given.bank / f"choice_{given.world}_{given.seed}.pt"
     if given.what == "draw":
         given.bank.mkdir(exist_ok=True)

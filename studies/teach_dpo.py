@@ -79,7 +79,7 @@ def taught(world: str, taste: str, arm: str, seed: int, scale: float) -> Row:
             return {**change(base, session.trainer), "iterations": spent, "rate": rate}
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +89,11 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--scale", type=float, default=1, help="of Flow-DPO's learning rate")
     parser.add_argument("--out", type=Path, default=RESULTS, help="sessions are added to it")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
     found: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
     for seed, taste, arm in product(given.seeds, given.tastes, given.arms):
         name = f"{given.world}/{taste}/{arm}/{given.scale:g}/{seed}"
