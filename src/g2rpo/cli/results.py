@@ -17,6 +17,7 @@ from g2rpo.app.events import Results
 from g2rpo.cli.output import say
 from g2rpo.core import plugins
 from g2rpo.core.errors import counted
+from g2rpo.core.files import in_bytes
 from g2rpo.core.intervals import figures
 from g2rpo.core.statistics import Comparison, Interval
 from g2rpo.evaluation.sweep import EvaluationDirectory, Judging
@@ -170,7 +171,7 @@ def show_packet(made: Made, run: Path, console: Console) -> None:
     controls = sum(pair.control for pair in pairs)
     equal = f" and {counted(controls, 'control')} (two equal pictures)" if controls else ""
     for what, words in (
-        ("page", str(made.page)),
+        ("page", f"{made.page} ({in_bytes(made.page.stat().st_size)})"),
         ("shows", f"{counted(len(pairs) - controls, 'pair')} of base and tuned{equal}"),
         ("key", f"{file_of(Run(run), made.key.packet, 'key.json')} says which is which: keep it"),
         ("then", f"{command('evaluate', run, '--answers')} FILE..."),
@@ -190,14 +191,19 @@ def show_opened(opened: Opened, results: Path, pairs: Path, console: Console) ->
     console.print(out)
     for line in told_of_people(opened):
         say(console, line)
+    if opened.preferred.count:
+        console.print(_judges_table(opened, console.width))
+    say(console, f"numbers  {results}")
+    say(console, f"  votes  {pairs}")
+
+
+def _judges_table(opened: Opened, width: int) -> Table:
     table = Table(title="does a reward order base and tuned as people did? 0.5 is chance")
-    add_columns(table, console.width, "reward", list(opened.judges), ["agrees", "pairs", ""])
+    add_columns(table, width, "reward", list(opened.judges), ["agrees", "pairs", ""])
     for name, judge in sorted(opened.judges.items(), key=lambda item: -item[1].agrees.mean):
         use = "trained on" if judge.trained else "judged only"
         table.add_row(name, escape(f"{judge.agrees}"), str(judge.agrees.count), use)
-    console.print(table)
-    say(console, f"numbers  {results}")
-    say(console, f"  votes  {pairs}")
+    return table
 
 
 def told_of_people(opened: Opened) -> list[str]:
@@ -217,10 +223,14 @@ def told_of_people(opened: Opened) -> list[str]:
         f"Share of left among them: {left}; 0.5 is without bias.",
     ]
     if several is not None and several.kappa.count:
-        few = "" if math.isfinite(several.kappa.low) else ", too few pairs for an interval"
+        kappa = f"kappa {several.kappa}"
+        if math.isnan(several.kappa.mean):
+            kappa = "no kappa, as everybody always said the same"
+        elif math.isnan(several.kappa.low):
+            kappa += ", too few pairs for an interval"
         lines.append(
             f"Agreement of people on {counted(several.kappa.count, 'pair')}: {several.observed:.0%}, "
-            f"by chance {several.chance:.0%}; kappa {several.kappa}{few}."
+            f"by chance {several.chance:.0%}; {kappa}."
         )
     return lines
 

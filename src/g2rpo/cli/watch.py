@@ -17,6 +17,7 @@ from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.cli import options
 from g2rpo.cli.life import LIFE
 from g2rpo.cli.output import Output, console, say
+from g2rpo.core.plain import printable
 
 if TYPE_CHECKING:
     from g2rpo.lab.watch.folder import Watched
@@ -61,7 +62,7 @@ def watch(
                 seen = read(run)
     if seen.finished:
         _verdict(run)
-    if seen.ended or seen.lost:
+    if seen.ended or seen.lost or seen.rolled_back:
         raise typer.Exit(1)
 
 
@@ -79,18 +80,22 @@ def block(seen: Watched, console: Console) -> RenderableType:
 
     told = tell(seen)
     lines: list[RenderableType] = [
-        Text.assemble((told.answer, "bold")),
-        Text(f"{told.name}: {told.pace}"),
-        Text(f"now: {told.state}" if not seen.over else told.state),
+        _line(told.answer, "bold"),
+        _line(f"{told.name}: {told.pace}"),
+        _line(f"now: {told.state}" if not seen.over else told.state),
     ]
     if told.judged:
         lines.append(_judged_table(told))
     if told.trained:
         lines.append(_trained_table(told))
-    lines += [Text(f"alarm: {said}", style="bold red") for said in told.alarms]
+    lines += [_line(f"alarm: {said}", "bold red") for said in told.alarms]
     if not told.alarms and seen.rows:
-        lines.append(Text("no alarm"))
-    return Group(*lines, *(Text(note) for note in told.notes))
+        lines.append(_line("no alarm"))
+    return Group(*lines, *map(_line, told.notes))
+
+
+def _line(words: str, style: str = "") -> Text:
+    return Text(printable(words), style)  # prompts and errors may have any text
 
 
 def _judged_table(told: Told) -> Table:

@@ -183,6 +183,11 @@ def is_text(text: str) -> bool:
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+def printable(text: str) -> str:
+    """`text` on one line, with spaces in the place of what no terminal should get."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 def parse_json(text: str | bytes) -> Any:
     """The data in `text`; ValueError also if it is nested too deeply."""
     try:

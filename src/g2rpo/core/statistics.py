@@ -198,7 +198,8 @@ def agreement(answers: ArrayLike, *, resamples: int = 2000, seed: int = 0) -> Ag
     Kappa is Cohen's (1960) of two people and Conger's (1980) of more: the observed agreement, and
     that by chance from the shares of each person, are means over all two of them. Its 95 % interval
     is a bootstrap over pairs; NaN for fewer than `FEWEST_VALUES` pairs, and if everything is one
-    category.
+    category. Complete agreement leaves a bootstrap nothing to vary: its low end is that of the
+    exact interval of the observed agreement.
     """
     values = np.atleast_2d(np.asarray(answers, dtype=np.float64))
     count = int(((~np.isnan(values)).sum(0) > 1).sum())
@@ -212,6 +213,8 @@ def agreement(answers: ArrayLike, *, resamples: int = 2000, seed: int = 0) -> Ag
     known = kappas[np.isfinite(kappas)]
     enough = count >= FEWEST_VALUES and math.isfinite(kappa)
     low, high = np.quantile(known, [0.025, 0.975]) if enough else (math.nan, math.nan)
+    if enough and observed == 1:
+        low = (proportion(1.0, count).low - chance) / (1 - chance)
     whole = Interval(kappa if math.isfinite(kappa) else math.nan, float(low), float(high), count)
     return Agreement(float(observed), float(chance), whole)
 

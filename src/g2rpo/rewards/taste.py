@@ -141,8 +141,9 @@ def agreement_interval(agreed: Sequence[float], level: float) -> Interval:
 
 def mean_agreement(agreed: Sequence[float]) -> Interval:
     """The mean agreement in these groups, with `agreement_interval` of 95 %."""
-    mean = float(np.mean(agreed)) if len(agreed) else math.nan
-    return replace(agreement_interval(agreed, 0.95), mean=mean)
+    if not len(agreed):
+        return Interval(math.nan, math.nan, math.nan, 0)
+    return replace(agreement_interval(agreed, 0.95), mean=float(np.mean(agreed)))
 
 
 def _folds(groups: Sequence[int]) -> list[tuple[list[int], list[int]]]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.plain import parse_as
+from g2rpo.core.plain import parse_as, printable
 from g2rpo.core.web import is_loopback
 
 log = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ def request_json(
     response, content = exchange.result()
     said = f"{url}{exchange.through} answered"
     if response.status_code >= 300:
-        explained = _printable(
+        explained = printable(
             content[:300].decode(errors="replace").strip() or response.reason_phrase
         )
         message = f"{said} {response.status_code}: {without_token(explained, token)}"
@@ -226,7 +226,7 @@ def request_json(
     try:
         return parse_as(kind, content)
     except ValueError as error:
-        wrong = without_token(_printable(str(error)), token)
+        wrong = without_token(printable(str(error)[:300]), token)
         raise NoAnswer(f"{said} something else than expected: {wrong}") from None
 
 
@@ -298,7 +298,9 @@ class _Exchange:
             raise TooSlow(f"{self.url}{self.through} did not finish its answer in time") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
             kind = Unreachable if isinstance(error, httpx2.ConnectError) else NoAnswer
-            why = f"{type(error).__name__}: {without_token(_printable(str(error)), self.token)}"
+            why = (
+                f"{type(error).__name__}: {without_token(printable(str(error)[:300]), self.token)}"
+            )
             raise kind(f"{self.url}{self.through}: {why}") from None
 
     def _run(self) -> None:
@@ -337,8 +339,3 @@ class _Exchange:
 @cache
 def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()  # reads the certificates: a tenth of a second
-
-
-def _printable(text: str) -> str:
-    """Text of a server for terminals and logs: one line, without control characters."""
-    return "".join(character if character.isprintable() else " " for character in text[:300])

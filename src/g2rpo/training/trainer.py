@@ -22,6 +22,7 @@ from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.rollout.engine import Noise
 from g2rpo.run.base import SharedBase
 from g2rpo.run.run import Run
+from g2rpo.run.status import COMPARING
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.training.collector import Groups
@@ -333,7 +334,7 @@ class Trainer:
     def finish(self) -> dict[str, Comparison]:
         """Compares base and tuned on held-out prompts; writes weights, table, before/after grid,
         curves and a model card."""
-        self.status.begin("comparing base and tuned")
+        self.status.begin(COMPARING)
         weights = self.export() if self.run_dir is not None else Path()
         tuned = self.score_heldout() if self.final is None else self.final
         tuned_control = self.evaluator.sample_tuned_control(self.iteration, self._leave_if_asked)

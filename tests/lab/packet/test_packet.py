@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from g2rpo.core.errors import UserError
 from g2rpo.core.plain import read_as, read_lines_as
 from g2rpo.core.types import Prompt
 from g2rpo.lab.packet import key as keys
@@ -164,6 +165,45 @@ def test_several_people_and_the_rewards_that_agree_with_them(made, tmp_path):
     assert [person.name for person in three.people] == ["person 1", "person 2", "person 3"]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        (["cannot tell"] * 2, ["Nobody found one picture of a pair better"]),
+        (["same"] * 2, ["Nobody found one picture of a pair better"]),
+        ([None] * 2, ["Nobody found one picture of a pair better"]),  # only the controls
+        (["tuned"] * 2, ["1.000 [0.692, 1.000]; tuned", "no kappa, as everybody always said"]),
+        # 10 of 10 agree: .692 and more by Clopper and Pearson, where .5 is chance
+        (["half", "half"], ["by chance 50%; kappa 1.000 [0.383, 1.000]"]),
+    ],
+)
+def test_answers_that_decide_little_or_all_alike_are_told(made, tmp_path, capsys, says, told):
+    half = [pair for pair in made.key.pairs if not pair.control][:5]
+    files = []
+    for number, said in enumerate(says):
+
+        def answer(pair, said=said):
+            if pair.control:
+                return "same"
+            model = ("tuned" if pair in half else "base") if said == "half" else said
+            return side_of(pair, model) if model in ("tuned", "base") else model
+
+        files.append(sheet(tmp_path / f"{number}.json", made.key, answer, sheet=str(number) * 16))
+    shown = done(capsys, "evaluate", tmp_path / "mine", "--answers", *files)
+    for words in told:
+        assert words in shown
+    assert "nan" not in shown
+
+
+def test_a_damaged_picture_is_named(tmp_path):
+    judging, run = judged(tmp_path / "mine")
+    damaged = judging.directory / "pictures/steps_002/tuned/000007.png"
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    with pytest.raises(UserError, match=f"{damaged}: is damaged .*; delete it"):
+        write_packet(judging, run, tmp_path / "out", 24, 0)
+    assert not (tmp_path / "out").exists()
+
+
 REFUSED = [
     ({"packet": "0123456789ab"}, "is of packet 0123456789ab, of which"),
     ({"packet": "../../../etc"}, "packet: String should match pattern"),
@@ -239,6 +279,6 @@ def test_a_packet_of_a_run_from_the_command_line(tmp_path, flux_directory, capsy
     shown = done(capsys, "evaluate", run, "--num-prompts", 1, "--packet", tmp_path / "one")
     assert "1 pair of base and tuned" in shown and "building" in shown
     key = read_as(Key, next((run / "packets").glob("*.key.json")))
-    assert key.iteration == 1 and key.contents["weights"] and len(key.pairs) == 1
+    assert key.contents["weights"] and len(key.pairs) == 1
     again = done(capsys, "evaluate", run, "--num-prompts", 1, "--packet", tmp_path / "two")
     assert "building" not in again

@@ -3,7 +3,9 @@
 import pytest
 
 from g2rpo.lab.packet.answers import open_key
-from tests.lab.packet.packets import packet, side_of
+from g2rpo.lab.packet.make import write_packet
+from g2rpo.policies.gaussian import GaussianPolicy
+from tests.lab.packet.packets import judged, packet, side_of
 from tests.support.contrast import FAINT_TEXT
 
 KEYS = {"left": "ArrowLeft", "right": "ArrowRight", "same": "Space", "cannot tell": "c"}
@@ -11,6 +13,13 @@ SCREENS = {
     "desktop": {"viewport": {"width": 1280, "height": 800}},
     "phone": {"viewport": {"width": 390, "height": 844}, "has_touch": True, "color_scheme": "dark"},
 }
+
+
+class Odd(GaussianPolicy):
+    """Takes any text for a prompt."""
+
+    def encode(self, prompts):
+        return super().encode(["0"] * len(prompts))
 
 
 def see(page, number):
@@ -67,6 +76,9 @@ def test_a_person_fills_in_a_packet_and_its_key_is_opened(browser, tmp_path, scr
         page.click("#save")
     saved.value.save_as(tmp_path / "zoe.json")
     assert page.input_value("#text") == (tmp_path / "zoe.json").read_text()
+    assert "among your downloads" in page.inner_text("#end") and "Thank you" in page.inner_text(
+        "#end"
+    )
     page.on("dialog", lambda dialog: dialog.accept())
     page.click("#again")
     see(page, 1)
@@ -82,3 +94,89 @@ def test_a_person_fills_in_a_packet_and_its_key_is_opened(browser, tmp_path, scr
         1,
     )
     assert (person.base, person.controls_same) == (0, 2)
+
+
+@pytest.mark.slow
+def test_two_tabs_are_one_person_and_lose_nothing(browser, tmp_path):
+    """Both were opened before the first answer."""
+    made = packet(tmp_path)
+    context = browser.new_context(accept_downloads=True)
+    tabs = [context.new_page() for _ in range(2)]
+    for tab in tabs:
+        tab.goto(made.page.as_uri())
+        see(tab, 1)
+    for number in (1, 2, 3):
+        see(tabs[0], number)
+        tabs[0].keyboard.press("ArrowLeft")
+    see(tabs[0], 4)
+    for number in (1, 2):
+        see(tabs[1], number)
+        tabs[1].keyboard.press("c")
+    files = []
+    for place, tab in enumerate(tabs):
+        tab.click("#stop")
+        with tab.expect_download() as saved:
+            tab.click("#save")
+        files.append(tmp_path / f"{place}.json")
+        saved.value.save_as(files[-1])
+    context.close()
+    assert files[0].read_text() == files[1].read_text()
+    (person,) = open_key(tmp_path / "mine", files[:1])[0].people
+    assert person.answered + person.controls == 3
+
+
+@pytest.mark.slow
+def test_a_browser_that_keeps_nothing_asks_before_the_page_is_left(browser, tmp_path):
+    made = packet(tmp_path)
+    page = browser.new_page()
+    page.add_init_script("Storage.prototype.setItem = () => { throw new Error('full'); }")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto(made.page.as_uri())
+    see(page, 1)
+    assert not page.is_visible("#kept")
+    page.keyboard.press("ArrowLeft")
+    see(page, 2)
+    page.keyboard.press("ArrowRight")
+    see(page, 3)
+    page.click("#stop")
+    assert "answered 2 of 12" in page.inner_text("#count")
+    with page.expect_event("dialog") as asked:
+        page.evaluate("setTimeout(() => location.reload())")
+    assert asked.value.type == "beforeunload"
+    page.close()
+
+
+@pytest.mark.slow
+def test_any_prompt_is_shown_as_it_is_and_leaves_room_for_the_pictures(browser, tmp_path):
+    """Markup, quotes, an end of the script, right to left, and very long."""
+    odd = [
+        "</script><b onclick='x'>\u2028\"`${1}`",
+        "\u05e9\u05dc\u05d5\u05dd!",
+        "very long " * 300,
+    ]
+    judging, run = judged(tmp_path / "mine", Odd(), odd)
+    made = write_packet(judging, run, tmp_path / "out", 24, 0)
+    page = browser.new_page(**SCREENS["phone"])
+    page.goto(made.page.as_uri())
+    for number, pair in enumerate(made.key.pairs, 1):
+        page.wait_for_selector(f'#progress:text-is("Pair {number} of 3")')
+        page.wait_for_selector(".two[aria-busy=false]")
+        assert page.evaluate("document.querySelector('#prompt').textContent") == pair.prompt
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        box = page.locator(".two").bounding_box()
+        assert box["y"] + box["height"] < SCREENS["phone"]["viewport"]["height"]
+        side = page.evaluate("getComputedStyle(document.querySelector('#prompt')).direction")
+        assert side == ("rtl" if "\u05e9" in pair.prompt else "ltr")
+        page.keyboard.press("c")
+    page.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_page_that_cannot_run_says_so(browser, tmp_path, cut):
+    page, made = browser.new_page(java_script_enabled=cut), packet(tmp_path).page
+    if cut:  # as a download that broke off
+        made.write_bytes(made.read_bytes()[:-3000])
+    page.goto(made.as_uri())
+    assert page.is_visible("text=the file is incomplete")
+    page.close()

@@ -1,6 +1,7 @@
 """A run that says what it does, and the page that follows it."""
 
 import json
+import shutil
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from g2rpo.core.errors import Preempted
 from g2rpo.lab.watch import page
 from g2rpo.lab.watch.folder import read
 from g2rpo.lab.watch.told import tell
-from g2rpo.run.run import Run
+from g2rpo.run.run import Run, entered
+from g2rpo.run.status import Status
 from tests.lab.report.pages import make_run, words
 from tests.support.runs import config, trainer
 
@@ -91,6 +93,30 @@ def test_the_page_is_drawn_again_for_an_evaluation_and_later_for_iterations(tmp_
     assert live.newest() is not first and live.version != version
     (folder / "metrics.jsonl").write_text("no\n{}\n")
     assert "metrics.jsonl, line 1: is no JSON" in words(live.strip()[0])
+
+
+def test_a_resumed_run_says_that_it_loads_until_it_trains(finished, tmp_path):
+    """Whatever an earlier process, which may have had the same number, said at its end."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    run = Run(folder)
+    run.write_status(Status(phase="training", since=1.0, ended="stopped, as asked"))
+    (folder / "results.json").unlink()
+    assert read(folder).over
+    with entered(run.read_config(), folder, resume=True):
+        seen = read(folder)
+        assert seen.loading and not seen.over and "loads models" in tell(seen).state
+    assert read(folder).lost
+
+
+def test_a_damaged_file_is_said_on_the_page(finished, tmp_path):
+    """Of those that the report reads, beside what the strip does."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    (folder / "starts.jsonl").write_text("no\n{}\n")
+    live = page.LivePage(folder)
+    assert "starts.jsonl, line 1: is no JSON" in words(live.newest())
+    assert "finished" in words(live.strip()[0])
 
 
 @pytest.mark.slow

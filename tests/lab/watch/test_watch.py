@@ -35,6 +35,11 @@ def looked(iteration, ocr, judge, error=0.01, **more):
     return {"kind": "eval", "iteration": iteration, "seconds": 6.0, **scores, **errors, **more}
 
 
+def paired(iteration, accuracy, margin):
+    pairs = {"pairs/accuracy": accuracy, "pairs/margin": margin, "pairs/count": 30}
+    return {"kind": "eval", "iteration": iteration, "seconds": 6.0, **pairs}
+
+
 def trained(iteration, ocr=0.5, **more):
     cost = {"seconds": 2.0, "seconds/rollout": 1.0, "evaluations": 9, "images": 9}
     return {"kind": "train", "iteration": iteration, "reward/ocr": ocr, **cost, **more}
@@ -48,16 +53,16 @@ FIVE = [trained(iteration) for iteration in range(1, 6)]
 def run(tmp_path):
     """Writes a run: its log, its status, its results, and who holds it."""
 
-    def write(rows=(), phase=None, *, results=None, owner=None, heir=None, config=CONFIG, **status):
+    def write(rows=(), phase=None, *, results=None, owner=None, config=CONFIG, **status):
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
         if config is not None:
             (folder / "config.yaml").write_text(config)
             (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         owner = owner or {"pid": os.getpid(), "host": platform.node()}
-        (folder / LOCK).write_text(json.dumps(heir or owner))
+        (folder / LOCK).write_text(json.dumps(owner))
         if phase is not None:
-            now = Status(phase=phase, pid=owner["pid"], since=0.0, **status)
+            now = Status(phase=phase, since=0.0, **status)
             (folder / "status.json").write_text(now.model_dump_json())
         if results is not None:
             (folder / "results.json").write_text(json.dumps(results))
@@ -77,8 +82,13 @@ STATES = {
     "an iteration": ([BASE, *FIVE], {"phase": "training", "owner": NODE}, "iteration 6 began"),
     "resumed": (
         [BASE],
-        {"phase": "training", "ended": "asked", "owner": NODE, "heir": {**NODE, "pid": 8}},
-        "process 8 on node7 loads models",
+        {"phase": "loading", "results": {"iteration": 20}, "owner": NODE},
+        "process 7 on node7 loads models",
+    ),
+    "resumed after an alarm": (
+        [BASE, *FIVE],
+        {"phase": "training", "results": {"iteration": 0, "rolled_back_from": 5}, "owner": NODE},
+        "iteration 6 began",
     ),
     "finished": ([BASE], {"results": {"iteration": 20}, "owner": HERE}, "finished: 20 iterations"),
     "rolled back": (
@@ -133,6 +143,15 @@ ANSWERS = [
     ([BASE, *FIVE, looked(5, 0.6, 2.9)], "Mixed: ocr better, judge worse."),
     ([BASE, *FIVE, looked(5, 0.52, 3.0)], "No difference yet on held-out prompts."),
     ([BASE, *FIVE, looked(5, 0.4, 3.0)], "It gets worse: ocr."),
+    # of a file of pairs, without rewards
+    (
+        [paired(0, 0.5, None), *FIVE, paired(5, 0.7, 0.1)],
+        "It works so far: as people judged better.",
+    ),
+    (
+        [paired(0, None, None), *FIVE, paired(5, None, None)],
+        "Nothing can be said: no reward has scored held-out pictures of both.",
+    ),
     (
         [BASE, *FIVE, looked(5, 0.6, 2.9, alarms={"hacking": "judge fell"})],
         "Mixed: ocr better, judge worse. Alarm: hacking.",
@@ -232,6 +251,27 @@ def test_the_command_prints_once_without_a_terminal_and_ends_with_1_for_a_lost_r
     code, out, _ = g2rpo(capsys, "watch", folder, "--once")
     assert code == 1 and "stopped without an end" in out
     assert "no run directory" in refused(capsys, "watch", folder.parent)
+
+
+def test_a_run_that_an_alarm_ended_exits_with_1_as_training_did(run, capsys, monkeypatch):
+    monkeypatch.setattr("g2rpo.cli.watch._verdict", lambda run: None)
+    rows, written, _ = STATES["rolled back"]
+    code, out, _ = g2rpo(capsys, "watch", run(rows, **written))
+    assert code == 1 and "ended by an alarm" in out
+
+
+def test_no_terminal_gets_control_characters(run, capsys):
+    """Of a prompt, or of the message of an alarm or an error."""
+    rows = [BASE, *FIVE, looked(5, 0.6, 2.9, alarms={"hacking": "fell\x1b[2J"})]
+    folder = run(rows, "training", owner=NODE, ended="why\x1b]0;no\x07\x9b2J")
+    for iteration, score in ((0, 0.1), (5, 0.9)):
+        table = folder / f"scores/iteration_{iteration:06d}.jsonl"
+        table.parent.mkdir(exist_ok=True)
+        row = {"prompt": "a\x1b[31m\ncat", "scores": {"ocr": score}}
+        table.write_text(json.dumps(row) + "\n")
+    _, out, _ = g2rpo(capsys, "watch", folder)
+    assert "gained ocr most: a [31m cat 0.1 → 0.9" in out and "fell [2J" in out
+    assert not {"\x1b", "\x07", "\x9b"} & set(out)
 
 
 def test_the_text_needs_no_torch(run):

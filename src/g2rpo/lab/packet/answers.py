@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError, placed, refuse
 from g2rpo.core.files import write_whole
-from g2rpo.core.plain import as_json, read_as
+from g2rpo.core.plain import as_json, printable, read_as
 from g2rpo.core.statistics import Agreement, Interval, agreement, share, sign_test
 from g2rpo.lab.packet.key import PLAIN, Key, PacketId, Pair, file_of
 from g2rpo.monitor.scores import save_rows
@@ -136,7 +136,7 @@ def opened_by(key: Key, sheets: Sequence[Answers]) -> Opened:
         [_chosen(sheet.answers.get(n), pair) for n, pair in zip(numbers, pairs, strict=True)]
         for sheet in sheets
     ]
-    coded = np.array([[CATEGORIES.get(one, math.nan) for one in row] for row in chosen])
+    coded = np.array([[CATEGORIES.get(str(one), math.nan) for one in row] for row in chosen])
     tuned = np.where(coded < 2, coded, math.nan)
     on_left = np.array([float(pair.left == "tuned") for pair in pairs])
     votes = np.nansum(2 * tuned - 1, axis=0)  # of a pair: people for tuned less those for base
@@ -169,19 +169,18 @@ def decided(key: Key, sheets: Sequence[Answers]) -> list[Row]:
     return rows
 
 
-def _chosen(answer: Answer | None, pair: Pair) -> str:
-    """The model whose picture is better, or what else was answered; "" for nothing."""
-    sides: dict[str | None, str] = {"left": pair.left, "right": pair.right, None: ""}
-    return sides.get(answer, str(answer))
+def _chosen(answer: Answer | None, pair: Pair) -> str | None:
+    """The model whose picture is better, or what else was answered, if anything."""
+    sides: dict[str | None, str] = {"left": pair.left, "right": pair.right}
+    return sides.get(answer, answer)
 
 
 def _person(place: int, sheet: Answers, key: Key) -> Person:
     given = [(answer, key.pairs[number - 1]) for number, answer in sheet.answers.items()]
     said = [_chosen(answer, pair) for answer, pair in given if not pair.control]
     of_controls = [answer for answer, pair in given if pair.control]
-    named = "".join(letter if letter.isprintable() else " " for letter in sheet.name).strip()
     return Person(
-        name=named or f"person {place}",
+        name=printable(sheet.name).strip() or f"person {place}",
         answered=len(said),
         tuned=said.count("tuned"),
         base=said.count("base"),
@@ -197,7 +196,7 @@ def _judge(name: str, key: Key, pairs: Sequence[Pair], tuned: np.ndarray) -> Jud
     agreed = []
     for place, pair in enumerate(pairs):
         scores = np.array([pair.scores[name][side] for side in ("base", "tuned")], dtype=np.float64)
-        decided = tuned[~np.isnan(tuned[:, place]), place]
-        if len(decided) and not np.isnan(scores).any():
-            agreed.append(float(np.mean([agreement_of(scores, (int(one),)) for one in decided])))
+        better = tuned[~np.isnan(tuned[:, place]), place]
+        if len(better) and not np.isnan(scores).any():
+            agreed.append(float(np.mean([agreement_of(scores, (int(one),)) for one in better])))
     return Judge(mean_agreement(agreed), name in key.trained)

@@ -22,8 +22,7 @@ PacketId = Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
 
 
 class Pair(BaseModel):
-    """A pair of a page. `pictures` are files, from RUN/packets; `digests` are SHA-256 of
-    what the page shows; `scores` are by reward."""
+    """A pair of a page. `pictures` are files, from RUN/packets; `scores` are by reward."""
 
     model_config = PLAIN
 
@@ -31,7 +30,6 @@ class Pair(BaseModel):
     left: Side
     right: Side
     pictures: dict[Side, str]
-    digests: dict[Side, str]
     scores: dict[str, dict[Side, Score | None]]
 
     @property
@@ -42,14 +40,13 @@ class Pair(BaseModel):
 
 class Key(BaseModel):
     """The key of a packet. `seed` drew order and sides; `contents` are digests of prompts, model
-    and weights, `iteration` is that of the weights; `trained` are the rewards of training."""
+    and weights; `trained` are the rewards of training."""
 
     model_config = PLAIN
 
     packet: PacketId
     seed: int
     weights: str
-    iteration: int | None
     contents: dict[str, str]
     steps: int
     trained: list[str]

@@ -99,7 +99,6 @@ def write_packet(judging: Judging, run: Run, directory: Path, pairs: int, seed: 
                 left=place.left,
                 right=place.right,
                 pictures={side: os.path.relpath(files[side], run.packets) for side in SIDES},
-                digests={side: digest_of(shown[side]) for side in SIDES},
                 scores={
                     name: {side: row["scores"][name] for side, row in both.items()}
                     for name in judging.config.rewards
@@ -110,7 +109,6 @@ def write_packet(judging: Judging, run: Run, directory: Path, pairs: int, seed: 
         packet=digest_of(asked)[:12],
         seed=seed,
         weights=str(judging.config.weights),
-        iteration=run.finished_at(),
         contents=judging.config.contents,
         steps=judging.config.steps[0],
         trained=judging.config.trained,
@@ -131,7 +129,9 @@ def shown_of(file: Path) -> str:
     evaluation's own file."""
     if (clip := clip_of(file)).is_file():
         return webp_uri(clip.read_bytes())
-    picture, out = Image.fromarray(np.asarray(picture_of_file(file))), io.BytesIO()
-    lossless = picture.width * picture.height <= LOSSLESS
-    picture.save(out, "WEBP", lossless=lossless, quality=QUALITY)
+    again = "); delete it and the same command paints it again"
+    with placed(f"{file}: is damaged (", OSError, ValueError, after=again):
+        picture = picture_of_file(file)
+    out, lossless = io.BytesIO(), picture.width * picture.height <= LOSSLESS
+    Image.fromarray(np.asarray(picture)).save(out, "WEBP", lossless=lossless, quality=QUALITY)
     return webp_uri(out.getvalue())

@@ -17,7 +17,7 @@ from g2rpo.core.plain import Count, Iteration, checked_as, parse_yaml, read_as, 
 from g2rpo.run.files import Folder
 from g2rpo.run.lock import Owner, last_owner
 from g2rpo.run.log_rows import FIRST_LOOK, read_log
-from g2rpo.run.status import Status
+from g2rpo.run.status import COMPARING, LOADING, Status
 
 if TYPE_CHECKING:
     from g2rpo.core.data import Row
@@ -93,23 +93,28 @@ class Watched:
     @property
     def loading(self) -> bool:
         """Whether the process that holds the folder has not begun to train."""
-        ours = self.status is not None and self.owner and self.status.pid == self.owner.pid
-        return self.alive is not False and not ours
+        return self.alive is not False and (self.status is None or self.status.phase == LOADING)
 
     @property
     def rolled_back(self) -> bool:
         left = self.ending.rolled_back_from if self.ending else None
-        return left is not None and self.iteration <= left
+        return left is not None and self.iteration <= left and not self._resumed
+
+    @property
+    def _resumed(self) -> bool:
+        """Whether a process has gone on since the results were written."""
+        last = self.status is None or self.status.phase == COMPARING
+        return self.alive is not False and not last
 
     @property
     def finished(self) -> bool:
         done = self.ending is not None and self.ending.iteration >= self.iterations > 0
-        return done or self.rolled_back
+        return (done and not self._resumed) or self.rolled_back
 
     @property
     def ended(self) -> str | None:
         """Why training ended early, as its process said."""
-        return self.status.ended if self.status and not self.loading else None
+        return self.status.ended if self.status else None
 
     @property
     def lost(self) -> bool:

@@ -77,10 +77,14 @@ class LivePage:
     def _drawn(self, told: Told, version: str, seen: Watched | None) -> str:
         strip = Markup(_filled("strip.html", told=told))
         live = Markup(_filled("live.html", strip=strip, version=version, every=1000 * SECONDS))
-        if seen is None or seen.settings is None:
-            style = Markup(report_style())
-            return _filled("loading.html", name=told.name, style=style, live=live)
-        return render(read_runs([self.run]), live)
+        trouble = ""
+        if seen is not None and seen.settings is not None:
+            try:
+                return render(read_runs([self.run]), live)
+            except UserError as error:  # a file that the strip does not read
+                trouble = str(error)
+        shown = {"name": told.name, "trouble": trouble, "style": Markup(report_style())}
+        return _filled("loading.html", live=live, **shown)
 
 
 def _filled(template: str, **values: Any) -> str:

@@ -4,10 +4,11 @@ noise, alarms, and how long it still takes. Loads no torch."""
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
@@ -16,6 +17,9 @@ from g2rpo.core.intervals import decimals_of, fixed, half_width, in_time, signed
 from g2rpo.core.plain import read_lines_as
 from g2rpo.lab.watch.folder import Watched
 from g2rpo.monitor.advice import ALIKE, DIVERSITIES, HELPS, occurrences
+
+if TYPE_CHECKING:
+    from g2rpo.core.data import Row
 
 QUIET = 60.0
 """Seconds without a line that are never remarkable."""
@@ -58,6 +62,10 @@ class Rise:
         scale, unit = (100, " points") if self.points else (1, "")
         digits = 0 if self.points else decimals_of(self.margin / 2)
         return f"{signed(scale * self.change, digits)} ± {fixed(scale * self.margin, digits)}{unit}"
+
+    def figure(self, value: float) -> str:
+        """A value whose change this is."""
+        return f"{value:.0%}" if self.points else fixed(value, decimals_of(self.margin / 2))
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,7 @@ def tell(run: Watched) -> Told:
 
 def state_of(run: Watched) -> str:
     """What the run does, or how it ended."""
-    resume = f"`g2rpo resume {run.name}`"
+    resume = f"`{shlex.join(['g2rpo', 'resume', run.name])}`"
     if run.rolled_back and run.ending:
         return f"ended by an alarm; the weights are those after iteration {run.ending.iteration}"
     if run.finished:
@@ -140,7 +148,8 @@ def state_of(run: Watched) -> str:
 def _doing(run: Watched) -> str:
     status = run.status
     if run.loading or status is None:
-        what = "tries learning rates" if run.files.rates.is_file() else "loads models and prompts"
+        pilots = run.files.rates.is_file() and not run.rows
+        what = "tries learning rates" if pilots else "loads models and prompts"
         return f"{run.owner or 'another process'} {what}, for {in_time(run.silence)}"
     if status.phase == "training":
         return f"iteration {run.iteration + 1} began {in_time(run.silence)} ago"
@@ -198,30 +207,35 @@ def bars_of(values: Sequence[float]) -> str:
     return "".join(BARS[min(len(BARS) - 1, int(step * len(BARS)))] for step in steps)
 
 
-def _judged(run: Watched, looks: Sequence[Any], heldout: int) -> list[Judged]:
+def _judged(run: Watched, looks: Sequence[Row], heldout: int) -> list[Judged]:
     base, now = looks[0], looks[-1]
     assert run.settings is not None
-    shown = []
-    if base["iteration"] == 0 and "right" in base and "right" in now:
-        rise = _rise(base["right"], now["right"], now.get("right_stderr"), heldout, points=True)
-        was, is_now = (f"{100 * row['right']:.0f} %" for row in (base, now))
-        shown.append(Judged("right pictures", was, is_now, rise))
-    for name in [*run.settings.rewards, *run.settings.evaluation.rewards]:
-        key = f"reward/{name}"
-        if base["iteration"] or base.get(key) is None or now.get(key) is None:
+    if base["iteration"]:  # the base's row was lost
+        return []
+    rewards = {name: name for name in run.settings.rewards}
+    rewards |= {name: f"{name}, judge" for name in run.settings.evaluation.rewards}
+    asked = [
+        ("right", "right pictures", _margin(now.get("right_stderr"), heldout)),
+        *(
+            (f"reward/{name}", shown, _margin(now.get(f"stderr/{name}"), heldout))
+            for name, shown in rewards.items()
+        ),
+        # of pairs or marks from a file
+        ("pairs/accuracy", "as people judged", now.get("pairs/margin")),
+    ]
+    judged = []
+    for key, shown, margin in asked:
+        before, after = base.get(key), now.get(key)
+        if before is None or after is None:
             continue
-        error = now.get(f"stderr/{name}")
-        digits = decimals_of(error or 0.0)
-        judge = "" if name in run.settings.rewards else ", judge"
-        was, is_now = (fixed(row[key], digits) for row in (base, now))
-        rise = _rise(base[key], now[key], error, heldout)
-        shown.append(Judged(f"{name}{judge}", was, is_now, rise))
-    return shown
+        points = not key.startswith("reward/")
+        rise = Rise(after - before, math.nan if margin is None else margin, points)
+        judged.append(Judged(shown, rise.figure(before), rise.figure(after), rise))
+    return judged
 
 
-def _rise(base: float, now: float, error: float | None, count: int, points: bool = False) -> Rise:
-    margin = math.nan if error is None else half_width(error, count)
-    return Rise(now - base, margin, points)
+def _margin(error: float | None, count: int) -> float | None:
+    return None if error is None else half_width(error, count)
 
 
 def _trained(run: Watched) -> list[Trained]:
@@ -242,7 +256,9 @@ def _trained(run: Watched) -> list[Trained]:
 def _answer(run: Watched, told: Told, alarms: Sequence[str]) -> str:
     """Whether it works, in a sentence."""
     raised = f" Alarm: {', '.join(alarms)}." if alarms else ""
-    if not told.judged or not told.looked:
+    if told.looked and not told.judged:
+        return f"Nothing can be said: no reward has scored held-out pictures of both.{raised}"
+    if not told.looked:
         if run.over:
             return f"Nothing can be said: it was evaluated only before training.{raised}"
         wait = run.until_look
@@ -274,7 +290,7 @@ def _table(run: Watched, iteration: int) -> list[Scored]:
     return read_lines_as(Scored, path) if path.is_file() else []
 
 
-def _diversity(looks: Sequence[Any]) -> list[str]:
+def _diversity(looks: Sequence[Row]) -> list[str]:
     for of, key in DIVERSITIES.items():
         first, last = (looks[0].get(key), looks[-1].get(key)) if looks else (None, None)
         if len(looks) > 1 and first and last is not None:

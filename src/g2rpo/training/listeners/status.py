@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +11,7 @@ from g2rpo.core.data import Row
 from g2rpo.core.errors import Stopped
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.run.run import Run
-from g2rpo.run.status import Status
+from g2rpo.run.status import Status, begun
 from g2rpo.training.listeners.listener import Listener
 
 EVERY = 2.0
@@ -25,13 +24,13 @@ class StatusFile(Listener):
     training ended early."""
 
     run: Run
-    now: Status = field(default_factory=lambda: _begun("training"))
+    now: Status = field(default_factory=lambda: begun("training"))
     written: float = field(default=0.0, init=False)
     """By `time.monotonic`."""
 
     def begin(self, phase: str, of: int = 0) -> None:
         """A phase begins, with `of` network evaluations if they are known."""
-        self._write(_begun(phase, of))
+        self._write(begun(phase, of))
 
     def count(self, rows: int) -> None:
         """So many network evaluations more are done in this phase."""
@@ -58,7 +57,3 @@ class StatusFile(Listener):
         if self.run.writes:
             with suppress(Stopped):  # a full disk ends the run where it matters: in its log
                 self.run.write_status(now)
-
-
-def _begun(phase: str, of: int = 0) -> Status:
-    return Status(phase=phase, pid=os.getpid(), since=time.time(), of=of)
