@@ -12,12 +12,13 @@ import torch
 from g2rpo.app import train as app
 from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
+from g2rpo.core.data import Judged, Prompt
 from g2rpo.core.errors import Interrupted, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.rates import FACTORS, Pilot, Sweep, gains, good_rates
 from g2rpo.run.run import Run
 from g2rpo.training.model_card import CARD
-from g2rpo.training.pilots import PART, Pilots, pilot_config
+from g2rpo.training.pilots import PART, Pilots, pilot_config, pilot_prompts
 from tests.support.commands import done
 from tests.support.runs import brightness, config, finished, mean, trainer
 
@@ -236,16 +237,35 @@ def test_the_command_trains_with_the_rate_that_it_found(capsys, tmp_path, tiny_c
     assert len(found) == len(FACTORS)
 
 
-def test_a_run_goes_on_at_the_rate_that_it_found_whatever_its_overrides_begin_with(
-    tmp_path, monkeypatch
+CHOSEN = [
+    ("optim.learning_rate", "1e-4", "4e-4", {"find_rate": True}),
+    ("trainer.iterations", "37", "100", {"within": "5m"}),
+    ("evaluation.every", "13", "20", {"within": "5m"}),
+    ("evaluation.num_prompts", "16", "64", {"within": "5m"}),
+]
+
+
+@pytest.mark.parametrize(("key", "found", "begun", "option"), CHOSEN, ids=[c[0] for c in CHOSEN])
+def test_a_run_goes_on_with_what_it_found_whatever_its_overrides_begin_with(
+    tmp_path, monkeypatch, key, found, begun, option
 ):
+    """As a queue starts the same command again."""
     folder, seen = tmp_path / "run", []
     folder.mkdir()
-    found = load_config("words", ["optim.learning_rate=1e-4"])
+    found = load_config("words", [f"{key}={found}"])
     Run(folder).config.write_text(found.to_yaml())
     monkeypatch.setattr(app, "train_built", lambda request, *_: seen.append(request.config))
-    app.train("words", ["optim.learning_rate=4e-4"], folder, resume=True, find_rate=True)
-    assert [config.optim.learning_rate for config in seen] == [1e-4]
+    app.train("words", [f"{key}={begun}"], folder, resume=True, **option)
+    assert seen == [found]
+
+
+def test_pilots_of_pairs_are_evaluated_on_as_many_prompts_as_others():
+    """Not on two prompts twice: a prompt has many pairs."""
+    c = load_config("words", ["evaluation.num_prompts=3"])
+    pairs = [
+        Judged.of(Prompt(f"p{n // 2}"), [f"{n}.png", "x.png"], (True, False)) for n in range(9)
+    ]
+    assert [str(prompt) for prompt in pilot_prompts(c, pairs)] == ["p0", "p1", "p2"]
 
 
 def test_a_gain_is_in_units_of_the_base():

@@ -29,7 +29,7 @@ from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.rates import Sweep
 from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import World, joined
-from g2rpo.training.pace import MEASURED, seconds_in
+from g2rpo.training.pace import MEASURED, seconds_in, with_length
 from g2rpo.training.trainer import Trainer
 
 
@@ -60,7 +60,10 @@ def train(
     """
     ends_at = None if within is None else time.monotonic() + seconds_in(within)
     notes: list[str] = []
-    config = _config_of(recipe, overrides, run_dir if resume else None, find_rate, notes)
+    config = _config_of(recipe, overrides, run_dir if resume else None, notes)
+    begun = Run(run_dir) if resume and run_dir is not None else None
+    if recipe is not None and begun is not None and begun.config.is_file():
+        config = as_chosen(config, begun.read_config(), find_rate, within is not None)
     stopping = stopping or Stopping("")
     with joined(_device(config)) as world, ExitStack() as stack:
         if not world.is_main:
@@ -96,7 +99,6 @@ def _config_of(
     recipe: str | None,
     overrides: Sequence[str],
     resumed: Path | None,
-    find_rate: bool,
     notes: list[str],
 ) -> Config:
     """The config of a recipe or of the run that is `resumed`; what was changed in it is added to
@@ -112,10 +114,20 @@ def _config_of(
         raise UserError(
             "name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run"
         )
-    if find_rate and begun and resumed is not None:
-        # what the pilots chose, or are to choose, whatever the overrides begin with
-        config = at_rate(config, Run(resumed).read_config().optim.learning_rate)
     _refuse_clicks_of_nobody(config)
+    return config
+
+
+def as_chosen(config: Config, begun: Config, find_rate: bool, within: bool) -> Config:
+    """`config` with what the run itself chose since it began, whatever the overrides begin with:
+    the rate of its pilots, and the length and evaluations that were fitted to a time."""
+    if find_rate:
+        config = at_rate(config, begun.optim.learning_rate)
+    if within:
+        looks = {"num_prompts": begun.evaluation.num_prompts}
+        evaluation = config.evaluation.model_copy(update=looks)
+        config = config.model_copy(update={"evaluation": evaluation})
+        config = with_length(config, begun.trainer.iterations, begun.evaluation.every)
     return config
 
 

@@ -16,6 +16,7 @@ import torch
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.errors import Stopped
+from g2rpo.core.input_pictures import images_of
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import Evaluation, floors_of
 from g2rpo.run.base import SharedBase
@@ -60,8 +61,11 @@ def pilot_config(config: Config, rate: float, iterations: int | None = None) -> 
 
 
 def pilot_prompts(config: Config, prompts: Sequence[str]) -> Sequence[str]:
-    """The training prompts on which pilots are evaluated."""
-    return prompts[: min(PILOT_PROMPTS, config.evaluation.num_prompts)]
+    """The training prompts on which pilots are evaluated, each once: pairs of pictures repeat
+    theirs."""
+    different = {(str(prompt), images_of(prompt)): prompt for prompt in reversed(prompts)}
+    first = [*reversed(different.values())]
+    return first[: min(PILOT_PROMPTS, config.evaluation.num_prompts)]
 
 
 class Pilots:
