@@ -19,7 +19,7 @@ from g2rpo.lab.plan.counting import count
 from g2rpo.lab.plan.plan import COUNTED
 from g2rpo.lab.report.page import write_page
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.training.held_out_pairs import area, share_right
+from g2rpo.training.held_out_pairs import area, share_right, spread_over_prompts
 from g2rpo.training.updater import Trained
 from tests.lab.counting import Counting
 from tests.support.judged import Encodes, marks_of, pairs, trainer
@@ -228,8 +228,27 @@ def test_strings_in_place_of_judged_pictures_are_refused():
 
 def test_accuracies():
     """Of margins 1, 0, -1, 2; and of marks by counting the pairs of a good and a bad one."""
-    assert share_right(torch.tensor([1.0, 0, -1, 2]))[0] == 2.5 / 4
-    share, error = area(torch.tensor([3.0, 1, 2]), torch.tensor([0.0, 2]))
+    assert share_right(torch.tensor([1.0, 0, -1, 2]), "abcd")[0] == 2.5 / 4
+    good = torch.tensor([True, True, False, True, False])
+    implicit = torch.tensor([3.0, 1, 0, 2, 2])
+    share, error = area(good, implicit, "abcde")
     assert share == pytest.approx((2 + 1 + 1.5) / 6)
     # variances of (1, .5, .75) over 3 and of (1, .5) over 2
     assert error == pytest.approx(math.sqrt(0.0625 / 3 + 0.125 / 2))
+    assert math.isnan(area(good[:2], implicit[:2], "ab")[0])
+
+
+def test_pairs_and_marks_of_one_prompt_count_as_one_for_the_interval():
+    """Each three times: the mean and its error are those of one each."""
+    margins = torch.tensor([1.0, 0, -1, 2])
+    good, implicit = torch.tensor([True, False, True, True, False]), torch.tensor([3.0, 1, 0, 2, 2])
+    for found, again in (
+        (share_right(margins, "abcd"), share_right(margins.repeat(3), "abcd" * 3)),
+        (area(good, implicit, "abcde"), area(good.repeat(3), implicit.repeat(3), "abcde" * 3)),
+    ):
+        assert found == pytest.approx(again) and found[1] > 0.1
+
+
+def test_held_out_pairs_that_are_looked_at_are_of_many_prompts():
+    every = [one for one in pairs(6) for _ in range(3)]
+    assert [*map(str, spread_over_prompts(every)[:7])] == [*map(str, [*pairs(6), pairs(6)[0]])]
