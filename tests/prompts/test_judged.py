@@ -96,6 +96,13 @@ def test_a_pair_is_read_from_what_people_have(folder, layout):
     assert found.ties == (layout == "pick-a-pic")
 
 
+def test_names_by_windows_and_pictures_as_addresses_of_data(folder):
+    Path("a b").mkdir()
+    Path("p.png").rename("a b/p.png")
+    data = f"data:image/png;base64,{content('q.png')}"
+    assert seen(read_judged(written(pair("a b\\p.png", data)), "pairs")) == PAIR
+
+
 def test_hpdv2s_folder_beside_its_file_and_three_ranks(folder):
     Path("test").mkdir()
     for name in COLOURS:
@@ -134,6 +141,9 @@ REFUSED = [
     ([pair(), pair("pairs.jsonl")], "row 2: picture"),
     (pair(rejected="p.png"), "are the same picture"),
     (pair("/etc/hostname"), "is outside"),
+    ([pair(), pair("https://x.org/a.png")], "row 2: chosen: is an address, which is not"),
+    ([pair(), pair("iVBOR" * 999)], "row 2: chosen: is no file name"),
+    ([pair(), pair("a\0.png")], "row 2: chosen: is no file name"),
     (pair(prompt=" "), "row 1: should be a prompt"),
     ({"chosen": "p.png", "rejected": "q.png"}, "has no column with prompts"),
     ({"prompt": "a cat", "win": "p.png", "lose": "q.png"}, "known are prompt, chosen, rejected;"),
@@ -168,9 +178,56 @@ def test_sources_of_no_known_kind_are_refused(folder, name, words):
 
 
 def test_held_out_prompts_are_in_no_pair_that_is_learnt_from(folder):
-    rows = [pair(prompt=f"prompt {number % 10}") for number in range(40)]
+    """Nor in another spelling. All have four pairs, of which one shows a copy of a picture that
+    is learnt from."""
+    rows = []
+    for number in range(10):
+        for name in (f"good{number}.png", f"bad{number}.png"):
+            picture(name, (number, len(name), 0))
+        Path(f"copy{number}.png").write_bytes(Path("q.png").read_bytes())
+        prompts, good = (f"prompt {number}", f" PROMPT  {number}"), f"good{number}.png"
+        worse = (f"bad{number}.png", f"bad{number}.png", f"bad{number}.png", f"copy{number}.png")
+        rows += [pair(good, bad, prompt=prompts[bad < "c"]) for bad in worse]
     judged = read_judged(written(rows), "pairs")
     learnt, apart = held_out(judged, 0.2, seed=1)
-    assert len(apart) == 8 and len(set(apart)) == 2 and not {*apart} & {*learnt}
+    learnt_of, apart_of = ({one.casefold().split()[1] for one in side} for side in (learnt, apart))
+    assert (len(learnt), len(learnt_of), len(apart), len(apart_of)) == (32, 8, 6, 2)
+    assert not learnt_of & apart_of
     assert held_out(judged, 0.2, seed=1)[1] == apart != held_out(judged, 0.2, seed=2)[1]
-    assert held_out(judged[:1], 0.2, seed=1)[1] == []
+
+
+def test_of_a_folder_of_splits_that_of_training_is_read_without_other_pictures(folder):
+    """The picture of another column, which `datasets` stores as a mapping, is no metadata."""
+    bytes_of = {name: Path(name).read_bytes() for name in COLOURS}
+    own = {"prompt": "a cat", "chosen": bytes_of["p.png"], "rejected": bytes_of["q.png"]}
+    more = {"mask": {"bytes": bytes_of["r.png"], "path": "r.png"}, "seeds": [1, 2]}
+    Path("set/data").mkdir(parents=True)
+    parquet([own | more], "set/data/train-00000-of-00001.parquet")
+    parquet([own | {"prompt": "a dog"}], "set/data/test-00000-of-00001.parquet")
+    found = read_judged("set", "pairs")
+    assert seen(found) == PAIR and found[0].metadata == {"seeds": [1, 2]}
+
+
+@pytest.mark.parametrize("name", ["p.BMP", "p.Gif", "p.tif", "p.avif"])
+def test_a_picture_in_a_folder_that_is_of_no_known_kind_is_named(folder, name):
+    Path("good").mkdir()
+    Image.new("RGB", (4, 4)).save(f"good/{name}", "BMP")
+    Path(f"good/{name}").with_suffix(".txt").write_text("a cat")
+    Path("p.png").rename("good/q.png")
+    Path("good/q.txt").write_text("a cat")
+    with pytest.raises(UserError, match=f"{name}: cannot be read as PNG"):
+        read_judged(folder, "marks")
+
+
+def test_nothing_is_held_out_of_one_prompt_or_one_picture(folder):
+    for rows in ([pair()], [pair(prompt=f"prompt {number}") for number in range(4)]):
+        judged = read_judged(written(rows), "pairs")
+        assert held_out(judged, 0.5, seed=1) == (judged, [])
+
+
+def test_marks_of_a_source_of_pairs_and_single_marks_are_single(folder):
+    rows = [pair(), {"prompt": "a cat", "image": "r.png", "label": 1}] * 2
+    assert seen(read_judged(written(rows), "marks")) == [
+        ("a cat", [COLOURS[name]], (good,))
+        for name, good in (("p.png", True), ("q.png", False), ("r.png", True), ("r.png", True))
+    ]

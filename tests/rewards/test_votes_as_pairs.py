@@ -5,12 +5,13 @@ import torch
 from PIL import Image
 
 from g2rpo.assembly.prompts import build_prompts, judged_in
+from g2rpo.core.data import Judged, Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_tensor
 from g2rpo.lab.teach.commands import agree
-from g2rpo.prompts.judged import read_judged
-from g2rpo.rewards import votes
-from g2rpo.rewards.taste import Clicks
+from g2rpo.prompts.judged import read_judged, sharing
+from g2rpo.rewards import taste, votes
+from g2rpo.rewards.taste import Choice, Clicks
 from tests.support.runs import picture
 
 LEVELS = (50, 200, 120, 90)
@@ -59,18 +60,31 @@ def test_votes_are_pairs_of_a_liked_picture_and_each_other_one(session):
 def test_pairs_judge_rewards_and_fit_a_head(session):
     votes.write_pairs(session)
     found = agree(session / "pairs.jsonl", {"brightness": {}, "saturation": {}})
-    assert found["brightness"].mean == 1 and found["brightness"].count == 12
+    assert found["brightness"].mean == 1 and found["brightness"].count == 4
     assert found["saturation"].mean == 0.5  # all are grey
     head = Clicks(run=str(session / "pairs.jsonl"))
     dark, bright = head(torch.tensor([0.3, 0.7]).view(2, 1, 1, 1).expand(2, 3, 8, 12), ["x", "x"])
     assert bright > dark + 1
     assert len(head.known(8, 12)) == 12  # to which a session adds its own
+    assert head.head.agreement.count == 4  # rounds, as of the session itself
     one = session / "one.jsonl"
     one.write_text((session / "pairs.jsonl").read_text().splitlines()[0] + "\n")
     with pytest.raises(UserError, match="fewer than two answers"):
         Clicks(run=str(one))
     with pytest.raises(UserError, match=r"votes .*: there is no such file"):
         agree(session / "none", {"brightness": {}})
+
+
+def test_pairs_that_share_pictures_are_left_out_together():
+    """0 and 2 by way of 4. Of pairs that all share some, each counts."""
+    names = ["ab", "cd", "ef", "gc", "eb"]
+    pairs = [Judged.of(Prompt("a cat"), tuple(two), (True, False)) for two in names]
+    shared = sharing(pairs)
+    assert shared[0] == shared[2] == shared[4] != shared[1] == shared[3]
+    choices = [Choice({"x": torch.zeros(2, 1)}, (0,), shown) for shown in shared]
+    folds = taste._folds(range(5), taste._shown(choices))
+    assert sorted(folds) == [([0, 2, 4], [1, 3]), ([1, 3], [0, 2, 4])]
+    assert taste._shown(choices[::2]) == [0, 1, 2]
 
 
 def test_votes_of_which_none_stands_or_pictures_are_gone_are_refused(session):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from g2rpo.core.data import Judged
-from g2rpo.core.errors import UserError, counted, placed
+from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.files import FileDigests, cache_root, local, write_whole
 from g2rpo.core.input_pictures import faults_of_pictures
-from g2rpo.core.plain import checked_as, read_text
+from g2rpo.core.plain import checked_as, is_text, read_text
 from g2rpo.core.seeding import generator_for
 from g2rpo.prompts.lines import COLUMNS, refuse_other_files
 from g2rpo.prompts.sources import (
@@ -33,9 +36,15 @@ from g2rpo.prompts.tables import column_of, read_table
 Kind = Literal["pairs", "marks"]
 """What an algorithm learns from."""
 
-PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+PICTURE_SUFFIXES = {
+    f".{kind}"
+    for kind in ["png", "jpg", "jpeg", "jfif", "webp", "avif", "heic", "gif", "bmp", "tif", "tiff"]
+}
+"""Of pictures in a folder; those that cannot be read are named."""
 NAMED = 5
 """The most pictures that a message names."""
+LONGEST_NAME = 1024
+"""The largest number of characters of a file's name; file systems take 255 for each part."""
 ROWS_AT_ONCE = 64
 """Rows of a parquet file in memory: they hold pictures."""
 READ = ".jsonl, .json, .csv, .tsv and .parquet, or from a folder with good/ and bad/"
@@ -56,6 +65,8 @@ def _shown(value: Any) -> Any:
     """A picture's file name or bytes. Tables of `datasets` hold both in a mapping."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
+    if isinstance(value, str):
+        value = re.sub(r"^data:image/\w+;base64,", "", value)
     if isinstance(value, str) and value.startswith(BASE64):
         with placed(
             "is no file name, and no picture in base64 (",
@@ -64,9 +75,17 @@ def _shown(value: Any) -> Any:
             after=")",
         ):
             value = base64.b64decode(value, validate=True)
-    if not isinstance(value, str | bytes) or not value:
-        raise ValueError(f"should be a picture's file name, is {value!r:.60}")
+    refuse(_faults_of_shown(value), ValueError)
     return value
+
+
+def _faults_of_shown(value: Any) -> Iterator[str]:
+    if not isinstance(value, str | bytes) or not value:
+        yield f"should be a picture's file name, is {value!r:.60}"
+    elif isinstance(value, str) and re.match(r"\w+://", value):
+        yield f"is an address, which is not downloaded; a file's name is read: {value!r:.60}"
+    elif isinstance(value, str) and (len(value) > LONGEST_NAME or not is_text(value)):
+        yield f"is no file name: {value!r:.60}"
 
 
 def _number(value: Any) -> Any:
@@ -166,7 +185,10 @@ def _file_of(shown: str | bytes, table: Path) -> str:
     stored in the cache."""
     if isinstance(shown, bytes):
         return stored(shown)
-    path = picture_beside(shown, table.parent.absolute())
+    folder = table.parent.absolute()
+    path = picture_beside(shown, folder)
+    if "\\" in shown and not Path(path).exists():  # as Windows writes it
+        path = picture_beside(shown.replace("\\", "/"), folder)
     inside = Path(path).parent / table.stem / Path(path).name
     return str(inside) if not Path(path).exists() and inside.exists() else path
 
@@ -185,8 +207,9 @@ def stored(content: bytes) -> str:
 def read_judged(source: str | Path, kind: Kind) -> JudgedList:
     """The pairs, or the marks, of a source; UserError for one that cannot be used.
 
-    - `FILE.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, or a folder of parquet files: a table with
-      columns of `LAYOUTS`. Pictures are named relative to the file's folder, or are bytes;
+    - `FILE.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, or a folder of parquet files (those of the
+      split "train", if it has one): a table with columns of `LAYOUTS`. Pictures are named relative
+      to the file's folder, or are bytes;
     - a folder with `good/` and `bad/`: single marks; beside each picture a .txt with its prompt.
 
     Marks of pairs are those of both pictures, each once for a prompt. Ties are left out.
@@ -210,7 +233,7 @@ def as_kind(groups: Sequence[tuple[str, Judged | None]], kind: Kind, name: str) 
     if kind == "pairs" and single:
         hint = "algorithm.name=flow_kto learns from marks"
         raise UserError(f"{name}: has single marks, no pairs; {hint}")
-    return found if kind == "pairs" or single else _marks_of(found)
+    return found if kind == "pairs" else _marks_of(found)
 
 
 def _check_pictures(groups: Sequence[tuple[str, Judged]], name: str) -> None:
@@ -225,14 +248,16 @@ def _check_pictures(groups: Sequence[tuple[str, Judged]], name: str) -> None:
     _refuse_some(name, alike, counted(len(groups), "pair"))
 
 
-def _marks_of(pairs: JudgedList) -> JudgedList:
-    """Of each picture of a prompt its mark, once."""
-    every = [
-        (str(one), *mark, one) for one in pairs for mark in zip(one.pictures, one.good, strict=True)
-    ]
-    once = {(text, path, good): one for text, path, good, one in every}
-    marks = JudgedList(Judged.of(one, [path], [good]) for (_, path, good), one in once.items())
-    marks.ties = pairs.ties
+def _marks_of(judged: JudgedList) -> JudgedList:
+    """Of each picture of a prompt's pairs its mark, once; single marks as they are."""
+    marks = JudgedList()
+    marks.ties, known = judged.ties, set()
+    for one in judged:
+        for mark in zip(one.pictures, one.good, strict=True):
+            key = (str(one), *mark)
+            if len(one.pictures) == 1 or key not in known:
+                marks.append(Judged.of(one, mark[:1], mark[1:]))
+            known.add(key)
     return marks
 
 
@@ -252,7 +277,8 @@ def _read(path: Path) -> Iterator[tuple[str, Judged | None]]:
         for mark, folder in folders.items():
             yield from _marked(folder, mark == "good")
     elif tables:
-        for table in tables:
+        train = [table for table in tables if table.name.startswith("train")]
+        for table in train or tables:
             yield from _read(table)
     elif path.is_dir():
         raise ValueError("is a folder without good/ and bad/, and without .parquet files")
@@ -298,10 +324,17 @@ def _groups(record: Any, table: Path) -> Iterator[Judged]:
     own = {low for columns in fitting[0].columns for low in columns if low in names}
     layout = checked_as(fitting[0], {low: record[names[low]] for low in own})
     rest = {name: record[name] for low, name in names.items() if low not in own}
-    plain = {name: value for name, value in rest.items() if not isinstance(value, bytes)}
+    plain = {name: value for name, value in rest.items() if not _has_bytes(value)}
     prompt = prompt_of(plain, column, table.parent.absolute())
     for pictures, good in layout.groups():
         yield Judged.of(prompt, [_file_of(shown, table) for shown in pictures], good)
+
+
+def _has_bytes(value: Any) -> bool:
+    """Whether a value is another picture of a table, or holds some."""
+    if isinstance(value, Mapping):
+        return any(map(_has_bytes, value.values()))
+    return isinstance(value, bytes) or (isinstance(value, list) and any(map(_has_bytes, value)))
 
 
 def _marked(folder: Path, good: bool) -> Iterator[tuple[str, Judged]]:
@@ -321,16 +354,33 @@ def _marked(folder: Path, good: bool) -> Iterator[tuple[str, Judged]]:
         yield str(path.parent), Judged.of(prompt, [str(path)], [good])
 
 
+def sharing(pairs: Sequence[Judged]) -> list[int]:
+    """A number for each pair; those with a picture in common, or linked by others, have one."""
+    known: dict[str, int] = {}
+    ends = [[known.setdefault(path, len(known)) for path in one.pictures] for one in pairs]
+    links = coo_array(([True] * len(ends), tuple(zip(*ends, strict=True))), shape=[len(known)] * 2)
+    numbers = connected_components(links, directed=False)[1]
+    return [int(numbers[end]) for end, _ in ends]
+
+
 def held_out(
     judged: Sequence[Judged], share: float, seed: int
 ) -> tuple[list[Judged], list[Judged]]:
     """(to learn from, held out): a share of the prompts is held out with all that was judged of
-    them, at least one prompt; none where all have one prompt."""
-    prompts = list(dict.fromkeys(map(str, judged)))
+    them, at least one prompt. Prompts that differ in case and spaces are one. Of a held-out prompt
+    what shows a picture that is learnt from is left out; if that is all, nothing is held out."""
+    texts = [" ".join(one.casefold().split()) for one in judged]
+    prompts = list(dict.fromkeys(texts))
     count = max(1, round(share * len(prompts))) if share and len(prompts) > 1 else 0
     order = torch.randperm(len(prompts), generator=generator_for(seed, "held-out pairs")).tolist()
-    chosen = {prompts[place] for place in order[:count]}
-    return (
-        [one for one in judged if str(one) not in chosen],
-        [one for one in judged if str(one) in chosen],
-    )
+    chosen, digests = {prompts[place] for place in order[:count]}, FileDigests(None)
+    sides: dict[bool, list[Judged]] = {False: [], True: []}
+    for one, text in zip(judged, texts, strict=True):
+        sides[text in chosen].append(one)
+
+    def shown(one: Judged) -> set[str]:
+        return {digests.of(Path(path)) for path in one.pictures}
+
+    known = set[str]().union(*map(shown, sides[False])) if count else set()
+    apart = [one for one in sides[True] if known.isdisjoint(shown(one))]
+    return (sides[False], apart) if apart else ([*judged], [])

@@ -26,7 +26,7 @@ from g2rpo.core.files import local
 from g2rpo.core.input_pictures import cut
 from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Reward
-from g2rpo.prompts.judged import read_judged
+from g2rpo.prompts.judged import read_judged, sharing
 from g2rpo.rewards.clip import CLIPScore
 from g2rpo.rewards.picture_features import Features, PictureEncoder, features_of
 from g2rpo.rewards.votes import FILE, answered
@@ -51,6 +51,8 @@ class Choice:
 
     features: Features
     liked: tuple[int, ...]
+    shown: int | None = None
+    """Choices with one number share pictures, so none of them judges what others are fitted to."""
 
     @property
     def size(self) -> int:
@@ -106,14 +108,16 @@ def fit(choices: Sequence[Choice], pairs: Sequence[Choice] = ()) -> Head | None:
         return None
     every = [*choices, *pairs]
     groups, beside = range(len(choices)), range(len(choices), len(every))
+    alike = _shown(choices)
     blocks = {block: _Block.of(block, every) for block in choices[0].features}
-    agreed = []
+    agreed: dict[int, list[float]] = {}
     # nested: a left-out group does not choose the block by which it is judged
-    for inside, outside in _folds(groups):
-        block, variance = _most_likely(blocks, inside, beside)
+    for inside, outside in _folds(groups, alike):
+        block, variance = _most_likely(blocks, inside, beside, alike)
         theta = blocks[block].fit([*inside, *beside], variance)
-        agreed += [blocks[block].agreement(theta, group) for group in outside]
-    block, variance = _most_likely(blocks, groups, beside)
+        for group in outside:
+            agreed.setdefault(alike[group], []).append(blocks[block].agreement(theta, group))
+    block, variance = _most_likely(blocks, groups, beside, alike)
     own, everything = blocks[block], range(len(every))
     theta = own.fit(everything, variance)
     shown = [own.groups[group] @ theta for group in groups]
@@ -123,7 +127,8 @@ def fit(choices: Sequence[Choice], pairs: Sequence[Choice] = ()) -> Head | None:
     root = torch.from_numpy(np.linalg.solve(lower, own.axes.T).T / spread)
     pictures = torch.cat([choice.features[block].double() @ direction for choice in choices])
     offset = float(pictures.mean())
-    return Head(block, direction, root, offset, agreement_interval(agreed, 0.9))
+    means = [float(np.mean(values)) for values in agreed.values()]
+    return Head(block, direction, root, offset, agreement_interval(means, 0.9))
 
 
 def agreement_interval(agreed: Sequence[float], level: float) -> Interval:
@@ -146,26 +151,43 @@ def mean_agreement(agreed: Sequence[float]) -> Interval:
     return replace(agreement_interval(agreed, 0.95), mean=float(np.mean(agreed)))
 
 
-def _folds(groups: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """(fitted, left out) groups of each fold, by turns."""
-    count = min(FOLDS, len(groups))
-    parts = [list(groups[start::count]) for start in range(count)]
-    return [([group for group in groups if group not in part], part) for part in parts]
+def _shown(choices: Sequence[Choice]) -> list[int]:
+    """What each choice shows, as a number: its own, unless it shares pictures with others, and not
+    all do."""
+    numbers = [place if one.shown is None else -1 - one.shown for place, one in enumerate(choices)]
+    return numbers if len(set(numbers)) > 1 else list(range(len(choices)))
+
+
+def _folds(groups: Sequence[int], shown: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """(fitted, left out) groups of each fold, by turns of what is `shown`."""
+    every = list(dict.fromkeys(shown[group] for group in groups))
+    count = min(FOLDS, len(every))
+    turns = {number: place % count for place, number in enumerate(every)}
+    return [
+        (
+            [group for group in groups if turns[shown[group]] != turn],
+            [group for group in groups if turns[shown[group]] == turn],
+        )
+        for turn in range(count)
+    ]
 
 
 def _most_likely(
-    blocks: Mapping[str, _Block], groups: Sequence[int], beside: Sequence[int]
+    blocks: Mapping[str, _Block],
+    groups: Sequence[int],
+    beside: Sequence[int],
+    shown: Sequence[int],
 ) -> tuple[str, float]:
     """The block and variance under which left-out groups of `groups` are most likely; the first of
     ties. Choices `beside` them are always fitted."""
-    if len(groups) < 2:
+    if len({shown[group] for group in groups}) < 2:
         return next(iter(blocks)), VARIANCES[0]
     likelihood: dict[tuple[str, float], float] = {}
     for block, data in blocks.items():
         for variance in VARIANCES:
             likelihood[block, variance] = sum(
                 data.likelihood(data.fit([*fitted, *beside], variance), left)
-                for fitted, left in _folds(groups)
+                for fitted, left in _folds(groups, shown)
             )
     return max(likelihood, key=lambda key: likelihood[key])
 
@@ -293,9 +315,11 @@ class Clicks(Reward):
         self.encoder: PictureEncoder | None = CLIPScore(clip) if clip is not None else None
         self.head: Head | None = None
         self._pairs: Sequence[Judged] = ()
+        self._shown: Sequence[int] = ()
         self._choices: list[Choice] = []
         if run is not None and local(run).is_file() and local(run).name != FILE:
             self._pairs = read_judged(run, "pairs")
+            self._shown = sharing(self._pairs)
         elif run is not None:
             folder = local(run).parent if local(run).name == FILE else local(run)
             found = answered(folder)
@@ -310,9 +334,10 @@ class Clicks(Reward):
     def known(self, height: int, width: int) -> list[Choice]:
         """The choices of the file of pairs, if there is one, as pictures of this size."""
         for pair in self._pairs[len(self._choices) :]:
+            shown = self._shown[len(self._choices)]
             images = torch.cat([cut(path, width, height) for path in pair.pictures])
             features = features_of(images, [str(pair)] * 2, self.encoder)
-            self._choices.append(Choice(features, (0,)))
+            self._choices.append(Choice(features, (0,), shown))
         return self._choices
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

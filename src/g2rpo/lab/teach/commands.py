@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from g2rpo.core.input_pictures import cut, open_picture
 from g2rpo.core.statistics import Interval
 from g2rpo.lab.teach.session import OVERRIDES, Lesson, Session
 from g2rpo.lab.web import needing_gradio
+from g2rpo.prompts.judged import sharing
 from g2rpo.rewards import votes
 from g2rpo.rewards.taste import agreement_of, mean_agreement
 from g2rpo.rollout.scoring import score
@@ -171,7 +173,8 @@ def teach(
 def agree(source: Path, rewards: Mapping[str, object]) -> dict[str, Interval]:
     """Of a session's run directory, or a file of pairs. By reward the share of pairs of a liked and
     another picture of a group that it orders as the person did, ties counting one half: mean over
-    the groups of a session, and the 95 % interval of `agreement_interval`. A name without settings
+    the groups of a session, or pairs that share pictures, and the 95 % interval of
+    `agreement_interval`. A name without settings
     is the session's own reward or judge of that name, else a kind with its defaults. UserError for
     a run without answers."""
     own: dict[str, object] = {}
@@ -188,21 +191,27 @@ def agree(source: Path, rewards: Mapping[str, object]) -> dict[str, Interval]:
         )
     answered = list(_answered(source))
     built = build_rewards(table, pick_device("auto"))
-    shares: dict[str, list[float]] = {name: [] for name in built}
-    for prompt, liked, images in answered:
+    shares: dict[str, dict[int, list[float]]] = {name: {} for name in built}
+    for group, prompt, liked, images in answered:
         scores = score(built, images, [prompt] * len(images), batch_size=16, members=len(images))
         for name, values in zip(built, scores, strict=True):
             if not values.isnan().any():
-                shares[name].append(agreement_of(values.double().numpy(), liked))
-    return {name: mean_agreement(values) for name, values in shares.items()}
+                share = agreement_of(values.double().numpy(), liked)
+                shares[name].setdefault(group, []).append(share)
+    return {
+        name: mean_agreement([float(np.mean(values)) for values in groups.values()])
+        for name, groups in shares.items()
+    }
 
 
-def _answered(source: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
-    """(prompt, liked members, pictures [G, 3, H, W]) of a session's groups, or of pairs, at the size
-    of the chosen picture."""
+def _answered(source: Path) -> Iterator[tuple[int, str, Sequence[int], Tensor]]:
+    """(group, prompt, liked members, pictures [G, 3, H, W]) of a session's answers, or of pairs, at
+    the size of the chosen picture."""
     if source.is_dir() or not source.exists():
-        yield from ((vote.prompt, vote.liked, images) for vote, images in votes.answered(source))
+        for group, (vote, images) in enumerate(votes.answered(source)):
+            yield group, vote.prompt, vote.liked, images
         return
-    for pair in judged_in(str(source), "pairs"):
+    pairs = judged_in(str(source), "pairs")
+    for group, pair in zip(sharing(pairs), pairs, strict=True):
         width, height = open_picture(pair.pictures[0], "pairs").size
-        yield pair, (0,), torch.cat([cut(path, width, height) for path in pair.pictures])
+        yield group, pair, (0,), torch.cat([cut(path, width, height) for path in pair.pictures])
