@@ -48,6 +48,17 @@ def test_a_time_in_which_nothing_fits_is_refused_with_the_least():
         planned(c, 5.0 / work(c, 0), 0.0, 0.125, 64, 8.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "pictures"), [("flow_grpo", 2 * 3), ("self_opd", 2 * 2 * 4), ("flow_dpo", 0)]
+)
+def test_the_pictures_of_an_iteration_are_those_that_are_scored(name, pictures):
+    """Two prompts of three members; of two steps with the ODE's own picture; none from files."""
+    own = "algorithm.group_size=3" if name != "flow_dpo" else "algorithm.times=1"
+    c = config(f"algorithm.name={name}", own, "trainer.prompts_per_iteration=2")
+    found = planned(c, 1.0 / work(c, 0), 1.0, 1e-9, 16, 1000.0).trainer.iterations
+    assert found == 999 // (1 + pictures)
+
+
 def test_a_run_ends_by_itself_and_its_config_says_with_how_many_iterations(tmp_path, monkeypatch):
     """As the clock that people and NTP set back and forth changes nothing: only the monotonic one
     decides."""

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 from g2rpo.config.schema import Config
+from g2rpo.core.capabilities import judged_by
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.work import plans_in, work
 
@@ -40,8 +41,11 @@ def planned(
     with an estimated number of iterations, and with fewer than the `heldout` prompts where
     evaluations would take more than their share. UserError with the least time if not even one
     iteration fits."""
-    tails = sum(len(plan.tails) for plan in plans_in(config, 0))
-    pictures = config.trainer.prompts_per_iteration * config.algorithm.group_size * tails
+    plans, group = plans_in(config, 0), config.algorithm.group_size
+    each = sum(len(plan.tails) * (group + plan.baseline) for plan in plans)
+    if judged_by(config.algorithm) is not None:  # pictures from files, which no reward scores
+        each = 0
+    pictures = config.trainer.prompts_per_iteration * each
     iteration = work(config, 0) * row + pictures * picture
     fewest = min(FEWEST_PROMPTS, heldout)
     least = iteration + 2 * fewest * look
