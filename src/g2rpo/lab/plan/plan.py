@@ -29,8 +29,7 @@ from g2rpo.lab.plan.model import KnownModels, Model
 from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
 from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.tokens import longest_prompt
-from g2rpo.lab.plan.trace import Calls, trace_calls
-from g2rpo.rollout.guidance import in_training
+from g2rpo.lab.plan.trace import Calls, as_trained, trace_calls
 from g2rpo.runtime.distributed import World
 from g2rpo.training.ranks import divided
 
@@ -107,7 +106,7 @@ class Estimate:
     @property
     def network_rows(self) -> int:
         """Rows of the network in an evaluation of training: two under classifier-free guidance."""
-        with in_training(self.model.policy, self.config.sampling.guidance_scale):
+        with as_trained(self.model.policy, self.config):
             return self.model.shapes.rows
 
     @property
