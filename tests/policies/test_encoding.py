@@ -55,6 +55,18 @@ def test_latents_are_what_the_vae_would_decode_again(kind, files):
         torch.testing.assert_close(again, encoded, atol=near, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["LTXPipeline", "StableDiffusion3Pipeline"])
+def test_the_order_of_latents_does_not_depend_on_the_dtype(kind):
+    """bfloat16 has no whole numbers above 256: of which latents have more entries here."""
+    size = {"height": 32, "width": 32, **({"num_frames": 1} if SPECS[kind].video else {})}
+    orders = []
+    for dtype in (torch.float32, torch.bfloat16):
+        own = copy.deepcopy(original(kind))
+        policy = make(DiffusersPolicy.of(SPECS[kind]), own, dtype=str(dtype)[6:], **size)
+        orders.append(policy._layout().order)
+    assert len(orders[0]) > 256 and torch.equal(*orders)
+
+
 def test_a_picture_is_cropped_in_its_middle(tmp_path):
     """Of three vertical stripes the middle one is left. Lanczos' filter sees three pixels beyond an
     edge, of which there are five in one."""

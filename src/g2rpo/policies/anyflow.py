@@ -415,7 +415,7 @@ class DiffusersPolicy(Policy):
         """How the pipeline's latents are those of its VAE."""
         step = OneStep(self.pipeline.scheduler.config, None)
         parts = {"scheduler": step, "vae": Undecoded(self.pipeline.vae)}
-        cond = self.blank(1, 1).to(self._device)
+        cond = self.blank(1, 1, torch.float32).to(self._device)
         like = torch.zeros(1, *self._latent, device=self._device)
         return Layout.of(lambda latents: self._replay(cond, latents, parts).float(), like)
 
