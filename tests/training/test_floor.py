@@ -5,6 +5,7 @@ import torch
 
 from g2rpo.assembly.checks import check
 from g2rpo.core.errors import UserError
+from g2rpo.core.types import CallableReward
 from tests.support.runs import brightness, config, cut, log, mean, resumed, trainer
 
 FLOOR = 0.48
@@ -57,12 +58,19 @@ def test_a_floor_that_is_not_known_is_refused():
         trainer(None, "rewards.bright.floor=base").iterate()
 
 
+def test_the_bases_mean_is_no_floor_of_a_reward_that_has_a_state_once_it_is_built():
+    changing = CallableReward(brightness)
+    changing.state = {"iteration": 0}
+    with pytest.raises(UserError, match="rewards.bright.floor: this reward changes during the run"):
+        trainer(None, "rewards.bright.floor=base", rewards={"bright": changing})
+
+
 REFUSED = [
     (["rewards.bright.floor=high"], "rewards.bright.floor"),
     (["rewards.bright.floor=.nan"], "rewards.bright.floor"),
     (["evaluation.rewards.dark.floor=0.3"], "evaluation.rewards.dark.floor: .* only judges"),
     (["rewards={pairwise_vlm: {floor: base}}"], "compares pictures .* give a number"),
-    (["rewards={clicks: {floor: base}}"], "learns during the run.* give a number"),
+    (["rewards={clicks: {floor: base}}"], "changes during the run.* give a number"),
 ]
 
 

@@ -22,7 +22,7 @@ from g2rpo.core.errors import UserError, placed
 from g2rpo.core.types import Algorithm, CallableReward, Reward, as_rewards
 from g2rpo.policies import catalogue
 from g2rpo.policies.spec import PipelineSpec
-from g2rpo.training.compatible import check_differentiable, check_groups
+from g2rpo.training.compatible import check_differentiable, check_groups, faults_of_floors
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,13 @@ def _weights(run: Wanted) -> Iterator[str]:
 
 
 def _floors(run: Wanted) -> Iterator[str]:
-    """Floors are of what is trained on. That of the base's mean needs scores which mean the same
-    throughout the run."""
+    """Floors are of what is trained on, and fit it."""
     for name, entry in run.config.evaluation.rewards.items():
         if entry.floor is not None:
             yield f"evaluation.rewards.{name}.floor: is for training, and this reward only judges"
-    for name, entry in rewards_of(run.config, run.given, heldout=False).items():
-        kind = declared_by(reward_kind(name, entry)) if entry.floor == "base" else Reward
-        if kind.group or kind.state is not None:
-            why = "compares pictures with each other" if kind.group else "learns during the run"
-            yield f"rewards.{name}.floor: this reward {why}, which the base's mean does not fit; give a number"
+    trained = rewards_of(run.config, run.given, heldout=False)
+    kinds = {name: declared_by(reward_kind(name, entry)) for name, entry in trained.items()}
+    yield from faults_of_floors(trained, kinds)
 
 
 def _plans(run: Wanted) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Judged, Row
-from g2rpo.core.errors import Preempted
+from g2rpo.core.errors import Preempted, refuse
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Plan, Policy, Reward, as_rewards
 from g2rpo.evaluation.heldout import Evaluation, floors_of
@@ -26,7 +26,7 @@ from g2rpo.run.status import COMPARING
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.training.collector import Groups
-from g2rpo.training.compatible import check_groups
+from g2rpo.training.compatible import check_groups, faults_of_floors
 from g2rpo.training.evaluator import evaluator_of
 from g2rpo.training.held_out_pairs import HeldOutPairs
 from g2rpo.training.learner import Snapshot
@@ -84,6 +84,7 @@ class Trainer:
         check_groups(
             c.algorithm, {**self.rewards, **self.judges}, c.policy.tuning, c.trainer.sharding
         )
+        refuse(faults_of_floors({name: c.rewards[name] for name in self.rewards}, self.rewards))
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
         loop = self.loop = loop_of(
             c,
