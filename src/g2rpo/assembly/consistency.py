@@ -195,6 +195,13 @@ def _sides(run: Wanted) -> Iterator[str]:
                 break
 
 
+def _judged_clips(run: Wanted) -> Iterator[str]:
+    frames = run.config.policy.num_frames or 1
+    if judged_by(run.config.algorithm) is not None and frames > 1:
+        name = name_of(run.config.algorithm)
+        yield f"policy.num_frames={frames}: algorithm {name} learns from pictures; set it to 1"
+
+
 def _clips(run: Wanted) -> None:
     if "policy" not in run.given:
         check_clips(run.rewards, run.config.policy)
@@ -243,6 +250,7 @@ CHECKS: Sequence[Check] = (
     _gradients,
     _sides,
     _clips,
+    _judged_clips,
     _frames,
     check_guidance,
 )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from g2rpo.config.given import refuse_mention
+from g2rpo.core.data import spelling_apart
 from g2rpo.core.errors import UserError, counted, did_you_mean, placed
 from g2rpo.core.files import local
 from g2rpo.core.input_pictures import images_of
@@ -64,8 +65,11 @@ def starter_caution(train: str, heldout: str) -> str | None:
 def trained_on(prompts: Sequence[str], heldout: Sequence[str]) -> str | None:
     """A caution about held-out prompts that are training prompts too, with the same input
     pictures."""
-    known = {(str(prompt), *images_of(prompt)) for prompt in prompts}
-    if not (shared := sum((str(prompt), *images_of(prompt)) in known for prompt in heldout)):
+    known, held = (
+        [(spelling_apart(prompt), *images_of(prompt)) for prompt in each]
+        for each in (prompts, heldout)
+    )
+    if not (shared := sum(map({*known}.__contains__, held))):
         return None
     are = "is a training prompt" if shared == 1 else "are training prompts"
     return (

@@ -78,6 +78,11 @@ def as_prompt(prompt: str) -> Prompt:
     return prompt if isinstance(prompt, Prompt) else Prompt(prompt)
 
 
+def spelling_apart(text: str) -> str:
+    """`text` without what differs between two spellings of one prompt: case and spaces."""
+    return " ".join(text.casefold().split())
+
+
 def plain_prompt(prompt: str) -> str | dict[str, Any]:
     """`Prompt.plain` of any string."""
     return prompt.plain() if isinstance(prompt, Prompt) else prompt

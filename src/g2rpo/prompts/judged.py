@@ -16,7 +16,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from g2rpo.core.data import Judged
+from g2rpo.core.data import Judged, spelling_apart
 from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.files import FileDigests, cache_root, local, write_whole
 from g2rpo.core.input_pictures import faults_of_pictures
@@ -369,7 +369,7 @@ def held_out(
     """(to learn from, held out): a share of the prompts is held out with all that was judged of
     them, at least one prompt. Prompts that differ in case and spaces are one. Of a held-out prompt
     what shows a picture that is learnt from is left out; if that is all, nothing is held out."""
-    texts = [" ".join(one.casefold().split()) for one in judged]
+    texts = [spelling_apart(one) for one in judged]
     prompts = list(dict.fromkeys(texts))
     count = max(1, round(share * len(prompts))) if share and len(prompts) > 1 else 0
     order = torch.randperm(len(prompts), generator=generator_for(seed, "held-out pairs")).tolist()
