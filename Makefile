@@ -1,23 +1,30 @@
 # Everything runs in .venv, which every target makes by itself. Set PYTHON to choose the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
+RUNS := .venv/.runs
 READY := .venv/.installed
+# Modules are compiled at their first import, and most have none; so what runs here may write what it compiled.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .PHONY: install quickstart check quick test test-all docs format clean
 
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# What runs, reports and the demo need.
+$(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("g2rpo needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --editable '.[demo,ocr]'
+	touch $(RUNS)
+
+# And what tests, checks and the documentation need.
+$(READY): $(RUNS)
+	$(PIP) --editable '.[dev]'
 	touch $(READY)
 
 # Teaches the embedded tiny model to spell; run again, it continues or shows the results.
-quickstart: $(READY)
-	$(BIN)/g2rpo train words --run-dir runs/quickstart --resume
+quickstart: $(RUNS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/g2rpo train words --run-dir runs/quickstart --resume
 
 check: $(READY)
 	$(BIN)/ruff format --check .
