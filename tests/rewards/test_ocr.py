@@ -17,6 +17,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_tensor
 from g2rpo.core.types import Prompt
+from g2rpo.rewards import ocr
 from g2rpo.rewards.ocr import OCR, edit_distance
 from tests.support.refusals import refusal
 
@@ -55,6 +56,28 @@ def test_words_are_read_whatever_the_number_of_threads(line, monkeypatch):
     assert line(images, prompts).tolist() == [1, 0, 0, 1, 0]
     monkeypatch.setattr(line, "contains", True)
     assert line(images[:1], ["'tig'"]).tolist() == [1]
+
+
+def test_a_picture_is_read_once_by_rewards_that_read_alike(monkeypatch):
+    """Whatever they make of it; and only the newest texts are kept."""
+    monkeypatch.setattr(ocr, "KEPT", 2)
+    share, exact, wide = (
+        OCR(detect=False, width=144),
+        OCR(detect=False, width=144, exact=True),
+        OCR(detect=False, width=160),
+    )
+    assert share.engine is exact.engine and wide.known is not exact.known
+    share.known.clear()
+    read = []
+    for reward in (share, exact):
+        monkeypatch.setattr(reward, "read", lambda one: read.append(one) or "tiger")
+    images, prompts = pictures("tiger", "quilt", "tiger"), ["'tigers'", "'tiger'", "'x'"]
+    assert share(images, prompts).tolist() == pytest.approx([5 / 6, 1, 0])
+    assert exact(images, prompts).tolist() == [0, 1, 0] and len(read) == 2
+    share(pictures("a", "b"), ["'a'", "'b'"])
+    exact(images[:1], prompts[:1])
+    assert len(read) == 5
+    share.known.clear()  # of what was not really read
 
 
 def test_no_text_and_no_finite_pixel_are_no_score(line, caplog):

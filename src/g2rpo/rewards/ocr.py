@@ -6,9 +6,12 @@ The score is Flow-GRPO's (arXiv 2505.05470, section 4.1): 1 - edit distance / le
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +26,9 @@ from g2rpo.rewards.pixels import Count, TargetReward
 _LETTER = r"[^\W\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff]"
 """A letter or digit of a script with apostrophes and with spaces between words: not Chinese,
 Japanese or Korean."""
+
+KEPT = 4096
+"""Pictures whose text is remembered."""
 
 _DOUBLE = re.compile(
     r"""
@@ -79,7 +85,8 @@ class OCR(TargetReward):
     line (about 10 ms). `contains`, whether further text around it is allowed, as in Flow-GRPO; else
     it counts as errors. `exact`, whether a score below 1 becomes 0. `width`, the least width of a
     line at height 48, to which it is padded; a smaller one is faster for short lines. Pictures are
-    read in as many threads as torch uses.
+    read in as many threads as torch uses, and each once: rewards with the same `detect` and `width`
+    share what was read.
     """
 
     upstream, licence = "https://github.com/RapidAI/RapidOCR", "Apache-2.0"
@@ -98,6 +105,7 @@ class OCR(TargetReward):
     ) -> None:
         self.detect, self.contains, self.exact = detect, contains, exact
         self.engine = load_engine(width)
+        self.known = _known(detect, width)
 
     @staticmethod
     def target(prompt: str) -> str | None:
@@ -107,12 +115,26 @@ class OCR(TargetReward):
         return text if plain_letters(text) else None
 
     def score_pictures(self, images: Tensor, targets: list[str]) -> Tensor:
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            texts = list(pool.map(self.read, to_pil(images)))
+        texts = self.texts(to_pil(images))
         scores = torch.tensor(
             [similarity(*pair, contains=self.contains) for pair in zip(texts, targets, strict=True)]
         )
         return (scores == 1).float() if self.exact else scores
+
+    def texts(self, pictures: Sequence[Image.Image]) -> list[str]:
+        """The texts of pictures of one size, by `read` or as they were read before."""
+        keys = [
+            hashlib.sha256(repr(one.size).encode() + one.tobytes()).digest() for one in pictures
+        ]
+        known = dict(self.known)  # other threads may add and remove
+        new = {key: one for key, one in zip(keys, pictures, strict=True) if key not in known}
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            read = dict(zip(new, pool.map(self.read, new.values()), strict=True))
+        self.known.update(read)
+        for oldest in list(self.known)[:-KEPT]:
+            self.known.pop(oldest, None)
+        known |= read
+        return [known[key] for key in keys]
 
     def read(self, picture: Image.Image) -> str:
         """The text that RapidOCR reads in a picture, line by line; one picture per call, so that
@@ -131,12 +153,23 @@ def load_engine(width: int = 320) -> Any:
             raise UserError(
                 f"the reward ocr needs {library}: pip install {' '.join(OCR.libraries)}"
             ) from error
+    return _engine(width)
+
+
+@cache
+def _engine(width: int) -> Any:
     from rapidocr import RapidOCR
 
     threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
     return RapidOCR(
         params={**threads, "Global.log_level": "critical", "Rec.rec_img_shape": [3, 48, width]}
     )
+
+
+@cache
+def _known(detect: bool, width: int) -> dict[bytes, str]:
+    """Texts by picture, which equal readers share; the oldest first."""
+    return {}
 
 
 def plain_letters(text: str) -> str:
