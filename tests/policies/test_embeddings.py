@@ -16,6 +16,7 @@ from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests
 from g2rpo.core.types import Cond
+from g2rpo.policies import embeddings
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.prompts.sources import read_prompts
@@ -82,10 +83,19 @@ def test_what_is_found_is_what_was_made_bit_for_bit(flux_directory, dtype):
 
 
 def test_a_row_depends_on_nothing_but_its_prompt(flux_directory):
-    encoder = cached(flux_directory, "off")
-    together, alone = encoder.encode([*TEXTS, TEXTS[0]]), encoder.encode(TEXTS[1:2])
+    together = cached(flux_directory, "off").encode([*TEXTS, TEXTS[0]])
+    alone = cached(flux_directory, "off").encode(TEXTS[1:2])
     assert len(together) == 4 and equal(together.rows([1]), alone)
     assert equal(together.rows([0]), together.rows([3]))
+
+
+def test_without_a_store_rows_stay_in_memory_while_there_is_room(monkeypatch):
+    size = Parked().encode(["1"]).nbytes
+    monkeypatch.setattr(embeddings, "KEPT", 2 * size)
+    encoder = CachedEncoder(Parked(), None, notify=complain)
+    first = encoder.encode(["1", "2", "3"])
+    assert equal(encoder.encode(["1", "2", "3"]), first)
+    assert encoder.encoded == 4  # 3 again
 
 
 def test_negative_prompts_are_kept_with_the_prompt(sd3_directory):

@@ -114,6 +114,11 @@ class Cond:
     def __len__(self) -> int:
         return next(len(values) for part in (self.tensors, self.ragged) for values in part.values())
 
+    @property
+    def nbytes(self) -> int:
+        every = (*self.tensors.values(), *(value for own in self.ragged.values() for value in own))
+        return sum(value.nbytes for value in every)
+
     def rows(self, index: Tensor | Sequence[int]) -> Cond:
         """The rows named by `index`, in its order; rows may repeat."""
         return Cond(

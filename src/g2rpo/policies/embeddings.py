@@ -32,6 +32,8 @@ RAGGED = "ragged/"
 ROUNDINGS = 0.1
 """The largest distance between embeddings of the same encoders, in units of their size. Roundings
 of bfloat16 are a hundredth; embeddings of other encoders are about 1 apart."""
+KEPT = 2**26
+"""Bytes of rows that are kept in memory where none are on disk: all of a tiny model's."""
 DISK_RESERVE = 2**30
 """Bytes of the disk that the cache leaves free, so that checkpoints still fit."""
 
@@ -183,8 +185,9 @@ class CachedEncoder:
 
     The rows of prompts that were encoded before (`Prompt.encoded`) are read from their own files.
     Others are encoded one at a time, so a row does not depend on its batch, and a run repeats bit
-    for bit with a cold cache, a warm one, or none (`store=None`). If the disk is full, `notify` is
-    called once and later prompts are encoded each time.
+    for bit with a cold cache, a warm one, or none (`store=None`: the first `KEPT` bytes of rows stay
+    in memory). If the disk is full, `notify` is called once and later prompts are encoded each
+    time.
     """
 
     def __init__(
@@ -193,6 +196,8 @@ class CachedEncoder:
         self.encoder, self.store, self.notify = encoder, store, notify
         self.full = store is None  # no further rows are stored
         self.encoded = 0  # number of prompts that were not stored
+        self._kept: dict[str, Cond] = {}
+        self._room = KEPT if store is None else 0
         self._like: Cond | None = None  # an own row of a prompt that was encoded before
 
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -241,8 +246,13 @@ class CachedEncoder:
                 found = None
             if found is not None:
                 return check_embeddings(found, prompt).to(self.encoder.device)
+        if prompt in self._kept:
+            return self._kept[prompt]
         self.encoded += 1
         row = check_embeddings(self.encoder.encode([prompt]), prompt)
+        if row.nbytes <= self._room:
+            self._kept[prompt] = row
+            self._room -= row.nbytes
         if self.store is not None and not self.full:
             try:
                 self.store.write(prompt, row)
