@@ -9,7 +9,7 @@ reward `ocr`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -100,6 +100,7 @@ def colour(rgb: tuple[int, int, int]) -> Tensor:
     return torch.tensor(rgb).view(3, 1, 1) / 255
 
 
+@lru_cache(maxsize=512)
 def picture(word: Word) -> Tensor:
     """The clean drawing [3, 32, 96] in [0, 1]."""
     return torch.from_numpy(np.array(draw_word(word))).permute(2, 0, 1).float() / 255
@@ -115,17 +116,21 @@ def ink_of(image: Tensor) -> Tensor | None:
 
 def letters_of(image: Tensor, word: Word) -> str:
     """The letter nearest to each place of `word` in the picture, by mean absolute difference."""
-    cells = _alphabet(len(word.letters), word.colour)
     left, right = columns_of(len(word.letters))
-    error = (cells - image[..., left:right]).abs().mean((1, 2))
-    edges = np.linspace(0, right - left, len(word.letters) + 1).round().astype(int)
-    return "".join(LETTERS[int(error[:, a:b].mean(1).argmin())] for a, b in pairwise(edges))
+    places, own = image[..., left:right], _alphabet(len(word.letters), word.colour)
+    nearest = [
+        torch.cdist(places[..., a:b].reshape(1, -1), letters, p=1).argmin()
+        for (a, b), letters in own.items()
+    ]
+    return "".join(LETTERS[int(letter)] for letter in nearest)
 
 
 @cache
-def _alphabet(length: int, ink: InkColour) -> Tensor:
-    """Words of `length` times one letter, for all letters: [26, 3, 32, width of the word]."""
+def _alphabet(length: int, ink: InkColour) -> dict[tuple[int, int], Tensor]:
+    """By place, its first column in the word and the first after it, all letters as they are drawn
+    there: [26, 3 * 32 * columns]."""
     left, right = columns_of(length)
     pictures = torch.stack([picture(Word(letter * length, ink)) for letter in LETTERS])
     assert pictures.shape[-2:] == (WORD_HEIGHT, WORD_WIDTH)
-    return pictures[..., left:right]
+    edges = np.linspace(0, right - left, length + 1).round().astype(int).tolist()
+    return {(a, b): pictures[..., left + a : left + b].flatten(1) for a, b in pairwise(edges)}
