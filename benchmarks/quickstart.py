@@ -8,8 +8,9 @@ A seed changes everything random: prompts' order, exploration, adapters, and the
 evaluation. Runs that are finished already are read, not repeated. For the first seed the untrained
 model is also judged with other sampler settings: all scales of the initial noise (or, where the model
 takes guidance, of the guidance scale) at once, two and five times the steps, and every solver;
-`benchmarks.controls` has guidance by hand and the best of several. Of words, Tesseract reads the
-pictures too, where it is installed. Writes benchmarks/results/NAME.json.
+`benchmarks.controls` has guidance by hand and the best of several. Of words, the letters that are
+right are counted, a and e apart from all others, and Tesseract reads the pictures too, where it is
+installed. Writes benchmarks/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from benchmarks.second_reader import available, read_words
 from g2rpo.app.evaluate import evaluate, run_settings
 from g2rpo.app.train import train
 from g2rpo.cli.output import Output
+from g2rpo.core.images import to_tensor
 from g2rpo.core.statistics import in_proportion, interval
 from g2rpo.evaluation.controls import Control, default_controls
 from g2rpo.evaluation.untrained import RIGHT, Controls
 from g2rpo.run.run import Run
+from g2rpo.testbed.words.judges import letters_of
 from g2rpo.testbed.words.language import parse_word
 
 SHOWN, COLUMNS = 24, 4  # words in the picture
@@ -44,12 +47,16 @@ def main() -> None:
     print(f"{'':20} {'base':>9} {'tuned':>9}   change, mean over {len(runs)} seeds (their range)")
     for name in runs[0]["rewards"]:
         print_row(name, [run["rewards"][name] for run in runs])
+    for kind in runs[0].get("letters", {}):
+        print_row(f"letters {kind}", [run["letters"][kind] for run in runs])
     print_controls(runs[0])
     print(
         "seconds:",
         ", ".join(f"{run['seconds']:.0f}" for run in runs),
         " of a processor:",
         [run["cpu_seconds"] for run in runs],
+        " by part:",
+        [run["parts"] for run in runs],
     )
     out = Path("benchmarks/results") / f"{args.name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -76,6 +83,7 @@ def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         "seed": seed,
         "seconds": sum(row["seconds"] for row in rows),
         "iterations": rows[-1]["iteration"],
+        "parts": seconds_by_part(rows),
     }
     run |= {
         "cpu_seconds": json.loads(clock.read_text()),
@@ -93,11 +101,24 @@ def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
             run["rewards"]["tesseract_exact"] = {
                 side: statistics.mean(read[side]) for side in ("base", "tuned")
             }
+        if args.recipe == "words":
+            run["letters"] = letters_right(judged, folder / "judged")
         if first:
             run["controls"] = controls_of(folder / "judged", read)
             if args.recipe == "words":
                 save_picture(judged, folder / "judged", Path(f"docs/images/{args.name}.png"))
     return run
+
+
+def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the evaluations during training, and of each part of the iterations."""
+    parts = {"evaluations": sum(row["seconds"] for row in rows if row["kind"] == "eval")}
+    for row in rows:
+        for name, seconds in row.items():
+            if name.startswith("seconds/"):
+                part = name.removeprefix("seconds/")
+                parts[part] = parts.get(part, 0) + seconds
+    return {part: round(seconds, 1) for part, seconds in parts.items()}
 
 
 def grid(num_steps: int, guidance: float | None) -> list[Control]:
@@ -146,6 +167,25 @@ def read_by_tesseract(judged: list[dict[str, Any]], folder: Path) -> dict[str, l
             letters == word.letters
         )
     return right
+
+
+def letters_right(judged: list[dict[str, Any]], folder: Path) -> dict[str, dict[str, float]]:
+    """By kind, "a e" (which the base misspells) and "others", the share of asked letters whose place
+    shows that letter, for base and tuned; each place is read as the clean letter nearest to it."""
+    right: dict[str, dict[str, list[bool]]] = {"a e": {}, "others": {}}
+    for row in judged:
+        word, side = parse_word(row["prompt"]), row["side"]
+        if side == "control":
+            continue
+        assert word is not None
+        picture = to_tensor([Image.open(folder / row["picture"])])[0] / 255
+        for asked, shown in zip(word.letters, letters_of(picture, word), strict=True):
+            kind = "a e" if asked in "ae" else "others"
+            right[kind].setdefault(side, []).append(asked == shown)
+    return {
+        kind: {side: statistics.mean(values) for side, values in sides.items()}
+        for kind, sides in right.items()
+    }
 
 
 def controls_of(folder: Path, read: dict[str, list[bool]] | None) -> dict[str, Any]:

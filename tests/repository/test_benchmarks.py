@@ -17,12 +17,13 @@ from benchmarks import first_gpu
 from benchmarks.fast_tails import agreement
 from benchmarks.machine import matmul_rate
 from benchmarks.published_loop import PublishedLoop
+from benchmarks.quickstart import letters_right
 from benchmarks.rollout import published_evaluations
 from benchmarks.second_reader import available, read_words
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.rollout.engine import Engine
 from g2rpo.testbed.words.drawing import draw_word
-from g2rpo.testbed.words.language import parse_word, word_prompts
+from g2rpo.testbed.words.language import Word, parse_word, word_prompts
 from tests.rollout.test_engine import SIGMAS, Network, noise
 from tests.support.runs import brightness
 
@@ -54,6 +55,18 @@ def test_agreement_of_rewards():
     assert (found["spearman"], found["groups"]) == (pytest.approx(0), 2)
     assert found["spearman_std"] == pytest.approx(2**0.5)  # of +1 and -1
     assert found["spread_in_groups"] == pytest.approx(2 / 3)
+
+
+def test_letters_of_words_are_counted_by_kind_and_side(tmp_path):
+    """Asked 'banjo': the base drew rrnjo, in which the a is wrong and so is the b; tuned is right."""
+    judged = [{"side": "control", "prompt": "a red circle", "picture": "none"}]
+    for side, shown in (("base", "rrnjo"), ("tuned", "banjo")):
+        Image.fromarray(draw_word(Word(shown, "red"))).save(tmp_path / f"{side}.png")
+        judged.append({"side": side, "prompt": "'banjo' in red", "picture": f"{side}.png"})
+    assert letters_right(judged, tmp_path) == {
+        "a e": {"base": 0, "tuned": 1},
+        "others": {"base": 3 / 4, "tuned": 1},
+    }
 
 
 def test_the_rate_of_a_matrix_product_is_counted_right():
