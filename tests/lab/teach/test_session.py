@@ -17,6 +17,7 @@ from g2rpo.cli.results import show_run
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_uint8
+from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Reward
 from g2rpo.lab.teach import pupil
 from g2rpo.lab.teach.blind import BlindTest
@@ -288,6 +289,11 @@ def test_a_comparison_says_which_is_better_teaches_the_head_and_repeats(tmp_path
         s.compare((), pair=0)
         s.undo()
         assert s.comparing.answers == ()
+        compared(s, lambda images: ())
+        assert not s.pupil.unconfirmed
+        for _ in s.blind.prompts:  # nobody has confirmed anything then
+            s.undo()
+        assert s.pupil.unconfirmed and s.comparing.answers == ()
         s.compare((), pair=0)
         compared(s, lambda images: likes(redness, images))
         now, before = (redness(images.float()) for images in (s.blind.now, s.blind.before))
@@ -332,6 +338,18 @@ def test_enough_is_confirmed_by_a_comparison_once(tmp_path):
         assert s.comparing is None
 
 
+def test_a_comparison_confirms_only_the_weights_that_it_showed(tmp_path):
+    """An answer that was given before it began may change them meanwhile."""
+    with begun(tmp_path, prompt="0") as s:
+        teach(s, 5)
+        shown = s.pupil.changes
+        s.begin_blind()
+        s.pupil.iterate()
+        compared(s, lambda images: (s.comparing.sides().index(1),))
+        assert s.blind.verdict == "better" and s.pupil.compared == shown
+        assert s.pupil.unconfirmed and s.pupil.learnt.confirmed is None
+
+
 def test_the_sides_of_a_blind_test_are_hidden():
     """Of many tests about half of the first pairs have the base on the left; 4 standard deviations
     of 200 fair coins are 28."""
@@ -371,6 +389,25 @@ def test_a_taste_and_what_nobody_asked_for_are_told_in_words():
     assert "darker" in told.taste and told.unasked.startswith("greener by")
     assert Told.of(pupil.Learnt(None)) is None
     assert Told.of(dataclasses.replace(learnt, heldout=None)).unasked == ""
+    unsure = dataclasses.replace(learnt.head, agreement=Interval(0.6, 0.4, 0.8, 3))
+    assert Told.of(dataclasses.replace(learnt, head=unsure)).taste == ""
+
+
+def test_a_change_is_told_in_deviations_of_what_can_be_seen():
+    """Grey pictures differ in saturation and warmth by rounding alone; a later one is warmer by two
+    steps of 8 bit."""
+    groups = [
+        one.mean(1, keepdim=True).expand(-1, 3, -1, -1) for one in noise(48, 16, 16).split(12)
+    ]
+    groups = [one + 1e-6 * noise(12, 16, 16) for one in groups]
+    choices = {
+        round: Choice(features_of(one, ["x"] * 12), likes(darkness, one))
+        for round, one in enumerate(groups)
+    }
+    now = groups[0] + torch.tensor([2 / 255, 0, 0])[:, None, None]
+    heldout = tuple(features_of(one, ["x"] * 12) for one in (groups[0], now))
+    learnt = pupil.Learnt(None, head=fit(list(choices.values())), choices=choices, heldout=heldout)
+    assert float(Told.of(learnt).change.abs().max()) <= 2 + 1e-3
 
 
 def test_the_sign_test_of_a_blind_test_is_exact():
@@ -398,7 +435,7 @@ REFUSED = [
         "an answer's strength: Input should be less than or equal to 4",
     ),
     (lambda s: s.undo(), "no answer"),
-    (lambda s: s.compare((0,), pair=0), "reload the page"),
+    (lambda s: s.compare((0,), pair=0), "not the one that is asked"),
     (lambda s: s.begin_blind(), "nothing has been learnt yet"),
     (lambda s: s.go_back(), "compare before and now first"),
 ]
@@ -421,6 +458,8 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
         for change in ({"prompt": "another"}, {"step": 0}, {"digest": "0"}):
             with pytest.raises(UserError, match="pictures of round 2 are not those"):
                 s.repeat([first.model_copy(update=own | change)])
+        with pytest.raises(UserError, match="pair 1 of a comparison is not asked here"):
+            s.repeat([first.model_copy(update={"kind": "blind"})])
     bad = tmp_path / "bad.jsonl"
     for change, said in UNREADABLE:
         bad.write_text(json.dumps({"round": 0, "iteration": 0} | change) + "\n")

@@ -87,11 +87,23 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
     assert page.locator("[data-member]").count() == 4 and page.locator("#pair img").count() == 2
     assert answered(page, run, lambda: click("[data-member='2']")).liked == (2,)
     assert answered(page, run, lambda: page.keyboard.press("4")).liked == (3,)
+    # neither a double click nor a held key answers the next group as well
+    assert answered(page, run, lambda: page.locator("[data-member='1']").dblclick()).liked == (1,)
+    assert answered(page, run, lambda: [page.keyboard.down("2") for _ in range(3)]).liked == (1,)
+    page.keyboard.up("2")
+    assert len(said(run)) == 4
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.locator("[data-member='0']").wait_for()
     assert answered(page, run, lambda: page.keyboard.press("s")).skipped
     for member in (0, 2):
         page.locator(f"#asked input[value='{member}']").check()
     assert answered(page, run, lambda: click("#several")).liked == (0, 2)
     before = said(run)
+    other.locator("[data-member='0']").click()  # of a group that is answered: it shows the next
+    other.get_by_text("is not the one that is asked").first.wait_for()
+    asked = page.locator("[data-round]").get_attribute("data-round")
+    other.locator(f"[data-round='{asked}']").wait_for()
     click("#several")
     page.get_by_text("tick the pictures that you like first").wait_for()
     assert said(run) == before
@@ -112,6 +124,12 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
         answered(page, run, lambda: click("[data-member='0']"))
     click("#finish")  # asks first whether it became better
     page.get_by_text("Which is better? Pair 1 of 2").wait_for()
+    before = said(run)
+    other.locator("[data-member='0']").click()  # it shows a group still
+    other.get_by_text("a comparison is asked now").first.wait_for()
+    other.get_by_text("Which is better? Pair 1 of 2").wait_for()
+    other.close()
+    assert said(run) == before
     assert page.locator("[data-member]").count() == 2
     assert not page.locator("#status").is_visible() and not page.locator("#pair").is_visible()
     widths = [

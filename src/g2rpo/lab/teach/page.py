@@ -39,6 +39,7 @@ const say = (act, liked = []) => {
   trigger("click", {act, liked, round: Number(shown.round), pair: "pair" in shown});
 };
 element.addEventListener("click", event => {
+  if (event.detail > 1) return;  // the second of a double click is of the group before
   const button = event.target.closest("button");
   if (button?.dataset.member) say("best", [Number(button.dataset.member)]);
   else if (button?.id === "several") say("several", ticked());
@@ -46,7 +47,7 @@ element.addEventListener("click", event => {
 });
 document.addEventListener("keydown", event => {
   const typing = event.target.closest("input:not([type=checkbox]), textarea");
-  if (typing || event.ctrlKey || event.metaKey || event.altKey || !element.offsetParent) return;
+  if (typing || event.repeat || event.ctrlKey || event.metaKey || event.altKey || !element.offsetParent) return;
   const place = "1234567890-=".indexOf(event.key), named = {n: "#none", s: "#skip", u: "#undo"}[event.key];
   element.querySelector(named ?? `[data-member="${place}"]`)?.click();
 });
@@ -119,12 +120,14 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
         return lesson.session
 
     def after(act: Callable[[], Any]) -> Any:
-        """What is shown after `act`; if that fails a message, beside which all stays as it is."""
+        """What is shown after `act`, with a message if that fails: another tab may have gone on."""
         try:
             act()
-        except (UserError, RewardFailed) as error:
+        except RewardFailed as error:
             gr.Warning(escape(str(error)))
             return gr.skip()
+        except UserError as error:
+            gr.Warning(escape(str(error)))
         return everything()
 
     def told(event: gr.EventData) -> Any:
@@ -136,6 +139,8 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
                 session.go_back()
             elif event.pair:
                 session.compare(event.liked, pair=event.round)
+            elif session.comparing:  # begun since this tab showed its group
+                raise UserError("a comparison is asked now: which of two pictures is better?")
             elif event.act == "several" and not event.liked:
                 raise UserError(
                     'tick the pictures that you like first; "None (n)" says that none is good'

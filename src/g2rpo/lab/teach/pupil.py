@@ -106,6 +106,8 @@ class Kept:
     weights: Snapshot
     learnt: Learnt
     changes: int
+    confirmed: bool
+    """Whether a person had compared these weights with the base's."""
 
 
 @dataclass
@@ -123,7 +125,8 @@ class Pupil:
     evaluated: int = 0
     """The iteration of the last evaluation."""
     compared: int = 0
-    """`changes` of the last weights that a person compared with the base's, or went back to."""
+    """`changes` of the last weights that a person compared with the base's, or went back to; -1 if
+    that was taken back."""
 
     def __post_init__(self) -> None:
         t = self.trainer
@@ -175,7 +178,8 @@ class Pupil:
 
     def kept(self) -> Kept:
         """All that `put_back` needs."""
-        return Kept(self.trainer.snapshot(), copy.copy(self.learnt), self.changes)
+        learnt = copy.copy(self.learnt)
+        return Kept(self.trainer.snapshot(), learnt, self.changes, not self.unconfirmed)
 
     def put_back(self, kept: Kept) -> None:
         """Forgets what was learnt since."""
@@ -183,6 +187,7 @@ class Pupil:
         if kept.changes != self.changes:
             self.trainer.restore(kept.weights)
             self.changes += 1
+        self.compared = self.changes if kept.confirmed else -1
 
     def learn(self, group: AskedGroup, vote: Vote) -> None:
         """Learns from the answer to a group that names a picture."""
@@ -217,8 +222,8 @@ class Pupil:
         return learnt.head
 
     def compare(self, test: BlindTest) -> None:
-        """Learns what a person saw in a blind comparison of the base with the weights as they
-        are."""
+        """Learns what a person saw in a blind comparison of the base with the weights of when it
+        began, which an answer that waited then may have changed."""
         learnt = self.learnt
         for prompt, before, now, better in zip(
             test.prompts, test.before, test.now, test.answers, strict=True
@@ -229,8 +234,8 @@ class Pupil:
             learnt.pairs += tuple(Choice(features, one) for one in liked)
         if not learnt.direct:
             self._fit(test.now)
-        self.compared = self.changes
-        if test.verdict == "better":
+        self.compared = test.seed
+        if test.verdict == "better" and not self.unconfirmed:
             learnt.confirmed = Confirmed(self.trainer.snapshot(), learnt.heldout)
 
     def go_back(self) -> None:

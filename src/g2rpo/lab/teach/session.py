@@ -158,9 +158,7 @@ class Session:
         without a difference. From all of them the head learns."""
         test = self.comparing
         if test is None or pair != len(test.answers) or not {*sides} <= {0, 1}:
-            raise UserError(
-                "this pair of the comparison is not the one that is asked; reload the page"
-            )
+            raise UserError("this pair of the comparison is not the one that is asked")
         liked = tuple(test.sides()[side] for side in sides[:1])
         return self._take(kind="blind", step=pair, liked=liked)
 
@@ -193,11 +191,15 @@ class Session:
         if vote.kind == "vote":
             if vote.round != self.asked:
                 raise UserError(
-                    f"round {vote.round + 1} is not the one that is asked, which is {self.asked + 1}; reload the page"
+                    f"round {vote.round + 1} is not the one that is asked, which is {self.asked + 1}"
                 )
             votes.check_liked(vote.liked, len(self.group.images))
         elif vote.kind == "undo" and not self._before:
             raise UserError("there is no answer that could be taken back")
+        elif vote.kind == "blind" and (
+            self.comparing is None or vote.step != len(self.comparing.answers)
+        ):
+            raise UserError(f"votes: pair {vote.step + 1} of a comparison is not asked here")
         elif vote.kind == "look" and not self.pupil.changes:
             raise UserError("nothing has been learnt yet, so there is nothing to compare")
         elif vote.kind == "back" and (self.blind is None or not self.blind.done):

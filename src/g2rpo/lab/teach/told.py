@@ -17,6 +17,8 @@ TOLD = 2
 """Statistics of a taste that are told, at most."""
 SEEN = 0.25
 """Standard deviations within groups from which on a change is told."""
+LEAST = 1 / 255
+"""The least such deviation, a step of 8 bit: of grey pictures that of saturation is rounding."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Told:
 
     correlation: Tensor
     change: Tensor
+    trusted: bool
+    """Whether the head agrees with the person more than by chance."""
 
     @classmethod
     def of(cls, learnt: Learnt) -> Told | None:
@@ -41,12 +45,15 @@ class Told:
         change = torch.zeros_like(correlation)
         if learnt.heldout is not None:
             before, now = (named_statistics(one).mean(0) for one in learnt.heldout)
-            change = (now - before) / (lengths / len(statistics) ** 0.5)
-        return cls(correlation, change)
+            change = (now - before) / (lengths / len(statistics) ** 0.5).clamp(min=LEAST)
+        return cls(correlation, change, head.trust > 0)
 
     @property
     def taste(self) -> str:
-        """What the person seems to like; "" if no named statistic tells it."""
+        """What the person seems to like; "" if no named statistic tells it, or if the head is no
+        guide."""
+        if not self.trusted:
+            return ""
         order = self.correlation.abs().argsort(descending=True)[:TOLD]
         return ", ".join(
             _word(place, float(self.correlation[place]))
@@ -62,7 +69,7 @@ class Told:
         change = torch.where(asked, 0, self.change)
         place = int(change.abs().argmax())
         size = float(change[place])
-        return f"{_word(place, size)} by {abs(size):.1f}" if abs(size) >= SEEN else ""
+        return f"{_word(place, size)} by {abs(size):.1f} deviations" if abs(size) >= SEEN else ""
 
 
 def _centred(values: Tensor) -> Tensor:
