@@ -531,6 +531,12 @@ MUTATIONS = [
         "tests/lab/teach/test_session.py -k pauses",
     ),
     Mutation(
+        "lab/teach/pupil.py",
+        "self.compared = test.seed",
+        "self.compared = self.changes",
+        "tests/lab/teach/test_session.py -k confirms_only",
+    ),
+    Mutation(
         "lab/teach/blind.py",
         "share <= WORSE",
         "share < WORSE",
