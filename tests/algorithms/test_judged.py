@@ -19,6 +19,7 @@ from g2rpo.lab.plan.counting import count
 from g2rpo.lab.plan.plan import COUNTED
 from g2rpo.lab.report.page import write_page
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.runtime.distributed import World
 from g2rpo.training.held_out_pairs import area, share_right, spread_over_prompts
 from g2rpo.training.updater import Trained
 from tests.lab.counting import Counting
@@ -213,7 +214,7 @@ def test_plan_and_work_count_what_a_run_evaluates(name, rows, judged):
     policy = Counting()
     policy.latents_of = Encodes().latents_of
     t = trainer(name, given, "trainer.prompts_per_iteration=3", policy=policy)
-    t.iterate()
+    assert t.iterate()["images"] == 0
     found = count(t.config, 3)
     assert (found.mean(COUNTED["training_rows"]), found.mean(COUNTED["reference_rows"])) == rows
     assert (policy.trained, policy.without_gradient) == rows
@@ -247,6 +248,19 @@ def test_pairs_and_marks_of_one_prompt_count_as_one_for_the_interval():
         (area(good, implicit, "abcde"), area(good.repeat(3), implicit.repeat(3), "abcde" * 3)),
     ):
         assert found == pytest.approx(again) and found[1] > 0.1
+
+
+def test_held_out_pairs_are_noised_by_place_and_equally_many_on_every_rank(judged, monkeypatch):
+    """Of seven each of two ranks has three; ranks with divided weights make passes together."""
+    t = trainer("flow_dpo", judged, policy=Encodes(mean=0.1), held_out_pairs=judged[:7])
+    t.policy._base_mean -= 0.1  # gains differ from 0
+    whole = t.judged._implicit(dict(enumerate(judged)))
+    assert_close(t.judged._implicit({5: judged[5]}), whole[5:6])
+    assert len(whole.unique()) == len(whole)
+    monkeypatch.setattr(World, "gather", lambda self, own: torch.cat([own, own]))
+    for rank in (0, 1):
+        t.loop.world = World(rank, 2)
+        assert t.judged.row()["pairs/count"] == 6
 
 
 def test_held_out_pairs_that_are_looked_at_are_of_many_prompts():

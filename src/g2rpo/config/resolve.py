@@ -58,7 +58,7 @@ def resolve(
     if data.get("rewards") and judged_by(config.algorithm) is not None:
         only = ", ".join(data["rewards"])
         notify(
-            f"algorithm.name={config_name(config.algorithm)}: learns from no reward; {only} only judge"
+            f"algorithm.name={config_name(config.algorithm)}: learns from no reward; only judging: {only}"
         )
     return config
 

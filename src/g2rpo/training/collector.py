@@ -51,6 +51,11 @@ class Collected:
     """Seconds of decoding and scoring during the rollouts of other prompts."""
 
     @property
+    def pictures(self) -> int:
+        """How many were decoded and scored; none of those from files, which take no evaluation."""
+        return sum(rollout.pictures for rollout in self.rollouts) if self.evaluations else 0
+
+    @property
     def rewards(self) -> Tensor:
         """Of the members, [N, R, M, G]."""
         return compared(self.scores, self.rollouts[0].finals.shape[1])[0]

@@ -121,7 +121,7 @@ def of_cost(
         if measures_memory(device)
         else {}
     )
-    images = sum(rollout.pictures for part in parts for rollout in part.rollouts)
+    images = sum(part.pictures for part in parts)
     evaluations, images, halved = world.total(
         sum(part.evaluations for part in parts), images, sizes.halved
     )
