@@ -254,9 +254,19 @@ def test_a_run_goes_on_with_what_it_found_whatever_its_overrides_begin_with(
     folder.mkdir()
     found = load_config("words", [f"{key}={found}"])
     Run(folder).config.write_text(found.to_yaml())
+    if "find_rate" in option:
+        Run(folder).write_rates(Sweep(4e-4, [4e-4], rate=1e-4))
     monkeypatch.setattr(app, "train_built", lambda request, *_: seen.append(request.config))
     app.train("words", [f"{key}={begun}"], folder, resume=True, **option)
     assert seen == [found]
+
+
+def test_a_run_without_pilots_is_not_resumed_with_another_rate(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    Run(folder).config.write_text(load_config("words", []).to_yaml())
+    with pytest.raises(UserError, match="learning_rate"):
+        app.train("words", ["optim.learning_rate=4e-3"], folder, resume=True, find_rate=True)
 
 
 def test_pilots_of_pairs_are_evaluated_on_as_many_prompts_as_others():

@@ -63,7 +63,8 @@ def train(
     config = _config_of(recipe, overrides, run_dir if resume else None, notes)
     begun = Run(run_dir) if resume and run_dir is not None else None
     if recipe is not None and begun is not None and begun.config.is_file():
-        config = as_chosen(config, begun.read_config(), find_rate, within is not None)
+        piloted = find_rate and begun.read_rates() is not None
+        config = as_chosen(config, begun.read_config(), piloted, within is not None)
     stopping = stopping or Stopping("")
     with joined(_device(config)) as world, ExitStack() as stack:
         if not world.is_main:
@@ -118,10 +119,10 @@ def _config_of(
     return config
 
 
-def as_chosen(config: Config, begun: Config, find_rate: bool, within: bool) -> Config:
+def as_chosen(config: Config, begun: Config, piloted: bool, within: bool) -> Config:
     """`config` with what the run itself chose since it began, whatever the overrides begin with:
     the rate of its pilots, and the length and evaluations that were fitted to a time."""
-    if find_rate:
+    if piloted:
         config = at_rate(config, begun.optim.learning_rate)
     if within:
         looks = {"num_prompts": begun.evaluation.num_prompts}
