@@ -4,7 +4,7 @@ BIN := .venv/bin
 RUNS := .venv/.runs
 READY := .venv/.installed
 # Modules are compiled at their first import, and most have none; so what runs here may write what it compiled.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
 .PHONY: install quickstart check quick test test-all docs format clean
 
@@ -14,6 +14,7 @@ install: $(READY)
 $(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("g2rpo needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip # those of old Pythons take three times as long
 	$(PIP) --editable '.[demo,ocr]'
 	touch $(RUNS)
 
