@@ -11,6 +11,7 @@ import torch
 from g2rpo import api
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
+from g2rpo.core.files import LOCK
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.run import Run
 from tests.support.commands import adapter_of, done, ended, own_reward, refused, write_tiny
@@ -128,13 +129,15 @@ def test_messages_name_a_command_that_works(capsys, begun, finished, tmp_path):
 def test_what_has_changed_is_refused_and_taken_on_purpose(capsys, begun):
     """A reward's code and training prompts; held-out prompts, here in another order, for good."""
     run, folder = begun
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    files = [path for path in run.rglob("*") if path.is_file() and path.name != LOCK]
+    before = {path: path.read_bytes() for path in files}
     (folder / "reward.py").write_text(TEXTS["reward.py"].replace("mean", "amax"))
     (folder / "train.txt").write_text("a red circle\n")
     err = refused(capsys, "resume", run)
     assert "rewards.it: reward.py: sha256" in err and "--accept-changes" in err
     assert "prompts.train: 2 prompts, sha256" in err and "1 prompts, sha256" in err
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in files} == before
+    assert {path for path in run.rglob("*") if path.is_file()} == {*files, run / LOCK}
     out = done(capsys, "resume", run, "--accept-changes")
     assert "goes on with rewards.it: reward.py" in " ".join(out.split())
     (folder / "prompts.txt").write_text("two blue squares\na red circle\n")

@@ -8,9 +8,10 @@ import json
 import os
 import platform
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -34,10 +35,11 @@ class _Hold:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that entered a folder last."""
+    """The process that entered a folder last, at `since` (seconds since 1970)."""
 
     pid: int
     host: str
+    since: float = 0.0
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -119,11 +121,8 @@ def _make_and_lock(folder: Path, notify: Callable[[str], None]) -> tuple[int, li
         else:
             if _is_at(descriptor, folder / LOCK):
                 os.ftruncate(descriptor, 0)
-                os.pwrite(
-                    descriptor,
-                    json.dumps({"pid": os.getpid(), "host": platform.node()}).encode(),
-                    0,
-                )
+                owner = Owner(os.getpid(), platform.node(), time.time())
+                os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
                 return descriptor, made
             os.close(descriptor)  # the lock file was removed before it was locked
     raise InUse(

@@ -46,7 +46,7 @@ from g2rpo.run.lock import enter_fresh, held
 from g2rpo.run.log_rows import read_log
 from g2rpo.run.rates import Sweep
 from g2rpo.run.records import PlannedAndMeasured, RunResults, Start, started
-from g2rpo.run.status import LOADING, Status, begun
+from g2rpo.run.status import Status
 from g2rpo.runtime.distributed import ALONE, World
 
 MAY_CHANGE = (
@@ -393,8 +393,6 @@ def entered(
             Run(directory).check(config, resume)  # before it is touched
             stack.enter_context(held(directory, notify))
             Run(directory).check(config, resume)  # unchanged since the last process released it
-        if Run(directory).config.is_file():
-            Run(directory).write_status(begun(LOADING))  # no longer what an earlier process did
         yield directory
 
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-LOADING, COMPARING = "loading", "comparing base and tuned"
-"""The first phase of a run that is resumed, and the last one."""
+COMPARING = "comparing base and tuned"
+"""The last phase of a run."""
 Amount = Annotated[int, Field(ge=0)]
 
 

@@ -106,7 +106,7 @@ def test_a_resumed_run_says_that_it_loads_until_it_trains(finished, tmp_path):
     with entered(run.read_config(), folder, resume=True):
         seen = read(folder)
         assert seen.loading and not seen.over and "loads models" in tell(seen).state
-    assert read(folder).lost
+    assert read(folder).ended == "stopped, as asked"  # it was not resumed after all
 
 
 def test_a_damaged_file_is_said_on_the_page(finished, tmp_path):

@@ -16,7 +16,7 @@ from g2rpo.core.files import LOCK
 from g2rpo.lab.watch.folder import read
 from g2rpo.lab.watch.told import bars_of, rise_of, tell
 from g2rpo.run.lock import held
-from g2rpo.run.status import Status
+from g2rpo.run.status import COMPARING, Status, begun
 from tests.support.commands import done, g2rpo, refused
 
 CONFIG = """
@@ -82,8 +82,13 @@ STATES = {
     "an iteration": ([BASE, *FIVE], {"phase": "training", "owner": NODE}, "iteration 6 began"),
     "resumed": (
         [BASE],
-        {"phase": "loading", "results": {"iteration": 20}, "owner": NODE},
+        {"phase": "training", "ended": "asked", "owner": {**NODE, "since": 9.0}},
         "process 7 on node7 loads models",
+    ),
+    "copied": (
+        [BASE],
+        {"phase": COMPARING, "results": {"iteration": 20}, "owner": NODE},
+        "finished: 20 iterations",
     ),
     "resumed after an alarm": (
         [BASE, *FIVE],
@@ -111,7 +116,7 @@ def test_the_state_is_told_at_every_moment(run, moment):
     seen = read(run(rows, **written))
     told = tell(seen)
     assert said in told.state
-    assert seen.over == (moment in ("finished", "rolled back", "stopped", "killed"))
+    assert seen.over == (moment in ("finished", "copied", "rolled back", "stopped", "killed"))
     assert ("no longer exists; `g2rpo resume" in told.state) == (moment == "killed")
 
 
@@ -120,6 +125,7 @@ def test_a_holder_is_known_by_its_lock_and_not_by_its_number(run):
     if os.path.exists("/proc/locks"):
         assert read(folder).lost
     with held(folder):
+        (folder / "status.json").write_text(begun("training").model_dump_json())
         assert read(folder).alive
         assert tell(read(folder)).state.startswith("iteration 1 began")
 

@@ -17,7 +17,7 @@ from g2rpo.core.plain import Count, Iteration, checked_as, parse_yaml, read_as, 
 from g2rpo.run.files import Folder
 from g2rpo.run.lock import Owner, last_owner
 from g2rpo.run.log_rows import FIRST_LOOK, read_log
-from g2rpo.run.status import COMPARING, LOADING, Status
+from g2rpo.run.status import COMPARING, Status
 
 if TYPE_CHECKING:
     from g2rpo.core.data import Row
@@ -60,8 +60,8 @@ class Ending(BaseModel):
 @dataclass(frozen=True)
 class Watched:
     """A run at the time `now`, in seconds since 1970. `settings` is None while it is loaded for the
-    first time; `alive` is None where this machine cannot know; nothing was written for `silence`
-    seconds."""
+    first time, and `status` while it is loaded; `alive` is None where this machine cannot know;
+    nothing was written for `silence` seconds."""
 
     files: Folder
     now: float
@@ -93,7 +93,7 @@ class Watched:
     @property
     def loading(self) -> bool:
         """Whether the process that holds the folder has not begun to train."""
-        return self.alive is not False and (self.status is None or self.status.phase == LOADING)
+        return self.alive is not False and self.status is None
 
     @property
     def rolled_back(self) -> bool:
@@ -103,8 +103,9 @@ class Watched:
     @property
     def _resumed(self) -> bool:
         """Whether a process has gone on since the results were written."""
-        last = self.status is None or self.status.phase == COMPARING
-        return self.alive is not False and not last
+        if self.status is None:
+            return self.alive is True
+        return self.alive is not False and self.status.phase != COMPARING
 
     @property
     def finished(self) -> bool:
@@ -171,13 +172,16 @@ def read(path: Path) -> Watched:
         raise UserError(
             f"{path} is no run directory (no config.yaml), and nothing is loaded for it"
         )
+    status = read_as(Status, files.status) if files.status.is_file() else None
+    if status and owner and alive is not False and status.since < owner.since:
+        status = None  # of an earlier process, which may have had the same number
     written = [files.log, files.status, files.config, files.rates, path / LOCK]
     return Watched(
         files=files,
         now=now,
         settings=_settings(files.config) if begun else None,
         rows=read_log(files.log),
-        status=read_as(Status, files.status) if files.status.is_file() else None,
+        status=status,
         ending=read_as(Ending, files.results) if files.results.is_file() else None,
         owner=owner,
         alive=alive,
