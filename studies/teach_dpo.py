@@ -3,8 +3,9 @@
 A simulated person answers 20 groups (`studies.teach_people`), and each click makes eleven pairs of
 the liked picture and another one of its group. `stored`: of the base's groups; then Flow-DPO on all
 pairs. `refreshed`: after every five groups Flow-DPO learns from all pairs so far, and the next
-groups are the taught model's. `head`: a session of `g2rpo teach`. Flow-DPO has no guard but its
-reference, the base; and in all as many evaluations as `ITERATIONS` of a session.
+groups are the taught model's. `random`: the same, by a person who clicks at random. `head`: a
+session of `g2rpo teach`. Flow-DPO has no guard but its reference, the base; and in all as many
+evaluations as `ITERATIONS` of a session. All are measured after each quarter.
 
     python -m studies.teach_dpo
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,9 @@ from g2rpo.training.learner import Snapshot
 from studies.teach import WORLDS, Row, base_of, change, session_of
 from studies.teach_people import TASTES, click
 
-GROUPS, FRESH, ITERATIONS = 20, 5, 40
-"""Groups of a person, between two refreshments, and iterations of a session of usual length."""
-ARMS = ("stored", "refreshed", "head")
+GROUPS, STAGES, ITERATIONS = 20, 4, 40
+"""Groups of a person, parts of a run, and iterations of a session of usual length."""
+ARMS = ("stored", "refreshed", "random", "head")
 RESULTS = Path(__file__).parent / "results" / "teach_dpo.json"
 
 
@@ -52,31 +54,32 @@ def learnt(world: str, overrides: list[str], start: Snapshot | None, iterations:
     return trainer.snapshot()
 
 
-def taught(world: str, taste: str, arm: str, seed: int, scale: float) -> Row:
-    """What 20 groups changed by Flow-DPO at `scale` times the rate of a session."""
+def taught(world: str, taste: str, arm: str, seed: int, scale: float) -> list[Row]:
+    """What changed after each of `STAGES` by Flow-DPO at `scale` times the rate of a session."""
     chosen = [*WORLDS[world][0], f"trainer.seed={seed}"]
-    config, weights, spent = teach_config(world, chosen, lambda _: None), None, 0
-    rate = scale * config.optim.learning_rate
-    stages = GROUPS // FRESH if arm == "refreshed" else 1
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        with opened(world, chosen, run) as session:
-            session.set_strength(0)  # it asks, and learns nothing itself
-            base = base_of(world, [], session.trainer)
-            for number in range(1, GROUPS + 1):
+    config = teach_config(world, chosen, lambda _: None)
+    rate, rows, weights = scale * config.optim.learning_rate, list[Row](), None
+    with ExitStack() as stack:
+        run = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run")
+        session = stack.enter_context(opened(world, chosen, run))
+        session.set_strength(0)  # it asks, and learns nothing itself
+        base = base_of(world, [], session.trainer)
+        for stage in range(STAGES):
+            wanted = GROUPS if arm == "stored" else GROUPS * (stage + 1) // STAGES
+            while session.asked < wanted:
                 group = session.group
-                liked = click(group.images, group.prompt, group.round, taste, "clicks", seed)
+                person = "random" if arm == "random" else "clicks"
+                liked = click(group.images, group.prompt, group.round, taste, person, seed)
                 session.answer(liked, round=group.round, skipped=not liked)
-                if number % (GROUPS // stages):
-                    continue
-                write_pairs(run)
-                overrides = of_dpo(world, seed, run / PAIRS, rate)
-                each = work(load_config(world, overrides), 0)
-                iterations = round(ITERATIONS * work(config, 0) / each / stages)
-                weights = learnt(world, overrides, weights, iterations)
-                session.trainer.restore(weights)
-                spent += iterations
-            return {**change(base, session.trainer), "iterations": spent, "rate": rate}
+            write_pairs(run)
+            overrides = of_dpo(world, seed + 1000 * stage, run / PAIRS, rate)
+            each = work(load_config(world, overrides), 0)
+            iterations = round(ITERATIONS * work(config, 0) / each / STAGES)
+            weights = learnt(world, overrides, weights, iterations)
+            session.trainer.restore(weights)
+            done = {"groups": session.asked, "iterations": iterations * (stage + 1), "rate": rate}
+            rows.append({**change(base, session.trainer), **done})
+    return rows
 
 
 def arguments() -> argparse.Namespace:
@@ -100,14 +103,15 @@ def main() -> None:
         if name in found:
             continue
         if arm == "head":
-            found[name] = session_of(given.world, taste, "clicks", seed, GROUPS, GROUPS, [])[-1]
+            rows = session_of(given.world, taste, "clicks", seed, GROUPS, GROUPS // STAGES, [])
         else:
-            found[name] = taught(given.world, taste, arm, seed, given.scale)
+            rows = taught(given.world, taste, arm, seed, given.scale)
+        found[name] = rows
         write_whole(given.out, json.dumps(found, indent=1).encode())
-        row = found[name]
-        moved, error = row["dz"][taste], row["dz_error"][taste]
-        right = f"right {row['correct']:.2f} ({row['correct_base']:.2f})"
-        print(f"{name}: {moved:+.2f} ± {error:.2f}, {right}, {row['iterations']}", flush=True)
+        for row in rows:
+            moved = f"{row['dz'][taste]:+.2f} ± {row['dz_error'][taste]:.2f}"
+            right = f"right {row['correct']:.2f} ({row['correct_base']:.2f})"
+            print(f"{name}: {row['groups']} groups, {row['iterations']}: {moved}, {right}")
 
 
 if __name__ == "__main__":
