@@ -13,8 +13,10 @@ from g2rpo.core.flow import ode_step, sigma_grid
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rewards.taste import Choice, fit
 from g2rpo.rollout.engine import Engine
 from studies.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
+from studies.teach_choice import DRAWS, Belief, information
 from tests.support.runs import trainer
 
 SIGMAS = sigma_grid(6, 3.0)
@@ -162,3 +164,31 @@ def test_each_steps_noise_explains_its_share_of_a_linear_reward():
     assert max(ways / ways.sum()) > 0.5  # so that a wrong step would be seen
     # nothing else is noisy
     assert np.ptp(repeat_the_rest(t, 0, 0, 1, 4, 3)[0].numpy(), axis=1).max() < 1e-5
+
+
+def test_what_a_click_tells_of_heads_that_contradict_each_other_or_agree():
+    """Of two pictures, a tenth of the clicks at random: ln 2 less the entropy of (.95, .05)."""
+    sure = 50 * np.eye(2)
+    noise = -0.95 * math.log(0.95) - 0.05 * math.log(0.05)
+    assert information(sure) == pytest.approx(math.log(2) - noise, rel=1e-9)
+    assert information(sure[[0, 0]]) == pytest.approx(0, abs=1e-12)
+    assert information(sure, np.array([1.0, 0.0])) == pytest.approx(0, abs=1e-12)
+
+
+def test_the_belief_of_a_study_is_the_posterior_of_the_head():
+    """Utilities in the head's unit; the sum of variances of `DRAWS` drawn heads over 12 pictures in
+    some two directions has a relative deviation of sqrt(2 / DRAWS / 2) = .13, of which 4."""
+    choices = []
+    for round in range(8):
+        z = torch.randn(12, 3, generator=generator_for(round, "belief"))
+        choices.append(Choice({"right": z}, (int(z[:, 0].argmax()),)))
+    belief, head, seen = Belief(choices), fit(choices), choices[0].features
+    own, utilities = belief.utilities(seen), head(seen).double().numpy()
+    unit = own.std() / utilities.std()
+    np.testing.assert_allclose(own - own.mean(), unit * (utilities - utilities.mean()), atol=1e-4)
+    z = seen["right"].double() - seen["right"].double().mean(0)
+    variance = float((z @ head.root).square().sum()) * unit**2
+    assert belief.uncertainty(seen) == pytest.approx(variance, rel=1e-4)
+    drawn = belief.draws(seen, np.random.default_rng(0))
+    assert drawn.shape == (DRAWS, 12)
+    assert drawn.var(0).sum() == pytest.approx(variance, rel=0.5)
