@@ -490,8 +490,8 @@ MUTATIONS = [
     ),
     Mutation(
         "rewards/taste.py",
-        "if group not in part]",
-        "if True]",
+        "[group for group in groups if turns[shown[group]] != turn]",
+        "list(groups)",
         "tests/rewards/test_taste.py -k random_clicks",
     ),
     Mutation(
