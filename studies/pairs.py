@@ -26,6 +26,7 @@ from g2rpo import api
 from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.images import to_pil
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import paired
@@ -113,15 +114,20 @@ def within(world: str, overrides: list[str], budget: int) -> list[str]:
 
 
 def found_rate(world: str, taste: str, pairs: Path, budget: int, out: Path) -> float:
-    """The rate that pilots of Flow-DPO choose, by the taste itself on training prompts: its best
-    case, since a file of pairs has no such judge."""
-    start = load_config(world, []).optim.learning_rate
+    """The rate that pilots of Flow-DPO choose by the taste itself on training prompts, among those
+    without an alarm of the world's judges: its best case, since a file of pairs has no such
+    judge."""
+    recipe = load_config(world, [])
+    start = recipe.optim.learning_rate
     overrides = within(world, arms(world, pairs, start)["flow_dpo"], budget)
-    judged = ["rewards=", "evaluation.rewards=", "rewards.clicks=1", "trackers=[]"]
+    only_watched = [f"evaluation.rewards.{name}.weight=0" for name in recipe.evaluation.rewards]
+    judged = ["rewards=", "rewards.clicks=1", *only_watched, "trackers=[]"]
     config = load_config(world, [*overrides, *judged])
+    judges = dict(config.evaluation.rewards)
+    del judges["clicks"]
     sweep = Sweep(FACTORS[-1] * start, [factor * start for factor in FACTORS])
     out.mkdir()
-    given = {"judges": {"clicks": Known(taste)}}
+    given = {"judges": {**build_rewards(judges), "clicks": Known(taste)}}
     build(Request(config=config, given=given, run_dir=out, sweep=sweep))
     for pilot in sweep.pilots:
         print(f"pilot {pilot}", flush=True)
