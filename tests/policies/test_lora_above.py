@@ -112,24 +112,6 @@ def test_layers_are_set_only_where_other_adapters_act_than_before(original, monk
         assert len(visits) == entered > 0
 
 
-@pytest.mark.parametrize("alpha", [4, 8])
-def test_layers_with_an_adapter_add_what_pefts_own_add(original, alpha):
-    """Bit for bit, and with the same gradients: alpha / rank is 1, and 2."""
-    ours = load(original, lora_alpha=alpha)
-    own = copy.deepcopy(ours)
-    changed = [m for m in own.tuning.active.modules() if isinstance(m, LoraLayer)]
-    assert LoraLayer not in {type(m) for m in changed}
-    for layer in changed:
-        layer.__class__ = LoraLayer
-    (x, cond), sigma = inputs(ours, 2), torch.tensor([0.9, 0.4])
-    with torch.no_grad():
-        assert torch.equal(ours.velocity(x, sigma, cond), own.velocity(x, sigma, cond))
-    for policy in (ours, own):
-        policy.velocity(x, sigma, cond).square().mean().backward()
-    for one, other in zip(ours.trainable_parameters(), own.trainable_parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-
-
 PROMPT = "a small red circle"
 
 

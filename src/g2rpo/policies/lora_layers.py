@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -50,37 +49,7 @@ def inject(transformer: Any, name: str, config: Any, **options: Any) -> None:
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(config, transformer, name, **options)
-    peft_layer, ours = _layers()
-    for module in transformer.modules():
-        if type(module) is peft_layer:
-            module.__class__ = ours
     transformer._hf_peft_config_loaded = True  # diffusers' own methods for adapters ask for it
-
-
-@cache
-def _layers() -> tuple[type[nn.Module], type[nn.Module]]:
-    """peft's linear layer with adapters, and ours with the same bits: without products with 1, and
-    without copies where no gradient is taken."""
-    from peft.tuners.lora import Linear
-
-    class Adapted(Linear):
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if self.disable_adapters or self.merged or args or kwargs:
-                return super().forward(x, *args, **kwargs)
-            result = self.base_layer(x)
-            dtype = result.dtype
-            for name in self.active_adapters:
-                if name not in self.lora_A:
-                    continue
-                down, up = self.lora_A[name], self.lora_B[name]
-                change = up(down(self._cast_input_dtype(x, down.weight.dtype)))
-                if self.scaling[name] != 1:
-                    change = change * self.scaling[name]
-                alone = not torch.is_grad_enabled() and change.dtype == result.dtype
-                result = result.add_(change) if alone else result + change
-            return result.to(dtype)
-
-    return Linear, Adapted
 
 
 def add_frozen(transformer: Any, name: str, adapter: Adapter, dtype: torch.dtype) -> None:
