@@ -105,7 +105,7 @@ class Belief:
         scores = {
             (name, variance): sum(
                 block.likelihood(block.fit(fitted, variance), left)
-                for fitted, left in _folds(self.every)
+                for fitted, left in _folds(self.every, self.every)
             )
             for (name, block), variance in product(self.blocks.items(), VARIANCES)
         }

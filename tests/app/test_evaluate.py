@@ -54,10 +54,11 @@ def run(judged, chunks=None, rewards=None):
 
 
 def files(directory):
+    """But the lock, which says since when it was held last."""
     return {
         path.relative_to(directory): path.read_bytes()
         for path in directory.rglob("*")
-        if path.is_file()
+        if path.is_file() and path.name != ".lock"
     }
 
 
