@@ -6,7 +6,7 @@ one pair in ten at random. In `words` the taste is the reader of the recipe, and
 rates alike are drawn anew.
 
     python -m studies.pairs make --taste large --pairs 40 --out pairs    # a folder with pairs.jsonl
-    python -m studies.pairs run --taste large
+    python -m studies.pairs run --taste large    # goes on where it was
     python -m studies.pairs run --world words --taste spelt
 """
 
@@ -161,11 +161,12 @@ def ran(world: str, taste: str, overrides: list[str], seed: int) -> dict[str, An
 
 
 def study(world: str, taste: str, sizes: list[int], seeds: list[int], budget: int) -> None:
-    """Runs all arms; each row is printed, and stored at once."""
+    """Runs the arms that are missing; each row is printed, and stored at once."""
     path = RESULTS / f"pairs_{world}_{taste}.json"
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    done = {(row["arm"], row["seed"], row["pairs_given"]) for row in rows}
     with tempfile.TemporaryDirectory() as name:
-        folder, rate = Path(name), 0.0
+        folder, rate = Path(name), rows[0]["rate"] if rows else 0.0
         for seed in seeds:
             most = make(world, taste, max(sizes), seed, folder / f"{seed}")
             lines = most.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -174,7 +175,7 @@ def study(world: str, taste: str, sizes: list[int], seeds: list[int], budget: in
                 pairs.write_text("".join(lines[:size]), encoding="utf-8")
                 rate = rate or found_rate(world, taste, pairs, budget, folder / "rates")
                 for arm, overrides in arms(world, pairs, rate).items():
-                    if arm == "guards" and size != sizes[0]:
+                    if (arm == "guards" and size != sizes[0]) or (arm, seed, size) in done:
                         continue
                     found = ran(world, taste, within(world, overrides, budget), seed)
                     told = {"arm": arm, "seed": seed, "pairs_given": size, "rate": rate}
