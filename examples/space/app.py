@@ -10,11 +10,15 @@ PAGES = {
     "demo": ["demo", "--model", "testbed"],
     "teach": ["teach", "words", "rewards.ocr="],  # without its reward that reads
 }
-COMMAND = [sys.executable, "-m", "g2rpo", *PAGES[os.environ.get("G2RPO_PAGE", "demo")]]
+PAGE = os.environ.get("G2RPO_PAGE") or "demo"
+COMMAND = [sys.executable, "-m", "g2rpo", *PAGES.get(PAGE, ())]
 # SPACE_HOST is set in a Space: the name by which its proxy is asked, from all addresses.
 NAME = os.environ.get("SPACE_HOST")
 COMMAND += ["--port", os.environ.get("GRADIO_SERVER_PORT", "7860")]
 COMMAND += ["--host", "0.0.0.0", "--public-host", NAME] if NAME else []
 
 if __name__ == "__main__":
+    if PAGE not in PAGES:
+        print(f"G2RPO_PAGE={PAGE!r}: should be {' or '.join(PAGES)}", file=sys.stderr)
+        sys.exit(2)
     os.execv(sys.executable, COMMAND)

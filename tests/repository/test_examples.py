@@ -47,6 +47,14 @@ def test_the_trainer_of_ones_own_learns_by_its_own_rule(capsys):
     assert after > before + 0.1 and f"{before:.2f} -> {after:.2f}" in capsys.readouterr().out
 
 
+def test_a_page_of_the_space_that_there_is_not_is_said(monkeypatch, capsys):
+    monkeypatch.setenv("G2RPO_PAGE", "draw")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "space/app.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "G2RPO_PAGE='draw': should be demo or teach\n"
+
+
 def test_the_reward_with_a_model_of_its_own_scores_by_its_weights(tmp_path):
     """Red minus blue, of 8-bit pictures: exact but for float32's rounding of 1/255."""
     weight = torch.tensor([[1.0, 0.0, -1.0]])

@@ -219,6 +219,13 @@ def test_a_number_is_shared_evenly_or_refused():
     assert ALONE.share(7, "x") == 7
 
 
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "WORLD_SIZE"])
+def test_an_environment_without_numbers_is_refused(monkeypatch, variable):
+    monkeypatch.setenv(variable, "two")
+    with pytest.raises(UserError, match=f"the environment's {variable}: "), joined("cpu"):
+        pass
+
+
 @pytest.mark.slow
 def test_ranks_that_are_never_started_are_not_waited_for_for_ever(monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):

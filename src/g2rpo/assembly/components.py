@@ -27,7 +27,7 @@ from g2rpo.policies.options import TuningMode
 from g2rpo.policies.pipelines import check_options, read_pipeline
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.text import TextEncoders
-from g2rpo.runtime.distributed import World
+from g2rpo.runtime.distributed import World, number_in
 from g2rpo.runtime.sharding import Sharded
 
 EMBEDDED = ("testbed", "words")
@@ -36,7 +36,7 @@ EMBEDDED = ("testbed", "words")
 
 def build_sharding(config: Config, world: World) -> Sharded | None:
     """The weight placement of `trainer.sharding`; UserError if it is not possible."""
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
+    node = number_in("LOCAL_WORLD_SIZE", 0) or None
     check_sharding(config, world.size, node)
     if config.trainer.sharding == "none":
         return None

@@ -88,6 +88,8 @@ def block(seen: Watched, console: Console) -> RenderableType:
         lines.append(_judged_table(told))
     if told.trained:
         lines.append(_trained_table(told))
+    if told.missing:
+        lines.append(_line(told.missing))
     lines += [_line(f"alarm: {said}", "bold red") for said in told.alarms]
     if not told.alarms and seen.rows:
         lines.append(_line("no alarm"))

@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import NonNegativeInt
 from torch import Tensor
 
 from g2rpo.core.errors import RankLost, UserError, out_of_device_memory, placed, refuse
+from g2rpo.core.plain import parse_as
 from g2rpo.core.types import Plan
 from g2rpo.runtime.devices import accelerator
 
@@ -192,7 +194,7 @@ def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
     published to the other ranks. A collective that takes longer than `timeout_s` or loses a rank
     raises `RankLost`.
     """
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local, size = number_in("LOCAL_RANK", 0), number_in("WORLD_SIZE", 1)
     module, index = accelerator(torch.device(device)), torch.device(device).index
     if module is not None and index is None and local:
         if local >= (count := module.device_count()):
@@ -200,7 +202,7 @@ def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
                 f"local rank {local} has no GPU: this machine has {count}; start at most that many processes on it"
             )
         module.set_device(local)
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if size == 1:
         yield ALONE
         return
     refuse(_faults_of_device(torch.device(device)))
@@ -210,7 +212,7 @@ def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
         if module is None
         else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
     )
-    asked = f"WORLD_SIZE={os.environ['WORLD_SIZE']} asks for several processes, but "
+    asked = f"WORLD_SIZE={size} asks for several processes, but "
     try:
         with placed(asked):
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
@@ -219,7 +221,7 @@ def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
             )
     except RuntimeError as error:
         raise RankLost(
-            f"the {os.environ['WORLD_SIZE']} ranks did not find each other within {timeout_s:g} s"
+            f"the {size} ranks did not find each other within {timeout_s:g} s"
         ) from error
     try:
         yield World(rank, size, store)
@@ -228,6 +230,12 @@ def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
             _publish(store, f"rank {rank} stopped with {type(error).__name__}: {error}")
         raise
     dist.destroy_process_group()
+
+
+def number_in(variable: str, default: int) -> int:
+    """A number that torchrun sets in the environment; UserError for another value."""
+    with placed(f"the environment's {variable}: "):
+        return parse_as(NonNegativeInt, os.environ.get(variable, str(default)))
 
 
 def _publish(store: Any, words: str) -> None:

@@ -96,12 +96,8 @@ class Trainer:
             lambda rows: self.on_evaluations(rows),
             lambda: floors_of({name: c.rewards[name] for name in self.rewards}, lambda: self.base),
         )
-        self.algorithm, self.division, self.learner, self.sizes = (
-            loop.algorithm,
-            loop.division,
-            loop.learner,
-            loop.sizes,
-        )
+        self.algorithm, self.division = loop.algorithm, loop.division
+        self.learner, self.sizes = loop.learner, loop.sizes
         self.collector, self.updater, self.sigmas = (
             loop.collector,
             loop.updater,
@@ -183,8 +179,9 @@ class Trainer:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While entered, rows are logged, and sent to the trackers."""
+        """While entered, the folder is locked, and rows are logged and sent to the trackers."""
         with ExitStack() as stack:
+            stack.enter_context(self.run.holding())
             for listener in self.listeners:
                 stack.enter_context(listener.listening())
             yield
@@ -335,22 +332,25 @@ class Trainer:
     def finish(self) -> dict[str, Comparison]:
         """Compares base and tuned on held-out prompts; writes weights, table, before/after grid,
         curves and a model card."""
-        self.status.begin(COMPARING)
-        weights = self.export() if self.run_dir is not None else Path()
-        tuned = self.score_heldout() if self.final is None else self.final
-        tuned_control = self.evaluator.sample_tuned_control(self.iteration, self._leave_if_asked)
-        if self._keeps_base:
-            with self.policy.base():
-                self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
-        training = round(work_in_pictures(self.config))
-        table = self.evaluator.finish(
-            tuned, self.iteration, self.rolled_back_from, tuned_control, training
-        )
-        if self.run.writes:
-            with self.run.writing(weights):
-                own = self.config, table, self.heldout, self.policy, self.evaluator.against
-                write_card(self.run, weights, *own)
-        return table
+        with self.run.holding():
+            self.status.begin(COMPARING)
+            weights = self.export() if self.run_dir is not None else Path()
+            tuned = self.score_heldout() if self.final is None else self.final
+            tuned_control = self.evaluator.sample_tuned_control(
+                self.iteration, self._leave_if_asked
+            )
+            if self._keeps_base:
+                with self.policy.base():
+                    self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
+            training = round(work_in_pictures(self.config))
+            table = self.evaluator.finish(
+                tuned, self.iteration, self.rolled_back_from, tuned_control, training
+            )
+            if self.run.writes:
+                with self.run.writing(weights):
+                    own = self.config, table, self.heldout, self.policy, self.evaluator.against
+                    write_card(self.run, weights, *own)
+            return table
 
     def export(self) -> Path:
         """Writes the (averaged) weights as diffusers reads them and returns their path. All ranks

@@ -61,6 +61,22 @@ def test_why_training_ended_early_is_kept(tmp_path):
     assert read(tmp_path).ended.startswith("stopped after iteration 0, as asked")
 
 
+def test_a_run_that_python_drives_is_alive_while_its_loop_is(tmp_path):
+    """It entered no folder, as a command does; and between two rows it writes nothing."""
+    Run(tmp_path).claim(config())
+    t = trainer(tmp_path)
+    rows = t.train()
+    next(rows), next(rows)
+    seen = read(tmp_path)
+    assert seen.alive and not seen.over and tell(seen).state.startswith("iteration 2 began")
+    rows.close()
+    assert "its program left the loop" in tell(read(tmp_path)).state
+    list(t.train())
+    assert "all iterations are done, but base and tuned are not" in tell(read(tmp_path)).state
+    t.finish()
+    assert read(tmp_path).finished
+
+
 def test_the_page_is_the_report_below_what_is_told_now(finished):
     with served(finished[0]) as address:
         html, _ = asked(address)

@@ -117,7 +117,7 @@ def test_the_state_is_told_at_every_moment(run, moment):
     told = tell(seen)
     assert said in told.state
     assert seen.over == (moment in ("finished", "copied", "rolled back", "stopped", "killed"))
-    assert ("no longer exists; `g2rpo resume" in told.state) == (moment == "killed")
+    assert ("no longer holds the folder; `g2rpo resume" in told.state) == (moment == "killed")
 
 
 def test_a_holder_is_known_by_its_lock_and_not_by_its_number(run):
@@ -128,6 +128,16 @@ def test_a_holder_is_known_by_its_lock_and_not_by_its_number(run):
         (folder / "status.json").write_text(begun("training").model_dump_json())
         assert read(folder).alive
         assert tell(read(folder)).state.startswith("iteration 1 began")
+
+
+def test_what_has_no_score_is_told(run):
+    folder = run([BASE, *FIVE, {**trained(6), "missing_scores": 0.25}], "training", owner=NODE)
+    table = folder / "scores/iteration_000000.jsonl"
+    table.parent.mkdir()
+    rows = [{"prompt": "a", "scores": {"ocr": score, "judge": 1.0}} for score in (None, 0.5, None)]
+    table.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said = "25 % of iteration 6; ocr of 2 held-out pictures after iteration 0"
+    assert tell(read(folder)).missing == f"without a score: {said}"
 
 
 def test_long_silence_is_said_of_a_process_that_cannot_be_seen(run):

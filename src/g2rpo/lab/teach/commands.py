@@ -3,7 +3,6 @@ it stored."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -34,7 +33,7 @@ from g2rpo.rewards import votes
 from g2rpo.rewards.taste import agreement_of, mean_agreement
 from g2rpo.rollout.scoring import score
 from g2rpo.run.run import Run, entered
-from g2rpo.runtime.distributed import joined
+from g2rpo.runtime.distributed import joined, number_in
 
 HERE = Address("127.0.0.1", 7861)
 GUARDS = 0.1
@@ -140,7 +139,7 @@ def teach(
         opened, recipe, overrides, run_dir, stored=stored, prompt=prompt or "", emit=emit
     )
     lesson = Lesson(partial(opening, background=stored is None))
-    follows = bool(int(os.environ.get("RANK", 0)))  # under torchrun rank 0 serves the page
+    follows = number_in("RANK", 0) > 0  # under torchrun rank 0 serves the page
     serves = stored is None and not follows
     if serves:
         where.check()

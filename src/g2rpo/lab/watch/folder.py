@@ -119,7 +119,7 @@ class Watched:
 
     @property
     def lost(self) -> bool:
-        """Whether the process has gone without a word."""
+        """Whether the process has gone without a word, or left the folder before `finish`."""
         return self.alive is False and not self.finished and not self.ended
 
     @property

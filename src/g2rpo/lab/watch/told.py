@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -105,6 +106,8 @@ class Told:
     """After which iteration."""
     heldout: int = 0
     trained: list[Trained] = field(default_factory=list)
+    missing: str = ""
+    """Of which pictures there are no scores."""
     alarms: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -117,6 +120,7 @@ def tell(run: Watched) -> Told:
         told.looked, told.heldout = looks[-1]["iteration"], _heldout(run)
         told.judged = _judged(run, looks, told.heldout)
         told.trained = _trained(run)
+        told.missing = _missing(run, looks[-1]["iteration"])
     standing = [one for one in occurrences(run.rows) if one.stands]
     told.alarms = [
         f"{one.name} since iteration {one.first}: {one.said}. What helps: {HELPS.get(one.name, 'docs/alarms.md')}"
@@ -140,8 +144,10 @@ def state_of(run: Watched) -> str:
     if run.ended:
         return f"ended early: {run.ended}"
     if run.lost:
-        gone = f"{run.owner} no longer exists"
-        return f"stopped without an end: no new line for {in_time(run.silence)}; {gone}; {resume} goes on"
+        gone = f"no new line for {in_time(run.silence)}; {run.owner} no longer holds the folder"
+        if run.iteration >= run.iterations > 0:
+            return f"all iterations are done, but base and tuned are not compared: {gone}; {resume} does it"
+        return f"stopped without an end: {gone}; {resume} goes on"
     return _doing(run) + _caution(run)
 
 
@@ -251,6 +257,19 @@ def _trained(run: Watched) -> list[Trained]:
             Trained(name, bars_of(values), fixed(values[-1], digits), fixed(noise, digits), rise)
         )
     return shown
+
+
+def _missing(run: Watched, looked: int) -> str:
+    """How many scores are missing: of the newest iteration, and by reward of held-out pictures."""
+    said, rows = [], run.of_kind("train")
+    if rows and (share := rows[-1].get("missing_scores")):
+        said.append(f"{100 * share:.2g} % of iteration {rows[-1]['iteration']}")
+    absent = Counter(
+        name for one in _table(run, looked) for name, score in one.scores.items() if score is None
+    )
+    for name, count in absent.items():
+        said.append(f"{name} of {counted(count, 'held-out picture')} after iteration {looked}")
+    return f"without a score: {'; '.join(said)}" if said else ""
 
 
 def _answer(run: Watched, told: Told, alarms: Sequence[str]) -> str:

@@ -44,7 +44,8 @@ class StatusFile(Listener):
         try:
             yield
         except BaseException as error:
-            self.now.ended = str(error).strip() or type(error).__name__
+            left = "its program left the loop over `train`" * isinstance(error, GeneratorExit)
+            self.now.ended = left or str(error).strip() or type(error).__name__
             self._write(self.now)
             raise
 
