@@ -113,6 +113,27 @@ def test_resumed_equals_uninterrupted(tmp_path, when):
     assert files(tmp_path / "straight") == files(tmp_path / "cut")
 
 
+LONG = {"noise": 0.5, "steps": 4, "cfg": 3, "guided_steps": 3, "solver": "dpmpp2m"}
+AGAINST = "blurry, low quality, deformed hands, watermark, text, cropped, jpeg artefacts"
+
+
+@pytest.mark.parametrize(
+    ("controls", "different"),
+    [
+        ([{**LONG, "best_of": 2}, {**LONG, "best_of": 4}], 2),
+        ([{"cfg": 3, "negative_prompt": AGAINST, "solver": of} for of in ("euler", "sde")], 2),
+        ([{"cfg": 3, "negative_prompt": of} for of in ("blurry", "Blurry")], 2),
+        ([{"noise": 0.3}, {"noise": 0.3}, {}], 1),
+    ],
+)
+def test_every_control_has_pictures_of_its_own(tmp_path, controls, different):
+    """Also where only the ends of long names differ; one that is named twice, and the base's own
+    settings, are no further ones."""
+    once = {"weights": None, "steps": [2], "batch_size": len(PROMPTS)}
+    chunks = judging(tmp_path, **once, controls=controls).chunks()
+    assert len({chunk.folder for chunk in chunks}) == len(chunks) == 1 + different
+
+
 def test_the_draws_of_the_controls_begin_from_noises_of_their_own(tmp_path):
     """Each draw is that of the sampler, up to the rounding of float32 in other batches. Without
     weights, only the base is judged."""

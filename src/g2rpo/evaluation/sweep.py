@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from g2rpo.config.schema import CacheFolder, Count, RewardTable, Steps
@@ -43,6 +43,11 @@ from g2rpo.monitor.scores import (
 Side = Literal["base", "control", "tuned", "tuned control"]
 
 
+def _different(controls: list[Control]) -> list[Control]:
+    """Each control once, without one that changes nothing, which is the base."""
+    return [control for control in dict.fromkeys(controls) if control != NO_CONTROL]
+
+
 class JudgingConfig(Drawing):
     """The model, prompts, rewards and sampling of an evaluation; without weights the base model
     alone."""
@@ -59,12 +64,12 @@ class JudgingConfig(Drawing):
     """Where text embeddings are kept, as for training."""
     rewards: Annotated[RewardTable, Field(min_length=1)]
     steps: Annotated[list[Steps], Field(min_length=1)]
-    controls: list[Control] = Field(default_factory=list)
+    controls: Annotated[list[Control], AfterValidator(_different)] = []
     """Other sampler settings of the base model, sampled beside it with the smallest of `steps` or their own;
     with any, the tuned model is sampled as `TUNED` too."""
-    trained: list[str] = Field(default_factory=list)
+    trained: list[str] = []
     """The rewards that choose the best of several draws; empty: all."""
-    contents: dict[str, str] = Field(default_factory=dict)
+    contents: dict[str, str] = {}
     """Digests of the prompts, weights and model named above."""
 
 
@@ -97,9 +102,10 @@ class Chunk:
     @property
     def _whose(self) -> str:
         named = f"tuned {self.control}" if self.side == "tuned control" else str(self.control)
-        words = re.sub("[^a-z0-9.]+", "_", named)[:80] or self.side
-        prompt = self.control.negative_prompt  # of any length and alphabet
-        return f"{words}_{digest_of(prompt)[:8]}" if prompt else words
+        words = re.sub("[^a-z0-9.]+", "_", named) or self.side
+        # a negative prompt has any length and alphabet
+        plain = len(words) <= 80 and not self.control.negative_prompt
+        return words if plain else f"{words[:80]}_{digest_of(named)[:8]}"
 
     @property
     def name(self) -> str:
