@@ -47,6 +47,14 @@ def test_a_score_does_not_depend_on_the_batch(rewards, name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", LEARNED)
+def test_a_folder_may_be_named_from_home(rewards, learned, name, monkeypatch):
+    """No shell expands the ~ of `rewards.NAME.options.path=~/FOLDER`."""
+    monkeypatch.setenv("HOME", "/")
+    reward = LEARNED[name](**{option: f"~{path}" for option, path in learned[name].items()})
+    assert torch.equal(reward(noise(2), PROMPTS[:2]), rewards[name](noise(2), PROMPTS[:2]))
+
+
+@pytest.mark.parametrize("name", LEARNED)
 def test_bfloat16_is_close_and_nothing_is_trainable(rewards, learned, name):
     images, half = noise(5), LEARNED[name](**learned[name], dtype="bfloat16")
     exact, rounded = rewards[name](images, PROMPTS), half(images, PROMPTS)

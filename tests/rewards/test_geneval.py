@@ -144,8 +144,9 @@ def one_of(*labels, **more):
     return Prompt("it", metadata={"include": clauses})
 
 
-def test_the_reward_runs_on_saved_models(detector, learned, caplog):
-    reward = Unsure(detector=detector, clip=learned["pickscore"]["path"])
+def test_the_reward_runs_on_saved_models(detector, learned, caplog, monkeypatch):
+    monkeypatch.setenv("HOME", "/")
+    reward = Unsure(detector=f"~{detector}", clip=learned["pickscore"]["path"])
     asked = one_of("dining table", "computer mouse", color="red")
     scores = reward(noise(4, 40, 56), [asked, Prompt("b"), one_of("unicorn"), asked])
     assert torch.isnan(scores).tolist() == [False, True, True, False]

@@ -54,7 +54,8 @@ def llava(tmp_path_factory):
 
 def test_yes_is_the_share_of_its_tokens_whatever_the_batch(llava, monkeypatch):
     """Beside the model's own softmax, a question at a time. float32 roundings of two layers."""
-    judge = LocalVLMJudge(llava, form="yes_no", dtype="float32", batch_size=3)
+    monkeypatch.setenv("HOME", "/")
+    judge = LocalVLMJudge(f"~{llava}", form="yes_no", dtype="float32", batch_size=3)
     scores, processor = judge(PICTURES, PROMPTS), judge.ask.processor
     wanted = []
     for picture, prompt in zip(to_pil(to_uint8(PICTURES)), PROMPTS, strict=True):

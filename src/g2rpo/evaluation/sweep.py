@@ -64,12 +64,12 @@ class JudgingConfig(Drawing):
     """Where text embeddings are kept, as for training."""
     rewards: Annotated[RewardTable, Field(min_length=1)]
     steps: Annotated[list[Steps], Field(min_length=1)]
-    controls: Annotated[list[Control], AfterValidator(_different)] = []
+    controls: Annotated[list[Control], AfterValidator(_different)] = Field(default_factory=list)
     """Other sampler settings of the base model, sampled beside it with the smallest of `steps` or their own;
     with any, the tuned model is sampled as `TUNED` too."""
-    trained: list[str] = []
+    trained: list[str] = Field(default_factory=list)
     """The rewards that choose the best of several draws; empty: all."""
-    contents: dict[str, str] = {}
+    contents: dict[str, str] = Field(default_factory=dict)
     """Digests of the prompts, weights and model named above."""
 
 

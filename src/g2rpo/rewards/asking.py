@@ -20,7 +20,7 @@ from torch import Tensor
 from g2rpo.core.errors import did_you_mean
 from g2rpo.rewards.remote import encode_png
 from g2rpo.rewards.transport import Client, Endpoint, NoAnswer, without_token
-from g2rpo.rewards.weights import check_config, fetch, parse_dtype, pretrained
+from g2rpo.rewards.weights import check_config, fetch, parse_dtype, place_of, pretrained
 
 MOST_LIKELY = 20
 """The number of most likely tokens requested: the largest that OpenAI, and vLLM by default,
@@ -170,7 +170,7 @@ class LoadedModel:
 
         fetch(path, "config.json")  # says what is wrong with a path
         check_config(path)  # before the processor is made
-        self.processor = AutoProcessor.from_pretrained(path)
+        self.processor = AutoProcessor.from_pretrained(place_of(path))
         if (
             getattr(self.processor, "image_processor", None) is None
             or self.processor.chat_template is None

@@ -31,6 +31,7 @@ from g2rpo.rewards.weights import (
     check_config,
     fetch,
     parse_dtype,
+    place_of,
     pretrained,
     read_state_dict,
 )
@@ -221,7 +222,7 @@ def load_clip_tokenizer(source: str | Path) -> Any:
     Hugging Face repository."""
     import transformers
 
-    folder = Path(source)
+    folder = local(source)
     if folder.is_dir() and not any(
         (folder / name).is_file() for name in ("tokenizer.json", "vocab.json")
     ):
@@ -229,7 +230,7 @@ def load_clip_tokenizer(source: str | Path) -> Any:
             f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); name a folder or repository that "
             "has one with tokenizer=, for example laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
         )
-    return transformers.CLIPTokenizerFast.from_pretrained(str(source))
+    return transformers.CLIPTokenizerFast.from_pretrained(str(folder))
 
 
 def _has_open_clip(path: str | Path) -> bool:
@@ -252,7 +253,7 @@ def _transformers_preprocess(path: str | Path) -> Preprocess:
     """The preprocessing that a repository's preprocessor_config.json describes."""
     from transformers import ImageProcessingMixin
 
-    config, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    config, _ = ImageProcessingMixin.get_image_processor_dict(place_of(path))
     size, crop = config.get("size", 224), config.get("crop_size", 224)
     size = {"shortest_edge": size} if isinstance(size, int) else size
     squash = "shortest_edge" not in size

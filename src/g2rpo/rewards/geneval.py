@@ -27,7 +27,7 @@ from g2rpo.rewards.geneval_scoring import (
     partial_score,
 )
 from g2rpo.rewards.pixels import TargetReward
-from g2rpo.rewards.weights import CLIP_FILES, check_config, parse_dtype, pretrained
+from g2rpo.rewards.weights import CLIP_FILES, check_config, parse_dtype, place_of, pretrained
 
 Detector = Callable[[Tensor], Sequence[Sequence[Detection]]]
 """uint8 pictures [B, 3, H, W] -> the objects in each. With an attribute `labels`, the classes,
@@ -199,10 +199,11 @@ class TransformersDetector:
         from transformers import AutoConfig, AutoImageProcessor
 
         check_config(path)
-        model = pretrained(_kind(path, AutoConfig.from_pretrained(path)), path)
+        place = place_of(path)
+        model = pretrained(_kind(path, AutoConfig.from_pretrained(place)), path)
         self.device, self.dtype, self.least = torch.device(device), parse_dtype(dtype), least
         self.model = model.to(device=self.device, dtype=self.dtype)
-        self.processor: Any = AutoImageProcessor.from_pretrained(path)
+        self.processor: Any = AutoImageProcessor.from_pretrained(place)
         self.names = self.model.config.id2label
         self.labels = frozenset(self.names.values())
 

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.clip import LinearHead
 from g2rpo.rewards.pixels import PictureReward, Preprocess
-from g2rpo.rewards.weights import TOKENIZER_FILES, build_module, fetch, parse_dtype, read_state_dict
+from g2rpo.rewards.weights import (
+    TOKENIZER_FILES,
+    build_module,
+    fetch,
+    parse_dtype,
+    place_of,
+    read_state_dict,
+)
 
 # of the raw scores on the training set, as published
 SCORE_MEAN, SCORE_STD = 0.16717362830052426, 1.0333394966054072
@@ -109,7 +116,7 @@ class ImageReward(PictureReward):
             "head",
             torch.float32,
         )
-        self.tokenizer = BertTokenizerFast.from_pretrained(tokenizer)
+        self.tokenizer = BertTokenizerFast.from_pretrained(place_of(tokenizer))
         self.preprocess = Preprocess(
             resize=self.picture["image_size"], crop=self.picture["image_size"]
         )

@@ -18,6 +18,7 @@ from g2rpo.rewards.weights import (
     check_config,
     fetch,
     parse_dtype,
+    place_of,
     read_instruction,
     read_state_dict,
 )
@@ -83,12 +84,12 @@ class QwenReward(PictureReward):
         file = fetch(instruction, *self.files["instruction"])
         self.instruction = trained_instruction(file, self.instructions, self.tokens)
         check_config(processor)
-        config = AutoConfig.from_pretrained(processor)
+        config = AutoConfig.from_pretrained(place_of(processor))
         if config.model_type != self.kind:
             raise ValueError(
                 f"{processor} has the config of a {config.model_type}, not of a {self.kind}"
             )
-        self.tokenizer = AutoTokenizer.from_pretrained(processor)
+        self.tokenizer = AutoTokenizer.from_pretrained(place_of(processor))
         self.tokenizer.add_tokens(list(self.tokens), special_tokens=True)
         self.token_ids = torch.tensor(self.tokenizer.convert_tokens_to_ids(list(self.tokens)))
         config.image_token_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")

@@ -32,12 +32,18 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return value
 
 
+def place_of(path: str | Path) -> str:
+    """A folder, with ~ expanded, or a repository's id, as transformers takes either."""
+    return str(local(path))
+
+
 def check_config(path: str | Path) -> None:
     """Raises ValueError for a transformers model whose config.json could import code; OSError if
     there is none."""
     from transformers import PreTrainedConfig
 
-    refuse_hub_kernels(PreTrainedConfig.get_config_dict(str(path))[0], f"{path}: its config.json")
+    config, _ = PreTrainedConfig.get_config_dict(place_of(path))
+    refuse_hub_kernels(config, f"{path}: its config.json")
 
 
 def pretrained(kind: Any, path: str | Path, **more: Any) -> Any:
@@ -48,7 +54,7 @@ def pretrained(kind: Any, path: str | Path, **more: Any) -> Any:
     it is not there.
     """
     check_config(path)
-    model, report = kind.from_pretrained(str(path), output_loading_info=True, **more)
+    model, report = kind.from_pretrained(place_of(path), output_loading_info=True, **more)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{path} is not complete: {len(missing)} tensors are missing, such as {missing[:3]}"
@@ -63,7 +69,7 @@ def config_in(path: str | Path) -> Any:
     if is_hub_id(str(path)):
         return None
     check_config(path)
-    return AutoConfig.from_pretrained(str(path))
+    return AutoConfig.from_pretrained(place_of(path))
 
 
 class MissingFile(FileNotFoundError):
