@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from g2rpo.algorithms.flow_dpo import FlowDPO, sigma_at
 from g2rpo.algorithms.flow_kto import FlowKTO
+from g2rpo.assembly.checks import check
 from g2rpo.core.data import Batch
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
@@ -24,7 +25,7 @@ from g2rpo.training.held_out_pairs import area, share_right, spread_over_prompts
 from g2rpo.training.updater import Trained
 from tests.lab.counting import Counting
 from tests.support.judged import Encodes, marks_of, pairs, trainer
-from tests.support.runs import picture
+from tests.support.runs import config, picture
 from tests.support.watched import Watched
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -222,9 +223,20 @@ def test_plan_and_work_count_what_a_run_evaluates(name, rows, judged):
     assert work(t.config, 0) == 3 * rows[0] + rows[1]
 
 
-def test_strings_in_place_of_judged_pictures_are_refused():
-    with pytest.raises(UserError, match="learns from pictures that people judged"):
-        trainer("flow_dpo", ["0", "0.1"])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"prompts": ["0", "0.1"]}, "learns from pictures that people judged"),
+        ({"policy": GaussianPolicy()}, "a GaussianPolicy has no latents_of"),
+    ],
+)
+def test_strings_and_policies_that_encode_nothing_are_refused(given, words):
+    """By the trainer, and for objects that are given before anything is loaded."""
+    given = {"prompts": pairs(2), **given}
+    with pytest.raises(UserError, match=words):
+        trainer("flow_dpo", **given)
+    with pytest.raises(UserError, match=words):
+        check(config("algorithm.name=flow_dpo"), {**given, "rewards": {}, "heldout": ["0"]})
 
 
 def test_accuracies():

@@ -1,10 +1,12 @@
 """One format for what people prefer: votes are written as pairs, and pairs are read as votes."""
 
+import json
+
 import pytest
 import torch
 from PIL import Image
 
-from g2rpo.assembly.prompts import build_prompts, judged_in
+from g2rpo.assembly.prompts import build_prompts
 from g2rpo.core.data import Judged, Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_tensor
@@ -12,6 +14,7 @@ from g2rpo.lab.teach.commands import agree
 from g2rpo.prompts.judged import read_judged, sharing
 from g2rpo.rewards import taste, votes
 from g2rpo.rewards.taste import Choice, Clicks
+from g2rpo.rewards.votes import judged_in
 from tests.support.runs import picture
 
 LEVELS = (50, 200, 120, 90)
@@ -71,8 +74,27 @@ def test_pairs_judge_rewards_and_fit_a_head(session):
     one.write_text((session / "pairs.jsonl").read_text().splitlines()[0] + "\n")
     with pytest.raises(UserError, match="fewer than two answers"):
         Clicks(run=str(one))
-    with pytest.raises(UserError, match=r"votes .*: there is no such file"):
+    with pytest.raises(UserError, match=r"none: there is no such file or folder"):
         agree(session / "none", {"brightness": {}})
+
+
+def test_a_head_and_agree_read_every_source_of_pairs(session):
+    """A folder of parquet files as a file of pairs; and what a head cannot read is named before
+    anything is loaded."""
+    votes.write_pairs(session)
+    rows = [json.loads(line) for line in (session / "pairs.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {side: (session / row[side]).read_bytes() for side in ("chosen", "rejected")}
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder = session / "set"
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    assert agree(folder, {"brightness": {}})["brightness"].mean == 1
+    assert len(Clicks(run=str(folder)).known(8, 12)) == 12
+    for source in (session, session / "votes.jsonl", folder, session / "pairs.jsonl"):
+        Clicks.check_options({"run": str(source)})
+    with pytest.raises(UserError, match=r"^run: .*votes: is a folder without votes.jsonl"):
+        Clicks.check_options({"run": str(session / "votes")})
 
 
 def test_pairs_that_share_pictures_are_left_out_together():

@@ -22,7 +22,12 @@ from g2rpo.core.errors import UserError, placed
 from g2rpo.core.types import Algorithm, CallableReward, Reward, as_rewards
 from g2rpo.policies import catalogue
 from g2rpo.policies.spec import PipelineSpec
-from g2rpo.training.compatible import check_differentiable, check_groups, faults_of_floors
+from g2rpo.training.compatible import (
+    check_differentiable,
+    check_groups,
+    faults_of_floors,
+    faults_of_judged,
+)
 
 
 @dataclass(frozen=True)
@@ -195,11 +200,16 @@ def _sides(run: Wanted) -> Iterator[str]:
                 break
 
 
-def _judged_clips(run: Wanted) -> Iterator[str]:
-    frames = run.config.policy.num_frames or 1
-    if judged_by(run.config.algorithm) is not None and frames > 1:
-        name = name_of(run.config.algorithm)
+def _judged(run: Wanted) -> Iterator[str]:
+    """An algorithm that learns from pictures in files needs a model that encodes them."""
+    if judged_by(run.config.algorithm) is None:
+        return
+    name, frames = name_of(run.config.algorithm), run.config.policy.num_frames or 1
+    if frames > 1:
         yield f"policy.num_frames={frames}: algorithm {name} learns from pictures; set it to 1"
+    yield from faults_of_judged(
+        run.config.algorithm, run.given.get("prompts"), run.given.get("policy")
+    )
 
 
 def _clips(run: Wanted) -> None:
@@ -250,7 +260,7 @@ CHECKS: Sequence[Check] = (
     _gradients,
     _sides,
     _clips,
-    _judged_clips,
+    _judged,
     _frames,
     check_guidance,
 )

@@ -11,9 +11,9 @@ from g2rpo.core.data import spelling_apart
 from g2rpo.core.errors import UserError, counted, did_you_mean, placed
 from g2rpo.core.files import local
 from g2rpo.core.input_pictures import images_of
-from g2rpo.prompts.judged import JudgedList, Kind, as_kind, read_judged
+from g2rpo.prompts.judged import Kind
 from g2rpo.prompts.sources import STARTER, read_prompts
-from g2rpo.rewards.votes import FILE, pairs_of
+from g2rpo.rewards.votes import judged_in
 
 TESTBED_LISTS = ("testbed:train", "testbed:heldout", "words:train", "words:heldout")
 LISTS = (*TESTBED_LISTS, *STARTER)
@@ -41,15 +41,6 @@ def build_prompts(source: str, key: str, kind: Kind | None = None) -> list[str]:
 
     world, _, split = source.partition(":")
     return list(prompts("train" if split == "train" else "heldout", world))
-
-
-def judged_in(source: str, kind: Kind) -> JudgedList:
-    """The pairs or marks of a source for `read_judged`, or of the votes of a session."""
-    path = local(source)
-    run = path if path.is_dir() else path.parent
-    if (run / FILE).is_file() and path in (run, run / FILE):
-        return as_kind(pairs_of(run), kind, source)
-    return read_judged(source, kind)
 
 
 def starter_caution(train: str, heldout: str) -> str | None:

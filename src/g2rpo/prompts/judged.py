@@ -11,7 +11,6 @@ from itertools import permutations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
@@ -21,7 +20,7 @@ from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.files import FileDigests, cache_root, local, write_whole
 from g2rpo.core.input_pictures import faults_of_pictures
 from g2rpo.core.plain import checked_as, is_text, read_text
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.seeding import seed_for
 from g2rpo.prompts.lines import COLUMNS, refuse_other_files
 from g2rpo.prompts.sources import (
     begin_of,
@@ -281,7 +280,9 @@ def _read(path: Path) -> Iterator[tuple[str, Judged | None]]:
         for table in train or tables:
             yield from _read(table)
     elif path.is_dir():
-        raise ValueError("is a folder without good/ and bad/, and without .parquet files")
+        raise ValueError("is a folder without votes.jsonl, good/ and bad/, and .parquet files")
+    elif not path.exists():
+        raise ValueError("there is no such file or folder")
     else:
         for number, record in _records(path):
             place = f"row {number}"
@@ -366,14 +367,16 @@ def sharing(pairs: Sequence[Judged]) -> list[int]:
 def held_out(
     judged: Sequence[Judged], share: float, seed: int
 ) -> tuple[list[Judged], list[Judged]]:
-    """(to learn from, held out): a share of the prompts is held out with all that was judged of
-    them, at least one prompt. Prompts that differ in case and spaces are one. Of a held-out prompt
-    what shows a picture that is learnt from is left out; if that is all, nothing is held out."""
+    """(to learn from, held out): about a share of the prompts, at least one, is held out with all
+    that was judged of them. Each prompt is drawn by its own words, so that those that are added to
+    a file change nothing for the others. Prompts that differ in case and spaces are one. Of a
+    held-out prompt what shows a picture that is learnt from is left out; if that is all, nothing is
+    held out."""
     texts = [spelling_apart(one) for one in judged]
-    prompts = list(dict.fromkeys(texts))
-    count = max(1, round(share * len(prompts))) if share and len(prompts) > 1 else 0
-    order = torch.randperm(len(prompts), generator=generator_for(seed, "held-out pairs")).tolist()
-    chosen, digests = {prompts[place] for place in order[:count]}, FileDigests(None)
+    drawn = {text: seed_for(seed, "held-out pairs", text) / 2**63 for text in dict.fromkeys(texts)}
+    below = sum(place < share for place in drawn.values())
+    count = min(max(1, below), len(drawn) - 1) if share else 0
+    chosen, digests = set(sorted(drawn, key=drawn.__getitem__)[:count]), FileDigests(None)
     sides: dict[bool, list[Judged]] = {False: [], True: []}
     for one, text in zip(judged, texts, strict=True):
         sides[text in chosen].append(one)

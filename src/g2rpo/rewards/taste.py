@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +21,14 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from g2rpo.core.data import Judged
-from g2rpo.core.errors import UserError
-from g2rpo.core.files import local
+from g2rpo.core.errors import UserError, placed
 from g2rpo.core.input_pictures import cut
 from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Reward
 from g2rpo.prompts.judged import read_judged, sharing
 from g2rpo.rewards.clip import CLIPScore
 from g2rpo.rewards.picture_features import Features, PictureEncoder, features_of
-from g2rpo.rewards.votes import FILE, answered
+from g2rpo.rewards.votes import answered, judged_in, session_of
 
 COMPONENTS = 24
 VARIANCES = (1.0, 10.0)
@@ -301,15 +300,13 @@ class Clicks(Reward):
     """What the person who clicked would like: the head's utility, in standard deviations within
     groups; 0 before there is one.
 
-    run: the directory of a session of `g2rpo teach`, or a file of pairs, to whose answers the head
-        is fitted; to pairs at the first call, at the size of its pictures.
+    run: a session of `g2rpo teach` (its directory or votes), or another source of pairs, to whose
+        answers the head is fitted; to pairs at the first call, at the size of its pictures.
     clip: a CLIP (folder or repository) whose features the head may use.
 
     A session fits the head itself, and sets `encoder` to another reward that has features.
     UserError for a run with too few answers.
     """
-
-    files: ClassVar[Mapping[str, tuple[str, ...]]] = {"run": (FILE,)}
 
     def __init__(self, run: str | None = None, clip: str | None = None) -> None:
         self.encoder: PictureEncoder | None = CLIPScore(clip) if clip is not None else None
@@ -317,19 +314,23 @@ class Clicks(Reward):
         self._pairs: Sequence[Judged] = ()
         self._shown: Sequence[int] = ()
         self._choices: list[Choice] = []
-        if run is not None and local(run).is_file() and local(run).name != FILE:
-            self._pairs = read_judged(run, "pairs")
-            self._shown = sharing(self._pairs)
-        elif run is not None:
-            folder = local(run).parent if local(run).name == FILE else local(run)
-            found = answered(folder)
+        if run is not None and (session := session_of(run)) is not None:
             choices = [
                 Choice(features_of(images, [vote.prompt] * len(images), self.encoder), vote.liked)
-                for vote, images in found
+                for vote, images in answered(session)
             ]
             self.head = fit(choices)
+        elif run is not None:
+            self._pairs = read_judged(run, "pairs")
+            self._shown = sharing(self._pairs)
         if run is not None and self.head is None and len(self._pairs) < 2:
             raise UserError(f"reward clicks: {run} has fewer than two answers to fit a head to")
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        if (run := options["run"]) is not None:
+            with placed("run: ", UserError):
+                judged_in(run, "pairs")
 
     def known(self, height: int, width: int) -> list[Choice]:
         """The choices of the file of pairs, if there is one, as pictures of this size."""

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from g2rpo.core.data import Judged, Prompt
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import append_line, write_whole
+from g2rpo.core.files import append_line, local, write_whole
 from g2rpo.core.images import to_tensor
 from g2rpo.core.plain import read_lines_as
+from g2rpo.prompts.judged import JudgedList, Kind, as_kind, read_judged
 
 FILE, FOLDER, PAIRS = "votes.jsonl", "votes", "pairs.jsonl"
 """Names in a run directory: the answers, a folder of pictures for each round, and the answers as
@@ -116,6 +117,23 @@ def pairs_of(run: Path) -> list[tuple[str, Judged]]:
             judged = Judged.of(Prompt(vote.prompt), shown, (True, False))
             pairs.append((f"round {vote.round + 1}", judged))
     return pairs
+
+
+def session_of(source: str | Path) -> Path | None:
+    """The run directory of a session that `source` is, or whose votes it is; None for another
+    source."""
+    path = local(source)
+    if path.name == FILE:
+        return path.parent
+    return path if os.path.isfile(path / FILE) else None
+
+
+def judged_in(source: str | Path, kind: Kind) -> JudgedList:
+    """The pairs or marks of a source for `read_judged`, or of the votes of a session."""
+    session = session_of(source)
+    if session is None:
+        return read_judged(source, kind)
+    return as_kind(pairs_of(session), kind, str(source))
 
 
 def write_pairs(run: Path) -> None:

@@ -16,7 +16,6 @@ from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import waits
 from g2rpo.core.contracts import check_advantages, plans_of
 from g2rpo.core.data import Judged
-from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import (
     Algorithm,
@@ -329,12 +328,9 @@ class Collector:
 
 
 def latents_of(policy: Policy, pictures: Sequence[str]) -> Tensor:
-    """The latents [B, ...] of picture files, cut to the policy's size; UserError for a policy that
-    has no `latents_of`."""
-    encode = getattr(policy, "latents_of", None)
-    if encode is None:
-        raise UserError(f"a {type(policy).__name__} has no latents_of: it cannot encode pictures")
-    latents: Tensor = encode(pictures)
+    """The latents [B, ...] of picture files, cut to the policy's size (`faults_of_judged`: it
+    encodes them)."""
+    latents: Tensor = policy.latents_of(pictures)  # type: ignore[attr-defined]
     return latents.to(policy.device)
 
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config, grid_of
-from g2rpo.core.capabilities import check_complete, judged_by, keeps_old, state_of
-from g2rpo.core.contracts import name_of
-from g2rpo.core.data import Judged
+from g2rpo.core.capabilities import check_complete, keeps_old, state_of
 from g2rpo.core.errors import refuse
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Algorithm, Cond, Policy, Reward
+from g2rpo.core.types import Cond, Policy, Reward
 from g2rpo.evaluation.work import plans_in
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.guidance import sized
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.collector import Collector
-from g2rpo.training.compatible import check_differentiable
+from g2rpo.training.compatible import check_differentiable, faults_of_judged
 from g2rpo.training.learner import Learner
 from g2rpo.training.loop import Loop
 from g2rpo.training.ranks import divided
@@ -44,7 +42,7 @@ def loop_of(
     check_complete(algorithm)
     weights = {name: config.rewards[name].weight for name in rewards}
     check_differentiable(algorithm, rewards, weights)
-    refuse(_faults_of_prompts(algorithm, prompts))
+    refuse(faults_of_judged(algorithm, prompts, policy))
     division = divided(config, shards.world)
     sigmas = grid_of(config.sampling.shift, policy, config.sampling.num_steps)
     learner = Learner(policy.trainable_parameters(), optim, shards, keeps_old(algorithm))
@@ -92,13 +90,6 @@ def loop_of(
         world=shards.world,
         floors=floors,
     )
-
-
-def _faults_of_prompts(algorithm: Algorithm, prompts: Sequence[str]) -> Iterator[str]:
-    if judged_by(algorithm) and not all(isinstance(prompt, Judged) for prompt in prompts):
-        yield (
-            f"algorithm {name_of(algorithm)} learns from pictures that people judged; name a file of them in prompts.train"
-        )
 
 
 def find_sizes(loop: Loop, heldout: int, cond: Cond) -> None:

@@ -20,7 +20,6 @@ from g2rpo.app.serving import Address
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.config import load_config
-from g2rpo.assembly.prompts import judged_in
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
@@ -170,12 +169,11 @@ def teach(
 
 
 def agree(source: Path, rewards: Mapping[str, object]) -> dict[str, Interval]:
-    """Of a session's run directory, or a file of pairs. By reward the share of pairs of a liked and
-    another picture of a group that it orders as the person did, ties counting one half: mean over
-    the groups of a session, or pairs that share pictures, and the 95 % interval of
-    `agreement_interval`. A name without settings
-    is the session's own reward or judge of that name, else a kind with its defaults. UserError for
-    a run without answers."""
+    """Of a session, or another source of pairs (`votes.judged_in`). By reward the share of pairs of
+    a liked and another picture of a group that it orders as the person did, ties counting one half:
+    mean over the groups of a session, or pairs that share pictures, and the 95 % interval of
+    `agreement_interval`. A name without settings is the session's own reward or judge of that name,
+    else a kind with its defaults. UserError for a source without answers."""
     own: dict[str, object] = {}
     if Run(source).config.is_file():
         config = Run(source).read_config()
@@ -206,11 +204,11 @@ def agree(source: Path, rewards: Mapping[str, object]) -> dict[str, Interval]:
 def _answered(source: Path) -> Iterator[tuple[int, str, Sequence[int], Tensor]]:
     """(group, prompt, liked members, pictures [G, 3, H, W]) of a session's answers, or of pairs, at
     the size of the chosen picture."""
-    if source.is_dir() or not source.exists():
-        for group, (vote, images) in enumerate(votes.answered(source)):
+    if (session := votes.session_of(source)) is not None:
+        for group, (vote, images) in enumerate(votes.answered(session)):
             yield group, vote.prompt, vote.liked, images
         return
-    pairs = judged_in(str(source), "pairs")
+    pairs = votes.judged_in(source, "pairs")
     for group, pair in zip(sharing(pairs), pairs, strict=True):
         width, height = open_picture(pair.pictures[0], "pairs").size
         yield group, pair, (0,), torch.cat([cut(path, width, height) for path in pair.pictures])
