@@ -21,7 +21,7 @@ from g2rpo.lab.plan.plan import COUNTED
 from g2rpo.lab.report.page import write_page
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.distributed import World
-from g2rpo.training.held_out_pairs import area, share_right, spread_over_prompts
+from g2rpo.training.held_out_pairs import area, rows_of, share_right, spread_over_prompts
 from g2rpo.training.updater import Trained
 from tests.lab.counting import Counting
 from tests.support.judged import Encodes, marks_of, pairs, trainer
@@ -210,7 +210,7 @@ def test_an_update_is_the_same_in_passes_of_any_size(name, judged):
 @pytest.mark.parametrize(("name", "rows"), [("flow_dpo", (6, 6)), ("flow_kto", (3, 9))])
 def test_plan_and_work_count_what_a_run_evaluates(name, rows, judged):
     """With gradient and without, of three pairs, and of three marks, whose reference point takes
-    both again. The reference of accuracies is not counted."""
+    both again; and of held-out pairs and marks, each at four times, by both models."""
     given = judged if name == "flow_dpo" else marks_of(judged)
     policy = Counting()
     policy.latents_of = Encodes().latents_of
@@ -221,6 +221,11 @@ def test_plan_and_work_count_what_a_run_evaluates(name, rows, judged):
     assert (policy.trained, policy.without_gradient) == rows
     assert found.mean(COUNTED["evaluations"]) == found.mean(COUNTED["images"]) == 0
     assert work(t.config, 0) == 3 * rows[0] + rows[1]
+    t.judged.judged, before = given[:5], policy.without_gradient
+    t.judged.row()
+    assert policy.without_gradient - before == rows_of(5, t.algorithm.group_size)
+    assert rows_of(7, 2, ranks=2) == 3 * 16 and rows_of(1, 2, ranks=2) == 16
+    assert rows_of(1000, 1) == 128 * 8
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 costs."""
 
 import math
+from collections import Counter
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -205,7 +206,7 @@ class Guided(GaussianPolicy):
 
     def __init__(self):
         super().__init__(0.1)
-        self.guided, self.calls = True, []
+        self.guided, self.calls, self.rows = True, [], Counter()
 
     @contextmanager
     def unguided(self):
@@ -216,6 +217,7 @@ class Guided(GaussianPolicy):
     def velocity(self, x, sigma, cond):
         kind = "base" if self._in_base else "trained" if torch.is_grad_enabled() else "rollout"
         self.calls.append((kind, self.guided, [*{*sigma.tolist()}]))
+        self.rows[kind, self.guided] += len(x)
         return super().velocity(x, sigma, cond) * (1.5 if self.guided else 1)
 
 
@@ -241,13 +243,18 @@ def test_the_corrector_is_not_guided_in_the_rollout_and_the_loss():
 
 def test_a_run_counts_both_velocities():
     """Of 5 steps 4 are corrected: 5 + 4 evaluations of a member, twice 4 with gradient, and as many
-    of the untrained model."""
-    t = trainer(None, *SMALL)
+    of the untrained model. Half of the latter and 4 of the former are without guidance."""
+    policy = Guided()
+    t = trainer(None, *SMALL, policy=policy)
     row, plans, prompts = t.iterate(), t.plans(0), t.config.trainer.prompts_per_iteration
     assert row["evaluations"] == prompts * count_per_prompt(t.algorithm, plans) == prompts * 4 * 9
     ((iteration, _),) = count(t.config, 3).kinds
     assert iteration.evaluations == row["evaluations"]
     assert iteration.training_rows == iteration.reference_rows == prompts * 4 * 8
+    guided, without = (policy.rows["rollout", each] for each in (True, False))
+    assert sum(iteration.unguided) == without == prompts * 4 * 4
+    assert iteration.network_rows(2) == 2 * guided + without
+    assert iteration.unguided_reference == policy.rows["base", False] == prompts * 4 * 4
 
 
 def test_the_alarm_of_drift_knows_both_velocities():

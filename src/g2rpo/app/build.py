@@ -16,16 +16,15 @@ from g2rpo.app.events import Emit, Line, silent
 from g2rpo.assembly import components
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.consistency import rewards_of
-from g2rpo.assembly.prompts import starter_caution, trained_on
+from g2rpo.assembly.prompts import divided_prompts, starter_caution, trained_on
 from g2rpo.assembly.rewards import build_rewards, configured, declared_by, reward_kind
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import ReadsTargets, judged_by
-from g2rpo.core.data import Judged
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.trackers import build_trackers
-from g2rpo.prompts.judged import JudgedList, held_out
+from g2rpo.prompts.judged import JudgedList
 from g2rpo.run.base import SharedBase, shared_base
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.rates import Sweep
@@ -93,7 +92,7 @@ def build(request: Request) -> Trainer:
         )
         for change in changes:
             request.notify(f"goes on with {change}")
-    learnt, apart = _divided(config, prompts)
+    learnt, apart = divided_prompts(config, prompts)
     parts = trainer_parts(request, learnt, heldout, apart)
     trainer = Trainer(config=config, **parts)
     if run is None:
@@ -117,15 +116,6 @@ def build(request: Request) -> Trainer:
         contents = contents_of(config, prompts, trainer.heldout, given)
         run.record_start(trainer.iteration, trainer.policy.device, contents)
     return trainer
-
-
-def _divided(config: Config, prompts: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """(to learn from, held out): the latter only of pictures that people judged."""
-    judged = [prompt for prompt in prompts if isinstance(prompt, Judged)]
-    if judged_by(config.algorithm) is None or len(judged) < len(prompts):
-        return prompts, ()
-    share: float = getattr(config.algorithm, "held_out", 0.0)
-    return held_out(judged, share, config.trainer.seed)
 
 
 def trainer_parts(

@@ -171,7 +171,7 @@ def _work_table(plan: Estimate) -> Table:
     if rows > 1:
         row(
             "  rows of the network: guidance takes two an evaluation",
-            lambda it: rows * it.evaluations,
+            lambda it: it.network_rows(rows),
         )
     row("rows of the training pass, forward and backward", COUNTED["training_rows"])
     if plan.config.algorithm.uses_base or keeps_old(plan.config.algorithm):
@@ -197,6 +197,9 @@ def _work_table(plan: Estimate) -> Table:
         (f"pictures decoded, and scored by {judged}", counts.heldout),
     ):
         table.add_row(name, f"{once:,}", f"{once * times:,}")
+    if counts.pair_rows:
+        name = "network evaluations of held-out pairs or marks"
+        table.add_row(name, f"{counts.pair_rows:,}", f"{counts.pair_rows * times:,}")
     if counts.knobs:
         table.add_row(
             "network evaluations of sampler settings and for diversity", "", f"{counts.knobs:,}"
@@ -253,7 +256,9 @@ def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
     if counts.knobs:
         beside = counts.looks - counts.times_evaluated
         table.add_row(
-            "other sampler settings, and diversity", "", planned(seconds.evaluation * beside)
+            "other sampler settings, and diversity",
+            "",
+            planned((seconds.evaluation - seconds.pairs) * beside),
         )
     table.add_row(
         "together", planned(sum(seconds.iteration.values())), planned(seconds.run), style="bold"

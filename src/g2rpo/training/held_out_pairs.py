@@ -28,6 +28,14 @@ MOST = 128
 every prompt, then the second, ..."""
 
 
+def rows_of(judged: int, group_size: int, ranks: int = 1) -> int:
+    """The network evaluations of one of `ranks` in `HeldOutPairs.row`, of so many pairs or
+    marks."""
+    looked = min(judged, MOST)
+    own = looked // ranks if looked >= ranks else looked
+    return 2 * TIMES * group_size * own
+
+
 @dataclass
 class HeldOutPairs:
     """The implicit rewards of `judged`, by the weights of a moment."""

@@ -4,7 +4,8 @@ numbers."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -52,17 +53,26 @@ class CountedIteration:
     plans: tuple[Plan, ...]
     calls: tuple[int, ...]
     """Rows of every call of the network in the rollout."""
+    unguided: tuple[int, ...]
+    """Of these the calls that are without guidance in any case."""
     passes: tuple[int, ...]
     """Rows of every training pass, forward and backward."""
     reference_rows: int
     """Rows that training passes evaluate without gradient, under the untrained or the old
     weights."""
+    unguided_reference: int
+    """Of these the rows that are without guidance in any case."""
     optimizer_steps: int
     images: int
 
     @property
     def evaluations(self) -> int:
         return sum(self.calls)
+
+    def network_rows(self, guided: int) -> int:
+        """Rows of the network in the rollout, of which an evaluation with guidance takes
+        `guided`."""
+        return guided * self.evaluations - (guided - 1) * sum(self.unguided)
 
     @property
     def training_rows(self) -> int:
@@ -87,6 +97,8 @@ class Counts:
     knobs: int = 0
     """Network evaluations, over the run, of controls and of the pictures whose diversity is
     measured."""
+    pair_rows: int = 0
+    """Network evaluations, in one evaluation, of held-out pairs or marks, without guidance."""
 
     @property
     def iterations(self) -> int:
@@ -161,12 +173,26 @@ class _Recorder(GaussianPolicy):
     def __init__(self) -> None:
         super().__init__(size=1)
         self.calls: dict[str, list[int]] = {"rollout": [], "training": [], "reference": []}
+        self.without: dict[str, list[int]] = {kind: [] for kind in self.calls}
+        """Of these, those that are without guidance."""
+        self._guided = True
+
+    @contextmanager
+    def unguided(self) -> Iterator[None]:
+        """As of a policy that has guidance."""
+        before, self._guided = self._guided, False
+        try:
+            yield
+        finally:
+            self._guided = before
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         kind = (
             "training" if torch.is_grad_enabled() else "reference" if self._in_base else "rollout"
         )
         self.calls[kind].append(len(x))
+        if not self._guided:
+            self.without[kind].append(len(x))
         return super().velocity(x, sigma, cond)
 
 
@@ -197,7 +223,7 @@ def _dry(
     else:
         kernel = algorithm.kernel(sigmas)
         rollouts = engine.rollout(plans, algorithm.group_size, kernel, generator_for)
-    calls = tuple(policy.calls["rollout"])
+    calls, without = (tuple(of["rollout"]) for of in (policy.calls, policy.without))
     silent = torch.zeros(algorithm.group_size)
     examples = [
         example
@@ -221,8 +247,15 @@ def _dry(
     return CountedIteration(
         plans=tuple(plans),
         calls=calls,
+        unguided=without,
         passes=tuple(policy.calls["training"]),
-        reference_rows=sum(policy.calls["reference"]) + sum(policy.calls["rollout"][len(calls) :]),
+        reference_rows=_beside(policy.calls, calls),
+        unguided_reference=_beside(policy.without, without),
         optimizer_steps=len(updates.grad_norms) + updates.skipped,
         images=0 if stored else candidates + sum(rollout.pictures for rollout in rollouts),
     )
+
+
+def _beside(calls: Mapping[str, Sequence[int]], rollout: Sequence[int]) -> int:
+    """Rows without gradient beside those of the rollout."""
+    return sum(calls["reference"]) + sum(calls["rollout"][len(rollout) :])

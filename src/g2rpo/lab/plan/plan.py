@@ -16,7 +16,7 @@ from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.consistency import check_settings
-from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.prompts import build_prompts, divided_prompts
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import candidates_of, judged_by
@@ -31,6 +31,7 @@ from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.lab.plan.trace import Calls, as_trained, trace_calls
 from g2rpo.runtime.distributed import World
+from g2rpo.training.held_out_pairs import rows_of
 from g2rpo.training.ranks import divided
 
 COUNTED: dict[str, Callable[[CountedIteration], float]] = {
@@ -139,10 +140,11 @@ def make_plan(
     ranks_per_node: int | None = None,
     known: KnownModels | None = None,
     text_tokens: int | None = None,
+    held_out_pairs: int = 0,
 ) -> Estimate:
     """The plan of one rank of a run of `config` on CUDA devices or a CPU.
 
-    The run has `heldout` held-out prompts and `distinct_prompts` different ones in all, of
+    The run has `heldout` held-out prompts, `held_out_pairs` pairs or marks, and `distinct_prompts` different ones in all, of
     `text_tokens` where the model does not pad them. What earlier plans know of models, `known`, is
     not computed again.
     """
@@ -169,7 +171,8 @@ def make_plan(
         components.check_judged_size(config, model.policy)
         components.check_trained_steps(config, model.policy)
         knobs = knob_evaluations(whole, model.policy, heldout, counts.times_evaluated)
-        counts = replace(counts, knobs=math.ceil(knobs / looking))
+        pair_rows = rows_of(held_out_pairs, config.algorithm.group_size, ranks)
+        counts = replace(counts, knobs=math.ceil(knobs / looking), pair_rows=pair_rows)
         traced = trace_calls(blueprint, config, counts, like_cuda=cuda, known=known.calls)
     table = {**config.rewards, **config.evaluation.rewards}
     device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1
@@ -225,6 +228,7 @@ class Planner:
         components.check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
         check_settings(self.config)
         self.text_tokens: int | None = None
+        self.held_out_pairs = 0
         self.heldout, self.distinct_prompts = self._listed_prompts()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}
         self._known = KnownModels()
@@ -244,6 +248,7 @@ class Planner:
                 ranks_per_node=self.ranks_per_node,
                 known=self._known,
                 text_tokens=self.text_tokens,
+                held_out_pairs=self.held_out_pairs,
             )
         return self._made[cuda, more]
 
@@ -279,7 +284,9 @@ class Planner:
         if len(read) < 2:
             return config.evaluation.num_prompts, n + config.evaluation.num_prompts
         train, heldout = read[0], read[1][: config.evaluation.num_prompts]
-        to_come = prompts_to_come(config, train, heldout)
+        learnt, apart = divided_prompts(config, train)
+        self.held_out_pairs = len(apart)
+        to_come = prompts_to_come(config, learnt, [*heldout, *apart])
         try:
             self.text_tokens = longest_prompt(config.policy, to_come)
         except UserError as error:

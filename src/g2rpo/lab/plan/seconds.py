@@ -26,11 +26,12 @@ kernel."""
 @dataclass(frozen=True)
 class PlannedSeconds:
     """Seconds by phase of one iteration (on average); of encoding all prompts ahead; of one
-    evaluation; of the run."""
+    evaluation, and of held-out pairs or marks in it; of the run."""
 
     iteration: dict[str, float]
     encoding: float
     evaluation: float
+    pairs: float
     run: float
     basis: str
     """The source of the numbers."""
@@ -83,7 +84,7 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
         return sum(compute(costs[name].flops, costs[name].dtype) for name in names if name in costs)
 
     @cache
-    def velocity(rows: int) -> float:
+    def velocity(rows: float) -> float:
         return calls.velocity.roofline.call(card, rates, rows / calls.velocity.rows)
 
     def a_row(call: TracedCall) -> float:
@@ -100,12 +101,17 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
     step = OPTIMIZER_PASSES * sum(p.nbytes for p in plan.model.trained) / rates.moved(card)
 
     def update(iteration: CountedIteration) -> float:
-        reference = iteration.reference_rows * a_row(calls.velocity)
+        without = iteration.unguided_reference * (1 - 1 / plan.network_rows)
+        reference = (iteration.reference_rows - without) * a_row(calls.velocity)
         return iteration.training_rows * training_row + reference + iteration.optimizer_steps * step
+
+    def rollout(iteration: CountedIteration) -> float:
+        guided = sum(map(velocity, iteration.calls)) - sum(map(velocity, iteration.unguided))
+        return guided + sum(velocity(rows / plan.network_rows) for rows in iteration.unguided)
 
     iteration = {
         **({"encode": counts.prompts_drawn * prompt} if prompt else {}),
-        "rollout": counts.mean(lambda it: sum(map(velocity, it.calls))),
+        "rollout": counts.mean(rollout),
         "decode": counts.mean(lambda it: it.images) * picture,
         "rewards": counts.mean(lambda it: it.images) * scoring(config.rewards),
         "update": counts.mean(update),
@@ -114,7 +120,8 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
     evaluation += counts.heldout * (prompt + a_row(calls.judged) + scoring(costs))
     reached = rates.products(card, dtype) / 1e12
     rate = f"{reached:.0f} of {card.tflops(dtype):g} TFLOP/s in {dtype}, {card.bandwidth:g} GB/s"
-    run = counts.iterations * sum(iteration.values()) + ahead * encoding + counts.looks * evaluation
-    return PlannedSeconds(
-        iteration, ahead * encoding, evaluation, run, f"{card.name} by roofline: {rate}"
-    )
+    pairs = counts.pair_rows * a_row(calls.velocity)
+    run = counts.iterations * sum(iteration.values()) + ahead * encoding
+    run += counts.looks * evaluation + counts.times_evaluated * pairs
+    basis = f"{card.name} by roofline: {rate}"
+    return PlannedSeconds(iteration, ahead * encoding, evaluation + pairs, pairs, run, basis)
