@@ -138,6 +138,31 @@ def test_other_text_encoders_and_tokenizers_miss_and_another_transformer_finds(
     assert cached(copy).missing(TEXTS) == TEXTS
 
 
+@pytest.mark.parametrize("edits", [False, True])
+def test_every_part_that_encodes_is_in_the_key_and_no_other(flux_directory, tmp_path, edits):
+    """Models name what encodes beside text encoders in their own ways: Qwen-Image-2.1 and the edit
+    models have a processor, LongCat-Image a text_processor, Krea-2 layers of its text encoder in
+    the index. An edit model's VAE encodes its input pictures."""
+    text, folder = Parked(), shutil.copytree(flux_directory, tmp_path / "model")
+    text.pictured = edits
+    config = PolicyConfig(path=str(folder), **SIZE)
+    index = json.loads((folder / "model_index.json").read_text())
+    names = ("processor", "text_processor", "scheduler", "transformer", "vae")
+    index |= {name: ["transformers", "Processor"] for name in names[:2]}
+
+    def key(**more):
+        (folder / "model_index.json").write_text(json.dumps({**index, **more}))
+        return cache_embeddings(text, config, "auto", complain).store.folder
+
+    keys = [key(), key(text_encoder_select_layers=[2, 5]), key(_diffusers_version="0")]
+    for name in names:
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "more.json").write_text("{}")
+        keys.append(key())
+    new = [one not in keys[:place] for place, one in enumerate(keys)]
+    assert new == [True, True, False, True, True, False, False, edits]
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -17,7 +17,14 @@ from torch import nn
 
 from g2rpo.assembly import components, hub, pipeline_files
 from g2rpo.assembly.meta import Part, Uninitialised, on_meta
-from g2rpo.assembly.pipeline_files import INDEX, LARGEST_NUMBER, MODELS, parts_in, read_file
+from g2rpo.assembly.pipeline_files import (
+    INDEX,
+    LARGEST_NUMBER,
+    MODELS,
+    options_in,
+    parts_in,
+    read_file,
+)
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import loading
 from g2rpo.policies import catalogue
@@ -59,11 +66,6 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
         for name, (library, kind) in models.items()
         if library is not None
     }
-    options = {
-        name: value
-        for name, value in index.items()
-        if not name.startswith("_") and name not in parts_in(index)
-    }
     words = (
         read_file(path, "tokenizer/tokenizer_config.json", download=True)
         if "tokenizer" in index
@@ -71,7 +73,7 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
     )
     scheduler = read_file(path, "scheduler/scheduler_config.json", download=True)
     clip_tokens = min(words.get("model_max_length", 77), LARGEST_NUMBER)  # some say 10^30
-    return Blueprint(kind, parts, clip_tokens, options, scheduler=scheduler)
+    return Blueprint(kind, parts, clip_tokens, options_in(index), scheduler=scheduler)
 
 
 def published(path: str, kind: str | None = None) -> Blueprint | None:

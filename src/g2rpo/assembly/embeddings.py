@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from g2rpo.assembly import hub
 from g2rpo.assembly.components import locate_pipeline
-from g2rpo.assembly.pipeline_files import INDEX
+from g2rpo.assembly.pipeline_files import INDEX, options_in, parts_in, read_file
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests, cache_root, digest_of, local
@@ -24,36 +25,22 @@ NOT_IN_EMBEDDINGS = {
 """Settings of a policy that text embeddings do not depend on. All others are part of their key."""
 
 
+NO_ENCODERS = ("transformer", "scheduler")
+"""How parts of a pipeline are named that encode nothing; its VAE encodes input pictures."""
+
+
 def cache_embeddings(
     text: Encoder, config: PolicyConfig, cache: str, notify: Callable[[str], None]
 ) -> CachedEncoder:
     """`text`, the encoders of `config`, with their embeddings cached as in `prompts.cache`: "auto",
     "off" or a folder."""
-    store = None
-    if cache != "off":
-        root = local(cache) if cache != "auto" else cache_root() / "embeddings"
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            edits = bool(getattr(text, "pictured", ()))
-            parts = ("text_encoder", "tokenizer", *(["vae"] if edits else []))
-            left_out = NOT_IN_EMBEDDINGS - ({"height", "width", "vae_tiling"} if edits else set())
-            settings = {
-                key: value
-                for key, value in config.model_dump(mode="json").items()
-                if key not in left_out
-            }
-            identity = {
-                **_identity_of(config.path, FileDigests(root / "digests.json"), parts),
-                "settings": settings,
-                # whether the negative prompt is encoded too
-                "guided": getattr(text, "guided", False),
-            }
-            store = EmbeddingStore(root, identity)
-        except OSError as error:
-            hint = "set prompts.cache (g2rpo evaluate: cache) to another folder, or to off"
-            raise UserError(
-                f"embedding cache {root}: cannot be written ({error.strerror}); {hint}"
-            ) from None
+    edits = bool(getattr(text, "pictured", ()))
+    left_out = NOT_IN_EMBEDDINGS - ({"height", "width", "vae_tiling"} if edits else set())
+    settings = config.model_dump(mode="json", exclude=left_out)
+    unread = NO_ENCODERS if edits else (*NO_ENCODERS, "vae")
+    # whether the negative prompt is encoded too
+    more = {"settings": settings, "guided": getattr(text, "guided", False)}
+    store = _store(config.path, cache, lambda part: not part.startswith(unread), more)
     return CachedEncoder(text, store, notify=notify)
 
 
@@ -61,24 +48,41 @@ def cache_latents(
     policy: DiffusersPolicy, config: PolicyConfig, cache: str, notify: Callable[[str], None]
 ) -> CachedEncoder:
     """The encoder of picture files of a policy, whose latents are cached as in `prompts.cache`."""
-    store = None
-    if cache != "off":
-        root = local(cache) if cache != "auto" else cache_root() / "embeddings"
-        vae = _identity_of(config.path, FileDigests(root / "digests.json"), ("vae",))
-        size = {"height": config.height, "width": config.width, "dtype": config.dtype}
-        store = EmbeddingStore(root, {**vae, "latents": size})
+    size = {"height": config.height, "width": config.width, "dtype": config.dtype}
+    store = _store(config.path, cache, "vae".__eq__, {"latents": size})
     return CachedEncoder(PictureEncoder(policy), store, notify=notify)
 
 
-def _identity_of(name: str, digests: FileDigests, parts: tuple[str, ...]) -> dict[str, str]:
-    """The identity of a pipeline's parts whose names begin so: their content, or hub id and
-    commit."""
+def _store(
+    pipeline: str, cache: str, reads: Callable[[str], bool], more: Mapping[str, Any]
+) -> EmbeddingStore | None:
+    """The store of what the parts that it `reads` of a pipeline make; None where `prompts.cache` is
+    off."""
+    if cache == "off":
+        return None
+    root = local(cache) if cache != "auto" else cache_root() / "embeddings"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        identity = _identity_of(pipeline, FileDigests(root / "digests.json"), reads)
+        return EmbeddingStore(root, {**identity, **more})
+    except OSError as error:
+        hint = "set prompts.cache (g2rpo evaluate: cache) to another folder, or to off"
+        raise UserError(
+            f"embedding cache {root}: cannot be written ({error.strerror}); {hint}"
+        ) from None
+
+
+def _identity_of(name: str, digests: FileDigests, reads: Callable[[str], bool]) -> dict[str, Any]:
+    """The identity of the parts of a pipeline: their content and the options in its index, or hub
+    id and commit."""
     path, kind = locate_pipeline(name, chosen="any")
     root = Path(path)
     if not root.is_dir():
         return {"pipeline": kind, "hub": path, "commit": _commit(path)}
-    folders = [folder for folder in sorted(root.iterdir()) if folder.name.startswith(parts)]
-    return {"pipeline": kind, "content": digests.of_folders(root, folders)}
+    index = read_file(path, INDEX)
+    folders = [root / part for part in parts_in(index) if reads(part)]
+    content = digests.of_folders(root, folders)
+    return {"pipeline": kind, "content": content, "options": options_in(index)}
 
 
 def pipeline_identity(name: str) -> str:

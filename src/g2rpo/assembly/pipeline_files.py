@@ -117,6 +117,16 @@ def parts_in(index: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
     }
 
 
+def options_in(index: dict[str, Any]) -> dict[str, Any]:
+    """The values of an index that are no parts, such as is_distilled."""
+    parts = parts_in(index)
+    return {
+        name: value
+        for name, value in index.items()
+        if not name.startswith("_") and name not in parts
+    }
+
+
 def missing_parts(pipeline: Path) -> Iterator[str]:
     """What a pipeline's folder lacks of the components in its index: folders, files, or their
     contents."""
