@@ -15,7 +15,7 @@ from g2rpo.monitor.alarms import Alarms, alike
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.distributed import World
-from tests.support.runs import brightness, finished, log, trainer
+from tests.support.runs import brightness, finished, log, resumed, trainer
 from tests.support.variants import few
 
 
@@ -45,6 +45,19 @@ def test_a_run_samples_free_knobs_of_the_untrained_model(tmp_path, tuning):
     )
     assert (means["base"], means["tuned"]) == pytest.approx((row["base"], row["tuned"]), abs=1e-6)
     assert "with the best sampler settings" in next(tmp_path.glob("*/README.md")).read_text()
+
+
+def test_a_longer_run_compares_itself_with_the_stored_controls(tmp_path):
+    """It could afford more prompts, and the base's pictures of these are not sampled again."""
+    options = ("trainer.iterations=2", "evaluation.controls=true")
+    t = trainer(tmp_path, *options)
+    t.evaluator.controls_on = 2
+    finished(t)
+    again = resumed(tmp_path, *options)
+    assert again.evaluator.controls_on == 3
+    again.finish()
+    found = Controls.model_validate(json.loads((tmp_path / "results.json").read_text())["controls"])
+    assert (found.prompts, len(found.of("tuned knob"))) == (2, 1)
 
 
 def test_free_knobs_are_sampled_where_they_are_cheap():

@@ -164,7 +164,7 @@ class Evaluator:
     def sample_controls(self, iteration: int, on_rows: Callable[[int], None]) -> None:
         """Stores the scores of all `controls`, unless they are stored or cost too much; to be
         called while the policy is the base model."""
-        if not self.controls_on or self.has_controls():
+        if not self.controls_on or self.stored_controls():
             return
         prompts = self.heldout[: self.controls_on]
         scores: dict[str, Tensor] = {}
@@ -180,38 +180,39 @@ class Evaluator:
     def sample_tuned_control(
         self, iteration: int, on_rows: Callable[[int], None]
     ) -> Evaluation | None:
-        """The tuned model as `TUNED`, on the prompts of the controls; None without any."""
-        if not self.controls_on:
+        """The tuned model as `TUNED`, on the prompts of the stored controls; None without any."""
+        prompts = self.heldout[: self.stored_controls()]
+        if not prompts:
             return None
-        return self.evaluate(
-            iteration, on_rows, self.heldout[: self.controls_on], TUNED, kept=_first_value
-        )
+        return self.evaluate(iteration, on_rows, prompts, TUNED, kept=_first_value)
 
-    def has_controls(self) -> bool:
-        """Whether the scores of controls are stored, by rank 0's view of the disk."""
-        stored = self.run.writes and self.run.control_scores.is_file()
-        return self.shards.world.total(stored)[0] > 0
+    def stored_controls(self) -> int:
+        """On how many prompts scores of `controls` are stored, by rank 0's view of the disk. It
+        may be another number than now, where an earlier start had another length."""
+        run, count = self.run, 0
+        if run.writes and self.controls and run.control_scores.is_file():
+            count = min(map(len, load_tensors(run.control_scores).values()))
+        return self.shards.world.total(count)[0]
 
     def _against(
         self, base: Evaluation, tuned: Evaluation, tuned_control: Evaluation | None, training: int
     ) -> Controls | None:
         """The stored controls against the tuned model, on the same prompts; None without any."""
-        path = self.run.control_scores
-        if not path.is_file():
+        if tuned_control is None:
             return None
-        stored, before = load_tensors(path), with_right(base)
+        count = len(tuned_control.prompts)
+        stored, before = load_tensors(self.run.control_scores), with_right(base)
         controls = {
             control: {name: stored[f"{control}/{name}"] for name in before}
             for control in self.controls
         }
-        (count,) = {len(values) for values in stored.values()}
         return against_controls(
             controls,
             {name: values[:count] for name, values in before.items()},
             self.sampler.num_steps,
             self.weights,
             {name: values[:count] for name, values in with_right(tuned).items()},
-            None if tuned_control is None else with_right(tuned_control),
+            with_right(tuned_control),
             training,
         )
 

@@ -336,12 +336,12 @@ class Trainer:
             self.status.begin(COMPARING)
             weights = self.export() if self.run_dir is not None else Path()
             tuned = self.score_heldout() if self.final is None else self.final
-            tuned_control = self.evaluator.sample_tuned_control(
-                self.iteration, self._leave_if_asked
-            )
             if self._keeps_base:
                 with self.policy.base():
                     self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
+            tuned_control = self.evaluator.sample_tuned_control(
+                self.iteration, self._leave_if_asked
+            )
             training = round(work_in_pictures(self.config))
             table = self.evaluator.finish(
                 tuned, self.iteration, self.rolled_back_from, tuned_control, training
