@@ -12,7 +12,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.evaluation.work import work
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
-from g2rpo.training.pace import EVALUATED, EVALUATIONS, fitted_length, planned, seconds_in
+from g2rpo.training.pace import EVALUATED, EVALUATIONS, MEASURED, fitted_length, planned, seconds_in
 from g2rpo.training.ranks import divided
 from tests.support.runs import brightness, config, cut, resumed, trainer
 
@@ -27,6 +27,23 @@ def test_as_many_iterations_as_fit_beside_the_evaluations(left):
     for_training = left - 30 * EVALUATIONS
     assert 10 * (total - 3) <= for_training < 10 * (total + 1 - 3)
     assert found.evaluation.every == -(-total // EVALUATIONS)
+
+
+@pytest.mark.parametrize("given", [46, 49, 67, 70, 400])
+def test_no_evaluation_begins_that_the_time_has_not_left_room_for(given):
+    """A second an iteration, twenty an evaluation, the first of the base. Fitted after iterations,
+    before the evaluations that are due then."""
+    c = config("trainer.iterations=30", "evaluation.every=10")
+    now, done, evaluated, fits = 20, 0, {0}, 0
+    while done < c.trainer.iterations:
+        now, done = now + 1, done + 1
+        if done >= MEASURED:
+            c = fitted_length(c, done, [1.0] * done, 20.0, given - now, first=not fits)
+            fits += 1
+        if done % c.evaluation.every == 0 or done == c.trainer.iterations:
+            now += 20
+            evaluated.add(done)
+    assert given - 20 < now <= given and done in evaluated
 
 
 @pytest.mark.parametrize("left", [60.0, 100.0, 1000.0, 1e6])

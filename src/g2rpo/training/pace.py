@@ -71,11 +71,17 @@ def planned(
 
 
 def fitted_length(
-    config: Config, done: int, train: Sequence[float], look: float, left: float, first: bool
+    config: Config,
+    done: int,
+    train: Sequence[float],
+    look: float,
+    left: float,
+    first: bool,
+    evaluated: bool = False,
 ) -> Config:
     """`config` with as many iterations as fit into the `left` seconds, given that an iteration took
-    `train` and an evaluation `look` seconds; at least those that are `done`. The `first` fit also
-    spreads evaluations over them."""
+    `train` and an evaluation `look` seconds; at least those that are `done`, after which the model
+    was `evaluated` or may have to be. The `first` fit also spreads evaluations over them."""
     per = statistics.median(train[1:][-10:] or train)
     spread = min(EVALUATIONS, math.ceil(config.trainer.iterations / config.evaluation.every))
 
@@ -83,11 +89,8 @@ def fitted_length(
         return math.ceil(iterations / spread) if first else config.evaluation.every
 
     def needed(iterations: int) -> float:
-        looks = (
-            math.ceil(iterations / every(iterations)) - done // every(iterations)
-            if iterations > done
-            else 0
-        )
+        before = (done if evaluated else done - 1) // every(iterations)
+        looks = math.ceil(iterations / every(iterations)) - before
         return (iterations - done) * per + looks * look
 
     iterations = done + max(0, math.floor(left / per))

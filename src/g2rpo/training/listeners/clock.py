@@ -50,7 +50,15 @@ class Clock(Listener):
             return
         config, iteration = self.loop.config, self.loop.iteration
         left, look = self._left(looks[-1])
-        found = fitted_length(config, iteration, train, look, left, first=not self.has_fitted)
+        found = fitted_length(
+            config,
+            iteration,
+            train,
+            look,
+            left,
+            first=not self.has_fitted,
+            evaluated=looks[-1]["iteration"] == iteration,
+        )
         # the first ones are slow: too early for more than to end
         if iteration < MEASURED and left > look:
             found = config
