@@ -210,6 +210,17 @@ def test_if_none_learns_the_two_best_sound_rates_are_tried_for_twice_as_long(tmp
         sweep.choose()
 
 
+@pytest.mark.parametrize(
+    "few", [{"overrides": ["evaluation.num_prompts=7"]}, {"prompts": TRAIN[:7]}]
+)
+def test_pilots_on_too_few_prompts_are_refused_before_anything_is_loaded(few):
+    """An interval takes 8 values, and a rate without one never learns."""
+    given = {**GIVEN, "policy": None, "rewards": {}, "prompts": few.get("prompts", TRAIN)}
+    settings = config(*WORDS, *few.get("overrides", ()))
+    with pytest.raises(UserError, match="on 7 training prompts, .* takes 8; raise"):
+        build(Request(config=settings, given=given, sweep=four_rates()))
+
+
 def test_a_pilot_that_stops_is_no_choice_but_does_not_end_the_others(tmp_path, monkeypatch):
     # every update counts as too many without one
     monkeypatch.setattr("g2rpo.training.listeners.early_stop.SKIPPED", 0)

@@ -32,7 +32,7 @@ from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Replicated, Sharded
 from g2rpo.training.pace import TIMED_PROMPTS, planned
-from g2rpo.training.pilots import Pilots, pilot_config, pilot_prompts
+from g2rpo.training.pilots import Pilots, check_pilots, pilot_config, pilot_prompts
 from g2rpo.training.ranks import divided
 from g2rpo.training.trainer import Trainer
 
@@ -93,6 +93,8 @@ def build(request: Request) -> Trainer:
         for change in changes:
             request.notify(f"goes on with {change}")
     learnt, apart = divided_prompts(config, prompts)
+    if request.sweep is not None and request.sweep.rate is None:
+        check_pilots(config, learnt)
     parts = trainer_parts(request, learnt, heldout, apart)
     trainer = Trainer(config=config, **parts)
     if run is None:

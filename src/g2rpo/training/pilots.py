@@ -15,8 +15,9 @@ import torch
 
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
-from g2rpo.core.errors import Stopped
+from g2rpo.core.errors import Stopped, UserError, counted
 from g2rpo.core.input_pictures import images_of
+from g2rpo.core.intervals import FEWEST_VALUES
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import Evaluation, floors_of
 from g2rpo.run.base import SharedBase
@@ -66,6 +67,16 @@ def pilot_prompts(config: Config, prompts: Sequence[str]) -> Sequence[str]:
     different = {(str(prompt), images_of(prompt)): prompt for prompt in reversed(prompts)}
     first = [*reversed(different.values())]
     return first[: min(PILOT_PROMPTS, config.evaluation.num_prompts)]
+
+
+def check_pilots(config: Config, prompts: Sequence[str]) -> None:
+    """UserError for so few training prompts that no gain has an error, so that none is above it."""
+    found = len(pilot_prompts(config, prompts))
+    if found < FEWEST_VALUES:
+        raise UserError(
+            f"--find-rate: pilots would be evaluated on {counted(found, 'training prompt')}, and the error of "
+            f"a gain takes {FEWEST_VALUES}; raise evaluation.num_prompts, or name more prompts in prompts.train"
+        )
 
 
 class Pilots:
