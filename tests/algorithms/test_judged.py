@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from g2rpo.algorithms.flow_dpo import FlowDPO, sigma_at
 from g2rpo.algorithms.flow_kto import FlowKTO
 from g2rpo.assembly.checks import check
+from g2rpo.core import normal
 from g2rpo.core.data import Batch
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
@@ -205,6 +206,18 @@ def test_an_update_is_the_same_in_passes_of_any_size(name, judged):
     assert float(means[0].abs().max()) > 1e-3
     for other in means[1:]:
         assert_close(other, means[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("flow_dpo", pairs(1)), ("flow_kto", marks_of(pairs(1)))]
+)
+def test_a_loss_has_no_float64_on_a_device_without_it(name, given, monkeypatch):
+    monkeypatch.setattr(normal, "NO_FLOAT64", {"cpu"})
+    t = trainer(name, given, "trainer.prompts_per_iteration=1")
+    examples = t.sample_groups().examples(torch.tensor([[1.0, -1.0]])[:, : t.algorithm.group_size])
+    examples = [example.with_group_sum(torch.zeros(())) for example in examples]
+    loss = t.updater.loss(examples, t.policy.encode(given), True)
+    assert {values.dtype for values in (loss.values, *loss.log.values())} == {torch.float32}
 
 
 @pytest.mark.parametrize(("name", "rows"), [("flow_dpo", (6, 6)), ("flow_kto", (3, 9))])

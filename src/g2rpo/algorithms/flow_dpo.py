@@ -121,6 +121,6 @@ class FlowDPO(FromJudged):
 def logged(gains: Tensor, errors: Tensor, marks: Tensor, implicit: Tensor) -> dict[str, Tensor]:
     """`Loss.log` of gains, errors and marks by row, and of implicit rewards by member, positive
     where they are as people judged."""
-    right = (implicit > 0).double() + 0.5 * (implicit == 0)
+    right = (implicit > 0).to(implicit) + 0.5 * (implicit == 0)
     found = {"gain": gains, "velocity_error": errors, "mark": marks, "right": right}
     return {name: values.detach() for name, values in {**found, "implicit": implicit}.items()}
