@@ -37,6 +37,16 @@ def test_overrides_reach_their_keys_and_take_rewards_out():
     assert set(config("rewards.other=1", "rewards.bright=").rewards) == {"other"}
 
 
+def test_numbers_are_numbers_and_quoted_ones_are_text(tmp_path):
+    """At the command line and in files alike, at every depth, and in the file that a run writes."""
+    options = "{a: 1e-4, b: [-2.5E+3, .5e1], c: '1e-4', d: '1984', e: 1.2.3e4}"
+    wanted = {"a": 1e-4, "b": [-2500.0, 5.0], "c": "1e-4", "d": "1984", "e": "1.2.3e4"}
+    made = config("policy.negative_prompt='1e3'", f"rewards.bright.options={options}")
+    assert made.rewards["bright"].options == wanted and made.policy.negative_prompt == "1e3"
+    (tmp_path / "config.yaml").write_text(made.to_yaml())
+    assert resolve(read_yaml(tmp_path / "config.yaml")) == made
+
+
 WRONG = """
 algorithm.gruop_size=4 -> unknown key 'algorithm.gruop_size'. Did you mean 'algorithm.group_size'?
 learning_rate=1 -> unknown key 'learning_rate'. Did you mean 'optim.learning_rate'?

@@ -5,7 +5,6 @@ Unknown keys, wrong types and values out of range are refused with a `UserError`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -257,8 +256,6 @@ def _override(data: dict[str, Any], override: str) -> None:
         hint = "write a number, a word or a list like [1,2]"
         reason = "" if str(error).startswith("is no YAML") else f" (it {error})"
         raise UserError(f"{key}: '{text:.80}' is no value{reason}; {hint}") from None
-    if isinstance(value, str):
-        value = _number(value)
     for group in groups:
         inner = data.get(group)
         if not isinstance(inner, dict):
@@ -286,15 +283,6 @@ def _faults_of_override(data: Mapping[str, Any], override: str) -> Iterator[str]
             yield f"{key}: code is a reward's kind, not its name; write {name}.kind={code}"
     if key.count(".") > DEPTH:
         yield f"'{key:.80}...' names a key inside {key.count('.')} others; at most {DEPTH} are read"
-
-
-def _number(text: str) -> Any:
-    """A number like 1e-4, which YAML 1.1 reads as a string."""
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    return number if math.isfinite(number) else text
 
 
 def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -88,14 +89,18 @@ class Section(BaseModel):
 
     def to_yaml(self) -> str:
         data = self.model_dump(mode="json")
-        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
         if "\x85" in text:  # line ends in YAML, which PyYAML writes verbatim and reads as spaces
-            text = yaml.safe_dump(data, sort_keys=False)
+            text = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
         return text
 
 
+class _Dumper(yaml.SafeDumper):
+    """Texts that `_Loader` would read as something else are written in quotes."""
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1's plain types. No aliases (a few lines could expand to billions of values, or to
+    """YAML 1.1's plain types, and YAML 1.2's numbers like 1e-4. No aliases (a few lines could expand to billions of values, or to
     cycles), no tags, no dates (they would not survive a round trip)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way)
@@ -149,6 +154,12 @@ class _Loader(yaml.SafeLoader):
         return number
 
 
+for _of in (_Loader, _Dumper):
+    _of.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
+        list("-+.0123456789"),
+    )
 for _kind in ("int", "float"):
     _Loader.add_constructor(
         f"tag:yaml.org,2002:{_kind}", getattr(_Loader, f"construct_yaml_{_kind}")

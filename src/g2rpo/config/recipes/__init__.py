@@ -5,9 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Any
 
-import yaml
-
 from g2rpo.core.errors import UserError, did_you_mean
+from g2rpo.core.plain import parse_yaml
 
 
 def names() -> list[str]:
@@ -28,7 +27,7 @@ def text(name: str) -> str:
 
 def settings(name: str) -> dict[str, Any]:
     """A recipe's values, its name among them, as `config.resolve.resolve` takes them."""
-    return {"recipe": name, **yaml.safe_load(text(name))}
+    return {"recipe": name, **parse_yaml(text(name))}
 
 
 def summary(name: str) -> str:
