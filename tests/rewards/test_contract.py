@@ -68,6 +68,13 @@ def test_bfloat16_is_close_and_nothing_is_trainable(rewards, learned, name):
     assert not any(part.training for one in modules for part in one.modules())
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_published_scale_of_pickscore_is_not_rounded(rewards, learned, dtype):
+    """A logit scale of 4.6 rounded to bfloat16 is one of 98.9 instead of 100."""
+    coarse = LEARNED["pickscore"](**learned["pickscore"], dtype=dtype)
+    assert coarse.scale == rewards["pickscore"].scale
+
+
 @pytest.mark.parametrize("name", ["hpsv2", "clip_score"])
 def test_float16_scores_are_float16_as_the_published_code_has_them(rewards, learned, name):
     """It multiplies features under float16 autocast: operands and the product are float16, so that

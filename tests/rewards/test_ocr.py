@@ -123,6 +123,8 @@ def test_it_reads_what_rapidocrs_own_call_reads():
         ("a dog's bowl isn't full", None),
         (Prompt("a sign", metadata={"text": "stop"}), "stop"),
         (Prompt("a 'sign'", metadata={"text": "stop"}), "stop"),
+        (Prompt("a 'sign'", metadata={"text": ""}), "sign"),
+        (Prompt("a 'sign'", metadata={"text": 0}), "0"),
         ('a 12" pizza box that says "Mario\'s"', "Mario's"),
         ('a 12" by 16" poster', None),
         ('a 1½" pipe, 3" wide, labelled "Hot"', "Hot"),

@@ -14,9 +14,8 @@ from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.capabilities import learner_of
 from g2rpo.core.errors import UserError, did_you_mean, loading, placed
-from g2rpo.core.plain import as_json, parse_as
+from g2rpo.core.plain import Count, as_json, parse_as
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
-from g2rpo.rewards.pixels import Count
 
 REWARDS = {  # the only list of built-in rewards: their classes declare everything else
     "hpsv2": "g2rpo.rewards.clip:HPSv2",

@@ -40,7 +40,7 @@ class CLIPScore(PictureReward):
     files = {"path": CLIP_FILES, "tokenizer": TOKENIZER_FILES}
     architecture: ClassVar[dict[str, Any] | None] = None
     """In open_clip's terms, if all weights have the same one."""
-    scale: float | Tensor = 1.0
+    scale = 1.0
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class PickScore(CLIPScore):
             load_clip(path, tokenizer=tokenizer, preprocess=_centred, device=device, dtype=dtype),
             batch_size,
         )
-        self.scale = self.encoder.model.logit_scale.float().exp()
+        self.scale = self.encoder.scale
 
 
 def _centred(size: int) -> Preprocess:

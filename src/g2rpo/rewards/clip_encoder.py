@@ -48,7 +48,8 @@ class ClipEncoder:
     `preprocess` turns uint8 pictures [B, 3, H, W] into the vision tower's input; `clean` prepares a
     prompt for the tokenizer. The model is frozen and moved to `device` and `dtype`; features are
     float32 on `device`. Cosines are float32 too, except for `dtype` float16, where products and
-    cosines are float16 as in published rewards.
+    cosines are float16 as in published rewards. `scale` is what the model was trained to multiply
+    cosines by.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ClipEncoder:
         dtype: str | torch.dtype = "float32",
         clean: Callable[[str], str] | None = None,
     ) -> None:
+        self.scale = float(model.logit_scale.exp())  # bfloat16 would round 100 to 98.9
         self.model = model.to(device=device, dtype=parse_dtype(dtype)).requires_grad_(False).eval()
         self.tokenizer, self.preprocess, self.clean = tokenizer, preprocess, clean
         self.device, self.dtype = torch.device(device), parse_dtype(dtype)

@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from g2rpo.core.images import to_pil, to_tensor
-from g2rpo.rewards.pixels import Count, normalise
+from g2rpo.core.plain import Count
+from g2rpo.rewards.pixels import normalise
 from g2rpo.rewards.qwen_vl import QwenReward, target_size
 from g2rpo.rewards.weights import TOKENIZER_FILES
 

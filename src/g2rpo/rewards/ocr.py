@@ -20,8 +20,9 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil
+from g2rpo.core.plain import Count
 from g2rpo.core.types import Prompt
-from g2rpo.rewards.pixels import Count, TargetReward
+from g2rpo.rewards.pixels import TargetReward
 
 _LETTER = r"[^\W\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff]"
 """A letter or digit of a script with apostrophes and with spaces between words: not Chinese,
@@ -111,7 +112,8 @@ class OCR(TargetReward):
     def target(prompt: str) -> str | None:
         """The text that a picture of `prompt` should show, None if it names none."""
         given = prompt.metadata.get("text") if isinstance(prompt, Prompt) else None
-        text = str(given) if given is not None else quoted(prompt)
+        # a table's empty cell is none
+        text = quoted(prompt) if given in (None, "") else str(given)
         return text if plain_letters(text) else None
 
     def score_pictures(self, images: Tensor, targets: list[str]) -> Tensor:

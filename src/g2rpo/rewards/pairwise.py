@@ -16,9 +16,9 @@ from torch import Tensor
 
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import images_of, read_inputs
+from g2rpo.core.plain import Count
 from g2rpo.core.seeding import generator_for
 from g2rpo.rewards.asking import JudgeQuestion
-from g2rpo.rewards.pixels import Count
 from g2rpo.rewards.transport import Endpoint
 from g2rpo.rewards.vlm import Form, VLMJudge
 

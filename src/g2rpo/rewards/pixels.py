@@ -12,11 +12,10 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from PIL import Image
-from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -26,7 +25,6 @@ from g2rpo.core.input_pictures import INPUT, images_of
 from g2rpo.core.types import Reward
 
 log = logging.getLogger(__name__)
-Count = Annotated[int, Field(ge=1)]
 T = TypeVar("T")
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

@@ -18,12 +18,11 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.files import local
 from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import check_pictures, open_picture
-from g2rpo.core.plain import read_as
+from g2rpo.core.plain import Count, read_as
 from g2rpo.core.types import Reward, RewardModel
 from g2rpo.rewards.clip_encoder import clip_model, load_clip
 from g2rpo.rewards.dino import DINO_KINDS, Dino, dino_model
 from g2rpo.rewards.picture_features import PictureEncoder, features_of
-from g2rpo.rewards.pixels import Count
 from g2rpo.rewards.taste import Choice, Head, fit
 from g2rpo.rewards.weights import CLIP_FILES, fetch
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_hub_id
-from g2rpo.core.plain import read_as
+from g2rpo.core.plain import Count, read_as
 from g2rpo.rewards.dino import clips
-from g2rpo.rewards.pixels import Count, normalise
+from g2rpo.rewards.pixels import normalise
 from g2rpo.rewards.qwen_vl import QwenReward, target_size
 from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
 

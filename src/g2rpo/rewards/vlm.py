@@ -24,9 +24,10 @@ from torch import Tensor
 
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
+from g2rpo.core.plain import Count
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.asking import Answer, JudgeQuestion, LoadedModel, ServedModel
-from g2rpo.rewards.pixels import Count, PictureReward
+from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.transport import Endpoint
 from g2rpo.rewards.weights import config_in, read_instruction
 
