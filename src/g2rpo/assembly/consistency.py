@@ -207,6 +207,8 @@ def _judged(run: Wanted) -> Iterator[str]:
     name, frames = name_of(run.config.algorithm), run.config.policy.num_frames or 1
     if frames > 1:
         yield f"policy.num_frames={frames}: algorithm {name} learns from pictures; set it to 1"
+    if (above := run.config.policy.lora_above) > 0:
+        yield f"policy.lora_above={above:g}: algorithm {name} trains at all sigmas; take it out"
     yield from faults_of_judged(
         run.config.algorithm, run.given.get("prompts"), run.given.get("policy")
     )

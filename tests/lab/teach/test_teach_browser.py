@@ -87,11 +87,18 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
     assert page.locator("[data-member]").count() == 4 and page.locator("#pair img").count() == 2
     assert answered(page, run, lambda: click("[data-member='2']")).liked == (2,)
     assert answered(page, run, lambda: page.keyboard.press("4")).liked == (3,)
+    # the focus stays on a picture, and what is asked next is read aloud: of an element that stays
+    page.evaluate("document.querySelector('#asked [role=status]').stays = true")
+    page.locator("[data-member='0']").focus()
+    assert answered(page, run, lambda: page.keyboard.press("Enter")).liked == (0,)
+    assert page.evaluate("document.activeElement.dataset.member") == "0"
+    assert "Group 4 of" in page.locator("#asked [role=status]").inner_text()
+    assert page.evaluate("document.querySelector('#asked [role=status]').stays")
     # neither a double click nor a held key answers the next group as well
     assert answered(page, run, lambda: page.locator("[data-member='1']").dblclick()).liked == (1,)
     assert answered(page, run, lambda: [page.keyboard.down("2") for _ in range(3)]).liked == (1,)
     page.keyboard.up("2")
-    assert len(said(run)) == 4
+    assert len(said(run)) == 5
     other = page.context.new_page()
     other.goto(page.url)
     other.locator("[data-member='0']").wait_for()
