@@ -205,7 +205,7 @@ def compared(base, tuned, controls, **more):
         return {"reward": torch.tensor(values), RIGHT: torch.tensor(values).floor()}
 
     found = {control: scores(values) for control, values in controls.items()}
-    return against_controls(found, scores(base), 10, {"reward": 1.0}, scores(tuned), **more)
+    return against_controls(found, scores(base), 10, {"reward": 1.0}, {}, scores(tuned), **more)
 
 
 def test_controls_stand_beside_base_and_tuned_with_what_they_cost():

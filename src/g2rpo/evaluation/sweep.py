@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import interval
 from g2rpo.core.types import Policy, Reward
 from g2rpo.evaluation.controls import NO_CONTROL, TUNED, Control
-from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.evaluation.heldout import Evaluation, floors_of
 from g2rpo.evaluation.sampler import Drawing
 from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls
 from g2rpo.monitor.clips import clip_of, seconds_of
@@ -243,16 +244,19 @@ class Judging:
     def controls(self) -> Controls:
         """`against_controls` at the smallest of `steps`."""
         c, rows = self.config, list(self.rows())
-        at = min(c.steps)
-        tuned = "tuned" in self.sides
+        at, tuned = min(c.steps), "tuned" in self.sides
+        base = scores_where(rows, side="base", steps=at)
+        chosen_by = {name: c.rewards[name] for name in self.chosen_by}
+        floors = floors_of(chosen_by, lambda: Evaluation((), torch.empty(0), base))
         return against_controls(
             {
                 control: scores_where(rows, side="control", control=str(control))
                 for control in c.controls
             },
-            scores_where(rows, side="base", steps=at),
+            base,
             at,
-            {name: c.rewards[name].weight for name in self.chosen_by},
+            {name: entry.weight for name, entry in chosen_by.items()},
+            dict(zip(chosen_by, floors.tolist(), strict=True)),
             scores_where(rows, side="tuned", steps=at) if tuned else None,
             scores_where(rows, side="tuned control") if tuned else None,
         )

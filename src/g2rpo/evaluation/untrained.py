@@ -98,6 +98,7 @@ def against_controls(
     base: ControlScores,
     num_steps: int,
     weights: Mapping[str, float],
+    floors: Mapping[str, float],
     tuned: ControlScores | None = None,
     tuned_control: ControlScores | None = None,
     training: int | None = None,
@@ -105,8 +106,8 @@ def against_controls(
     """The table of controls, from the base's scores by control and the tuned model's
     (`tuned_control`: as `TUNED`), all of the same prompts: the rows that `evaluate --controls`,
     `compare --controls`, results.json, the report and model cards show. The base first; then the
-    sampler settings, the best of 2, 4, ... draws, chosen by the trained rewards with their `weights`, and
-    the tuned model, plain and as `TUNED`."""
+    sampler settings, the best of 2, 4, ... draws, chosen by the trained rewards with their `weights` and
+    `floors`, and the tuned model, plain and as `TUNED`."""
 
     def way(
         kind: Kind, name: str, evaluations: int, scores: ControlScores, readings: int = 0
@@ -132,24 +133,17 @@ def against_controls(
         elif control == Control(draw=control.draw):
             draws.append(scores)
     drawn = {name: torch.stack([draw[name] for draw in draws], -1) for name in base}
-    counts = [n for n in CHOSEN_FROM if n <= len(draws)]
-    ways += [
-        way("several", f"best of {n}", n * num_steps, best_of(drawn, weights, n), n) for n in counts
-    ]
+    up_to_floors = {name: drawn[name].clamp(max=floors.get(name, math.inf)) for name in weights}
+    by = utility(up_to_floors, weights)
+    for n in CHOSEN_FROM:
+        if n <= len(draws):
+            best = {name: expected_of_best(by, values, n) for name, values in drawn.items()}
+            ways.append(way("several", f"best of {n}", n * num_steps, best, n))
     if tuned is not None:
         ways.append(way("tuned", "tuned", num_steps, tuned))
     if tuned_control is not None:
         ways.append(way("tuned knob", f"tuned, {TUNED}", num_steps, tuned_control))
     return Controls(prompts=len(next(iter(base.values()))), ways=ways, training=training)
-
-
-def best_of(
-    scores: Mapping[str, Tensor], weights: Mapping[str, float], n: int
-) -> dict[str, Tensor]:
-    """The expected scores [N] by name of the best of n pictures, from scores [N, S] of S >= n
-    pictures of each prompt; the best has the highest `utility`."""
-    by = utility(scores, weights)
-    return {name: expected_of_best(by, values, n) for name, values in scores.items()}
 
 
 def utility(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
