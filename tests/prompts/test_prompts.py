@@ -30,6 +30,7 @@ def texts(source):
     [
         ("drawbench.csv", '\ufeffPrompts,Category\r\n"a, ""b""",Colors\r\n\r\nc,x\r\n'),
         ("excel.CSV", 'sep=;\nkind; Caption\nx;a, "b"\ny;c\n'),
+        ("blank.csv", '\n \nkind; Caption\nx;a, "b"\ny;c\n'),
         ("a.csv:Kind", 'prompt,Kind\nx,"a, ""b"""\nx,c\n'),
         ("quoted.tsv", 'Text\tn\n"a, ""b"""\t1\nc\t2\n'),
         ("plain.TSV", 'n\tprompt\n1\ta, "b"\n2\tc\n'),
@@ -77,6 +78,7 @@ REFUSED = [
     ("a.csv", b"name,kind\na,b\n", "has no column .*: name, kind"),
     ("a.csv", b"prompt,caption\na,b\n", "has the columns 'prompt' and 'caption'"),
     ("a.csv", b"prompt\na red car, parked\n", "line 2: has 2 cells where the header has 1"),
+    ("a.csv", b"sep=;\nprompt;n\na;b;c\n", "line 3: has 3 cells where the header has 2"),
     ("a.csv", b'prompt\n"open\n', "cannot be read as a table"),
     ("a.csv", b"prompt,n\n  ,1\n", "line 2: should be a prompt"),
     ("a.json", b"[]", "is empty"),

@@ -171,7 +171,10 @@ def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
         ("Final Score: 4\n- 2 cats are missing", 4.0),
         ("<think>so far Final Score: 2", NAN),  # max_tokens ended it
         ("<think>Final Score: 2</think> I cannot say.", NAN),
+        ("Final Score: 3,5", 3.5),
+        ("Final Score: 4, of 5", 4.0),
         ("Final Score: 1 to 5", NAN),
+        ("Final Score: 1,5-4,5", NAN),
         ("Final Score: 1 - 5", NAN),
         ("Final Score: 0", NAN),
         ("I cannot judge this. 4", NAN),

@@ -16,7 +16,7 @@ from g2rpo.core.errors import Stopped
 from g2rpo.core.finite import finite_rows, not_finite, real_tensors
 from g2rpo.core.flow import ode_step
 from g2rpo.core.seeding import generator_for, seed_for
-from g2rpo.core.types import Policy, Scorer, as_rewards
+from g2rpo.core.types import Policy, Reward, Scorer, as_rewards
 from g2rpo.evaluation.controls import NO_CONTROL, Control, Offer
 from g2rpo.evaluation.heldout import Evaluation, verdicts
 from g2rpo.evaluation.untrained import utility
@@ -60,8 +60,7 @@ class Sampler:
             latents = self._latents(
                 prompts[start : start + self.batch_size], first + start, control
             )
-            with torch.no_grad(), sized(self.policy, self.size):
-                images.append(decode(self.policy, latents, self.decode_batch_size))
+            images.append(self._decoded(latents))
             if not (finite := finite_rows(images[-1], latents)).all():
                 place = start + int(finite.int().argmin())
                 raise self._stopped(prompts[place], first + place)
@@ -90,32 +89,12 @@ class Sampler:
         for start in range(0, len(prompts), self.batch_size):
             part = prompts[start : start + self.batch_size]
             latents = self._latents(part, first + start, control)
-            with torch.no_grad(), sized(self.policy, self.size):
-                images = decode(self.policy, latents, self.decode_batch_size)
-            values = (
-                dict(
-                    zip(
-                        alone,
-                        score(alone, images, part, latents, self.decode_batch_size),
-                        strict=True,
-                    )
-                )
-                if alone
-                else {}
-            )
+            images = self._decoded(latents)
+            found = score(alone, images, part, latents, self.decode_batch_size)
+            values = dict(zip(alone, found, strict=True))
             if comparing:
-                with self.policy.base(), torch.no_grad(), sized(self.policy, self.size):
-                    before = decode(
-                        self.policy, self._latents(part, first + start), self.decode_batch_size
-                    )
-                pairs, asked = (
-                    torch.stack([images, before], 1).flatten(0, 1),
-                    [prompt for prompt in part for _ in range(2)],
-                )
-                beside = score(
-                    comparing, pairs, asked, batch_size=self.decode_batch_size, members=2
-                )
-                values |= dict(zip(comparing, beside[:, ::2], strict=True))
+                beside = self._beside_base(comparing, images, part, first + start)
+                values |= dict(zip(comparing, beside, strict=True))
             for name in scored:
                 scores.setdefault(name, []).append(values[name])
             finite |= bool(finite_rows(images, latents).any())
@@ -127,6 +106,21 @@ class Sampler:
         return Evaluation(
             tuple(prompts), torch.cat(pictures), by_reward, verdicts(scored, by_reward)
         )
+
+    def _decoded(self, latents: Tensor) -> Tensor:
+        with sized(self.policy, self.size):
+            return decode(self.policy, latents, self.decode_batch_size)
+
+    def _beside_base(
+        self, rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str], first: int
+    ) -> Tensor:
+        """Scores [R, B] of pictures by rewards that compare, each beside the base's."""
+        with self.policy.base():
+            before = self._decoded(self._latents(prompts, first))
+        pairs = torch.stack([images, before], 1).flatten(0, 1)
+        asked = [prompt for prompt in prompts for _ in range(2)]
+        found = score(rewards, pairs, asked, batch_size=self.decode_batch_size, members=2)
+        return found[:, ::2]
 
     def best(
         self,

@@ -42,9 +42,10 @@ def _faults_of_columns(names: Sequence[str], found: Sequence[str], wanted: str) 
 def read_table(text: str, delimiters: str, wanted: str = "") -> list[tuple[int, dict[str, str]]]:
     """The numbered records of a CSV text with a header. The delimiter is the first with which the
     header has a column of prompts (`column_of`). ValueError says what is wrong."""
-    text = re.sub(r"^sep=.\n", "", text)  # Excel's own first line
+    text = re.sub(r"^sep=.\n", "\n", text)  # Excel's own first line
+    first = text.lstrip().split("\n", 1)[:1]
     for delimiter in delimiters:
-        header = next(csv.reader(text.split("\n", 1)[:1], delimiter=delimiter), [])
+        header = next(csv.reader(first, delimiter=delimiter), [])
         names = [name.strip() for name in header]
         if wanted in names if wanted else any(name.casefold() in COLUMNS for name in names):
             break

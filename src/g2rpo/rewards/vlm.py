@@ -95,11 +95,11 @@ FORMS: dict[str, Form] = {
     ),
 }
 # "(1-5)", bold marks and a colon may stand before the number; a range ("1-5", "1 to 5") is an
-# instruction, not a score Every repetition is bounded: an answer of a million blanks would
+# instruction, not a score. Every repetition is bounded: an answer of a million blanks would
 # otherwise be tried in a million ways.
 _NUMBER = (
     r"[\s*_]{0,20}(?:\(\s{0,9}\d{1,2}\s{0,9}-\s{0,9}\d{1,2}\s{0,9}\))?[\s*_]{0,20}:[\s*_<]{0,20}"
-    r"(\d{1,9}(?:\.\d{1,9})?)(?![\d.]{0,20}[^\S\n]{0,20}(?:-|to)[^\S\n]{0,20}\d)"
+    r"(\d{1,9}(?:[.,]\d{1,9})?)(?![\d.,]{0,20}[^\S\n]{0,20}(?:-|to)[^\S\n]{0,20}\d)"
 )
 
 
@@ -116,7 +116,7 @@ def parse_scores(text: str, names: Sequence[str], form: Form = FORMS["final"]) -
     values = []
     for name in names:
         found = re.findall(re.escape(name) + _NUMBER, decided, re.IGNORECASE)
-        values.append(float(found[-1]) if found else torch.nan)
+        values.append(float(found[-1].replace(",", ".")) if found else torch.nan)
     return (
         form.combine(values)
         if all(form.low <= value <= form.high for value in values)
