@@ -123,10 +123,8 @@ def check_devices(entries: Mapping[str, RewardConfig]) -> None:
     plan for another machine may name them."""
     wanted: dict[str, str] = {}
     for key, entry in entries.items():
-        device, kind = (
-            entry.options.get("device"),
-            reward_kind(key.rpartition("rewards.")[2], entry),
-        )
+        device = entry.options.get("device")
+        kind = reward_kind(key.rpartition("rewards.")[2], entry)
         if device is not None and declared_by(kind) is kind:
             wanted[key] = str(device)
     on_gpu = [key for key, device in wanted.items() if device.startswith("cuda")]

@@ -142,10 +142,8 @@ def _with_other_algorithm(
     ]
     if not asked or not isinstance(given, Mapping) or asked[-1] == with_name(given)["name"]:
         return data
-    kind, recipes = (
-        _class_in({"name": asked[-1]}, source, mention=False),
-        _class_in(given, source, mention=True),
-    )
+    kind = _class_in({"name": asked[-1]}, source, mention=False)
+    recipes = _class_in(given, source, mention=True)
     own = asked[-1] not in ALGORITHMS
     stays = own and None not in (kind, recipes) and issubclass(kind, recipes)
     kept, left = {}, {}

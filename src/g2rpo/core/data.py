@@ -36,11 +36,8 @@ class Prompt(str):
         encoded: Mapping[str, str] | None = None,
     ) -> Prompt:
         prompt = super().__new__(cls, text)
-        prompt.images, prompt.metadata, prompt.encoded = (
-            tuple(images),
-            dict(metadata or {}),
-            dict(encoded or {}),
-        )
+        prompt.images = tuple(images)
+        prompt.metadata, prompt.encoded = dict(metadata or {}), dict(encoded or {})
         return prompt
 
     def plain(self) -> str | dict[str, Any]:

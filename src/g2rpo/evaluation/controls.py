@@ -183,11 +183,8 @@ class Control(Section):
             return engine.sample(x, TAILS[self.solver])
         kernel, rows = sde_kernel(flow_sde(engine.sigmas, ETA)), range(len(x))
         for step in range(engine.num_steps):
-            v, here, there = (
-                engine.velocity(x, [step] * len(x), rows),
-                engine.sigmas[step],
-                engine.sigmas[step + 1],
-            )
+            v = engine.velocity(x, [step] * len(x), rows)
+            here, there = engine.sigmas[step], engine.sigmas[step + 1]
             if there == 0:
                 return ode_step(x, v, here, there)
             noise = [

@@ -314,10 +314,8 @@ class Judging:
             )
         ]
         with self._writing():
-            indices, seconds = (
-                range(chunk.start, chunk.stop),
-                seconds_of(policy, evaluation.images.shape[1]),
-            )
+            indices = range(chunk.start, chunk.stop)
+            seconds = seconds_of(policy, evaluation.images.shape[1])
             save_pictures(self.directory / chunk.folder, evaluation.images, indices, seconds)
             scores = self._scores(chunk)
             scores.parent.mkdir(exist_ok=True)

@@ -302,11 +302,8 @@ class CachedPolicy(Generic[P]):
         self.encode = encoder.encode
         # the policy's own methods
         self.noise, self.velocity, self.decode = policy.noise, policy.velocity, policy.decode
-        self.trainable_parameters, self.base, self.save = (
-            policy.trainable_parameters,
-            policy.base,
-            policy.save,
-        )
+        self.trainable_parameters = policy.trainable_parameters
+        self.base, self.save = policy.base, policy.save
 
     def latents_of(self, files: Sequence[str]) -> Tensor:
         """As the policy's, of which `pictures` are the encoder, with its cache."""

@@ -35,11 +35,8 @@ class QuantizedLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, device: torch.device) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = (
-            linear.in_features,
-            linear.out_features,
-            linear.bias,
-        )
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
         self.dtype = linear.weight.dtype
         for name, part in self.pack(linear.weight.detach().to(device)).items():
             self.register_buffer(name, part)

@@ -83,13 +83,8 @@ class OneStep:
         alike: bool = False,
         high: bool = True,
     ) -> None:
-        self.config, self._sigma, self._truncate, self._alike, self._high = (
-            config,
-            sigma,
-            truncate,
-            alike,
-            high,
-        )
+        self.config, self._sigma = config, sigma
+        self._truncate, self._alike, self._high = truncate, alike, high
         self.timesteps: list[Any] = []
         self.sigmas = [1.0, 0.0]
 
@@ -159,12 +154,8 @@ class ReplayedNetwork:
     def __init__(
         self, transformer: Any, dtype: torch.dtype, autocast: bool, detach_negative: bool = False
     ) -> None:
-        self._transformer, self.dtype, self._autocast, self._detach = (
-            transformer,
-            dtype,
-            autocast,
-            detach_negative,
-        )
+        self._transformer, self.dtype = transformer, dtype
+        self._autocast, self._detach = autocast, detach_negative
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         x = hidden_states.to(self.dtype) if isinstance(hidden_states, Tensor) else hidden_states

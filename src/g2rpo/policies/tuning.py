@@ -407,10 +407,8 @@ def _is_adapter(file: Path) -> bool:
 def _fitting(transformer: nn.Module, file: Path) -> dict[str, Tensor]:
     """The tensors of a file by the transformer's names, without the prefixes that all of them have;
     UserError for others."""
-    tensors, own = (
-        load_file(file),
-        {name: value.shape for name, value in transformer.state_dict().items()},
-    )
+    tensors = load_file(file)
+    own = {name: value.shape for name, value in transformer.state_dict().items()}
     found = max(
         (
             dict(zip(names, tensors.values(), strict=True))

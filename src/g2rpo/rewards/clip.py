@@ -58,11 +58,9 @@ class CLIPScore(PictureReward):
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
-        return (
-            cost_of_clip(clip_config(cls.architecture))
-            if cls.architecture
-            else clip_model(options["path"])
-        )
+        if cls.architecture is None:
+            return clip_model(options["path"])
+        return cost_of_clip(clip_config(cls.architecture))
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         return self.scale * self.encoder.similarity(images, prompts)
@@ -186,8 +184,7 @@ class LinearHead(nn.Module):
 
 class Aesthetic(PictureReward):
     """The aesthetic quality of a picture by LAION's predictor v2 (Schuhmann 2022), a linear head on
-    CLIP's features; about 1 to
-    10. It ignores the prompt, so it is easily hacked.
+    CLIP's features; about 1 to 10. It ignores the prompt, so it is easily hacked.
 
     Args: `path`, the head's file (sac+logos+ava1-l14-linearMSE.pth) or its folder; `clip`, the
     folder or repository of OpenAI's CLIP ViT-L/14; `device`; `dtype` of CLIP's weights (the head
@@ -208,10 +205,8 @@ class Aesthetic(PictureReward):
         batch_size: int = 32,
     ) -> None:
         file = fetch(path, *self.files["path"])
-        self.encoder, self.batch_size = (
-            load_clip(clip, device=device, dtype=dtype, text=False),
-            batch_size,
-        )
+        self.batch_size = batch_size
+        self.encoder = load_clip(clip, device=device, dtype=dtype, text=False)
         # the head was trained on features of OpenAI's own preprocessing
         self.encoder.crop_as_torchvision()
         self.device, width = self.encoder.device, self.encoder.model.config.projection_dim

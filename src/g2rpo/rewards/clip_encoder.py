@@ -98,9 +98,8 @@ class ClipEncoder:
 
     def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
         """As `taste.PictureEncoder`; without a tokenizer, those of pictures alone."""
-        return self.image_features(
-            255 * images
-        ), None if self.tokenizer is None else self.text_features(prompts)
+        texts = None if self.tokenizer is None else self.text_features(prompts)
+        return self.image_features(255 * images), texts
 
     def crop_as_torchvision(self) -> None:
         """An odd number of pixels is cut as torchvision does it, whatever the checkpoint's files
@@ -194,11 +193,8 @@ def clip_model(path: str | Path) -> RewardModel | None:
     if (folder / "config.json").is_file():
         check_config(folder)
         return cost_of_clip(CLIPConfig.from_pretrained(folder))
-    return (
-        cost_of_clip(clip_config(PUBLISHED_CLIPS[str(path)]))
-        if str(path) in PUBLISHED_CLIPS
-        else None
-    )
+    known = PUBLISHED_CLIPS.get(str(path))
+    return None if known is None else cost_of_clip(clip_config(known))
 
 
 def cost_of_clip(config: Any) -> RewardModel:

@@ -100,11 +100,8 @@ class DinoSimilarity(EditReward):
         dtype: str = "float32",
         batch_size: int = 32,
     ) -> None:
-        self.dino, self.share, self.batch_size = (
-            Dino(path, size=size, device=device, dtype=dtype),
-            share,
-            batch_size,
-        )
+        self.share, self.batch_size = share, batch_size
+        self.dino = Dino(path, size=size, device=device, dtype=dtype)
         self.device = self.dino.device
 
     @classmethod
@@ -115,9 +112,8 @@ class DinoSimilarity(EditReward):
         before = {
             one: self.dino(to_tensor([read_inputs(one)[0]]))[1] for one in dict.fromkeys(prompts)
         }
-        agreement = (self.dino(images)[1] * torch.cat([before[prompt] for prompt in prompts])).sum(
-            -1
-        )
+        kept = torch.cat([before[prompt] for prompt in prompts])
+        agreement = (self.dino(images)[1] * kept).sum(-1)
         return agreement.topk(math.ceil(self.share * agreement.shape[1])).values.mean(1)
 
 

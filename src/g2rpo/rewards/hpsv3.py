@@ -177,11 +177,8 @@ class HPSv3PlusPlus(HPSv3):
         """Resized as for HPSv3, then, as Qwen3-VL's processor does it, to multiples of 32."""
         x = _resized(images)
         size = target_size(x.shape[-2], x.shape[-1], 32, 256 * 256, 4096 * 4096)
-        x = (
-            nn.functional.interpolate(x, size, mode="bicubic", antialias=True)
-            if size != x.shape[-2:]
-            else x
-        )
+        if size != x.shape[-2:]:
+            x = nn.functional.interpolate(x, size, mode="bicubic", antialias=True)
         return normalise(x, (0.5,) * 3, (0.5,) * 3)
 
     def _score(self, hidden: Tensor) -> Tensor:

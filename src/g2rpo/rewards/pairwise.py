@@ -73,10 +73,8 @@ class PairwiseVLM(VLMJudge):
         request: Mapping[str, Any] | None = None,
         endpoint: Endpoint | None = None,
     ) -> None:
-        self.pairs, self.edit_template = (
-            pairs,
-            template or EDITED_PAIR + BETTER_EDIT + ENDS.get(form, ""),
-        )
+        self.pairs = pairs
+        self.edit_template = template or EDITED_PAIR + BETTER_EDIT + ENDS.get(form, "")
         more = {
             "image_size": image_size,
             "max_tokens": max_tokens,
@@ -116,10 +114,8 @@ def pairs_of(members: int, most: int | None, seed: int) -> list[tuple[int, int]]
     A tournament by the circle method: one stays, the others go round; of an odd number, one has a
     round without a pair.
     """
-    order, last = (
-        torch.randperm(members, generator=generator_for("pairs", seed)).tolist(),
-        members - 1 + members % 2,
-    )
+    order = torch.randperm(members, generator=generator_for("pairs", seed)).tolist()
+    last = members - 1 + members % 2
     rounds = [
         [(last, r), *(((r + k) % last, (r - k) % last) for k in range(1, (last + 1) // 2))]
         for r in range(last)

@@ -95,10 +95,8 @@ class QwenReward(PictureReward):
         config.image_token_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
         config.text_config.vocab_size, config.text_config.use_cache = len(self.tokenizer), False
         self.device, self.dtype = torch.device(device), parse_dtype(dtype)
-        self.patch, self.merge = (
-            config.vision_config.patch_size,
-            config.vision_config.spatial_merge_size,
-        )
+        self.patch = config.vision_config.patch_size
+        self.merge = config.vision_config.spatial_merge_size
         self._load_weights(fetch(path, *self.files["path"]), config)
 
     def _load_weights(self, file: Path, config: Any) -> None:

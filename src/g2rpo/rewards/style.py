@@ -112,10 +112,8 @@ class Style(Reward):
 
     def _choice(self, index: int, now: Mapping[str, Tensor]) -> Choice:
         """A picture of the folder, liked among some of `now` and as many of the base's."""
-        both, count = (
-            {block: self._folder[block][index : index + 1] for block in now},
-            len(self.pictures),
-        )
+        both = {block: self._folder[block][index : index + 1] for block in now}
+        count = len(self.pictures)
         for rivals in (now, self.base):
             there = len(next(iter(rivals.values())))
             places = [
@@ -136,10 +134,8 @@ class Style(Reward):
 
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
-        self.base, self.head = (
-            dict(state["base"]),
-            Head.of(state["head"]) if state["head"] else None,
-        )
+        self.base = dict(state["base"])
+        self.head = Head.of(state["head"]) if state["head"] else None
         self._set_offset()
 
 

@@ -134,13 +134,9 @@ def agreement_interval(agreed: Sequence[float], level: float) -> Interval:
     """The t interval of the agreement in these groups and one more at chance: three perfect ones
     are not certain."""
     values = np.array([*agreed, CHANCE])
-    mean, half = (
-        values.mean(),
-        stdtrit(len(agreed), (1 + level) / 2) * values.std(ddof=1) / math.sqrt(len(values)),
-    )
-    return Interval(
-        float(mean), max(0.0, float(mean - half)), min(1.0, float(mean + half)), len(agreed)
-    )
+    mean, spread = float(values.mean()), values.std(ddof=1)
+    half = float(stdtrit(len(agreed), (1 + level) / 2) * spread) / math.sqrt(len(values))
+    return Interval(mean, max(0.0, mean - half), min(1.0, mean + half), len(agreed))
 
 
 def mean_agreement(agreed: Sequence[float]) -> Interval:

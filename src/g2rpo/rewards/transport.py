@@ -163,9 +163,8 @@ class Client:
                     self.lost = False
                     return found
                 if attempt < retries:
-                    wait_s = min(30.0, FIRST_WAIT_S * 2 ** min(attempt, 10)) * random.uniform(
-                        0.5, 1.0
-                    )
+                    wait_s = min(30.0, FIRST_WAIT_S * 2 ** min(attempt, 10))
+                    wait_s *= random.uniform(0.5, 1.0)
                     time.sleep(min(MAX_WAIT_S, max(wait_s, last.after_s)))
             self.lost = True
             log.warning("%s: no score after %d attempts: %s", self.url + path, retries + 1, last)
@@ -263,13 +262,8 @@ class _Exchange:
         # they log what servers answer, which may repeat a token
         for name in ("httpx2", "httpcore2"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        self.url, self.headers, self.data, self.timeout_s, self.token = (
-            url,
-            headers,
-            data,
-            timeout_s,
-            token,
-        )
+        self.url, self.headers, self.data = url, headers, data
+        self.timeout_s, self.token = timeout_s, token
         self.asked, self.through = httpx2.URL(url), ""
         try:  # a loopback address means another machine to a proxy
             self.client = httpx2.Client(

@@ -68,16 +68,9 @@ class VideoAlign(QwenReward):
         self.chosen = [QUALITIES.index(score)] if score in QUALITIES else [0, 1, 2]
         self.fps, self.batch_size = fps, batch_size
         settings = settings_of(path)
-        frames, lora, scales = (
-            settings.data_config,
-            settings.peft_lora_config,
-            settings.inference_config,
-        )
-        self.seen, self.most_pixels, self.scale = (
-            frames.fps,
-            frames.max_frame_pixels,
-            lora.lora_alpha / lora.lora_r,
-        )
+        frames, lora = settings.data_config, settings.peft_lora_config
+        self.seen, self.most_pixels = frames.fps, frames.max_frame_pixels
+        self.scale, scales = lora.lora_alpha / lora.lora_r, settings.inference_config
         self.mean, self.std = (
             torch.tensor([getattr(scales, f"{name}_{part}") for name in QUALITIES])
             for part in ("mean", "std")

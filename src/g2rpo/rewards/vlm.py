@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -152,10 +153,7 @@ class Judge(PictureReward):
 
     @classmethod
     def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
-        form, edits = (
-            FORMS.get(options["form"]),
-            [prompt for prompt in prompts if images_of(prompt)],
-        )
+        form, edits = FORMS.get(options["form"]), list(filter(images_of, prompts))
         if form is not None and form.edit and not edits:
             return f"form={options['form']} is for edits, but none of {len(prompts)} prompts has {INPUT}"
         if form is not None and not form.edit and edits and options["template"] is None:
@@ -171,9 +169,7 @@ class Judge(PictureReward):
             self._question([*before[prompt], picture], prompt) for picture, prompt in shown
         ]
         scores = torch.full((len(prompts),), torch.nan)
-        scores[asked] = torch.tensor(
-            self._scores([one for one, wanted in zip(questions, asked, strict=True) if wanted])
-        )
+        scores[asked] = torch.tensor(self._scores([*compress(questions, asked)]))
         return scores
 
     def _reduced(self, pictures: Sequence[Image.Image]) -> list[Image.Image]:
