@@ -7,15 +7,17 @@ import math
 import pytest
 import torch
 
+from g2rpo.core.errors import RolledBack
 from g2rpo.core.statistics import FEWEST_VALUES
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.controls import CONTROL_PROMPTS, prompts_within
 from g2rpo.evaluation.untrained import Controls
+from g2rpo.evaluation.work import work
 from g2rpo.monitor.alarms import Alarms, alike
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.distributed import World
-from tests.support.runs import brightness, finished, log, resumed, trainer
+from tests.support.runs import brightness, cut, finished, log, resumed, trainer
 from tests.support.variants import few
 
 
@@ -58,6 +60,18 @@ def test_a_longer_run_compares_itself_with_the_stored_controls(tmp_path):
     again.finish()
     found = Controls.model_validate(json.loads((tmp_path / "results.json").read_text())["controls"])
     assert (found.prompts, len(found.of("tuned knob"))) == (2, 1)
+
+
+def test_the_price_of_training_is_of_what_was_trained(tmp_path):
+    """Of a run of eight iterations that goes back from the fourth to the second."""
+    options = ("trainer.iterations=8", "evaluation.controls=true", "alarms.action=rollback")
+    t = trainer(tmp_path, *options)
+    cut(t, "eval", 4)
+    t.early_stop.asked.add("rollback")
+    with pytest.raises(RolledBack):
+        t.early_stop.end()
+    t.finish()
+    assert t.evaluator.against.training == 4 * work(t.config, 0)
 
 
 def test_free_knobs_are_sampled_where_they_are_cheap():

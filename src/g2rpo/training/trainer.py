@@ -342,7 +342,8 @@ class Trainer:
             tuned_control = self.evaluator.sample_tuned_control(
                 self.iteration, self._leave_if_asked
             )
-            training = round(work_in_pictures(self.config))
+            done = self.rolled_back_from or self.iteration
+            training = round(work_in_pictures(self.config, done))
             table = self.evaluator.finish(
                 tuned, self.iteration, self.rolled_back_from, tuned_control, training
             )
