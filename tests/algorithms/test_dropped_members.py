@@ -1,6 +1,7 @@
 """Members without any advantage: Flow-GRPO and its kin filter them out before an update, others
 count them."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -86,3 +87,24 @@ def test_nothing_but_silence_moves_nothing():
     for item in experience:
         item.advantages.zero_()
     assert torch.equal(gradient(t, experience, cond), torch.zeros_like(t.policy.mean))
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "mixgrpo", "diffusion_nft"])
+def test_a_member_that_is_not_finite_is_left_out_of_the_update(name):
+    """Its picture has no score, and so its advantage is 0. The update is that without it, and its
+    statistics are finite; before, all members of the update were lost."""
+    t, experience, cond = experienced(name)
+    broken, masked = [], []
+    for item in experience:
+        counts = torch.arange(len(item.advantages)) != 1
+        quiet = replace(item, advantages=item.advantages * counts)
+        masked.append(replace(quiet, counted=counts))
+        values = {"x": item.x, **item.data}
+        for key, value in values.items():
+            if len(value) == len(counts) and value.is_floating_point():
+                values[key] = value.clone()
+                values[key][1] = torch.nan
+        broken.append(replace(quiet, x=values.pop("x"), data=values))
+    torch.testing.assert_close(gradient(t, broken, cond), gradient(t, masked, cond))
+    log = t.updater.update(broken, cond).summary(t.algorithm)
+    assert log["skipped_updates"] == 0 and all(map(math.isfinite, log.values()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,9 +12,18 @@ from g2rpo.core.data import Cond
 from g2rpo.core.errors import Stopped
 
 
+def all_finite(values: Iterable[Tensor]) -> bool:
+    """Whether all numbers of `values` are finite. Waits once for each device."""
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for value in values:
+        by_device[value.device].append(value.isfinite().all())
+    return all(bool(torch.stack(found).all()) for found in by_device.values())
+
+
 def finite_rows(*values: Tensor | None) -> Tensor:
     """Which rows [B] hold finite numbers alone in each of `values` [B, ...], on the CPU."""
-    rows = [value.flatten(1).isfinite().all(1).cpu() for value in values if value is not None]
+    given = [value[:, None] for value in values if value is not None]
+    rows = [value.flatten(1).isfinite().all(1).cpu() for value in given]
     return torch.stack(rows).all(0)
 
 

@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from g2rpo.core.contracts import name_of
 from g2rpo.core.data import Example
 from g2rpo.core.errors import UserError
+from g2rpo.core.finite import all_finite, finite_rows
 from g2rpo.core.types import Algorithm
 
 
@@ -25,6 +27,25 @@ def without_zero_advantages(examples: Sequence[Example]) -> list[Example]:
     for item in examples:
         alive[item.prompt] = alive.get(item.prompt, False) | (item.advantages != 0)
     return [replace(item, counted=alive[item.prompt]) for item in examples]
+
+
+def without_broken(examples: Sequence[Example]) -> list[Example]:
+    """`examples` in which a member with numbers that are not finite does not count. It has those of
+    a whole member of its group instead: every group keeps its size, on every rank."""
+    if all_finite(value for item in examples for value in (item.x, *item.data.values())):
+        return list(examples)
+    found = []
+    for item in examples:
+        tensors = {"": item.x, **item.data}
+        own = {name: v for name, v in tensors.items() if len(v) == len(item.advantages)}
+        whole = finite_rows(item.advantages, *own.values())
+        if whole.any() and not whole.all():
+            place = torch.where(whole, torch.arange(len(whole)), int(whole.int().argmax()))
+            tensors |= {name: v[place.to(v.device)] for name, v in own.items()}
+            x = tensors.pop("")
+            item = replace(item, x=x, data=tensors, counted=item.mask & whole)
+        found.append(item)
+    return found
 
 
 def updates_of(algorithm: Algorithm, examples: Sequence[Example]) -> Iterator[list[Example]]:

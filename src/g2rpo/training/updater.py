@@ -20,7 +20,7 @@ from g2rpo.core.capabilities import (
 )
 from g2rpo.core.errors import UserError, out_of_device_memory
 from g2rpo.core.types import Algorithm, Batch, Cond, Example, Loss, Policy
-from g2rpo.core.updates import passes, updates_of, without_zero_advantages
+from g2rpo.core.updates import passes, updates_of, without_broken, without_zero_advantages
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, bounded_by
 from g2rpo.runtime.sharding import WHOLE, Replicated
@@ -105,12 +105,12 @@ class Trained:
 class Updater:
     """Turns examples into optimizer steps: one for all, or one per part (`Algorithm.update_every`).
 
-    The loss is a mean over members and steps, for `DropsMembers` over those that
-    `without_zero_advantages` keeps. Passes of at most `sizes.micro` latents accumulate gradients;
-    an update is the same whatever that size is. When memory runs out in a pass, the update is
-    repeated with smaller passes. All ranks have equally many members; `shards` sums their
-    gradients, once per update or, with sharded weights, in every pass. `step_dtype` is the
-    engine's.
+    The loss is a mean over the members and steps that `without_broken` keeps, for `DropsMembers`
+    over those that `without_zero_advantages` keeps as well. Passes of at most `sizes.micro` latents
+    accumulate gradients; an update is the same whatever that size is. When memory runs out in a
+    pass, the update is repeated with smaller passes. All ranks have equally many members; `shards`
+    sums their gradients, once per update or, with sharded weights, in every pass. `step_dtype` is
+    the engine's.
     """
 
     policy: Policy
@@ -131,6 +131,7 @@ class Updater:
         stats = UpdateStats()
         if drops_members(self.algorithm):
             examples = without_zero_advantages(examples)
+        examples = without_broken(examples)
         if isinstance(self.algorithm, SumsGroups):
             with self.shards.training():
                 examples = self.sizes.fit(partial(self._with_group_sums, examples, cond))
