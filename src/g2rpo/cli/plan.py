@@ -12,12 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from g2rpo.cli.output import say, warn
+from g2rpo.core import plugins
 from g2rpo.core.capabilities import keeps_old
 from g2rpo.core.errors import counted, refuse
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan import answer as answers
 from g2rpo.lab.plan.answer import PlanAnswer
-from g2rpo.lab.plan.cards import CARDS
+from g2rpo.lab.plan.cards import cards_for
 from g2rpo.lab.plan.counting import CountedIteration, Counts
 from g2rpo.lab.plan.fit import OnCard, Within, on_cards, plan_within
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK, STORED
@@ -42,7 +43,7 @@ def planned_answer(
         return {key: row.plain() for key, row in rows.items()}, partial(show_cards, recipe, rows)
     if within is not None:
         fitted = plan_within(recipe, overrides, within, device)
-        return fitted.plain(), partial(show_within, fitted, within)
+        return fitted.plain(), partial(show_within, fitted, overrides, within)
     answered = answers.plan(
         recipe, overrides, device=device, ranks=ranks[0], ranks_per_node=ranks[1]
     )
@@ -94,11 +95,14 @@ def show_plan(answer: PlanAnswer, console: Console) -> None:
         warn(console, note)
 
 
-def show_within(fitted: Within, time: str, console: Console) -> None:
-    """Prints every cut with the time that is left, and the command that trains so."""
+def show_within(fitted: Within, given: Sequence[str], time: str, console: Console) -> None:
+    """Prints every cut with the time that is left, and the command that trains so: with the
+    overrides that were `given`, and the cuts."""
     columns = ("overrides", "the run", "what it costs")
     table = _table(
-        f"{fitted.recipe} on {fitted.card}: {planned(fitted.before)} as it is", columns, columns
+        f"{escape(fitted.recipe)} on {fitted.card}: {planned(fitted.before)} as it is",
+        columns,
+        columns,
     )
     for step in fitted.steps:
         table.add_row(escape(" ".join(step.overrides)), planned(step.seconds), step.worth)
@@ -109,12 +113,8 @@ def show_within(fitted: Within, time: str, console: Console) -> None:
         console,
         f"{planned(fitted.seconds)} and {needed:.1f} of {capacity:.1f} GiB; train --within fits the iterations as it runs:",
     )
-    say(
-        console,
-        " ".join(
-            ["g2rpo", "train", fitted.recipe, *map(shlex.quote, fitted.overrides), "--within", time]
-        ),
-    )
+    words = ["g2rpo", "train", fitted.recipe, *given, *fitted.overrides, "--within", time]
+    say(console, shlex.join([*words, *plugins.repeated()]))
 
 
 def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> None:
@@ -300,7 +300,8 @@ def _verdict(answer: PlanAnswer, console: Console) -> None:
     if answer.fits:
         console.print(f"[green]It fits[/]: {need} of {there}.", highlight=False)
         return
-    holding = [key for key in CARDS if find_target(key).holds(plan)]
+    able = cards_for(plan.config.policy.quantize)
+    holding = [key for key in able if find_target(key).holds(plan)]
     each = (
         "no card here would hold a rank" if plan.ranks > 1 else "no single card here would hold it"
     )

@@ -129,6 +129,10 @@ REFUSED = [
     (["flux1-dev-hps", "trainer.sharding=full"], "plan for them with --ranks"),
     (["TINY", "policy.height=33"], "multiples of 4"),
     (
+        ["TINY", "policy.quantize=fp8", "--device", "a100", "--within", "3h"],
+        "policy.quantize=fp8: NVIDIA A100 80 GB has no float8",
+    ),
+    (
         ["scenes-fast", "algorithm.name=mixgrpo_flash", "sampling.tails.forecast=true"],
         "algorithm mixgrpo_flash does not fit sampling.tails: forecast",
     ),

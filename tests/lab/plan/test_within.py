@@ -1,11 +1,14 @@
 """Overrides by which a run ends in a given time on a card."""
 
-import pytest
+import io
 
+import pytest
+from rich.console import Console
+
+from g2rpo.cli.plan import show_within
 from g2rpo.core.errors import UserError
-from g2rpo.lab.plan.fit import FEWEST_ITERATIONS, for_time, overrides_of, plan_within
+from g2rpo.lab.plan.fit import FEWEST_ITERATIONS, Within, for_time, overrides_of, plan_within
 from g2rpo.lab.plan.plan import Planner, find_target
-from tests.support.commands import done
 from tests.support.variants import few
 
 LONG = [
@@ -28,8 +31,22 @@ def test_cuts_are_made_until_the_run_fits_and_the_overrides_take_that_long(tiny_
     assert fitted.steps[-1].overrides[0].startswith("trainer.iterations=")
     assert all(step.worth for step in fitted.steps) and fitted.needed <= fitted.capacity
     plan = Planner(recipe, [*LONG, *fitted.overrides]).plan()
-    # fewer prompts are encoded
-    assert plan.seconds(find_target("h100").card).run == pytest.approx(fitted.seconds, rel=0.02)
+    assert plan.seconds(find_target("h100").card).run == fitted.seconds
+
+
+@pytest.mark.slow  # a plan
+def test_a_run_with_fewer_held_out_prompts_or_iterations_is_counted_with_them(tiny_config):
+    planner = Planner(str(tiny_config), ["evaluation.num_prompts=2", "trainer.iterations=40"])
+    whole = planner.plan()
+    less = planner.plan("evaluation.num_prompts=1", "trainer.iterations=1")
+    assert (whole.counts.heldout, less.counts.heldout) == (2, 1)
+    assert less.distinct_prompts < whole.distinct_prompts
+
+
+@pytest.mark.slow  # a plan
+def test_the_least_of_a_short_run_is_that_run(tiny_config):
+    with pytest.raises(UserError, match="the least on .* s for 5 iterations"):
+        plan_within(str(tiny_config), [*LONG, "trainer.iterations=5"], "0.001s", "h100")
 
 
 @pytest.mark.slow
@@ -41,10 +58,24 @@ def test_classifier_free_guidance_may_be_cut_from_training(tiny_config, sd3_dire
     assert ("sampling.guidance_scale=0" in offered) == (scale > 1)
 
 
-@pytest.mark.slow
-def test_the_command_prints_what_to_run(capsys, tiny_config):
-    out = done(capsys, "plan", tiny_config, *LONG, "--device", "h100", "--within", "3h")
-    assert out.rstrip().endswith("--within 3h") and f"g2rpo train {tiny_config}" in out
+def test_the_command_has_the_overrides_that_were_given():
+    cuts = Within(
+        recipe="my [1].yaml",
+        card="H100",
+        limit=3600,
+        before=1e5,
+        steps=(),
+        overrides=("algorithm.granularities=[1]",),
+        needed=2**30,
+        capacity=2**31,
+        seconds=3000,
+    )
+    console = Console(file=io.StringIO(), width=80)
+    show_within(cuts, ["policy.lora_rank=16"], "1h", console)
+    *_, command = console.file.getvalue().splitlines()
+    assert command == (
+        "g2rpo train 'my [1].yaml' policy.lora_rank=16 'algorithm.granularities=[1]' --within 1h"
+    )
 
 
 @pytest.mark.parametrize(

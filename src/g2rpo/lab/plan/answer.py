@@ -9,13 +9,11 @@ from typing import Any
 from g2rpo.assembly import components
 from g2rpo.assembly.checks import check_quantized
 from g2rpo.config.schema import Config
-from g2rpo.core.errors import UserError
-from g2rpo.lab.plan.cards import CARDS
+from g2rpo.lab.plan.cards import cards_for
 from g2rpo.lab.plan.fit import fitting
-from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target
+from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target, target_of
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.policies.catalogue import licence_of
-from g2rpo.policies.quantized import NO_FLOAT8
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,7 @@ def plan(
     fit if it does not."""
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
     config, notes = planner.config, planner.notes
-    target = find_target(device or config.policy.device)
-    if target.card and config.policy.quantize == "fp8" and not target.card.float8:
-        raise UserError(f"policy.quantize=fp8: {target.name} has no float8; {NO_FLOAT8}")
+    target = target_of(config, device)
     # as for a run, on the device that is planned for
     there = config.policy.model_copy(
         update={"device": (device or config.policy.device) if target.own else "cpu"}
@@ -135,8 +131,7 @@ def _cards(result: Estimate) -> dict[str, tuple[bool, PlannedSeconds]]:
     """Whether a CUDA plan fits on each known card, and its time there."""
     return {
         key: (result.memory.needed <= find_target(key).capacity, result.seconds(card))
-        for key, card in CARDS.items()
-        if card.float8 or result.config.policy.quantize != "fp8"
+        for key, card in cards_for(result.config.policy.quantize).items()
     }
 
 

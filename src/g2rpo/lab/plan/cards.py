@@ -94,6 +94,11 @@ def find_card(name: str) -> Card:
     return CARDS[key]
 
 
+def cards_for(quantize: str) -> dict[str, Card]:
+    """The cards that compute with weights of this `policy.quantize`."""
+    return {key: card for key, card in CARDS.items() if card.float8 or quantize != "fp8"}
+
+
 def card_of(device_name: str) -> Card | None:
     """The card that torch calls `device_name`, such as "NVIDIA H100 80GB HBM3"; None if no
     datasheet is known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,8 +12,9 @@ from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
 from g2rpo.config.given import is_mention
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
-from g2rpo.lab.plan.cards import CARDS, Card
-from g2rpo.lab.plan.plan import Estimate, Planner, Target, find_target
+from g2rpo.core.intervals import in_time
+from g2rpo.lab.plan.cards import Card, cards_for
+from g2rpo.lab.plan.plan import Estimate, Planner, Target, find_target, target_of
 from g2rpo.policies.quantized import installed
 from g2rpo.training.pace import seconds_in
 
@@ -173,12 +175,11 @@ def on_cards(
     """The run on every card that can compute it."""
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
     rows = {}
-    for key, card in CARDS.items():
-        if planner.config.policy.quantize != "fp8" or card.float8:
-            target = find_target(key)
-            extra = fitting(planner, target)
-            run = planner.plan(*(extra or ()))
-            rows[key] = OnCard(extra, run.memory.needed, target.capacity, run.seconds(card).run)
+    for key, card in cards_for(planner.config.policy.quantize).items():
+        target = find_target(key)
+        extra = fitting(planner, target)
+        run = planner.plan(*(extra or ()))
+        rows[key] = OnCard(extra, run.memory.needed, target.capacity, run.seconds(card).run)
     return rows
 
 
@@ -301,7 +302,7 @@ def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | 
     """Makes cuts until the run takes at most `time`, such as 3h; the last one is the number of
     iterations, at least `FEWEST_ITERATIONS`."""
     limit, planner = seconds_in(time), Planner(recipe, overrides)
-    target = find_target(device or planner.config.policy.device)
+    target = target_of(planner.config, device)
     if target.card is None:
         raise UserError(
             "--within: name a card, such as --device rtx4090; `g2rpo train --within` measures this machine"
@@ -320,14 +321,22 @@ def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | 
     first = PlanChange(tuple(fitted), "the run does not fit in the card's memory without")
     cuts, short_enough = fewest(list(for_time(planner.plan(*fitted), target)), seconds, limit)
     if not short_enough:
-        cuts.append(
-            _length(
-                planner.plan(*fitted, *overrides_of(cuts)),
-                card,
-                limit,
-                [*fitted, *overrides_of(cuts)],
+        shorter = overrides_of(cuts)
+        most = planner.plan(*fitted, *shorter).counts.iterations
+        lengths = range(min(FEWEST_ITERATIONS, most), most + 1)
+
+        def of_length(iterations: int) -> float:
+            return seconds([*shorter, f"trainer.iterations={iterations}"])
+
+        fits = bisect_right(lengths, limit, key=of_length)
+        if not fits:
+            least, changed = lengths[0], " ".join([*fitted, *shorter])
+            raise UserError(
+                f"--within: nothing fits; the least on {card.name} is {in_time(of_length(least))} "
+                f"for {least} iterations, with {changed}"
             )
-        )
+        longest = f"trainer.iterations={lengths[fits - 1]}"
+        cuts.append(PlanChange((longest,), "fewer updates"))
     steps = [Cut(first.overrides, first.worth, seconds([]))] if fitted else []
     steps += [
         Cut(cut.overrides, cut.worth, seconds(overrides_of(cuts[: n + 1])))
@@ -346,27 +355,3 @@ def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | 
         capacity=target.capacity,
         seconds=plan.seconds(card).run,
     )
-
-
-def _length(plan: Estimate, card: Card, limit: float, taken: Sequence[str]) -> PlanChange:
-    """The most iterations that end in time."""
-    each, every = plan.seconds(card), plan.config.evaluation.every
-    iteration = sum(each.iteration.values())
-
-    def run(iterations: int) -> float:
-        return (
-            each.encoding + iterations * iteration + (1 + -(-iterations // every)) * each.evaluation
-        )
-
-    fits = [
-        number
-        for number in range(FEWEST_ITERATIONS, plan.counts.iterations + 1)
-        if run(number) <= limit
-    ]
-    if not fits:
-        hours = (each.run - (plan.counts.iterations - FEWEST_ITERATIONS) * iteration) / 3600
-        raise UserError(
-            f"--within: nothing fits; the least on {card.name} is {hours:.1f} h for {FEWEST_ITERATIONS} iterations, "
-            f"with {' '.join(taken)}"
-        )
-    return PlanChange((f"trainer.iterations={max(fits)}",), "fewer updates")

@@ -30,6 +30,7 @@ from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
 from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.lab.plan.trace import Calls, as_trained, trace_calls
+from g2rpo.policies.quantized import NO_FLOAT8
 from g2rpo.runtime.distributed import World
 from g2rpo.training.held_out_pairs import rows_of
 from g2rpo.training.ranks import divided
@@ -85,6 +86,15 @@ def find_target(device: str) -> Target:
         return Target(f"this machine's {name}{used}", True, True, free, card_of(name))
     card = find_card(device)
     return Target(card.name, True, False, int(card.memory_gib * 2**30), card)
+
+
+def target_of(config: Config, device: str | None) -> Target:
+    """The target that `device` names, by default that of `config`; UserError for a card that cannot
+    compute with its weights."""
+    target = find_target(device or config.policy.device)
+    if target.card and config.policy.quantize == "fp8" and not target.card.float8:
+        raise UserError(f"policy.quantize=fp8: {target.name} has no float8; {NO_FLOAT8}")
+    return target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +211,21 @@ def make_plan(
     )
 
 
+@dataclass(frozen=True)
+class Lists:
+    """Prompts to learn from, pairs that are held out of them, and held-out prompts, however many
+    of each list a run takes."""
+
+    learnt: Sequence[str]
+    pairs: Sequence[str]
+    heldout: Sequence[str]
+
+    def to_come(self, config: Config) -> list[str]:
+        """The different prompts of a run of `config`."""
+        heldout = self.heldout[: config.evaluation.num_prompts]
+        return prompts_to_come(config, self.learnt, [*heldout, *self.pairs])
+
+
 class Planner:
     """Plans of `recipe` with `overrides` on `ranks` devices, `ranks_per_node` in a machine.
 
@@ -227,9 +252,8 @@ class Planner:
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
         components.check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
         check_settings(self.config)
-        self.text_tokens: int | None = None
-        self.held_out_pairs = 0
-        self.heldout, self.distinct_prompts = self._listed_prompts()
+        self._lists = self._listed_prompts()
+        self.text_tokens = self._longest_prompt()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}
         self._known = KnownModels()
 
@@ -237,18 +261,20 @@ class Planner:
         """The plan with `more` overrides, on CUDA devices or a CPU. Models and calls of earlier
         plans are traced once."""
         if (cuda, more) not in self._made:
+            config = self.config
+            if more:
+                config = completed(load_config(self.recipe, [*self.overrides, *more]))
+            heldout, distinct = self._counted_prompts(config)
             self._made[cuda, more] = make_plan(
-                completed(load_config(self.recipe, [*self.overrides, *more]))
-                if more
-                else self.config,
+                config,
                 cuda=cuda,
-                heldout=self.heldout,
-                distinct_prompts=self.distinct_prompts,
+                heldout=heldout,
+                distinct_prompts=distinct,
                 ranks=self.ranks,
                 ranks_per_node=self.ranks_per_node,
                 known=self._known,
                 text_tokens=self.text_tokens,
-                held_out_pairs=self.held_out_pairs,
+                held_out_pairs=0 if self._lists is None else len(self._lists.pairs),
             )
         return self._made[cuda, more]
 
@@ -259,39 +285,45 @@ class Planner:
         except UserError:
             return None
 
-    def _listed_prompts(self) -> tuple[int, int]:
-        """(held-out prompts, different prompts of the run); for a list that is missing, the numbers
-        of the config."""
+    def _listed_prompts(self) -> Lists | None:
+        """The prompts of all runs; None if a list is missing."""
         config = self.config
-        n = (
-            config.trainer.iterations
-            * config.trainer.prompts_per_iteration
-            * candidates_of(config.algorithm)
+        sources = (
+            ("prompts.train", config.prompts.train, judged_by(config.algorithm)),
+            ("evaluation.prompts", config.evaluation.prompts, None),
         )
         read: list[list[str]] = []
-        for key, source in (
-            ("prompts.train", config.prompts.train),
-            ("evaluation.prompts", config.evaluation.prompts),
-        ):
+        for key, source, kind in sources:
             try:
-                kind = judged_by(config.algorithm) if key == "prompts.train" else None
                 read.append(build_prompts(source, key, kind))
             except UserError as error:
                 why = str(error).split(";")[0]
                 self.notes.append(
                     f"{why}. As many prompts as the config asks for are assumed, all different."
                 )
-        if len(read) < 2:
-            return config.evaluation.num_prompts, n + config.evaluation.num_prompts
-        train, heldout = read[0], read[1][: config.evaluation.num_prompts]
-        learnt, apart = divided_prompts(config, train)
-        self.held_out_pairs = len(apart)
-        to_come = prompts_to_come(config, learnt, [*heldout, *apart])
+        if len(read) < len(sources):
+            return None
+        train, heldout = read
+        return Lists(*divided_prompts(config, train), heldout)
+
+    def _longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt of the run without further overrides, where they count."""
+        if self._lists is None:
+            return None
         try:
-            self.text_tokens = longest_prompt(config.policy, to_come)
+            return longest_prompt(self.config.policy, self._lists.to_come(self.config))
         except UserError as error:
             self.notes.append(f"{error}. The most that a prompt may have are assumed.")
-        return len(heldout), len(to_come)
+            return None
+
+    def _counted_prompts(self, config: Config) -> tuple[int, int]:
+        """(held-out prompts, different prompts of a run of `config`)."""
+        heldout = config.evaluation.num_prompts
+        if self._lists is not None:
+            return len(self._lists.heldout[:heldout]), len(self._lists.to_come(config))
+        trainer = config.trainer
+        drawn = trainer.prompts_per_iteration * candidates_of(config.algorithm)
+        return heldout, trainer.iterations * drawn + heldout
 
 
 def predict(
