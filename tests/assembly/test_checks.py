@@ -174,6 +174,7 @@ def test_heldout_prompts_that_are_trained_on_are_counted():
     assert (trained_on(["a cat", "a cat", edit], ["a dog", "a cat", edit]) or "").startswith(
         "2 of 3 held-out prompts are"
     )
+    assert trained_on(["a caf\u00e9"], ["A Cafe\u0301"])  # as a Mac writes file names
     assert (trained_on(["a cat"], ["A  cat"]) or "").startswith(
         "1 of 1 held-out prompt is a training prompt too"
     )

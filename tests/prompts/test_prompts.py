@@ -192,6 +192,13 @@ def test_metadata_and_pictures_come_with_a_prompt(tmp_path):
     assert second == Prompt("a dog", (f"{tmp_path}/in.png",)) and second.metadata == {}
 
 
+def test_numbers_that_json_lacks_are_unknown(tmp_path):
+    """Requests to reward servers hold metadata, and other languages read no NaN."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "n": NaN, "of": [-Infinity, 1.5]}')
+    (prompt,) = read_prompts(tmp_path / "a.jsonl")
+    assert prompt.metadata == {"n": None, "of": [None, 1.5]}
+
+
 def test_rewards_see_metadata():
     def reward(images, prompts):
         return torch.tensor([prompt.metadata["target"] for prompt in prompts])

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unicodedata import normalize
 
 import torch
 from torch import Tensor
@@ -76,8 +77,9 @@ def as_prompt(prompt: str) -> Prompt:
 
 
 def spelling_apart(text: str) -> str:
-    """`text` without what differs between two spellings of one prompt: case and spaces."""
-    return " ".join(text.casefold().split())
+    """`text` without what differs between two spellings of one prompt: case, spaces, and whether an
+    accent is a character of its own."""
+    return " ".join(normalize("NFC", text.casefold()).split())
 
 
 def plain_prompt(prompt: str) -> str | dict[str, Any]:

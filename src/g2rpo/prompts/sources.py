@@ -303,7 +303,9 @@ def prompt_of(record: Mapping[str, Any], column: str, beside: Path | None) -> Pr
     if not all(map(is_text, (stored, *named.images))):
         raise ValueError("its metadata or pictures have a character that no text may have")
     return Prompt(
-        text, [picture_beside(image, beside) for image in named.images], json.loads(stored)
+        text,
+        [picture_beside(image, beside) for image in named.images],
+        json.loads(stored, parse_constant=lambda name: None),  # NaN, which JSON lacks
     )
 
 
