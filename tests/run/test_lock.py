@@ -136,6 +136,15 @@ def test_a_folder_is_whole_or_as_it_was(tmp_path):
     assert (tmp_path / "it" / "two").read_text() == ""
 
 
+def test_what_a_killed_process_left_is_no_obstacle_to_one_with_its_number(tmp_path):
+    """In a container the number of a command is always the same."""
+    killed = whole(tmp_path / "it")
+    killed.__enter__()
+    with whole(tmp_path / "it") as folder:
+        (folder / "one").touch()
+    assert (tmp_path / "it" / "one").exists()
+
+
 @pytest.mark.parametrize("done", [0, 1])
 def test_a_disk_that_fails_while_a_folder_is_replaced_leaves_the_old_one_and_says_its_first_error(
     tmp_path, monkeypatch, done

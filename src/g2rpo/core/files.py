@@ -90,7 +90,8 @@ def remove(path: Path) -> None:
 def whole(folder: Path) -> Iterator[Path]:
     """A new folder to write into. On leaving, it is synced to disk and replaces `folder`; after an
     exception it is removed."""
-    unfinished = folder.with_name(f"{UNFINISHED}{folder.name}_{os.getpid()}")
+    # not by the process: its number comes again, in a container always
+    unfinished = folder.with_name(f"{UNFINISHED}{uuid.uuid4().hex}")
     replaced = folder.with_name(f"{unfinished.name}_replaced")
     unfinished.mkdir(parents=True)
     try:
