@@ -144,7 +144,7 @@ class OptimConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
     decay: Literal["constant", "cosine"] = "constant"
-    """The schedule after the warm-up; "cosine" reaches zero at the last iteration."""
+    """The schedule after the warm-up; "cosine" falls towards zero."""
     ema_decay: Share = 0.0
     """Evaluation and the saved weights use an exponential moving average; 0 turns it off."""
     ema_every: Count | None = None

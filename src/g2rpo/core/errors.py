@@ -170,9 +170,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """ " Did you mean 'x' or 'y'?" for near matches of `word`, with `prefix`, else for words that
-     contain it, else all known
-    words, as the end of a message."""
+    """The end of a message: " Did you mean 'x' or 'y'?" for near matches of `word`, with `prefix`,
+    else for words that contain it, else all known words."""
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     near = near or [other for other in known if len(word) >= SHORTEST_PART and word in other][:3]

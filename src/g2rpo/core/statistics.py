@@ -4,6 +4,7 @@ groups."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -245,20 +246,17 @@ def in_proportion(outcomes: Sequence[Hashable], count: int) -> list[int]:
     large a share as among all, rounded by the largest remainders, and of that outcome the first
     ones."""
     count = min(count, len(outcomes))
-    exact = {
-        outcome: count * outcomes.count(outcome) / len(outcomes)
-        for outcome in dict.fromkeys(outcomes)
-    }
-    taken = {outcome: int(share) for outcome, share in exact.items()}
-    for outcome in sorted(exact, key=lambda each: taken[each] - exact[each])[
-        : count - sum(taken.values())
-    ]:
-        taken[outcome] += 1
-    return sorted(
-        i
-        for each, n in taken.items()
-        for i in [i for i, outcome in enumerate(outcomes) if outcome == each][:n]
-    )
+    exact = {each: count * many / len(outcomes) for each, many in Counter(outcomes).items()}
+    left = {each: int(share) for each, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda each: left[each] - exact[each])
+    for each in by_remainder[: count - sum(left.values())]:
+        left[each] += 1
+    taken = []
+    for place, outcome in enumerate(outcomes):
+        if left[outcome]:
+            left[outcome] -= 1
+            taken.append(place)
+    return taken
 
 
 def group_std(rewards: Tensor) -> Tensor:

@@ -68,10 +68,11 @@ def fit_rewards(
     """Rewards that learn in this iteration do so, from some `pictures` of every rank; returns what
     to log."""
     learnt: dict[str, float] = {}
-    learners = {
-        name: own for name, reward in rewards.items() if (own := learner_of(reward)) is not None
-    }
-    learning = {name: own for name, own in learners.items() if iteration % own.learns_every == 0}
+    learning = {}
+    for name, reward in rewards.items():
+        own = learner_of(reward)
+        if own is not None and iteration % own.learns_every == 0:
+            learning[name] = own
     seen = pictures() if learning else None
     for name, own in learning.items():
         with naming_reward(name, "failed to look"):
