@@ -72,9 +72,13 @@ def table(found: dict[str, dict[str, Any]], seeds: list[int]) -> str:
         for how in COUNTS:
             cells = [found[key] for seed in seeds if (key := f"{world}/{how}/{seed}") in found]
             if cells:
-                changes = [[one[name]["change"] for one in cells] for name in names]
+                changes = [[_change(one[name]) for one in cells] for name in names]
                 lines.append(f"| {how} | {' | '.join(map(_mean, changes))} |")
     return "\n".join(lines)
+
+
+def _change(one: dict[str, float]) -> float:
+    return one["tuned"] - one["base"]
 
 
 def _mean(values: list[float]) -> str:
@@ -102,7 +106,7 @@ def main() -> None:
             write_whole(out, json.dumps(found, indent=1).encode())
             print(
                 name,
-                json.dumps({key: found[name][key]["change"] for key in SHOWN[world]}),
+                json.dumps({key: _change(found[name][key]) for key in SHOWN[world]}),
                 flush=True,
             )
     print(table(found, args.seeds))

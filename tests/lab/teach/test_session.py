@@ -505,21 +505,32 @@ def test_the_tab_of_the_demo_has_no_guard_that_says_what_is_right(recipe):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("overrides", "weights"),
+    ("overrides", "counts"),
     [
-        ([], {"ocr": 1 / 17, "word_drawing": 0.4 / 17, "word_colour": 0.3 / 17, "clicks": 1}),
-        (["rewards.ocr="], {"word_drawing": 0.4 / 7, "word_colour": 0.3 / 7, "clicks": 1}),
+        (
+            [],
+            {"ocr": (1, "base"), "word_drawing": (0.4, "base"), "word_colour": (0.3, "base")}
+            | {"clicks": (1.7, None)},
+        ),
+        (
+            ["rewards.ocr=", "rewards.word_colour.floor=0.9"],
+            {"word_drawing": (0.4, "base"), "word_colour": (0.3, 0.9), "clicks": (0.7, None)},
+        ),
         (
             ["rewards.ocr=", "rewards.clicks=0.2"],
-            {"word_drawing": 0.4, "word_colour": 0.3, "clicks": 0.2},
+            {"word_drawing": (0.4, None), "word_colour": (0.3, None), "clicks": (0.2, None)},
+        ),
+        (
+            ["rewards.ocr=", "rewards.word_drawing=", "rewards.style.options.folder=liked"],
+            {"word_colour": (0.3, "base"), "style": (0.1, None), "clicks": (1.3, None)},
         ),
     ],
-    ids=["the recipe's guards", "fewer guards", "a weight of one's own"],
+    ids=["the recipe's guards", "a floor of one's own", "a weight of one's own", "no base's mean"],
 )
-def test_all_guards_weigh_a_tenth_of_the_clicks(overrides, weights):
-    """Scaled weights have four digits."""
+def test_guards_count_up_to_the_bases_mean_and_the_clicks_as_much_as_all(overrides, counts):
+    """`style` learns during the run, so it has no floor."""
     rewards = teach_config("words", overrides, print).rewards
-    assert {name: one.weight for name, one in rewards.items()} == pytest.approx(weights, rel=1e-3)
+    assert {name: (one.weight, one.floor) for name, one in rewards.items()} == counts
 
 
 @pytest.mark.quick

@@ -20,7 +20,7 @@ from g2rpo.app.serving import Address
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.config import load_config
-from g2rpo.assembly.rewards import build_rewards
+from g2rpo.assembly.rewards import build_rewards, declared_by, reward_kind
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import cut, open_picture
@@ -35,9 +35,9 @@ from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import joined, number_in
 
 HERE = Address("127.0.0.1", 7861)
-GUARDS = 0.1
-"""The weight of all guards together, beside that of the clicks, which is 1: guards are to hold what a
-prompt asks for, and with more weight they are a second aim (studies/teach.md)."""
+UNBOUNDED = 0.1
+"""The share of its weight that a guard keeps which cannot have the base's mean as floor: with more it
+is a second aim (studies/teach.md)."""
 ADAPTER_RATE = 3
 """The learning rate of an adapter, as a multiple of that of all weights, with which both learn
 alike (scenes)."""
@@ -55,8 +55,9 @@ whatever is clicked."""
 
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
     """The config of a session: a recipe with those of `OVERRIDES` that its algorithm has and the
-    reward `clicks`, beside which all other rewards, the guards, weigh `GUARDS` together; a weight of
-    the clicks among `overrides` leaves theirs. Where the recipe trains all weights, an adapter takes
+    reward `clicks`, which weighs as much as all other rewards, the guards, together. Guards count up to
+    the base's mean: they hold what a prompt asks for, and are no second aim. A weight of the clicks
+    among `overrides` leaves guards as they are. Where the recipe trains all weights, an adapter takes
     `ADAPTER_RATE` times its rate. A config with the reward `clicks` is a session's, and stays as it
     is."""
     plain = load_config(recipe, [])
@@ -70,12 +71,27 @@ def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], 
             own.append(override)
     if plain.policy.tuning == "full":
         own.append(f"optim.learning_rate={ADAPTER_RATE * plain.optim.learning_rate:g}")
-    guards = {name: one.weight for name, one in asked.rewards.items() if name != "clicks"}
-    named, total = {override.partition("=")[0] for override in overrides}, sum(guards.values())
-    if total and not named & {"rewards.clicks", "rewards.clicks.weight"}:
-        scaled = {name: GUARDS / total * weight for name, weight in guards.items()}
-        overrides = [*overrides, *(f"rewards.{name}.weight={w:.4g}" for name, w in scaled.items())]
+    named = {override.partition("=")[0] for override in overrides}
+    if not named & {"rewards.clicks", "rewards.clicks.weight"}:
+        overrides = [*overrides, *_guarding(asked)]
     return load_config(recipe, [*own, *overrides], notify)
+
+
+def _guarding(config: Config) -> list[str]:
+    """Overrides that make guards of the other rewards, beside which the clicks weigh as much."""
+    guards = {name: one for name, one in config.rewards.items() if name != "clicks" and one.weight}
+    own = []
+    for name, entry in guards.items():
+        kind = declared_by(reward_kind(name, entry))
+        if entry.floor is not None:
+            continue
+        if kind.group or kind.state is not None:
+            own.append(f"rewards.{name}.weight={UNBOUNDED * entry.weight:.4g}")
+        else:
+            own.append(f"rewards.{name}.floor=base")
+    if guards:
+        own.append(f"rewards.clicks.weight={sum(one.weight for one in guards.values()):.4g}")
+    return own
 
 
 @contextmanager
