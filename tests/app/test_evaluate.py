@@ -249,6 +249,12 @@ def test_a_run_is_judged_as_it_judged_itself(tiny_config, tmp_path, capsys, monk
     assert abs(line["change"]["mean"]) > 1e-3
 
 
+def test_a_setting_may_be_longer_than_the_name_of_a_file(capsys):
+    assert "unknown key 'note'" in refused(
+        capsys, "evaluate", f"note={'x' * 300}", "--model", "testbed"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

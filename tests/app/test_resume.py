@@ -114,7 +114,7 @@ def test_the_same_command_again_makes_of_a_killed_run_the_one_that_was_not(tiny_
 def test_messages_name_a_command_that_works(capsys, begun, finished, tmp_path):
     run, _ = begun
     for words, message in (
-        ([*finished[1], "--run-dir", run], f"`g2rpo resume {run}` continues it"),
+        ([*finished[1], "--run-dir", run], f"`g2rpo resume {run}"),
         (["resume", run, "algorithm.group_size=3"], "algorithm.group_size: 4 there, 3 here"),
         (["resume", tmp_path], "is no run directory"),
         (["train", "--run-dir", run], "`g2rpo resume RUN` continues a run"),

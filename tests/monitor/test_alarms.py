@@ -337,6 +337,10 @@ def picture_alarm(row, count):
     return outside(Alarms([], [], 1.0, rows=[{"iteration": 1, **row}], history=judged)) or ""
 
 
+def test_a_reward_may_be_called_like_a_side_of_the_range():
+    assert picture_alarm({"reward/below": 0.9, "reward/above": 0.9}, count=100) == ""
+
+
 def test_pictures_that_leave_the_bases_range():
     """All of them, or two fifths. Other noise brings none beyond it."""
     base = scenes(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def push(run: Path, repository: str, *, private: bool, api: Any = None) -> str:
             )
         )
     except Exception as error:  # without a network the exceptions are those of the HTTP library
-        again = f"the weights stay in {folder}; `g2rpo push {run} {repository}` tries again"
+        command = shlex.join(["g2rpo", "push", str(run), repository])
+        again = f"the weights stay in {folder}; `{command}` tries again"
         raise UserError(
             f"{repository}: the upload failed: {type(error).__name__}: {error}\n{again}"
         ) from error

@@ -191,7 +191,7 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
         )
     )
     if request.sweep is not None:
-        stopping.message = f"stopped while pilots were run; `g2rpo resume {directory}` goes on with those that are missing"
+        stopping.message = f"stopped while pilots were run; {Run(directory).command} goes on with those that are missing"
     trainer = build(request)
     if request.resume:
         emit(

@@ -16,6 +16,17 @@ from g2rpo.core.errors import UserError, counted
 commands = typer.Typer()
 
 
+def _is_run(word: str) -> bool:
+    """Whether a word of the command line is the folder of a run. A prompt or a setting may be too
+    long for the name of a file."""
+    from g2rpo.run.run import Run
+
+    try:
+        return Run(Path(word)).config.is_file()
+    except OSError:
+        return False
+
+
 @commands.command(rich_help_panel=options.RESULTS_PANEL)
 def sample(
     prompts: Annotated[
@@ -63,11 +74,10 @@ def sample(
     from g2rpo.app.sample import sample_config
     from g2rpo.core.types import Prompt
     from g2rpo.prompts.sources import read_prompts
-    from g2rpo.run.run import Run
 
     words = prompts or []
     run = Path(words.pop(0)) if model is None and words else None
-    if model is not None and words and Run(Path(words[0])).config.is_file():
+    if model is not None and words and _is_run(words[0]):
         raise UserError(
             f"{words[0]} is a run; name it or --model, or write the prompt as text of another kind"
         )
@@ -156,10 +166,9 @@ def evaluate(
     """Evaluate a model, with and without tuned weights, on prompts it was not trained on."""
     from g2rpo.app import evaluate as command
     from g2rpo.cli.results import show_evaluation, show_opened, show_packet
-    from g2rpo.run.run import Run
 
     run = None
-    if overrides and ("=" not in overrides[0] or Run(Path(overrides[0])).config.is_file()):
+    if overrides and ("=" not in overrides[0] or _is_run(overrides[0])):
         run, overrides = Path(overrides[0]), overrides[1:]
     if answers:
         from g2rpo.lab.packet.answers import open_key

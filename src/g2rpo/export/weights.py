@@ -64,7 +64,7 @@ def final(run: Path, config: Config) -> TunedWeights:
         if found := checkpoints(Run(run).checkpoints):
             kept = ", ".join(str(int(path.name.removeprefix("iteration_"))) for path in found)
             raise UserError(
-                f"{run} has not finished; `g2rpo resume {run}` goes on, --checkpoint last exports what it has (kept: {kept})"
+                f"{run} has not finished; {Run(run).command} goes on, --checkpoint last exports what it has (kept: {kept})"
             ) from None
         raise
     if (folder / ADAPTER_FILE).is_file():

@@ -184,8 +184,13 @@ def outside(log: Alarms) -> str | None:
     row = log.rows[-1]
     said, count = [], len(next(iter(log.history[row["iteration"]].values())))
     for key in row:
-        name, _, side = key.removeprefix("image/").partition("/")
-        if side in ("below", "above") and row[key] * count >= crowd(count) - 0.5:
+        group, _, statistic = key.partition("/")
+        name, _, side = statistic.partition("/")
+        if (
+            group == "image"
+            and side in ("below", "above")
+            and row[key] * count >= crowd(count) - 0.5
+        ):
             low, high, mean = (row[f"image/{name}{end}"] for end in ("/low", "/high", ""))
             said.append(
                 f"{name} {mean:.3g}, {row[key]:.0%} of the pictures {side} the base's {low:.3g} to {high:.3g}"

@@ -153,11 +153,11 @@ class Run(RunFiles):
     def _faults_of_begun(self, config: Config, resume: bool) -> Iterator[str]:
         if not resume:
             yield (
-                f"{self.path} already holds a run; `g2rpo resume {self.path}` continues it (from Python: resume=True), "
+                f"{self.path} already holds a run; {self.command} continues it (from Python: resume=True), "
                 "or name another --run-dir"
             )
         if listed := listed_differences(config, self.read_config(), MAY_CHANGE):
-            how = f"`g2rpo resume {self.path}` continues that run; `g2rpo train` with another --run-dir starts this one."
+            how = f"{self.command} continues that run; `g2rpo train` with another --run-dir starts this one."
             yield f"{self.path} belongs to a run with another config:{listed}\n{how}"
 
     def _faults_of_new(self) -> Iterator[str]:

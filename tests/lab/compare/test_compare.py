@@ -93,7 +93,8 @@ def test_lines_pair_seeds_and_prompts():
     prompts vary."""
     random = np.random.default_rng(0)
     base, one = random.normal(size=30), random.normal(size=(3, 30))
-    first, second = lines({(10, "a"): base}, {"one": {(10, "a"): one}, "two": {(10, "a"): one + 1}})
+    cells = {"one": {(10, "a"): one}, "two": {(10, "a"): one + 1}}
+    first, second = lines({"one": {(10, "a"): base + 2}, "two": {(10, "a"): base}}, cells)
     assert (second.cell, second.steps, second.reward) == ("two", 10, "a")
     assert first.lead.low == first.lead.high == 0
     assert second.lead.low == pytest.approx(1) and second.lead.high == pytest.approx(1)
@@ -140,6 +141,7 @@ REFUSED = [
         ["--cell", "a:", "--cell", "b: policy.guidance_scale=5"],
         "a and b would not be judged alike: policy.guidance_scale",
     ),
+    (["--cell", "a: prompts.train='x"], "--cell 'a: prompts.train='x': No closing quotation"),
     (["--cell", "a: budget=1.5"], "--cell a: budget=1.5: should be a positive number"),
     ([*ALONE, "--budget", "evaluations=9"], "g2rpo: a budget of 9 evaluations is below one"),
     ([*ALONE, "--steps", "0"], "steps.0: input should be greater than or equal to 1"),
@@ -169,7 +171,15 @@ def test_wrong_input_is_one_message_before_the_first_run(
 
 def test_cells_may_differ_in_what_is_for_training_alone():
     floor = load_config("scenes", ["rewards.scene_accuracy.floor=base"])
-    _check_judged_alike({"free": load_config("scenes", []), "floor": floor})
+    _check_judged_alike({"free": load_config("scenes", []), "floor": floor}, one_base=True)
+
+
+def test_cells_may_have_other_bases_unless_one_is_evaluated_for_all():
+    changes = {"a": [], "b": ["policy.quantize=int8"]}
+    cells = {name: load_config("scenes", own) for name, own in changes.items()}
+    _check_judged_alike(cells, one_base=False)
+    with pytest.raises(UserError, match="policy.quantize is 'none' and 'int8'"):
+        _check_judged_alike(cells, one_base=True)
 
 
 def accuracy(out, side, steps):

@@ -194,6 +194,10 @@ SUMMARIES = [
         },
         ["red rose slightly: +0.02 standard deviations", "Nothing that was judged clearly fell"],
     ),
+    (
+        {"rewards": {"one": (True, 0.5, math.nan, 0.05, 0.4)}},
+        ["On 192 held-out prompts one gave no scores. Other", "No other score was judged."],
+    ),
     ({"rewards": {"one": UP}} | LOST, [f"Worse: diversity ({LESS}). No alarm."]),
     (
         {"rewards": {"one": UP}} | VARIED,
@@ -226,6 +230,7 @@ def test_markup_from_users_is_text(copied):
         (directory / name).write_text(text.replace(plain, written))
     html = render(read_runs([directory]))
     assert html.count("<script>") == 1 and "<b>bold" not in html and "<i>bright" not in html
+    assert f"g2rpo demo '{directory}'" in words(html)
     assert "<b>bold" in words(html) and "<i>bright" in words(html)
     assert words(html).count(bad) >= 2  # the prompt above its pictures, and the model
     assert attributes(html, "alt")[0] == f"Base model: {bad}"
@@ -468,7 +473,7 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
     ],
 )
 def test_verdicts(ends, spread, told):
-    for count, expected in ((64, told), (7, "too few prompts")):
+    for count, expected in ((64, told), (7, "too few prompts"), (0, "no scores")):
         change = Change("r", True, 1.0, 1.0 + ends[0], Interval(*ends, count), spread, count)
         assert verdict(change) == expected
 

@@ -166,18 +166,20 @@ class Outcome:
     """Lead over the first cell, paired by seed and prompt."""
 
 
-def lines(base: Judged, cells: Mapping[str, Judged]) -> list[Outcome]:
-    """The table of a study, by step count, reward and cell; leads are over the first cell."""
+def lines(bases: Mapping[str, Judged], cells: Mapping[str, Judged]) -> list[Outcome]:
+    """The table of a study, by step count, reward and cell. Changes are from the cell's own base,
+    which differs where a cell has another `policy.quantize` or `policy.adapter`; leads are over the
+    first cell."""
     first = next(iter(cells.values()))
     return [
         Outcome(
             name,
             *key,
             tuned=interval(judged[key]),
-            change=interval(judged[key] - base[key]),
+            change=interval(judged[key] - bases[name][key]),
             lead=interval(judged[key] - first[key]),
         )
-        for key in base
+        for key in first
         for name, judged in cells.items()
     ]
 
@@ -203,6 +205,7 @@ def write_results(
     _check_alike({folder.run(*part).path: run.scores[0] for part, run in histories.items()})
     runs = {cell: [histories[cell, seed] for seed in seeds] for cell in cells}
     first = cells[0]
+    bases: dict[str, Judged]
     scores: dict[str, Judged]
     if study.steps:
         base = read_judged(folder.judged("base"))
@@ -213,8 +216,9 @@ def write_results(
             cell: {key: np.stack([judged[cell, seed][key] for seed in seeds]) for key in base}
             for cell in cells
         }
+        bases = dict.fromkeys(cells, base)
     else:
-        base = of_runs(runs[first], 0)
+        bases = {cell: of_runs(own, 0) for cell, own in runs.items()}
         scores = {cell: of_runs(own, -1) for cell, own in runs.items()}
     rewards = runs[first][0].scores[0]
     controls = folder.judged("controls").results
@@ -232,7 +236,7 @@ def write_results(
             cell: own[0].sweep.pilots for cell, own in runs.items() if own[0].sweep is not None
         },
         "spent": {cell: spent(own) for cell, own in runs.items()},
-        "judged": lines(base, scores),
+        "judged": lines(bases, scores),
         "controls": free and free.model_dump(mode="json"),
         "curves": curves,
     }

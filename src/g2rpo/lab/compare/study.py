@@ -126,7 +126,9 @@ def parse_cells(algorithms: str, cells: Sequence[str]) -> dict[str, list[str]]:
             raise UserError(
                 f"--cell '{cell}': should be a name (letters, digits, ._+-), a colon and overrides, like {example}"
             )
-        add(name, shlex.split(overrides))
+        with placed(f"--cell '{cell}': "):
+            words = shlex.split(overrides)
+        add(name, words)
     if not table:
         raise UserError("nothing to compare: name --algorithms, or a --cell or two")
     return table

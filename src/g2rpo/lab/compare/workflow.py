@@ -77,7 +77,7 @@ def compare(
     }
     study = resolve_as(Study, asked, source="study")
     configs = _configs(study, emit)
-    _check_judged_alike(configs)
+    _check_judged_alike(configs, one_base=bool(study.steps))
     iterations = {cell: _iterations(study, cell, config) for cell, config in configs.items()}
     out = out or first_usable("study", partial(_check_same, study))
     emit(Line(f"in {out}"))
@@ -277,9 +277,13 @@ def _configs(study: Study, emit: Emit) -> dict[str, Config]:
     return configs
 
 
-def _check_judged_alike(configs: Mapping[str, Config]) -> None:
-    """Refuses cells whose evaluations would differ."""
+def _check_judged_alike(configs: Mapping[str, Config], *, one_base: bool) -> None:
+    """Refuses cells whose evaluations would differ, and with `one_base`, as is evaluated at
+    `Study.steps`, those whose untrained models do."""
     found = {cell: _judged_by(config) for cell, config in configs.items()}
+    for cell, config in configs.items() if one_base else ():
+        for key in ("quantize", "adapter"):
+            found[cell][f"policy.{key}"] = getattr(config.policy, key)
     first = next(iter(found))
     for cell, own in found.items():
         for key, value in own.items():
@@ -298,6 +302,7 @@ def _judged_by(config: Config) -> dict[str, Any]:
         "path",
         "height",
         "width",
+        "num_frames",
         "guidance_scale",
         "negative_prompt",
         "max_sequence_length",

@@ -61,7 +61,7 @@ UPDATE = (
     ("clip_fraction", "Clip fraction", "share of ratios outside the clip range", ""),
     ("kl", "KL to the base", "of the step kernels, mean over entries", ""),
     ("grad_norm", "Gradient norm", "before clipping", ""),
-    ("loss", "Loss", "the clipped surrogate, and the KL term if there is one", ""),
+    ("loss", "Loss", "what an update makes smaller", ""),
     ("advantage_clipped", "Clipped advantages", "share at the advantage clip", "saturated"),
     (
         "silent_groups",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -90,7 +91,12 @@ def render(runs: Sequence[RunHistory], above: str = "") -> str:
 
 def _page(runs: Sequence[RunHistory], above: str) -> str:
     environment = templates_of("g2rpo.lab.report")
-    environment.filters |= {"figures": figures, "fixed": fixed, "signed": signed}
+    environment.filters |= {
+        "figures": figures,
+        "fixed": fixed,
+        "quoted": lambda path: shlex.quote(str(path)),
+        "signed": signed,
+    }
     environment.globals |= {
         "decimals": decimals,
         "effect": effect,

@@ -24,6 +24,8 @@ def verdict(change: Change) -> str:
     """ "higher", "lower" or no clear change, by the interval; "slightly" if it is clear and
     small."""
     low, high = change.change.low, change.change.high
+    if not change.prompts:
+        return "no scores"
     if change.prompts < FEWEST_VALUES:
         return "too few prompts"
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -129,6 +131,8 @@ def _changed(change: Change) -> str:
         "slightly higher": "rose slightly",
         "slightly lower": "fell slightly",
     }
+    if not change.prompts:
+        return f"{change.name} gave no scores"
     size = effect(change, "standard deviations")
     digits = decimals(change)
     values = f"from {fixed(change.base, digits)} to {fixed(change.tuned, digits)}"
@@ -136,13 +140,11 @@ def _changed(change: Change) -> str:
 
 
 def _few(change: Change) -> str:
-    """A caution on too few prompts."""
-    few = verdict(change) == "too few prompts"
-    return (
-        f", too few prompts to say more; take evaluation.num_prompts={FEWEST_VALUES} or more"
-        if few
-        else ""
-    )
+    """A caution on too few prompts with a score."""
+    if verdict(change) != "too few prompts":
+        return ""
+    scored = counted(change.prompts, "prompt")
+    return f", only {scored} with scores; {FEWEST_VALUES} are needed to say more"
 
 
 def _untried(group: SeedGroup) -> list[str]:
