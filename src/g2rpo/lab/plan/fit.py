@@ -220,82 +220,60 @@ def for_time(plan: Estimate, target: Target) -> Iterator[PlanChange]:
     """Possible cuts of a run and what they cost in worth, the least first. Those of an algorithm
     are made where it has such a field."""
     config = plan.config
-    policy, algorithm, steps = config.policy, config.algorithm, config.sampling.num_steps
-    evaluation, judged = config.evaluation, config.evaluation.num_steps or steps
-    exact = not config.sampling.tails.forecast and config.sampling.tails.solver == "euler"
-    granular = len(getattr(algorithm, "granularities", ()))
-    in_turns = (
-        getattr(algorithm, "branch_schedule", "all") != "all"
-        or len(getattr(algorithm, "branch_steps", ())) < 2
-    )
-    fewer = ["evaluation.num_prompts=16"] * (evaluation.num_prompts > 16) + [
-        "evaluation.num_steps=20"
-    ] * (judged > 20)
-    lora = policy.tuning == "lora"
-    in_float8 = (
-        lora
-        and policy.quantize in ("none", "int8")
-        and target.card is not None
-        and target.card.float8 > 0
-    )
-    cuts: list[tuple[bool, str, str]] = [
-        (
-            lora and policy.autocast and policy.dtype == "bfloat16",
-            "policy.autocast=false",
-            "rounding: norms in bfloat16, as diffusers computes them",
-        ),
-        (
-            not policy.compile and config.trainer.sharding == "none",
-            "policy.compile=true",
-            "rounding (docs/performance.md)",
-        ),
-        (bool(fewer), " ".join(fewer), "wider intervals; training is the same"),
-        (
-            not in_turns,
-            "algorithm.branch_schedule=turns",
+    policy, algorithm, sampling = config.policy, config.algorithm, config.sampling
+    evaluation, lora = config.evaluation, config.policy.tuning == "lora"
+    granularities = len(getattr(algorithm, "granularities", ()))
+    if lora and policy.autocast and policy.dtype == "bfloat16":
+        yield PlanChange(
+            ("policy.autocast=false",), "rounding: norms in bfloat16, as diffusers computes them"
+        )
+    if not policy.compile and config.trainer.sharding == "none":
+        yield PlanChange(("policy.compile=true",), "rounding (docs/performance.md)")
+    fewer = []
+    if evaluation.num_prompts > 16:
+        fewer.append("evaluation.num_prompts=16")
+    if (evaluation.num_steps or sampling.num_steps) > 20:
+        fewer.append("evaluation.num_steps=20")
+    if fewer:
+        yield PlanChange(tuple(fewer), "wider intervals; training is the same")
+    schedule = getattr(algorithm, "branch_schedule", None)
+    if schedule == "all" and len(getattr(algorithm, "branch_steps", ())) > 1:
+        yield PlanChange(
+            ("algorithm.branch_schedule=turns",),
             "none in words, within the error in scenes (studies/registered.md)",
-        ),
-        (
-            granular > 0 and exact,
-            "sampling.tails.forecast=true",
+        )
+    if granularities and not sampling.tails.forecast and sampling.tails.solver == "euler":
+        yield PlanChange(
+            ("sampling.tails.forecast=true",),
             "none: at equal cost .08 more in words, even in scenes (studies/registered.md)",
-        ),
-        (
-            granular > 1,
-            "algorithm.granularities=[1]",
+        )
+    if granularities > 1:
+        yield PlanChange(
+            ("algorithm.granularities=[1]",),
             "none beyond the error, in two worlds (studies/registered.md)",
-        ),
-        (
-            config.trainer.prompts_per_iteration > 4,
-            "trainer.prompts_per_iteration=4",
-            "noisier updates: unknown",
-        ),
-        (
-            hasattr(algorithm, "branch_steps") and steps > 8,
-            "sampling.num_steps=8 algorithm.branch_steps=[0,1,2,3]",
+        )
+    if config.trainer.prompts_per_iteration > 4:
+        yield PlanChange(("trainer.prompts_per_iteration=4",), "noisier updates: unknown")
+    if hasattr(algorithm, "branch_steps") and sampling.num_steps > 8:
+        yield PlanChange(
+            ("sampling.num_steps=8", "algorithm.branch_steps=[0,1,2,3]"),
             "trained at half the steps: unknown",
-        ),
-        (
-            config.sampling.guidance_scale is None and plan.model.policy.guided,
-            "sampling.guidance_scale=0",
+        )
+    if sampling.guidance_scale is None and plan.model.policy.guided:
+        yield PlanChange(
+            ("sampling.guidance_scale=0",),
             "half the gain on scenes, if judged with guidance (studies/registered.md)",
-        ),
-        (
-            policy.height > 512 or policy.width > 512,
-            "policy.height=512 policy.width=512",
+        )
+    if policy.height > 512 or policy.width > 512:
+        yield PlanChange(
+            ("policy.height=512", "policy.width=512"),
             "trained and judged at 512 pixels: unknown",
-        ),
-        (
-            in_float8,
-            "policy.quantize=fp8",
+        )
+    if lora and policy.quantize in ("none", "int8") and target.card and target.card.float8:
+        yield PlanChange(
+            ("policy.quantize=fp8",),
             "weights and inputs off by 2.6 % (docs/performance.md); its worth is unknown",
-        ),
-    ]
-    yield from (
-        PlanChange(tuple(overrides.split()), worth)
-        for possible, overrides, worth in cuts
-        if possible
-    )
+        )
 
 
 def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | None) -> Within:
