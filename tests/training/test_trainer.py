@@ -215,11 +215,16 @@ def test_the_logged_loss_is_the_mean_over_members_whatever_parts_they_are_update
 def test_the_best_weights_of_an_attempt_that_is_repeated_are_forgotten(tmp_path):
     t = trainer(tmp_path, "alarms.action=rollback")
     run(t)
-    t.persistence.keep_best(4)
     # as if it had been killed before the last checkpoint
     shutil.rmtree(checkpoints(t.run.checkpoints)[-1])
-    assert resumed(tmp_path, "alarms.action=rollback").iteration == 2
-    assert not checkpoints(t.run.best)
+    for best in (1, 3, 4):
+        t.persistence.keep_best(best)
+    assert [path.name for path in checkpoints(t.run.best)] == [
+        "iteration_000001",
+        "iteration_000004",
+    ]
+    again = resumed(tmp_path, "alarms.action=rollback")
+    assert (again.iteration, again.roll_back()) == (2, 1)
 
 
 def test_a_signal_during_an_evaluation_loses_no_alarms_end(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from g2rpo.run.checkpoint import (
     Checkpoint,
     forget_after,
     latest_checkpoint,
+    newest_iteration,
     rotate,
     save_checkpoint,
 )
@@ -90,10 +91,15 @@ class Persistence:
         return (found[0] if found else None), complaints
 
     def keep_best(self, iteration: int) -> None:
-        """Saves the (averaged) weights of the best evaluation."""
+        """Saves the (averaged) weights of the best evaluation. Those of the best one before the last
+        checkpoint stay too: a resume from there may have to go back to them."""
+        if self.run.folder is None:
+            return
+        if self.run.writes:
+            with self.run.writing(self.run.best):
+                forget_after(self.run.best, newest_iteration(self.run.checkpoints))
         with self.learner.averaged():
-            if self.run.folder is not None:
-                self._write(self.run.best, iteration, self.learner.weights(), {}, keep=1)
+            self._write(self.run.best, iteration, self.learner.weights(), {}, keep=2)
 
     def _write(
         self,
