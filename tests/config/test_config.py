@@ -129,7 +129,8 @@ def test_all_that_is_wrong_is_said_at_once():
     [
         (b"a: [1", "is no YAML: line 1, column 6: "),
         (b"a:\n\tb: 1\n", "line 2, column 1: found character '\\\\t' .*; indent with spaces"),
-        (b"- 1", "holds list"),
+        (b"- 1", "but holds none"),
+        (b"# nothing yet", "but is empty"),
         (b"\xff\xfe\x00", "is not UTF-8"),
         (b"!!python/object:os.system {}", "has a tag"),
     ],

@@ -178,6 +178,12 @@ def test_code_that_is_no_algorithm_is_one_message(tmp_path, code):
         algorithm_class(f"{tmp_path}/mine.py:Mine")
 
 
+@pytest.mark.parametrize("group", ["algorithms", "policies", "rewards", "trackers"])
+def test_a_file_without_a_name_in_it_is_no_misspelt_built_in(group):
+    with pytest.raises(UserError, match=r"^mine\.py is a file; .*mine\.py:NAME$"):
+        plugins.find(group, "mine.py", {"mine": "x:Mine"})
+
+
 def test_plugins_may_be_allowed_anywhere_on_the_command_line():
     given = ["train", "x", "--plugin", "a.py", "k=v", "--plugin=b"]
     assert plugins_first(given) == ["--plugin", "a.py", "--plugin=b", "train", "x", "k=v"]

@@ -142,7 +142,7 @@ REFUSED = [
     ([pair(), pair("pairs.jsonl")], "row 2: picture"),
     (pair(rejected="p.png"), "are the same picture"),
     (pair("/etc/hostname"), "is outside"),
-    ([pair(), pair("https://x.org/a.png")], "row 2: chosen: is an address, which is not"),
+    ([pair(), pair("https://x.org/a.png")], "row 2: chosen: https://x.org/a.png is an address, which is not"),
     ([pair(), pair("iVBOR" * 999)], "row 2: chosen: is no file name"),
     ([pair(), pair("a\0.png")], "row 2: chosen: is no file name"),
     (pair(prompt=" "), "row 1: should be a prompt"),

@@ -67,7 +67,13 @@ def test_plain_prompts_keep_what_only_looks_like_another_format(tmp_path):
 
 REFUSED = [
     ("a.txt", b"\n \n", "is empty"),
-    ("a.txt", "Z\u00fcrich".encode("latin-1"), "is not UTF-8"),
+    ("a.txt", "Z\u00fcrich".encode("latin-1"), "is not UTF-8 .*iconv -f WINDOWS-1252 -t UTF-8"),
+    ("a.csv", "prompt\nZ\u00fcrich\n".encode("utf-16"), "is not UTF-8 .*iconv -f UTF-16 -t UTF-8"),
+    (
+        "a.jsonl",
+        b'{"prompt": "a", "images": ["https://x.org/a.png"]}',
+        "line 1: https.* is an address",
+    ),
     ("a.txt", b"a\n" + b"x" * (LONGEST + 1), f"line 2: .* a prompt may have {LONGEST}"),
     ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}', "line 2: has no column 'prompt'"),
     ("a.jsonl", b'{"prompt": "x"}\ny', "line 2: is no JSON"),
@@ -109,6 +115,11 @@ def test_unusable_prompt_files_are_refused(tmp_path, name, content, message):
     (tmp_path / name.split(":")[0]).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_prompts(f"{tmp_path}/{name}")
+
+
+def test_an_address_is_named_as_it_was_given():
+    with pytest.raises(UserError, match="^https://x.org/p.csv:a is an address"):
+        read_prompts("https://x.org/p.csv:a")
 
 
 def test_a_file_has_a_largest_size(tmp_path):

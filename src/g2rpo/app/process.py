@@ -45,7 +45,7 @@ def quiet_libraries() -> None:
     for library in ("TRANSFORMERS", "DIFFUSERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     # about kernels for other devices, at every import
-    for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+    for library in ("torchao", "bitsandbytes", "torch.utils._pytree", "matplotlib"):
         logging.getLogger(library).setLevel(logging.ERROR)
     # several adapters are wanted
     warnings.filterwarnings("ignore", "Already found a `peft_config`")

@@ -186,9 +186,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     if not isinstance(data, dict):
-        raise UserError(
-            f"{path}: should hold groups like 'policy:' and 'algorithm:', but holds {type(data).__name__}"
-        )
+        fault = "is empty" if data is None else "holds none"
+        raise UserError(f"{path}: should hold groups like 'policy:' and 'algorithm:', but {fault}")
     return data
 
 

@@ -6,6 +6,7 @@ import difflib
 import re
 import sysconfig
 import traceback
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -169,12 +170,21 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def _letters(name: str) -> str:
+    """A name without what people write in several ways: "G²RPO" is "g2rpo", "Flow-GRPO" "flow_grpo"."""
+    return re.sub(r"[-_ ]+", "_", unicodedata.normalize("NFKC", name).casefold())
+
+
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """The end of a message: " Did you mean 'x' or 'y'?" for near matches of `word`, with `prefix`,
     else for words that contain it, else all known words."""
     known = sorted(known)
-    near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    near = near or [other for other in known if len(word) >= SHORTEST_PART and word in other][:3]
+    by_letters = {_letters(name): name for name in known}
+    asked = _letters(word)
+    near = [asked] if asked in by_letters else []
+    near = near or difflib.get_close_matches(asked, by_letters, n=3, cutoff=0.6)
+    if not near and len(asked) >= SHORTEST_PART:
+        near = [name for name in by_letters if asked in name][:3]
     if near:
-        return f" Did you mean {' or '.join(repr(prefix + match) for match in near)}?"
+        return f" Did you mean {' or '.join(repr(prefix + by_letters[name]) for name in near)}?"
     return f" Known: {', '.join(known)}." if known else " There are none."

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import stat
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -330,6 +331,8 @@ def _decoded(content: bytes) -> str:
         # as files are read in text mode
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
+        of = "UTF-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "WINDOWS-1252"
         raise ValueError(
-            f"is not UTF-8 (byte {error.start}); if it is text, convert it, say with iconv"
+            f"is not UTF-8 (byte {error.start}); `iconv -f {of} -t UTF-8 OLD > NEW` converts a text "
+            "that Windows wrote"
         ) from None

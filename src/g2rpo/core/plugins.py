@@ -150,6 +150,8 @@ def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
     if name in builtin:
         module, _, attribute = builtin[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
+    if name.endswith(".py"):
+        raise UserError(f"{name} is a file; name what it defines after a colon, as {name}:NAME")
     known = available(group, builtin)
     if name not in known:
         raise UserError(

@@ -29,6 +29,7 @@ from g2rpo.prompts.sources import (
     open_parquet,
     picture_beside,
     prompt_of,
+    refuse_address,
 )
 from g2rpo.prompts.tables import column_of, read_table
 
@@ -74,6 +75,8 @@ def _shown(value: Any) -> Any:
             after=")",
         ):
             value = base64.b64decode(value, validate=True)
+    if isinstance(value, str):
+        refuse_address(value)
     refuse(_faults_of_shown(value), ValueError)
     return value
 
@@ -81,8 +84,6 @@ def _shown(value: Any) -> Any:
 def _faults_of_shown(value: Any) -> Iterator[str]:
     if not isinstance(value, str | bytes) or not value:
         yield f"should be a picture's file name, is {value!r:.60}"
-    elif isinstance(value, str) and re.match(r"\w+://", value):
-        yield f"is an address, which is not downloaded; a file's name is read: {value!r:.60}"
     elif isinstance(value, str) and (len(value) > LONGEST_NAME or not is_text(value)):
         yield f"is no file name: {value!r:.60}"
 

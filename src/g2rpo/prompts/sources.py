@@ -65,6 +65,8 @@ def read_prompts(source: str | Path) -> list[Prompt]:
     name = str(source)
     if name.startswith("hf:"):
         return _from_hub(name)
+    with placed(""):
+        refuse_address(name)
     name = str(STARTER.get(name, name))
     table = re.fullmatch(
         r"(?P<file>.+\.(csv|tsv|jsonl?|ndjson|parquet)):(?P<column>.+)", name, re.IGNORECASE
@@ -72,6 +74,12 @@ def read_prompts(source: str | Path) -> list[Prompt]:
     path, column = (local(table["file"]), table["column"]) if table else (local(name), "")
     with placed(f"prompt file {path}: ", ValueError, OSError):
         return _from_file(path, column)
+
+
+def refuse_address(name: str) -> None:
+    """ValueError for an address in the place of a file; nothing is downloaded."""
+    if re.match(r"\w+://", name):
+        raise ValueError(f"{name:.80} is an address, which is not downloaded; name a file")
 
 
 def _from_file(path: Path, column: str) -> list[Prompt]:
@@ -316,6 +324,7 @@ def picture_beside(image: str, beside: Path | None) -> str:
         raise ValueError(
             f"names the file {image}; a dataset has none, take a .jsonl file beside its pictures"
         )
+    refuse_address(image)
     path = os.path.normpath(beside / local(image))
     if not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(beside)):
         raise ValueError(

@@ -143,6 +143,10 @@ REFUSED = [
     ),
     (["--cell", "a: prompts.train='x"], "--cell 'a: prompts.train='x': No closing quotation"),
     (["--cell", "a: budget=1.5"], "--cell a: budget=1.5: should be a positive number"),
+    (
+        [*ALONE, "--budget", "500"],
+        "--budget 500: should be iterations=NUMBER or evaluations=NUMBER",
+    ),
     ([*ALONE, "--budget", "evaluations=9"], "g2rpo: a budget of 9 evaluations is below one"),
     ([*ALONE, "--steps", "0"], "steps.0: input should be greater than or equal to 1"),
     (["--algorithms", "g2rpo,mine.py:Mine"], "cell Mine: algorithm Mine"),

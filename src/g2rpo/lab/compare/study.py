@@ -21,7 +21,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from g2rpo.config.algorithms import algorithm_class
 from g2rpo.config.schema import Section, Steps
 from g2rpo.core import plugins
-from g2rpo.core.errors import UserError, did_you_mean, placed
+from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import Inside
 from g2rpo.evaluation.sweep import EvaluationDirectory
 from g2rpo.run.run import Run
@@ -140,7 +140,8 @@ def parse_budget(text: str) -> tuple[Unit, float]:
     for unit in get_args(Unit):
         if name == unit:
             return unit, budget_in(f"--budget {text}", amount, unit)
-    raise UserError(f"--budget {text}: unknown unit '{name}'.{did_you_mean(name, get_args(Unit))}")
+    units = " or ".join(f"{unit}=NUMBER" for unit in get_args(Unit))
+    raise UserError(f"--budget {text}: should be {units}")
 
 
 def budget_in(where: str, amount: str, unit: Unit) -> float:
