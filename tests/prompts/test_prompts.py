@@ -83,6 +83,7 @@ REFUSED = [
     ("a.parquet", b"no parquet at all", "cannot be read as parquet"),
     ("a.csv", b"name,kind\na,b\n", "has no column .*: name, kind"),
     ("a.csv", b"prompt,caption\na,b\n", "has the columns 'prompt' and 'caption'"),
+    ("a.csv", b"prompt,n, n\na,1,2\n", "more than one column 'n'"),
     ("a.csv", b"prompt\na red car, parked\n", "line 2: has 2 cells where the header has 1"),
     ("a.csv", b"sep=;\nprompt;n\na;b;c\n", "line 3: has 3 cells where the header has 2"),
     ("a.csv", b'prompt\n"open\n', "cannot be read as a table"),

@@ -17,10 +17,18 @@ from safetensors.torch import save_file
 
 from g2rpo.rewards import clip_encoder
 from g2rpo.rewards.clip import CLIPScore
+from g2rpo.rewards.clip_encoder import _transformers_preprocess
 from g2rpo.rewards.image_reward import ImageReward, part, vision_state
 from g2rpo.rewards.open_clip import VIT_H_14, clean_prompt, clip_config, clip_state, preprocess_from
 from g2rpo.rewards.weights import check_state
-from tests.rewards.learned import LEARNED, TOKENIZER, oracle, picture_of, state_of
+from tests.rewards.learned import (
+    LEARNED,
+    TOKENIZER,
+    oracle,
+    picture_of,
+    save_pickscore,
+    state_of,
+)
 from tests.rewards.oracle_inputs import PROMPTS, TOKEN_PROMPTS
 
 SCORE = 1e-5
@@ -145,6 +153,23 @@ def test_a_text_tower_of_its_own_has_the_same_names(tmp_path):
     recorded = oracle("open_clip")
     assert sorted(map(custom_name, recorded["state_dict"])) == sorted(recorded["custom_text_keys"])
     check_scores(open_clip(tmp_path, custom_text=True), recorded_cases())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"image_mean": None}, "image_mean"),
+        ({"image_std": [0.2]}, "image_std"),
+        ({"size": {"width": 224}}, "size"),
+        ({"resample": 0}, "resample"),
+    ],
+)
+def test_what_a_description_of_the_preprocessing_lacks_is_named(tmp_path, change, words):
+    save_pickscore(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ValueError, match=rf"preprocessor_config\.json: {words}"):
+        _transformers_preprocess(tmp_path)
 
 
 def test_open_clip_files_win_where_a_folder_holds_both_formats(learned, tmp_path):

@@ -10,12 +10,14 @@ import torch
 from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.core.types import Reward
+from g2rpo.evaluation.heldout import Evaluation, save_evaluation
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.base import SharedBase, shared_base
+from g2rpo.run.base import SharedBase, shared_base, with_floors
 from g2rpo.run.lock import InUse
 from g2rpo.run.lock import held as lock
 from g2rpo.run.rates import Sweep
+from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE
 from tests.support.policies import make
 from tests.support.runs import brightness, config, log, trainer
@@ -55,6 +57,14 @@ JUDGED = ["rewards.scene_accuracy=", "rewards.brightness=1", "evaluation.rewards
 
 
 SWAPPED = ["rewards.scene_accuracy=", "rewards.scene_clip=1", "evaluation.rewards.brightness={}"]
+
+
+def test_floors_at_the_bases_mean_are_numbers_where_the_run_knows_them(tmp_path):
+    run, asked = Run(tmp_path), config("rewards.bright.floor=base")
+    assert with_floors(run, asked) == asked
+    images, scores = torch.zeros(2, 3, 8, 8), {"bright": torch.tensor([0.25, 0.75])}
+    save_evaluation(run.baseline, Evaluation((), images, scores))
+    assert with_floors(run, asked).rewards["bright"].floor == 0.5
 
 
 def test_a_damaged_one_is_made_again(tmp_path):

@@ -25,6 +25,7 @@ from g2rpo.core.files import is_empty, local, whole_file
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import check_inputs, images_of
 from g2rpo.evaluation.controls import NO_CONTROL, Control
+from g2rpo.evaluation.heldout import floors_of
 from g2rpo.evaluation.sampler import Drawing, Sampler
 from g2rpo.monitor.clips import reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import PictureRow, pil_of, save_grid
@@ -140,7 +141,9 @@ def _drawing(sampler: Sampler, config: SampleConfig) -> Callable[[Sequence[str],
     if config.control.best_of == 1:
         return partial(sampler.pictures, control=config.control)
     rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
-    weights = {name: config.rewards[name].weight for name in config.trained or config.rewards}
+    chosen_by = {name: config.rewards[name] for name in config.trained or config.rewards}
+    weights = {name: entry.weight for name, entry in chosen_by.items()}
+    floors = dict(zip(chosen_by, floors_of(chosen_by, lambda: None).tolist(), strict=True))
     chosen = {name: rewards[name] for name in weights}
 
     def draw(prompts: Sequence[str], first: int) -> Tensor:
@@ -148,6 +151,7 @@ def _drawing(sampler: Sampler, config: SampleConfig) -> Callable[[Sequence[str],
             prompts,
             chosen,
             weights,
+            floors,
             first=first,
             control=config.control,
             kept=lambda images: images,

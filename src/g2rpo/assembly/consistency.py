@@ -225,13 +225,17 @@ def _frames(run: Wanted) -> None:
 
 
 def check_guidance(run: Wanted) -> Iterator[str]:
-    """A guidance scale of training needs a model that is sampled with one."""
+    """A guidance scale of training, and a negative prompt, need a model that is sampled with
+    guidance."""
     scale, policy = run.config.sampling.guidance_scale, run.config.policy
-    if scale is None or "policy" in run.given:
+    given = [] if scale is None else [f"sampling.guidance_scale={scale:g}"]
+    given += ["policy.negative_prompt"] if policy.negative_prompt else []
+    if not given or "policy" in run.given:
         return
     spec, deployed = spec_of(policy), policy.guidance_scale
     if spec is not None and not spec.guides(spec.guidance if deployed is None else deployed):
-        yield f"sampling.guidance_scale={scale:g}: the model is sampled without guidance; take it out"
+        for setting in given:
+            yield f"{setting}: the model is sampled without guidance; take it out"
 
 
 def spec_of(policy: PolicyConfig) -> PipelineSpec | None:

@@ -127,13 +127,14 @@ class Sampler:
         prompts: Sequence[str],
         rewards: Mapping[str, Scorer],
         weights: Mapping[str, float],
+        floors: Mapping[str, float],
         *,
         first: int = 0,
         control: Control = NO_CONTROL,
         kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
         """`evaluate` with the best of `control.best_of` pictures of each prompt, by the rewards
-        that `weights` names; the first of equally good ones."""
+        that `weights` names, each up to its floor; the first of equally good ones."""
         if control.best_of == 1:  # the control's own draw
             return self.evaluate(prompts, rewards, first=first, control=control, kept=kept)
         draws = [
@@ -145,11 +146,10 @@ class Sampler:
         ]
         scores = {name: torch.stack([one.scores[name] for one in several], -1) for name in weights}
         # by itself, so that a prompt's picture does not depend on the others
-        rows = range(len(prompts))
-        place = [
-            int(utility({name: of[row, None] for name, of in scores.items()}, weights).argmax())
-            for row in rows
-        ]
+        rows, place = range(len(prompts)), []
+        for row in rows:
+            own = {name: of[row, None] for name, of in scores.items()}
+            place.append(int(utility(own, weights, floors).argmax()))
 
         def chosen(values: Sequence[Tensor]) -> Tensor:
             return torch.stack([values[place[row]][row] for row in rows])

@@ -208,16 +208,25 @@ class Judging:
             prompts = self.prompts[chunk.start : chunk.stop]
             sampler = self.config.sampler(policy, chunk.steps)
             weights = {name: self.config.rewards[name].weight for name in self.chosen_by}
+            floors = self._floors() if chunk.control.best_of > 1 else {}
             evaluation = sampler.best(
-                prompts, rewards, weights, first=chunk.start, control=chunk.control, kept=to_uint8
+                prompts,
+                rewards,
+                weights,
+                floors,
+                first=chunk.start,
+                control=chunk.control,
+                kept=to_uint8,
             )
             self._store(chunk, evaluation, policy)
             advance(chunk.stop - chunk.start)
 
-    def rows(self) -> Iterator[Row]:
-        """One row per picture of a complete evaluation: its file, prompt, index, seed, side, steps
-        and scores."""
+    def rows(self, *sides: Side) -> Iterator[Row]:
+        """One row per picture of a complete evaluation, or of some of its sides: its file, prompt,
+        index, seed, side, steps and scores."""
         for chunk in self.chunks():
+            if sides and chunk.side not in sides:
+                continue
             rows = self._finished(chunk)
             if rows is None:
                 raise ValueError(f"{self.directory}: {chunk.name} is not finished")
@@ -246,8 +255,6 @@ class Judging:
         c, rows = self.config, list(self.rows())
         at, tuned = min(c.steps), "tuned" in self.sides
         base = scores_where(rows, side="base", steps=at)
-        chosen_by = {name: c.rewards[name] for name in self.chosen_by}
-        floors = floors_of(chosen_by, lambda: Evaluation((), torch.empty(0), base))
         return against_controls(
             {
                 control: scores_where(rows, side="control", control=str(control))
@@ -255,11 +262,22 @@ class Judging:
             },
             base,
             at,
-            {name: entry.weight for name, entry in chosen_by.items()},
-            dict(zip(chosen_by, floors.tolist(), strict=True)),
+            {name: c.rewards[name].weight for name in self.chosen_by},
+            self._floors(),
             scores_where(rows, side="tuned", steps=at) if tuned else None,
             scores_where(rows, side="tuned control") if tuned else None,
         )
+
+    def _floors(self) -> dict[str, float]:
+        """Of the rewards that choose, once the base is sampled."""
+
+        def base() -> Evaluation:
+            rows = list(self.rows("base"))
+            scores = scores_where(rows, side="base", steps=min(self.config.steps))
+            return Evaluation((), torch.empty(0), scores)
+
+        chosen_by = {name: self.config.rewards[name] for name in self.chosen_by}
+        return dict(zip(chosen_by, floors_of(chosen_by, base).tolist(), strict=True))
 
     def write_results(self) -> Path:
         """Writes results.json and pictures.jsonl; returns the path of the former."""

@@ -133,8 +133,7 @@ def against_controls(
         elif control == Control(draw=control.draw):
             draws.append(scores)
     drawn = {name: torch.stack([draw[name] for draw in draws], -1) for name in base}
-    up_to_floors = {name: drawn[name].clamp(max=floors.get(name, math.inf)) for name in weights}
-    by = utility(up_to_floors, weights)
+    by = utility(drawn, weights, floors)
     for n in CHOSEN_FROM:
         if n <= len(draws):
             best = {name: expected_of_best(by, values, n) for name, values in drawn.items()}
@@ -146,13 +145,15 @@ def against_controls(
     return Controls(prompts=len(next(iter(base.values()))), ways=ways, training=training)
 
 
-def utility(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+def utility(
+    scores: Mapping[str, Tensor], weights: Mapping[str, float], floors: Mapping[str, float]
+) -> Tensor:
     """What pictures [N, S] are chosen by: the weighted sum of their trained rewards, each as its
     deviation from the prompt's mean in units of its standard deviation within a prompt. As in
-    training, a missing score counts as the mean."""
+    training, a score counts up to its reward's floor, and a missing one as the mean."""
     total = torch.zeros_like(next(iter(scores.values())), dtype=torch.float64)
     for name, weight in weights.items():
-        values = scores[name].double()
+        values = scores[name].double().clamp(max=floors.get(name, math.inf))
         deviation = (values - values.nanmean(-1, keepdim=True)).nan_to_num()
         spread = group_std(values).square().nanmean().sqrt()
         total += weight * deviation / (spread if spread > 0 else 1.0)

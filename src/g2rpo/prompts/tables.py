@@ -60,6 +60,9 @@ def read_table(text: str, delimiters: str, wanted: str = "") -> list[tuple[int, 
     if not rows:
         return []
     names = [name.strip() for name in rows[0][1]]
+    twice = [repr(name) for name in dict.fromkeys(names) if name and names.count(name) > 1]
+    if twice:
+        raise ValueError(f"has more than one column {twice[0]}; give each its own name")
     column_of(names, wanted)
     ragged = [(number, cells) for number, cells in rows[1:] if len(cells) != len(names)]
     refuse(

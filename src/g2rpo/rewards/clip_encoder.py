@@ -8,14 +8,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import LocalEntryNotFoundError
+from pydantic import BaseModel, Field, PositiveInt
 from torch import Tensor
 
+from g2rpo.core.errors import placed
 from g2rpo.core.files import local
+from g2rpo.core.plain import parse_as
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.open_clip import (
     PUBLISHED_CLIPS,
@@ -247,27 +250,44 @@ def _has_open_clip(path: str | Path) -> bool:
         raise
 
 
+class _Square(BaseModel):
+    side: Annotated[PositiveInt, Field(alias="height")]
+
+
+class _Shortest(BaseModel):
+    side: Annotated[PositiveInt, Field(alias="shortest_edge")]
+
+
+_Channels = tuple[float, float, float]
+
+
+class _Preprocessor(BaseModel):
+    """What counts in a preprocessor_config.json of transformers' CLIP."""
+
+    size: PositiveInt | _Shortest | _Square = 224
+    crop_size: PositiveInt | _Square = 224
+    do_resize: Literal[True] = True
+    do_center_crop: bool = True
+    resample: Literal[2, 3] = 3
+    image_mean: _Channels
+    image_std: _Channels
+
+
 def _transformers_preprocess(path: str | Path) -> Preprocess:
     """The preprocessing that a repository's preprocessor_config.json describes."""
     from transformers import ImageProcessingMixin
 
-    config, _ = ImageProcessingMixin.get_image_processor_dict(place_of(path))
-    size, crop = config.get("size", 224), config.get("crop_size", 224)
-    size = {"shortest_edge": size} if isinstance(size, int) else size
-    squash = "shortest_edge" not in size
-    resize = size["height" if squash else "shortest_edge"]
-    crop = crop if isinstance(crop, int) else crop["height"]
-    filters: dict[int, Literal["bicubic", "bilinear"]] = {3: "bicubic", 2: "bilinear"}
-    if not config.get("do_resize", True) or config.get("resample", 3) not in filters:
-        raise ValueError(
-            f"{path}: preprocessor_config.json asks for a resize that is not supported: {config}"
-        )
+    values, _ = ImageProcessingMixin.get_image_processor_dict(place_of(path))
+    with placed(f"{path}: preprocessor_config.json: ", kind=ValueError):
+        config = parse_as(_Preprocessor, json.dumps(values))
+    size, crop = config.size, config.crop_size
+    resize = size if isinstance(size, int) else size.side
     return Preprocess(
         resize=resize,
-        crop=crop if config.get("do_center_crop", True) else resize,
-        mode="squash" if squash else "shortest",
+        crop=(crop if isinstance(crop, int) else crop.side) if config.do_center_crop else resize,
+        mode="squash" if isinstance(size, _Square) else "shortest",
         odd_margin="floor",
-        interpolation=filters[config.get("resample", 3)],
-        mean=tuple(config["image_mean"]),
-        std=tuple(config["image_std"]),
+        interpolation="bicubic" if config.resample == 3 else "bilinear",
+        mean=config.image_mean,
+        std=config.image_std,
     )

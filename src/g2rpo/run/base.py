@@ -11,7 +11,14 @@ from pathlib import Path
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import digest_of, whole_file, writing
-from g2rpo.evaluation.heldout import Evaluation, load_evaluation, save_evaluation
+from g2rpo.evaluation.heldout import (
+    Evaluation,
+    floors_of,
+    load_evaluation,
+    load_tensors,
+    save_evaluation,
+)
+from g2rpo.run.files import RunFiles
 from g2rpo.run.lock import InUse, held
 from g2rpo.runtime.distributed import World
 
@@ -92,6 +99,22 @@ def read_base(path: Path, prompts: Sequence[str], names: Sequence[str], world: W
     0 alone."""
     stored = load_evaluation(path, prompts, names)
     return stored if world.is_main else replace(stored, images=stored.images[:0].clone())
+
+
+def with_floors(run: RunFiles, config: Config) -> Config:
+    """The run's `config` with floors at the base's mean as numbers; as they are where the run does
+    not know them."""
+    asked = any(entry.floor == "base" for entry in config.rewards.values())
+    if not asked or not run.baseline.is_file():
+        return config
+    stored = load_tensors(run.baseline)
+    scores = {name.removeprefix("score/"): values for name, values in stored.items()}
+    floors = floors_of(config.rewards, lambda: Evaluation((), stored["images"], scores))
+    rewards = {
+        name: entry.model_copy(update={"floor": floor} if entry.floor == "base" else {})
+        for (name, entry), floor in zip(config.rewards.items(), floors.tolist(), strict=True)
+    }
+    return config.model_copy(update={"rewards": rewards})
 
 
 @contextmanager
