@@ -167,6 +167,7 @@ NO_ALGORITHM = {
     "def f(:": "SyntaxError",
     "class Other: ...": "no 'Mine'.*Known: Other",
     "import dataclasses\n@dataclasses.dataclass\nclass Mine: ...": "lacks plans, advantages",
+    "from g2rpo.algorithms.epg import EPG\nclass Mine(EPG):\n how: int = 1": "how would be no setting",
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.monitor.trackers import BACKLOG, Feed, build_trackers, check_trackers, scalars
 from g2rpo.run.run import Run
@@ -173,6 +174,13 @@ def test_a_library_that_is_not_known_or_not_installed_is_wrong_input(monkeypatch
     ):
         with pytest.raises(UserError, match=said):
             check_trackers([name])
+
+
+def test_a_class_that_is_no_tracker_is_refused_before_a_run(tmp_path):
+    (tmp_path / "mine.py").write_text("class Mine:\n def log(self, row, pictures): ...\n")
+    plugins.allow(str(tmp_path / "mine.py"))
+    with pytest.raises(UserError, match="is no tracker, it lacks start, finish"):
+        check_trackers([f"{tmp_path}/mine.py:Mine"])
 
 
 class Deaf:

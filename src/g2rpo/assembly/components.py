@@ -170,7 +170,8 @@ def policy_class(config: PolicyConfig, name: str) -> type[DiffusersPolicy]:
     kind = DiffusersPolicy.of(found) if isinstance(found, PipelineSpec) else found
     if not (isinstance(kind, type) and issubclass(kind, DiffusersPolicy)):
         raise UserError(
-            f"policy.kind={config.kind}: is neither a PipelineSpec nor a class of DiffusersPolicy"
+            f"policy.kind={config.kind}: is neither a PipelineSpec nor a class of DiffusersPolicy; "
+            "a model without diffusers is trained from Python (examples/pixels.py)"
         )
     check_options(kind.spec, config)
     return kind

@@ -8,6 +8,7 @@ only displayed, in a report for example, does not need that code: its algorithm 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Union
@@ -72,6 +73,10 @@ def algorithm_class(name: str) -> type[Algorithm]:
             f"algorithm.name={name}: should be a dataclass, whose fields are the hyper-parameters"
         )
     known = {each.name for each in dataclasses.fields(kind)}
+    if "__dataclass_params__" not in vars(kind) and (bare := _annotated(kind)):
+        raise UserError(
+            f"algorithm.name={name}: {', '.join(bare)} would be no setting; write @dataclass(frozen=True) above the class"
+        )
     if missing := [each for each in METHODS if not callable(getattr(kind, each, None))] + [
         "group_size"
     ] * ("group_size" not in known):
@@ -82,6 +87,12 @@ def algorithm_class(name: str) -> type[Algorithm]:
     if name not in ALGORITHMS:
         _names[kind] = name
     return kind  # type: ignore[return-value]
+
+
+def _annotated(kind: type) -> list[str]:
+    """What a class itself annotates as `dataclass` reads it: class variables are no fields."""
+    own = inspect.get_annotations(kind)
+    return [name for name, annotation in own.items() if "ClassVar" not in str(annotation)]
 
 
 def config_name(algorithm: Any) -> str:

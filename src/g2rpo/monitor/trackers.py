@@ -25,6 +25,7 @@ from g2rpo.core.files import write_whole
 from g2rpo.core.plain import as_json, read_as
 
 PATIENCE = 60.0  # seconds that the end of a run waits for a tracker
+METHODS = ("start", "log", "finish")  # of a tracker
 BACKLOG = 50  # rows that a tracker may be behind before `notify` is called
 
 
@@ -282,9 +283,12 @@ TRACKERS = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuses a tracker whose library is not installed."""
+    """Refuses a tracker whose library is not installed, and a class that is none."""
     for name in names:
-        plugins.find("trackers", name, TRACKERS)
+        kind = plugins.find("trackers", name, TRACKERS)
+        lacks = [each for each in METHODS if not callable(getattr(kind, each, None))]
+        if isinstance(kind, type) and lacks:
+            raise UserError(f"trackers: {name} is no tracker, it lacks {', '.join(lacks)}")
         if name in TRACKERS and importlib.util.find_spec(name) is None:
             raise UserError(
                 f"trackers: {name} is not installed; `pip install {name}`, or leave it out"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import Interval, interval
@@ -271,7 +271,8 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
     ]
     parts = [
         f"# {', '.join(cells)} on {study.recipe}",
-        f"Budget of a run: {', '.join(budget)}. {study.seeds} seeds, {found['prompts']} held-out prompts. "
+        f"Budget of a run: {', '.join(budget)}. "
+        f"{counted(study.seeds, 'seed')}, {counted(found['prompts'], 'held-out prompt')}. "
         "Brackets: 95 % intervals over seeds and prompts.",
     ]
     for steps in dict.fromkeys(line.steps for line in table):
