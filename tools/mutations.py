@@ -361,6 +361,8 @@ MUTATIONS = [
         "if True",
         "tests/training/test_faults.py::test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights",
     ),
+    Mutation("core/updates.py", "item.mask & whole", "item.mask", DROPPED),
+    Mutation("training/updater.py", "examples = without_broken(examples)", "pass", DROPPED),
     Mutation(
         "core/updates.py", "counted=alive[item.prompt]", "counted=item.advantages != 0", DROPPED
     ),
