@@ -291,6 +291,8 @@ def test_the_first_run_of_a_cell_finds_its_rate_and_the_others_take_it(
     out = tmp_path / "study"
     asked = ["compare", tiny_config, "--cell", "a: optim.learning_rate=1e-2", "--find-rate"]
     asked += ["--seeds", "2", "--budget", "iterations=1", "--out", out]
+    # as many prompts as the error of a pilot's gain takes
+    asked += ["prompts.train=testbed:train", "evaluation.num_prompts=8"]
     said = refused(capsys, *asked)
     assert all(words in said for words in ("a, seed 42 failed", "no rate learns", "no cell is"))
     first, second = (Run(out / "runs" / "a" / f"seed_{seed}") for seed in (42, 43))
