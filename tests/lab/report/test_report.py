@@ -285,7 +285,9 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
 
     html, digits = render(runs), decimals(found)
     before, after = (f"{100 * value:.0f} %" for value in (share.base, share.tuned))
-    assert f"Lights {after} of 3 held-out rooms, before training {before}, too few" in words(html)
+    assert f"Lights {after} of 3 held-out rooms, before training {before}, only 3 prompts" in words(
+        html
+    )
     low, high = signed(change.low, digits), signed(change.high, digits)
     assert f"{low} to {high}" in words(html) and "over seeds" in words(html)
     faint, held_out = charts(html)[BRIGHT]
