@@ -56,8 +56,8 @@ whatever is clicked."""
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
     """The config of a session: a recipe with those of `OVERRIDES` that its algorithm has and the
     reward `clicks`, which weighs as much as all other rewards, the guards, together. Guards count up to
-    the base's mean: they hold what a prompt asks for, and are no second aim. A weight of the clicks
-    among `overrides` leaves guards as they are. Where the recipe trains all weights, an adapter takes
+    the base's mean, above which they earn nothing (studies/teach.md). A weight of the clicks among
+    `overrides` leaves guards as they are. Where the recipe trains all weights, an adapter takes
     `ADAPTER_RATE` times its rate. A config with the reward `clicks` is a session's, and stays as it
     is."""
     plain = load_config(recipe, [])
@@ -82,9 +82,9 @@ def _guarding(config: Config) -> list[str]:
     guards = {name: one for name, one in config.rewards.items() if name != "clicks" and one.weight}
     own = []
     for name, entry in guards.items():
-        kind = declared_by(reward_kind(name, entry))
         if entry.floor is not None:
             continue
+        kind = declared_by(reward_kind(name, entry))
         if kind.group or kind.state is not None:
             own.append(f"rewards.{name}.weight={UNBOUNDED * entry.weight:.4g}")
         else:

@@ -258,7 +258,7 @@ def status(session: Session, learning: bool) -> str:
     lines = [f"{answers}, {changes} of the weights." + " Learning …" * learning]
     if guards := [name for name in session.trainer.rewards if name != "clicks"]:
         lines.append(
-            f"Trained on beside your clicks: {', '.join(guards)}, to keep pictures as good as they were."
+            f"Trained on beside your clicks: {', '.join(guards)}. This moves pictures too."
         )
     told = Told.of(learnt)
     if told and told.taste:
