@@ -1,7 +1,7 @@
 """Runs what is hosted elsewhere from a wheel in an empty environment: the Space of examples/space
 and the notebook examples/teach.ipynb (needs a Chromium).
 
-    python -m build && python -m tools.check_hosted dist/g2rpo-0.3.0-py3-none-any.whl
+    python -m build && python -m tools.check_hosted dist/g2rpo-*-py3-none-any.whl
 
 Installs the wheel, starts the Space by the name of its proxy, and clicks on a picture; then runs the
 notebook's cells as a script, clicking in its page. Prints the seconds from the wheel to each click.
