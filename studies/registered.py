@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from g2rpo.app.events import Line
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
+from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.untrained import Controls
@@ -401,28 +402,35 @@ def prices(world: str, numbers: Sequence[int]) -> dict[str, float]:
 
 
 def study(world: str, numbers: Sequence[int], jobs: int, out: Path) -> dict[str, Any]:
-    """Trains what is missing; what `g2rpo compare` found, and the leads that the questions ask
-    for."""
-    setting = WORLDS[world]
-    found = compare(
-        setting["recipe"],
-        [
-            *setting["overrides"],
-            *COMMON,
-            f"trainer.seed={setting['first_seed']}",
-            f"optim.learning_rate={setting['rate']}",
-        ],
-        cells(world, numbers),
-        ("evaluations", setting["budget"]),
-        find_rate=True,
-        seeds=setting["seeds"],
-        steps=[10, 20],
-        jobs=jobs,
-        out=out / world,
-        controls=True,
-        emit=lambda event: print(event.text, flush=True) if isinstance(event, Line) else None,
-    )
-    results: dict[str, Any] = json.loads(found.results.read_text())
+    """Trains what is missing; what `g2rpo compare` found, and of cells none of whose rates learns
+    in the pilots, which are not trained, the pilots."""
+    setting, folder = WORLDS[world], StudyDirectory(out / world)
+    wanted = cells(world, numbers)
+    try:
+        compare(
+            setting["recipe"],
+            [
+                *setting["overrides"],
+                *COMMON,
+                f"trainer.seed={setting['first_seed']}",
+                f"optim.learning_rate={setting['rate']}",
+            ],
+            wanted,
+            ("evaluations", setting["budget"]),
+            find_rate=True,
+            seeds=setting["seeds"],
+            steps=[10, 20],
+            jobs=jobs,
+            out=folder.path,
+            controls=True,
+            emit=lambda event: print(event.text, flush=True) if isinstance(event, Line) else None,
+        )
+    except UserError:  # raised at the end, when the results of the other cells are written
+        without = without_rate(wanted, folder, setting["first_seed"])
+        if len(without) + len(json.loads(folder.results.read_text())["spent"]) < len(wanted):
+            raise
+    results: dict[str, Any] = json.loads(folder.results.read_text())
+    results["without_rate"] = without_rate(wanted, folder, setting["first_seed"])
     free = Controls.model_validate(results["controls"])
     results["controls"] = [
         {
@@ -435,6 +443,16 @@ def study(world: str, numbers: Sequence[int], jobs: int, out: Path) -> dict[str,
         for reward, way in best.items()
     ]
     return results
+
+
+def without_rate(wanted: Iterable[str], folder: StudyDirectory, seed: int) -> dict[str, list[str]]:
+    """By cell none of whose rates learns, its pilots."""
+    found = {}
+    for cell in wanted:
+        sweep = folder.run(cell, seed).read_rates()
+        if sweep and sweep.rate is None and not sweep.missing():
+            found[cell] = [str(pilot) for pilot in sweep.pilots]
+    return found
 
 
 def quiet_seconds(
@@ -479,12 +497,18 @@ def scores_of(world: str, cell: str, out: Path) -> Values:
     return np.stack([read_judged(folder)[10, right] for folder in folders])
 
 
-def leads(world: str, first: str, others: Sequence[str], out: Path) -> dict[str, Interval]:
-    """Of a cell over others, paired by seed and prompt, crossed bootstrap."""
+def leads(
+    world: str, first: str, others: Sequence[str], trained: Collection[str], out: Path
+) -> dict[str, Interval]:
+    """Of a cell over others, paired by seed and prompt, crossed bootstrap; of those that were
+    trained."""
+    if first not in trained:
+        return {}
     level, ours = 1 - 0.05 / len(others), scores_of(world, first, out)
     return {
         other: interval(ours - scores_of(world, other, out), level=level, resamples=20000)
         for other in others
+        if other in trained
     }
 
 
@@ -539,6 +563,10 @@ def table(results: dict[str, Any], reward: str) -> str:
         lines.append(
             f"| `{cell}` | {rate} | {cost['iterations']} | {seconds} | {minutes:.0f} | {texts[0]:+} | {texts[1]:+} |"
         )
+    lines += [
+        f"| `{cell}`: no rate learns in the pilots | | | | | | |"
+        for cell in results.get("without_rate", {})
+    ]
     lines += [
         f"| no training: {knob['control']} | | | | | {Interval(**knob['change']):+} | |"
         for knob in results["controls"]
@@ -653,7 +681,16 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     kept = [line for line in old.get("judged", []) if line["cell"] not in new["spent"]]
     by_cell = {
         key: old.get(key, {}) | new.get(key, {})
-        for key in ("alone", "spent", "prices", "pilots", "questions", "diversity", "by_seed")
+        for key in (
+            "alone",
+            "spent",
+            "without_rate",
+            "prices",
+            "pilots",
+            "questions",
+            "diversity",
+            "by_seed",
+        )
     }
     return {**new, **by_cell, "judged": kept + new["judged"]}
 
@@ -704,7 +741,8 @@ def main() -> None:
         new = study(world, args.questions, args.jobs, args.out)
         new["questions"] = {
             question: {
-                name: asdict(lead) for name, lead in leads(world, first, others, args.out).items()
+                name: asdict(lead)
+                for name, lead in leads(world, first, others, new["spent"], args.out).items()
             }
             for question, (first, others) in asked(world, args.questions).items()
         }
