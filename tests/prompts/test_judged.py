@@ -61,12 +61,22 @@ def pick_a_pic(first, labels, value):
     return {**row, "label_0": labels[0], "label_1": labels[1], "are_different": True}
 
 
+def with_large_cells(name, between):
+    """A table with pictures as base64 of more characters than csv takes in a cell by default."""
+    rest = bytes(100_000)  # after a PNG's end nothing is read
+    cells = [base64.b64encode(Path(one).read_bytes() + rest).decode() for one in ("p.png", "q.png")]
+    Path(name).write_text(f"prompt{between}chosen{between}rejected\na cat{between}{between.join(cells)}\n")
+    return name
+
+
 READ = {
     "own": lambda: written({"prompt": "a cat", "chosen": "p.png", "rejected": "q.png"}),
     "json": lambda: written({"Prompt": "a cat", "Chosen": "p.png", "Rejected": "q.png"}, "a.json"),
     "csv": lambda: (
         Path("a.csv").write_text("prompt;chosen;rejected\na cat;p.png;q.png\n") and "a.csv"
     ),
+    "pictures in csv": lambda: with_large_cells("a.csv", ","),
+    "pictures in tsv": lambda: with_large_cells("a.tsv", "\t"),
     "pick-a-pic": lambda: written(
         [pick_a_pic(True, (1, 0), content), pick_a_pic(True, (0.5, 0.5), content)]
     ),

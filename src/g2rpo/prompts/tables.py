@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from g2rpo.core.errors import counted, refuse
+from g2rpo.core.plain import LARGEST_FILE
 from g2rpo.prompts.lines import COLUMNS
 
 MOST_LISTED = 20
@@ -78,6 +79,7 @@ def read_table(text: str, delimiters: str, wanted: str = "") -> list[tuple[int, 
 
 def _rows(text: str, delimiter: str, quoting: Literal[0, 3]) -> list[tuple[int, list[str]]]:
     """Rows that are not blank, with the number of their last line."""
+    csv.field_size_limit(LARGEST_FILE)  # of the whole process; pictures in base64 are cells too
     reader = csv.reader(
         io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True
     )
