@@ -15,6 +15,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.core.plain import LARGEST_FILE
 from g2rpo.core.types import Prompt
+from g2rpo.prompts import lines
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.prompts.sources import LONGEST, read_prompts
 from tests.support.runs import trainer
@@ -50,6 +51,15 @@ def texts(source):
 def test_tables_and_lists_are_read_by_suffix_and_column(tmp_path, name, content):
     (tmp_path / name.split(":")[0]).write_bytes(content.encode())
     assert texts(f"{tmp_path}/{name}") == ['a, "b"', "c"]
+
+
+def test_only_the_ends_of_a_line_are_looked_at(monkeypatch):
+    """All letters of a list of 100,000 prompts, each several times, took a minute at every start."""
+    seen, visible = [], lines._is_visible
+    monkeypatch.setattr(lines, "_is_visible", lambda letter: seen.append(letter) or visible(letter))
+    assert lines.visible_part(f" \u200b{'a b' * 999} \u2800") == "a b" * 999
+    assert lines.visible_part(" \u200b") == ""
+    assert len(seen) == 8
 
 
 def test_plain_prompts_keep_what_only_looks_like_another_format(tmp_path):

@@ -76,8 +76,11 @@ def refuse_other_files(text: str) -> None:
 
 def visible_part(text: str) -> str:
     """`text` without what shows nothing at both ends; "" if nothing shows."""
-    shown = [index for index, letter in enumerate(text) if _is_visible(letter)]
-    return text[shown[0] : shown[-1] + 1] if shown else ""
+    # from both ends: a list may have a hundred thousand lines
+    begin = next((place for place, letter in enumerate(text) if _is_visible(letter)), len(text))
+    backwards = range(len(text), begin, -1)
+    end = next((place for place in backwards if _is_visible(text[place - 1])), begin)
+    return text[begin:end]
 
 
 def _is_visible(letter: str) -> bool:
