@@ -251,9 +251,10 @@ def export(
     out: str | Path | None = None,
     learnt: bool = False,
     assistant: bool = False,
+    notify: Callable[[str], None] = print,
 ) -> Path:
-    """Writes what `g2rpo export` writes, and returns where."""
+    """Writes what `g2rpo export` writes, and returns where; `notify` is called with what that
+    warns of."""
     which = None if checkpoint is None else str(checkpoint)
-    return write_export(
-        Path(run), format, which, Path(out) if out is not None else None, learnt, assistant
-    )[0]
+    place = Path(out) if out is not None else None
+    return write_export(Path(run), format, which, place, learnt, assistant, notify)

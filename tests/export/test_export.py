@@ -103,7 +103,10 @@ def test_merged_weights_have_the_dtype_of_the_base_and_what_rounding_costs_is_sa
     rounded, tmp_path, capsys
 ):
     run, _ = finished(tmp_path / "a", rounded, *LORA, size=0.1)
+    killed = run / "export" / ".unfinished_1"  # as an export without memory leaves it
+    killed.mkdir(parents=True)
     out = done(capsys, "export", run, "--format", "merged")
+    assert not killed.exists()
     base, stored = (
         FluxTransformer2DModel.from_pretrained(f, torch_dtype=torch.bfloat16).state_dict()
         for f in (rounded / "transformer", run / "export" / "merged")

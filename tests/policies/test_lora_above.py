@@ -137,7 +137,7 @@ def pictures_of(run, policy):
 
 
 @pytest.mark.slow
-def test_the_card_draws_the_same_in_plain_diffusers(capsys, run, drawn):
+def test_the_card_draws_the_same_in_plain_diffusers(capsys, tmp_path, run, drawn):
     """The code of the card is run; only the prompt, its noise and the base model's folder are put
     in."""
     card = Run(run).weights / "README.md"
@@ -161,6 +161,9 @@ def test_the_card_draws_the_same_in_plain_diffusers(capsys, run, drawn):
         assert "acts at early steps only" in refused(capsys, "export", run, *words)
     code, out, err = g2rpo(capsys, "export", run, "--format", "comfyui")
     assert code == 0 and "acts at early steps only" in " ".join((out + err).split())
+    said = []
+    api.export(run, "comfyui", out=tmp_path / "it.safetensors", notify=said.append)
+    assert "acts at early steps only" in said[0]
 
 
 @pytest.mark.slow

@@ -237,11 +237,8 @@ def export(
     """Write a run's weights as other programs read them."""
     from g2rpo.export.formats import export as write
 
-    path, rounding = write(run, format, checkpoint, out, learnt, assistant, partial(warn, console))
+    path = write(run, format, checkpoint, out, learnt, assistant, partial(warn, console))
     say(console, str(path))
-    if rounding is not None and rounding.dtype:
-        cost = f"rounding moves weights by {rounding.share:.2%} of what training did (root mean square)"
-        say(console, f"stored in {rounding.dtype}: {cost}")
 
 
 @commands.command(rich_help_panel=options.WEIGHTS_PANEL)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,19 @@ from g2rpo.assembly.adapters import adapter_of
 from g2rpo.assembly.pipeline_files import weight_files
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, did_you_mean, loading, refuse
-from g2rpo.core.files import add_metadata, is_empty, whole, whole_file, writing
+from g2rpo.core.files import (
+    add_metadata,
+    is_empty,
+    remove_unfinished,
+    whole,
+    whole_file,
+    writing,
+)
 from g2rpo.export.comfyui import names_for, tensors_for, whole_names
 from g2rpo.export.weights import TunedWeights, final, from_checkpoint, transformer_folder
 from g2rpo.policies.adapters import CONFIG, PREFIX, write_tensors
 from g2rpo.policies.tuning import ADAPTER_FILE
+from g2rpo.run.lock import held
 from g2rpo.run.run import Run
 from g2rpo.training.model_card import copy_card
 
@@ -59,15 +68,14 @@ def export(
     out: Path | None,
     learnt: bool = False,
     assistant: bool = False,
-    notify: Callable[[str], None] = lambda message: None,
-) -> tuple[Path, Rounding | None]:
-    """Writes a new folder or, for `FILE_FORMATS`, a new file; returns where, and what rounding has
-    cost merged weights.
+    notify: Callable[[str], None] = print,
+) -> Path:
+    """Writes a new folder or, for `FILE_FORMATS`, a new file; returns where.
 
     The base model is read only where its weights are needed. Of an adapter that continues another,
     `learnt` leaves that out; `assistant` adds the run's assistant. `notify` is called with what a
-    format cannot say of an adapter. UserError for a run without weights, and for models and modules
-    that a format has no names for.
+    format cannot say of an adapter, and with what rounding has cost merged weights. UserError for a
+    run without weights, and for models and modules that a format has no names for.
     """
     refuse(_faults_of_format(format))
     config = Run(run).read_config()
@@ -79,14 +87,17 @@ def export(
     which = "".join(
         [f"-{checkpoint}" if checkpoint else "", "-learnt" * learnt, "-with-assistant" * assistant]
     )
-    out = out or _place(run, format, which)
+    own, out = out is None, out or _place(run, format, which)
     refuse(_faults_of_out(out, format))
     tuned = final(run, config) if checkpoint is None else from_checkpoint(run, config, checkpoint)
     tuned = _asked(tuned, config, learnt, assistant)
     finished = Run(run).weights if checkpoint is None else None
     base = partial(transformer_folder, config.policy)
-    with writing(out):
+    with writing(out), ExitStack() as stack:
         out.parent.mkdir(parents=True, exist_ok=True)
+        if own:  # what a killed export has left there goes
+            stack.enter_context(held(out.parent, notify))
+            remove_unfinished(out.parent)
         with whole_file(out) if format in FILE_FORMATS else whole(out) as unfinished:
             rounding = _write(format, tuned, base, unfinished, finished, config.policy.kind)
     if config.policy.lora_above and format in FILE_FORMATS:
@@ -96,9 +107,12 @@ def export(
             else "the card of --format diffusers has what ends it"
         )
         notify(
-            f"{early}; what reads {format} files applies it at all, unless told otherwise: {end}"
+            f"{early}; what reads {format} files applies it at all steps, unless told otherwise: {end}"
         )
-    return out, rounding
+    if rounding is not None and rounding.dtype:
+        cost = f"rounding moves weights by {rounding.share:.2%} of what training did (root mean square)"
+        notify(f"stored in {rounding.dtype}: {cost}")
+    return out
 
 
 def _faults_of_format(format: str) -> Iterator[str]:
