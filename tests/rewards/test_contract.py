@@ -2,6 +2,7 @@
 beside it, clear errors."""
 
 import io
+import json
 from copy import deepcopy
 
 import pytest
@@ -167,6 +168,21 @@ def test_other_architectures_of_open_clip_are_refused(part, key, value, fact):
     config[part][key] = value
     with pytest.raises(ValueError, match=fact):
         clip_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "fact"),
+    [
+        ({}, "open_clip_config.json: model_cfg: Field required"),
+        ({"model_cfg": {"vision_cfg": {}, "text_cfg": {}}}, "model_cfg.embed_dim: Field required"),
+        ([], "open_clip_config.json: Input should be"),
+    ],
+)
+def test_an_open_clip_config_without_its_keys_is_named(tmp_path, config, fact):
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    for read in (clip_encoder.load_clip, clip_encoder.clip_model):
+        with pytest.raises(ValueError, match=fact):
+            read(tmp_path)
 
 
 # --- formulas and functions -----------------------------------------------------------------------

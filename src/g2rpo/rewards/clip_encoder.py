@@ -18,7 +18,7 @@ from torch import Tensor
 
 from g2rpo.core.errors import placed
 from g2rpo.core.files import local
-from g2rpo.core.plain import parse_as
+from g2rpo.core.plain import parse_as, read_text
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.open_clip import (
     PUBLISHED_CLIPS,
@@ -170,12 +170,30 @@ def load_clip(
 
 def _open_clip(path: str | Path) -> tuple[Any, Callable[[], Preprocess]]:
     """Model and preprocessing of open_clip's files."""
-    config = json.loads(fetch(path, "open_clip_config.json").read_text(encoding="utf-8"))
-    file, model_cfg = fetch(path, *_OPEN_CLIP_WEIGHTS), config["model_cfg"]
+    config = _read_open_clip(fetch(path, "open_clip_config.json"))
+    file, model_cfg = fetch(path, *_OPEN_CLIP_WEIGHTS), config.model_cfg.model_dump()
     model = of_open_clip(
         clip_config(model_cfg), read_state_dict(file), "open_clip_config.json beside it", file
     )
-    return model, lambda: preprocess_from(model_cfg, config.get("preprocess_cfg", {}))
+    return model, lambda: preprocess_from(model_cfg, config.preprocess_cfg)
+
+
+class _Architecture(BaseModel, extra="allow"):
+    embed_dim: PositiveInt
+    vision_cfg: dict[str, Any]
+    text_cfg: dict[str, Any]
+
+
+class _OpenClipConfig(BaseModel):
+    """What counts in an open_clip_config.json."""
+
+    model_cfg: _Architecture
+    preprocess_cfg: dict[str, Any] = {}
+
+
+def _read_open_clip(file: Path) -> _OpenClipConfig:
+    with placed(f"{file}: ", kind=ValueError):
+        return parse_as(_OpenClipConfig, read_text(file))
 
 
 def _transformers_clip(path: str | Path) -> tuple[Any, Callable[[], Preprocess]]:
@@ -192,7 +210,7 @@ def clip_model(path: str | Path) -> RewardModel | None:
 
     folder = local(path)
     if (file := folder / "open_clip_config.json").is_file():
-        return cost_of_clip(clip_config(json.loads(file.read_text(encoding="utf-8"))["model_cfg"]))
+        return cost_of_clip(clip_config(_read_open_clip(file).model_cfg.model_dump()))
     if (folder / "config.json").is_file():
         check_config(folder)
         return cost_of_clip(CLIPConfig.from_pretrained(folder))
