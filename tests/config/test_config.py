@@ -61,6 +61,9 @@ algorithm.name=mixgrpo algorithm.granularities=[1] -> granularities'. Known: adv
 algorithm.name=mixgrpo algorithm.update_every=often -> should be 'rollout' or 'branch', got 'often'
 nonsense -> 'nonsense' is no override; write key=value
 trainer.iterations=[1 -> '[1' is no value
+trainer.seed=0512 -> '0512' is no value (it has 0512, which YAML reads to base 8: 330
+trainer.seed=1:30 -> '1:30' is no value (it has 1:30, which YAML reads to base 60: 90
+optim.learning_rate=1:30.5 -> it has 1:30.5, which YAML reads to base 60: 90.5
 """
 """Overrides, and words that the message must have."""
 

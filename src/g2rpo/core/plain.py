@@ -147,12 +147,22 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_int(self, node: Any) -> int:
         if len(node.value) > 20 or abs(number := super().construct_yaml_int(node)) >= 2**63:
             raise ValueError(f"has a whole number of more than 63 bits, {node.value:.20}...")
+        refuse(_other_bases(node.value, number), ValueError)
         return number
 
     def construct_yaml_float(self, node: Any) -> float:
         if not math.isfinite(number := super().construct_yaml_float(node)):
             raise ValueError(f"has a number that is not finite, {node.value:.20}")
+        refuse(_other_bases(node.value, number), ValueError)
         return number
+
+
+def _other_bases(text: str, number: float) -> Iterator[str]:
+    """What YAML 1.1 reads otherwise than people do: octal numbers by a leading 0, sexagesimal ones
+    by colons."""
+    base = 60 if ":" in text else 8 if re.match(r"[-+]?0[0-7_]+$", text) else None
+    if base is not None:
+        yield f"has {text}, which YAML reads to base {base}: {number}; write the number that you mean"
 
 
 for _of in (_Loader, _Dumper):
@@ -172,7 +182,7 @@ def parse_yaml(text: str) -> Any:
     wrong with it.
 
     Refused: tags, aliases, duplicate keys, more than `DEPTH` levels, non-finite numbers, integers
-    beyond 64 bits, NUL and lone surrogates. Dates are strings.
+    beyond 64 bits, numbers to base 8 or 60, NUL and lone surrogates. Dates are strings.
     """
     try:
         return yaml.load(text, _Loader)  # noqa: S506 (a restricted SafeLoader)
@@ -200,12 +210,25 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
+class Repeated(ValueError):
+    """An object has a key twice."""
+
+
 def parse_json(text: str | bytes) -> Any:
-    """The data in `text`; ValueError also if it is nested too deeply."""
+    """The data in `text`; ValueError also if it is nested too deeply, or `Repeated`."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_each_once)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    held: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in held:
+            raise Repeated(f"has the key {key!r:.80} twice")
+        held[key] = value
+    return held
 
 
 def read_as(kind: type[T], path: Path, hint: str = "") -> T:

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterator
 
 from g2rpo.core.errors import refuse
-from g2rpo.core.plain import parse_json
+from g2rpo.core.plain import Repeated, parse_json
 
 COLUMNS = ("prompt", "prompts", "caption", "text")
 """Names of a column that holds prompts, in any case."""
@@ -126,5 +126,7 @@ def _is_json(text: str) -> bool:
     """Whether `text` is an array or an object."""
     try:
         return isinstance(parse_json(text), list | dict)
+    except Repeated:
+        return True
     except ValueError:
         return False

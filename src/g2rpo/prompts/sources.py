@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from g2rpo.core.errors import UserError, loading, placed, refuse
 from g2rpo.core.files import local
 from g2rpo.core.input_pictures import check_pictures
-from g2rpo.core.plain import checked_as, is_text, parse_json, read_as, read_text
+from g2rpo.core.plain import Repeated, checked_as, is_text, parse_json, read_as, read_text
 from g2rpo.core.types import Prompt
 from g2rpo.prompts.lines import COLUMNS, read_lines, refuse_other_files, visible_part
 from g2rpo.prompts.tables import column_of, read_table
@@ -199,6 +199,8 @@ def json_entries(text: str) -> list[tuple[int, Any]]:
     """The entries of a list or an object. Files of JSON lines are often called .json."""
     try:
         value = parse_json(text)
+    except Repeated:
+        raise
     except ValueError as error:
         if text.lstrip()[:1] == "{" and len(text.strip().split("\n")) > 1:
             return json_lines(text)
