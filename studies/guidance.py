@@ -71,7 +71,7 @@ def main() -> None:
         }
         judged[f"{scale:g}"] = {
             "base": {name: float(values.mean()) for (_, name), values in untrained.items()},
-            "cells": [asdict(line) for line in lines(untrained, stacked)],
+            "cells": [asdict(line) for line in lines(dict.fromkeys(CELLS, untrained), stacked)],
         }
     found = {"study": study, "leads": "over guided, at the same scale", "judged_at": judged}
     write_whole(args.out / "guidance.json", json.dumps(found, indent=1).encode())
