@@ -62,5 +62,6 @@ def test_the_reward_with_a_model_of_its_own_scores_by_its_weights(tmp_path):
     example = runpy.run_path(str(EXAMPLES / "plugin" / "g2rpo_example" / "warmth.py"))
     pictures = torch.zeros(2, 3, 4, 4)
     pictures[0, 0] = pictures[1, 2] = 1
-    scores = example["Warmth"](str(tmp_path))(pictures, ["", ""])
-    assert scores.tolist() == pytest.approx([1, -1], abs=1e-6)
+    warmth = example["Warmth"](str(tmp_path), device="cpu")
+    assert warmth(pictures, ["", ""]).tolist() == pytest.approx([1, -1], abs=1e-6)
+    assert warmth.device == torch.device("cpu")  # as `Reward` has it, and no text

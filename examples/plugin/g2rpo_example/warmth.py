@@ -1,5 +1,6 @@
 """A reward with a model of its own: it declares its files and networks."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +22,10 @@ class Warmth(PictureReward):
         self.net = nn.Linear(3, 1)
         self.net.load_state_dict(read_state_dict(fetch(path, WEIGHTS)))
         self.net.to(device)
-        self.device, self.batch_size = device, batch_size
+        self.device, self.batch_size = torch.device(device), batch_size
 
     @classmethod
-    def model_of(cls, options: dict[str, Any]) -> RewardModel:
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel:
         """The networks, and a call that scores a picture: what a plan counts."""
         net = nn.Linear(3, 1)
         return RewardModel([net], lambda: net(torch.empty(1, 3)))
