@@ -17,7 +17,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from g2rpo.assembly.components import build_policy
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
-from g2rpo.core.flow import sigma_grid
+from g2rpo.config.schema import grid_of
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Policy, Rollout
 from g2rpo.rollout.engine import Engine
@@ -55,13 +55,13 @@ class Runner:
 
     policy: Policy
     prompts: Sequence[str]
-    algorithm: Any
+    algorithm: GranularGRPO
     sigmas: Tensor
     batch_size: int
     clock: Callable[[], float]
 
     def rollout(
-        self, tails: Tails, algorithm: Any = None, repeat: int = 0
+        self, tails: Tails, algorithm: GranularGRPO | None = None, repeat: int = 0
     ) -> tuple[list[Rollout], int, float]:
         """Rollouts, network evaluations, seconds."""
         algorithm = algorithm or self.algorithm
@@ -110,14 +110,11 @@ def main() -> None:
         **build_rewards(config.evaluation.rewards),
     }
     prompts = build_prompts(config.prompts.train, "prompts.train")[: args.prompts]
-    sigmas = sigma_grid(args.num_steps, config.sampling.shift)
-    runner = Runner(policy, prompts, config.algorithm, sigmas, args.batch_size, CLOCKS[args.clock])
-    coarse = config.algorithm.__class__(
-        **{
-            **vars(config.algorithm),
-            "granularities": tuple(2 * g for g in config.algorithm.granularities),
-        }
-    )
+    sigmas = grid_of(config.sampling.shift, policy, args.num_steps)
+    algorithm = config.algorithm
+    assert isinstance(algorithm, GranularGRPO)
+    runner = Runner(policy, prompts, algorithm, sigmas, args.batch_size, CLOCKS[args.clock])
+    coarse = replace(algorithm, granularities=tuple(2 * g for g in algorithm.granularities))
 
     def scores(rollouts: list[Rollout]) -> Tensor:
         """[R, groups * tails, members]."""
@@ -136,7 +133,7 @@ def main() -> None:
     exact, exact_evaluations, _ = runner.rollout(EXACT)
     truth = scores(exact)
     rows = []
-    for name, tails, algorithm in [
+    for name, tails, other in [
         *((name, tails, None) for name, tails in OPTIONS.items()),
         ("granularities doubled", EXACT, coarse),
     ]:
@@ -145,7 +142,7 @@ def main() -> None:
         small.rollout(tails)  # kernels chosen
         seconds, exact_seconds = [], []
         for _ in range(args.repeats):
-            rollouts, evaluations, taken = runner.rollout(tails, algorithm)
+            rollouts, evaluations, taken = runner.rollout(tails, other)
             seconds.append(taken)
             exact_seconds.append(runner.rollout(EXACT)[2])
         found = scores(rollouts)

@@ -73,7 +73,7 @@ AT_512 = (
     "sampling.batch_size=8",
     PLAIN,
 )
-WHOLE = {"blocks": None, "iterations": 0}
+WHOLE: dict[str, Any] = {"blocks": None, "iterations": 0}
 RECIPES = (FLUX, KLEIN, "sd35-medium-lora", "qwen-image-lora", "z-image-lora", "wan-lora")
 CASES = [
     case(FLUX, kind="layouts", seconds=10),

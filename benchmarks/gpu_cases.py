@@ -38,6 +38,7 @@ from benchmarks.forked import Forked
 from benchmarks.machine import describe, matmul_rate
 from benchmarks.published_loop import PublishedLoop
 from benchmarks.random_models import RandomText, random_pipeline, shape_of
+from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.assembly.blueprint import Blueprint, size_of
 from g2rpo.assembly.checks import check_quantized
 from g2rpo.assembly.components import pick_device, policy_class
@@ -65,7 +66,8 @@ from g2rpo.run.run import Run
 from g2rpo.runtime.devices import accelerator, empty_cache
 from g2rpo.training.trainer import Trainer
 
-Case, Asked = dict[str, Any], tuple[Tensor, Tensor, Cond]
+Case = dict[str, Any]
+Asked = tuple[Tensor, Tensor, Cond]
 LIBRARIES = (
     "torch",
     "diffusers",
@@ -214,7 +216,8 @@ def timed(
 ) -> None:
     """The median of a call's seconds, after two that warm up, of which the first is noted; and its
     peak of bytes, with what is given to it, as the plan counts."""
-    taken, ends = [], time.monotonic() + 4
+    taken: list[float] = []
+    ends = time.monotonic() + 4
     while len(taken) < 3 or (len(taken) < most + 2 and time.monotonic() < ends):
         waited(device)
         began = time.perf_counter()
@@ -368,8 +371,10 @@ def model(found: Found, case: Case) -> None:
             iteration(found, trainer, device, first=number == 0)
     if case["loop"]:
         with found.step("published loop"):
+            algorithm = config.algorithm
+            assert isinstance(algorithm, GranularGRPO)
             loop = PublishedLoop(
-                trainer.policy, trainer.sigmas, config.algorithm, {"brightness": Brightness()}
+                trainer.policy, trainer.sigmas, algorithm, {"brightness": Brightness()}
             )
             loop.rollout(["a"], generator_for)
             found.notes["published loop, evaluations/s"] = (
@@ -723,9 +728,8 @@ def layouts(found: Found, case: Case) -> None:
     def gradients(kernel: SDPBackend, dtype: torch.dtype, gradient: Tensor) -> list[Tensor]:
         leaves = [each.to(dtype).requires_grad_() for each in given]
         with sdpa_kernel(kernel):
-            attended = functional.scaled_dot_product_attention(
-                *(leaf.transpose(1, 2) for leaf in leaves)
-            )
+            query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
+            attended = functional.scaled_dot_product_attention(query, key, value)
         return list(
             torch.autograd.grad(attended.transpose(1, 2).flatten(2), leaves, gradient.to(dtype))
         )

@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 TUNINGS = ("lora", "full")
 
@@ -39,7 +39,7 @@ def make(folder: Path) -> int:
     return sum(p.nbytes for p in pipeline.transformer.parameters())
 
 
-def load(folder: str, tuning: str, barrier: Any, results: Any) -> None:
+def load(folder: str, tuning: Literal["lora", "full"], barrier: Any, results: Any) -> None:
     """Loads the pipeline and reports bytes of PSS, and of private pages, that were added."""
     import torch
     from diffusers import FluxPipeline

@@ -133,9 +133,8 @@ def grid(num_steps: int, guidance: float | None) -> list[Control]:
         (None, *(c.guidance for c in alone if c.guidance)),
     )
     steps = (None, *(c.steps for c in alone if c.steps))
-    pairs = [{"noise": noise} for noise in noises] + [
-        {"guidance": scale} for scale in scales if scale
-    ]
+    pairs: list[dict[str, Any]] = [{"noise": noise} for noise in noises]
+    pairs += [{"guidance": scale} for scale in scales if scale]
     crossed = [Control(**pair, steps=many) for pair in pairs for many in steps]
     return [*(c for c in crossed if c.knobs), *(c for c in alone if c.solver != "euler")]
 

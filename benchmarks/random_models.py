@@ -4,7 +4,6 @@ classes at a tiny size."""
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -122,7 +121,7 @@ class RandomText:
     def encode(self, prompts: Sequence[str]) -> Cond:
         blank = self.policy.like(self.policy.shapes(clip_tokens=77), len(prompts))
         tensors = {
-            name: torch.stack(_random(name, value, prompts))
+            name: torch.stack(_random(name, value.unbind(), prompts))
             for name, value in blank.tensors.items()
         }
         return Cond(
@@ -136,7 +135,7 @@ def _random(name: str, like: Sequence[Tensor], prompts: Sequence[str]) -> list[T
     which are places, stay."""
     return [
         torch.randn(row.shape, generator=generator_for(prompt, name)).to(row.dtype)
-        if row.is_floating_point() and math.prod(row.shape)
+        if row.is_floating_point() and row.numel()
         else row
         for row, prompt in zip(like, prompts, strict=True)
     ]

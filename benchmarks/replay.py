@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -34,7 +35,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.testbed import pipeline_dir
 
 RESULTS = Path(__file__).parent / "results" / "replay.json"
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "testbed": {"height": 64, "width": 64, "max_sequence_length": 16},
     "words": {"height": 32, "width": 96, "max_sequence_length": 20},
 }

@@ -43,7 +43,8 @@ def calls(recipe: str, overrides: Sequence[str], training: bool) -> Iterator[tup
 
 def rows(recipe: str, device: str, training: bool, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One row for every way of one recipe's calls, as it is and compiled."""
-    card, first = find_card(device), {}
+    card = find_card(device)
+    first: dict[str, float] = {}
     for way in ways:
         # most of training is in bfloat16
         for call, roofline in calls(recipe, WAYS[way], training and way != "quantize=fp8"):

@@ -37,7 +37,7 @@ from g2rpo.core.types import Cond
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import flux
-from g2rpo.policies.options import PolicyConfig
+from g2rpo.policies.options import Dtype, PolicyConfig
 
 WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
@@ -64,7 +64,7 @@ def blocks(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     shape = shape_of("black-forest-labs/FLUX.1-dev", args.tiny, blocks=1)
     pipeline = random_pipeline(shape, device, torch.bfloat16)
 
-    def policy(dtype: str = "bfloat16", **options: Any) -> DiffusersPolicy:
+    def policy(dtype: Dtype = "bfloat16", **options: Any) -> DiffusersPolicy:
         config = PolicyConfig(path="", dtype=dtype, **size, **options)
         made = DiffusersPolicy.of(flux)(copy.deepcopy(pipeline), config, device=device)
         for number, parameter in enumerate(made.trainable_parameters()):

@@ -18,6 +18,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from g2rpo.assembly.components import build_policy
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import as_reward
 from g2rpo.training.trainer import Trainer
 from studies.credit import save
 
@@ -63,10 +65,10 @@ def run(reward: Score, every: str, seed: int, args: argparse.Namespace) -> dict[
     trainer = Trainer(
         config=config,
         policy=policy,
-        rewards={"hpsv2": reward},
+        rewards={"hpsv2": as_reward(reward)},
         prompts=prompts,
         heldout=heldout,
-        judges={"brightness": brightness},
+        judges={"brightness": as_reward(brightness)},
         notify=lambda _: None,
     )
     start = [p.detach().clone() for p in trainer.learner.parameters]
@@ -84,7 +86,8 @@ def run(reward: Score, every: str, seed: int, args: argparse.Namespace) -> dict[
 
 
 def main() -> None:
-    args, began, rows = arguments(), time.perf_counter(), []
+    args, began = arguments(), time.perf_counter()
+    rows: list[dict[str, Any]] = []
     for name, reward in {"random": at_random, "brightness": lambda seed: brightness}.items():
         for seed in range(args.seeds):
             eight, one = (run(reward(seed), every, seed, args) for every in ("branch", "rollout"))

@@ -78,8 +78,16 @@ def study(world: str, seeds: int, rates: Mapping[str, float], out: Path) -> dict
         for cell in cells(world, steps)
     }
     changes = {cell: [*words, *own[cell]] for cell, words in cells(world, steps).items()}
-    asked = {"find_rate": not rates, "seeds": seeds, "out": out / world, "emit": Output()}
-    folder = compare(recipe, overrides[world], changes, ("evaluations", 10000), **asked)
+    folder = compare(
+        recipe,
+        overrides[world],
+        changes,
+        ("evaluations", 10000),
+        find_rate=not rates,
+        seeds=seeds,
+        out=out / world,
+        emit=Output(),
+    )
     found: dict[str, Any] = json.loads(folder.results.read_text())
     return found
 

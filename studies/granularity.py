@@ -101,12 +101,12 @@ def main() -> None:
     for reward in trainer.rewards:
         print(f"\n{reward}: rank agreement with granularity 1, by branch step")
         for name in dict.fromkeys(row["tail"] for row in rows):
-            own = [row for row in rows if (row["reward"], row["tail"]) == (reward, name)]
+            alike = [row for row in rows if (row["reward"], row["tail"]) == (reward, name)]
             print(
                 f"{name:12}",
                 "  ".join(
                     f"{row['step']}: {row['mean']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
-                    for row in own
+                    for row in alike
                 ),
             )
     print(path)

@@ -351,8 +351,8 @@ DIVERSE, NOISES = 24, 4
 
 NUMBERS = (*range(1, 11), 12, 13, 14, 15, 16, 17)
 """Of `QUESTIONS`, in the protocol; 11 is `studies.tuned`'s."""
-FIXED = ("stay", "steps", "steps_16", "merged", "ones", "many", "self_opd", "forward")
-FIXED += ("reward_gradient", "refl", "published", "published_stay")
+FIXED = ["stay", "steps", "steps_16", "merged", "ones", "many", "self_opd", "forward"]
+FIXED += ["reward_gradient", "refl", "published", "published_stay"]
 """Settings of a world that its cells name."""
 
 

@@ -8,10 +8,13 @@ import argparse
 import math
 import random
 import tempfile
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from g2rpo.algorithms.flow_grpo import GRPOGuard, MixGRPOFlash
 from g2rpo.core.flow import sigma_grid
@@ -23,16 +26,20 @@ from tests.support import policies
 from tests.support.runs import trainer
 from tests.support.tiny import save_flux, save_sd3
 
+Groups = Sequence[Sequence[Any]]
+"""A restatement's members, by group."""
+Updates = Callable[..., None]
 
-def between(ways):
+
+def between(ways: Sequence[Tensor]) -> list[float]:
     return [side_by_side.distance(a, b) for a, b in combinations(ways, 2)]
 
 
-def line(what, values):
+def line(what: str, values: Sequence[float]) -> None:
     print(f"{what:<75} {min(values):.3f} to {max(values):.3f}")
 
 
-def guard(directory):
+def guard(directory: Path) -> None:
     """Six updates with each correction, at two rates."""
     for rate in (1e-4, 1e-3):
         ways = []
@@ -64,10 +71,12 @@ def guard(directory):
         line(f"GRPO-Guard: correction=member and batch, rate {rate}", between(ways))
 
 
-def shuffled(seed):
+def shuffled(seed: int) -> Updates:
     """Flow-GRPO's update with the members of all groups shuffled, as its code does."""
 
-    def updates(network, reference, learner, groups, *rest, **options):
+    def updates(
+        network: Any, reference: Any, learner: Any, groups: Groups, *rest: Any, **options: Any
+    ) -> None:
         members = [member for group in groups for member in group]
         random.Random(seed).shuffle(members)
         size = len(groups[0])
@@ -77,7 +86,7 @@ def shuffled(seed):
     return updates
 
 
-def halves(directory):
+def halves(directory: Path) -> None:
     """Four updates, from halves of every group and from halves of all members."""
     walks = test_flow_grpo.Walks(directory, (), beta=0.04, per_time=True)
     ours = walks.restate().moved
@@ -89,10 +98,20 @@ def halves(directory):
     line("           two shuffles of all members", between(theirs))
 
 
-def own_steps(seed):
+def own_steps(seed: int) -> Updates:
     """DanceGRPO's update with other trained steps for every member, as its code does."""
 
-    def updates(network, learner, groups, trained, sigmas, step, *, accumulate, clip):
+    def updates(
+        network: Any,
+        learner: Any,
+        groups: Groups,
+        trained: Sequence[int],
+        sigmas: Tensor,
+        step: Any,
+        *,
+        accumulate: int,
+        clip: float,
+    ) -> None:
         draw = random.Random(seed)
         drawn = {
             id(member): draw.sample(range(len(sigmas) - 2), len(trained))
@@ -114,7 +133,7 @@ def own_steps(seed):
     return updates
 
 
-def trained_steps(directory):
+def trained_steps(directory: Path) -> None:
     """Four updates, with one set of trained steps an iteration and with one for every member."""
     setting, step = test_dancegrpo.SETTING, neighbours.dance_sde(0.3)
     run = windows.Windows(directory, setting, None, step, accumulate=4, mix=test_dancegrpo.summed)
@@ -127,7 +146,7 @@ def trained_steps(directory):
     line("           two draws for each member", between(theirs))
 
 
-def flash_points(num_steps, last, ratio, shift):
+def flash_points(num_steps: int, last: int, ratio: float, shift: float) -> Tensor:
     """MixGRPO-Flash's sigmas behind the last stochastic step: int(max((T - l) ratio, 1)) points,
     even before the shift."""
     u = torch.linspace(1 - (last + 1) / num_steps, 0, int(max((num_steps - last) * ratio, 1)))
@@ -135,12 +154,18 @@ def flash_points(num_steps, last, ratio, shift):
 
 
 @torch.no_grad()
-def flash_tail(network, prompt, x, points, before):
+def flash_tail(
+    network: Callable[[Tensor, Tensor, int], Tensor],
+    prompt: int,
+    x: Tensor,
+    points: Tensor,
+    before: tuple[float, Tensor],
+) -> Tensor:
     """DPM-Solver++(2M) on predicted images along `points`. The first step extrapolates from
     `before`, the last stochastic step's (sigma, predicted image), across the noise that entered
     there. The last step is of first order."""
 
-    def half_log_snr(sigma):
+    def half_log_snr(sigma: float) -> float:
         return math.log((1 - sigma) / sigma)
 
     for k in range(len(points) - 1):
@@ -158,14 +183,16 @@ def flash_tail(network, prompt, x, points, before):
     return x
 
 
-def flash(directory):
+def flash(directory: Path) -> None:
     """Final latents of six members at all windows of 300 iterations: ours, published, and with
     Euler at every step."""
     policy = policies.load(directory, height=32, width=32, max_sequence_length=12, tuning="frozen")
     sigmas, cond = sigma_grid(25, 3.0), policy.encode(["a red circle"])
     for compression in (0.4, 0.2):
         algorithm = MixGRPOFlash(compression=compression)
-        found = {"ours, published": [], "published, every step": [], "ours, every step": []}
+        found: dict[str, list[float]] = {
+            name: [] for name in ("ours, published", "published, every step", "ours, every step")
+        }
         for iteration in range(0, 300, 20):
             (plan,) = algorithm.plans(25, iteration)
             points = flash_points(25, plan.merge - 1, compression, 3.0)
@@ -186,7 +213,7 @@ def flash(directory):
             )
             last = ours.transitions[-1]
 
-            def network(x, sigma, prompt):
+            def network(x: Tensor, sigma: Tensor, prompt: int) -> Tensor:
                 return policy.velocity(x, sigma.expand(len(x)), cond.rows([prompt] * len(x)))
 
             with torch.no_grad():
@@ -209,14 +236,14 @@ MEASURES = {
 }
 
 
-def main():
+def main() -> None:
     for name in arguments().only or MEASURES:
         measure, save = MEASURES[name]
         with tempfile.TemporaryDirectory() as folder:
             measure(save(Path(folder) / "model"))
 
 
-def arguments():
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=MEASURES, help="some of them; default all")
     return parser.parse_args()
