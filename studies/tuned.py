@@ -152,7 +152,8 @@ def study(world: str, jobs: int, out: Path) -> dict[str, Any]:
         "by_seed": {name: own.mean(1).tolist() for name, own in scores.items()},
         "change": {name: asdict(interval(own - base)) for name, own in scores.items()},
         "lead": {
-            name: asdict(lead) for name, lead in leads(world, ours, list(THIRD)[1:], out).items()
+            name: asdict(lead)
+            for name, lead in leads(world, ours, list(THIRD)[1:], THIRD, out).items()
         },
     }
 
