@@ -176,6 +176,12 @@ def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
         ("Final Score: 1 to 5", NAN),
         ("Final Score: 1,5-4,5", NAN),
         ("Final Score: 1 - 5", NAN),
+        ("Final Score: 1–5", NAN),
+        ("Final Score: **3**/10", NAN),  # on another scale
+        ("Final Score: 4 out of 10", NAN),
+        ("Final Score: 4 %", NAN),
+        ('{"Final Score": 4}', 4.0),
+        ("Final Score（1–5）：4", 4.0),
         ("Final Score: 0", NAN),
         ("I cannot judge this. 4", NAN),
     ],

@@ -95,18 +95,19 @@ FORMS: dict[str, Form] = {
         edit=True,
     ),
 }
-# "(1-5)", bold marks and a colon may stand before the number; a range ("1-5", "1 to 5") is an
-# instruction, not a score. Every repetition is bounded: an answer of a million blanks would
-# otherwise be tried in a million ways.
+# "(1-5)", bold marks, quotes and a colon may stand before the number; a range ("1-5", "1 to 5") is
+# an instruction, not a score. What the number is out of is read too. Every repetition is bounded: an
+# answer of a million blanks would otherwise be tried in a million ways.
 _NUMBER = (
-    r"[\s*_]{0,20}(?:\(\s{0,9}\d{1,2}\s{0,9}-\s{0,9}\d{1,2}\s{0,9}\))?[\s*_]{0,20}:[\s*_<]{0,20}"
-    r"(\d{1,9}(?:[.,]\d{1,9})?)(?![\d.,]{0,20}[^\S\n]{0,20}(?:-|to)[^\S\n]{0,20}\d)"
+    r"[\s*_\"]{0,20}(?:[(（]\s{0,9}\d{1,2}\s{0,9}[-–]\s{0,9}\d{1,2}\s{0,9}[)）])?[\s*_]{0,20}[:：][\s*_<\"]{0,20}"
+    r"(\d{1,9}(?:[.,]\d{1,9})?)(?![\d.,]{0,20}[^\S\n]{0,20}(?:(?:-|–|to)[^\S\n]{0,20}\d|%))"
+    r"(?:[^\S\n]{0,20}[*_]{0,3}[^\S\n]{0,20}(?:/|out of)[^\S\n]{0,20}(\d{1,9}))?"
 )
 
 
 def parse_scores(text: str, names: Sequence[str], form: Form = FORMS["final"]) -> float:
-    """The scores called `names` in a judge's answer, combined by its `form`; NaN if one is missing
-    or out of the form's range.
+    """The scores called `names` in a judge's answer, combined by its `form`; NaN if one is missing,
+    out of the form's range, or on another scale ("3/10" where the form ends at 5).
 
     Text between <think> and </think> is ignored. The last mention of a name counts, because an
     answer may quote its instructions.
@@ -117,7 +118,9 @@ def parse_scores(text: str, names: Sequence[str], form: Form = FORMS["final"]) -
     values = []
     for name in names:
         found = re.findall(re.escape(name) + _NUMBER, decided, re.IGNORECASE)
-        values.append(float(found[-1].replace(",", ".")) if found else torch.nan)
+        number, most = found[-1] if found else ("nan", "")
+        whole = not most or float(most) == form.high
+        values.append(float(number.replace(",", ".")) if whole else torch.nan)
     return (
         form.combine(values)
         if all(form.low <= value <= form.high for value in values)
