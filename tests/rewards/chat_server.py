@@ -56,6 +56,7 @@ class ChatServer:
         self.vllm, self.logits, self.says = style == "vllm", logits, says
         self.requests = []
         self.finish, self.logprobs, self.vision = "stop", True, True
+        self.filtered = lambda body: False
 
     def answer(self, handler, count):
         status, content = self.complete(json.loads(handler.body)) if count else self.models()
@@ -72,13 +73,15 @@ class ChatServer:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         if self.vllm and body.get("top_logprobs", 0) > 20:
             return 400, {"error": {"message": "logprobs of 21, greater than max allowed: 20"}}
+        if self.filtered(body):
+            return 400, {"error": {"message": "unsafe picture", "code": "content_filter"}}
         if not self.vision:
             return 500, {"error": {"message": "image input is not supported"}}
         row = self.first_token(body)
         said = self.says(body) if self.says else row["token"]
         asked = body.get("logprobs") and self.logprobs
         choice = {
-            "message": {"content": None if self.finish == "length" else said},
+            "message": {"content": said if self.finish == "stop" else None},
             "finish_reason": self.finish,
             "logprobs": {"content": [row]} if asked else None,
         }

@@ -95,6 +95,20 @@ def test_a_judge_that_cannot_work_is_refused_when_it_is_made():
             asking(server, "any name", form="yes_no")
 
 
+def test_a_picture_that_a_filter_refuses_has_no_score(caplog, naps):
+    """It would be refused again after every resume; but who refuses everything cannot judge."""
+    with chatting(says=lambda body: "Final Score: 3") as server:
+        server.filtered = lambda body: means_in(body)[0] > 0.7
+        judge = asking(server, endpoint={"check": False})
+        with pytest.raises(Refused, match="400.*unsafe"):
+            judge(flat(0.9), ["a"])
+        assert judge(flat(*GREY), ["a"] * 4).isnan().tolist() == [False] * 3 + [True]
+        assert judge(flat(0.9), ["a"]).isnan().all()
+        server.filtered, server.finish = lambda body: False, "content_filter"
+        assert judge(flat(0.5), ["a"]).isnan().all() and not naps
+    assert "1 of 4 requests have no score, the first:" in caplog.text
+
+
 def test_an_edit_is_judged_beside_what_it_was_made_from(tmp_path):
     """An edited picture is a good one if it differs from the input: the model answers by both
     pictures."""

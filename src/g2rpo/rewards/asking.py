@@ -28,6 +28,10 @@ allow."""
 _BLANKS = " \t\r\n\u2581\u0120\u010a"
 """White space, and its forms in raw vocabulary entries."""
 
+ENDED = ("length", "content_filter")
+"""How an answer ends that has no text, though the server works: only reasoning until max_tokens, in
+a separate field; or a filter took the text out."""
+
 Answer = str | float | None
 """A text, or a probability; None if there was no answer."""
 
@@ -71,15 +75,16 @@ class Completion(BaseModel):
     def text(self) -> str:
         """`NoAnswer` if there is none."""
         choice = self.choices[0]
-        if choice.message.content is None and choice.finish_reason != "length":
+        if choice.message.content is None and choice.finish_reason not in ENDED:
             raise NoAnswer("answered a chat completion without text")
-        # none: only reasoning until max_tokens, in a separate field
         return choice.message.content or ""
 
     def probability_of(self, words: tuple[str, str]) -> float:
         """That of the first word. A word that is not among the listed tokens has probability 0. NaN
         if neither is; `NoAnswer` if the completion has no log-probs."""
         given = self.choices[0].logprobs
+        if self.choices[0].finish_reason == "content_filter":
+            return torch.nan
         if given is None or given.content is None:
             raise NoAnswer("answered no log-probs of its first token")
         found = dict.fromkeys(words, 0.0)

@@ -61,7 +61,7 @@ class RemoteReward(PictureReward):
     Args: `url`, such as http://127.0.0.1:8000; `batch_size`, pictures per request; `endpoint`, how
     the server is asked (`transport.Endpoint`); its `check` asks for the server's health, and for
     `right`. Raises ValueError for a malformed address or a missing token, OSError if the check
-    fails, a request is refused, or the server has another reward than before.
+    fails, the server refuses (`transport.Client.ask`), or it has another reward than before.
     """
 
     waits = asks = True

@@ -52,6 +52,11 @@ class Refused(OSError):
     """The endpoint refused the request permanently (a 4xx status)."""
 
 
+class RefusedContent(Refused):
+    """It refused what this request holds (400, 413, 422), as content filters do; it may answer
+    others."""
+
+
 def address(url: str) -> str:
     """`url` without a slash at its end; ValueError unless it is an http(s) address without a query,
     a user or a password.
@@ -127,6 +132,7 @@ class Client:
     ) -> None:
         self.url, self.endpoint = address(url), Endpoint.model_validate(endpoint or {})
         self.token, self.lost = token_from(self.endpoint.token_env), False
+        self.answered = False
         self.concurrency = self.endpoint.concurrency or concurrency
 
     def once(self, path: str, kind: type[T], body: Mapping[str, Any] | None = None) -> T:
@@ -148,9 +154,10 @@ class Client:
     ) -> list[S | None]:
         """What is read of the answer to each question, whose request has this body; None, and a
         warning, where none came. `read` may raise `NoAnswer`. `Refused` is not caught, because
-        retries would not help."""
+        retries would not help; but of a server that has answered, `RefusedContent` is None too:
+        the same picture would end every attempt to resume."""
 
-        def answer(question: Q) -> S | None:
+        def answer(question: Q) -> S | RefusedContent | None:
             content, retries = body(question), 0 if self.lost else self.endpoint.retries
             for attempt in range(retries + 1):
                 try:
@@ -159,8 +166,10 @@ class Client:
                     )
                 except NoAnswer as error:
                     last = error
+                except RefusedContent as error:
+                    return error
                 else:
-                    self.lost = False
+                    self.lost, self.answered = False, True
                     return found
                 if attempt < retries:
                     wait_s = min(30.0, FIRST_WAIT_S * 2 ** min(attempt, 10))
@@ -171,7 +180,18 @@ class Client:
             return None
 
         with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
-            return list(pool.map(answer, questions))
+            answers = list(pool.map(answer, questions))
+        refused = [one for one in answers if isinstance(one, RefusedContent)]
+        if refused and not self.answered:
+            raise refused[0]
+        if refused:
+            log.warning(
+                "%d of %d requests have no score, the first: %s",
+                len(refused),
+                len(answers),
+                refused[0],
+            )
+        return [None if isinstance(one, RefusedContent) else one for one in answers]
 
 
 def without_token(text: str, token: str | None) -> str:
@@ -218,7 +238,8 @@ def request_json(
         )
         message = f"{said} {response.status_code}: {without_token(explained, token)}"
         if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
-            raise Refused(message)
+            kind_of = RefusedContent if response.status_code in (400, 413, 422) else Refused
+            raise kind_of(message)
         busy = NoAnswer(message)
         busy.after_s = seconds_until(response.headers.get("retry-after", ""))
         raise busy

@@ -211,8 +211,8 @@ class VLMJudge(Judge):
     given; `endpoint`, how the server is asked (`transport.Endpoint`); its `check` asks for the
     server's models, and one question about grey pictures for yes or no and for edits, so that a
     server without log-probs, or with room for one picture alone, fails then too. Raises ValueError
-    for bad settings, FileNotFoundError for a missing template, OSError if the check fails or a
-    request is refused.
+    for bad settings, FileNotFoundError for a missing template, OSError if the check fails or the
+    server refuses (`transport.Client.ask`).
     """
 
     waits = asks = True
