@@ -11,6 +11,7 @@ within a standard error; if there is none, the one with more right scenes. Then 
 
 from __future__ import annotations
 
+import argparse
 from itertools import chain
 from pathlib import Path
 from statistics import mean, stdev
@@ -97,6 +98,9 @@ def better() -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     chosen = better()
     print(f"\nrule: {chosen}", flush=True)
     scenes = taught("held", chosen, "scenes", "clicks", (*SEEN, *UNSEEN), SEEDS)
