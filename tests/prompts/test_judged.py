@@ -65,7 +65,9 @@ def with_large_cells(name, between):
     """A table with pictures as base64 of more characters than csv takes in a cell by default."""
     rest = bytes(100_000)  # after a PNG's end nothing is read
     cells = [base64.b64encode(Path(one).read_bytes() + rest).decode() for one in ("p.png", "q.png")]
-    Path(name).write_text(f"prompt{between}chosen{between}rejected\na cat{between}{between.join(cells)}\n")
+    Path(name).write_text(
+        f"prompt{between}chosen{between}rejected\na cat{between}{between.join(cells)}\n"
+    )
     return name
 
 
