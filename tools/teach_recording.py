@@ -3,8 +3,8 @@
 
 A simulated person of studies.teach answers in a browser: those words that are spelt best. A
 frame for each answer: the group and what is chosen, the fixed prompt before and now, and what the
-page says. Writes teach.gif, and the run to `--run-dir`. The recording of docs/teach.md: of 96
-unseen words 40 % are spelt right before and 80 % after 20 groups.
+page says. Writes teach.gif, and the run to `--run-dir`. What became of the unseen words is in its
+results.json.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from studies.teach import WORLDS
-from studies.teach_people import SPELT, TASTES, click
+from studies.teach_people import SPELT, TASTES, click, values_of
 from tools.demo_screenshots import FLAGS, MINUTE, served
 
-WINDOW, WIDTH = (1180, 590), 720
+WINDOW, WIDTH = (1180, 780), 720
 SLOW, LAST = 700, 4000
 """Milliseconds of a frame, and of the last."""
 SETTLED = "() => !document.querySelector('#status').innerText.includes('Learning …')"
@@ -33,16 +33,18 @@ ASKED = (
 )
 
 
-def pictures_of(page: Page) -> torch.Tensor:
-    """Those of the group that is asked, [G, 3, H, W] in [0, 1]."""
+def asked(page: Page) -> tuple[torch.Tensor, str]:
+    """The pictures of the group or pair that is asked, [G, 3, H, W] in [0, 1], and their prompt."""
     files = [
         io.BytesIO(base64.b64decode(source.split(",", 1)[1])) for source in page.evaluate(ASKED)
     ]
     pictures = [np.asarray(Image.open(file).convert("RGB")) for file in files]
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+    stacked = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+    return stacked, page.locator("#asked b").inner_text()
 
 
 def shot(page: Page) -> Image.Image:
+    page.evaluate("() => window.scrollTo(0, 0)")
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     return picture.resize(
         (WIDTH, WIDTH * picture.height // picture.width), Image.Resampling.LANCZOS
@@ -52,32 +54,60 @@ def shot(page: Page) -> Image.Image:
 def recorded(
     page: Page, taste: str, person: str, seed: int, groups: int, strength: float
 ) -> list[Image.Image]:
-    """A frame for each answer, when what was learnt from the one before is done."""
+    """A frame for each answer, when what was learnt from the one before is done, and one for each
+    comparison; then the page when all is answered."""
     frames = []
     page.locator("input[type=number]").fill(f"{strength:g}")
     page.keyboard.press("Tab")
     for round in range(groups):
-        page.wait_for_timeout(1500)  # until the page has noticed that it learns
-        page.wait_for_function(SETTLED)
-        before = page.evaluate(ASKED)
-        prompt = page.locator("#asked b").inner_text()
-        liked = click(pictures_of(page), prompt, round, taste, person, seed)
+        settle(page)
+        frames += compared(page, taste)
+        pictures, prompt = asked(page)
+        liked = click(pictures, prompt, round, taste, person, seed)
         if len(liked) == 1:
             page.locator(f"[data-member='{liked[0]}']").hover()
         for member in liked if len(liked) > 1 else ():
             page.locator(f"#asked input[value='{member}']").check()
         frames.append(shot(page))
         if not liked:
-            page.locator("#skip").click()
+            answer(page, "#skip")
         elif len(liked) == 1:
-            page.locator(f"[data-member='{liked[0]}']").click()
+            answer(page, f"[data-member='{liked[0]}']")
         else:
-            page.locator("#several").click()
-        page.wait_for_function(f"before => ({ASKED})().join() !== before.join()", arg=before)
-    page.wait_for_timeout(3000)
-    page.wait_for_function(SETTLED)
+            answer(page, "#several")
+    settle(page)
+    frames += compared(page, taste)
+    if not page.locator(".teach-verdict").count():
+        answer(page, "#blind")
+        frames += compared(page, taste)
     page.mouse.move(0, 0)
     return [*frames, shot(page)]
+
+
+def compared(page: Page, taste: str) -> list[Image.Image]:
+    """Answers a comparison as the person sees it; a frame of its first pair. Empty if none is
+    asked."""
+    frames = list[Image.Image]()
+    while page.locator("[data-pair]").count():
+        pictures, prompt = asked(page)
+        before, after = values_of(taste, pictures, [prompt] * 2).tolist()
+        if not frames:
+            frames.append(shot(page))
+        answer(page, "#none" if before == after else f"[data-member='{int(after > before)}']")
+    return frames
+
+
+def settle(page: Page) -> None:
+    """Waits until what was learnt from the last answer is done."""
+    page.wait_for_timeout(1500)  # until the page has noticed that it learns
+    page.wait_for_function(SETTLED)
+
+
+def answer(page: Page, button: str) -> None:
+    """Presses it, and waits for the next pictures."""
+    shown = page.evaluate(ASKED)
+    page.locator(button).click()
+    page.wait_for_function(f"shown => ({ASKED})().join() !== shown.join()", arg=shown)
 
 
 def main() -> None:

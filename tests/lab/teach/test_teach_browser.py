@@ -133,7 +133,7 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
     page.get_by_text("Which is better? Pair 1 of 2").wait_for()
     before = said(run)
     other.locator("[data-member='0']").click()  # it shows a group still
-    other.get_by_text("a comparison is asked now").first.wait_for()
+    other.get_by_text("a comparison comes first").first.wait_for()
     other.get_by_text("Which is better? Pair 1 of 2").wait_for()
     other.close()
     assert said(run) == before

@@ -140,7 +140,9 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
             elif event.pair:
                 session.compare(event.liked, pair=event.round)
             elif session.comparing:  # begun since this tab showed its group
-                raise UserError("a comparison is asked now: which of two pictures is better?")
+                raise UserError(
+                    "a comparison comes first; this click does not count, and its group is asked again"
+                )
             elif event.act == "several" and not event.liked:
                 raise UserError(
                     'tick the pictures that you like first; "None (n)" says that none is good'
