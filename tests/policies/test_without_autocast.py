@@ -1,13 +1,20 @@
 """`policy.autocast=false`: calls as diffusers' pipelines make them, with adapters rounded as
 autocast rounds them."""
 
+import diffusers
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
+from g2rpo.core.data import Prompt
 from g2rpo.core.seeding import generator_for
+from g2rpo.lab.check_model import drawn_by
+from g2rpo.policies.catalogue import SPECS
+from g2rpo.policies.options import PolicyConfig
+from g2rpo.policies.pipelines import read_pipeline
 from tests.support import policies
 from tests.support.commands import refused
+from tests.support.tiny_pipelines import tiny_pipeline, two_experts
 from tests.support.variants import few
 
 SIZE = {
@@ -92,3 +99,27 @@ def test_full_tuning_needs_autocast(tmp_path, capsys, tiny_config):
     assert "weights that are trained are float32" in refused(
         capsys, "train", tiny_config, *options, "--run-dir", tmp_path / "run"
     )
+
+
+AS_LOADED = [
+    ("Krea2Pipeline", "frozen", {}),
+    ("WanPipeline", "full", {"num_frames": 3}),
+    ("WanPipeline", "lora", {"num_frames": 3, "expert": "high"}),
+    ("WanPipeline", "lora", {"num_frames": 3, "expert": "low"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "tuning", "options"), few(AS_LOADED, AS_LOADED[0].__eq__), ids=str)
+@torch.no_grad()
+def test_what_loading_in_bfloat16_leaves_in_float32_is_not_rounded(kind, tuning, options, tmp_path):
+    """Frequencies of text encoders, Wan's embedding of time and tables, norms: velocities are the
+    pipeline's own to the bit."""
+    (two_experts(0.875) if tuning == "lora" else tiny_pipeline(kind)).save_pretrained(tmp_path)
+    options = {**SIZE, **options, "autocast": False, "guidance_scale": 0.0}
+    pipeline = read_pipeline(getattr(diffusers, kind), tmp_path, torch.bfloat16)
+    config = PolicyConfig(path="", **options)
+    own = drawn_by(pipeline, SPECS[kind], config, [Prompt("a red circle")])
+    policy = policies.load(tmp_path, **options, tuning=tuning)
+    with policy.base():
+        mine = policy.velocity(own.noise, own.sigmas[:1], policy.encode(["a red circle"]))
+    assert torch.equal(mine, own.velocity)

@@ -24,7 +24,7 @@ from g2rpo.core.normal import in_float64
 from g2rpo.core.types import Cond, Policy, Prompt
 from g2rpo.policies.encoding import NAME
 
-FORMAT = 2
+FORMAT = 3
 """Part of every key. Increase it when the meaning of stored tensors changes; old files are then not
 found."""
 RAGGED = "ragged/"

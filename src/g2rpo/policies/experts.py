@@ -9,6 +9,7 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError
 from g2rpo.policies.options import PolicyConfig
+from g2rpo.policies.pipelines import cast
 from g2rpo.policies.quantized import quantize
 from g2rpo.policies.spec import has_shape_alone
 
@@ -49,7 +50,7 @@ class Experts:
         if self.boundary is not None:
             other = "transformer_2" if self._high else "transformer"
             expert = self.frozen[other] = getattr(pipeline, other).requires_grad_(False).eval()
-            expert.to(getattr(torch, options.dtype))
+            cast(expert, getattr(torch, options.dtype))
             if options.quantize != "none":
                 quantize(expert, options.quantize, device)
             expert.to(device)

@@ -205,10 +205,21 @@ def stored_dtype(path: str | Path) -> torch.dtype:
     return known.get(frozenset(kinds), torch.float32)
 
 
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts what is stored of a model, as `from_pretrained` does: frequencies of positions are
+    computed, and stay float32, as do those weights that a class of diffusers keeps so."""
+    from diffusers import ModelMixin
+
+    kept = {*(module._keep_in_fp32_modules or ())} if isinstance(module, ModelMixin) else set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if value.is_floating_point():
+            value.data = value.data.to(torch.float32 if kept & {*name.split(".")} else dtype)
+
+
 def place(pipeline: Any, transformer: Any, options: PolicyConfig, device: torch.device) -> None:
     """Moves the trained transformer (whose dtypes `Tuning` sets) and the VAE, frozen in the
     policy's dtype, to `device`."""
-    pipeline.vae.requires_grad_(False).eval().to(getattr(torch, options.dtype))
+    cast(pipeline.vae.requires_grad_(False).eval(), getattr(torch, options.dtype))
     transformer.to(device)
     pipeline.vae.to(device)
     if all(weight.ndim <= 4 for weight in pipeline.vae.parameters()):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from g2rpo.core.data import Cond
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.policies.options import PolicyConfig
+from g2rpo.policies.pipelines import cast
 from g2rpo.policies.replay import Caught, NetworkCall, OneStep, Pictures, Script, replay
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.runtime.devices import empty_cache
@@ -42,10 +43,12 @@ class TextEncoders:
             # SD3 may come without its third
             if name.startswith("text_encoder") and part is not None
         }
-        self.names, dtype = list(encoders), getattr(torch, options.dtype)
+        self.names = list(encoders)
         self.modules: list[nn.Module] = [
-            part.requires_grad_(False).eval().to(dtype) for part in encoders.values()
+            part.requires_grad_(False).eval() for part in encoders.values()
         ]
+        for module in self.modules:
+            cast(module, getattr(torch, options.dtype))
         self._parked = False
         self._loaded: list[tuple[nn.Module, str, Tensor]] = []
         """Weights in host memory, as they were loaded, while copies are on the device."""

@@ -30,6 +30,7 @@ from g2rpo.policies.adapters import (
 )
 from g2rpo.policies.lora_layers import Acting, add_frozen, check_targets, factors_of, fill, inject
 from g2rpo.policies.options import PolicyConfig, TuningMode
+from g2rpo.policies.pipelines import cast
 from g2rpo.policies.quantized import is_quantized, quantize
 from g2rpo.runtime.sharding import Sharded
 
@@ -83,7 +84,7 @@ class LoRA:
 
         self.active, dtype = transformer, getattr(torch, options.dtype)
         check_targets(transformer, targets)
-        transformer.requires_grad_(False).to(dtype)
+        cast(transformer.requires_grad_(False), dtype)
         if assistant is not None:
             add_frozen(transformer, ASSISTANT, assistant, dtype)
         rank, alpha = options.lora_rank, options.lora_alpha
@@ -178,7 +179,8 @@ class Full:
                 sharding.shard(self._base, dtype, trained=False)
         else:
             if self._base is not None:
-                self._base.to(device, dtype)
+                cast(self._base, dtype)
+                self._base.to(device)
             transformer.to(device, torch.float32)
             if self._base is not None:
                 _part(transformer, self._base)
@@ -240,7 +242,7 @@ class Frozen:
         dtype = getattr(torch, options.dtype)
         self.active = self._transformer = transformer
         self._keep_base, self._base, self._changed = keep_base, None, False
-        transformer.requires_grad_(False).to(dtype)
+        cast(transformer.requires_grad_(False), dtype)
         for name, adapter, kept in ((START, start, torch.float32), (ASSISTANT, assistant, dtype)):
             if adapter is not None:
                 add_frozen(transformer, name, adapter, kept)
