@@ -106,6 +106,9 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
     for member in (0, 2):
         page.locator(f"#asked input[value='{member}']").check()
     assert answered(page, run, lambda: click("#several")).liked == (0, 2)
+    page.locator("#asked input[value='3']").check()  # and then another answer
+    assert answered(page, run, lambda: click("#none")).liked == ()
+    assert page.locator("#asked input:checked").count() == 0  # of the next group
     before = said(run)
     other.locator("[data-member='0']").click()  # of a group that is answered: it shows the next
     other.get_by_text("is not the one that is asked").first.wait_for()

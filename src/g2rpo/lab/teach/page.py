@@ -34,16 +34,17 @@ const ticked = () => [...element.querySelectorAll("input:checked")].map(box => {
   box.checked = false;  // the next group has the same boxes
   return Number(box.value);
 });
-const say = (act, liked = []) => {
+const say = (act, liked) => {
   const shown = element.querySelector("[data-round]").dataset;
   trigger("click", {act, liked, round: Number(shown.round), pair: "pair" in shown});
 };
 element.addEventListener("click", event => {
   if (event.detail > 1) return;  // the second of a double click is of the group before
   const button = event.target.closest("button");
-  if (button?.dataset.member) say("best", [Number(button.dataset.member)]);
-  else if (button?.id === "several") say("several", ticked());
-  else if (button) say(button.id);
+  if (!button) return;
+  const liked = ticked();  // also where they do not count: they would for the next group
+  if (button.dataset.member) say("best", [Number(button.dataset.member)]);
+  else say(button.id, button.id === "several" ? liked : []);
 });
 document.addEventListener("keydown", event => {
   const typing = event.target.closest("input:not([type=checkbox]), textarea");
