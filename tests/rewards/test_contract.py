@@ -55,6 +55,13 @@ def test_a_folder_may_be_named_from_home(rewards, learned, name, monkeypatch):
     assert torch.equal(reward(noise(2), PROMPTS[:2]), rewards[name](noise(2), PROMPTS[:2]))
 
 
+def test_features_of_a_prompt_do_not_depend_on_which_others_are_new(learned):
+    """A run that is resumed has forgotten the prompts of the run before."""
+    first, resumed = (LEARNED["hpsv2"](**learned["hpsv2"]).encoder for _ in range(2))
+    first.text_features(PROMPTS[:1])
+    assert torch.equal(first.text_features(PROMPTS), resumed.text_features(PROMPTS))
+
+
 @pytest.mark.parametrize("name", LEARNED)
 def test_bfloat16_is_close_and_nothing_is_trainable(rewards, learned, name):
     images, half = noise(5), LEARNED[name](**learned[name], dtype="bfloat16")

@@ -85,13 +85,14 @@ class ClipEncoder:
     @torch.no_grad()
     def text_features(self, prompts: Sequence[str]) -> Tensor:
         """Features [len(prompts), D]; those of the last `TEXT_CACHE_SIZE` distinct prompts are
-        cached."""
-        new = list(dict.fromkeys(p for p in prompts if p not in self._cache))
-        if new:
-            features = _unit(
-                self.model.get_text_features(input_ids=self.token_ids(new).to(self.device))
-            )
-            self._cache.update(zip(new, features, strict=True))
+        cached.
+
+        Each is encoded alone: in a batch its rounding would depend on which others are new, which
+        differs in a run that is resumed.
+        """
+        for prompt in dict.fromkeys(p for p in prompts if p not in self._cache):
+            ids = self.token_ids([prompt]).to(self.device)
+            self._cache[prompt] = _unit(self.model.get_text_features(input_ids=ids))[0]
         rows = torch.stack([self._cache[p] for p in prompts])
         for prompt in dict.fromkeys(prompts):
             self._cache.move_to_end(prompt)

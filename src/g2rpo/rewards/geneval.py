@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -134,6 +134,8 @@ class Colours:
     def __init__(self, encoder: ClipEncoder) -> None:
         self.encoder = encoder
         encoder.crop_as_torchvision()  # as GenEval
+        # COCO's classes have more texts than the encoder keeps
+        self._words = lru_cache(maxsize=128)(self._encode)
 
     @torch.no_grad()
     def __call__(self, picture: Image.Image, label: str, objects: Sequence[Detection]) -> list[str]:
@@ -145,7 +147,7 @@ class Colours:
             COLOUR_WORDS[index] for index in (features @ self._words(label).T).argmax(1).tolist()
         ]
 
-    def _words(self, label: str) -> Tensor:
+    def _encode(self, label: str) -> Tensor:
         """A feature for each colour: the mean over `TEMPLATES`, of unit length."""
         texts = [
             template.format(colour=colour, label=label)
