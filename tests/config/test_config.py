@@ -34,7 +34,9 @@ def test_overrides_reach_their_keys_and_take_rewards_out():
     assert built.optim.learning_rate == 2e-6
     assert (built.rewards["bright"].weight, built.rewards["bright"].kind) == (0.5, "bright")
     assert built.rewards["extra"].kind == "scene_clip"
-    assert set(config("rewards.other=1", "rewards.bright=").rewards) == {"other"}
+    for empty in ("", "~", "null"):
+        taken = config("rewards.other=1", f"rewards.bright={empty}")
+        assert set(taken.rewards) == {"other"}
 
 
 def test_numbers_are_numbers_and_quoted_ones_are_text(tmp_path):
@@ -51,7 +53,12 @@ WRONG = """
 algorithm.gruop_size=4 -> unknown key 'algorithm.gruop_size'. Did you mean 'algorithm.group_size'?
 learning_rate=1 -> unknown key 'learning_rate'. Did you mean 'optim.learning_rate'?
 rewards.brigt= -> there is no reward 'brigt' to remove. Did you mean 'bright'?
+rewards.brigt=null -> there is no reward 'brigt' to remove. Did you mean 'bright'?
+alarms.hackin=off -> unknown key 'alarms.hackin'. Did you mean 'alarms.hacking'
+algorithm.beta=0.1 -> unknown key 'algorithm.beta'. Did you mean 'algorithm.kl_weight'?
 rewards.own/mine.py:tilt=1 -> not its name; write rewards.tilt.kind=own/mine.py:tilt
+rewards.tilt=own/mine.py:tilt -> got 'own/mine.py:tilt'; write rewards.tilt.kind=own/mine.py:tilt
+algorithm=mine.py:Mine -> got 'mine.py:Mine'; write algorithm.name=mine.py:Mine
 evaluation.rewards.own.mine:tilt=1 -> write evaluation.rewards.tilt.kind=own.mine:tilt
 'trainer={FLUX.1: 1}' -> unknown key 'trainer.FLUX.1'. Known: checkpoint_every
 rewards={bright:1.0} -> rewards.bright:1.0 is no name: write letters, digits and . _ + -; YAML needs

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ValidationError
 
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, with_name
+from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean
 from g2rpo.core.types import Algorithm
 
@@ -21,6 +22,8 @@ SHORT = {
     "rank": "policy.lora_rank",
     "prompt": "prompts.train",
     "prompts": "prompts.train",
+    "kl": "algorithm.kl_weight",
+    "beta": "algorithm.kl_weight",
 }
 """Abbreviations of keys."""
 
@@ -125,7 +128,8 @@ def complaints(error: ValidationError, kind: Any, data: Mapping[str, Any]) -> It
         elif what == "missing":
             yield f"'{key}' is missing"
         elif what in NOT_A_GROUP and isinstance(wrong, str | int | float):
-            wanted = _space(wrong) or f"; write {key}.{_example(key, wrong):.200}"
+            spaced = "" if plugins.is_code(str(wrong)) else _space(wrong)
+            wanted = spaced or f"; write {key}.{_example(key, wrong):.200}"
             is_reward = key.rpartition(".")[0] in REWARD_TABLES
             held = "a weight, or a group of settings" if is_reward else "a group of settings"
             yield f"{key} is {held}, got {wrong!r:.200}{wanted}"

@@ -27,7 +27,7 @@ CODE_KEYS = ("name", "kind", "target", "detector", "trackers")
 """Last parts of keys whose values may name code."""
 
 TAKES_OUT = ("", "~")
-"""Values of an override that take a reward out."""
+"""Values of an override that take an entry out; "null" too takes out a reward."""
 
 SMALLEST = 1e-18
 """The smallest absolute value of a nonzero setting; the largest is its inverse."""
@@ -196,9 +196,15 @@ def absent_reward(data: Mapping[str, Any], override: str) -> str | None:
     otherwise None."""
     key, equals, text = override.partition("=")
     group, _, name = key.rpartition(".")
-    if group not in REWARD_TABLES or not equals or text.strip() not in TAKES_OUT:
+    if group not in REWARD_TABLES or not equals or not _takes_out(key, text):
         return None
     return None if name in _at(data, group) else key
+
+
+def _takes_out(key: str, text: str) -> bool:
+    """Whether an override of `key` takes the entry out."""
+    null = key.rpartition(".")[0] in REWARD_TABLES and text.strip() == "null"
+    return null or text.strip() in TAKES_OUT
 
 
 def _at(data: Mapping[str, Any], group: str) -> Mapping[str, Any]:
@@ -260,7 +266,7 @@ def _override(data: dict[str, Any], override: str) -> None:
                 {} if inner is None else {"weight": inner} if isinstance(inner, int | float) else {}
             )
         data = inner
-    if value is None and text.strip() in TAKES_OUT and last in data:
+    if _takes_out(key, text) and last in data:
         del data[last]  # `rewards.clip=` removes a reward
     else:
         data[last] = value

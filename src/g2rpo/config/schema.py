@@ -239,7 +239,7 @@ class Config(Section):
     optim: OptimConfig
     trainer: TrainerConfig
     evaluation: EvaluationConfig
-    alarms: dict[Alarm | Literal["action"], Action] = {"action": "warn"}
+    alarms: dict[Literal[Alarm, "action"], Action] = {"action": "warn"}
     """The action of each alarm; "action" is that of all that are not named."""
     trackers: Trackers = ["tensorboard"]
     """Trackers that show the log during a run; metrics.jsonl is always written."""
