@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import pytest
 
 from g2rpo import api
+from g2rpo.algorithms.flow_dpo import FlowDPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.app.dry_run import try_own_code
 from g2rpo.cli.main import main
 from g2rpo.core.errors import UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from tests.support.commands import refused
-from tests.support.runs import PROMPTS, brightness, darkness
+from tests.support.runs import PROMPTS, brightness, config, darkness
 
 FUNCTION = "def it(images, prompts):\n    return "
 TRIED = ["reward 'mine'", "2 random pictures"]
@@ -68,6 +70,30 @@ class Mine(GranularGRPO):
 def test_an_algorithm_of_ones_own_is_tried_for_an_iteration(fault, said):
     with pytest.raises(UserError, match=rf"algorithm Mine \(.*{said}"):
         api.trainer("scenes", algorithm=Mine(branch_steps=(0, 1), fault=fault))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPairs(FlowDPO):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "rewards"),
+    [
+        (Mine(branch_steps=(0, 1)), ["rewards.bright.floor=base"], ["bright"]),
+        (Mine(branch_steps=(0, 1)), ["sampling.guidance_scale=1"], ["bright"]),
+        (OwnPairs(), [], []),
+    ],
+)
+def test_a_trial_asks_for_nothing_that_only_a_run_has(algorithm, settings, rewards):
+    """The base's mean, a guidance scale, judged pictures."""
+    asked = config(*settings).model_copy(update={"algorithm": algorithm})
+    given = {"rewards": dict.fromkeys(rewards, brightness), "judges": {"dark": darkness}}
+    own = {name: asked.rewards[name] for name in rewards}
+    try_own_code(
+        asked.model_copy(update={"rewards": own}),
+        {**given, "prompts": PROMPTS, "heldout": PROMPTS[:1]},
+    )
 
 
 def test_a_trial_calls_a_reward_once_with_pictures_of_the_policy():

@@ -13,7 +13,7 @@ from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.rewards import build_rewards, reward_kind
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.schema import Config, RewardConfig
-from g2rpo.core.capabilities import candidates_of
+from g2rpo.core.capabilities import candidates_of, judged_by
 from g2rpo.core.contracts import check_loss, name_of
 from g2rpo.core.data import Cond, Example, Loss
 from g2rpo.core.errors import RewardFailed, UserError, placed, where
@@ -52,22 +52,31 @@ def try_own_code(config: Config, given: Mapping[str, Any]) -> None:
 
 
 def _try_algorithm(config: Config) -> None:
-    """An iteration of the trainer, on the policy that has a closed form."""
+    """An iteration of the trainer, on the policy that has a closed form. None of an algorithm that
+    learns from judged pictures, of which it has no files."""
+    if judged_by(config.algorithm) is not None:
+        return
+    # no base is evaluated, whose means floors may be
+    rewards = {
+        name: entry.model_copy(update={"floor": None}) for name, entry in config.rewards.items()
+    }
     changes = {
+        "rewards": rewards,
         "trainer": config.trainer.model_copy(
             update={"prompts_per_iteration": TRIAL_PROMPTS, "sharding": "none"}
         ),
-        "sampling": config.sampling.model_copy(update={"tails": Tails()}),
+        "sampling": config.sampling.model_copy(
+            update={"tails": Tails(), "guidance_scale": None}
+        ),
         "alarms": {"action": "off"},
     }
     prompts = [str(index / 10) for index in range(TRIAL_PROMPTS * candidates_of(config.algorithm))]
-    rewards = dict.fromkeys(config.rewards, Brightness())
     small = config.model_copy(update=changes)
     try:
         trainer = Trainer(
             config=small,
             policy=GaussianPolicy(),
-            rewards=rewards,
+            rewards=dict.fromkeys(rewards, Brightness()),
             prompts=prompts,
             heldout=prompts[:1],
         )
