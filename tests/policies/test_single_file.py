@@ -48,8 +48,12 @@ def test_a_whole_transformer_is_read_whatever_stands_before_all_names(
     base = velocity(sampling)
     sampling.load(file)
     torch.testing.assert_close(velocity(sampling), velocity(policy), atol=1e-6, rtol=0)
-    with sampling.base():
-        torch.testing.assert_close(velocity(sampling), base, atol=1e-5, rtol=0)
+    for one in (sampling, policy):
+        with one.base():
+            with one.base():  # as a reward that compares enters it
+                pass
+            torch.testing.assert_close(velocity(one), base, atol=1e-5, rtol=0)
+        torch.testing.assert_close(velocity(one), velocity(policy), atol=1e-6, rtol=0)
 
 
 def test_an_adapter_is_read_whatever_its_file_is_called(flux_directory, tmp_path):

@@ -56,6 +56,10 @@ def test_a_held_out_picture_is_compared_with_the_bases_of_the_same_noise():
     second = t.score_heldout().scores
     assert torch.equal(second["bright"], (second["alone"] > first["alone"]).float())
     assert second["bright"].any()
+    with t.policy.base():  # as controls are sampled after training; a batch at a time
+        t.sizes.rollout = 1
+        again = t.score_heldout().scores
+    assert torch.equal(again["alone"], first["alone"]) and not again["bright"].any()
 
 
 def train_on(world, folder):

@@ -80,7 +80,7 @@ class Policy(Protocol):
 
     def base(self) -> AbstractContextManager[None]:
         """While entered, `velocity` is the untrained model's (for the KL term and for before/after
-        pictures)."""
+        pictures); it may be entered again meanwhile."""
         ...
 
     def save(self, directory: Path) -> Path:

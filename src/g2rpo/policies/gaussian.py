@@ -68,11 +68,11 @@ class GaussianPolicy:
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        self._in_base = True
+        before, self._in_base = self._in_base, True
         try:
             yield
         finally:
-            self._in_base = False
+            self._in_base = before
 
     def save(self, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)

@@ -193,11 +193,11 @@ class Full:
     def base(self) -> Iterator[None]:
         if self._base is None:
             raise UserError(NO_BASE)
-        self.active = self._base
+        before, self.active = self.active, self._base
         try:
             yield
         finally:
-            self.active = self._trained
+            self.active = before
 
     def late(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -255,12 +255,12 @@ class Frozen:
     def base(self) -> Iterator[None]:
         if self._changed and self._base is None:
             raise UserError(NO_BASE)
-        self.active = self._base or self._transformer
+        before, self.active = self.active, self._base or self._transformer
         try:
             with self._acting.during(untrained=True):
                 yield
         finally:
-            self.active = self._transformer
+            self.active = before
 
     def late(self) -> AbstractContextManager[None]:
         return self._acting.during(late=True)
