@@ -57,11 +57,11 @@ class PixelPolicy:
 
     @contextmanager
     def base(self):
-        self.active = self.untrained
+        before, self.active = self.active, self.untrained
         try:
             yield
         finally:
-            self.active = self.trained
+            self.active = before
 
     def save(self, directory):
         directory.mkdir(parents=True, exist_ok=True)

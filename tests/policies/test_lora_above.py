@@ -193,13 +193,16 @@ REFUSED = [
     ("algorithm.branch_steps=[0,8]", TOO_LATE),
     ("algorithm.name=diffusion_nft", "diffusion_nft trains at sigma"),
     ("algorithm.branch_steps=[0,7]", None),
+    # whose four steps of seven are drawn for each group
+    ("algorithm.name=dgpo", None),
+    ("algorithm.name=dgpo sampling.shift=1", "dgpo trains at sigma 0.500"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_what_is_trained_lies_above(original, change, message):
     above = f"policy.lora_above={ABOVE}"
-    config = load_config("scenes-fast", ["sampling.shift=3", above, change])
+    config = load_config("scenes-fast", ["sampling.shift=3", above, *change.split()])
     policy = load(original, lora_above=ABOVE)
     with pytest.raises(UserError, match=message) if message else nullcontext():
         check_trained_steps(config, policy)
