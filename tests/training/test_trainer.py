@@ -306,6 +306,8 @@ def test_groups_that_were_sampled_apart_teach_what_groups_sampled_together_do():
         assert t.learn_from(groups, advantages, counted=False) == {} and t.iteration == 0
     assert mean(together).any()
     torch.testing.assert_close(mean(together), mean(apart), rtol=0, atol=1e-6)
+    with pytest.raises(UserError, match="it is the base that is evaluated"):
+        together.evaluate()
 
 
 def test_an_iteration_is_sampling_and_learning_and_can_be_taken_back():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Judged, Row
-from g2rpo.core.errors import Preempted, refuse
+from g2rpo.core.errors import Preempted, UserError, refuse
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Plan, Policy, Reward, as_rewards
 from g2rpo.evaluation.heldout import Evaluation, floors_of
@@ -290,7 +290,13 @@ class Trainer:
         return plans_in(self.config, self.iteration if iteration is None else iteration)
 
     def evaluate(self) -> Row:
-        """Evaluates the (averaged) weights on held-out prompts; returns the row for the log."""
+        """Evaluates the (averaged) weights on held-out prompts; returns the row for the log. After no
+        iteration these are the base's; UserError if they were updated."""
+        if not self.iteration and self.learner.steps:
+            raise UserError(
+                "evaluate(): after iteration 0 it is the base that is evaluated, and the weights have been updated; end an "
+                "iteration before (learn_from without counted=False)"
+            )
         watch = Stopwatch()
         which = f"the model after iteration {self.iteration}" if self.iteration else "the base"
         steps = self.evaluator.sampler.num_steps

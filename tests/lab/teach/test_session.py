@@ -211,20 +211,25 @@ def test_undo_takes_back_weights_and_answer(tmp_path):
             s.undo()
 
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_weights_go_back_when_a_judge_falls(tmp_path, learns):
+@pytest.mark.parametrize(
+    ("learns", "directly"), [(True, False), (False, False), (True, True), (False, True)]
+)
+def test_weights_go_back_when_a_judge_falls(tmp_path, learns, directly):
     """A judge that is minus red finds every look bad: weights stay the base's, and steps shrink.
-    With one that knows nothing, steps grow, up to the largest."""
+    With one that knows nothing, steps grow, up to the largest. Without a head as well."""
     judge = nothing if learns else lambda images, prompts: -redness(images)
-    with begun(tmp_path, "alarms.pictures=off", judges={"grey": judge}) as s:
-        before = mean(s.trainer)
+    strength = 1.0 if directly else 1e9
+    with begun(tmp_path, "alarms.pictures=off", judges={"grey": judge}, strength=strength) as s:
+        before, base = mean(s.trainer), s.trainer.base
+        if directly:
+            s.learn_directly()
         while not s.pupil.learnt.looks:
             teach(s, 1)
         learnt = s.pupil.learnt
         assert torch.equal(mean(s.trainer), before) != learns
         assert learnt.looks[0].wrong.startswith("grey") != learns
         grown = min(pupil.LARGEST_STEP, pupil.GROW)
-        assert learnt.step == (grown if learns else pupil.SHRINK)
+        assert learnt.step == (grown if learns else pupil.SHRINK) and s.trainer.base is base
 
 
 @pytest.mark.slow
@@ -266,7 +271,7 @@ def test_without_a_head_the_model_learns_from_the_clicks_alone(tmp_path, monkeyp
         before = red_after(s)
         s.learn_directly()
         teach(s, 6)
-        assert s.pupil.learnt.direct and s.pupil.changes == 1 and s.trainer.iteration == 0
+        assert s.pupil.learnt.direct and s.pupil.changes == s.trainer.iteration == 1
         assert red_after(s) > before
     with begun(tmp_path / "a") as again:
         assert torch.equal(mean(s.trainer), mean(again.trainer))

@@ -263,6 +263,7 @@ class Pupil:
         groups = Groups.join([group.sampled for group, _ in waiting])
         t.set_rate(self.rate * self.learnt.step * self.strength)
         t.learn_from(groups, t.world.gather(advantages), counted=False)
+        t.loop.iteration += 1  # without a row; an evaluation after none is the base's
         self.learnt.waiting = ()
         self._changed()
 
