@@ -139,7 +139,9 @@ def test_other_text_encoders_and_tokenizers_miss_and_another_transformer_finds(
 
 
 @pytest.mark.parametrize("edits", [False, True])
-def test_every_part_that_encodes_is_in_the_key_and_no_other(flux_directory, tmp_path, edits):
+def test_every_part_that_encodes_is_in_the_key_and_no_other(
+    flux_directory, tmp_path, monkeypatch, edits
+):
     """Models name what encodes beside text encoders in their own ways: Qwen-Image-2.1 and the edit
     models have a processor, LongCat-Image a text_processor, Krea-2 layers of its text encoder in
     the index. An edit model's VAE encodes its input pictures."""
@@ -159,8 +161,11 @@ def test_every_part_that_encodes_is_in_the_key_and_no_other(flux_directory, tmp_
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "more.json").write_text("{}")
         keys.append(key())
+    for version in ("999.1.0", "999.1.1", "999.2.0"):  # libraries change how they encode
+        monkeypatch.setattr("transformers.__version__", version)
+        keys.append(key())
     new = [one not in keys[:place] for place, one in enumerate(keys)]
-    assert new == [True, True, False, True, True, False, False, edits]
+    assert new == [True, True, False, True, True, False, False, edits, True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
+import transformers
+
 from g2rpo.assembly import hub
 from g2rpo.assembly.components import locate_pipeline
 from g2rpo.assembly.pipeline_files import INDEX, options_in, parts_in, read_file
@@ -64,12 +67,19 @@ def _store(
     try:
         root.mkdir(parents=True, exist_ok=True)
         identity = _identity_of(pipeline, FileDigests(root / "digests.json"), reads)
-        return EmbeddingStore(root, {**identity, **more})
+        return EmbeddingStore(root, {**identity, **more, "libraries": _libraries()})
     except OSError as error:
         hint = "set prompts.cache (g2rpo evaluate: cache) to another folder, or to off"
         raise UserError(
             f"embedding cache {root}: cannot be written ({error.strerror}); {hint}"
         ) from None
+
+
+def _libraries() -> dict[str, str]:
+    """The versions of what encodes, without the last number: a patch that mends something else
+    encodes no prompt again."""
+    both = (diffusers, transformers)
+    return {one.__name__: ".".join(one.__version__.split(".")[:2]) for one in both}
 
 
 def _identity_of(name: str, digests: FileDigests, reads: Callable[[str], bool]) -> dict[str, Any]:

@@ -104,7 +104,8 @@ class PromptsConfig(Section):
 
     train: str
     cache: CacheFolder = "auto"
-    """A folder, "auto" for embeddings/ in $G2RPO_CACHE or ~/.cache/g2rpo, or "off"."""
+    """A folder, "auto" for embeddings/ in $G2RPO_CACHE or ~/.cache/g2rpo, or "off". Other text
+    encoders, and other versions (as 5.1 after 5.0) of transformers or diffusers, encode again."""
 
 
 BatchSize = Count | Literal["auto"]
