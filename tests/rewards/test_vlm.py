@@ -156,6 +156,25 @@ def test_a_judge_may_think_before_it_decides():
         assert judge(flat(0.5), ["a"]).isnan().all() and len(server.requests) == 2
 
 
+def test_scores_of_a_template_of_ones_own_have_its_range(caplog):
+    """Else those above 5 would be missing, and the worst pictures alone have scores."""
+    scale = {"template": "How good is {prompt}, from 0 to 100?"}
+
+    def per_cent(body):
+        return f"Final Score: {100 * means_in(body)[0]:.0f}"
+
+    with chatting(says=per_cent) as server:
+        found = asking(server, range=[0, 100], **scale)(flat(*GREY), ["a"] * 4)
+        assert found.tolist() == [20, 40, 60, 80]
+        asking(server, **scale)(flat(*GREY), ["a"] * 4)
+        assert "4 (the judge's answer has no score from 1 to 5)" in caplog.records[-1].getMessage()
+        for wrong in ({"form": "yes_no", **scale}, {}):
+            with pytest.raises(ValueError, match="range is for scores that a template"):
+                asking(server, range=[0, 100], **wrong)
+        with pytest.raises(ValueError, match=r"lowest and the highest score, got \[100, 0\]"):
+            asking(server, range=[100, 0], **scale)
+
+
 def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
     script = tmp_path / "upstream.py"
     script.write_text(

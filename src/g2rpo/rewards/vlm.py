@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from PIL import Image
+from pydantic import Field
 from torch import Tensor
 
+from g2rpo.core.errors import refuse
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.core.plain import Count
@@ -54,6 +56,8 @@ def of_edit(values: Sequence[float]) -> float:
 
 
 EDITED = "The last picture was made from what is before it, by this instruction:\n{prompt}\n\n"
+ScoreRange = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(le=1e6)]]
+"""The lowest and the highest score. Answers have no signs."""
 FormName = Literal["final", "aspects", "yes_no", "edit", "edit_yes_no"]
 FORMS: dict[str, Form] = {
     "final": Form(
@@ -138,16 +142,26 @@ class Judge(PictureReward):
     ask: Callable[[Sequence[JudgeQuestion]], list[Answer]]
 
     def _prepare(
-        self, form: str, template: str | None, aspects: Sequence[str] | None, image_size: int
+        self,
+        form: str,
+        template: str | None,
+        aspects: Sequence[str] | None,
+        range: ScoreRange | None,
+        image_size: int,
     ) -> None:
-        """Sets what is asked; ValueError for a wrong template, FileNotFoundError for a missing
-        one."""
-        self.form = (
-            self.forms[form] if aspects is None else replace(self.forms[form], combine=Form.combine)
-        )
+        """Sets what is asked; ValueError for a wrong template or range, FileNotFoundError for a
+        missing template."""
+        self.form = self.forms[form]
+        if aspects is not None:
+            self.form = replace(self.form, combine=Form.combine)
         self.template = _template(template or self.form.template)
         self.names = self.form.scores if aspects is None else tuple(aspects)
         self.image_size = image_size
+        if range is not None:
+            refuse(_faults_of_range(range, template, self.names), ValueError)
+            self.form = replace(self.form, low=range[0], high=range[1])
+        if self.names:
+            self.missing += f" from {self.form.low:g} to {self.form.high:g}"
 
     @property
     def choice(self) -> tuple[str, str] | None:
@@ -205,7 +219,8 @@ class VLMJudge(Judge):
     Args: `url`, up to and with the version, such as http://127.0.0.1:8000/v1; `model`, its name
     there; `form`; `template`, the instruction instead of the form's, with {prompt} where the prompt
     goes: the text itself, FILE.txt, or FILE.py:NAME for a string that a Python file assigns (it is
-    read, not run); `aspects`, the names of scores of which the mean is taken instead; `image_size`,
+    read, not run); `aspects`, the names of scores of which the mean is taken instead; `range`, the
+    lowest and the highest score that the template asks for, the form's unless given; `image_size`,
     to which the longer side of a larger picture is reduced; `max_tokens` of the answer (1024; for
     yes or no 1); `request`, further fields of every request, such as {"temperature": 0.7}, 0 unless
     given; `endpoint`, how the server is asked (`transport.Endpoint`); its `check` asks for the
@@ -225,12 +240,13 @@ class VLMJudge(Judge):
         form: FormName = "final",
         template: str | None = None,
         aspects: Sequence[str] | None = None,
+        range: ScoreRange | None = None,
         image_size: Count = 512,
         max_tokens: Count | None = None,
         request: Mapping[str, Any] | None = None,
         endpoint: Endpoint | None = None,
     ) -> None:
-        self._prepare(form, template, aspects, image_size)
+        self._prepare(form, template, aspects, range, image_size)
         self.ask = served = ServedModel(url, model, self.choice, max_tokens, request, endpoint)
         if served.client.endpoint.check:
             several = self.form.edit or self.group
@@ -243,8 +259,8 @@ class LocalVLMJudge(Judge):
     "edit_yes_no" from the probabilities of all first tokens, else from the greedy answer.
 
     Args: `path`, a folder or repository that transformers loads for "image-text-to-text", with a
-    chat template; `form`, `template`, `aspects` and `image_size` as for `vlm_judge`; `max_tokens`
-    of an answer; `device`; `dtype` of the weights; `batch_size`, pictures at a time. Raises
+    chat template; `form`, `template`, `aspects`, `range` and `image_size` as for `vlm_judge`;
+    `max_tokens` of an answer; `device`; `dtype` of the weights; `batch_size`, pictures at a time. Raises
     ValueError for bad settings or a model that is none, OSError if it is not there.
     """
 
@@ -257,13 +273,14 @@ class LocalVLMJudge(Judge):
         form: FormName = "final",
         template: str | None = None,
         aspects: Sequence[str] | None = None,
+        range: ScoreRange | None = None,
         image_size: Count = 512,
         max_tokens: Count = 512,
         device: str = "cpu",
         dtype: str = "bfloat16",
         batch_size: int = 8,
     ) -> None:
-        self._prepare(form, template, aspects, image_size)
+        self._prepare(form, template, aspects, range, image_size)
         self.ask = LoadedModel(path, self.choice, max_tokens, device, dtype)
         self.device, self.batch_size = torch.device(device), batch_size
 
@@ -279,6 +296,16 @@ class LocalVLMJudge(Judge):
         return RewardModel(
             [model], flops=2.0 * model.num_parameters() * (1000 + options["max_tokens"])
         )
+
+
+def _faults_of_range(
+    range: ScoreRange, template: str | None, names: Sequence[str]
+) -> Iterator[str]:
+    low, high = range
+    if template is None or not names:
+        yield "range is for scores that a template of your own asks for"
+    if low >= high:
+        yield f"range should be the lowest and the highest score, got [{low:g}, {high:g}]"
 
 
 def _template(text: str) -> str:
