@@ -195,7 +195,7 @@ def test_an_algorithm_of_ones_own_is_recorded_as_what_it_is_and_never_taken_for_
 
 
 @pytest.mark.slow
-def test_a_finished_run_paints_is_judged_and_reported(tmp_path, tiny_config):
+def test_a_finished_run_paints_is_judged_and_reported(tmp_path, monkeypatch, tiny_config):
     run, prompts = tmp_path / "run", ["a red circle", "two blue squares"]
     rewards, same = {"bright": brightness}, partial(torch.testing.assert_close, atol=1e-5, rtol=0)
     trainer = api.trainer(str(tiny_config), ["optim.learning_rate=0.05"], run, rewards=rewards)
@@ -211,7 +211,8 @@ def test_a_finished_run_paints_is_judged_and_reported(tmp_path, tiny_config):
     found = api.evaluate(run, rewards, prompts)["bright"]
     for value, painted in ((found.tuned, pictures), (found.base, base)):
         assert value == pytest.approx(float(brightness(painted, None).mean()), abs=1e-5)
-    assert api.report(run) == run / "report.html"
+    monkeypatch.setenv("HOME", str(run.parent))
+    assert api.report(f"~/{run.name}") == run / "report.html"
     assert "a red circle" in (run / "report.html").read_text()
 
 

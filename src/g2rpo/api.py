@@ -25,6 +25,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.config.given import OBJECT, mention
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.errors import UserError
+from g2rpo.core.files import local
 from g2rpo.core.input_pictures import check_inputs
 from g2rpo.core.plain import read_as
 from g2rpo.core.statistics import Comparison
@@ -89,7 +90,7 @@ def trainer(
     )
     if run_dir is None:
         return build(request)
-    with entered(config, Path(run_dir), resume, notify) as directory:
+    with entered(config, local(run_dir), resume, notify) as directory:
         return build(replace(request, run_dir=directory))
 
 
@@ -174,7 +175,7 @@ def sampler(run: str | Path, *, base: bool = False, seed: int = 0) -> Sampler:
 
 def _config_of(run: str | Path, base: bool, seed: int) -> SampleConfig:
     _quiet()
-    return sample_config(run_settings(Path(run), base=base), seed=seed, batch_size=16)
+    return sample_config(run_settings(local(run), base=base), seed=seed, batch_size=16)
 
 
 def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed: int = 0) -> Tensor:
@@ -200,7 +201,7 @@ def evaluate(
     compares = any(reward.group for reward in as_rewards(rewards).values())
     loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
     cached = policy_after_encoding(
-        loaded, Run(Path(run)).read_config().prompts.cache, prompts, print
+        loaded, Run(local(run)).read_config().prompts.cache, prompts, print
     )
     sampled = replace(config.sampler(cached, config.steps), decode_batch_size=PICTURES_AT_ONCE)
     base = sampled.evaluate(prompts, rewards)
@@ -234,13 +235,15 @@ def study(
         "jobs": jobs,
         "controls": controls,
     }
-    folder = compare_cells(recipe, overrides, cells, parse_budget(budget), out=Path(out), **options)
+    folder = compare_cells(
+        recipe, overrides, cells, parse_budget(budget), out=local(out), **options
+    )
     return read_as(dict[str, Any], folder.results)
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Writes the page of `g2rpo report`; returns its path."""
-    return write_page([Path(run) for run in runs], Path(out) if out is not None else None)
+    return write_page([local(run) for run in runs], local(out) if out is not None else None)
 
 
 def export(
@@ -256,5 +259,5 @@ def export(
     """Writes what `g2rpo export` writes, and returns where; `notify` is called with what that
     warns of."""
     which = None if checkpoint is None else str(checkpoint)
-    place = Path(out) if out is not None else None
-    return write_export(Path(run), format, which, place, learnt, assistant, notify)
+    place = local(out) if out is not None else None
+    return write_export(local(run), format, which, place, learnt, assistant, notify)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from g2rpo.assembly.rewards import build_rewards
-from g2rpo.cli.main import plugins_first
+from g2rpo.cli.main import from_home, plugins_first
 from g2rpo.config.algorithms import algorithm_class, config_name
 from g2rpo.config.resolve import codes_in
 from g2rpo.config.schema import RewardConfig
@@ -188,6 +188,13 @@ def test_a_file_without_a_name_in_it_is_no_misspelt_built_in(group):
 def test_plugins_may_be_allowed_anywhere_on_the_command_line():
     given = ["train", "x", "--plugin", "a.py", "k=v", "--plugin=b"]
     assert plugins_first(given) == ["--plugin", "a.py", "--plugin=b", "train", "x", "k=v"]
+
+
+def test_an_option_may_name_a_path_from_home(monkeypatch):
+    """No shell expands the ~ of `--run-dir=~/x`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ["--run-dir=~/x", "~/x", "policy.adapter=~/x", "--format=a"]
+    assert [from_home(word) for word in given] == ["--run-dir=/home/me/x", *given[1:]]
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from g2rpo.rewards import clip_encoder, pixels, weights
 from g2rpo.rewards.analytic import Brightness, FunctionReward, JPEGSize, Saturation
 from g2rpo.rewards.clip import HPSv2
 from g2rpo.rewards.open_clip import clip_config
+from g2rpo.testbed import assets_dir
+from g2rpo.testbed.rewards import SceneCLIP
 from tests.rewards.learned import LEARNED, TOKENIZER, TinyHPSv2, oracle, state_of
 from tests.rewards.oracle_inputs import PROMPTS
 from tests.support.pictures import noise
@@ -60,6 +62,12 @@ def test_features_of_a_prompt_do_not_depend_on_which_others_are_new(learned):
     first, resumed = (LEARNED["hpsv2"](**learned["hpsv2"]).encoder for _ in range(2))
     first.text_features(PROMPTS[:1])
     assert torch.equal(first.text_features(PROMPTS), resumed.text_features(PROMPTS))
+
+
+def test_a_folder_of_the_testbed_may_be_named_from_home(monkeypatch):
+    monkeypatch.setenv("HOME", str(assets_dir()))
+    assert SceneCLIP("~/clip").model is SceneCLIP().model
+    assert SceneCLIP.model_of({"path": "~/clip"}) is not None
 
 
 @pytest.mark.parametrize("name", LEARNED)

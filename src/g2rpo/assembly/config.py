@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from g2rpo.config import recipes
@@ -14,6 +13,7 @@ from g2rpo.config.resolve import read_yaml, resolve
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.capabilities import FitsGrids
 from g2rpo.core.errors import refuse
+from g2rpo.core.files import local
 from g2rpo.core.flow import sigma_grid
 from g2rpo.evaluation.work import plans_in, trained_sigmas_of
 
@@ -26,7 +26,7 @@ def load_config(
     `adapters.completed` reads the adapter that is continued."""
     is_file = recipe.endswith((".yaml", ".yml"))
     if is_file:
-        data, source = read_yaml(Path(recipe)), recipe
+        data, source = read_yaml(local(recipe)), recipe
     else:
         refuse(_faults_of_name(recipe))
         if os.path.isdir(recipe):

@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         # what a locale without UTF-8 cannot show must not end a run
         sys.stdout.reconfigure(errors="replace")
     try:
-        command, words = command_of(app), plugins_first(given)
+        command, words = command_of(app), plugins_first([from_home(word) for word in given])
         named = [word for word in words if word in getattr(command, "commands", {})]
         work = named[0] if named and not {"-h", "--help"} & set(words) else ""
         # commands that can go on later say so themselves
@@ -117,6 +117,14 @@ def main(arguments: list[str] | None = None) -> None:
             "bold red",
         )
         sys.exit(2)
+
+
+def from_home(word: str) -> str:
+    """`--out=~/x` with ~ expanded, which no shell does behind the "="; any other word as it is."""
+    option, _, value = word.partition("=")
+    if not (option.startswith("--") and value.startswith("~")):
+        return word
+    return f"{option}={os.path.expanduser(value)}"
 
 
 def plugins_first(arguments: list[str]) -> list[str]:

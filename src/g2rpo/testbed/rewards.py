@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from g2rpo.core.files import local
 from g2rpo.core.types import Reward, RewardModel
 from g2rpo.testbed import assets_dir
 from g2rpo.testbed.detector import Found, detect
@@ -79,7 +80,7 @@ class SceneCLIP(Reward):
 
     def __init__(self, path: Path | str | None = None) -> None:
         self.model, self.tokenizer = load_testbed_clip(
-            Path(path) if path else assets_dir() / self.folder
+            local(path) if path else assets_dir() / self.folder
         )
         # a group's pictures come in several batches, of one prompt
         self._text = lru_cache(maxsize=1024)(self._encode)
@@ -88,7 +89,8 @@ class SceneCLIP(Reward):
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
         from transformers import CLIPConfig, CLIPModel
 
-        clip = CLIPModel(CLIPConfig.from_pretrained(options["path"] or assets_dir() / cls.folder))
+        folder = local(options["path"]) if options["path"] else assets_dir() / cls.folder
+        clip = CLIPModel(CLIPConfig.from_pretrained(folder))
         return RewardModel([clip], lambda: image_features(clip, torch.empty(1, 3, SIDE, SIDE)))
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
