@@ -65,9 +65,7 @@ def _try_algorithm(config: Config) -> None:
         "trainer": config.trainer.model_copy(
             update={"prompts_per_iteration": TRIAL_PROMPTS, "sharding": "none"}
         ),
-        "sampling": config.sampling.model_copy(
-            update={"tails": Tails(), "guidance_scale": None}
-        ),
+        "sampling": config.sampling.model_copy(update={"tails": Tails(), "guidance_scale": None}),
         "alarms": {"action": "off"},
     }
     prompts = [str(index / 10) for index in range(TRIAL_PROMPTS * candidates_of(config.algorithm))]
