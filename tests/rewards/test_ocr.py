@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import unicodedata
 
 import matplotlib
 import numpy as np
@@ -204,6 +205,12 @@ def distance_by_definition(a, b):
         return len(a) + len(b)
     cut = [distance_by_definition(*cut) for cut in ((a[1:], b), (a, b[1:]), (a[1:], b[1:]))]
     return min(cut[0] + 1, cut[1] + 1, cut[2] + (a[0] != b[0]))
+
+
+@pytest.mark.parametrize("text", ["CAFÉ", "커피"])
+def test_a_letter_may_be_written_as_several_characters(text):
+    """As names of files on a Mac, and prompts made of them, have accents and Korean syllables."""
+    assert ocr.similarity(text, unicodedata.normalize("NFD", text).lower()) == 1
 
 
 def test_edit_distance_is_levenshteins():

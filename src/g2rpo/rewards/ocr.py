@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo.core.data import spelling_apart
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil
 from g2rpo.core.plain import Count
@@ -175,8 +176,8 @@ def _known(detect: bool, width: int) -> dict[bytes, str]:
 
 
 def plain_letters(text: str) -> str:
-    """`text` without case and spaces."""
-    return "".join(text.casefold().split())
+    """`text` without case and spaces, and with accents and syllables as single letters."""
+    return spelling_apart(text).replace(" ", "")
 
 
 def similarity(read: str, target: str, contains: bool = False) -> float:
