@@ -430,6 +430,7 @@ def test_the_sign_test_of_a_blind_test_is_exact():
 
 REFUSED = [
     (lambda s: s.answer((0,), round=3), "round 4 is not the one that is asked, which is 1"),
+    (lambda s: s.answer((0,), round=0, digest="0"), "round 1 has other pictures by now"),
     (lambda s: s.answer((12,), round=0), "some of the 12 pictures"),
     (lambda s: s.answer(range(12), round=0), "not all of them"),
     (lambda s: s.answer((-1,), round=0), "an answer's liked.0: Input should be greater than or"),
@@ -479,6 +480,7 @@ def test_the_page_shows_the_group_and_says_no_more_than_is_known(tmp_path, monke
         edit = Prompt("make it <blue>", images=(picture(tmp_path / "in.png"),))
         s.groups[0] = dataclasses.replace(s.group, prompt=edit)
         shown = page.choice_html(s)
+        assert f'data-digest="{s.group.digest}"' in shown  # of which a tab tells what it shows
         assert shown.count("<img") == 13 and "make it &lt;blue&gt;" in shown
         teach(s, 1)
         assert "1 answer, 0 changes" in page.status(s, False)

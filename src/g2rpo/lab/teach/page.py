@@ -35,8 +35,8 @@ const ticked = () => [...element.querySelectorAll("input:checked")].map(box => {
   return Number(box.value);
 });
 const say = (act, liked) => {
-  const shown = element.querySelector("[data-round]").dataset;
-  trigger("click", {act, liked, round: Number(shown.round), pair: "pair" in shown});
+  const {round, digest, pair} = element.querySelector("[data-round]").dataset;
+  trigger("click", {act, liked, round: Number(round), digest, pair: pair !== undefined});
 };
 element.addEventListener("click", event => {
   if (event.detail > 1) return;  // the second of a double click is of the group before
@@ -149,7 +149,8 @@ def teach_view(lesson: Lesson, stop: Callable[[], None] | None, tab: gr.Tab) -> 
                     'tick the pictures that you like first; "None (n)" says that none is good'
                 )
             else:
-                session.answer(event.liked, round=event.round, skipped=event.act == "skip")
+                skipped = event.act == "skip"
+                session.answer(event.liked, round=event.round, skipped=skipped, digest=event.digest)
 
         return after(act)
 
@@ -197,6 +198,7 @@ def choice_html(session: Session) -> str:
         verdict=said,
         back=bool(said) and session.blind is not None and session.blind.verdict == "worse",
         round=number,
+        digest="" if test else session.group.digest,
         prompt=prompt,
         guide=words,
         pictures=[_shown(session, image) for image in images],

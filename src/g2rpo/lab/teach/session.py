@@ -127,9 +127,14 @@ class Session:
 
     # what a person may say
 
-    def answer(self, liked: Sequence[int] = (), *, round: int, skipped: bool = False) -> Vote:
-        """The answer to the group of `round`, from which the model learns."""
-        return self._take(kind="vote", round=round, liked=tuple(liked), skipped=skipped)
+    def answer(
+        self, liked: Sequence[int] = (), *, round: int, skipped: bool = False, digest: str = ""
+    ) -> Vote:
+        """The answer to the group of `round`, from which the model learns; `digest` is that of the
+        group that was shown, if it is known."""
+        return self._take(
+            kind="vote", round=round, liked=tuple(liked), skipped=skipped, digest=digest
+        )
 
     def undo(self) -> Vote:
         """Takes back the last answer and what the weights learnt from it."""
@@ -178,6 +183,10 @@ class Session:
             except ValueError as error:
                 raise UserError(f"an answer's {error}") from None
             if vote.kind == "vote":
+                if vote.round == self.asked and vote.digest not in ("", group.digest):
+                    raise UserError(
+                        f"round {vote.round + 1} has other pictures by now: an answer before it was taken back"
+                    )
                 known = {"prompt": str(group.prompt), "step": group.step, "digest": group.digest}
                 vote = vote.model_copy(update={**known, "liked": tuple(sorted(set(vote.liked)))})
             self._check(vote)
