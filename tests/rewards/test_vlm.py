@@ -161,7 +161,7 @@ def test_scores_of_a_template_of_ones_own_have_its_range(caplog):
     scale = {"template": "How good is {prompt}, from 0 to 100?"}
 
     def per_cent(body):
-        return f"Final Score: {100 * means_in(body)[0]:.0f}"
+        return f"Final Score (0-100): {100 * means_in(body)[0]:.0f} %"
 
     with chatting(says=per_cent) as server:
         found = asking(server, range=[0, 100], **scale)(flat(*GREY), ["a"] * 4)

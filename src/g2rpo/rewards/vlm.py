@@ -103,9 +103,9 @@ FORMS: dict[str, Form] = {
 # an instruction, not a score. What the number is out of is read too. Every repetition is bounded: an
 # answer of a million blanks would otherwise be tried in a million ways.
 _NUMBER = (
-    r"[\s*_\"]{0,20}(?:[(（]\s{0,9}\d{1,2}\s{0,9}[-–]\s{0,9}\d{1,2}\s{0,9}[)）])?[\s*_]{0,20}[:：][\s*_<\"]{0,20}"
-    r"(\d{1,9}(?:[.,]\d{1,9})?)(?![\d.,]{0,20}[^\S\n]{0,20}(?:(?:-|–|to)[^\S\n]{0,20}\d|%))"
-    r"(?:[^\S\n]{0,20}[*_]{0,3}[^\S\n]{0,20}(?:/|out of)[^\S\n]{0,20}(\d{1,9}))?"
+    r"[\s*_\"]{0,20}(?:[(（]\s{0,9}[\d.]{1,9}\s{0,9}[-–]\s{0,9}[\d.]{1,9}\s{0,9}[)）])?[\s*_]{0,20}[:：][\s*_<\"]{0,20}"
+    r"(\d{1,9}(?:[.,]\d{1,9})?)(?![\d.,]{0,20}[^\S\n]{0,20}(?:-|–|to)[^\S\n]{0,20}\d)"
+    r"(?:[^\S\n]{0,20}[*_]{0,3}[^\S\n]{0,20}(?:(?:/|out of)[^\S\n]{0,20}(\d{1,9})|(%)))?"
 )
 
 
@@ -122,8 +122,8 @@ def parse_scores(text: str, names: Sequence[str], form: Form = FORMS["final"]) -
     values = []
     for name in names:
         found = re.findall(re.escape(name) + _NUMBER, decided, re.IGNORECASE)
-        number, most = found[-1] if found else ("nan", "")
-        whole = not most or float(most) == form.high
+        number, most, percent = found[-1] if found else ("nan", "", "")
+        whole = not (most or percent) or float(most or 100) == form.high
         values.append(float(number.replace(",", ".")) if whole else torch.nan)
     return (
         form.combine(values)
