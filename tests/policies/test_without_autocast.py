@@ -109,7 +109,9 @@ AS_LOADED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "tuning", "options"), few(AS_LOADED, AS_LOADED[0].__eq__), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "tuning", "options"), few(AS_LOADED, AS_LOADED[0].__eq__), ids=str
+)
 @torch.no_grad()
 def test_what_loading_in_bfloat16_leaves_in_float32_is_not_rounded(kind, tuning, options, tmp_path):
     """Frequencies of text encoders, Wan's embedding of time and tables, norms: velocities are the
