@@ -1,6 +1,7 @@
 """Flow-DPO and Flow-KTO: their losses beside closed forms on the Gaussian policy, in float64; times,
 passes, counts and whole runs on stored pictures."""
 
+import json
 import math
 
 import pytest
@@ -179,6 +180,16 @@ def test_a_run_moves_to_what_is_preferred_and_tells_so(name, beta, judged, tmp_p
     page = write_page([tmp_path / "run"], tmp_path / "page.html").read_text()
     assert f"Trained on {'pairs' if name == 'flow_dpo' else 'marks'} of none" in page
     assert "The model agrees with people on 100" in page
+    t.run.write_results(
+        json.loads(t.run.results.read_text()) | {"iteration": 2, "rolled_back_from": 4}
+    )
+    log = t.run.read_log()
+    next(row for row in log if row["kind"] == "eval" and row["iteration"] == 2)[
+        "pairs/accuracy"
+    ] = 0.75
+    t.run.log.write_text("".join(json.dumps(row) + "\n" for row in log))
+    page = write_page([tmp_path / "run"], tmp_path / "page.html").read_text()
+    assert "The model agrees with people on 75" in page
     again = trainer(
         name,
         made["prompts"],

@@ -100,9 +100,10 @@ def _outcome(group: SeedGroup) -> str:
 
 
 def _preferred(group: SeedGroup) -> list[str]:
-    """Whether the last weights prefer what people do, of held-out pairs or marks."""
-    last = [run.evaluations[-1] for run in group.runs if run.evaluations]
-    rows = [row for row in last if "pairs/accuracy" in row]
+    """Whether the tuned weights prefer what people do, of held-out pairs or marks."""
+    judged = zip(group.runs, group.judged_after, strict=True)
+    looks = [row for run, after in judged for row in run.evaluations if row["iteration"] == after]
+    rows = [row for row in looks if "pairs/accuracy" in row]
     if not rows:
         return []
     shares, margins = ([row[f"pairs/{name}"] for row in rows] for name in ("accuracy", "margin"))
