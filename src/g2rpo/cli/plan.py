@@ -115,6 +115,8 @@ def show_within(fitted: Within, given: Sequence[str], time: str, console: Consol
     )
     words = ["g2rpo", "train", fitted.recipe, *given, *fitted.overrides, "--within", time]
     say(console, shlex.join([*words, *plugins.repeated()]))
+    for note in fitted.notes:
+        warn(console, note)
 
 
 def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> None:

@@ -22,7 +22,8 @@ LONG = [
 @pytest.mark.slow
 def test_cuts_are_made_until_the_run_fits_and_the_overrides_take_that_long(tiny_config):
     recipe = str(tiny_config)
-    alone = plan_within(recipe, LONG, "9999h", "h100")
+    alone = plan_within(recipe, [*LONG, "evaluation.every_minutes=9"], "9999h", "h100")
+    assert any("that the clock adds are not counted" in note for note in alone.notes)
     assert alone.steps == alone.overrides == () and alone.seconds == alone.before
     fitted = plan_within(recipe, LONG, f"{0.15 * alone.before:f}s", "h100")
     times = [alone.before, *(step.seconds for step in fitted.steps)]
@@ -69,10 +70,12 @@ def test_the_command_has_the_overrides_that_were_given():
         needed=2**30,
         capacity=2**31,
         seconds=3000,
+        notes=("On the CPU: hps.",),
     )
     console = Console(file=io.StringIO(), width=80)
     show_within(cuts, ["policy.lora_rank=16"], "1h", console)
-    *_, command = console.file.getvalue().splitlines()
+    *_, command, note = console.file.getvalue().splitlines()
+    assert note == "On the CPU: hps."
     assert command == (
         "g2rpo train 'my [1].yaml' policy.lora_rank=16 'algorithm.granularities=[1]' --within 1h"
     )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from g2rpo.assembly import components
 from g2rpo.assembly.checks import check_quantized
-from g2rpo.config.schema import Config
 from g2rpo.lab.plan.cards import cards_for
 from g2rpo.lab.plan.fit import fitting
-from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target, target_of
+from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, cautions, find_target, target_of
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.policies.catalogue import licence_of
 
@@ -123,7 +122,7 @@ def plan(
         seconds=seconds,
         cards=cards,
         alternative=alternative,
-        notes=[*notes, *components.model_cautions(config.policy), *_cautions(result, config)],
+        notes=[*notes, *components.model_cautions(config.policy), *cautions(result, config)],
     )
 
 
@@ -133,28 +132,3 @@ def _cards(result: Estimate) -> dict[str, tuple[bool, PlannedSeconds]]:
         key: (result.memory.needed <= find_target(key).capacity, result.seconds(card))
         for key, card in cards_for(result.config.policy.quantize).items()
     }
-
-
-def _cautions(result: Estimate, config: Config) -> Iterator[str]:
-    """Assumptions of the plan, and what it does not count."""
-    if result.memory.unknown:
-        yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
-    elsewhere = [
-        name
-        for name, cost in result.reward_costs.items()
-        if cost and cost.device not in ("cpu", "cuda", "cuda:0")
-    ]
-    if elsewhere:
-        yield f"On another device, so not in this one's memory: {', '.join(elsewhere)}."
-    if on_cpu := [
-        name
-        for name, cost in result.reward_costs.items()
-        if cost and cost.bytes and cost.device == "cpu"
-    ]:
-        yield f"On the CPU, whose time a datasheet does not tell: {', '.join(on_cpu)}."
-    for name in ("batch_size", "decode_batch_size"):
-        if getattr(config.sampling, name) == "auto":
-            taken = getattr(result.config.sampling, name)
-            yield f"sampling.{name}=auto is planned as {taken}; the run asks its GPU, and leaves a fifth of it free."
-    if config.evaluation.every_minutes is not None:
-        yield "evaluation.every_minutes: evaluations that the clock adds are not counted."

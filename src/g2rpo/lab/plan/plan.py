@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -209,6 +209,31 @@ def make_plan(
         distinct_prompts=distinct_prompts,
         ranks=ranks,
     )
+
+
+def cautions(result: Estimate, config: Config) -> Iterator[str]:
+    """Assumptions of the plan of `config`, and what it does not count."""
+    if result.memory.unknown:
+        yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
+    elsewhere = [
+        name
+        for name, cost in result.reward_costs.items()
+        if cost and cost.device not in ("cpu", "cuda", "cuda:0")
+    ]
+    if elsewhere:
+        yield f"On another device, so not in this one's memory: {', '.join(elsewhere)}."
+    if on_cpu := [
+        name
+        for name, cost in result.reward_costs.items()
+        if cost and cost.bytes and cost.device == "cpu"
+    ]:
+        yield f"On the CPU, whose time a datasheet does not tell: {', '.join(on_cpu)}."
+    for name in ("batch_size", "decode_batch_size"):
+        if getattr(config.sampling, name) == "auto":
+            taken = getattr(result.config.sampling, name)
+            yield f"sampling.{name}=auto is planned as {taken}; the run asks its GPU, and leaves a fifth of it free."
+    if config.evaluation.every_minutes is not None:
+        yield "evaluation.every_minutes: evaluations that the clock adds are not counted."
 
 
 @dataclass(frozen=True)
