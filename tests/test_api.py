@@ -104,6 +104,10 @@ WRONG = [
     ({"judges": {"red": "red.py:red"}}, r"judges\['red'\]: should be a function or an object that"),
     ({"algorithm": "mixgrpo"}, r"a name goes into the overrides: \['algorithm.name=mixgrpo'\]"),
     ({"rewards": {"own": Notes}}, r"rewards\['own'\]: is a class; give an object of it, such as N"),
+    (
+        {"trackers": ["tensorboard"]},
+        r"trackers\[0\]: is no tracker, it lacks start, log, finish: 'te",
+    ),
 ]
 
 
@@ -114,6 +118,19 @@ def test_what_is_no_list_and_no_mapping_of_rewards_is_refused_before_anything_is
     monkeypatch.setattr(api, "load_config", None)  # would be called next
     with pytest.raises(UserError, match=message):
         api.trainer("scenes", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"overrides": ["trainer.iterations=2"]}, "overrides: are for a recipe's name or a file"),
+        ({"rewards": {"my own": brightness}}, "rewards.my own is no name: write letters"),
+    ],
+)
+def test_a_config_is_taken_as_it_is_and_names_are_those_that_its_file_can_hold(given, message):
+    """A run whose config.yaml could not be read would be lost for every command."""
+    with pytest.raises(UserError, match=message):
+        api.trainer(load_config("scenes", []), **given)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.config import load_config
 from g2rpo.config.given import OBJECT, mention
+from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import local
@@ -36,7 +37,7 @@ from g2rpo.export.formats import export as write_export
 from g2rpo.lab.compare.study import parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.report.page import write_page
-from g2rpo.monitor.trackers import Tracker
+from g2rpo.monitor.trackers import METHODS, Tracker
 from g2rpo.run.run import Run, entered
 from g2rpo.training.trainer import Trainer
 
@@ -79,10 +80,16 @@ def trainer(
     }
     given = {name: thing for name, thing in objects.items() if thing is not None}
     _check(overrides=overrides, **given)
+    if isinstance(recipe, Config) and overrides:
+        raise UserError(
+            "overrides: are for a recipe's name or a file; change the Config itself, by model_copy"
+        )
     config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
     if policy is None:
         config = completed(config, notify)
     config = _mentioning(config, given)
+    # a name or value that config.yaml could not hold would make the run one that nothing reads
+    resolve_as(Config, config.model_dump(mode="json"), mention=True)
     if policy is None:
         _quiet()
     request = Request(
@@ -118,6 +125,8 @@ def _check(**given: Any) -> None:
             raise UserError(
                 f"{name}: should be an object; a name goes into the overrides: ['{path}={thing}']"
             )
+        if name == "trackers":
+            objects = {f"trackers[{place}]": tracker for place, tracker in enumerate(thing)}
         if name in ("rewards", "judges"):
             if not isinstance(thing, Mapping):
                 raise UserError(
@@ -129,7 +138,13 @@ def _check(**given: Any) -> None:
                 raise UserError(
                     f"{place}: is a class; give an object of it, such as {it.__name__}()"
                 )
-            if place != name and not callable(it):
+            if name == "trackers":
+                lacks = [each for each in METHODS if not callable(getattr(it, each, None))]
+                if lacks:
+                    raise UserError(
+                        f"{place}: is no tracker, it lacks {', '.join(lacks)}: {it!r:.80}"
+                    )
+            elif place != name and not callable(it):
                 raise UserError(
                     f"{place}: should be a function or an object that can be called, is {it!r:.80}"
                 )
