@@ -20,7 +20,7 @@ from g2rpo.evaluation.work import iterations_within, work, work_of_run
 from g2rpo.lab.compare.jobs import environment_of
 from g2rpo.lab.compare.results import lines
 from g2rpo.lab.compare.study import Study, parse_budget, parse_cells
-from g2rpo.lab.compare.workflow import _check_judged_alike
+from g2rpo.lab.compare.workflow import _check_judged_alike, compare
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.planning import count_trained
 from g2rpo.run.rates import FACTORS, Pilot
@@ -171,6 +171,16 @@ def test_wrong_input_is_one_message_before_the_first_run(
     (tmp_path / "mine.py").write_text(OWN_ALGORITHM)
     assert message in refused(capsys, "compare", "scenes", *arguments, "--out", "study")
     assert not (tmp_path / "study").exists()
+
+
+def test_a_length_among_the_settings_is_said_to_be_none():
+    told = []
+    study = ["trainer.iterations=5"], {"a": ["lr=1"]}, ("iterations", 60)
+    with pytest.raises(UserError, match="cell a: .*unknown key 'lr'"):
+        compare("scenes", *study, emit=told.append)
+    assert [line.text for line in told] == [
+        "trainer.iterations: runs are as long as --budget iterations=60 says"
+    ]
 
 
 def test_cells_may_differ_in_what_is_for_training_alone():

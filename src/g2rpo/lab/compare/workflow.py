@@ -76,6 +76,10 @@ def compare(
         "steps": sorted({*steps}),
     }
     study = resolve_as(Study, asked, source="study")
+    if any(word.startswith("trainer.iterations=") for word in study.overrides):
+        emit(
+            Line(f"trainer.iterations: runs are as long as --budget {budget[0]}={budget[1]:g} says")
+        )
     configs = _configs(study, emit)
     _check_judged_alike(configs, one_base=bool(study.steps))
     iterations = {cell: _iterations(study, cell, config) for cell, config in configs.items()}
