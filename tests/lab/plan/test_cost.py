@@ -3,7 +3,7 @@ sizes."""
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from diffusers import FluxPipeline
 from torch.profiler import ProfilerActivity, profile
 
+from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import (
     build_on_meta,
@@ -147,6 +148,20 @@ def test_ranks_that_share_a_prompt_are_planned_as_the_one_with_most_evaluations(
     each = [count_evaluations([plan], 3) for plan in c.algorithm.plans(4)]
     assert division.prompts.share(2, "prompts") == 1 and each[0] > each[1]
     assert count(c, 3, division.plans).mean(lambda it: it.evaluations) == 2 * max(each)
+
+
+@dataclass(frozen=True)
+class Listed(GranularGRPO):
+    """An algorithm of a user's, which has no hash."""
+
+    kept: list[int] = field(default_factory=list)
+
+
+def test_an_algorithm_without_a_hash_is_counted():
+    c = load_config("scenes", [])
+    own = {each.name: getattr(c.algorithm, each.name) for each in fields(c.algorithm)}
+    listed = c.model_copy(update={"algorithm": Listed(**own)})
+    assert count(listed, 3) == count(c, 3)
 
 
 def test_free_knobs_and_diversity_are_counted_as_the_run_evaluates_them(tmp_path):

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -134,17 +133,13 @@ def count(config: Config, heldout: int, among: World = ALONE) -> Counts:
     and after the last.
     """
     trainer, prompts = config.trainer, config.trainer.prompts_per_iteration
-    algorithm: Any = config.algorithm  # a frozen dataclass, so it has a hash
     kinds = Counter(
         tuple(among.shard(plans_in(config, iteration))) for iteration in range(trainer.iterations)
     )
     return Counts(
-        kinds=tuple(
-            (_dry(algorithm, config.sampling, prompts, trainer.micro_batch_size, plans), times)
-            for plans, times in kinds.items()
-        ),
+        kinds=tuple((_known_iteration(config, plans), times) for plans, times in kinds.items()),
         prompts=prompts,
-        prompts_drawn=prompts * candidates_of(algorithm),
+        prompts_drawn=prompts * candidates_of(config.algorithm),
         heldout=heldout,
         heldout_steps=config.evaluation.num_steps or config.sampling.num_steps,
         times_evaluated=1 + _times(trainer.iterations, config.evaluation.every),
@@ -196,7 +191,25 @@ class _Recorder(GaussianPolicy):
         return super().velocity(x, sigma, cond)
 
 
-@cache  # for plans that differ in other options
+_KNOWN: dict[Any, CountedIteration] = {}
+"""Iterations, by what they depend on."""
+
+
+def _known_iteration(config: Config, plans: tuple[Plan, ...]) -> CountedIteration:
+    """`_dry`, once for plans that differ in other options."""
+    trainer = config.trainer
+    size = trainer.prompts_per_iteration, trainer.micro_batch_size
+    key = (algorithm_key(config), config.sampling, size, plans)
+    if key not in _KNOWN:
+        _KNOWN[key] = _dry(config.algorithm, config.sampling, *size, plans)
+    return _KNOWN[key]
+
+
+def algorithm_key(config: Config) -> tuple[type, str]:
+    """What tells its algorithm from others: a user's class may have no hash."""
+    return type(config.algorithm), config.model_dump_json(include={"algorithm"})
+
+
 def _dry(
     algorithm: Algorithm,
     sampling: SamplingConfig,

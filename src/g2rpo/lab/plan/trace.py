@@ -34,7 +34,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Batch, Cond, Plan
 from g2rpo.core.updates import passes
 from g2rpo.lab.plan.autocast import CudaAutocast
-from g2rpo.lab.plan.counting import Counts
+from g2rpo.lab.plan.counting import Counts, algorithm_key
 from g2rpo.lab.plan.known import KnownValues
 from g2rpo.lab.plan.meter import Meter
 from g2rpo.lab.plan.rates import Roofline, fixed_storages
@@ -124,7 +124,7 @@ def trace_calls(
         passed,
         sampling.guidance_scale,
         sampling.num_steps,
-        config.algorithm,
+        algorithm_key(config),
         frozenset(plans),
     )
     scale = 0.0 if judged_by(config.algorithm) is not None else sampling.guidance_scale
