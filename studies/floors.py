@@ -62,18 +62,32 @@ def cell(world: str, how: str, seed: int) -> dict[str, Any]:
     return {name: asdict(one) for name, one in table.items()}
 
 
-def table(found: dict[str, dict[str, Any]], seeds: list[int]) -> str:
+def changes(
+    cells: dict[str, Any], seeds: list[int]
+) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """By world, way and reward: the mean change over seeds, and with several its standard error."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {world: {} for world in SHOWN}
+    for (world, names), how in product(SHOWN.items(), COUNTS):
+        done = [cells[key] for seed in seeds if (key := f"{world}/{how}/{seed}") in cells]
+        if done:
+            each = {name: [_change(one[name]) for one in done] for name in names}
+            found[world][how] = {name: _mean(values) for name, values in each.items()}
+    return found
+
+
+def table(found: dict[str, dict[str, dict[str, list[float]]]]) -> str:
     lines = []
-    for world, names in SHOWN.items():
+    for world, ways in found.items():
         lines += [
-            f"\n| {world}: {WORLDS[world][0]} has | {' | '.join(names)} |",
+            f"\n| {world}: {WORLDS[world][0]} has | {' | '.join(SHOWN[world])} |",
             "|---|---|---|---|",
         ]
-        for how in COUNTS:
-            cells = [found[key] for seed in seeds if (key := f"{world}/{how}/{seed}") in found]
-            if cells:
-                changes = [[_change(one[name]) for one in cells] for name in names]
-                lines.append(f"| {how} | {' | '.join(map(_mean, changes))} |")
+        for how, means in ways.items():
+            texts = [
+                " ± ".join([f"{mean:+.3f}", *(f"{error:.3f}" for error in errors)])
+                for mean, *errors in means.values()
+            ]
+            lines.append(f"| {how} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
@@ -81,9 +95,9 @@ def _change(one: dict[str, float]) -> float:
     return one["tuned"] - one["base"]
 
 
-def _mean(values: list[float]) -> str:
-    error = f" ± {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
-    return f"{mean(values):+.3f}{error}"
+def _mean(values: list[float]) -> list[float]:
+    errors = [stdev(values) / len(values) ** 0.5] if len(values) > 1 else []
+    return [mean(values), *errors]
 
 
 def arguments() -> argparse.Namespace:
@@ -99,17 +113,19 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     out: Path = args.out
-    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    stored = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"cells": {}}
+    found = stored["cells"]
     for seed, world, how in product(args.seeds, args.worlds, COUNTS):
         if (name := f"{world}/{how}/{seed}") not in found:
             found[name] = cell(world, how, seed)
-            write_whole(out, json.dumps(found, indent=1).encode())
+            stored["changes"] = changes(found, args.seeds)
+            write_whole(out, json.dumps(stored, indent=1).encode())
             print(
                 name,
                 json.dumps({key: _change(found[name][key]) for key in SHOWN[world]}),
                 flush=True,
             )
-    print(table(found, args.seeds))
+    print(table(changes(found, args.seeds)))
 
 
 if __name__ == "__main__":

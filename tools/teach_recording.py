@@ -3,8 +3,7 @@
 
 A simulated person of studies.teach answers in a browser: those words that are spelt best. A
 frame for each answer: the group and what is chosen, the fixed prompt before and now, and what the
-page says. Writes teach.gif, and the run to `--run-dir`. What became of the unseen words is in its
-results.json.
+page says. Writes teach.gif, the run to `--run-dir`, and a copy of its results to `--results`.
 """
 
 from __future__ import annotations
@@ -122,6 +121,9 @@ def main() -> None:
     parser.add_argument("--strength", type=float, default=1, help="how far to go")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/taught"))
     parser.add_argument("--out", type=Path, default=Path("docs/images/teach.gif"))
+    parser.add_argument(
+        "--results", type=Path, default=Path("studies/results/teach_recording.json")
+    )
     given = parser.parse_args()
     session = [
         "teach",
@@ -141,6 +143,7 @@ def main() -> None:
         page.locator("#finish").click()
         page.get_by_text("Finished.").wait_for()
         browser.close()
+    shutil.copy(given.run_dir / "results.json", given.results)
     small = [frame.quantize(64, kmeans=1) for frame in frames]
     times = [SLOW] * (len(small) - 1) + [LAST]
     small[0].save(
