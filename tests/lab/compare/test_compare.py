@@ -212,7 +212,9 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     asked = ["compare", tiny_config, "--cell", ONE, "--steps", "2,4", "--jobs", "2"]
     asked += ["--budget", "evaluations=110", "--seeds", "1", "--out", out]
     mix = ["--cell", "mix: budget=70 algorithm.name=mixgrpo algorithm.group_size=3"]
-    assert "4 steps: change against the base" in " ".join(done(capsys, *asked).split())
+    shown = " ".join(done(capsys, *asked).split())
+    assert "4 steps: change against the base" in shown
+    assert "95 % intervals over prompts; other seeds may differ." in shown
     assert (out / "curves.png").is_file()
 
     written = [*out.rglob("pictures.jsonl")]

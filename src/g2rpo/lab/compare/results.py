@@ -269,11 +269,12 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
         f"{study.budget:g} {study.unit}",
         *(f"{own[cell]:g} for {cell}" for cell in cells if own[cell] != study.budget),
     ]
+    over = "seeds and prompts" if study.seeds > 1 else "prompts; other seeds may differ"
     parts = [
         f"# {', '.join(cells)} on {study.recipe}",
         f"Budget of a run: {', '.join(budget)}. "
         f"{counted(study.seeds, 'seed')}, {counted(found['prompts'], 'held-out prompt')}. "
-        "Brackets: 95 % intervals over seeds and prompts.",
+        f"Brackets: 95 % intervals over {over}.",
     ]
     for steps in dict.fromkeys(line.steps for line in table):
         at = {(line.cell, line.reward): line for line in table if line.steps == steps}
