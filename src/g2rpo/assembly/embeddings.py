@@ -51,8 +51,8 @@ def cache_latents(
     policy: DiffusersPolicy, config: PolicyConfig, cache: str, notify: Callable[[str], None]
 ) -> CachedEncoder:
     """The encoder of picture files of a policy, whose latents are cached as in `prompts.cache`."""
-    size = {"height": config.height, "width": config.width, "dtype": config.dtype}
-    store = _store(config.path, cache, "vae".__eq__, {"latents": size})
+    settings = config.model_dump(include={"height", "width", "dtype", "vae_tiling"})
+    store = _store(config.path, cache, "vae".__eq__, {"latents": settings})
     return CachedEncoder(PictureEncoder(policy), store, notify=notify)
 
 
