@@ -62,6 +62,10 @@ def test_an_adapter_is_read_whatever_its_file_is_called(flux_directory, tmp_path
     sampling = built(flux_directory)
     sampling.load(file)
     torch.testing.assert_close(velocity(sampling), velocity(policy), atol=1e-6, rtol=0)
+    with pytest.raises(
+        UserError, match=r"mine\.safetensors: other tuned weights are loaded; build"
+    ):
+        sampling.load(file)  # modules that a second adapter lacks would keep the first one's
 
 
 CHANGES = {

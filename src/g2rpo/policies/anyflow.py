@@ -506,8 +506,8 @@ class DiffusersPolicy(Policy):
         return self.tuning
 
     def load(self, path: Path, strength: float = 1.0) -> None:
-        """Loads tuned weights written by `save`; `strength` scales an adapter. One that acts at
-        early steps alone does here."""
+        """Loads tuned weights written by `save`, once; `strength` scales an adapter. One that acts
+        at early steps alone does here."""
         if above := self.sampling.load(path, self.pipeline, strength):
             self.options = self.options.model_copy(update={"lora_above": above})
 

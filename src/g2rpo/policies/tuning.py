@@ -278,6 +278,8 @@ class Frozen:
         `save` wrote, or a single .safetensors file with diffusers' names. Returns the sigma above
         which they act."""
         transformer, file = self._transformer, path / ADAPTER_FILE if path.is_dir() else path
+        if self.own is not None or self._changed:
+            raise UserError(f"{path}: other tuned weights are loaded; build a new policy for these")
         if file.is_file():
             refuse_pointer(file)
         if file.is_file() and (path.is_dir() or _is_adapter(file)):
