@@ -30,6 +30,7 @@ from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.pipelines import cast
 from g2rpo.policies.replay import ONE_TIME, guiding, opaque
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.tuning import ADAPTER_FILE, loader_of
@@ -321,9 +322,9 @@ def load_saved(pipeline: Any, folder: Path, tuning: str, low: bool = False) -> N
     """Loads saved weights into a plain pipeline, of two experts into that for `low` noise, as the
     model card says."""
     if tuning == "full":
-        pipeline.transformer = (
-            type(pipeline.transformer).from_pretrained(folder).to(pipeline.transformer.dtype)
-        )
+        tuned = type(pipeline.transformer).from_pretrained(folder)
+        cast(tuned, pipeline.transformer.dtype)
+        pipeline.transformer = tuned
         return
     if (loader := loader_of(pipeline)) is not None:
         attrgetter(loader)(pipeline)(
