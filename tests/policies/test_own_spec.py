@@ -179,16 +179,23 @@ def prx(tmp_path):
     return save_tiny("PRXPipeline", tmp_path / "prx"), kind, size
 
 
-def test_layers_that_a_transformer_lacks_are_named_before_it_is_loaded(prx):
+LACKING = [
+    (["to_q", "to_k"], "no layer of a .* is named to_q, to_k; .* img_qkv_proj, .*=full"),
+    (["img_qkv_proj", "to_k"], "no layer of a .* is named to_k; .* img_qkv_proj, .*=full"),
+    (["img_qkv_proj", "to_out"], r"blocks\.0\.\S*to_out of a .* is a ModuleList; adapters"),
+]
+
+
+@pytest.mark.parametrize(("targets", "message"), LACKING, ids=str)
+def test_layers_that_a_transformer_lacks_are_named_before_it_is_loaded(prx, targets, message):
     folder, kind, size = prx
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()
-    missing = {"lora_targets": ["to_q", "to_k"]}
-    message = "no layer of a PRXTransformer2DModel is named to_q, to_k; .* img_qkv_proj, .*=full"
+    missing = {"lora_targets": targets}
     with pytest.raises(UserError, match=message):
         components.load_pipeline(PolicyConfig(path=str(folder), kind=kind, **size, **missing))
     policy = DiffusersPolicy.of(plugins.load(kind))
-    with pytest.raises(UserError, match="img_qkv_proj"):  # from Python too
+    with pytest.raises(UserError, match=message):  # from Python too
         make(policy, tiny_pipeline("PRXPipeline"), **size, **missing)
 
 

@@ -125,3 +125,14 @@ def test_what_loading_in_bfloat16_leaves_in_float32_is_not_rounded(kind, tuning,
     with policy.base():
         mine = policy.velocity(own.noise, own.sigmas[:1], policy.encode(["a red circle"]))
     assert torch.equal(mine, own.velocity)
+
+
+def test_adapters_of_convolutions_compute_in_bfloat16_too(sd3_directory):
+    plain = load(sd3_directory, autocast=False, lora_targets=["pos_embed.proj"])
+    x, sigma, cond = question(plain)
+    velocity = plain.velocity(x, sigma, cond)
+    with plain.base():
+        assert not torch.equal(plain.velocity(x, sigma, cond), velocity)
+    assert torch.equal(plain.velocity(x, sigma, cond), velocity)
+    velocity.square().sum().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in plain.trainable_parameters())

@@ -128,7 +128,8 @@ def load_pipeline(
     kind, config = policy_class(config, name), hub.located(config)
     spec = kind.spec
     if tuning == "lora":
-        pipeline_files.check_adapters(path, config.lora_targets or spec.lora_targets)
+        targets = config.lora_targets or spec.lora_targets
+        pipeline_files.check_adapters(path, targets, each=config.lora_targets is not None)
     if (
         config.kind is None
         and os.path.isdir(path)

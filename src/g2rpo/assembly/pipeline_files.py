@@ -225,12 +225,12 @@ def _faults_of_files(folder: str, optional: Sequence[str]) -> Iterator[str]:
         )
 
 
-def check_adapters(folder: str, targets: Sequence[str]) -> None:
+def check_adapters(folder: str, targets: Sequence[str], *, each: bool) -> None:
     """UserError for a transformer without the layers that a LoRA would change."""
     library, name = parts_in(read_file(folder, INDEX)).get("transformer", (None, None))
     config = read_file(folder, "transformer/config.json")
     if library == "diffusers" and config:
-        check_targets(on_meta((f"diffusers:{name}", config)), targets)
+        check_targets(on_meta((f"diffusers:{name}", config)), targets, each=each)
 
 
 def is_flow(scheduler: Mapping[str, Any]) -> bool:

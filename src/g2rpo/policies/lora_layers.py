@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,20 +17,29 @@ from g2rpo.policies.adapters import DOWN, UP, Adapter
 from g2rpo.policies.options import PolicyConfig
 
 
-def check_targets(transformer: nn.Module, targets: Sequence[str]) -> None:
+def check_targets(transformer: nn.Module, targets: Sequence[str], *, each: bool) -> None:
     """UserError for a transformer without linear layers or convolutions of these names, which
-    adapters change."""
-    names = [
+    adapters change (`each`: without those of any one of them), and for names of other modules."""
+    kind, modules = type(transformer).__name__, dict(transformer.named_modules())
+    layers = [
         name
-        for name, module in transformer.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d)
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d)
+        and getattr(module, "groups", 1) == 1
     ]
-    if not any(name == end or name.endswith(f".{end}") for name in names for end in targets):
+    named = {end: [name for name in modules if f".{name}".endswith(f".{end}")] for end in targets}
+    if other := [name for names in named.values() for name in names if name not in {*layers}]:
+        raise UserError(
+            f"policy.lora_targets: {other[0]} of a {kind} is a {type(modules[other[0]]).__name__}; adapters change "
+            "linear layers, and convolutions without groups"
+        )
+    absent = [end for end, names in named.items() if not names]
+    if absent and (each or len(absent) == len(named)):
         ends = dict.fromkeys(
-            re.sub(r".*\.(?=[a-z])", "", name) for name in names if re.search(r"\.\d+\.", name)
+            re.sub(r".*\.(?=[a-z])", "", name) for name in layers if re.search(r"\.\d+\.", name)
         )
         raise UserError(
-            f"policy.lora_targets: no layer of a {type(transformer).__name__} is named {', '.join(targets)[:200]}; "
+            f"policy.lora_targets: no layer of a {kind} is named {', '.join(absent)[:200]}; "
             f"those of its blocks are {', '.join(ends)[:300]}. Or set policy.tuning=full"
         )
 
@@ -138,11 +148,21 @@ class Acting:
             compute_as_called(self._transformer)
 
 
-class _Factor(nn.Linear):
+class _Rounded:
     """A float32 factor of an adapter, rounded in each call to the dtype of its input."""
 
+    weight: Tensor
+    _conv_forward: Callable[..., Tensor]
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        weight = self.weight.to(x.dtype)
+        return F.linear(x, weight) if weight.ndim == 2 else self._conv_forward(x, weight, None)
+
+
+@functools.cache
+def _rounded(kind: Any) -> Any:
+    """Of a class of factors the one that rounds."""
+    return kind if issubclass(kind, _Rounded) else type(kind.__name__, (_Rounded, kind), {})
 
 
 def compute_as_called(transformer: Any) -> None:
@@ -152,4 +172,5 @@ def compute_as_called(transformer: Any) -> None:
         if hasattr(module, "lora_A"):
             module.cast_input_dtype_enabled = False
             for factor in (*module.lora_A.values(), *module.lora_B.values()):
-                factor.__class__ = _Factor
+                kind: Any = type(factor)
+                factor.__class__ = _rounded(kind)

@@ -83,7 +83,9 @@ class LoRA:
         from peft import LoraConfig
 
         self.active, dtype = transformer, getattr(torch, options.dtype)
-        check_targets(transformer, targets)
+        # a plan's transformer may have fewer blocks
+        each = options.lora_targets is not None and transformer.device.type != "meta"
+        check_targets(transformer, targets, each=each)
         cast(transformer.requires_grad_(False), dtype)
         if assistant is not None:
             add_frozen(transformer, ASSISTANT, assistant, dtype)
