@@ -83,6 +83,21 @@ def test_a_kohya_file_of_flux_has_joint_matrices_and_comes_back_exactly(tmp_path
     assert is_same(back, adapter)
 
 
+def test_alphas_beside_the_original_names_of_wan_are_read(tmp_path):
+    """As files of distilled Wan have them. diffusers' converter multiplies in place."""
+    wan = tiny_pipeline("WanPipeline")
+    adapter, file = random_adapter(wan.transformer), tmp_path / "wan.safetensors"
+    tensors = {}
+    for name, value in tensors_for(adapter, SPECS["WanPipeline"].comfyui, "comfyui").items():
+        tensors[name.replace("lora_A", "lora_down").replace("lora_B", "lora_up")] = value
+        if name.endswith(UP):  # twice the rank
+            tensors[name.removesuffix(UP) + ".alpha"] = torch.tensor(6.0)
+    save_file(tensors, file)
+    back = read_adapter(file, type(wan), wan.transformer)
+    twice = Adapter({module: (down, 2 * up) for module, (down, up) in adapter.layers.items()})
+    assert back.scale == 2 and is_same(back, twice)
+
+
 @functools.cache
 def transformer():
     return flux_pipeline().transformer

@@ -230,7 +230,7 @@ def _converted(
     candidates = list(common_peelings(written))
     candidates.append([f"diffusion_model.{name}" for name in candidates[-1]])
     marks = [
-        (torch.full((), float(mark)).expand(down.shape), torch.ones(up.shape))
+        (torch.full(down.shape, float(mark)), torch.ones(up.shape))  # some write into them
         for mark, (down, up) in enumerate(layers, 1)
     ]
     said = []
