@@ -136,6 +136,7 @@ rewards.NAME.options.partial: a share of what is right is easier to learn than a
 rewards.NAME.options.path: the weights
 rewards.NAME.options.processor: those of the tokenizer, where there is no hub
 rewards.NAME.options.quality: JPEG's, as in published code
+rewards.NAME.options.range: a template of one's own may ask for scores to 10 or 100
 rewards.NAME.options.request: what a server takes besides
 rewards.NAME.options.run: whose clicks are the taste
 rewards.NAME.options.score: which of several scores of a model
