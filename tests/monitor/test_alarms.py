@@ -21,6 +21,7 @@ from g2rpo.core.statistics import paired
 from g2rpo.monitor.advice import HELPS
 from g2rpo.monitor.alarms import (
     ALARMS,
+    LEAST,
     LEVEL,
     MASKED,
     SATURATED,
@@ -246,6 +247,19 @@ def test_a_fall_from_the_peak_counts_though_the_base_was_worse():
     assert "since iteration 1 while trained rose" in raised["hacking"]
     raised = fallen_rewards(history(*rising, scores(0.0, 0.5, 3)), ["trained"])
     assert raised.keys() == {"decline"}
+
+
+def test_what_is_significant_and_too_small_to_see_raises_nothing():
+    """In standard deviations of the base's scores of 2,000 prompts, with an error of .0045."""
+    base, noise = 7 * random(2000, seed=1), 7 * 0.2 * random(2000, seed=2)
+    trained = {"trained": base + 0.7 + noise}
+    for fall in (0.11, 0.15):
+        judged = {"judged": base - 7 * fall + noise}
+        assert chance_of_fall(base, judged["judged"]) < 1e-6
+        before = {"trained": base, "judged": base}
+        raised = fallen_rewards(history(before, trained | judged), ["trained"])
+        assert raised.keys() == ({"hacking"} if fall > LEAST else set())
+    assert "(-0.14 s.d.) since iteration 0 while trained rose (+0.11 s.d.) (p" in raised["hacking"]
 
 
 def test_a_fall_counts_less_the_more_evaluations_it_is_sought_in():

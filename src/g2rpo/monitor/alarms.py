@@ -40,6 +40,9 @@ SATURATED = math.erfc(math.sqrt(0.5))
 LEVEL = 0.05
 """The probability of a false alarm by falling rewards in a whole run without any change, for any
 number of evaluations."""
+LEAST = 0.125
+"""The least fall of a held-out reward that counts, in standard deviations of the base's scores over
+prompts: 6 points of a share of one half. With many prompts ones are significant that nobody sees."""
 CROWD, CROWD_LEVEL = 0.25, 1e-4
 
 
@@ -95,12 +98,16 @@ def judged_gain(base: Scores, tuned: Scores, names: Sequence[str]) -> float:
     rewards. NaN if a reward has no scores."""
     gains = []
     for name in names:
-        before = base[name].double()
-        change = float((tuned[name].double() - before).nanmean())
-        scored = before[~before.isnan()]
-        spread = float(scored.std(correction=0)) if len(scored) else 0.0
+        change = float((tuned[name].double() - base[name].double()).nanmean())
+        spread = _spread(base[name])
         gains.append(change / spread if spread > 0 else change)
     return sum(gains) / len(gains)
+
+
+def _spread(scores: Tensor) -> float:
+    """The standard deviation of scores over prompts; 0 without any."""
+    scored = scores[~scores.isnan()].double()
+    return float(scored.std(correction=0)) if len(scored) else 0.0
 
 
 def drift(log: Alarms) -> str | None:
@@ -148,34 +155,45 @@ def fallen_rewards(
     One-sided t-tests of paired differences, prompt by prompt on the same noise. Evaluation t (the
     base's is 0) tests each of R rewards against t earlier evaluations, each at level a / (R t . t
     (t + 1)): by the union bound, and 1/2 + 1/6 + 1/12 + ... = 1, a run whose rewards do not change
-    raises a false alarm with probability a (`LEVEL`) at most, however long it is. A rise needs the
-    plain level a: it counts only together with a fall.
+    raises a false alarm with probability a (`LEVEL`) at most, however long it is. A fall must also be
+    one of `LEAST`. A rise needs the plain level a: it counts only together with a fall.
     """
     *earlier, (_, now) = history.items()
     looks = len(earlier)
     if looks == 0:
         return {}
     level = LEVEL / (len(now) * looks * looks * (looks + 1))
+    spreads = {name: _spread(scores) for name, scores in earlier[0][1].items()}
     said: dict[str, list[str]] = {}
     for name in (name for name in now if name not in moving):
+        falls = {iteration: paired(before[name], now[name]) for iteration, before in earlier}
         chance, iteration = min(
-            (paired(before[name], now[name]).chance_of_fall, iteration)
-            for iteration, before in earlier
+            (
+                (fall.chance_of_fall, iteration)
+                for iteration, fall in falls.items()
+                if -fall.change >= LEAST * spreads[name]
+            ),
+            default=(1.0, 0),
         )
         if chance < level:
-            since = history[iteration]
+            since, fall = history[iteration], falls[iteration]
+            rises = {other: paired(now[other], since[other]) for other in trained}
             risen = [
-                other
-                for other in trained
-                if paired(now[other], since[other]).chance_of_fall < LEVEL
+                f"{other} rose{_in_spreads(-rise.change, spreads[other])}"
+                for other, rise in rises.items()
+                if rise.chance_of_fall < LEVEL
             ]
-            fall = paired(since[name], now[name])
-            rose = f" while {' and '.join(risen)} rose" if risen else ""
+            rose = f" while {' and '.join(risen)}" if risen else ""
             said.setdefault("hacking" if risen else "decline", []).append(
-                f"{name} {fall.change:+.3g} ± {Z * fall.error:.2g} since iteration {iteration}{rose} "
-                f"(p {chance:.1g}, limit {level:.1g})"
+                f"{name} {fall.change:+.3g} ± {Z * fall.error:.2g}{_in_spreads(fall.change, spreads[name])} "
+                f"since iteration {iteration}{rose} (p {chance:.1g}, limit {level:.1g})"
             )
     return {alarm: "; ".join(parts) for alarm, parts in said.items()}
+
+
+def _in_spreads(change: float, spread: float) -> str:
+    """ " (-0.3 s.d.)" of the base's scores; "" if they have none."""
+    return f" ({change / spread:+.2g} s.d.)" if spread else ""
 
 
 def outside(log: Alarms) -> str | None:
