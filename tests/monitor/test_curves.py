@@ -5,7 +5,7 @@ import math
 import pytest
 from PIL import Image
 
-from g2rpo.monitor.curves import curves, save_figure
+from g2rpo.monitor.curves import curves, heldout_line, save_figure
 
 
 def rows(*names):
@@ -30,6 +30,14 @@ def test_bands_are_95_percent_intervals_of_the_change():
     assert [list(point) for point in points.get_offsets()] == [[0, 1], [5, 6], [10, 11]]
     assert judged.get_title(loc="left") == "b (judged only)" and len(judged.lines) == 1
     assert len(trained.lines) == 2  # training batches behind
+
+
+def test_the_band_is_that_of_the_prompts_that_were_scored():
+    rows = [
+        {"iteration": 1, "reward/a": 0.0, "stderr/a": 1.0, "scored/a": count} for count in (7, 8)
+    ]
+    (none, some) = heldout_line("", rows, "a", 64).ends
+    assert math.isnan(none[0]) and some[1] == pytest.approx(2.3646, abs=1e-4)  # t of 7 degrees
 
 
 NOTHING = {"kind": "eval", "iteration": 0, "reward/a": None, "stderr/a": math.nan}

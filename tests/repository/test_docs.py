@@ -2,12 +2,14 @@
 
 import importlib
 import json
+import math
 import pkgutil
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from g2rpo import algorithms, api
@@ -33,7 +35,7 @@ from tests.support.pages import (
     inline_commands,
     prose,
 )
-from tests.support.runs import brightness, trainer
+from tests.support.runs import brightness, darkness, trainer
 from tests.support.variants import few
 
 QUICK = ("recipes", "train", "sample", "evaluate", "report")
@@ -374,9 +376,14 @@ class Bright:
         return brightness(images, prompts)
 
 
+def some(images, prompts):
+    """A reward that scores one of the prompts."""
+    return torch.tensor([1.0 if prompt == "0" else math.nan for prompt in prompts])
+
+
 def test_the_glossary_has_every_name_that_runs_log_and_no_other():
     """Runs that log all there is: overlapped scoring, a KL term, what is chosen, losses on finished
-    latents, weights of samples."""
+    latents, weights of samples, a judge with few scores."""
     explained = glossary()
     assert explained.keys() == {"train", "eval"}
     logged = {"train": set(), "eval": set()}
@@ -388,9 +395,8 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
         ["algorithm.name=opsd", "algorithm.group_size=4"],
         ["algorithm.name=self_opd", "algorithm.group_size=4"],
     ):
-        for row in trainer(
-            None, *overrides, "trainer.iterations=1", rewards={"bright": Bright()}
-        ).train():
+        rewards = {"rewards": {"bright": Bright()}, "judges": {"dark": darkness, "some": some}}
+        for row in trainer(None, *overrides, "trainer.iterations=1", **rewards).train():
             logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
     given = {"held_out_pairs": judged.pairs(2)}
     for row in judged.trainer("flow_dpo", judged.pairs(4), "trainer.iterations=1", **given).train():

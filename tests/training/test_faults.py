@@ -282,7 +282,10 @@ def test_scores_that_are_no_numbers_teach_nothing_and_are_counted():
         scores[::4], scores[1::4] = torch.nan, torch.inf
         return scores
 
-    row = trainer(None, rewards={"bright": sometimes}).iterate()
+    t = trainer(None, rewards={"bright": sometimes})
+    looked = t.evaluate()  # on three prompts
+    assert looked["scored/bright"] == 1 and "scored/dark" not in looked
+    row = t.iterate()
     assert (row["missing_scores"], row["skipped_updates"]) == (0.5, 0)
     assert math.isfinite(row["loss"])
 

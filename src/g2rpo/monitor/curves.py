@@ -152,10 +152,13 @@ def heldout_line(
     label: str, evaluations: Sequence[Row], reward: str, prompts: int, style: int = 0
 ) -> CurveLine:
     """The means of a reward on `prompts` held-out prompts, with the 95 % interval of their change
-    from the base."""
+    from the base, of those that it scored."""
     rows = [row for row in evaluations if f"reward/{reward}" in row]
     y = [_number(row[f"reward/{reward}"]) for row in rows]
-    half = [half_width(_number(row.get(f"stderr/{reward}")), prompts) for row in rows]
+    half = [
+        half_width(_number(row.get(f"stderr/{reward}")), row.get(f"scored/{reward}", prompts))
+        for row in rows
+    ]
     ends = [(value - width, value + width) for value, width in zip(y, half, strict=True)]
     return CurveLine(label, [row["iteration"] for row in rows], y, style, ends, "marked")
 

@@ -241,10 +241,10 @@ class Evaluator:
         base = self.base()
         if base is None:
             return row
-        row |= {
-            f"stderr/{name}": change.error
-            for name, change in compare_evaluations(base, evaluation).items()
-        }
+        changes = compare_evaluations(base, evaluation)
+        row |= {f"stderr/{name}": change.error for name, change in changes.items()}
+        few = {name: each.count for name, each in changes.items() if each.count < len(self.heldout)}
+        row |= {f"scored/{name}": count for name, count in few.items()}
         if (right := compare_right(base, evaluation)) is not None:
             row |= {"right": right.tuned, "right_stderr": right.error}
         row |= spread or {}

@@ -186,6 +186,9 @@ def test_a_change_has_the_interval_of_students_t(run):
     assert [one.name for one in told.judged] == ["ocr", "judge, judge"]
     assert told.judged[0].rise.margin == pytest.approx(margin, rel=1e-12)
     assert told.judged[0].rise.size == f"+0.100 ± {margin:.3f}"
+    few = looked(5, 0.6, 3.0, **{"scored/ocr": 10})
+    told = tell(read(run([BASE, *FIVE, few], "training", owner=NODE)))
+    assert told.judged[0].rise.margin == pytest.approx(0.01 * stats.t.ppf(0.975, 9), rel=1e-12)
 
 
 def test_the_rise_in_training_is_the_least_squares_line_with_its_interval():

@@ -223,7 +223,11 @@ def _judged(run: Watched, looks: Sequence[Row], heldout: int) -> list[Judged]:
     asked = [
         ("right", "right pictures", _margin(now.get("right_stderr"), heldout)),
         *(
-            (f"reward/{name}", shown, _margin(now.get(f"stderr/{name}"), heldout))
+            (
+                f"reward/{name}",
+                shown,
+                _margin(now.get(f"stderr/{name}"), now.get(f"scored/{name}", heldout)),
+            )
             for name, shown in rewards.items()
         ),
         # of pairs or marks from a file
