@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
+from g2rpo.monitor import pictures
 from g2rpo.monitor.pictures import RIGHT_COLOUR, WRONG_COLOUR, PictureRow, _canvas
 
 NAN = math.nan
@@ -24,6 +25,15 @@ def test_every_picture_is_in_its_place(width, cell):
     for (x, y), value in zip(chain(*corners), values.flatten(), strict=True):
         place = canvas.crop((x, y, x + cell, y + cell // 2))
         assert place.getextrema() == ((round(float(value) * 255),) * 2,) * 3
+
+
+@pytest.mark.parametrize(("one", "other"), [("é", "ü"), ("ж", "я"), ("\u231a", "\u2312")])
+def test_letters_beyond_ascii_are_drawn_where_a_font_has_them(monkeypatch, one, other):
+    """And not as a box, which all that a font lacks have in common."""
+    monkeypatch.setattr(pictures, "WIDE_FONTS", ("of no system", "STIXGeneral"))
+    row = PictureRow(torch.ones(1, 3, 64, 64))
+    drawn = [_canvas([row], [prompt], "")[0].tobytes() for prompt in (one, other)]
+    assert drawn[0] != drawn[1]
 
 
 def test_right_and_wrong_are_marked_below_their_pictures():

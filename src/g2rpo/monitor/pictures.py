@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import textwrap
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
@@ -20,6 +23,12 @@ TEXT_COLOUR, SOFT_COLOUR, PAGE_COLOUR = (40, 40, 46), (93, 96, 105), (255, 255, 
 RIGHT_COLOUR, WRONG_COLOUR = (0, 97, 158), (182, 70, 0)
 LINE = 15  # pixels from one line of text to the next
 HEAD = 46  # pixels above the first row, for the prompts
+WIDE_FONTS = (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei",
+    "Droid Sans Fallback", "PingFang SC", "Hiragino Sans GB", "Apple SD Gothic Neo", "Arial Unicode MS",
+    "Microsoft YaHei", "Yu Gothic", "Malgun Gothic",
+)  # fmt: skip
+"""Families with Chinese, Japanese or Korean letters, of Linux, macOS and Windows."""
 CELL = 128  # pixels of a small picture in a grid; larger ones keep up to twice as many
 
 
@@ -97,7 +106,8 @@ def _canvas(
     draw = ImageDraw.Draw(canvas)
     draw.font = ImageFont.load_default(size=12)
     for prompt, x in zip(prompts, columns, strict=True):
-        draw.multiline_text((x, 3), _three_lines(prompt, width // 6), fill=TEXT_COLOUR, spacing=1)
+        text, font = _three_lines(prompt, width // _advance(prompt)), _font(prompt)
+        draw.multiline_text((x, 3), text, fill=TEXT_COLOUR, font=font, spacing=1)
     if any(inputs):
         _label(draw, "input", HEAD, height)
     for picture, x in zip(inputs, columns, strict=True):
@@ -117,6 +127,30 @@ def _three_lines(prompt: str, width: int) -> str:
     """The first three lines of a prompt wrapped at so many characters."""
     lines = textwrap.wrap(prompt, width)
     return "\n".join([*lines[:2], lines[2] + " ..."] if len(lines) > 3 else lines)
+
+
+def _advance(text: str) -> int:
+    """Pixels from one letter of `_font` to the next, about; Chinese, Japanese and Korean ones are
+    square."""
+    if text.isascii():
+        return 6
+    return 12 if any(unicodedata.east_asian_width(letter) in "WF" for letter in text) else 7
+
+
+@cache
+def _font(text: str) -> Any:
+    """PIL's own font for ASCII, which is all that it has; else matplotlib's, or the first of the
+    system's that has more of the letters."""
+    if text.isascii():
+        return ImageFont.load_default(size=12)
+    from matplotlib.font_manager import findfont, fontManager
+    from matplotlib.ft2font import FT2Font
+
+    known = {font.name for font in fontManager.ttflist}
+    files = [findfont(name) for name in ("DejaVu Sans", *WIDE_FONTS) if name in known]
+    letters = [ord(letter) for letter in text if not letter.isspace()]
+    most = max(files, key=lambda file: sum(map(bool, map(FT2Font(file).get_char_index, letters))))
+    return ImageFont.truetype(most, 12)
 
 
 def _label(draw: ImageDraw.ImageDraw, label: str, top: int, height: int) -> None:
