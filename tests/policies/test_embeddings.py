@@ -312,7 +312,7 @@ def test_encode_fills_the_cache_and_training_then_encodes_nothing(
     tiny_config, capsys, monkeypatch, tmp_path
 ):
     # a training and a held-out one, and the empty one of controls
-    assert "3 prompts are stored, 3 of them new" in done(capsys, "encode", tiny_config)
+    assert "3 prompts stored, 3 of them new" in done(capsys, "encode", tiny_config)
     assert "0 of them new" in done(capsys, "encode", tiny_config)
 
     def refuse(*args, **kwargs):

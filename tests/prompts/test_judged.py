@@ -161,7 +161,7 @@ REFUSED = [
     ({"chosen": "p.png", "rejected": "q.png"}, "has no column with prompts"),
     ({"prompt": "a cat", "win": "p.png", "lose": "q.png"}, "known are prompt, chosen, rejected;"),
     (pair(chosen=None), "chosen: should be a picture's file name"),
-    ({"prompt": "a", "image_path": ["p.png"], "rank": [0, 1]}, "1 pictures and 2 preferences"),
+    ({"prompt": "a", "image_path": ["p.png"], "rank": [0, 1]}, "1 picture and 2 preferences"),
     ({"caption": "a", "jpg_0": "p.png", "jpg_1": "q.png", "label_0": 0.5, "label_1": 0.5}, "nothing but ties (1)"),
     ({"prompt": "a", "image": "p.png", "label": "good"}, "flow_kto learns from marks"),
     ({"prompt": "a", "image": "p.png", "label": "so-so"}, "should be good or bad"),

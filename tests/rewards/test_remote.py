@@ -148,7 +148,7 @@ WRONG = [
     (asking(inputs=[PNG], inputs_of=[[1]]), "indices of the 1 inputs"),
     (asking(inputs=[PNG], inputs_of=[[0], [0]]), "one for each"),
     (asking(inputs_of=[[-1]]), "inputs_of.0.0: "),
-    (asking(metadata=[{}, {}]), "metadata: 2 for 1 prompts"),
+    (asking(metadata=[{}, {}]), "metadata: 2 for 1 prompt"),
 ]
 LARGE = [
     (b"[" + b"{}," * 500 + b"{}]", "too many values"),
@@ -242,7 +242,7 @@ def endless(handler, count):
         (replies("[1.0, 2.0]"), "answered something else"),
         (replies('{"scores": null}'), "scores: Input should be a valid array"),
         (replies('{"scores": [1.0, "2.0"]}'), "scores.1: Input should be a valid number"),
-        (replies('{"scores": [1.0]}'), "answered 1 scores for 2 pictures"),
+        (replies('{"scores": [1.0]}'), "answered 1 score for 2 pictures"),
         (replies("oops", 500), "answered 500: oops"),
         (replies("", 302, Location="http://127.0.0.1:9/"), "answered 302"),
         (endless, "more than 16777216 bytes"),

@@ -269,7 +269,8 @@ def _save_grid(judging: Judging, steps: int) -> None:
         )
         for side, rows in of.items()
     ]
-    note = f"The first {len(shown)} of {len(judging.prompts)} prompts, in their order; from the same noise; {steps} steps."
+    count = counted(len(judging.prompts), "prompt")
+    note = f"The first {len(shown)} of {count}, in their order; from the same noise; {counted(steps, 'step')}."
     path, prompts = (
         EvaluationDirectory(judging.directory).grid(steps),
         judging.prompts[: len(shown)],

@@ -253,7 +253,9 @@ def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
         table.add_row(name, planned(once), planned(once * counts.iterations))
     if seconds.encoding:
         table.add_row("encoding prompts ahead", "", planned(seconds.encoding))
-    evaluations = f"{counts.times_evaluated} evaluations, {planned(seconds.evaluation)} each"
+    evaluations = (
+        f"{counted(counts.times_evaluated, 'evaluation')}, {planned(seconds.evaluation)} each"
+    )
     table.add_row(evaluations, "", planned(seconds.evaluation * counts.times_evaluated))
     if counts.knobs:
         beside = counts.looks - counts.times_evaluated

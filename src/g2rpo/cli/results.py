@@ -127,7 +127,7 @@ def show_evaluation(judging: Judging, console: Console) -> None:
 def evaluation_table(judging: Judging, width: int) -> Table:
     """The table of results for a console of `width`."""
     sides = judging.sides
-    table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % intervals")
+    table = Table(title=f"{counted(len(judging.prompts), 'prompt')}, means with 95 % intervals")
     table.add_column("steps", justify="right", overflow="fold")
     change = ["change, same noise"] if len(sides) == 2 else []
     add_columns(table, width, "reward", list(judging.config.rewards), [*sides, *change, "missing"])

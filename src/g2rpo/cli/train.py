@@ -15,7 +15,7 @@ from rich.text import Text
 from g2rpo.app.stopping import stoppable
 from g2rpo.cli import options
 from g2rpo.cli.output import Output, console, say
-from g2rpo.core.errors import refuse
+from g2rpo.core.errors import counted, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -176,7 +176,7 @@ def encode(
 
     with Output() as emit:
         count, new = run(recipe, overrides or [], emit)
-    say(console, f"{count} prompts are stored, {new} of them new")
+    say(console, f"{counted(count, 'prompt')} stored, {new} of them new")
 
 
 @commands.command(rich_help_panel=options.TRAINING_PANEL)

@@ -17,6 +17,7 @@ from g2rpo.app.stopping import until_ctrl_c
 from g2rpo.cli import options
 from g2rpo.cli.life import LIFE
 from g2rpo.cli.output import Output, console, say
+from g2rpo.core.errors import counted
 from g2rpo.core.plain import printable
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _line(words: str, style: str = "") -> Text:
 def _judged_table(told: Told) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False)
     after = f"after {told.looked}" if told.looked else ""
-    table.add_column(f"held out, {told.heldout} prompts", overflow="fold")
+    table.add_column(f"held out, {counted(told.heldout, 'prompt')}", overflow="fold")
     for column in ("base", after):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("change ± 95 %" if told.looked else "", no_wrap=True)

@@ -148,7 +148,9 @@ class _Ranked(BaseModel):
         # the column of preferences counts: those of HPDv2's test set have ranks alone
         better = self.human_preference or [-place for place in self.rank or ()]
         if len(better) != len(self.image_path) or len(better) < 2:
-            raise ValueError(f"has {len(self.image_path)} pictures and {len(better)} preferences")
+            raise ValueError(
+                f"has {counted(len(self.image_path), 'picture')} and {counted(len(better), 'preference')}"
+            )
         for (one, value), (other, less) in permutations(
             zip(self.image_path, better, strict=True), 2
         ):

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from g2rpo.core.errors import refuse
+from g2rpo.core.errors import counted, refuse
 from g2rpo.core.images import to_pil, to_tensor, to_uint8
 from g2rpo.core.input_pictures import INPUT, images_of
 from g2rpo.core.types import Reward
@@ -45,7 +45,7 @@ def _faults_of(images: Tensor, prompts: Sequence[Any], video: bool) -> Iterator[
     if images.ndim != 4 + video or images.shape[-3] != 3 or not images.is_floating_point():
         yield f"images must be float [B, {'T, ' * video}3, H, W], got {images.dtype} {list(images.shape)}"
     if isinstance(prompts, str) or len(prompts) != len(images):
-        yield f"one prompt per image: got {len(images)} images and {prompts!r:.80}"
+        yield f"one prompt per image: got {counted(len(images), 'image')} and {prompts!r:.80}"
     if not len(images):
         return
     low, high = (x.item() for x in images.aminmax())

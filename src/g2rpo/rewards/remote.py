@@ -26,6 +26,7 @@ from PIL import Image
 from pydantic import BaseModel, FiniteFloat
 from torch import Tensor
 
+from g2rpo.core.errors import counted
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.core.types import Prompt
@@ -91,7 +92,7 @@ class RemoteReward(PictureReward):
         """A score for each picture; what is null or beyond float32 is NaN or infinite."""
         if len(answer.scores) != (count := len(part[1])):
             raise NoAnswer(
-                f"{self.client.url} answered {len(answer.scores)} scores for {count} pictures"
+                f"{self.client.url} answered {counted(len(answer.scores), 'score')} for {counted(count, 'picture')}"
             )
         if answer.reward is not None and self.served is not None and answer.reward != self.served:
             raise Refused(

@@ -32,6 +32,7 @@ from starlette.routing import Route
 from torch import Tensor
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from g2rpo.core.errors import counted
 from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import as_rgb
 from g2rpo.core.plain import is_text, parse_as
@@ -91,7 +92,7 @@ class ScoreRequest(BaseModel):
             given = getattr(self, name)
             if given is not None and len(given) != count:
                 raise ValueError(
-                    f"{name}: {len(given)} for {count} prompts; there must be one for each"
+                    f"{name}: {len(given)} for {counted(count, 'prompt')}; there must be one for each"
                 )
         places = [place for own in self.inputs_of or () for place in own]
         if max(places, default=-1) >= len(self.inputs):

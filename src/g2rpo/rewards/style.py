@@ -14,7 +14,7 @@ import torch
 from PIL import ImageOps
 from torch import Tensor
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import local
 from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import check_pictures, open_picture
@@ -149,8 +149,8 @@ def pictures_of(folder: str) -> list[str]:
     paths = sorted(str(path) for path in shown if path.suffix.lower() in PICTURE_SUFFIXES)
     if not FEWEST_PICTURES <= len(paths) <= MOST_PICTURES:
         raise UserError(
-            f"folder={folder}: has {len(paths)} pictures ({', '.join(PICTURE_SUFFIXES)}); give it {FEWEST_PICTURES} to "
-            f"{MOST_PICTURES}"
+            f"folder={folder}: has {counted(len(paths), 'picture')} ({', '.join(PICTURE_SUFFIXES)}); "
+            f"give it {FEWEST_PICTURES} to {MOST_PICTURES}"
         )
     check_pictures((path, f"folder={folder}") for path in paths)
     return paths

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from g2rpo.core.errors import counted
 from g2rpo.core.files import is_hub_id, local
 from g2rpo.core.plain import read_text, refuse_hub_kernels
 
@@ -57,7 +58,7 @@ def pretrained(kind: Any, path: str | Path, **more: Any) -> Any:
     model, report = kind.from_pretrained(place_of(path), output_loading_info=True, **more)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"{path} is not complete: {len(missing)} tensors are missing, such as {missing[:3]}"
+            f"{path} is not complete: {counted(len(missing), 'tensor')} missing, such as {missing[:3]}"
         )
     return model.requires_grad_(False).eval()
 

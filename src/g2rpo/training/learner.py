@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_map_only
 
 from g2rpo.config.schema import OptimConfig
-from g2rpo.core.errors import UserError, out_of_device_memory
+from g2rpo.core.errors import UserError, counted, out_of_device_memory
 from g2rpo.runtime.devices import accelerator
 from g2rpo.runtime.sharding import Pieces, Replicated
 
@@ -231,7 +231,7 @@ def _check_shapes(values: Sequence[Tensor | Pieces], like: Sequence[Tensor]) -> 
     """ValueError unless both have the same shapes; copying would broadcast."""
     given, wanted = ([list(tensor.shape) for tensor in tensors] for tensors in (values, like))
     if len(given) != len(wanted):
-        raise ValueError(f"it has {len(given)} tensors instead of {len(wanted)}")
+        raise ValueError(f"it has {counted(len(given), 'tensor')} instead of {len(wanted)}")
     for one, other in zip(given, wanted, strict=True):
         if one != other:
             raise ValueError(f"it has a tensor of shape {one} instead of {other}")

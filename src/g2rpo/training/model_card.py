@@ -158,7 +158,8 @@ def _what(config: Config) -> str:
         )
     return (
         f"A {kind}, trained by g2rpo {__version__}{recipe} ({source}) for "
-        f"{config.trainer.iterations} iterations of {config.trainer.prompts_per_iteration} prompts. Trained on: {rewards}. "
+        f"{counted(config.trainer.iterations, 'iteration')} of "
+        f"{counted(config.trainer.prompts_per_iteration, 'prompt')}. Trained on: {rewards}. "
         f"{''.join(brought)}The licence of the base model applies{f': {licence}' if licence else ''}."
     )
 

@@ -2,6 +2,7 @@
 answers repeat a session."""
 
 import dataclasses
+import html
 import json
 import shlex
 from contextlib import contextmanager
@@ -475,7 +476,9 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
 
 def test_the_page_shows_the_group_and_says_no_more_than_is_known(tmp_path, monkeypatch):
     page = pytest.importorskip("g2rpo.lab.teach.page")
-    with begun(tmp_path / "run", strength=1.0) as s:
+    with begun(tmp_path / "my run", strength=1.0) as s:
+        kept = html.unescape(page.kept_html(s, {}))
+        assert f"g2rpo demo '{tmp_path}/my run'" in kept and '<div role="status">\n<h3>' in kept
         assert "Group 1 of about 20" in page.guide(s) and page.choice_html(s).count("<img") == 12
         edit = Prompt("make it <blue>", images=(picture(tmp_path / "in.png"),))
         s.groups[0] = dataclasses.replace(s.group, prompt=edit)

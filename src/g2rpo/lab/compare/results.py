@@ -284,12 +284,12 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
                 ["best sampler settings of the base", *_free(free.best, rewards)],
                 ["best of several", *_free(free.best_of, rewards)],
             ]
-        parts += [f"## {steps} steps: change against the base", _table(head, changes)]
+        parts += [f"## {counted(steps, 'step')}: change against the base", _table(head, changes)]
         if len(cells) > 1:
             leads = [
                 [cell, *(f"{at[cell, name].lead:+}" for name in rewards)] for cell in cells[1:]
             ]
-            parts += [f"## {steps} steps: lead over {cells[0]}", _table(head, leads)]
+            parts += [f"## {counted(steps, 'step')}: lead over {cells[0]}", _table(head, leads)]
     costs = []
     for cell, cost in found["spent"].items():
         edge = " (edge of the sweep)" if cost["at_edge"] else ""

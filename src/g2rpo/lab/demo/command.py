@@ -11,7 +11,7 @@ from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.serving import Address
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.config.schema import Config
-from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.core.errors import RewardFailed, UserError, counted
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
 from g2rpo.lab.demo.model import RECIPES, DemoModel, check, open_model, training_of, what_it_is
@@ -56,7 +56,7 @@ def demo(
 
     title = f"Run {run.resolve().name}" if run is not None else config.policy.path
     say(
-        f"{title}: building the policy and {len(config.rewards) + len(config.evaluation.rewards)} rewards ..."
+        f"{title}: building the policy and {counted(len(config.rewards) + len(config.evaluation.rewards), 'reward')} ..."
     )
     known = config if run is None else with_floors(Run(run), config)
     model = open_model(known, weights, say, _heldout(config, say))

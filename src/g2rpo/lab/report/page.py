@@ -16,7 +16,7 @@ from g2rpo import __version__
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import config_name
 from g2rpo.config.resolve import differences, resolve
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import write_whole
 from g2rpo.core.intervals import figures, fixed, in_time, signed
 from g2rpo.evaluation.untrained import RIGHT
@@ -133,19 +133,19 @@ def _page(runs: Sequence[RunHistory], above: str) -> str:
 
 def state(run: RunHistory) -> str:
     """One sentence: finished, or how far it got."""
-    total = run.config.trainer.iterations
+    total = counted(run.config.trainer.iterations, "iteration")
     if run.finished:
-        return f"Finished: {total} iterations."
+        return f"Finished: {total}."
     if not run.rows:
-        return f"Unfinished: nothing is logged yet of {total} iterations."
+        return f"Unfinished: nothing is logged yet of {total}."
     again = ""
     if run.results and (left := run.results.rolled_back_from) is not None:
         if run.iteration <= left:
             best = f"the weights are those after {run.results.iteration}, the best evaluation"
-            return f"Ended by an alarm after {run.iteration} of {total} iterations: {best}."
+            return f"Ended by an alarm after {run.iteration} of {total}: {best}."
     elif run.results:
         again = f" It had finished after {run.results.iteration}, and was extended."
-    return f"Unfinished: {run.iteration} of {total} iterations are logged; the run goes on, or it stopped early.{again}"
+    return f"Unfinished: {run.iteration} of {total} are logged; the run goes on, or it stopped early.{again}"
 
 
 def states(group: SeedGroup) -> dict[str, list[RunHistory]]:
@@ -249,7 +249,8 @@ def costs(run: RunHistory) -> dict[str, str]:
         pictures = sum(row["images"] for row in run.iterations)
         told["An iteration"] = in_time(training / len(run.iterations))
         told["Network evaluations"] = f"{sum(row['evaluations'] for row in run.iterations):,}"
-        told["Pictures scored"] = f"{pictures:,}, {compact(pictures / training, 3)} a second"
+        if pictures:  # none where pairs or marks are learnt from
+            told["Pictures scored"] = f"{pictures:,}, {compact(pictures / training, 3)} a second"
     return told
 
 

@@ -88,13 +88,13 @@ def _outcome(group: SeedGroup) -> str:
     trained = [change for change in scores if change.trained]
     names = _listed([change.name for change in trained]) if trained else group.config.learnt_from
     length = counted(max(group.judged_after), "iteration")
-    heldout = f"{group.runs[0].heldout} held-out"
+    heldout = group.runs[0].heldout
     right = group.changes.get(RIGHT)
     if right is None:
-        said = f"On {heldout} prompts {'; '.join(map(_changed, trained or scores))}"
+        said = f"On {counted(heldout, 'held-out prompt')} {'; '.join(map(_changed, trained or scores))}"
     else:
         words = next((of.in_words for of in group.results("right")), "Right on {} prompts")
-        done = words.replace("{}", f"{_percent(right.tuned)} of {heldout}")
+        done = words.replace("{}", f"{_percent(right.tuned)} of {heldout} held-out")
         said = f"{done}, before training {_percent(right.base)}{_points(right)}"
     return f"Trained on {names} for {length}. {said}."
 

@@ -6,6 +6,7 @@ Importing this module imports Gradio.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from html import escape
 from typing import Any
@@ -63,6 +64,7 @@ BEGIN = (
 )
 
 environment = templates_of("g2rpo.lab.teach")
+environment.filters["quoted"] = lambda path: shlex.quote(str(path))
 environment.filters["input_uris"] = lambda prompt: [
     data_uri(picture, SHOWN_SIDE) for picture in read_inputs(prompt)
 ]
