@@ -113,6 +113,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     out: Path = args.out
+    out.parent.mkdir(parents=True, exist_ok=True)
     stored = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"cells": {}}
     found = stored["cells"]
     for seed, world, how in product(args.seeds, args.worlds, COUNTS):

@@ -225,27 +225,32 @@ def ordered(belief: Belief, groups: Sequence[Group], taste: str) -> float:
 
 
 def interval(values: Floats) -> str:
-    """Of the mean over people [S], by Student's t."""
+    """Of the mean over people [S], by Student's t; the value alone of one person."""
+    if len(values) == 1:
+        return f"{values.mean():+.3f}"
     half = stdtrit(len(values) - 1, (1 + LEVEL) / 2) * values.std(ddof=1) / len(values) ** 0.5
     return f"{values.mean():+.3f} [{values.mean() - half:+.3f}, {values.mean() + half:+.3f}]"
 
 
 def table(found: dict[str, list[float]], world: str) -> str:
-    """By arm: the correlation after each of `CLICKS`, and by how much its mean is above today's;
-    of tastes the worst and the best."""
+    """By arm that has run for all people: the correlation after each of `CLICKS`, and by how much
+    its mean is above today's, if that has run; of tastes the worst and the best."""
     seeds = sorted({int(name.rpartition("/")[2]) for name in found})
-    cells = np.array(
-        [[[found[f"{taste}/{arm}/{seed}"] for seed in seeds] for taste in TASTED[world]]
-         for arm in PICTURES]
-    )  # fmt: skip
+    cells: dict[str, Floats] = {}
+    for arm in PICTURES:
+        names = [[f"{taste}/{arm}/{seed}" for seed in seeds] for taste in TASTED[world]]
+        if all(name in found for row in names for name in row):
+            cells[arm] = np.array([[found[name] for name in row] for row in names])
     lines = [f"| arm | pictures | {' | '.join(map(str, CLICKS))} | above today | tastes |"]
     lines.append("|---" * (len(CLICKS) + 4) + "|")
-    for arm, own in zip(PICTURES, cells, strict=True):
-        above = (own - cells[0]).mean(2)
-        each = dict(zip(TASTED[world], above, strict=True))
-        ends = sorted(each, key=lambda taste: float(each[taste].mean()))
-        tastes = "; ".join(f"{taste} {interval(each[taste])}" for taste in (ends[0], ends[-1]))
-        said = (interval(above.mean(0)), tastes) if arm != "today" else ("", "")
+    for arm, own in cells.items():
+        said = ("", "")
+        if arm != "today" and "today" in cells:
+            above = (own - cells["today"]).mean(2)
+            each = dict(zip(TASTED[world], above, strict=True))
+            ends = sorted(each, key=lambda taste: float(each[taste].mean()))
+            tastes = "; ".join(f"{taste} {interval(each[taste])}" for taste in (ends[0], ends[-1]))
+            said = (interval(above.mean(0)), tastes)
         columns = [arm, str(PICTURES[arm]), *(f"{one:.3f}" for one in own.mean((0, 1))), *said]
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)

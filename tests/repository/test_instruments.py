@@ -1,7 +1,9 @@
 """The study's instruments against what they should find: known signal, closed forms, known shares
 of variance."""
 
+import json
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.taste import Choice, fit
 from g2rpo.rollout.engine import Engine
+from studies import floors, teach_choice
 from studies.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
 from studies.teach_choice import DRAWS, Belief, information
 from tests.support.runs import trainer
@@ -192,3 +195,27 @@ def test_the_belief_of_a_study_is_the_posterior_of_the_head():
     drawn = belief.draws(seen, np.random.default_rng(0))
     assert drawn.shape == (DRAWS, 12)
     assert drawn.var(0).sum() == pytest.approx(variance, rel=0.5)
+
+
+@pytest.mark.parametrize("people", [1, 2])
+def test_a_table_of_choices_has_the_arms_that_have_run(people):
+    def sessions(*arms):
+        each = product(teach_choice.TASTED["scenes"], arms, range(people))
+        return {f"{taste}/{arm}/{seed}": [0.5, 0.5, 0.5] for taste, arm, seed in each}
+
+    begun = {"warm/change/0": [0.1, 0.1, 0.1]}
+    rows = teach_choice.table(sessions("today", "first") | begun, "scenes").splitlines()[2:]
+    assert [row.split()[1] for row in rows] == ["today", "first"]
+    alone = teach_choice.table(sessions("first"), "scenes").splitlines()[2:]
+    assert [row.split()[1] for row in alone] == ["first"]
+
+
+def test_floors_have_their_folder_before_the_first_cell_is_trained(tmp_path, monkeypatch):
+    names = {name for shown in floors.SHOWN.values() for name in shown}
+    monkeypatch.setattr(
+        floors, "cell", lambda *_: {name: {"base": 0.0, "tuned": 1.0} for name in names}
+    )
+    out = tmp_path / "new" / "floors.json"
+    monkeypatch.setattr("sys.argv", ["floors", "--seeds", "42", "--out", str(out)])
+    floors.main()
+    assert len(json.loads(out.read_text())["cells"]) == 8
