@@ -405,7 +405,7 @@ def study(world: str, numbers: Sequence[int], jobs: int, out: Path) -> dict[str,
     """Trains what is missing; what `g2rpo compare` found, and of cells none of whose rates learns
     in the pilots, which are not trained, the pilots."""
     setting, folder = WORLDS[world], StudyDirectory(out / world)
-    wanted = cells(world, numbers)
+    wanted, before = cells(world, numbers), stamp(folder.results)
     try:
         compare(
             setting["recipe"],
@@ -425,9 +425,11 @@ def study(world: str, numbers: Sequence[int], jobs: int, out: Path) -> dict[str,
             controls=True,
             emit=lambda event: print(event.text, flush=True) if isinstance(event, Line) else None,
         )
-    except UserError:  # raised at the end, when the results of the other cells are written
-        without = without_rate(wanted, folder, setting["first_seed"])
-        if len(without) + len(json.loads(folder.results.read_text())["spent"]) < len(wanted):
+    except UserError:
+        if stamp(folder.results) == before:  # refused, and not at the end
+            raise
+        trained = json.loads(folder.results.read_text())["spent"]
+        if {*wanted} - {*trained} - {*without_rate(wanted, folder, setting["first_seed"])}:
             raise
     results: dict[str, Any] = json.loads(folder.results.read_text())
     results["without_rate"] = without_rate(wanted, folder, setting["first_seed"])
@@ -443,6 +445,11 @@ def study(world: str, numbers: Sequence[int], jobs: int, out: Path) -> dict[str,
         for reward, way in best.items()
     ]
     return results
+
+
+def stamp(file: Path) -> int | None:
+    """When it was written; None if there is none."""
+    return file.stat().st_mtime_ns if file.is_file() else None
 
 
 def without_rate(wanted: Iterable[str], folder: StudyDirectory, seed: int) -> dict[str, list[str]]:

@@ -11,13 +11,15 @@ import torch
 
 from g2rpo.algorithms.flow_grpo import window
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.core.errors import UserError
 from g2rpo.core.flow import ode_step, sigma_grid
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for
+from g2rpo.lab.compare.study import StudyDirectory
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.taste import Choice, fit
 from g2rpo.rollout.engine import Engine
-from studies import floors, teach_choice
+from studies import floors, registered, teach_choice
 from studies.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
 from studies.teach_choice import DRAWS, Belief, information
 from tests.support.runs import trainer
@@ -219,3 +221,20 @@ def test_floors_have_their_folder_before_the_first_cell_is_trained(tmp_path, mon
     monkeypatch.setattr("sys.argv", ["floors", "--seeds", "42", "--out", str(out)])
     floors.main()
     assert len(json.loads(out.read_text())["cells"]) == 8
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_refused_study_has_no_results_of_an_earlier_one(tmp_path, monkeypatch, stale):
+    """Though all cells of the earlier one were trained."""
+
+    def refuse(*_, **__):
+        raise UserError("holds another study")
+
+    monkeypatch.setattr(registered, "compare", refuse)
+    folder = StudyDirectory(tmp_path / "words-priced")
+    folder.path.mkdir()
+    if stale:
+        trained = dict.fromkeys(registered.cells("words-priced", [16]), 1)
+        folder.results.write_text(json.dumps({"spent": trained, "controls": {}}))
+    with pytest.raises(UserError, match="another study"):
+        registered.study("words-priced", [16], 1, tmp_path)
