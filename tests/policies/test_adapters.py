@@ -5,10 +5,12 @@ import dataclasses
 import functools
 import json
 
+import diffusers
 import huggingface_hub
 import pytest
 import torch
-from diffusers import FluxPipeline
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from diffusers.loaders import single_file_utils
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
@@ -420,7 +422,7 @@ def wider(file):
 DORA = ("x.lora_A.weight", "x.lora_B.weight", "x.dora_scale")
 REFUSED = {
     "missing": (lambda file: None, "there is no such file or folder"),
-    "another model's": (other_model, "is for another model than this FluxTransformer2DModel"),
+    "another model's": (other_model, "does not fit this FluxTransformer2DModel"),
     "other widths": (wider, "have another shape, such as single_transformer_blocks.0.attn.to_k"),
     "a merged model": (
         lambda file: saved(file, ones("transformer_blocks.0.attn.to_q.weight")),
@@ -723,6 +725,99 @@ def test_a_module_that_diffusers_would_leave_out_is_named(tmp_path):
     odd = {down: torch.ones(2, 8), up: torch.ones(8, 2)}
     with pytest.raises(UserError, match="in no format.*lora_unet_odd"):
         read_adapter(saved(tmp_path / "x.safetensors", {**tensors, **odd}), FluxPipeline)
+
+
+class Weights(dict):
+    """A checkpoint whose other tensors are 0, in as many rows as diffusers' converters divide."""
+
+    def pop(self, name, *default):
+        return super().pop(name, torch.zeros(7 * D if "linear1" in name else 6, 1))
+
+
+def flux1():
+    with torch.device("meta"):
+        return FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
+
+
+def tiny(kind):
+    return lambda: tiny_pipeline(kind).transformer
+
+
+D, SD3, ZERO, ONE = 3072, "StableDiffusion3Pipeline", "joint_blocks.0.", "joint_blocks.1."
+ORIGINAL = {  # a model, and rows by names of its original weights
+    KIND: (
+        *(flux1, single_file_utils.convert_flux_transformer_checkpoint_to_diffusers),
+        {"double_blocks.0.img_attn.qkv": 3 * D, "double_blocks.0.txt_attn.qkv": 3 * D}
+        | {"double_blocks.0.txt_attn.proj": D, "double_blocks.0.txt_mlp.0": 4 * D}
+        | {"double_blocks.0.img_mod.lin": 6 * D, "single_blocks.0.modulation.lin": 3 * D}
+        | {"single_blocks.0.linear1": 7 * D, "single_blocks.0.linear2": D, "img_in": D}
+        | {"txt_in": D, "time_in.out_layer": D, "vector_in.in_layer": D}
+        | {"guidance_in.in_layer": D, "final_layer.linear": 64}
+        | {"final_layer.adaLN_modulation.1": 2 * D},
+    ),
+    SD3: (
+        *(tiny(SD3), single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers),
+        {f"{ZERO}x_block.attn.qkv": 96, f"{ZERO}context_block.attn.qkv": 96}
+        | {f"{ZERO}x_block.attn2.qkv": 96, f"{ZERO}x_block.attn2.proj": 32}
+        | {f"{ZERO}context_block.attn.proj": 32, f"{ONE}x_block.attn.proj": 32}
+        | {f"{ONE}x_block.mlp.fc1": 128, f"{ZERO}context_block.mlp.fc2": 32}
+        | {f"{ZERO}x_block.adaLN_modulation.1": 288, f"{ZERO}context_block.adaLN_modulation.1": 192}
+        | {f"{ONE}context_block.adaLN_modulation.1": 64, "context_embedder": 32}
+        | {"t_embedder.mlp.0": 32, "y_embedder.mlp.2": 32}
+        | {"final_layer.linear": 16, "final_layer.adaLN_modulation.1": 64},
+    ),
+    "ZImagePipeline": (
+        tiny("ZImagePipeline"),
+        single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers,
+        {
+            "layers.1.attention.qkv": 96,
+            "layers.9.attention.qkv": 96,
+            "noise_refiner.0.attention.out": 32,
+        }
+        | {"layers.1.feed_forward.w1": 85, "x_embedder": 32, "final_layer.linear": 16},
+    ),
+    "LTXPipeline": (
+        *(tiny("LTXPipeline"), single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers),
+        {"patchify_proj": 32, "adaln_single.linear": 192, "transformer_blocks.0.attn1.to_q": 32},
+    ),
+    "WanPipeline": (
+        *(tiny("WanPipeline"), single_file_utils.convert_wan_transformer_to_diffusers),
+        {"blocks.1.cross_attn.q": 24, "blocks.1.ffn.2": 24, "time_embedding.2": 24}
+        | {"time_projection.1": 144, "head.head": 16, "blocks.7.self_attn.o": 24},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ORIGINAL)
+def test_original_names_are_read_as_diffusers_converts_the_original_weights(kind, tmp_path):
+    """It reads no LoRA with these: with lora_A, of single modules, or at all. The models of plans
+    have fewer blocks than the file."""
+    build, converted, rows = ORIGINAL[kind]
+    model, draw = build(), torch.Generator().manual_seed(0)
+    ups = {name: torch.randn(count, 2, generator=draw) for name, count in rows.items()}
+    theirs = converted(Weights({f"{name}.weight": up for name, up in ups.items()}))
+    expected = {name.removesuffix(".weight"): up for name, up in theirs.items() if up.any()}
+    assert len(expected) >= len(rows)
+    for write in (plain("diffusion_model."), plain("base_model.model."), kohya("lora_unet_")):
+        tensors = {}
+        for name, up in ups.items():
+            tensors |= {write(name, DOWN): torch.ones(2, 3), write(name, UP): up}
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 2}))
+        file = saved(tmp_path / "x.safetensors", tensors)
+        found = read_adapter(file, getattr(diffusers, kind), model).layers
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(up, expected[name]) for name, (_, up) in found.items())
+        assert all(torch.equal(down, torch.ones(2, 3)) for down, _ in found.values())
+
+
+def test_a_joint_matrix_of_other_rows_is_refused_by_its_name(tmp_path):
+    tensors = {f"layers.0.attention.qkv{DOWN}": torch.ones(2, 32)}
+    tensors[f"layers.0.attention.qkv{UP}"] = torch.ones(90, 2)
+    kind = "ZImagePipeline"
+    with pytest.raises(UserError, match=r"layers.0.attention.qkv: has 90 rows, but .* have 96"):
+        read_adapter(
+            saved(tmp_path / "x.safetensors", tensors), getattr(diffusers, kind), tiny(kind)()
+        )
 
 
 IN, OUT = torch.ones(2, 8), torch.ones(8, 2)

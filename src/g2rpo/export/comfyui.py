@@ -13,7 +13,7 @@ from torch import Tensor
 from g2rpo.core.errors import UserError
 from g2rpo.policies import catalogue
 from g2rpo.policies.adapters import Adapter
-from g2rpo.policies.comfyui import FLUX, ComfyUI, replaced_name
+from g2rpo.policies.comfyui import FLUX, ComfyUI, place_in_joint, replaced_name
 
 
 def names_for(transformer: str, kind: str | None = None, format: str = "comfyui") -> ComfyUI:
@@ -83,7 +83,7 @@ def _renamed(
     become one LoRA: the downs below one another, the ups in the blocks of a diagonal, so that up @
     down stacks their changes."""
     grouped: dict[str, list[str]] = {}
-    for module in sorted(adapter.layers, key=lambda name: (_place(name), name)):
+    for module in sorted(adapter.layers, key=lambda name: (place_in_joint(name), name)):
         if (key := key_of(module)) is None:
             raise UserError(
                 f"--format {format}: its loader has no key for {module} of {transformer} and would leave it out; "
@@ -98,9 +98,9 @@ def _renamed(
             )
         pairs = [adapter.layers[module] for module in modules]
         # FLUX.1's blocks of one stream; what is absent is zero
-        if key.endswith("linear1") and _place(modules[0]) in range(4):
+        if key.endswith("linear1") and place_in_joint(modules[0]) in range(4):
             rank, width = pairs[0][0].shape
-            found = dict(zip(map(_place, modules), pairs, strict=True))
+            found = dict(zip(map(place_in_joint, modules), pairs, strict=True))
             lacks = {
                 i: (torch.zeros(rank, width), torch.zeros(width * (4 if i == 3 else 1), rank))
                 for i in range(4)
@@ -109,9 +109,3 @@ def _renamed(
         downs, ups = zip(*pairs, strict=True)
         layers[key] = pairs[0] if len(pairs) == 1 else (torch.cat(downs), torch.block_diag(*ups))
     return layers
-
-
-def _place(module: str) -> int:
-    """The place of a projection in a joint matrix: q, k, v, and FLUX.1's mlp."""
-    found = re.search(r"(?:to|add)_([qkv])(?:_proj)?$|(proj_mlp)$", module)
-    return 4 if found is None else "qkv".index(found[1]) if found[1] else 3

@@ -44,6 +44,7 @@ from g2rpo.policies.adapters import (
     check_scale,
     shapes_in,
 )
+from g2rpo.policies.original_names import by_original_names, own_rows
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files that peft writes."""
@@ -205,6 +206,8 @@ def _named(
         return dict(zip(map(str, found), layers, strict=True))
     converted, why = _converted(pairs, layers, pipeline, own)
     if converted is None and transformer is not None:
+        converted = by_original_names(modules, layers, transformer)
+    if converted is None and transformer is not None:
         names = [name or module for name, module in zip(found, modules, strict=True)]
         check_fit(str(path), Adapter(dict(zip(names, layers, strict=True))), transformer, why)
     if converted is None:
@@ -286,11 +289,7 @@ def _by_converter(tensors: Mapping[str, Tensor], pipeline: Any) -> dict[str, Fac
         named[last] = torch.cat(named[last].chunk(2)[::-1])
     layers = {}
     for pair in pairs_in(named.keys()):
-        down, up = named[pair.down], named[pair.up]
-        # of a joint matrix, its own rows alone
-        if (used := up.any(0)).any() and len(down) == len(used):
-            down, up = down[used], up[:, used]
-        layers[pair.module] = (down, up)
+        layers[pair.module] = own_rows(named[pair.down], named[pair.up])
     return layers
 
 

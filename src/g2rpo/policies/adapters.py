@@ -155,7 +155,7 @@ def shapes_in(transformer: nn.Module) -> dict[str, list[int]]:
 
 
 def check_fit(place: str, adapter: Adapter, transformer: nn.Module, why: str = "") -> None:
-    """UserError, which ends with `why`, for an adapter of another transformer."""
+    """UserError, which ends with `why`, for an adapter that does not fit the transformer."""
     own = shapes_in(transformer)
     sizes = {module: [len(up), *down.shape[1:]] for module, (down, up) in adapter.layers.items()}
     absent, kind = [module for module in sizes if module not in own], type(transformer).__name__
@@ -169,12 +169,13 @@ def check_fit(place: str, adapter: Adapter, transformer: nn.Module, why: str = "
     counted = [f"{len(absent)} are not in it, such as {', '.join(absent[:2])}"] if absent else []
     counted += [f"{len(other)} have another shape, such as {', '.join(other[:2])}"] if other else []
     near = (
-        f" The model has {', '.join(get_close_matches(absent[0], own, 2, cutoff=0))}, ..."
+        f" The model has {', '.join(get_close_matches(absent[0], own, 2, cutoff=0))}, ... It is of another model, or has a "
+        "trainer's names that are not read: save it with diffusers' names."
         if absent
-        else ""
+        else " It is of another model."
     )
     others = f"of its {len(sizes)} modules {'; '.join(counted)}.{near} {why}".rstrip()
-    raise UserError(f"{place}: is for another model than this {kind}: {others}")
+    raise UserError(f"{place}: does not fit this {kind}: {others}")
 
 
 def endings(modules: Collection[str], names: Iterable[str]) -> list[str]:

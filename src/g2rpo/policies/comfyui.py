@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SAME = r"\g<0>"
 _JOINT = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
@@ -34,6 +34,8 @@ class ComfyUI:
     """Patterns of modules with their names in the original weights; None where diffusers reads no
     LoRA with these. Of blocks alone, as the trainers have them by default:
     `tools/check_trainers.py` compares with their own code."""
+    read: Mapping[str, str] = field(default_factory=dict)
+    """More of these, of files that are read: not written."""
 
     def key(self, module: str) -> str | None:
         """The key of a module; None if there is none."""
@@ -47,13 +49,21 @@ def replaced_name(names: Mapping[str, str], module: str) -> str | None:
     return next((match.expand(name) for match, name in found if match), None)
 
 
+def place_in_joint(module: str) -> int:
+    """The place of a projection in a joint matrix: q, k, v, and FLUX.1's mlp."""
+    found = re.search(r"(?:to|add)_([qkv])(?:_proj)?$|(proj_mlp)$", module)
+    return 4 if found is None else "qkv".index(found[1]) if found[1] else 3
+
+
 def _same(
     transformer: str,
     *patterns: str,
     whole: Mapping[str, str] | None = None,
     original: Mapping[str, str] | None = None,
+    read: Mapping[str, str] | None = None,
 ) -> ComfyUI:
-    return ComfyUI(transformer, "transformer.", dict.fromkeys(patterns, SAME), whole, original)
+    names = dict.fromkeys(patterns, SAME)
+    return ComfyUI(transformer, "transformer.", names, whole, original, read or {})
 
 
 _BLOCK, _SINGLE = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."
@@ -84,6 +94,18 @@ _FLUX1 = {
     rf"{_SINGLE}proj_out": r"single_blocks.\1.linear2",
     rf"{_SINGLE}norm\.linear": r"single_blocks.\1.modulation.lin",
 }
+_FLUX1_ENDS = {
+    "x_embedder": "img_in",
+    "context_embedder": "txt_in",
+    r"time_text_embed\.timestep_embedder\.linear_1": "time_in.in_layer",
+    r"time_text_embed\.timestep_embedder\.linear_2": "time_in.out_layer",
+    r"time_text_embed\.text_embedder\.linear_1": "vector_in.in_layer",
+    r"time_text_embed\.text_embedder\.linear_2": "vector_in.out_layer",
+    r"time_text_embed\.guidance_embedder\.linear_1": "guidance_in.in_layer",
+    r"time_text_embed\.guidance_embedder\.linear_2": "guidance_in.out_layer",
+    "proj_out": "final_layer.linear",
+    r"norm_out\.linear": "final_layer.adaLN_modulation.1",
+}
 _FLUX2 = {
     **_double_blocks({"linear_in": "0", "linear_out": "2"}),
     rf"{_SINGLE}attn\.to_qkv_mlp_proj": r"single_blocks.\1.linear1",
@@ -103,6 +125,7 @@ FLUX = _same(
     r"norm_out\.linear|time_text_embed\.(timestep|text|guidance)_embedder\.linear_[12]",
     whole={},
     original=_FLUX1,
+    read=_FLUX1_ENDS,
 )
 CHROMA = _same(
     "ChromaTransformer2DModel",
@@ -116,11 +139,30 @@ FLUX2_NAMES = _same(
     r"x_embedder|context_embedder|proj_out|norm_out\.linear",
     original=_FLUX2,
 )
+_SD3 = {
+    rf"{_BLOCK}(attn2?)\.to_[qkv]": r"joint_blocks.\1.x_block.\2.qkv",
+    rf"{_BLOCK}(attn2?)\.to_out\.0": r"joint_blocks.\1.x_block.\2.proj",
+    rf"{_BLOCK}attn\.add_[qkv]_proj": r"joint_blocks.\1.context_block.attn.qkv",
+    rf"{_BLOCK}attn\.to_add_out": r"joint_blocks.\1.context_block.attn.proj",
+    rf"{_BLOCK}ff\.net\.0\.proj": r"joint_blocks.\1.x_block.mlp.fc1",
+    rf"{_BLOCK}ff\.net\.2": r"joint_blocks.\1.x_block.mlp.fc2",
+    rf"{_BLOCK}ff_context\.net\.0\.proj": r"joint_blocks.\1.context_block.mlp.fc1",
+    rf"{_BLOCK}ff_context\.net\.2": r"joint_blocks.\1.context_block.mlp.fc2",
+    rf"{_BLOCK}norm1\.linear": r"joint_blocks.\1.x_block.adaLN_modulation.1",
+    rf"{_BLOCK}norm1_context\.linear": r"joint_blocks.\1.context_block.adaLN_modulation.1",
+    r"time_text_embed\.timestep_embedder\.linear_1": "t_embedder.mlp.0",
+    r"time_text_embed\.timestep_embedder\.linear_2": "t_embedder.mlp.2",
+    r"time_text_embed\.text_embedder\.linear_1": "y_embedder.mlp.0",
+    r"time_text_embed\.text_embedder\.linear_2": "y_embedder.mlp.2",
+    "proj_out": "final_layer.linear",
+    r"norm_out\.linear": "final_layer.adaLN_modulation.1",
+}
 SD3 = _same(
     "SD3Transformer2DModel",
     rf"transformer_blocks\.\d+\.({_JOINT}|attn2\.(to_[qkv]|to_out\.0)|ff(_context)?\.{_FF}|norm1(_context)?\.linear)",
     r"context_embedder|proj_out|norm_out\.linear|time_text_embed\.(timestep|text)_embedder\.linear_[12]",
     whole={},
+    read=_SD3,
 )
 QWEN_IMAGE = _same(
     "QwenImageTransformer2DModel",
@@ -136,6 +178,11 @@ Z_IMAGE = _same(
     r"all_x_embedder\.2-1|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|cap_embedder\.1|t_embedder\.mlp\.[02]",
     whole={},
     original={r"(layers|noise_refiner|context_refiner)\..+": SAME},
+    read={
+        r"((layers|noise_refiner|context_refiner)\.\d+\.attention)\.to_[qkv]": r"\1.qkv",
+        r"((layers|noise_refiner|context_refiner)\.\d+\.attention)\.to_out\.0": r"\1.out",
+        r"all_(x_embedder|final_layer)\.2-1(.*)": r"\1\2",
+    },
 )
 KREA2 = _same(
     "Krea2Transformer2DModel",
@@ -206,3 +253,5 @@ LUMINA2 = ComfyUI(
         r"((layers|noise_refiner)\.\d+)\.norm1\.linear": r"\1.adaLN_modulation.1",
     },
 )
+KNOWN = {value.transformer: value for value in list(vars().values()) if isinstance(value, ComfyUI)}
+"""All of them, by the class of the transformer."""
