@@ -192,3 +192,11 @@ def whole(blueprint, policy):
 def traced_calls(directory, *overrides):
     c = config(directory, *overrides)
     return trace_calls(read_blueprint(c.policy), c, count(c, 3), like_cuda=True)
+
+
+def test_convolutions_of_float32_are_in_tf32_on_nvidias_cards():
+    """As torch has it by default: at half of bfloat16's rate. Products of float32 are not."""
+    for card, half in (("h200", True), ("a100", True), ("mi300x", False)):
+        whole, rounded = (RATES.convolved(CARDS[card], dtype) for dtype in ("float32", "bfloat16"))
+        assert (whole == rounded / 2) == half
+        assert RATES.products(CARDS[card], "float32") < RATES.products(CARDS[card], "bfloat16") / 4

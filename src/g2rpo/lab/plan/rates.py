@@ -72,6 +72,14 @@ class Rates:
             * (self.float8 if dtype == "float8" else 1.0)
         )
 
+    def convolved(self, card: Card, dtype: str) -> float:
+        """FLOP/s that convolutions reach. Those of float32 are in TF32 on NVIDIA's cards
+        (torch.backends.cudnn.allow_tf32), at half of bfloat16's rate."""
+        rate = self.products(card, dtype)
+        if dtype == "float32" and card.name.startswith("NVIDIA"):
+            rate = max(rate, self.products(card, "bfloat16") / 2)
+        return rate * self.convolutions
+
     def moved(self, card: Card) -> float:
         """Bytes a second of its memory."""
         return card.bandwidth * 1e9 * self.bandwidth
@@ -110,18 +118,19 @@ class Roofline:
         """By kind: each kernel's operations or bytes, whichever takes longer, and its gap. `rows`:
         how many times as many rows as were traced."""
         reached = {
-            dtype: rates.products(card, dtype)
-            for dtype in {kernel.dtype for kernel in self.kernels}
+            (kind, dtype): rates.convolved(card, dtype)
+            if kind == CONVOLUTIONS
+            else rates.products(card, dtype)
+            for kind, dtype in {(kernel.kind, kernel.dtype) for kernel in self.kernels}
         }
         old = card.hbm and card.float8 > 0 and self.attention in SLOWER_ON_HOPPER
-        slower = {
-            CONVOLUTIONS: rates.convolutions,
-            ATTENTION: rates.attention * (rates.flash2 if old else 1.0),
-        }
+        slower = {ATTENTION: rates.attention * (rates.flash2 if old else 1.0)}
         found = dict.fromkeys((PRODUCTS, ATTENTION, CONVOLUTIONS, MOVING), 0.0)
         for kernel, size in zip(self.kernels, self._from_memory(card, rows), strict=True):
             computed = (
-                kernel.flops * rows / (reached[kernel.dtype] * slower.get(kernel.kind, 1.0))
+                kernel.flops
+                * rows
+                / (reached[kernel.kind, kernel.dtype] * slower.get(kernel.kind, 1.0))
                 if kernel.flops
                 else 0.0
             )
