@@ -6,6 +6,8 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
+from g2rpo.assembly.blueprint import build_on_meta, read_blueprint, size_of
+from g2rpo.assembly.components import build_policy
 from g2rpo.core.data import Prompt
 from g2rpo.core.seeding import generator_for
 from g2rpo.lab.check_model import drawn_by
@@ -136,3 +138,19 @@ def test_adapters_of_convolutions_compute_in_bfloat16_too(sd3_directory):
     assert torch.equal(plain.velocity(x, sigma, cond), velocity)
     velocity.square().sum().backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in plain.trainable_parameters())
+
+
+@torch.no_grad()
+def test_wans_vae_computes_in_float32(tmp_path):
+    """As in diffusers' examples, from the weights as they are stored; and so plans count it."""
+    tiny_pipeline("WanPipeline").save_pretrained(tmp_path)
+    size = {"height": 32, "width": 32, "num_frames": 3}
+    half, whole = (
+        PolicyConfig(path=str(tmp_path), dtype=dtype, **size) for dtype in ("bfloat16", "float32")
+    )
+    policies = [build_policy(config, tuning="frozen") for config in (half, whole)]
+    x = policies[0].noise([generator_for(0)])
+    pictures = [policy.decode(x) for policy in policies]
+    assert policies[0].transformer.dtype == torch.bfloat16 and torch.equal(*pictures)
+    planned = build_on_meta(read_blueprint(half), half)
+    assert size_of(planned.pipeline.vae) == size_of(policies[1].pipeline.vae)

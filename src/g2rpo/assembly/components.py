@@ -139,7 +139,11 @@ def load_pipeline(
     setting = {"tuning": tuning, "device": device, "seed": seed, "keep_base": keep_base}
     with _loading(config.path):
         pipeline = read_pipeline(
-            getattr(diffusers, spec.pipeline_class), path, getattr(torch, config.dtype), tuning
+            getattr(diffusers, spec.pipeline_class),
+            path,
+            getattr(torch, config.dtype),
+            tuning,
+            vae_dtype=getattr(torch, spec.vae_dtype(config.dtype)),
         )
         check_experts(pipeline, config)
         return Loaded(config, kind, pipeline, TextEncoders(pipeline, spec, config, device), setting)

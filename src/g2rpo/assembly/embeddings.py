@@ -52,6 +52,7 @@ def cache_latents(
 ) -> CachedEncoder:
     """The encoder of picture files of a policy, whose latents are cached as in `prompts.cache`."""
     settings = config.model_dump(include={"height", "width", "dtype", "vae_tiling"})
+    settings["dtype"] = policy.spec.vae_dtype(config.dtype)
     store = _store(config.path, cache, "vae".__eq__, {"latents": settings})
     return CachedEncoder(PictureEncoder(policy), store, notify=notify)
 

@@ -100,7 +100,8 @@ class DiffusersPolicy(Policy):
         )
         self.experts = Experts(pipeline, o, self._device)
         self.frozen, self.boundary = self.experts.frozen, self.experts.boundary
-        place(pipeline, self.transformer, o, self._device)
+        vae_dtype = getattr(torch, spec.vae_dtype(o.dtype))
+        place(pipeline, self.transformer, o, self._device, vae_dtype)
         for transformer in (self.transformer, *self.frozen.values()):
             choose_attention(transformer, o.attention)
         if o.compile:

@@ -137,6 +137,7 @@ wan = PipelineSpec(
     frames="vae_scale_factor_temporal",
     fps=lambda pipeline: 24 if pipeline.config.expand_timesteps else 16,
     patched=True,
+    exact_vae=True,  # diffusers' documentation and flow_grpo's train_wan2_1.py
     one_time=lambda pipeline: bool(pipeline.config.expand_timesteps),
     comfyui=comfyui.WAN,
 )

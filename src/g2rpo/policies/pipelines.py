@@ -159,10 +159,14 @@ def choose_attention(transformer: Any, kind: Attention) -> None:
 
 
 def read_pipeline(
-    pipeline_class: Any, path: str | Path, dtype: torch.dtype, tuning: TuningMode = "lora"
+    pipeline_class: Any,
+    path: str | Path,
+    dtype: torch.dtype,
+    tuning: TuningMode = "lora",
+    vae_dtype: torch.dtype | None = None,
 ) -> Any:
-    """A pipeline in `dtype` from a directory or a hub id; parts that its index leaves empty (SD3
-    without T5) stay empty.
+    """A pipeline in `dtype`, its VAE in `vae_dtype` (None: the same), from a directory or a hub id;
+    parts that its index leaves empty (SD3 without T5) stay empty.
 
     A fully trained transformer is loaded as it is stored: rounding to `dtype` first would change
     the initial master weights. What is loaded in its stored dtype is mapped from its file, of which
@@ -179,7 +183,11 @@ def read_pipeline(
                     PreTrainedConfig.get_config_dict(str(path), subfolder=name)[0],
                     f"{name}/config.json",
                 )
-    dtypes = {"transformer": stored_dtype(path) if tuning == "full" else dtype, "default": dtype}
+    dtypes = {
+        "transformer": stored_dtype(path) if tuning == "full" else dtype,
+        "vae": vae_dtype or dtype,
+        "default": dtype,
+    }
     pipeline = pipeline_class.from_pretrained(
         str(path), dtype=dtypes, use_safetensors=True, **empty
     )
@@ -216,10 +224,16 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
             value.data = value.data.to(torch.float32 if kept & {*name.split(".")} else dtype)
 
 
-def place(pipeline: Any, transformer: Any, options: PolicyConfig, device: torch.device) -> None:
-    """Moves the trained transformer (whose dtypes `Tuning` sets) and the VAE, frozen in the
-    policy's dtype, to `device`."""
-    cast(pipeline.vae.requires_grad_(False).eval(), getattr(torch, options.dtype))
+def place(
+    pipeline: Any,
+    transformer: Any,
+    options: PolicyConfig,
+    device: torch.device,
+    vae_dtype: torch.dtype,
+) -> None:
+    """Moves the trained transformer (whose dtypes `Tuning` sets) and the VAE, frozen in its dtype,
+    to `device`."""
+    cast(pipeline.vae.requires_grad_(False).eval(), vae_dtype)
     transformer.to(device)
     pipeline.vae.to(device)
     if all(weight.ndim <= 4 for weight in pipeline.vae.parameters()):

@@ -111,6 +111,9 @@ class PipelineSpec:
     """Sides are multiples of so many latents besides."""
     guider: bool = False
     """Whether guidance is the pipeline's part `guider`, which has the scale."""
+    exact_vae: bool = False
+    """Whether the VAE computes in float32 whatever `policy.dtype` is, as the model's own examples
+    have it."""
     one_row: bool = False
     """Whether a call takes a single row."""
     one_time: Of = lambda pipeline: False
@@ -134,6 +137,10 @@ class PipelineSpec:
     def known(self) -> Mapping[str, Model]:
         """Published weights, by hub id."""
         return {**models_of(self.pipeline_class), **self.models}
+
+    def vae_dtype(self, dtype: str) -> str:
+        """In what the VAE computes where `policy.dtype` is `dtype`."""
+        return "float32" if self.exact_vae else dtype
 
     @property
     def video(self) -> bool:
