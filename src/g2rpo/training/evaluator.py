@@ -228,11 +228,7 @@ class Evaluator:
             if iteration == 0:
                 with self.run.written(self.run.baseline) as path:
                     save_evaluation(path, evaluation)
-            scores = self.run.scores(iteration)
-            with self.run.writing(scores):
-                save_rows(
-                    scores, score_rows(evaluation.prompts, evaluation.scores, evaluation.right)
-                )
+            self.keep_scores(iteration, evaluation)
             self._save_pictures(
                 self.run.grid(iteration), [(iteration, evaluation)], f"After iteration {iteration}"
             )
@@ -252,6 +248,12 @@ class Evaluator:
             base.scores, evaluation.scores, list(self.judges or self.rewards)
         )
         return row | self._picture_statistics(base, evaluation)
+
+    def keep_scores(self, iteration: int, evaluation: Evaluation) -> None:
+        """Stores the scores of an evaluation after an iteration, in the place of earlier ones."""
+        path = self.run.scores(iteration)
+        with self.run.writing(path):
+            save_rows(path, score_rows(evaluation.prompts, evaluation.scores, evaluation.right))
 
     def base(self) -> Evaluation | None:
         """The base model's evaluation, of this process or read from the run directory; None if

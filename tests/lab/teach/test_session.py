@@ -20,6 +20,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_uint8
 from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Reward
+from g2rpo.lab.report.history import SeedGroup, read_runs
 from g2rpo.lab.teach import pupil
 from g2rpo.lab.teach.blind import BlindTest
 from g2rpo.lab.teach.commands import UNGUARDED, agree, opened, teach_config
@@ -217,10 +218,11 @@ def test_undo_takes_back_weights_and_answer(tmp_path):
 )
 def test_weights_go_back_when_a_judge_falls(tmp_path, learns, directly):
     """A judge that is minus red finds every look bad: weights stay the base's, and steps shrink.
-    With one that knows nothing, steps grow, up to the largest. Without a head as well."""
+    With one that knows nothing, steps grow, up to the largest. Without a head as well. The report
+    is of the weights that were kept."""
     judge = nothing if learns else lambda images, prompts: -redness(images)
     strength = 1.0 if directly else 1e9
-    with begun(tmp_path, "alarms.pictures=off", judges={"grey": judge}, strength=strength) as s:
+    with begun(tmp_path, "alarms.pictures=off", judges={"dark": judge}, strength=strength) as s:
         before, base = mean(s.trainer), s.trainer.base
         if directly:
             s.learn_directly()
@@ -228,9 +230,14 @@ def test_weights_go_back_when_a_judge_falls(tmp_path, learns, directly):
             teach(s, 1)
         learnt = s.pupil.learnt
         assert torch.equal(mean(s.trainer), before) != learns
-        assert learnt.looks[0].wrong.startswith("grey") != learns
+        assert learnt.looks[0].wrong.startswith("dark") != learns
         grown = min(pupil.LARGEST_STEP, pupil.GROW)
         assert learnt.step == (grown if learns else pupil.SHRINK) and s.trainer.base is base
+        table = s.finish()
+    (run,) = read_runs([tmp_path])
+    told = SeedGroup((run,)).changes
+    for name, one in table.items():
+        assert (told[name].base, told[name].tuned) == pytest.approx((one.base, one.tuned))
 
 
 @pytest.mark.slow

@@ -122,8 +122,6 @@ class Pupil:
     factor of the learning rate."""
     changes: int = 0
     """How often the weights have changed."""
-    evaluated: int = 0
-    """The iteration of the last evaluation."""
     compared: int = 0
     """`changes` of the last weights that a person compared with the base's, or went back to; -1 if
     that was taken back."""
@@ -285,7 +283,7 @@ class Pupil:
         t, learnt = self.trainer, self.learnt
         if not learnt.since:
             return
-        row, base, now, self.evaluated = t.evaluate(), t.base, t.final, t.iteration
+        row, base, now = t.evaluate(), t.base, t.final
         assert base is not None and now is not None
         judges = {
             name: paired(base.scores[name], now.scores[name])
@@ -329,11 +327,12 @@ class Pupil:
         t = self.trainer
         self.settle()
         t.set_length(max(1, t.iteration), t.config.evaluation.every)
-        if self.evaluated != t.iteration:
+        if t.iteration and t.final is None:  # weights changed or came back since the last look
             t.evaluate()
         # the head was another when their pictures were drawn
-        for one in (t.base, t.final) if t.world.is_main else ():
+        for iteration, one in ((0, t.base), (t.iteration, t.final)) if t.world.is_main else ():
             if one is not None:
                 one.scores["clicks"] = self.clicks.scores(one.images.float() / 255, one.prompts)
+                t.evaluator.keep_scores(iteration, one)
         t.save()
         return t.finish()
