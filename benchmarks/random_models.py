@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -114,6 +115,10 @@ class RandomText:
 
     def __init__(self, policy: DiffusersPolicy) -> None:
         self.policy, self.device = policy, policy.device
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """There is nothing to move."""
+        return nullcontext()
 
     def park(self) -> None:
         """There is nothing to move."""

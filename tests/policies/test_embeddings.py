@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -48,6 +49,8 @@ class Parked(GaussianPolicy):
     def __init__(self):
         super().__init__()
         self.times = 0
+
+    at_work = staticmethod(nullcontext)
 
     def park(self):
         self.times += 1
@@ -266,6 +269,12 @@ def test_parked_encoders_come_back_for_a_new_prompt_only(flux_directory, tmp_pat
     assert moves[2:] == ["cpu"] * 2
     encoder.encode(["red", "blue"])
     assert moves[4:] == ["cpu:0"] * 2 + ["cpu"] * 2
+    moves.clear()
+    encoder.fill(["red", "two", "circle"])  # many at once, with one move back
+    assert moves.count("cpu") == 2 and moves[-2:] == ["cpu"] * 2
+    moves.clear()
+    encoder.fill(["red", "two", "circle"])
+    assert moves == []
 
 
 def test_text_encoders_and_nothing_else_leave_the_device(sd3_directory):

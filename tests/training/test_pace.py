@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,20 @@ import pytest
 from g2rpo.app.build import planned_for
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.work import work
+from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy, EmbeddingStore
+from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
-from g2rpo.training.pace import EVALUATED, EVALUATIONS, MEASURED, fitted_length, planned, seconds_in
+from g2rpo.training.listeners import clock
+from g2rpo.training.pace import (
+    EVALUATED,
+    EVALUATIONS,
+    MEASURED,
+    fitted_length,
+    planned,
+    seconds_in,
+    with_length,
+)
 from g2rpo.training.ranks import divided
 from tests.support.runs import brightness, config, cut, resumed, trainer
 
@@ -92,6 +104,33 @@ def test_a_run_ends_by_itself_and_its_config_says_with_how_many_iterations(tmp_p
     assert (evaluated[0], evaluated[-1]) == (0, t.iteration)
     assert len(evaluated) <= 1 + EVALUATIONS + 1
     assert t.final is not None and t.finish()["bright"].count == len(t.heldout)
+
+
+def test_prompts_of_a_longer_run_are_encoded_many_at_once(tmp_path, monkeypatch):
+    """At its start those of the recipe's four iterations, and later those of all that fit."""
+    monkeypatch.setattr(clock, "fitted_length", lambda config, *_, **__: with_length(config, 9, 9))
+    working, alone = [False], []
+
+    class Encoders(GaussianPolicy):
+        @contextmanager
+        def at_work(self):
+            working[0] = True
+            yield
+            working[0] = False
+
+        def encode(self, prompts):
+            if not working[0]:
+                alone.extend(prompts)
+            return super().encode(prompts)
+
+    store = EmbeddingStore(tmp_path / "store", {}, reserve=0)
+    policy = CachedPolicy(GaussianPolicy(), CachedEncoder(Encoders(), store, notify=print))
+    prompts = [str(number) for number in range(90)]
+    t = trainer(None, "trainer.iterations=4", policy=policy, prompts=prompts)
+    policy.encode_ahead(t.heldout)
+    t.clock.ends_at = time.monotonic() + 1e6
+    list(t.train())
+    assert t.iteration == 9 and alone == []
 
 
 @pytest.mark.parametrize(

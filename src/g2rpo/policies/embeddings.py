@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -175,6 +176,10 @@ class Encoder(Protocol):
         """Conditioning for each prompt, on the device."""
         ...
 
+    def at_work(self) -> AbstractContextManager[None]:
+        """While entered, text encoders that are parked are on the device."""
+        ...
+
     def park(self) -> None:
         """Moves the text encoders off the device, to free its memory."""
         ...
@@ -222,11 +227,13 @@ class CachedEncoder:
     def fill(self, prompts: Iterable[str], advance: Callable[[], None] = lambda: None) -> bool:
         """Encodes and stores missing prompts, and calls `advance` after each; False if the disk
         became full."""
-        for prompt in self.missing(prompts):
-            if self.full:
-                return False
-            self._row(prompt)
-            advance()
+        missing = self.missing(prompts)
+        with self.encoder.at_work() if missing and not self.full else nullcontext():
+            for prompt in missing:
+                if self.full:
+                    return False
+                self._row(prompt)
+                advance()
         return not self.full
 
     def park(self) -> None:
@@ -304,6 +311,11 @@ class CachedPolicy(Generic[P]):
         self.noise, self.velocity, self.decode = policy.noise, policy.velocity, policy.decode
         self.trainable_parameters = policy.trainable_parameters
         self.base, self.save = policy.base, policy.save
+
+    def encode_ahead(self, prompts: Iterable[str]) -> None:
+        """Stores what is missing of prompts to come, where there is a cache."""
+        if isinstance(self.encoder, CachedEncoder):
+            self.encoder.fill(prompts)
 
     def latents_of(self, files: Sequence[str]) -> Tensor:
         """As the policy's, of which `pictures` are the encoder, with its cache."""

@@ -8,6 +8,7 @@ here. So no pipeline needs a declaration for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,10 @@ class PictureEncoder:
     def encode(self, prompts: Sequence[str]) -> Cond:
         files = [path for prompt in prompts if isinstance(prompt, Prompt) for path in prompt.images]
         return Cond({NAME: self.policy.latents_of(files)})
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Nothing: the VAE is on the device."""
+        return nullcontext()
 
     def park(self) -> None:
         """Nothing: the VAE stays, to decode."""

@@ -57,7 +57,7 @@ class TextEncoders:
     def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
         """Conditioning for each prompt; `guided` overrides the encoders' own setting."""
         guided = self.guided if guided is None else guided
-        with self._at_work(), self._seeing():
+        with self.at_work(), self._seeing():
             return Cond.join([self._row(prompt, guided) for prompt in prompts])
 
     @contextmanager
@@ -108,12 +108,15 @@ class TextEncoders:
         self._move(CPU)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def at_work(self) -> Iterator[None]:
+        """While entered, encoders that are parked are on the device."""
+        parked, self._parked = self._parked, False
         self._move(self.device)
         try:
             yield
         finally:
-            if self._parked:
+            self._parked = parked
+            if parked:
                 self._move(CPU)
 
     def _move(self, device: torch.device) -> None:

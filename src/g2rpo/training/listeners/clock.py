@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from g2rpo.core.capabilities import encode_ahead
 from g2rpo.core.data import Row
 from g2rpo.evaluation.controls import evaluations_of
 from g2rpo.evaluation.heldout import Evaluation
@@ -16,6 +18,10 @@ from g2rpo.training.listeners.early_stop import EarlyStop
 from g2rpo.training.listeners.listener import Listener
 from g2rpo.training.loop import Loop
 from g2rpo.training.pace import MEASURED, fitted_length
+
+MARGIN = 1.1
+"""Prompts are encoded ahead for so many times the iterations, which later fits may raise a
+little."""
 
 
 @dataclass
@@ -30,9 +36,12 @@ class Clock(Listener):
     keeps_base: bool
     ends_at: float | None = None
     has_fitted: bool = False
+    encoded: int = 0
+    """The iterations whose prompts are encoded."""
 
     def listening(self) -> AbstractContextManager[object]:
         self.fit()
+        self._encode_ahead()
         return nullcontext()
 
     def hear(self, row: Row, evaluation: Evaluation | None) -> None:
@@ -69,6 +78,18 @@ class Clock(Listener):
         self.has_fitted = True
         if (iterations, every) != (config.trainer.iterations, config.evaluation.every):
             self.set_length(iterations, every)
+            self._encode_ahead()
+
+    def _encode_ahead(self) -> None:
+        """Encodes the prompts that a longer run has beside those that it began with: all at once,
+        because text encoders move to the device for it and back."""
+        iterations = self.loop.config.trainer.iterations
+        if self.ends_at is None or iterations <= self.encoded:
+            return
+        self.encoded = math.ceil(MARGIN * iterations)
+        to_come = range(self.loop.iteration, self.encoded)
+        prompts = [prompt for later in to_come for prompt in self.loop.prompts_of(later)]
+        encode_ahead(self.loop.policy, prompts)
 
     def _left(self, last: Row) -> tuple[float, float]:
         """The seconds that are left for training and evaluations, and those of an evaluation;
