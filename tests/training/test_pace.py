@@ -41,21 +41,27 @@ def test_as_many_iterations_as_fit_beside_the_evaluations(left):
     assert found.evaluation.every == -(-total // EVALUATIONS)
 
 
-@pytest.mark.parametrize("given", [46, 49, 67, 70, 400])
-def test_no_evaluation_begins_that_the_time_has_not_left_room_for(given):
-    """A second an iteration, twenty an evaluation, the first of the base. Fitted after iterations,
-    before the evaluations that are due then."""
-    c = config("trainer.iterations=30", "evaluation.every=10")
+@pytest.mark.parametrize(
+    ("given", "save"),
+    [(46, 0), (49, 0), (67, 0), (70, 0), (400, 0), (49, 5), (100, 5), (400, 5)],
+)
+def test_no_evaluation_begins_that_the_time_has_not_left_room_for(given, save):
+    """A second an iteration, twenty an evaluation, the first of the base, and a checkpoint after
+    every four. Fitted after iterations, before the evaluations and checkpoints that are due
+    then."""
+    c = config("trainer.iterations=30", "evaluation.every=10", "trainer.checkpoint_every=4")
     now, done, evaluated, fits = 20, 0, {0}, 0
     while done < c.trainer.iterations:
         now, done = now + 1, done + 1
         if done >= MEASURED:
-            c = fitted_length(c, done, [1.0] * done, 20.0, given - now, first=not fits)
+            c = fitted_length(c, done, [1.0] * done, 20.0, given - now, first=not fits, save=save)
             fits += 1
         if done % c.evaluation.every == 0 or done == c.trainer.iterations:
             now += 20
             evaluated.add(done)
-    assert given - 20 < now <= given and done in evaluated
+        if done % 4 == 0 or done == c.trainer.iterations:
+            now += save
+    assert given - 20 - save < now <= given and done in evaluated
 
 
 @pytest.mark.parametrize("left", [60.0, 100.0, 1000.0, 1e6])

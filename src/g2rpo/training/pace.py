@@ -78,10 +78,13 @@ def fitted_length(
     left: float,
     first: bool,
     evaluated: bool = False,
+    save: float = 0.0,
 ) -> Config:
     """`config` with as many iterations as fit into the `left` seconds, given that an iteration took
-    `train` and an evaluation `look` seconds; at least those that are `done`, after which the model
-    was `evaluated` or may have to be. The `first` fit also spreads evaluations over them."""
+    `train`, an evaluation `look` and a checkpoint `save` seconds; at least those that are `done`,
+    after which the model was `evaluated` or may have to be. The `first` fit also spreads
+    evaluations over them."""
+    trainer = config.trainer
     per = statistics.median(train[1:][-10:] or train)
     spread = min(EVALUATIONS, math.ceil(config.trainer.iterations / config.evaluation.every))
 
@@ -91,7 +94,12 @@ def fitted_length(
     def needed(iterations: int) -> float:
         before = (done if evaluated else done - 1) // every(iterations)
         looks = math.ceil(iterations / every(iterations)) - before
-        return (iterations - done) * per + looks * look
+        training = (iterations - done) * per
+        saves = math.ceil(iterations / trainer.checkpoint_every)
+        saves -= (done - 1) // trainer.checkpoint_every
+        if trainer.checkpoint_minutes is not None:
+            saves += math.floor(training / (60 * trainer.checkpoint_minutes))
+        return training + looks * look + saves * save
 
     iterations = done + max(0, math.floor(left / per))
     while iterations > done and needed(iterations) > left:

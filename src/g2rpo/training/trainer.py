@@ -126,15 +126,16 @@ class Trainer:
             save=self.save,
             roll_back=self.roll_back,
         )
+        self.checkpoints = Checkpoints(self.loop, self.early_stop, self.persistence)
         self.clock = Clock(
             self.loop,
             self.early_stop,
+            self.checkpoints,
             self.evaluator,
             self.set_length,
             self._keeps_base,
             self.ends_at,
         )
-        self.checkpoints = Checkpoints(self.loop, self.early_stop, self.persistence)
         self.status = StatusFile(self.run)
         self.listeners: Sequence[Listener] = [
             self.status,
@@ -369,8 +370,8 @@ class Trainer:
     def save(self) -> Path | None:
         """Writes a checkpoint from which `resume` continues bit for bit; returns its path, None
         without a run directory."""
-        self.checkpoints.saved()
-        return self.persistence.save(self.iteration)
+        with self.checkpoints.saving():
+            return self.persistence.save(self.iteration)
 
     def resume(self) -> list[str]:
         """Restores the newest checkpoint that is intact and fits, if there is one; returns what is

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from g2rpo.core.data import Row
@@ -25,6 +26,8 @@ class Checkpoints(Listener):
     persistence: Persistence
     saved_at: float = 0.0
     """By this rank's `time.monotonic`."""
+    seconds: float = 0.0
+    """What the last save took; 0 before the first one of this start."""
     unsaved: bool = False
     """Whether an iteration was trained since."""
 
@@ -54,6 +57,9 @@ class Checkpoints(Listener):
         )
         return Ask.SAVE if due and self.unsaved else Ask.NOTHING
 
-    def saved(self) -> None:
-        """To be called at the beginning of every save."""
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """To be entered for every save."""
         self.saved_at, self.unsaved = time.monotonic(), False
+        yield
+        self.seconds = time.monotonic() - self.saved_at

@@ -14,6 +14,7 @@ from g2rpo.core.data import Row
 from g2rpo.evaluation.controls import evaluations_of
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.training.evaluator import Evaluator
+from g2rpo.training.listeners.checkpoints import Checkpoints
 from g2rpo.training.listeners.early_stop import EarlyStop
 from g2rpo.training.listeners.listener import Listener
 from g2rpo.training.loop import Loop
@@ -31,6 +32,7 @@ class Clock(Listener):
 
     loop: Loop
     early_stop: EarlyStop
+    checkpoints: Checkpoints
     evaluator: Evaluator
     set_length: Callable[[int, int], None]
     keeps_base: bool
@@ -67,6 +69,7 @@ class Clock(Listener):
             left,
             first=not self.has_fitted,
             evaluated=looks[-1]["iteration"] == iteration,
+            save=self.checkpoints.seconds,
         )
         # the first ones are slow: too early for more than to end
         if iteration < MEASURED and left > look:
