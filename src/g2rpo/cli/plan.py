@@ -37,7 +37,7 @@ def planned_answer(
 ) -> tuple[Any, Callable[[Console], None]]:
     """What `g2rpo plan` answers: as plain data, and a function that prints it. `ranks`: in all, and
     on a machine."""
-    refuse(_faults_of_options(device, ranks[0], cards, within))
+    refuse(_faults_of_options(device, ranks, cards, within))
     if cards:
         rows = on_cards(recipe, overrides, *ranks)
         return {key: row.plain() for key, row in rows.items()}, partial(show_cards, recipe, rows)
@@ -51,14 +51,14 @@ def planned_answer(
 
 
 def _faults_of_options(
-    device: str | None, ranks: int, cards: bool, within: str | None
+    device: str | None, ranks: tuple[int, int | None], cards: bool, within: str | None
 ) -> Iterator[str]:
     if cards and device is not None:
         yield "--cards is about every card; leave --device out"
     if cards and within is not None:
         yield "--cards and --within are two plans; name one"
-    if within is not None and ranks > 1:
-        yield "--within plans one process on a card; leave --ranks out"
+    if within is not None and ranks != (1, None):
+        yield "--within plans one process on a card; leave --ranks and --ranks-per-node out"
 
 
 def show_plan(answer: PlanAnswer, console: Console) -> None:
