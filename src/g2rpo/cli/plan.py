@@ -142,6 +142,8 @@ def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> Non
     console.print(table)
     for changed, number in numbers.items():
         say(console, f"changes {number}: {changed}")
+    for note in dict.fromkeys(note for row in rows.values() for note in row.notes):
+        warn(console, note)
 
 
 def _table(

@@ -157,17 +157,21 @@ def test_cards_without_float8_are_left_out_and_too_small_ones_say_so(
     """1 GiB is what CUDA itself is taken to need."""
     small = cards.Card("a small card", 1.0, 10, 20, 5, 100, 100, 10, True, "none")
     monkeypatch.setitem(cards.CARDS, "small", small)
-    rows = told(capsys, tiny_config, "policy.dtype=bfloat16", "policy.quantize=fp8", "--cards")
+    own = "policy.dtype=bfloat16", "policy.quantize=fp8", "evaluation.every_minutes=9"
+    rows = told(capsys, tiny_config, *own, "--cards")
     assert "a100" not in rows and rows["h100"]["fits"] and rows["h100"]["overrides"] == []
     assert not rows["small"]["fits"] and rows["small"]["overrides"] is None
+    assert any("that the clock adds are not counted" in note for note in rows["h100"]["notes"])
 
 
 def test_a_table_of_80_columns_breaks_no_override():
     longest = [f"evaluation.rewards.{name}.options.device=cpu" for name in ("image_reward", "hps")]
     console = Console(file=io.StringIO(), width=80)
-    show_cards("flux1-dev-lora", {"rtx6000ada": fit.OnCard(longest, 2**34, 2**35, 1e5)}, console)
-    *table, commands = console.file.getvalue().splitlines()
-    assert f"changes 1: {' '.join(longest)}" in [*table, commands]
+    row = fit.OnCard(longest, 2**34, 2**35, 1e5, ("Assumed.",))
+    show_cards("flux1-dev-lora", {"rtx6000ada": row, "a6000": row}, console)
+    *table, commands, note = console.file.getvalue().splitlines()
+    assert f"changes 1: {' '.join(longest)}" == commands
+    assert note.endswith("Assumed.") and not any("Assumed." in line for line in table)
     assert any("rtx6000ada" in line for line in table)
     assert all(len(line) <= 80 for line in table if not line.startswith("changes"))
 

@@ -39,8 +39,11 @@ def test_a_plan_has_these_tokens_and_without_a_tokenizer_the_most_there_may_be(
     )
     (folder / "tokenizer" / "tokenizer.json").write_text("{")
     assumed = Planner(str(tiny_config), own)
-    assert assumed.plan().model.shapes.text_tokens == 12  # the config's max_sequence_length
-    assert any("cannot be counted" in note and "are assumed" in note for note in assumed.notes)
+    plan = assumed.plan()
+    assert plan.model.shapes.text_tokens == 12  # the config's max_sequence_length
+    assert any(
+        "cannot be counted" in note and "are assumed" in note for note in assumed.notes(plan)
+    )
 
 
 def test_models_that_pad_or_are_not_here_are_not_asked(tmp_path, monkeypatch):

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from g2rpo.assembly import components
 from g2rpo.assembly.checks import check_quantized
 from g2rpo.lab.plan.cards import cards_for
 from g2rpo.lab.plan.fit import fitting
-from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, cautions, find_target, target_of
+from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target, target_of
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.policies.catalogue import licence_of
 
@@ -99,7 +98,7 @@ def plan(
     """The plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine, and overrides that
     fit if it does not."""
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
-    config, notes = planner.config, planner.notes
+    config = planner.config
     target = target_of(config, device)
     # as for a run, on the device that is planned for
     there = config.policy.model_copy(
@@ -122,7 +121,7 @@ def plan(
         seconds=seconds,
         cards=cards,
         alternative=alternative,
-        notes=[*notes, *components.model_cautions(config.policy), *cautions(result, config)],
+        notes=planner.notes(result),
     )
 
 

@@ -14,7 +14,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.intervals import in_time
 from g2rpo.lab.plan.cards import Card, cards_for
-from g2rpo.lab.plan.plan import Estimate, Planner, Target, cautions, find_target, target_of
+from g2rpo.lab.plan.plan import Estimate, Planner, Target, find_target, target_of
 from g2rpo.policies.quantized import installed
 from g2rpo.training.pace import seconds_in
 
@@ -164,6 +164,8 @@ class OnCard:
     needed: int
     capacity: int
     seconds: float
+    notes: tuple[str, ...] = ()
+    """What is assumed, and what is not counted."""
 
     def plain(self) -> dict[str, Any]:
         return {**asdict(self), "fits": self.overrides is not None}
@@ -179,7 +181,8 @@ def on_cards(
         target = find_target(key)
         extra = fitting(planner, target)
         run = planner.plan(*(extra or ()))
-        rows[key] = OnCard(extra, run.memory.needed, target.capacity, run.seconds(card).run)
+        seconds, notes = run.seconds(card).run, tuple(planner.notes(run))
+        rows[key] = OnCard(extra, run.memory.needed, target.capacity, seconds, notes)
     return rows
 
 
@@ -334,5 +337,5 @@ def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | 
         needed=plan.memory.needed,
         capacity=target.capacity,
         seconds=plan.seconds(card).run,
-        notes=(*planner.notes, *cautions(plan, planner.config)),
+        notes=tuple(planner.notes(plan)),
     )

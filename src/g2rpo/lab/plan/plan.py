@@ -211,8 +211,9 @@ def make_plan(
     )
 
 
-def cautions(result: Estimate, config: Config) -> Iterator[str]:
+def _cautions(result: Estimate, config: Config) -> Iterator[str]:
     """Assumptions of the plan of `config`, and what it does not count."""
+    yield from components.model_cautions(config.policy)
     if result.memory.unknown:
         yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
     elsewhere = [
@@ -254,7 +255,7 @@ class Lists:
 class Planner:
     """Plans of `recipe` with `overrides` on `ranks` devices, `ranks_per_node` in a machine.
 
-    UserError for a config that no run could have. `notes` has what is assumed.
+    UserError for a config that no run could have.
     """
 
     def __init__(
@@ -270,9 +271,9 @@ class Planner:
             ranks,
             ranks_per_node,
         )
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         self.config = completed(
-            load_config(recipe, overrides, self.notes.append), self.notes.append
+            load_config(recipe, overrides, self._notes.append), self._notes.append
         )
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
         components.check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
@@ -310,6 +311,10 @@ class Planner:
         except UserError:
             return None
 
+    def notes(self, result: Estimate) -> list[str]:
+        """What a plan of these assumes, and what it does not count."""
+        return [*self._notes, *_cautions(result, self.config)]
+
     def _listed_prompts(self) -> Lists | None:
         """The prompts of all runs; None if a list is missing."""
         config = self.config
@@ -323,7 +328,7 @@ class Planner:
                 read.append(build_prompts(source, key, kind))
             except UserError as error:
                 why = str(error).split(";")[0]
-                self.notes.append(
+                self._notes.append(
                     f"{why}. As many prompts as the config asks for are assumed, all different."
                 )
         if len(read) < len(sources):
@@ -338,7 +343,7 @@ class Planner:
         try:
             return longest_prompt(self.config.policy, self._lists.to_come(self.config))
         except UserError as error:
-            self.notes.append(f"{error}. The most that a prompt may have are assumed.")
+            self._notes.append(f"{error}. The most that a prompt may have are assumed.")
             return None
 
     def _counted_prompts(self, config: Config) -> tuple[int, int]:
