@@ -110,6 +110,11 @@ def _spread(scores: Tensor) -> float:
     return float(scored.std(correction=0)) if len(scored) else 0.0
 
 
+def is_large(change: float, base: Tensor) -> bool:
+    """Whether a fall of a held-out reward is one of `LEAST`, for the `base`'s scores [N]."""
+    return -change >= LEAST * _spread(base)
+
+
 def drift(log: Alarms) -> str | None:
     """Whether log-probs before the first update differ from the rollout's by more than the
     limit."""
@@ -171,7 +176,7 @@ def fallen_rewards(
             (
                 (fall.chance_of_fall, iteration)
                 for iteration, fall in falls.items()
-                if -fall.change >= LEAST * spreads[name]
+                if is_large(fall.change, earlier[0][1][name])
             ),
             default=(1.0, 0),
         )

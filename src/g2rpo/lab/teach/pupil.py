@@ -20,6 +20,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import Comparison, paired
 from g2rpo.lab.teach.blind import BlindTest
 from g2rpo.lab.teach.groups import AskedGroup, of_main
+from g2rpo.monitor.alarms import is_large
 from g2rpo.rewards.picture_features import Features, features_of
 from g2rpo.rewards.taste import Choice, Clicks, Head, fit
 from g2rpo.rewards.votes import Vote
@@ -45,7 +46,8 @@ DIRECT = 4
 LOOK = 2
 """Changes of the weights between two looks at held-out pictures."""
 FALL = 1.5
-"""Standard errors by which the mean of a judge may fall."""
+"""Standard errors by which the mean of a judge may fall; a small fall (`alarms.is_large`) does not
+count."""
 USELESS = 2
 """Looks in a row that may be no nearer to the taste, by the head, than the last good weights."""
 SHRINK, GROW, LARGEST_STEP = 0.5, 1.25, 1.0
@@ -290,7 +292,11 @@ class Pupil:
             for name in t.judges or t.rewards
             if name != "clicks"
         }
-        wrong = [f"{name} fell" for name, one in judges.items() if one.change < -FALL * one.error]
+        wrong = [
+            f"{name} fell"
+            for name, one in judges.items()
+            if one.change < -FALL * one.error and is_large(one.change, base.scores[name])
+        ]
         wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
         fell = of_main(t.world, lambda: " and ".join(wrong))
         seen: tuple[Features, Features] | None = None
