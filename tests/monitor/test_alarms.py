@@ -15,7 +15,7 @@ from scipy.stats import t as student
 
 from g2rpo.config.schema import Alarm
 from g2rpo.core.data import Precision
-from g2rpo.core.errors import RolledBack, Stopped
+from g2rpo.core.errors import Preempted, RolledBack, Stopped
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.statistics import paired
 from g2rpo.monitor.advice import HELPS
@@ -503,6 +503,13 @@ def test_rollback_takes_the_best_evaluations_weights_and_a_resume_goes_on(tmp_pa
     _, stop = rows_of(t)
     assert isinstance(stop, RolledBack)
     assert f"after iteration {at}; the weights are those of iteration {best}" in str(stop)
+    t.stopping = True
+    with pytest.raises(Preempted, match=f"stopped after iteration {at}"):
+        t.finish()
+    # killed before there were results: it goes back from there, and once
+    t = alarmed(tmp_path, *options, "alarms.hacking=rollback", make=resumed)
+    more, again = rows_of(t)
+    assert more == [] and str(again) == str(stop)
     t.finish()
     t.export()
     exported = load_file(tmp_path / "adapter/gaussian.safetensors")["mean"]

@@ -214,7 +214,10 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
             train_all(trainer, emit, predict)
     except RolledBack as error:  # the restored weights are evaluated and written like any result
         ended = error
-    stopping.message = f"stopped while base and tuned were compared; all iterations are done, and {trainer.run.command} finishes"
+    why = "all iterations are done" if ended is None else "an alarm goes back"
+    stopping.message = (
+        f"stopped while base and tuned were compared; {why}, and {trainer.run.command} finishes"
+    )
     emit(TrainingEnded(time.perf_counter() - began, trainer.evaluator.controls_on > 0))
     table = trainer.finish()
     emit(

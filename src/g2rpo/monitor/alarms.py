@@ -63,7 +63,6 @@ class Alarms:
     def see(self, row: Row, scores: Scores | None = None) -> list[str]:
         """Adds a row to the log, with an evaluation's `scores`; sets its `alarms` if there are any;
         returns the new ones."""
-        before = next((other for other in reversed(self.rows) if other["kind"] == row["kind"]), {})
         self.rows.append(row)
         if scores is not None:
             self.history[row["iteration"]] = scores
@@ -75,7 +74,14 @@ class Alarms:
         raised = {name: said for name, said in found.items() if said is not None}
         if raised:
             row["alarms"] = raised
-        return [name for name in raised if name not in before.get("alarms", {})]
+        return self.new(len(self.rows) - 1)
+
+    def new(self, place: int) -> list[str]:
+        """The alarms that are new in the row at this place of the log."""
+        row = self.rows[place]
+        earlier = reversed(self.rows[:place])
+        before = next((other for other in earlier if other["kind"] == row["kind"]), {})
+        return [name for name in row.get("alarms", {}) if name not in before.get("alarms", {})]
 
     @property
     def best_so_far(self) -> bool:

@@ -235,11 +235,20 @@ class Run(RunFiles):
     def finished_at(self) -> int | None:
         """The iteration of the weights that the results and the model card describe; None if there
         are none."""
+        found = self._results()
+        return None if found is None else found.iteration
+
+    def ended_at(self) -> int | None:
+        """The iteration after which the run last ended, whether or not an alarm went back then;
+        None if it never did."""
+        found = self._results()
+        return None if found is None else found.rolled_back_from or found.iteration
+
+    def _results(self) -> RunResults | None:
         try:
-            found = self.read_results()
+            return self.read_results()
         except UserError:  # damaged, and to be rewritten
             return None
-        return None if found is None else found.iteration
 
     def read_rates(self) -> Sweep | None:
         """The pilots that chose the learning rate; None if it was given."""

@@ -402,5 +402,5 @@ class Trainer:
     def _preempted(self) -> Preempted:
         self.stopping = False
         return Preempted(
-            f"stopped after iteration {self.iteration}, as asked; {self.run.how_to_continue}"
+            f"stopped after iteration {self.rolled_back_from or self.iteration}, as asked; {self.run.how_to_continue}"
         )

@@ -12,6 +12,7 @@ from g2rpo.core.errors import RolledBack, Stopped
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.monitor.advice import HELPS
 from g2rpo.monitor.alarms import ALARMS, Alarms, Scores
+from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.run import Run
 from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.loop import Loop
@@ -51,16 +52,27 @@ class EarlyStop(Listener):
 
     def take_up(self, rewards: Sequence[str], prompts: int) -> None:
         """Shows the alarms the log and the scores of `prompts` by `rewards` up to the current
-        iteration, of earlier starts."""
+        iteration, of earlier starts. An alarm that was to go back from here, and was interrupted
+        before it had written the weights, goes back."""
         run, iteration = self.run, self.loop.iteration
         self.alarms.rows = [row for row in run.read_log() if row["iteration"] <= iteration]
         looks = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
         kept = [look for look in looks if run.scores(look).is_file()]
         self.alarms.history = {look: run.read_scores(look, rewards, prompts) for look in kept}
+        if run.ended_at() == iteration or not newest_iteration(run.best):
+            return
+        for place, row in enumerate(self.alarms.rows):
+            if row["iteration"] == iteration:
+                self._ask(self.alarms.new(place), {"rollback"})
+
+    def _ask(self, alarms: Sequence[str], actions: set[str]) -> None:
+        """Asks for those of `actions` that these alarms have."""
+        self.asked |= {self.loop.config.action_of(name) for name in alarms} & actions
 
     def hear(self, row: Row, evaluation: Evaluation | None) -> None:
-        for name in self.alarms.see(row, None if evaluation is None else evaluation.scores):
-            self.asked |= {self.loop.config.action_of(name)} & {"stop", "rollback"}
+        new = self.alarms.see(row, None if evaluation is None else evaluation.scores)
+        self._ask(new, {"stop", "rollback"})
+        for name in new:
             if self.loop.world.is_main:
                 said = f"{name}: {row['alarms'][name]}. What helps: {HELPS[name]}"
                 self.run.notify(f"alarm after iteration {row['iteration']}: {said}")
