@@ -152,4 +152,11 @@ def test_the_page_follows_the_run_in_a_browser(browser, tmp_path, monkeypatch, w
         opened.locator(f"#live:not([data-version='{before}'])").wait_for()
         assert "finished" in opened.locator("#live").inner_text()
         assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        gone = opened.locator("#live .gone")
+        for unanswered in (lambda route: None, lambda route: route.fulfill(status=502, body="no")):
+            opened.route("**/strip", unanswered)
+            gone.wait_for()
+            assert "finished" in opened.locator("#live").inner_text()
+            opened.unroute("**/strip")
+            gone.wait_for(state="detached")
         opened.close()
