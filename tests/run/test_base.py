@@ -18,7 +18,7 @@ from g2rpo.run.lock import InUse
 from g2rpo.run.lock import held as lock
 from g2rpo.run.rates import Sweep
 from g2rpo.run.run import Run
-from g2rpo.runtime.distributed import ALONE
+from g2rpo.runtime.distributed import ALONE, World
 from tests.support.policies import make
 from tests.support.runs import brightness, config, log, trainer
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
@@ -88,9 +88,13 @@ def test_a_reward_with_a_state_scores_the_base_itself(tmp_path):
 
 
 def test_who_comes_while_another_run_makes_it_waits(tmp_path, monkeypatch):
-    refused = [InUse("one"), InUse("two")]
+    """Its ranks meet between attempts, or they would take one another for lost after a while."""
+    refused, met, meet = [InUse("one"), InUse("two")], [], World.total
+    before_attempt = []
+    monkeypatch.setattr(World, "total", lambda world, n: met.append(n) or meet(world, n))
 
     def held(folder):
+        before_attempt.append(len(met))
         if refused:
             raise refused.pop()
         return lock(folder)
@@ -98,6 +102,7 @@ def test_who_comes_while_another_run_makes_it_waits(tmp_path, monkeypatch):
     monkeypatch.setattr("g2rpo.run.base.held", held)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert begun(tmp_path / "run", tmp_path / "bases") > 0 and not refused
+    assert before_attempt == [0, 1, 2]
 
 
 def key(*overrides, contents=None):

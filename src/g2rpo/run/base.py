@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,7 +57,7 @@ class SharedBase:
         """The evaluation of `prompts` by the rewards `names`: read, or made by `make` and written.
         All ranks call it."""
         main = self.world.is_main
-        with waiting(self.folder) if main else nullcontext():
+        with waiting(self.folder, self.world):
             stored = self._stored(prompts, names) if main else None
             if self.world.total(stored is not None)[0]:
                 return stored or read_base(self.file, prompts, names, self.world)
@@ -118,13 +118,18 @@ def with_floors(run: RunFiles, config: Config) -> Config:
 
 
 @contextmanager
-def waiting(folder: Path) -> Iterator[None]:
-    """While entered, other processes cannot enter `folder`; waits until none is in it."""
+def waiting(folder: Path, world: World) -> Iterator[None]:
+    """While entered by all ranks, no other run can enter `folder`, which rank 0 holds; waits until
+    none is in it. Ranks meet at every attempt: none may be silent for as long as another run
+    takes."""
     with ExitStack() as stack:
         while True:
-            try:
-                stack.enter_context(held(folder))
+            entered = False
+            if world.is_main:
+                with suppress(InUse):
+                    stack.enter_context(held(folder))
+                    entered = True
+            if world.total(entered)[0]:
                 break
-            except InUse:
-                time.sleep(0.2)
+            time.sleep(0.2)
         yield
