@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -12,8 +13,10 @@ from g2rpo.cli.plan import show_cards
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.capabilities import judged_by
 from g2rpo.lab.plan import cards, fit
+from g2rpo.lab.plan.plan import _cautions
+from g2rpo.lab.plan.rewards import RewardCost
 from tests.support.commands import done, refused
-from tests.support.runs import fits
+from tests.support.runs import config, fits
 
 
 def told(capsys, *arguments):
@@ -162,6 +165,16 @@ def test_cards_without_float8_are_left_out_and_too_small_ones_say_so(
     assert "a100" not in rows and rows["h100"]["fits"] and rows["h100"]["overrides"] == []
     assert not rows["small"]["fits"] and rows["small"]["overrides"] is None
     assert any("that the clock adds are not counted" in note for note in rows["h100"]["notes"])
+
+
+@pytest.mark.parametrize(("name", "said"), [("refl", True), ("g2rpo", False)])
+def test_activations_that_the_gradient_of_rewards_keeps_are_said_to_be_missing(name, said):
+    own = config(f"algorithm.name={name}", "trainer.micro_batch_size=2")
+    costs = {key: RewardCost(size, 0.0, "cuda", "float32") for key, size in (("a", 9), ("b", 0))}
+    result = SimpleNamespace(memory=SimpleNamespace(unknown=()), reward_costs=costs, config=own)
+    own.rewards.update(dict.fromkeys(costs, next(iter(own.rewards.values()))))
+    notes = list(_cautions(result, own))
+    assert len(notes) == said and all("of 2 latents by a." in note for note in notes)
 
 
 def test_a_table_of_80_columns_breaks_no_override():

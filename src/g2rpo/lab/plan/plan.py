@@ -19,8 +19,8 @@ from g2rpo.assembly.consistency import check_settings
 from g2rpo.assembly.prompts import build_prompts, divided_prompts
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import candidates_of, judged_by
-from g2rpo.core.errors import UserError, loading
+from g2rpo.core.capabilities import candidates_of, differentiates_rewards, judged_by
+from g2rpo.core.errors import UserError, counted, loading
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
 from g2rpo.lab.plan.counting import CountedIteration, Counts, count, knob_evaluations, settled
@@ -229,6 +229,10 @@ def _cautions(result: Estimate, config: Config) -> Iterator[str]:
         if cost and cost.bytes and cost.device == "cpu"
     ]:
         yield f"On the CPU, whose time a datasheet does not tell: {', '.join(on_cpu)}."
+    kept = [name for name in config.rewards if (it := result.reward_costs.get(name)) and it.bytes]
+    if kept and differentiates_rewards(config.algorithm):
+        latents = counted(config.trainer.micro_batch_size, "latent")
+        yield f"The gradient of rewards keeps their activations, which are not counted: of {latents} by {', '.join(kept)}."
     for name in ("batch_size", "decode_batch_size"):
         if getattr(config.sampling, name) == "auto":
             taken = getattr(result.config.sampling, name)
