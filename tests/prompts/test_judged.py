@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from g2rpo.core import input_pictures
 from g2rpo.core.errors import UserError
 from g2rpo.prompts.judged import held_out, read_judged
 from tests.support.judged import pairs
@@ -259,3 +260,28 @@ def test_marks_of_a_source_of_pairs_and_single_marks_are_single(folder):
         ("a cat", [COLOURS[name]], (good,))
         for name, good in (("p.png", True), ("q.png", False), ("r.png", True), ("r.png", True))
     ]
+
+
+def test_a_picture_is_decoded_again_only_where_its_file_changed(folder, monkeypatch):
+    source, decoded, own = written(pair()), [], input_pictures._opened
+
+    def opened(path, *rest):
+        decoded.append(Path(path).name)
+        return own(path, *rest)
+
+    monkeypatch.setattr(input_pictures, "_opened", opened)
+    for expected in (["p.png", "q.png"], []):
+        decoded.clear()
+        read_judged(source, "pairs")
+        assert sorted(decoded) == expected
+    Path("q.png").write_bytes(Path("cut.png").read_bytes())
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"1 of 2 pictures cannot be used: .*q\.png"):
+            read_judged(source, "pairs")
+    Path("q.png").unlink()
+    with pytest.raises(UserError, match="there is no such file"):
+        read_judged(source, "pairs")
+    picture("q.png", COLOURS["r.png"])
+    (folder / "cache/pictures").rename(folder / "aside")
+    (folder / "cache/pictures").write_text("no folder")
+    assert len(read_judged(source, "pairs")) == 1

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import PIL
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from g2rpo.core.data import Judged, Prompt, plain_prompt
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import FileDigests, digest_of, local
+from g2rpo.core.files import FileDigests, cache_root, digest_of, local
 from g2rpo.core.images import to_tensor
 
 T = TypeVar("T")
@@ -84,7 +86,12 @@ def check_pictures(named: Iterable[tuple[str, str]]) -> None:
 
 def faults_of_pictures(named: Mapping[str, str]) -> list[str]:
     """What is wrong with pictures, given as path and place: absent, damaged, too large. All are
-    decoded."""
+    decoded, but for those that were and whose size, times and inode are unchanged."""
+    memo = cache_root() / "pictures" / f"whole-{PIL.__version__}.txt"
+    whole: set[str] = set()
+    with suppress(OSError):  # only a cache: pictures are decoded again
+        whole |= set(memo.read_text("utf-8", "replace").split()) if memo.is_file() else set()
+    states = {path: _state_of(path) for path in named}
 
     def fault(path: str) -> str | None:
         try:
@@ -93,8 +100,26 @@ def faults_of_pictures(named: Mapping[str, str]) -> list[str]:
             return str(error)
         return None
 
+    unknown = [path for path in named if states[path] not in whole]
     with ThreadPoolExecutor(DECODED_AT_ONCE) as pool:
-        return [said for said in pool.map(fault, named) if said is not None]
+        faults = list(pool.map(fault, unknown))
+    new = [states[path] for path, said in zip(unknown, faults, strict=True) if said is None]
+    with suppress(OSError):
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        with memo.open("a", encoding="utf-8") as file:
+            file.writelines(f"{state}\n" for state in new)
+    return [said for said in faults if said is not None]
+
+
+def _state_of(path: str) -> str:
+    """What changes when a file is written, and the limits of pictures; "" for no file."""
+    try:
+        real = local(path).resolve()
+        stat = real.stat()
+    except OSError:
+        return ""
+    state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    return digest_of([str(real), *state, FORMATS, MAX_PIXELS])[:32]
 
 
 def content_of(prompt: str, digests: FileDigests) -> list[str]:
