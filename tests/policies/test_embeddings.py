@@ -165,7 +165,7 @@ def test_every_part_that_encodes_is_in_the_key_and_no_other(
         (folder / name / "more.json").write_text("{}")
         keys.append(key())
     for version in ("999.1.0", "999.1.1", "999.2.0"):  # libraries change how they encode
-        monkeypatch.setattr("transformers.__version__", version)
+        monkeypatch.setattr("g2rpo.assembly.embeddings.transformers.__version__", version)
         keys.append(key())
     new = [one not in keys[:place] for place, one in enumerate(keys)]
     assert new == [True, True, False, True, True, False, False, edits, True, False, True]
