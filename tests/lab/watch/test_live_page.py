@@ -144,8 +144,13 @@ def test_the_page_follows_the_run_in_a_browser(browser, tmp_path, monkeypatch, w
     (folder / "results.json").rename(folder / "later")
     (folder / "metrics.jsonl").write_text(log[0])
     with served(folder) as address:
-        opened = browser.new_page(viewport={"width": width, "height": 844})
+        screen = {"width": width, "height": 844}
+        opened = browser.new_page(viewport=screen, reduced_motion="reduce")
         opened.goto(address)
+        opened.get_by_role("link", name="Results").click()
+        opened.wait_for_url("**#results")
+        strip, heading = (opened.locator(it).bounding_box() for it in ("#live", "#h-results"))
+        assert heading["y"] >= strip["y"] + strip["height"]
         before = opened.locator("#live").get_attribute("data-version")
         (folder / "metrics.jsonl").write_text("".join(log))
         (folder / "later").rename(folder / "results.json")
