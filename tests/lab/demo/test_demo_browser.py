@@ -158,7 +158,8 @@ def test_settings_are_used_and_mistakes_are_told(opened):
     draw(page, "three blue stars")
     base, tuned = page.evaluate(SOURCES)
     assert base != tuned
-    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("button", name="Settings", expanded=False).click()
+    page.get_by_role("button", name="Settings", expanded=True).wait_for()
     page.get_by_role("spinbutton", name="Strength of the adapter").fill("0")
     page.click("#draw")
     page.wait_for_function(f"base => {SOURCES}.every(src => src == base)", arg=base)

@@ -76,7 +76,11 @@ def page_of(title: str, kind: str, facts: str, views: Mapping[str, View]) -> gr.
 
 
 def disclosed(button: gr.Button, content: gr.Column) -> None:
-    """Makes `content` appear and disappear by `button`."""
+    """Makes `content` appear and disappear by `button`, which says which it is."""
+    closed = f"""() => {{
+      document.getElementById("{button.elem_id}").setAttribute("aria-expanded", "false");
+    }}"""
+    gr.on(None, None, js=closed, api_visibility="private")
     toggle = f"""() => {{
       const open = document.getElementById("{content.elem_id}").toggleAttribute("data-open");
       document.getElementById("{button.elem_id}").setAttribute("aria-expanded", open);
