@@ -6,12 +6,12 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 
 import diffusers
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
+from diffusers import DPMSolverMultistepScheduler, FluxPipeline, UniPCMultistepScheduler
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
@@ -26,7 +26,7 @@ from g2rpo.lab.check_model import REMEDIES, checks, drawn_by, prompts_for, repor
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
-from g2rpo.policies.pipelines import check_options, choose_attention
+from g2rpo.policies.pipelines import check_options, choose_attention, read_pipeline
 from g2rpo.policies.spec import PICTURE_SIZES, parameters_of
 from g2rpo.rollout.engine import Engine
 from tests.support.policies import make, moved
@@ -286,6 +286,25 @@ def test_check_model_finds_each_fault(name, tmp_path):
     found = reported(checked(lambda: pipeline_of("FluxPipeline"), broken, tmp_path))
     first = next(check for check in found if not check.passed)
     assert (first.name, first.remedy) == (name, REMEDIES[name])
+
+
+def test_check_model_finds_a_layer_without_weights_in_bfloat16(tmp_path):
+    """Which changes no velocity by as much as 0.1."""
+    kind = "FluxPipeline"
+    pipeline_of(kind).save_pretrained(tmp_path / "model")
+    options = PolicyConfig(path="", **{**size_of(kind), "dtype": "bfloat16"})
+    for faulty in (False, True):
+        loads = iter((False, faulty))
+
+        def load(loads=loads):
+            made = read_pipeline(FluxPipeline, tmp_path / "model", torch.bfloat16)
+            if next(loads):
+                made.transformer.transformer_blocks[0].attn.to_out[0].weight.data.zero_()
+            return made
+
+        found = checks(load, CLASSES[kind], options, prompts_for(SPECS[kind], tmp_path), tmp_path)
+        passed = {check.name: check.passed for check in islice(found, 3)}
+        assert passed == {"policy": True, "noise": True, "velocity": not faulty}
 
 
 def timed_by_token():
