@@ -45,6 +45,8 @@ from g2rpo.run.rates import Values
 from g2rpo.run.run import Run
 
 EXACT = "sampling.tails.forecast=false"
+LOOK = "evaluation.num_steps=10"
+"""Cells that train on another grid are evaluated on that of the others."""
 TURNS = [
     "algorithm.branch_steps={steps}",
     "algorithm.branch_schedule=turns",
@@ -88,7 +90,7 @@ CELLS: dict[str, list[str]] = {
     "dancegrpo": other("dancegrpo", 1),
     "group-6": ours(7, "algorithm.group_size=6"),
     "group-24": ours(2, "algorithm.group_size=24"),
-    "steps-16": ours(3, "sampling.num_steps=16", "algorithm.branch_steps={steps_16}"),
+    "steps-16": ours(3, "sampling.num_steps=16", LOOK, "algorithm.branch_steps={steps_16}"),
     "tempflow_grpo": other("tempflow_grpo", 1),
     "pave_grpo": ours(
         3, "algorithm.name=pave_grpo", "algorithm.eta=0.7", "algorithm.group_size=12", *TURNS
@@ -121,7 +123,7 @@ and 0 to 7."""
 def published(name: str, steps: int, *changes: str) -> list[str]:
     """An algorithm's published defaults on a grid of `steps`, two prompts an iteration, at several
     times the budget."""
-    grid = [f"sampling.num_steps={steps}", EXACT]
+    grid = [f"sampling.num_steps={steps}", LOOK, EXACT]
     return ours(2, f"algorithm.name={name}", *grid, *changes, "budget={published}")
 
 

@@ -15,6 +15,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.flow import ode_step, sigma_grid
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for
+from g2rpo.lab.compare import workflow
 from g2rpo.lab.compare.study import StudyDirectory
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.taste import Choice, fit
@@ -238,3 +239,20 @@ def test_a_refused_study_has_no_results_of_an_earlier_one(tmp_path, monkeypatch,
         folder.results.write_text(json.dumps({"spent": trained, "controls": {}}))
     with pytest.raises(UserError, match="another study"):
         registered.study("words-priced", [16], 1, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", registered.WORLDS)
+def test_cells_of_registered_questions_can_be_compared(tmp_path, monkeypatch, world):
+    """All that is refused is refused before the first run."""
+
+    class Begins(Exception):
+        pass
+
+    def begin(*_):
+        raise Begins
+
+    monkeypatch.setattr(workflow, "working", begin)
+    for number in registered.WORLDS[world]["questions"]:
+        with pytest.raises(Begins):
+            registered.study(world, [number], 1, tmp_path / str(number))
