@@ -149,18 +149,20 @@ def sd3_directory(tmp_path_factory):
 @pytest.fixture(scope="session")
 def deep(tmp_path_factory):
     """Tiny models with more blocks than a plan traces: FLUX with 3 + 4, SD3.5 with 2 dual, 2 plain
-    and the last one."""
+    and the last one, Qwen-Image with 5."""
     from tests.support.tiny import flux_pipeline, sd3_pipeline
+    from tests.support.tiny_pipelines import tiny_pipeline
 
     folder = tmp_path_factory.mktemp("deep")
     for name, pipeline, changes in (
         ("flux", flux_pipeline(), {"num_layers": 3, "num_single_layers": 4}),
         ("sd3", sd3_pipeline(), {"num_layers": 5, "dual_attention_layers": (0, 1)}),
+        ("qwen", tiny_pipeline("QwenImagePipeline"), {"num_layers": 5}),
     ):
         kind = type(pipeline.transformer)
         pipeline.transformer = kind.from_config({**pipeline.transformer.config, **changes})
         pipeline.save_pretrained(folder / name, safe_serialization=True)
-    return {"flux": folder / "flux", "sd3": folder / "sd3"}
+    return {name: folder / name for name in ("flux", "sd3", "qwen")}
 
 
 @pytest.fixture

@@ -30,8 +30,9 @@ CARD = Card("made up", 1, 2e-9, 4e-9, 1e-9, 1e-6, watts=1, cache=0, hbm=True, pa
 """2000, 4000 and 1000 operations a second; 1000 bytes a second; no cache."""
 PEAK = Rates(
     **dict.fromkeys(("hbm", "most", "attention", "flash2", "convolutions", "float8"), 1),
-    **{"bandwidth": 1, "hbm_power": 0, "gap": 0, "launch": 0},
+    **{"bandwidth": 1, "hbm_power": 0, "gap": 0, "launch": 0, "launch_training": 0},
 )
+CHECKPOINTED = ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]
 
 
 def traced(call, existing=()):
@@ -162,26 +163,33 @@ def test_autocast_moves_more_and_float8_is_counted_as_such(flux_directory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "overrides",
-    [[], ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]],
+    ("model", "overrides", "off"),
+    [
+        ("flux", [], 1e-9),
+        ("flux", CHECKPOINTED, 1e-9),
+        # calls its network twice, for prompts and for their negative; no gradient reaches what its
+        # last block makes of the text
+        ("qwen", ["policy.guidance_scale=4", *CHECKPOINTED], 0.02),
+    ],
     ids=str,
 )
-def test_two_blocks_stand_for_all(deep, monkeypatch, overrides):
-    """Operations and seconds of a call and of a training pass, against those of the model with
-    every block.
+def test_two_blocks_stand_for_all(deep, monkeypatch, model, overrides, off):
+    """Memory, operations and seconds of a call and of a training pass, against those of the model
+    with every block.
 
     The bytes of attention's float32 statistics and of the last block's gradients differ: within a
     percent.
     """
-    shallow = traced_calls(deep["flux"], *overrides)
+    shallow = traced_calls(deep[model], *overrides)
     monkeypatch.setattr(trace, "build_shallow", whole)
-    full = traced_calls(deep["flux"], *overrides)
+    full = traced_calls(deep[model], *overrides)
     for name in ("velocity", "training"):
+        assert getattr(shallow, name).peak == pytest.approx(getattr(full, name).peak, rel=0.02)
         some, every = (getattr(calls, name).roofline for calls in (shallow, full))
         assert len(some.kernels) < len(every.kernels)
-        assert some.flops == pytest.approx(every.flops, rel=1e-9)
-        assert some.launches == pytest.approx(every.launches, rel=0.02)
-        assert some.call(CARD, PEAK) == pytest.approx(every.call(CARD, PEAK), rel=0.02)
+        assert some.flops == pytest.approx(every.flops, rel=off)
+        assert some.launches == pytest.approx(every.launches, rel=0.02 + off)
+        assert some.call(CARD, PEAK) == pytest.approx(every.call(CARD, PEAK), rel=0.02 + off)
 
 
 def whole(blueprint, policy):

@@ -57,6 +57,9 @@ class Rates:
     """Seconds that a kernel takes beside its work, until the next one runs."""
     launch: float = 22e-6
     """Seconds of the host for a kernel; a call of few rows waits for them."""
+    launch_training: float = 40e-6
+    """Likewise in a training pass, where autograd and checkpointing run more of Python. The median
+    of three passes of two blocks (benchmarks/results/gpu_nvidia-h200_2026-11-27.json)."""
     models: float = 0.7
     """The rate of text encoders and rewards, which are not traced, as a share of that of products.
     Assumed."""
@@ -101,6 +104,8 @@ class Roofline:
     fixed: frozenset[int] = field(default=frozenset(), repr=False)
     compiled: bool = False
     attention: str = "auto"
+    training: bool = False
+    """Whether it is a training pass."""
 
     @property
     def flops(self) -> float:
@@ -142,7 +147,8 @@ class Roofline:
     def call(self, card: Card, rates: Rates = RATES, rows: float = 1.0) -> float:
         """Seconds of the call: of its kernels, or of their launches if these take longer."""
         launches = sum(kernel.times * self._kept(kernel, rates) for kernel in self.kernels)
-        return max(sum(self.seconds(card, rates, rows).values()), launches * rates.launch)
+        launch = rates.launch_training if self.training else rates.launch
+        return max(sum(self.seconds(card, rates, rows).values()), launches * launch)
 
     def _from_memory(self, card: Card, rows: float) -> Iterator[float]:
         """Bytes of every kernel that its card's memory reads and writes: those that the cache has

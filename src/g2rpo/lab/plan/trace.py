@@ -147,7 +147,9 @@ def trace_calls(
                 with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as meter:
                     rows = call()
                 roofline = Roofline(
-                    tuple(meter.kernels), fixed_storages(meter.kernels, meter.existing)
+                    tuple(meter.kernels),
+                    fixed_storages(meter.kernels, meter.existing),
+                    training=grad,
                 )
                 known[keys[name]] = TracedCall(rows, meter.peak, roofline)
 
@@ -270,9 +272,9 @@ def _standing_for(
 ) -> Iterator[Meter]:
     """While entered, counts live bytes beside the `kept` tensors, and kernels.
 
-    Storages kept by a block's first forward pass count `times` times, because the first of equal
-    blocks stands for all but the last (`pipelines.two_of`). Of kernels the last stands for all but
-    the first, whose input needs no gradient.
+    Storages kept by a block's forward passes count `times` times, because the first of equal blocks
+    stands for all but the last (`pipelines.two_of`); those of a recomputation within backward count
+    once. Of kernels the last stands for all but the first, whose input needs no gradient.
     """
     standing = dict(zip(policy.blocks, times, strict=True))
     kernel_times = dict(standing)
@@ -280,7 +282,6 @@ def _standing_for(
         if standing[first] > 1:
             kernel_times[first], kernel_times[last] = 1, standing[first]
     before: dict[nn.Module, set[int]] = {}
-    multiplied: set[nn.Module] = set()
     entered: list[nn.Module] = []
     """Blocks whose forward pass runs, also within backward, where a checkpointed block comes
     again."""
@@ -289,7 +290,7 @@ def _standing_for(
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
         entered.append(block)
-        before.setdefault(block, set(meter.live))
+        before[block] = set(meter.live)
         for leaf in _with_gradient((args, kwargs)):
             leaf.register_hook(lambda _: backward.remove(block) if block in backward else None)
 
@@ -297,8 +298,7 @@ def _standing_for(
         entered.remove(block)
         for leaf in _with_gradient(out):
             leaf.register_hook(lambda _: backward.__setitem__(slice(None), [block]))
-        if block not in multiplied:
-            multiplied.add(block)
+        if torch._C._current_graph_task_id() == -1:  # not within backward
             born = meter.live.keys() - before[block]
             passed_on = set() if torch.is_grad_enabled() else meter.sizes(out).keys()
             meter.multiply(born - passed_on, standing[block])
