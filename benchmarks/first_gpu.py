@@ -100,7 +100,8 @@ CASES = [
         for recipe in ("z-image-lora", "qwen-image-lora", "sd35-medium-lora", "wan-lora")
     ),
     *(
-        case(FLUX, *overrides, iterations=1, again=COMPILED not in overrides)
+        # flash, which torch takes by itself, adds gradients in an order that varies
+        case(FLUX, *overrides, iterations=1, again=PLAIN not in overrides)
         for overrides in (
             ("policy.attention=math",),
             ("policy.attention=efficient",),
