@@ -89,7 +89,7 @@ class Rates:
 
 
 RATES = Rates()
-SPREAD = (0.83, 1.16)
+SPREAD = (0.83, 1.25)
 """Between these multiples of the plan lie nine of ten times that were held out."""
 SLOWER_ON_HOPPER = ("auto", "flash", "flash2", "efficient", "math")
 """Kinds of `policy.attention` without the instructions of Hopper and newer. By itself torch takes
