@@ -26,7 +26,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.lab.plan import autocast
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count, settled
-from g2rpo.lab.plan.rates import RATES, Rates, Roofline
+from g2rpo.lab.plan.rates import RATES, Rates
 from g2rpo.lab.plan.trace import TracedCall, trace_calls
 
 MORE_CARDS = {
