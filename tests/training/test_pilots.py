@@ -296,6 +296,9 @@ def test_a_gain_is_in_units_of_the_base():
     assert gained([0.0, 2.0], [1.0, 3.0], 2.0) == 2.0  # +1 in a spread of 1, twice
     assert gained([1.0, 1.0], [2.0, 4.0]) == 2.0  # nothing varies: as it is
     assert gained([0.0, 2.0, math.nan], [1.0, 3.0, 9.0]) == 1.0
+    before = {"a": np.array([0.0, 2.0]), "b": np.full(2, math.nan)}
+    after = before | {"a": np.array([1.0, 3.0])}
+    assert gains(before, after, {"a": 1.0, "b": 0.0}).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

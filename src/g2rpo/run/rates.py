@@ -37,13 +37,13 @@ def gains(
 ) -> Values:
     """The gain [N] of each prompt between two evaluations in the trained rewards: the sum of their
     changes in units of the first's standard deviation over prompts, weighted as in training. NaN
-    where a score is missing; a reward without variance is not scaled."""
-    spreads = {name: float(np.nanstd(first[name])) for name in weights}
-    changes = [
-        weight * (last[name] - first[name]) / (spreads[name] or 1.0)
-        for name, weight in weights.items()
-    ]
-    return np.asarray(np.sum(changes, axis=0), dtype=np.float64)
+    where a score with a weight is missing; a reward without variance is not scaled."""
+    total = np.zeros_like(next(iter(first.values())))
+    for name, weight in weights.items():
+        if weight:  # a reward of weight 0 need not have a score
+            spread = float(np.nanstd(first[name]))
+            total += weight * (last[name] - first[name]) / (spread or 1.0)
+    return total
 
 
 @dataclass(frozen=True)
