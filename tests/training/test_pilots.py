@@ -1,14 +1,17 @@
 """Pilots that choose a learning rate: on training prompts, all from one beginning, continued after
 an interruption."""
 
+import gc
 import math
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from g2rpo.app import build as building
 from g2rpo.app import train as app
 from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
@@ -17,8 +20,10 @@ from g2rpo.core.errors import Interrupted, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.rates import FACTORS, Pilot, Sweep, gains, good_rates
 from g2rpo.run.run import Run
+from g2rpo.training import pilots
 from g2rpo.training.model_card import CARD
 from g2rpo.training.pilots import PART, Pilots, pilot_config, pilot_prompts
+from g2rpo.training.trainer import Trainer
 from tests.support.commands import done
 from tests.support.runs import brightness, config, finished, mean, trainer
 
@@ -54,10 +59,10 @@ def four_rates():
     return Sweep.around(config(*WORDS).optim.learning_rate)
 
 
-def opened(folder, sweep, *overrides, resume=False, policy=None):
+def opened(folder, sweep, *overrides, resume=False, policy=None, **more):
     """The trainer of a run whose rate is found first."""
     given = {**GIVEN, "policy": policy or Seen(), "rewards": {"bright": brightness}, "trackers": []}
-    where = {"run_dir": folder, "resume": resume, "notify": lambda said: None}
+    where = {"run_dir": folder, "resume": resume, "notify": lambda said: None, **more}
     return build(Request(config=config(*WORDS, *overrides), given=given, sweep=sweep, **where))
 
 
@@ -105,6 +110,27 @@ def test_pilots_are_short_runs_from_one_beginning_and_share_the_evaluation_of_th
     alone = Sweep(sweep.own, sweep.rates[3:4])
     Pilots(one).find(alone, Run(tmp_path))
     assert replace(alone.pilots[0], seconds=0) == replace(sweep.pilots[3], seconds=0)
+
+
+def test_moments_and_averages_of_no_two_trainers_are_in_memory(tmp_path, monkeypatch):
+    """Of the pilots, of a run before its length is known, and of the run itself."""
+    learners = []
+
+    def made(**options):
+        assert not [ref for ref in learners if ref() is not None]
+        t = Trainer(**options)
+        learners.append(weakref.ref(t.learner))
+        return t
+
+    monkeypatch.setattr(pilots, "Trainer", made)
+    monkeypatch.setattr(building, "Trainer", made)
+    gc.disable()  # it may come late
+    try:
+        sweep = Sweep(0.02, [0.02, 0.04])
+        opened(tmp_path / "run", sweep, ends_at=time.monotonic() + 100)
+    finally:
+        gc.enable()
+    assert len(learners) == 1 + 1 + 2 + 1 + 1  # one more tells how long a pilot may be
 
 
 @pytest.mark.slow  # eight pilots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -108,6 +109,8 @@ def build(request: Request) -> Trainer:
     if request.ends_at is not None and not run.starts.is_file():
         config = planned_for(trainer, request.ends_at)
         parts["heldout"] = heldout[: config.evaluation.num_prompts]
+        del trainer
+        gc.collect()  # it refers to itself
         trainer = Trainer(config=config, **parts)
         if main:
             run.claim(config)

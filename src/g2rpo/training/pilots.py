@@ -4,6 +4,7 @@ train --find-rate`)."""
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import statistics
 import time
@@ -194,7 +195,8 @@ class Pilots:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Weights and states as at the beginning."""
+        """Weights and states as at the beginning, and no trainer in memory."""
+        gc.collect()  # a trainer refers to itself, and holds moments and averages
         for parameter, weight in zip(self.parameters, self.weights, strict=True):
             parameter.copy_(weight)
         for name, reward in self.rewards.items():
