@@ -180,6 +180,16 @@ def test_whether_it_works_is_told_by_held_out_scores_and_their_errors(run, rows,
     assert tell(read(run(rows, "training", owner=NODE))).answer == said
 
 
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [(5, "It worked: ocr better."), (0, "It did not work: the weights are the base's again.")],
+)
+def test_after_an_alarm_the_scores_are_those_of_the_weights_that_are_kept(run, kept, said):
+    rows = [BASE, *FIVE, looked(5, 0.6, 3.0), trained(6), looked(6, 0.4, 2.9)]
+    told = tell(read(run(rows, results={"iteration": kept, "rolled_back_from": 6}, owner=HERE)))
+    assert (told.looked, told.answer) == (kept, said)
+
+
 def test_a_change_has_the_interval_of_students_t(run):
     told = tell(read(run([BASE, *FIVE, looked(5, 0.6, 3.0)], "training", owner=NODE)))
     margin = 0.01 * stats.t.ppf(0.975, 29)  # of 30 held-out prompts

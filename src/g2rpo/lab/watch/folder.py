@@ -3,6 +3,7 @@ nothing, and loads no torch: `g2rpo watch` answers at once."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -99,6 +100,12 @@ class Watched:
     def rolled_back(self) -> bool:
         left = self.ending.rolled_back_from if self.ending else None
         return left is not None and self.iteration <= left and not self._resumed
+
+    @property
+    def looks(self) -> list[Row]:
+        """The evaluations up to the weights as they are: none of those that an alarm took back."""
+        last = self.ending.iteration if self.rolled_back and self.ending else math.inf
+        return [row for row in self.of_kind("eval") if row["iteration"] <= last]
 
     @property
     def _resumed(self) -> bool:

@@ -115,7 +115,7 @@ class Told:
 def tell(run: Watched) -> Told:
     """The run in words."""
     told = Told(run.name, "", state_of(run), pace_of(run))
-    looks = run.of_kind("eval")
+    looks = run.looks
     if looks and run.settings is not None:
         told.looked, told.heldout = looks[-1]["iteration"], _heldout(run)
         told.judged = _judged(run, looks, told.heldout)
@@ -282,6 +282,8 @@ def _answer(run: Watched, told: Told, alarms: Sequence[str]) -> str:
     if told.looked and not told.judged:
         return f"Nothing can be said: no reward has scored held-out pictures of both.{raised}"
     if not told.looked:
+        if run.rolled_back:
+            return f"It did not work: the weights are the base's again.{raised}"
         if run.over:
             return f"Nothing can be said: it was evaluated only before training.{raised}"
         wait = run.until_look
