@@ -404,6 +404,8 @@ def test_a_run_that_is_not_whole_has_a_page_that_says_so(copied, change, told, j
     if judged:
         after = copied.read_scores(judged, ["bright"], 3)["bright"].double()
         assert line.changes["bright"].tuned == pytest.approx(float(after.mean()))
+        shown = pictures(runs)[0][0]
+        assert shown["trouble"] or shown["iterations"][-1] == judged
 
 
 def test_missing_numbers_are_gaps(copied):
