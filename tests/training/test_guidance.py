@@ -7,9 +7,11 @@ import pytest
 from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.consistency import Wanted, check_guidance
+from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.rollout.guidance import guidance_of
+from tests.support.runs import trainer
 
 
 def rows(config, *overrides):
@@ -92,3 +94,8 @@ def test_guidance_begins_where_the_models_does(tiny_config, kind, scale, guided)
     assert bool(complaints) == (not guided)
     policy = SimpleNamespace(guidance_scale=scale, spec=SPECS[kind])
     assert guidance_of(policy) == (scale if guided else None)
+
+
+def test_a_policy_from_python_that_has_no_guidance_scale_is_given_none():
+    with pytest.raises(UserError, match="guidance_scale=2: a GaussianPolicy has no guidance_scale"):
+        trainer(None, "sampling.guidance_scale=2").iterate()

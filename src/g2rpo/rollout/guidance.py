@@ -30,6 +30,14 @@ def guided_by_hand(policy: object) -> bool:
     return not getattr(inner, "guided", guidance_of(policy) is not None)
 
 
+def faults_of_scale(policy: object, scale: float | None) -> Iterator[str]:
+    """Why a policy cannot train with the guidance scale `scale` (None: its own)."""
+    inner = _inner(policy)
+    if scale is not None and not hasattr(inner, "guidance_scale"):
+        kind = type(inner).__name__
+        yield f"sampling.guidance_scale={scale:g}: a {kind} has no guidance_scale; take it out"
+
+
 @contextmanager
 def guided_by(policy: Policy, scale: float | None) -> Iterator[None]:
     """While entered, the policy has the guidance scale `scale`; None: its own."""

@@ -15,7 +15,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond, Policy, Reward
 from g2rpo.evaluation.work import plans_in
 from g2rpo.prompts.order import PromptOrder
-from g2rpo.rollout.guidance import sized
+from g2rpo.rollout.guidance import faults_of_scale, sized
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.collector import Collector
@@ -43,6 +43,7 @@ def loop_of(
     weights = {name: config.rewards[name].weight for name in rewards}
     check_differentiable(algorithm, rewards, weights)
     refuse(faults_of_judged(algorithm, prompts, policy))
+    refuse(faults_of_scale(policy, config.sampling.guidance_scale))
     division = divided(config, shards.world)
     sigmas = grid_of(config.sampling.shift, policy, config.sampling.num_steps)
     learner = Learner(policy.trainable_parameters(), optim, shards, keeps_old(algorithm))
