@@ -3,6 +3,7 @@ passes, counts and whole runs on stored pictures."""
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -302,6 +303,18 @@ def test_held_out_pairs_are_noised_by_place_and_equally_many_on_every_rank(judge
     for rank in (0, 1):
         t.loop.world = World(rank, 2)
         assert t.judged.row()["pairs/count"] == 6
+
+
+def test_the_seconds_of_an_evaluation_are_also_those_of_held_out_pairs(judged):
+    """`--within` takes the time of the next evaluation from them."""
+
+    class Slow(Encodes):
+        def latents_of(self, files):
+            time.sleep(0.2)
+            return super().latents_of(files)
+
+    t = trainer("flow_dpo", judged, policy=Slow(), held_out_pairs=judged[:3])
+    assert t.evaluate()["seconds"] > 0.6
 
 
 def test_held_out_pairs_that_are_looked_at_are_of_many_prompts():

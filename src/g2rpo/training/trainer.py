@@ -310,8 +310,9 @@ class Trainer:
         if self.iteration == 0 and not self._keeps_base:
             self.status.begin("trying other sampler settings of the base")
             self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
+        pairs = self.judged.row()
         watch.lap("evaluation")
-        row = self.evaluator.row(self.iteration, evaluation, spread) | self.judged.row()
+        row = self.evaluator.row(self.iteration, evaluation, spread) | pairs
         row["seconds"] = watch.seconds["evaluation"]
         return self._heard(row, evaluation)
 
