@@ -162,8 +162,9 @@ def _built(
         pipeline = pipeline_class(
             **{**absent, **blueprint.options, **modules, "scheduler": scheduler}
         )
-    # no kernel runs here
-    config = config.model_copy(update={"attention": "auto", "compile": False})
+    # no kernel runs here, but "math" has the scores as a tensor
+    kind = "math" if config.attention == "math" else "auto"
+    config = config.model_copy(update={"attention": kind, "compile": False})
     policy = components.policy_class(config, blueprint.kind)
     with loading(f"policy.path={config.path}"), Uninitialised():
         return policy(pipeline, hub.located(config), device="meta")

@@ -162,6 +162,18 @@ def test_autocast_moves_more_and_float8_is_counted_as_such(flux_directory):
 
 
 @pytest.mark.slow
+def test_attention_by_torchs_own_operations_keeps_its_scores(flux_directory):
+    fused, plain = (
+        traced_calls(flux_directory, f"policy.attention={kind}").velocity
+        for kind in ("auto", "math")
+    )
+    kinds = [{kernel.kind for kernel in each.roofline.kernels} for each in (fused, plain)]
+    assert ATTENTION in kinds[0] - kinds[1]
+    assert plain.roofline.flops == fused.roofline.flops
+    assert plain.peak > fused.peak
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "overrides", "off"),
     [

@@ -72,7 +72,7 @@ class Calls:
 Known = dict[tuple[Any, ...], TracedCall]
 """Calls that were traced, by what they depend on."""
 LABELS = {"compile", "attention", "device"}
-"""Options that no trace depends on."""
+"""Options that no trace depends on, but for attention that keeps its scores ("math")."""
 NOT_OF_SAMPLING = {"gradient_checkpointing"}
 NOT_OF_DECODING = {
     *NOT_OF_SAMPLING,
@@ -118,6 +118,7 @@ def trace_calls(
 
     def key(*more: Any, without: Collection[str] = ()) -> tuple[Any, ...]:
         options = config.policy.model_dump_json(exclude={*LABELS, *without})
+        options += str(config.policy.attention == "math")
         return options, blueprint.text_tokens, config.trainer.sharding != "none", like_cuda, *more
 
     trained = (
