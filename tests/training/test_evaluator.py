@@ -62,8 +62,8 @@ def test_a_longer_run_compares_itself_with_the_stored_controls(tmp_path):
     assert (found.prompts, len(found.of("tuned knob"))) == (2, 1)
 
 
-def test_the_price_of_training_is_of_what_was_trained(tmp_path):
-    """Of a run of eight iterations that goes back from the fourth to the second."""
+def test_price_and_card_are_of_what_was_trained(tmp_path):
+    """Of a run of eight iterations that goes back from the fourth to the base."""
     options = ("trainer.iterations=8", "evaluation.controls=true", "alarms.action=rollback")
     t = trainer(tmp_path, *options)
     cut(t, "eval", 4)
@@ -72,6 +72,7 @@ def test_the_price_of_training_is_of_what_was_trained(tmp_path):
         t.early_stop.end()
     t.finish()
     assert t.evaluator.against.training == 4 * work(t.config, 0)
+    assert "for 0 iterations of 2 prompts" in next(tmp_path.glob("*/README.md")).read_text()
 
 
 def test_free_knobs_are_sampled_where_they_are_cheap():

@@ -31,7 +31,7 @@ def card(folder, path="none", **changes):
     (folder / "adapter").mkdir(exist_ok=True)
     c = config(f"policy.path={json.dumps(path)}").model_copy(update=changes)
     table = {"bright": Comparison(0.1, 0.2, 0.05, 64)}
-    written = write_card(run, folder / "adapter", c, table, ["0"] * 3, GaussianPolicy())
+    written = write_card(run, folder / "adapter", c, 4, table, ["0"] * 3, GaussianPolicy())
     _, header, markdown = written.read_text().split("---\n", 2)
     return yaml.safe_load(header), markdown
 

@@ -46,13 +46,14 @@ def write_card(
     run: Run,
     weights: Path,
     config: Config,
+    iteration: int,
     table: Mapping[str, Comparison],
     heldout: Sequence[str],
     policy: Policy,
     against: Controls | None = None,
 ) -> Path:
-    """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a
-    file or a folder.
+    """Writes README.md, with its pictures, beside the weights of a finished run, which are those
+    after `iteration`; `weights` is a file or a folder.
 
     A policy may have `deployed`, further arguments of the pipeline's call, and `lora_loader`, what
     loads an adapter (None: merged weights are loaded). `against` are the base's sampler settings
@@ -81,7 +82,7 @@ def write_card(
             [
                 f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
                 f"# {_code(config.policy.path)}, tuned with {title_of(config.algorithm)[0]}",
-                _what(config) + _how_rated(run),
+                _what(config, iteration) + _how_rated(run),
                 f"![before and after]({(clips if moves else still).name})",
                 _results(config, table, len(heldout)),
                 *_controls(config, against),
@@ -130,7 +131,7 @@ def _block(language: str, code: str) -> str:
     return f"{fence}{language}\n{code}\n{fence}"
 
 
-def _what(config: Config) -> str:
+def _what(config: Config, iteration: int) -> str:
     weighted = [f"{name} (weight {entry.counts})" for name, entry in config.rewards.items()]
     rewards = ", ".join(weighted) or config.learnt_from
     kind = (
@@ -158,7 +159,7 @@ def _what(config: Config) -> str:
         )
     return (
         f"A {kind}, trained by g2rpo {__version__}{recipe} ({source}) for "
-        f"{counted(config.trainer.iterations, 'iteration')} of "
+        f"{counted(iteration, 'iteration')} of "
         f"{counted(config.trainer.prompts_per_iteration, 'prompt')}. Trained on: {rewards}. "
         f"{''.join(brought)}The licence of the base model applies{f': {licence}' if licence else ''}."
     )

@@ -357,8 +357,8 @@ class Trainer:
             )
             if self.run.writes:
                 with self.run.writing(weights):
-                    own = self.config, table, self.heldout, self.policy, self.evaluator.against
-                    write_card(self.run, weights, *own)
+                    own = self.config, self.iteration, table, self.heldout, self.policy
+                    write_card(self.run, weights, *own, self.evaluator.against)
             return table
 
     def export(self) -> Path:
