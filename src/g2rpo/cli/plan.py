@@ -125,10 +125,12 @@ def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> Non
     columns = ("--device", "needed", "of", "to spare", "the run", "with")
     table = _table(f"{escape(recipe)} on cards", columns, ("--device", "with"), caption=caption)
     numbers: dict[str, int] = {}
+    noted: dict[str, dict[str, None]] = {}
     for key, row in sorted(rows.items(), key=lambda item: item[1].capacity):
         figures = in_bytes(row.needed), in_bytes(row.capacity)
         if row.overrides is None:
-            table.add_row(key, *figures, "", "", "does not fit", style="dim")
+            with_ = "does not fit"
+            table.add_row(key, *figures, "", "", with_, style="dim")
         else:
             changed = " ".join(row.overrides)
             with_ = (
@@ -139,11 +141,14 @@ def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> Non
             table.add_row(
                 key, *figures, in_bytes(row.capacity - row.needed), planned(row.seconds), with_
             )
+        for note in row.notes:
+            noted.setdefault(note, {})[with_] = None
     console.print(table)
     for changed, number in numbers.items():
         say(console, f"changes {number}: {changed}")
-    for note in dict.fromkeys(note for row in rows.values() for note in row.notes):
-        warn(console, note)
+    for note, of in noted.items():
+        everywhere = all(note in row.notes for row in rows.values())
+        warn(console, note if everywhere else f"{', '.join(of)}: {note}")
 
 
 def _table(

@@ -180,11 +180,13 @@ def test_activations_that_the_gradient_of_rewards_keeps_are_said_to_be_missing(n
 def test_a_table_of_80_columns_breaks_no_override():
     longest = [f"evaluation.rewards.{name}.options.device=cpu" for name in ("image_reward", "hps")]
     console = Console(file=io.StringIO(), width=80)
-    row = fit.OnCard(longest, 2**34, 2**35, 1e5, ("Assumed.",))
-    show_cards("flux1-dev-lora", {"rtx6000ada": row, "a6000": row}, console)
-    *table, commands, note = console.file.getvalue().splitlines()
+    row = fit.OnCard(longest, 2**34, 2**35, 1e5, ("Assumed.", "On the CPU: hps."))
+    large = fit.OnCard([], 2**34, 2**36, 1e5, ("Assumed.",))
+    show_cards("flux1-dev-lora", {"rtx6000ada": row, "a6000": row, "h100": large}, console)
+    *table, commands, note, of_changes = console.file.getvalue().splitlines()
     assert f"changes 1: {' '.join(longest)}" == commands
-    assert note.endswith("Assumed.") and not any("Assumed." in line for line in table)
+    assert (note, of_changes) == ("Assumed.", "changes 1: On the CPU: hps.")
+    assert not any("Assumed." in line for line in table)
     assert any("rtx6000ada" in line for line in table)
     assert all(len(line) <= 80 for line in table if not line.startswith("changes"))
 
