@@ -385,6 +385,7 @@ def facts(world, folder, model):
             own = [call(t, seed) for seed in range(1 + 2 * world.rank)]
         found["uneven"] = [apart(v, call(alone, seed)) for seed, v in enumerate(own)]
         found["others"] = apart(call(alone, 1), call(alone, 2))
+    found["pictures"] = apart(*(each.sample(PROMPTS[:1]) for each in (t, alone)))
     found["errors"] = [error_of(call, t, 0), error_of(one_more_pass, t, world.rank)]
     found["bfloat16"] = rounding(world, model)
     found["decode"] = short_of_memory_when_decoding(world, model)
@@ -455,11 +456,12 @@ def test_each_layer_is_gathered_once_a_call_or_once_a_rollout(found):
 
 
 def test_ranks_may_sample_as_often_as_they_like(found):
-    """One, and three times. A gathered weight may lie elsewhere in memory, and a processor add up
-    in another order: sums of some hundred products agree within 1e-5, where velocities of other
-    latents are far apart."""
+    """One, and three times, and a picture. A gathered weight may lie elsewhere in memory, and a
+    processor add up in another order: sums of some hundred products agree within 1e-5, where
+    velocities of other latents are far apart."""
     assert [len(rank["uneven"]) for rank in found] == [1, 3]
     assert all(value < 1e-5 < 0.1 < rank["others"] for rank in found for value in rank["uneven"])
+    assert all(rank["pictures"] < 1e-5 for rank in found)
 
 
 def test_a_rank_out_of_step_is_an_error_on_all(found):

@@ -333,8 +333,8 @@ class Trainer:
 
     def sample(self, prompts: Sequence[str], seed: int = 0, first: int = 0) -> Tensor:
         """Pictures [B, 3, H, W] in [0, 1], or clips, of the (averaged) weights; picture i starts
-        from noise (seed, first + i)."""
-        with self.learner.averaged():
+        from noise (seed, first + i). With sharded weights all ranks must call it."""
+        with self.learner.averaged(), self.shards.sampling():
             return self.evaluator.sampler_now(seed=seed).pictures(prompts, first)
 
     def finish(self) -> dict[str, Comparison]:
