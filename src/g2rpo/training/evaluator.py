@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,8 @@ class Evaluator:
     """The number of held-out prompts for the spread within a prompt."""
     against: Controls | None = None
     """The controls against the tuned model, once they are compared."""
+    unlogged: Collection[str] = ()
+    """Rewards whose scale changes during the run, so that their means are no curve."""
     baseline: Evaluation | None = None
     """The base model's evaluation, once there is one."""
     _base_look: dict[str, Tensor] = field(default_factory=dict)
@@ -233,11 +235,14 @@ class Evaluator:
                 self.run.grid(iteration), [(iteration, evaluation)], f"After iteration {iteration}"
             )
         row: Row = {"kind": "eval", "iteration": iteration}
-        row |= {f"reward/{name}": mean for name, mean in evaluation.means().items()}
+        logged = [name for name in evaluation.scores if name not in self.unlogged]
+        means = evaluation.means()
+        row |= {f"reward/{name}": means[name] for name in logged}
         base = self.base()
         if base is None:
             return row
-        changes = compare_evaluations(base, evaluation)
+        every = compare_evaluations(base, evaluation)
+        changes = {name: every[name] for name in logged}
         row |= {f"stderr/{name}": change.error for name, change in changes.items()}
         few = {name: each.count for name, each in changes.items() if each.count < len(self.heldout)}
         row |= {f"scored/{name}": count for name, count in few.items()}
@@ -251,6 +256,8 @@ class Evaluator:
 
     def keep_scores(self, iteration: int, evaluation: Evaluation) -> None:
         """Stores the scores of an evaluation after an iteration, in the place of earlier ones."""
+        if not self.run.writes:
+            return
         path = self.run.scores(iteration)
         with self.run.writing(path):
             save_rows(path, score_rows(evaluation.prompts, evaluation.scores, evaluation.right))

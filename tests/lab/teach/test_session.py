@@ -27,6 +27,8 @@ from g2rpo.lab.teach.commands import UNGUARDED, agree, opened, teach_config
 from g2rpo.lab.teach.pupil import Pupil
 from g2rpo.lab.teach.session import OVERRIDES, Lesson, Session
 from g2rpo.lab.teach.told import Told
+from g2rpo.lab.watch.folder import read
+from g2rpo.lab.watch.told import tell
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rewards import votes
@@ -243,11 +245,16 @@ def test_weights_go_back_when_a_judge_falls(tmp_path, judge, directly):
         assert learnt.looks[0].wrong.startswith("dark") != learns
         grown = min(pupil.LARGEST_STEP, pupil.GROW)
         assert learnt.step == (grown if learns else pupil.SHRINK) and s.trainer.base is base
+        clicks = s.pupil.clicks.scores(base.images.float() / 255, base.prompts)
+        # of the head that scored the others
+        assert torch.equal(s.trainer.run.read_scores(0, ["clicks"])["clicks"], clicks)
         table = s.finish()
     (run,) = read_runs([tmp_path])
     told = SeedGroup((run,)).changes
     for name, one in table.items():
         assert (told[name].base, told[name].tuned) == pytest.approx((one.base, one.tuned))
+    # whose scale was another in every row
+    assert "clicks" not in [one.name for one in tell(read(tmp_path)).judged]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from torch import Tensor
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import Comparison, paired
+from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.lab.teach.blind import BlindTest
 from g2rpo.lab.teach.groups import AskedGroup, of_main
 from g2rpo.monitor.alarms import is_large
@@ -141,6 +142,7 @@ class Pupil:
         judged_by = {**t.rewards, **t.judges}.values()
         clicks.encoder = next((one for one in judged_by if hasattr(one, "features")), None)
         self.clicks, self.rate = clicks, t.config.optim.learning_rate
+        t.evaluator.unlogged = ("clicks",)  # every answer changes the head
         base = t.snapshot()
         self.learnt, self.base = Learnt(base), Confirmed(base, None)
 
@@ -287,6 +289,7 @@ class Pupil:
             return
         row, base, now = t.evaluate(), t.base, t.final
         assert base is not None and now is not None
+        self._score(0, base)
         judges = {
             name: paired(base.scores[name], now.scores[name])
             for name in t.judges or t.rewards
@@ -335,10 +338,16 @@ class Pupil:
         t.set_length(max(1, t.iteration), t.config.evaluation.every)
         if t.iteration and t.final is None:  # weights changed or came back since the last look
             t.evaluate()
-        # the head was another when their pictures were drawn
-        for iteration, one in ((0, t.base), (t.iteration, t.final)) if t.world.is_main else ():
+        for iteration, one in ((0, t.base), (t.iteration, t.final)):
             if one is not None:
-                one.scores["clicks"] = self.clicks.scores(one.images.float() / 255, one.prompts)
-                t.evaluator.keep_scores(iteration, one)
+                self._score(iteration, one)
         t.save()
         return t.finish()
+
+    def _score(self, iteration: int, evaluation: Evaluation) -> None:
+        """Scores an evaluation by the head as it is, which was another when its pictures were
+        drawn."""
+        if self.trainer.world.is_main:  # it has all pictures
+            images = evaluation.images.float() / 255
+            evaluation.scores["clicks"] = self.clicks.scores(images, evaluation.prompts)
+            self.trainer.evaluator.keep_scores(iteration, evaluation)
