@@ -350,9 +350,14 @@ def test_who_liked_it_better_before_may_go_back_to_what_was_confirmed(tmp_path, 
         assert s.blind.verdict == ("better" if confirms else "worse")
         teach(s, 2)
         assert s.pupil.unconfirmed and not torch.equal(mean(s.trainer), first)
+        assert s.told_of_blind.startswith("Of earlier weights: Blind comparison of 2 pairs")
+        looks = len(s.pupil.learnt.looks)
         s.go_back()
         assert torch.equal(mean(s.trainer), first if confirms else base)
         assert not s.pupil.unconfirmed
+        # what is told is of these weights, or says that it is not
+        assert s.told_of_blind.startswith("Blind" if confirms else "Of earlier weights: ")
+        assert len(s.pupil.learnt.looks) < looks and bool(s.pupil.learnt.looks) == confirms
         s.undo()
         assert not torch.equal(mean(s.trainer), first if confirms else base)
 

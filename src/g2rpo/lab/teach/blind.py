@@ -24,7 +24,8 @@ Verdict = Literal["better", "worse", "no clear difference"]
 @dataclass(frozen=True)
 class BlindTest:
     """Pictures [N, 3, H, W], or clips, of `prompts`: by the base model and, from the same noise, by
-    the weights as they were when it began. `seed` decides which of a pair is on the left."""
+    the weights as they were when it began, of this `version` (`Pupil`). `seed` decides which of a
+    pair is on the left."""
 
     prompts: Sequence[str]
     before: Tensor
@@ -33,6 +34,7 @@ class BlindTest:
     answers: tuple[tuple[int, ...], ...] = ()
     """By pair (0,) if the base's picture is better, (1,) if the new one is; empty without a
     difference."""
+    version: int = 0
 
     @property
     def done(self) -> bool:

@@ -224,7 +224,7 @@ def kept_html(session: Session, table: dict[str, Comparison]) -> str:
         table=table,
         trained=trainer.rewards,
         folder=trainer.run.path,
-        blind=session.blind,
+        blind=session.told_of_blind,
         told=Told.of(session.pupil.learnt),
         unconfirmed=session.pupil.unconfirmed,
     )
@@ -243,7 +243,7 @@ def guide(session: Session) -> str:
 def verdict(session: Session) -> str:
     """What the comparison said of the weights as they are; "" without one."""
     test = session.blind
-    if test is None or session.pupil.unconfirmed or session.pupil.compared != test.seed:
+    if test is None or session.pupil.unconfirmed or session.pupil.compared != test.version:
         return ""
     now, before = test.answers.count((1,)), test.answers.count((0,))
     said = {
@@ -315,7 +315,7 @@ def status(session: Session, learning: bool) -> str:
             + (f" Undone: {look.wrong}." if look.wrong else "")
         )
     if session.blind is not None and session.blind.done:
-        lines.append(str(session.blind))
+        lines.append(session.told_of_blind)
     return f'<div class="g2">{"".join(f"<p>{escape(line)}</p>" for line in lines)}</div>'
 
 

@@ -67,10 +67,12 @@ class BrakeLook:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """Weights to which a person may go back, with the features of `Learnt.heldout` then."""
+    """Weights to which a person may go back, with `Learnt.heldout` and `Learnt.looks` then."""
 
     weights: Snapshot
-    heldout: tuple[Features, Features] | None
+    version: int = 0
+    heldout: tuple[Features, Features] | None = None
+    looks: tuple[BrakeLook, ...] = ()
 
 
 @dataclass
@@ -109,8 +111,8 @@ class Kept:
     weights: Snapshot
     learnt: Learnt
     changes: int
-    confirmed: bool
-    """Whether a person had compared these weights with the base's."""
+    version: int
+    compared: int
 
 
 @dataclass
@@ -125,9 +127,10 @@ class Pupil:
     factor of the learning rate."""
     changes: int = 0
     """How often the weights have changed."""
+    version: int = 0
+    """The number of the weights as they are: `changes` when they were new."""
     compared: int = 0
-    """`changes` of the last weights that a person compared with the base's, or went back to; -1 if
-    that was taken back."""
+    """`version` of the last weights that a person compared with the base's, or went back to."""
 
     def __post_init__(self) -> None:
         t = self.trainer
@@ -144,7 +147,7 @@ class Pupil:
         self.clicks, self.rate = clicks, t.config.optim.learning_rate
         t.evaluator.unlogged = ("clicks",)  # every answer changes the head
         base = t.snapshot()
-        self.learnt, self.base = Learnt(base), Confirmed(base, None)
+        self.learnt, self.base = Learnt(base), Confirmed(base)
 
     @property
     def answered(self) -> int:
@@ -154,7 +157,7 @@ class Pupil:
     @property
     def unconfirmed(self) -> bool:
         """Whether the weights have changed since a person last compared them with the base's."""
-        return self.changes != self.compared
+        return self.version != self.compared
 
     @property
     def moved(self) -> tuple[float, float]:
@@ -181,7 +184,7 @@ class Pupil:
     def kept(self) -> Kept:
         """All that `put_back` needs."""
         learnt = copy.copy(self.learnt)
-        return Kept(self.trainer.snapshot(), learnt, self.changes, not self.unconfirmed)
+        return Kept(self.trainer.snapshot(), learnt, self.changes, self.version, self.compared)
 
     def put_back(self, kept: Kept) -> None:
         """Forgets what was learnt since."""
@@ -189,7 +192,7 @@ class Pupil:
         if kept.changes != self.changes:
             self.trainer.restore(kept.weights)
             self.changes += 1
-        self.compared = self.changes if kept.confirmed else -1
+        self.version, self.compared = kept.version, kept.compared
 
     def learn(self, group: AskedGroup, vote: Vote) -> None:
         """Learns from the answer to a group that names a picture."""
@@ -236,19 +239,20 @@ class Pupil:
             learnt.pairs += tuple(Choice(features, one) for one in liked)
         if not learnt.direct:
             self._fit(test.now)
-        self.compared = test.seed
+        self.compared = test.version
         if test.verdict == "better" and not self.unconfirmed:
-            learnt.confirmed = Confirmed(self.trainer.snapshot(), learnt.heldout)
+            weights = self.trainer.snapshot()
+            learnt.confirmed = Confirmed(weights, self.version, learnt.heldout, learnt.looks)
 
     def go_back(self) -> None:
         """Puts back the last weights that a person confirmed, or the base's."""
         learnt = self.learnt
         last = learnt.confirmed or self.base
         self.trainer.restore(last.weights)
-        learnt.good, learnt.heldout = last.weights, last.heldout
+        learnt.good, learnt.heldout, learnt.looks = last.weights, last.heldout, last.looks
         learnt.since, learnt.useless, learnt.waiting = 0, 0, ()
         self.changes += 1
-        self.compared = self.changes
+        self.version = self.compared = last.version
 
     def iterate(self) -> None:
         """`UPDATES` iterations on the rewards as they are."""
@@ -270,10 +274,14 @@ class Pupil:
         self._changed()
 
     def _changed(self) -> None:
-        self.changes += 1
+        self._renewed()
         self.learnt.since += 1
         if self.learnt.since == LOOK:
             self.settle()
+
+    def _renewed(self) -> None:
+        self.changes += 1
+        self.version = self.changes
 
     def settle(self) -> None:
         """Compares held-out pictures with the base's by the judges, if weights changed since the
@@ -317,7 +325,7 @@ class Pupil:
         if told:
             t.restore(learnt.good)
             learnt.useless = 0
-            self.changes += 1
+            self._renewed()
             self.notify(
                 f"held-out pictures: {told}; back to the last good weights, with smaller steps"
             )

@@ -125,6 +125,15 @@ class Session:
         self._wait()
         return self.pupil.unconfirmed
 
+    @property
+    def told_of_blind(self) -> str:
+        """What the last blind comparison found, and whether it was of other weights; "" without
+        one."""
+        test = self.blind
+        if test is None or not test.answers:
+            return ""
+        return f"{'' if test.version == self.pupil.version else 'Of earlier weights: '}{test}"
+
     # what a person may say
 
     def answer(
@@ -349,7 +358,8 @@ class Session:
             for one in (base, now)
         )
         prompts = [t.heldout[place] for place in places]
-        self.blind = BlindTest(prompts, before, after, self.pupil.changes)
+        changes, version = self.pupil.changes, self.pupil.version
+        self.blind = BlindTest(prompts, before, after, changes, version=version)
 
     def _picture(self) -> Tensor:
         """The picture [3, H, W] of `prompt` by the weights as they are, from the noise of its
