@@ -257,6 +257,17 @@ def test_weights_go_back_when_a_judge_falls(tmp_path, judge, directly):
     assert "clicks" not in [one.name for one in tell(read(tmp_path)).judged]
 
 
+def test_what_is_told_in_the_end_is_of_the_weights_that_are_kept(tmp_path, monkeypatch):
+    """Which need not be the last ones that were nearer to the taste."""
+    monkeypatch.setattr(Pupil, "_nearer", lambda *seen: False)
+    with begun(tmp_path) as s:
+        while not s.pupil.learnt.looks:
+            teach(s, 1)
+        s.finish()
+    kept = features_of(s.trainer.final.images.float() / 255, s.trainer.heldout)
+    assert torch.equal(s.pupil.learnt.heldout[1]["colour"], kept["colour"])
+
+
 @pytest.mark.slow
 def test_weights_go_back_when_two_looks_are_no_nearer_to_the_taste(tmp_path):
     with begun(tmp_path, "alarms.pictures=off") as s:

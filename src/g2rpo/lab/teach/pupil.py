@@ -97,7 +97,8 @@ class Learnt:
     """Looks in a row that were no nearer to the taste, by the head."""
     looks: tuple[BrakeLook, ...] = ()
     heldout: tuple[Features, Features] | None = None
-    """Features of held-out pictures, of the base and of the last good look."""
+    """Features of held-out pictures, of the base and of the last good look; in the end of the weights
+    that are kept."""
     pairs: tuple[Choice, ...] = ()
     """What blind comparisons said: no difference is one choice each way."""
     confirmed: Confirmed | None = None
@@ -310,13 +311,7 @@ class Pupil:
         ]
         wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
         fell = of_main(t.world, lambda: " and ".join(wrong))
-        seen: tuple[Features, Features] | None = None
-        if t.world.is_main:  # it has all pictures
-            before, after = (
-                features_of(one.images.float() / 255, one.prompts, self.clicks.encoder)
-                for one in (base, now)
-            )
-            seen = before, after
+        seen = self._seen(base, now)
         nearer = of_main(t.world, lambda: seen is not None and self._nearer(*seen))
         learnt.since, learnt.useless = 0, 0 if nearer or fell else learnt.useless + 1
         told = fell or ("no nearer to the guess of your taste" if learnt.useless == USELESS else "")
@@ -331,6 +326,16 @@ class Pupil:
             )
         elif nearer:
             learnt.good, learnt.heldout = t.snapshot(), seen
+
+    def _seen(self, base: Evaluation, now: Evaluation) -> tuple[Features, Features] | None:
+        """Features of held-out pictures of both; None but on rank 0, which has all pictures."""
+        if not self.trainer.world.is_main:
+            return None
+        before, after = (
+            features_of(one.images.float() / 255, one.prompts, self.clicks.encoder)
+            for one in (base, now)
+        )
+        return before, after
 
     def _nearer(self, base: Features, now: Features) -> bool:
         head = None if self.learnt.direct else self.learnt.head
@@ -349,6 +354,8 @@ class Pupil:
         for iteration, one in ((0, t.base), (t.iteration, t.final)):
             if one is not None:
                 self._score(iteration, one)
+        if t.base is not None and t.final is not None:  # the last good weights may be others
+            self.learnt.heldout = self._seen(t.base, t.final)
         t.save()
         return t.finish()
 
