@@ -16,6 +16,8 @@ from g2rpo.evaluation.work import work
 from g2rpo.monitor.alarms import Alarms, alike
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.run.rates import Pilot, Sweep
+from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
 from tests.support.runs import brightness, cut, finished, log, resumed, trainer
 from tests.support.variants import few
@@ -60,6 +62,16 @@ def test_a_longer_run_compares_itself_with_the_stored_controls(tmp_path):
     again.finish()
     found = Controls.model_validate(json.loads((tmp_path / "results.json").read_text())["controls"])
     assert (found.prompts, len(found.of("tuned knob"))) == (2, 1)
+
+
+def test_what_is_not_known_is_null_in_the_files_of_a_run(tmp_path):
+    """The error of one prompt; the gain of a pilot that could not be finished."""
+    results, _ = results_of(tmp_path, prompts=["0"])
+    run, pilot = Run(tmp_path), Pilot(0.1, math.nan, math.nan, math.nan, {}, 3, 1.0)
+    assert results["rewards"]["bright"]["error"] is None
+    assert math.isnan(run.read_results().rewards["bright"].error)
+    run.write_rates(Sweep(0.1, [0.1], [pilot]))
+    assert "NaN" not in run.rates.read_text() and math.isnan(run.read_rates().pilots[0].gain)
 
 
 def test_price_and_card_are_of_what_was_trained(tmp_path):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.plain import Count
+from g2rpo.core.plain import Count, Figure
 from g2rpo.core.statistics import interval
 
 Values = NDArray[np.float64]
@@ -52,9 +52,9 @@ class RateGain:
     above it, and their alarms."""
 
     rate: float
-    gain: float
-    low: float
-    high: float
+    gain: Figure
+    low: Figure
+    high: Figure
     alarms: dict[str, str]
 
     @property

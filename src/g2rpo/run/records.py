@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field
 import g2rpo
 from g2rpo.core.errors import counted
 from g2rpo.core.files import in_bytes
-from g2rpo.core.plain import Count, Iteration, Number
+from g2rpo.core.plain import Count, Figure, Iteration, Number
 from g2rpo.evaluation.untrained import Controls
 from g2rpo.runtime.devices import name_of_device
 
@@ -81,7 +81,7 @@ def _measured(value: float) -> float:
     return value
 
 
-Measured = Annotated[float, AfterValidator(_measured)]
+Measured = Annotated[Figure, AfterValidator(_measured)]
 
 
 class Compared(BaseModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import traceback
@@ -334,7 +333,7 @@ class Run(RunFiles):
 
     def _write_json(self, path: Path, value: Mapping[str, Any]) -> None:
         with self.writing(path):
-            write_whole(path, json.dumps(value, indent=1).encode())
+            write_whole(path, as_json(value, 1).encode())
 
     # --- messages
 
