@@ -60,8 +60,12 @@ def test_a_longer_run_compares_itself_with_the_stored_controls(tmp_path):
     again = resumed(tmp_path, *options)
     assert again.evaluator.controls_on == 3
     again.finish()
-    found = Controls.model_validate(json.loads((tmp_path / "results.json").read_text())["controls"])
+    results = json.loads((tmp_path / "results.json").read_text())
+    found = Controls.model_validate(results["controls"])
     assert (found.prompts, len(found.of("tuned knob"))) == (2, 1)
+    resumed(tmp_path, "trainer.iterations=2", "evaluation.controls=false").finish()
+    again = json.loads((tmp_path / "results.json").read_text())
+    assert again["diversity"] == results["diversity"] and results["diversity"]["prompts"] == 3
 
 
 def test_what_is_not_known_is_null_in_the_files_of_a_run(tmp_path):

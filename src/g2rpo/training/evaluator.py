@@ -301,7 +301,8 @@ class Evaluator:
             spreads = {row["iteration"]: row[key] for row in self.run.read_log() if key in row}
             if spreads.keys() >= {0, iteration}:
                 means = {"base": spreads[0], "tuned": spreads[iteration]}
-                results[key] = {"prompts": self.spread_on, "noises": SPREAD_NOISES, **means}
+                count = min(SPREAD_PROMPTS, len(self.heldout))  # also of an earlier start
+                results[key] = {"prompts": count, "noises": SPREAD_NOISES, **means}
         sides = [(0, base), (iteration, tuned)]
         self._save_pictures(self.run.before_after, sides, "Both rows from the same noise", right)
         if rolled_back_from is not None:
