@@ -68,6 +68,15 @@ def test_a_longer_run_compares_itself_with_the_stored_controls(tmp_path):
     assert again["diversity"] == results["diversity"] and results["diversity"]["prompts"] == 3
 
 
+def test_controls_that_come_too_late_are_said_to(tmp_path):
+    """The base is there before training alone, without a LoRA."""
+    late = ("trainer.iterations=2", "policy.tuning=full", "evaluation.controls=true")
+    finished(trainer(tmp_path, *late, "evaluation.controls=false"))
+    (said,) = trainer(tmp_path, *late).resume()
+    assert "g2rpo evaluate RUN --controls" in said
+    assert trainer(tmp_path, *late, "policy.tuning=lora").resume() == []
+
+
 def test_what_is_not_known_is_null_in_the_files_of_a_run(tmp_path):
     """The error of one prompt; the gain of a pilot that could not be finished."""
     results, _ = results_of(tmp_path, prompts=["0"])

@@ -383,7 +383,14 @@ class Trainer:
             return complaints
         self.loop.iteration = found
         self.early_stop.take_up([*self.rewards, *self.judges], len(self.heldout))
-        return [*complaints, *self.run.gaps(self.alarms.rows, found)]
+        return [*complaints, *self.run.gaps(self.alarms.rows, found), *self._without_controls()]
+
+    def _without_controls(self) -> Iterator[str]:
+        """Whether controls are asked for that a run which has begun cannot sample any more."""
+        asked = self.config.evaluation.controls is True and not self._keeps_base
+        if asked and not self.evaluator.stored_controls():
+            kept = "were not sampled before training, and full fine-tuning keeps no base to sample"
+            yield f"evaluation.controls=true: {kept}; `g2rpo evaluate RUN --controls` samples them"
 
     def roll_back(self) -> int:
         """Restores the weights of the best evaluation, for `finish` and `export`, and returns its
