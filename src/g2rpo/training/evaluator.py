@@ -54,7 +54,7 @@ from g2rpo.monitor.scores import SHOWN, chosen, save_inputs, save_pictures, save
 from g2rpo.rollout.guidance import guidance_of, guided_by_hand
 from g2rpo.run.base import read_base
 from g2rpo.run.run import Run
-from g2rpo.runtime.memory import BatchSizes
+from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.learner import Learner
 from g2rpo.training.loop import Loop
@@ -123,17 +123,29 @@ class Evaluator:
         kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
         """Pictures of the held-out prompts and all their scores, or of other `prompts` and with
-        other sampler settings. `on_rows` is called after every call of the network."""
+        other sampler settings. `on_rows` is called after every call of the network, and with a
+        number below 0 for calls that memory ran out after and that are repeated."""
         world, prompts = self.shards.world, self.heldout if prompts is None else prompts
         part = world.shard_or_all(prompts)
 
         def evaluated() -> Evaluation:
+            done = 0
+
+            def count(rows: int) -> None:
+                nonlocal done
+                done += rows
+                on_rows(rows)
+
             sampler = self.sampler_now(
-                seed=self.sampler.seed if seed is None else seed, on_rows=on_rows
+                seed=self.sampler.seed if seed is None else seed, on_rows=count
             )
             judged_by = self.judged_by if rewards is None else rewards
             first = world.first(len(prompts)) if len(part) < len(prompts) else 0
-            return sampler.evaluate(part, judged_by, first=first, control=control, kept=kept)
+            try:
+                return sampler.evaluate(part, judged_by, first=first, control=control, kept=kept)
+            except OutOfMemory:
+                on_rows(-done)
+                raise
 
         with self.learner.averaged(), self.run.naming(iteration), self.shards.sampling():
             evaluation = self.sizes.fit(evaluated)
