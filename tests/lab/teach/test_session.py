@@ -21,6 +21,7 @@ from g2rpo.core.images import to_uint8
 from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Reward
 from g2rpo.lab.report.history import SeedGroup, read_runs
+from g2rpo.lab.report.page import facts
 from g2rpo.lab.teach import pupil
 from g2rpo.lab.teach.blind import BlindTest
 from g2rpo.lab.teach.commands import UNGUARDED, agree, opened, teach_config
@@ -253,6 +254,7 @@ def test_weights_go_back_when_a_judge_falls(tmp_path, judge, directly):
     told = SeedGroup((run,)).changes
     for name, one in table.items():
         assert (told[name].base, told[name].tuned) == pytest.approx((one.base, one.tuned))
+    assert facts(run)["Iterations"] == f"{s.trainer.iteration} of {s.trainer.iteration}"
     # whose scale was another in every row
     assert "clicks" not in [one.name for one in tell(read(tmp_path)).judged]
 

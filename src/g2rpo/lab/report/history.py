@@ -85,8 +85,8 @@ class RunHistory:
 
     @property
     def iteration(self) -> int:
-        """The number of finished iterations."""
-        return self.iterations[-1]["iteration"] if self.iterations else 0
+        """The number of finished iterations; some have no row but the evaluation after them."""
+        return self.rows[-1]["iteration"] if self.rows else 0
 
     @property
     def finished(self) -> bool:
