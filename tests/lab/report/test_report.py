@@ -72,6 +72,8 @@ def test_the_headline_is_results_json(run_dir, html):
         change = signed(row["tuned"] - row["base"], 3)
         assert f"{name} {use} {base} {tuned} {change} too few prompts" in words(html)
         assert row["count"] == 3
+    command = f"<code>g2rpo evaluate {run_dir} --controls --out {run_dir}-controls</code>"
+    assert command in html and "`" not in words(html)
     assert "Finished: 4 iterations." in words(html) and "LoRA of rank 32" in words(html)
 
 

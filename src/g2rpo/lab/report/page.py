@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from importlib.resources import files
@@ -11,6 +12,7 @@ from threading import Lock
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from g2rpo import __version__
 from g2rpo.config import recipes
@@ -50,13 +52,20 @@ LEAST_SHARE = 0.005
 
 def templates_of(package: str) -> Environment:
     """The HTML templates of a package; what they are given is escaped."""
-    return Environment(
+    environment = Environment(
         loader=PackageLoader(package),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["coded"] = coded
+    return environment
+
+
+def coded(text: str) -> Markup:
+    """Text in which a command stands in backticks, as HTML."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def compare_style() -> str:
