@@ -201,6 +201,19 @@ def test_a_change_has_the_interval_of_students_t(run):
     assert told.judged[0].rise.margin == pytest.approx(0.01 * stats.t.ppf(0.975, 9), rel=1e-12)
 
 
+def test_a_change_is_of_the_prompts_that_both_have_a_score_for(run):
+    """As in results.json: the base's picture of the third prompt has no score."""
+    few = looked(5, 0.5, 3.0, **{"scored/ocr": 2})
+    folder = run([BASE, *FIVE, few], "training", owner=NODE)
+    (folder / "scores").mkdir()
+    for iteration, scores in ((0, (0.25, 0.5, None)), (5, (0.5, 0.75, 0.0))):
+        rows = [{"prompt": "a", "scores": {"ocr": score, "judge": 1.0}} for score in scores]
+        table = folder / f"scores/iteration_{iteration:06d}.jsonl"
+        table.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    ocr = tell(read(folder)).judged[0]
+    assert (ocr.base, ocr.now, ocr.rise.change) == ("0.375", "0.625", 0.25)
+
+
 def test_the_rise_in_training_is_the_least_squares_line_with_its_interval():
     random = np.random.default_rng(0)
     values = 0.5 + 0.02 * np.arange(40) + 0.1 * random.standard_normal(40)

@@ -236,12 +236,28 @@ def _judged(run: Watched, looks: Sequence[Row], heldout: int) -> list[Judged]:
     judged = []
     for key, shown, margin in asked:
         before, after = base.get(key), now.get(key)
+        name = key.removeprefix("reward/")
+        if f"scored/{name}" in now:  # its error is of prompts that both have a score for
+            before, after = _means_of_both(run, now["iteration"], name) or (before, after)
         if before is None or after is None:
             continue
         points = not key.startswith("reward/")
         rise = Rise(after - before, math.nan if margin is None else margin, points)
         judged.append(Judged(shown, rise.figure(before), rise.figure(after), rise))
     return judged
+
+
+def _means_of_both(run: Watched, looked: int, name: str) -> tuple[float, float] | None:
+    """The means of a reward over the held-out prompts that it scored before and after; None where
+    these scores are not kept."""
+    both = []
+    for before, after in zip(_table(run, 0), _table(run, looked), strict=False):
+        was, now = before.scores.get(name), after.scores.get(name)
+        if was is not None and now is not None:
+            both.append((was, now))
+    if not both:
+        return None
+    return sum(was for was, _ in both) / len(both), sum(now for _, now in both) / len(both)
 
 
 def _margin(error: float | None, count: int) -> float | None:
