@@ -207,11 +207,13 @@ def test_a_variant_of_the_recipes_algorithm_keeps_what_it_does_not_redefine(body
     source.write_text(text.format(module="g2rpo", base="GranularGRPO", body=body))
     (tmp_path / "mix.py").write_text(text.format(module="flow_grpo", base="MixGRPO", body=""))
     heard = []
-    algorithm = resolve(PLAIN, [f"algorithm.name={source}:Own"], "here", heard.append).algorithm
+    overrides = [f"algorithm.name={source}:Own", "algorithm.granularities=[1]"]
+    algorithm = resolve(PLAIN, overrides, "here", heard.append).algorithm
     assert {key: getattr(algorithm, key) for key in kept} == kept and algorithm.pause == 1
     assert heard[0].startswith(
         f"algorithm.name={source}:Own: a GranularGRPO, so here's "
     ) and heard[0].endswith(" stay")
+    assert algorithm.granularities == (1,) and "granularities=" not in heard[0]
     other = resolve(PLAIN, [f"algorithm.name={tmp_path}/mix.py:Own"], "here").algorithm
     assert other.group_size == ALGORITHMS["mixgrpo"].group_size
 

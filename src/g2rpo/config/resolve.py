@@ -146,17 +146,20 @@ def _with_other_algorithm(
     recipes = _class_in(given, source, mention=True)
     own = asked[-1] not in ALGORITHMS
     stays = own and None not in (kind, recipes) and issubclass(kind, recipes)
-    kept, left = {}, {}
+    replaced = {override.partition("=")[0].removeprefix("algorithm.") for override in overrides}
+    kept, stay, left = {}, {}, {}
     for key, value in given.items():
         if key == "name":
             continue
         if stays and getattr(kind, key, None) == getattr(recipes, key, None):
             kept[key] = value
+            if key not in replaced:
+                stay[key] = value
         elif getattr(kind, key, None) != value:
             left[key] = value
-    if kept:
+    if stay:
         notify(
-            f"algorithm.name={asked[-1]}: a {recipes.__name__}, so {source}'s {_assigned(kept)} stay"
+            f"algorithm.name={asked[-1]}: a {recipes.__name__}, so {source}'s {_assigned(stay)} stay"
         )
     if left:
         whose = "its" if own else "its published"
