@@ -62,7 +62,8 @@ SWAPPED = ["rewards.scene_accuracy=", "rewards.scene_clip=1", "evaluation.reward
 def test_floors_at_the_bases_mean_are_numbers_where_the_run_knows_them(tmp_path):
     run, asked = Run(tmp_path), config("rewards.bright.floor=base")
     assert with_floors(run, asked) == asked
-    images, scores = torch.zeros(2, 3, 8, 8), {"bright": torch.tensor([0.25, 0.75])}
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)  # as they are stored
+    scores = {"bright": torch.tensor([0.25, 0.75])}
     save_evaluation(run.baseline, Evaluation((), images, scores))
     assert with_floors(run, asked).rewards["bright"].floor == 0.5
 

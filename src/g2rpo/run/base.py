@@ -108,7 +108,11 @@ def with_floors(run: RunFiles, config: Config) -> Config:
     if not asked or not run.baseline.is_file():
         return config
     stored = load_tensors(run.baseline)
-    scores = {name.removeprefix("score/"): values for name, values in stored.items()}
+    scores = {
+        name.removeprefix("score/"): values
+        for name, values in stored.items()
+        if name.startswith("score/")
+    }
     floors = floors_of(config.rewards, lambda: Evaluation((), stored["images"], scores))
     rewards = {
         name: entry.model_copy(update={"floor": floor} if entry.floor == "base" else {})
