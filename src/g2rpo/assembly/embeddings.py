@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import diffusers
-import transformers
-
 from g2rpo.assembly import hub
 from g2rpo.assembly.components import locate_pipeline
 from g2rpo.assembly.pipeline_files import INDEX, options_in, parts_in, read_file
@@ -79,6 +76,9 @@ def _store(
 def _libraries() -> dict[str, str]:
     """The versions of what encodes, without the last number: a patch that mends something else
     encodes no prompt again."""
+    import diffusers  # not by a command that is refused
+    import transformers
+
     both = (diffusers, transformers)
     return {one.__name__: ".".join(one.__version__.split(".")[:2]) for one in both}
 
