@@ -265,7 +265,8 @@ def test_the_command_trains_with_the_rate_that_it_found(capsys, tmp_path, tiny_c
         return found[-1]
 
     monkeypatch.setattr(Pilots, "_pilot", piloted)
-    words = ["train", tiny_config, "--find-rate", "--run-dir", tmp_path / "run"]
+    more = "prompts.train=testbed:train", "evaluation.num_prompts=8"
+    words = ["train", tiny_config, *more, "--find-rate", "--run-dir", tmp_path / "run"]
     shown = done(capsys, *words)
     assert "+0.500 [+0.400, +0.600]" in shown.partition("0.002 is taken")[0] != shown
     run = Run(tmp_path / "run")

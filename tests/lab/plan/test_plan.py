@@ -90,8 +90,9 @@ def test_every_schedule_of_every_algorithm_can_be_planned(capsys, tiny_config, w
     """What is drawn anew in every iteration is drawn from real numbers, though memory is traced
     with fake tensors."""
     small = "algorithm.group_size=3", "sampling.num_steps=8"
+    with_gradient = "rewards.scene_accuracy=", "rewards.brightness=1"
     # for a CPU a plan traces twice
-    plan = told(capsys, tiny_config, *words, *small, "--device", "a100")
+    plan = told(capsys, tiny_config, *words, *small, *with_gradient, "--device", "a100")
     assert plan["counts"]["an_iteration"]["training_rows"] > 0
     assert plan["memory"]["working"]["training pass"] > 0
 
