@@ -144,7 +144,9 @@ def test_published_sizes_and_licence_are_known_from_the_value(published, capsys)
     own = ["height=32", "width=48", f"kind={published[1]}", "pipeline=", "path=briaai/BRIA-3.2"]
     rewards = "rewards.scene_accuracy=", "rewards.brightness=1"
     without = (f"evaluation.rewards.{name}=" for name in ("scene_clip", "scene_preference"))
-    out = done(capsys, "plan", "scenes", *(f"policy.{option}" for option in own), *rewards, *without)
+    out = done(
+        capsys, "plan", "scenes", *(f"policy.{option}" for option in own), *rewards, *without
+    )
     assert "briaai/BRIA-3.2: A licence" in out
 
 
