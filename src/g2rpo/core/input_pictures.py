@@ -90,7 +90,11 @@ def faults_of_pictures(named: Mapping[str, str]) -> list[str]:
     memo = cache_root() / "pictures" / f"whole-{PIL.__version__}.txt"
     whole: set[str] = set()
     with suppress(OSError):  # only a cache: pictures are decoded again
-        whole |= set(memo.read_text(encoding="utf-8", errors="replace").split()) if memo.is_file() else set()
+        whole |= (
+            set(memo.read_text(encoding="utf-8", errors="replace").split())
+            if memo.is_file()
+            else set()
+        )
     states = {path: _state_of(path) for path in named}
 
     def fault(path: str) -> str | None:
