@@ -151,8 +151,15 @@ def test_what_can_be_downloaded_is_a_block_of_commands(monkeypatch):
     with pytest.raises(UserError) as refusal:
         check(load_config("flux1-dev-lora", []))
     _, _, block = str(refusal.value).partition("\nTo download all of it")
-    lines = block.splitlines()[1:]
-    assert lines[:2] == ["hf download black-forest-labs/FLUX.1-dev", "hf download xswu/HPSv2"]
+    heading, *lines = block.splitlines()
+    assert constants.HF_HUB_CACHE in heading
+    tokenizer = "--include '*.json' --include '*.txt' --include '*.model'"
+    assert lines[:4] == [  # not what else is in their repositories
+        "hf download black-forest-labs/FLUX.1-dev --include '*/*' --include model_index.json",
+        "hf download xswu/HPSv2",
+        f"hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K {tokenizer}",
+        "hf download apple/DFN5B-CLIP-ViT-H-14",
+    ]
     assert len(lines) == len({*lines}) and all(line.startswith("hf download ") for line in lines)
 
 

@@ -33,7 +33,7 @@ from g2rpo.core.files import in_bytes, is_hub_id
 from g2rpo.monitor.trackers import check_trackers
 from g2rpo.policies import attention, quantized
 from g2rpo.rewards.transport import TooSlow
-from g2rpo.rewards.weights import fetch
+from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
 from g2rpo.run.checkpoint import checkpoints
 from g2rpo.run.run import Run
 
@@ -181,15 +181,24 @@ def _check_files(
     """Refuses a local path that contains none of `files`."""
     if is_hub_id(place):
         if hub.cached(place, *files) is None:
-            questions[f"{key}={place}"] = partial(_ask_hub, place)
+            questions[f"{key}={place}"] = partial(_ask_hub, place, files)
         return
     with placed(f"{key}: ", OSError):
         fetch(place, *files)
 
 
-def _ask_hub(repository: str) -> str | None:
+def _ask_hub(repository: str, files: tuple[str, ...]) -> str | None:
     why = hub.obstacle(repository, SECONDS)
-    return why and f"{why}; `hf download {repository}` fetches it, or name a FOLDER that you have"
+    if why is None:
+        return None
+    return f"{why}; `{_download(repository, files)}` fetches it, or name a FOLDER that you have"
+
+
+def _download(repository: str, files: tuple[str, ...]) -> str:
+    """The command that fetches a repository; of one that gives a tokenizer alone, not its
+    weights."""
+    of_words = " --include '*.json' --include '*.txt' --include '*.model'"
+    return f"hf download {repository}{of_words if files == TOKENIZER_FILES else ''}"
 
 
 def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:

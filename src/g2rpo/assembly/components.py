@@ -313,7 +313,9 @@ def _faults_of_class(
 
 
 def _hub_class(name: str) -> str:
-    hint = f"`hf download {name} --local-dir FOLDER` (after `hf auth login` for a gated model), then policy.path=FOLDER"
+    # the folders of a pipeline; beside them are often the same weights in one file
+    fetch = f"hf download {name} --include '*/*' --include {INDEX}"
+    hint = f"`{fetch}` fetches it (after `hf auth login` for a gated model), or policy.path=FOLDER names one that you have"
     why = None if hub.cached(name, INDEX) is not None else hub.obstacle(name)
     if why is not None:
         raise UserError(f"policy.path={name}: is no local directory, and {why}\n{hint}")

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 from g2rpo.assembly import components
 from g2rpo.assembly.hub import HubQuestion
 from g2rpo.assembly.rewards import check_clips, check_frames, declared_by, reward_kind
@@ -108,10 +110,11 @@ def _listed(complaints: Sequence[str]) -> str:
     if len(complaints) == 1:
         return complaints[0]
     lines = ["- " + complaint.replace("\n", "\n  ") for complaint in complaints]
-    fetch = dict.fromkeys(re.findall(r"`(hf download [^` ]+)", "\n".join(lines)))
+    fetch = dict.fromkeys(re.findall(r"`(hf download [^`]+)`", "\n".join(lines)))
     if len(fetch) > 1:
         lines += [
-            "To download all of it (`g2rpo plan` estimates its size; `hf auth login` first for gated models):",
+            "To download all of it (`g2rpo plan` estimates its size; `hf auth login` first for gated models), here or "
+            f"where the hub can be reached, whose ~/.cache/huggingface/hub then goes to {constants.HF_HUB_CACHE}:",
             *fetch,
         ]
     return "\n".join([f"{len(complaints)} things are missing or wrong:", *lines])
