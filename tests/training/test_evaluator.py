@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from g2rpo.app.train import compare_all
 from g2rpo.core.errors import RolledBack
 from g2rpo.core.statistics import FEWEST_VALUES
 from g2rpo.core.types import Reward
@@ -19,7 +20,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.rates import Pilot, Sweep
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
-from tests.support.runs import brightness, cut, finished, log, resumed, trainer
+from tests.support.runs import brightness, cut, darkness, finished, log, resumed, trainer
 from tests.support.variants import few
 
 
@@ -49,6 +50,28 @@ def test_a_run_samples_free_knobs_of_the_untrained_model(tmp_path, tuning):
     )
     assert (means["base"], means["tuned"]) == pytest.approx((row["base"], row["tuned"]), abs=1e-6)
     assert "with the best sampler settings" in next(tmp_path.glob("*/README.md")).read_text()
+
+
+def compares(images, prompts):
+    return images.flatten(1).mean(1)
+
+
+compares.group = True
+
+
+@pytest.mark.parametrize(
+    ("tuning", "judge"), [("lora", darkness), ("lora", compares), ("full", darkness)]
+)
+def test_the_final_comparison_ends_where_it_said(tmp_path, tuning, judge):
+    """With the base's controls or without, and with the base's pictures beside those of each."""
+    options = ("trainer.iterations=1", "evaluation.controls=true", f"policy.tuning={tuning}")
+    t = trainer(tmp_path, *options, judges={"dark": judge})
+    list(t.train())
+    t.final, told = None, []
+    compare_all(t, told.append)
+    dones = [event.done for event in told]
+    assert {event.total for event in told} == {dones[-1]} and dones == sorted(set(dones))
+    assert t.status.now.of == dones[-1]
 
 
 def test_a_longer_run_compares_itself_with_the_stored_controls(tmp_path):

@@ -13,7 +13,16 @@ from pathlib import Path
 import torch
 
 from g2rpo.app.build import Request, at_rate, build
-from g2rpo.app.events import Emit, Line, Results, TrainingEnded, TrainingProgress, cautions, silent
+from g2rpo.app.events import (
+    Emit,
+    Line,
+    Progress,
+    Results,
+    TrainingEnded,
+    TrainingProgress,
+    cautions,
+    silent,
+)
 from g2rpo.app.prediction import Predict, beside_plan
 from g2rpo.app.stopping import Stopping
 from g2rpo.assembly import components
@@ -24,6 +33,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.errors import RolledBack, UserError, counted
 from g2rpo.core.files import digest_of
+from g2rpo.core.statistics import Comparison
 from g2rpo.rollout.planning import count_per_prompt
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.rates import Sweep
@@ -219,7 +229,7 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
         f"stopped while base and tuned were compared; {why}, and {trainer.run.command} finishes"
     )
     emit(TrainingEnded(time.perf_counter() - began, trainer.evaluator.controls_on > 0))
-    table = trainer.finish()
+    table = compare_all(trainer, emit)
     emit(
         Results(
             directory, table, trainer.heldout, list(trainer.rewards), config.policy.kind is not None
@@ -272,3 +282,12 @@ def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> N
             except UserError as error:  # of the plan, which training does not need
                 emit(Line(str(error)))
             predict = None
+
+
+def compare_all(trainer: Trainer, emit: Emit) -> dict[str, Comparison]:
+    """Compares base and tuned, and reports the evaluations of the network."""
+
+    def report(done: int, total: int) -> None:
+        emit(Progress("comparing", "evaluations", done, total))
+
+    return trainer.finish(report)

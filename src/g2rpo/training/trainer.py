@@ -15,6 +15,7 @@ from g2rpo.core.data import Judged, Row
 from g2rpo.core.errors import Preempted, UserError, refuse
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Plan, Policy, Reward, as_rewards
+from g2rpo.evaluation.controls import NO_CONTROL, TUNED
 from g2rpo.evaluation.heldout import Evaluation, floors_of
 from g2rpo.evaluation.work import plans_in, work_in_pictures
 from g2rpo.monitor.alarms import alarms_of
@@ -300,8 +301,8 @@ class Trainer:
             )
         watch = Stopwatch()
         which = f"the model after iteration {self.iteration}" if self.iteration else "the base"
-        steps = self.evaluator.sampler.num_steps
-        self.status.begin(f"evaluating {which}", len(self.evaluator.own()) * steps)
+        evaluations = self.evaluator.evaluations(self.heldout, [NO_CONTROL])
+        self.status.begin(f"evaluating {which}", evaluations)
         evaluation = self.final = self.score_heldout() if self.iteration else self._score_base()
         if self.iteration == 0:
             self.early_stop.check_base(evaluation.scores)
@@ -324,12 +325,12 @@ class Trainer:
             return self.score_heldout()
         return self.shared_base.evaluation(self.heldout, list(judged_by), self.score_heldout)
 
-    def score_heldout(self) -> Evaluation:
+    def score_heldout(self, on_rows: Callable[[int], None] | None = None) -> Evaluation:
         """Held-out pictures of the (averaged) weights with all scores. On a single rank, raises
-        `Preempted` if `stopping` is set meanwhile."""
+        `Preempted` if `stopping` is set meanwhile, unless `on_rows` is called in place of that."""
         if self.sizes.auto:
             self.loop.find_sizes(self.policy.encode(self.evaluator.own()[:1]))
-        return self.evaluator.evaluate(self.iteration, self._leave_if_asked)
+        return self.evaluator.evaluate(self.iteration, on_rows or self._leave_if_asked)
 
     def sample(self, prompts: Sequence[str], seed: int = 0, first: int = 0) -> Tensor:
         """Pictures [B, 3, H, W] in [0, 1], or clips, of the (averaged) weights; picture i starts
@@ -337,19 +338,26 @@ class Trainer:
         with self.learner.averaged(), self.shards.sampling():
             return self.evaluator.sampler_now(seed=seed).pictures(prompts, first)
 
-    def finish(self) -> dict[str, Comparison]:
+    def finish(
+        self, on_evaluations: Callable[[int, int], None] = lambda done, total: None
+    ) -> dict[str, Comparison]:
         """Compares base and tuned on held-out prompts; writes weights, table, before/after grid,
-        curves and a model card."""
+        curves and a model card. `on_evaluations(done, total)` is called after each network call,
+        with this rank's evaluations."""
+        total = self._evaluations_to_finish()
+
+        def count(rows: int) -> None:
+            self._leave_if_asked(rows)
+            on_evaluations(self.status.now.done, total)
+
         with self.run.holding():
-            self.status.begin(COMPARING)
+            self.status.begin(COMPARING, total)
             weights = self.export() if self.run_dir is not None else Path()
-            tuned = self.score_heldout() if self.final is None else self.final
+            tuned = self.score_heldout(count) if self.final is None else self.final
             if self._keeps_base:
                 with self.policy.base():
-                    self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
-            tuned_control = self.evaluator.sample_tuned_control(
-                self.iteration, self._leave_if_asked
-            )
+                    self.evaluator.sample_controls(self.iteration, count)
+            tuned_control = self.evaluator.sample_tuned_control(self.iteration, count)
             done = self.rolled_back_from or self.iteration
             training = round(work_in_pictures(self.config, done))
             table = self.evaluator.finish(
@@ -360,6 +368,15 @@ class Trainer:
                     own = self.config, self.iteration, table, self.heldout, self.policy
                     write_card(self.run, weights, *own, self.evaluator.against)
             return table
+
+    def _evaluations_to_finish(self) -> int:
+        """This rank's network evaluations in `finish`."""
+        e, heldout = self.evaluator, self.heldout
+        stored = e.stored_controls()
+        new = e.controls_on if self._keeps_base and not stored else 0
+        tuned = 0 if self.final else e.evaluations(heldout, [NO_CONTROL])
+        base = e.evaluations(heldout[:new], e.controls)
+        return tuned + base + e.evaluations(heldout[: stored or new], [TUNED])
 
     def export(self) -> Path:
         """Writes the (averaged) weights as diffusers reads them and returns their path. All ranks
