@@ -49,7 +49,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond
-from g2rpo.lab.check_model import perturb
+from g2rpo.lab.check_gradient import perturb
 from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK

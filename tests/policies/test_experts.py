@@ -14,7 +14,8 @@ from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.check_model import checks, drawn_by, load_saved, perturb, prompts_for
+from g2rpo.lab.check_gradient import perturb
+from g2rpo.lab.check_model import checks, drawn_by, load_saved, prompts_for
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig

@@ -16,7 +16,7 @@ from g2rpo.cli.main import main
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import sampler_of
-from g2rpo.lab.check_model import perturb
+from g2rpo.lab.check_gradient import perturb
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.pipelines import check_options

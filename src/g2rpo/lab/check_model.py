@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numpy.polynomial.legendre import leggauss
 from PIL import Image
 from torch import Tensor
 
@@ -27,9 +26,9 @@ from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError, out_of_memory
 from g2rpo.core.files import in_bytes
 from g2rpo.core.input_pictures import read_inputs
-from g2rpo.core.normal import in_float64
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
+from g2rpo.lab.check_gradient import CHANGE, gradient_error, rms
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.anyflow import DiffusersPolicy
@@ -55,17 +54,9 @@ may add in another order, as two roundings of the whole network, each of which i
 OTHER_SOLVER = 1e-2
 """The same as LIMITS, for a pipeline with another solver than Euler's, whose times are whole
 numbers."""
-CHANGE, DOUBLINGS = 2**-2, 16
-"""Perturbed weights change velocities by at least this, in the root mean square relative to the
-spread; and how often the perturbation is doubled until they do. Rounding, REORDERED, is then at
-most a quarter of the change. On tiny models of 22 classes saved weights were off by 2e-6 of it, and
-in bfloat16 by 0.11."""
-NODES = (2, 4, 8, 16, 32)
-"""Of the integral of gradients: more where fewer disagree with the change, for tiny random networks
-bend within it."""
 INTEGRAL = {"float32": 0.02, "bfloat16": REORDERED / CHANGE}
-"""The largest relative error of that integral; those models reach 0.018 and 0.16. Half a gradient
-is off by 0.5."""
+"""The largest relative error of the integral of gradients. Tiny models of 22 classes reach 0.018 and
+0.16; half a gradient is off by 0.5."""
 
 DESCRIPTION = "see `encoded` (all results of encode_prompt, in order), `widths`, `fixed` and `one_time` of the PipelineSpec"
 REMEDIES = {
@@ -293,7 +284,8 @@ def checks(
     yield _equal("batch", both, torch.cat(each), limit, said, without, REORDERED * plain)
 
     sigma = sigma[[policy.trains_at(float(each)) for each in sigma]].repeat(2)[:2]
-    yield _gradient(policy, x, sigma, cond)
+    said, error = gradient_error(policy, x, sigma, cond, INTEGRAL[config.dtype])
+    yield ModelCheck("gradient", said, error, INTEGRAL[config.dtype])
 
     latents = noise.to(device)
     for here, there in pairwise(own.sigmas.to(device)):
@@ -309,7 +301,7 @@ def checks(
     pipeline = load()
     load_saved(pipeline, folder, config.tuning, low=config.expert == "low")
     again = drawn_by(pipeline.to(device), kind.spec, config, prompts)
-    changed, error = _rms(latents, own.latents), _rms(latents, again.latents)
+    changed, error = rms(latents, own.latents), rms(latents, again.latents)
     yield ModelCheck(
         "weights",
         f"saved, and loaded by {loader}, draw as the tuned policy: difference {error:.0e}, where "
@@ -332,33 +324,6 @@ def _as_the_pipeline(policy: DiffusersPolicy) -> Iterator[None]:
         policy.options = before
 
 
-def perturb(policy: DiffusersPolicy) -> None:
-    """Changes the trained weights visibly: an adapter, whose second factor is 0 at first, or all
-    weights."""
-    _move(policy, _changes(policy, 0.5 if policy.options.tuning == "lora" else 0.1), 1)
-
-
-def _changes(policy: DiffusersPolicy, size: float) -> dict[str, Tensor]:
-    """Random changes of the trained weights by `size` of what they are; of adapters that are 0 at
-    first, of what a layer's inputs are. First factors change by half, for the part of less would
-    be of second order."""
-    found = {}
-    for name, weight in policy.tuning.named().items():
-        drawn = torch.randn(weight.shape, generator=generator_for("perturb", name)).to(weight)
-        if "lora_B" in name:
-            found[name] = size / policy.options.lora_rank**0.5 * drawn
-        else:
-            relative = 0.5 if "lora_A" in name else size
-            found[name] = relative * weight.detach().square().mean().sqrt() * drawn
-    return found
-
-
-@torch.no_grad()
-def _move(policy: DiffusersPolicy, changes: Mapping[str, Tensor], by: float) -> None:
-    for name, weight in policy.tuning.named().items():
-        weight.add_(changes[name], alpha=by)
-
-
 def load_saved(pipeline: Any, folder: Path, tuning: str, low: bool = False) -> None:
     """Loads saved weights into a plain pipeline, of two experts into that for `low` noise, as the
     model card says."""
@@ -376,48 +341,6 @@ def load_saved(pipeline: Any, folder: Path, tuning: str, low: bool = False) -> N
     for module in adapter.layers:  # as `g2rpo export --format merged`
         weight = pipeline.transformer.get_submodule(module).weight
         weight.data += adapter.delta(module).view_as(weight).to(weight)
-
-
-def _gradient(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> ModelCheck:
-    """Perturbs the trained weights until velocities change by CHANGE, and compares that change,
-    squared, with the integral of its gradient between the weights before and after. The change by a
-    short step, which a slope needs, is lost in the rounding of bfloat16."""
-
-    def velocity() -> Tensor:
-        return in_float64(policy.velocity(x, sigma, cond))
-
-    trained, limit = policy.tuning.named(), INTEGRAL[policy.options.dtype]
-    with torch.no_grad():
-        before = velocity()
-    for doubling in range(DOUBLINGS):
-        changes = _changes(policy, 2.0 ** (doubling - 10))
-        _move(policy, changes, 1)
-        with torch.no_grad():
-            change = velocity() - before
-        relative = _rms(change, torch.zeros_like(change)) / float(before.std())
-        if relative >= CHANGE:
-            break
-        _move(policy, changes, -1)
-    else:
-        said = f"perturbed weights change velocities by {relative:.0e} of their spread only"
-        return ModelCheck("gradient", said, math.inf, limit)
-    at, reached = 1.0, 0
-    for nodes in NODES:
-        integral = 0.0
-        for node, weight in zip(*leggauss(nodes), strict=True):
-            _move(policy, changes, (1 + float(node)) / 2 - at)
-            at = (1 + float(node)) / 2
-            loss = (velocity() * change).mean() / change.square().mean()
-            slopes = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
-            reached = sum(bool(each is not None and each.any()) for each in slopes)
-            for slope, moved in zip(slopes, changes.values(), strict=True):
-                if slope is not None:
-                    integral += float(weight) / 2 * float(in_float64(slope * moved).sum())
-        if (error := abs(integral - 1)) <= limit:
-            break
-    _move(policy, changes, 1 - at)
-    said = f"reaches {reached} of {len(trained)} trained tensors; relative error of their integral {error:.0e}"
-    return ModelCheck("gradient", said, error, limit)
 
 
 @torch.no_grad()
@@ -442,10 +365,6 @@ def _velocity(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> t
         )
 
 
-def _rms(a: Tensor, b: Tensor) -> float:
-    return float((a.cpu() - b.cpu()).square().mean().sqrt()) if a.shape == b.shape else math.nan
-
-
 def _apart(a: Tensor, b: Tensor) -> float:
     return float((a.cpu() - b.cpu()).abs().max()) if a.shape == b.shape else math.nan
 
@@ -466,7 +385,7 @@ def _equal(
         return ModelCheck(name, lacking, math.nan)
     if spread and ours.shape == own.shape:
         values = own.cpu().float()
-        error = _rms(ours, values) / float(values.std())
+        error = rms(ours, values) / float(values.std())
         return ModelCheck(name, f"{said}: difference {error:.0e} of the spread", error, spread)
     error = _apart(ours, own)
     shapes = "" if ours.shape == own.shape else f"; {tuple(ours.shape)} and {tuple(own.shape)}"
