@@ -37,12 +37,12 @@ def planned_answer(
 ) -> tuple[Any, Callable[[Console], None]]:
     """What `g2rpo plan` answers: as plain data, and a function that prints it. `ranks`: in all, and
     on a machine."""
-    refuse(_faults_of_options(device, ranks, cards, within))
+    refuse(_faults_of_options(device, cards, within))
     if cards:
         rows = on_cards(recipe, overrides, *ranks)
         return {key: row.plain() for key, row in rows.items()}, partial(show_cards, recipe, rows)
     if within is not None:
-        fitted = plan_within(recipe, overrides, within, device)
+        fitted = plan_within(recipe, overrides, within, device, *ranks)
         return fitted.plain(), partial(show_within, fitted, overrides, within)
     answered = answers.plan(
         recipe, overrides, device=device, ranks=ranks[0], ranks_per_node=ranks[1]
@@ -50,15 +50,11 @@ def planned_answer(
     return answered.plain(), partial(show_plan, answered)
 
 
-def _faults_of_options(
-    device: str | None, ranks: tuple[int, int | None], cards: bool, within: str | None
-) -> Iterator[str]:
+def _faults_of_options(device: str | None, cards: bool, within: str | None) -> Iterator[str]:
     if cards and device is not None:
         yield "--cards is about every card; leave --device out"
     if cards and within is not None:
         yield "--cards and --within are two plans; name one"
-    if within is not None and ranks != (1, None):
-        yield "--within plans one process on a card; leave --ranks and --ranks-per-node out"
 
 
 def show_plan(answer: PlanAnswer, console: Console) -> None:
@@ -99,8 +95,10 @@ def show_within(fitted: Within, given: Sequence[str], time: str, console: Consol
     """Prints every cut with the time that is left, and the command that trains so: with the
     overrides that were `given`, and the cuts."""
     columns = ("overrides", "the run", "what it costs")
+    ranks, node = fitted.ranks, fitted.ranks_per_node
+    several = f"{ranks} x " if ranks > 1 else ""
     table = _table(
-        f"{escape(fitted.recipe)} on {fitted.card}: {planned(fitted.before)} as it is",
+        f"{escape(fitted.recipe)} on {several}{fitted.card}: {planned(fitted.before)} as it is",
         columns,
         columns,
     )
@@ -109,12 +107,20 @@ def show_within(fitted: Within, given: Sequence[str], time: str, console: Consol
     if fitted.steps:
         console.print(table)
     needed, capacity = fitted.needed / 2**30, fitted.capacity / 2**30
+    each = " each" if ranks > 1 else ""
+    nodes: list[str] = []
+    where = ""
+    if ranks > node:
+        nodes = ["--nnodes", str(ranks // node)]
+        where = f"; on each of {ranks // node} machines, with --rdzv-endpoint (docs/scaling.md)"
     say(
         console,
-        f"{planned(fitted.seconds)} and {needed:.1f} of {capacity:.1f} GiB; train --within fits the iterations as it runs:",
+        f"{planned(fitted.seconds)} and {needed:.1f} of {capacity:.1f} GiB{each}; "
+        f"train --within fits the iterations as it runs{where}:",
     )
+    launch = ["torchrun", *nodes, "--nproc-per-node", str(node), "-m"] if ranks > 1 else []
     words = ["g2rpo", "train", fitted.recipe, *given, *fitted.overrides, "--within", time]
-    say(console, shlex.join([*words, *plugins.repeated()]))
+    say(console, shlex.join([*launch, *words, *plugins.repeated()]))
     for note in fitted.notes:
         warn(console, note)
 

@@ -15,24 +15,31 @@ LONG = [
     *("algorithm.branch_steps=[0,1]", "sampling.num_steps=4", "trainer.iterations=200"),
     # leaves few cuts to be tried
     *("algorithm.granularities=[1]", "sampling.tails.solver=dpmpp2m"),
-    "trainer.prompts_per_iteration=8",
+    "trainer.prompts_per_iteration=9",
 ]
 
 
 @pytest.mark.slow
-def test_cuts_are_made_until_the_run_fits_and_the_overrides_take_that_long(tiny_config):
+@pytest.mark.parametrize(("ranks", "prompts"), [(1, 4), (3, 6)])
+def test_cuts_are_made_until_the_run_fits_and_the_overrides_take_that_long(
+    tiny_config, ranks, prompts
+):
+    """Three ranks cannot divide four prompts."""
     recipe = str(tiny_config)
-    alone = plan_within(recipe, [*LONG, "evaluation.every_minutes=9"], "9999h", "h100")
+    alone = plan_within(recipe, [*LONG, "evaluation.every_minutes=9"], "9999h", "h100", ranks)
     assert any("that the clock adds are not counted" in note for note in alone.notes)
     assert alone.steps == alone.overrides == () and alone.seconds == alone.before
-    fitted = plan_within(recipe, LONG, f"{0.15 * alone.before:f}s", "h100")
+    fitted = plan_within(recipe, LONG, f"{0.15 * alone.before:f}s", "h100", ranks)
     times = [alone.before, *(step.seconds for step in fitted.steps)]
     assert times == sorted(times, reverse=True) and len(times) > 2
     assert fitted.seconds == times[-1] <= 0.15 * alone.before
     assert fitted.steps[-1].overrides[0].startswith("trainer.iterations=")
     assert all(step.worth for step in fitted.steps) and fitted.needed <= fitted.capacity
-    plan = Planner(recipe, [*LONG, *fitted.overrides]).plan()
-    assert plan.seconds(find_target("h100").card).run == fitted.seconds
+    planner, card = Planner(recipe, LONG, ranks), find_target("h100")
+    offered = overrides_of(list(for_time(planner.plan(), card)))
+    assert f"trainer.prompts_per_iteration={prompts}" in offered
+    plan = planner.plan(*fitted.overrides)
+    assert plan.seconds(card.card).run == fitted.seconds
 
 
 @pytest.mark.slow  # a plan
@@ -59,7 +66,15 @@ def test_classifier_free_guidance_may_be_cut_from_training(tiny_config, sd3_dire
     assert ("sampling.guidance_scale=0" in offered) == (scale > 1)
 
 
-def test_the_command_has_the_overrides_that_were_given():
+@pytest.mark.parametrize(
+    ("ranks", "launched"),
+    [
+        ((1, 1), "g2rpo"),
+        ((4, 4), "torchrun --nproc-per-node 4 -m g2rpo"),
+        ((16, 8), "torchrun --nnodes 2 --nproc-per-node 8 -m g2rpo"),
+    ],
+)
+def test_the_command_has_the_overrides_that_were_given(ranks, launched):
     cuts = Within(
         recipe="my [1].yaml",
         card="H100",
@@ -70,14 +85,17 @@ def test_the_command_has_the_overrides_that_were_given():
         needed=2**30,
         capacity=2**31,
         seconds=3000,
+        ranks=ranks[0],
+        ranks_per_node=ranks[1],
         notes=("On the CPU: hps.",),
     )
     console = Console(file=io.StringIO(), width=80)
     show_within(cuts, ["policy.lora_rank=16"], "1h", console)
-    *_, command, note = console.file.getvalue().splitlines()
+    *_, found, command, note = console.file.getvalue().splitlines()
+    assert ("on each of 2 machines" in found) == (ranks[0] > ranks[1])
     assert note == "On the CPU: hps."
     assert command == (
-        "g2rpo train 'my [1].yaml' policy.lora_rank=16 'algorithm.granularities=[1]' --within 1h"
+        f"{launched} train 'my [1].yaml' policy.lora_rank=16 'algorithm.granularities=[1]' --within 1h"
     )
 
 

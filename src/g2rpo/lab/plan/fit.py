@@ -14,12 +14,14 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.intervals import in_time
 from g2rpo.lab.plan.cards import Card, cards_for
-from g2rpo.lab.plan.plan import Estimate, Planner, Target, find_target, target_of
+from g2rpo.lab.plan.plan import Estimate, Planner, Target, find_target, nodes_of, target_of
 from g2rpo.policies.quantized import installed
 from g2rpo.training.pace import seconds_in
 
 RELEVANT = 0.98
 """A change that costs something is made where it leaves less than this share."""
+FEWEST_PROMPTS = 4
+"""Fewest prompts of an iteration."""
 FEWEST_ITERATIONS = 40
 """Fewest iterations of a run: an assumption, a third below the shortest `-evening` recipe."""
 
@@ -201,8 +203,9 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Within:
-    """The run of `recipe` with `overrides` on `card`: bytes `needed` of its `capacity`, and
-    `seconds`, at most `limit`."""
+    """The run of `recipe` with `overrides` on `card`, or on one of `ranks` such cards each,
+    `ranks_per_node` in a machine: bytes `needed` of its `capacity`, and `seconds`, at most
+    `limit`."""
 
     recipe: str
     card: str
@@ -214,6 +217,8 @@ class Within:
     needed: int
     capacity: int
     seconds: float
+    ranks: int = 1
+    ranks_per_node: int = 1
     notes: tuple[str, ...] = ()
     """What is assumed, and what is not counted."""
 
@@ -257,8 +262,10 @@ def for_time(plan: Estimate, target: Target) -> Iterator[PlanChange]:
             ("algorithm.granularities=[1]",),
             "none beyond the error, in two worlds (studies/registered.md)",
         )
-    if config.trainer.prompts_per_iteration > 4:
-        yield PlanChange(("trainer.prompts_per_iteration=4",), "noisier updates: unknown")
+    fewest_prompts = math.ceil(FEWEST_PROMPTS / plan.ranks)  # of a rank, as in its config
+    if config.trainer.prompts_per_iteration > fewest_prompts:
+        prompts = fewest_prompts * plan.ranks
+        yield PlanChange((f"trainer.prompts_per_iteration={prompts}",), "noisier updates: unknown")
     if hasattr(algorithm, "branch_steps") and sampling.num_steps > 8:
         yield PlanChange(
             ("sampling.num_steps=8", "algorithm.branch_steps=[0,1,2,3]"),
@@ -281,10 +288,17 @@ def for_time(plan: Estimate, target: Target) -> Iterator[PlanChange]:
         )
 
 
-def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | None) -> Within:
+def plan_within(
+    recipe: str,
+    overrides: Sequence[str],
+    time: str,
+    device: str | None,
+    ranks: int = 1,
+    ranks_per_node: int | None = None,
+) -> Within:
     """Makes cuts until the run takes at most `time`, such as 3h; the last one is the number of
     iterations, at least `FEWEST_ITERATIONS`."""
-    limit, planner = seconds_in(time), Planner(recipe, overrides)
+    limit, planner = seconds_in(time), Planner(recipe, overrides, ranks, ranks_per_node)
     target = target_of(planner.config, device)
     if target.card is None:
         raise UserError(
@@ -337,5 +351,7 @@ def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | 
         needed=plan.memory.needed,
         capacity=target.capacity,
         seconds=plan.seconds(card).run,
+        ranks=ranks,
+        ranks_per_node=nodes_of(ranks, ranks_per_node),
         notes=tuple(planner.notes(plan)),
     )
