@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo import __version__
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import Stopped, UserError
 from g2rpo.export.weights import _checkpoint
 from g2rpo.run.checkpoint import (
     _digest,
@@ -145,6 +145,19 @@ def test_memory_that_runs_out_is_no_fault_of_the_checkpoint(tmp_path):
 
     with pytest.raises(torch.OutOfMemoryError):
         latest_checkpoint(tmp_path, full)
+
+
+def test_an_error_without_words_leaves_no_part_of_a_checkpoint(tmp_path, monkeypatch):
+    """It would have counted as the newest one, and the intact one would have been removed."""
+    save(tmp_path, 1, keep=1)
+
+    def full(*given):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(Stopped, match=r"iteration_000002: cannot be written \(MemoryError\)"):
+        save(tmp_path, 2, keep=1)
+    assert names(tmp_path) == [1] and latest_checkpoint(tmp_path)[0][0] == 1
 
 
 def test_rotation_keeps_the_newest_intact_ones(tmp_path):

@@ -88,7 +88,7 @@ def save_checkpoint(
                 torch.save(state, folder / STATE)
                 digests[STATE] = _digest(folder / STATE)
         except Exception as error:  # such as a full disk, for which safetensors and torch have their own error classes
-            wrong = str(error)
+            wrong = str(error) or type(error).__name__  # a MemoryError has no words
         told = [
             json.loads(line)
             for line in world.joined_text(json.dumps([digests, wrong]) + "\n").splitlines()
