@@ -1,5 +1,6 @@
 """Several ranks are one trainer: the same weights whatever their number, and one of them writes."""
 
+import socket
 import subprocess
 import sys
 
@@ -226,6 +227,15 @@ def test_an_environment_without_numbers_is_refused(monkeypatch, variable):
         pass
 
 
+def test_a_port_that_is_taken_is_no_rank_that_is_missing(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        named = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**named, "MASTER_PORT": str(other.getsockname()[1])}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RankLost, match="address already in use"), joined("cpu", 1):
+            pass
+
+
 @pytest.mark.slow
 def test_ranks_that_are_never_started_are_not_waited_for_for_ever(monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
@@ -237,7 +247,7 @@ def test_ranks_that_are_never_started_are_not_waited_for_for_ever(monkeypatch):
 
     refused(UserError, "WORLD_SIZE=2 asks for several processes, but .*MASTER_PORT")
     monkeypatch.setenv("MASTER_PORT", str(ranks.free_port()))
-    refused(RankLost, "the 2 ranks did not find each other within 1 s")
+    refused(RankLost, "the 2 ranks did not find each other: Timed out after")
     refused(UserError, "policy.device=cuda:1: with several processes write auto", "cuda:1")
 
 

@@ -220,9 +220,8 @@ def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
                 backend, store=store, rank=rank, world_size=size, timeout=timeout
             )
     except RuntimeError as error:
-        raise RankLost(
-            f"the {size} ranks did not find each other within {timeout_s:g} s"
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise RankLost(f"the {size} ranks did not find each other: {reason}") from error
     try:
         yield World(rank, size, store)
     except BaseException as error:
