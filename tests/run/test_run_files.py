@@ -4,8 +4,10 @@ import errno
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ import torch
 import g2rpo
 from g2rpo import api
 from g2rpo.app.push import push
+from g2rpo.app.sample import _write_all
 from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.files import write_whole
+from g2rpo.evaluation.controls import NO_CONTROL
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.run import Run
 from tests.cli.test_main import Hub
@@ -169,6 +174,29 @@ def test_files_that_may_not_grow_are_a_message_too(tmp_path, size):
     """As libraries that write without Python meet it: safetensors, torch."""
     with small_files(size), pytest.raises((Stopped, UserError), match=r"cannot be written"):
         begin(tmp_path / "run")
+
+
+def test_pictures_that_find_no_room_are_a_message_too(tmp_path):
+    def pictures(prompts, first, control):
+        return torch.rand(len(prompts), 3, 32, 32)
+
+    drawn = SimpleNamespace(pictures=pictures, batch_size=1, num_steps=2, seed=0, policy=None)
+    config = SimpleNamespace(control=NO_CONTROL, video="webp")
+    with small_files(0), pytest.raises(Stopped, match="cannot be written"):
+        _write_all(drawn, ["a"], config, tmp_path)
+
+
+def test_a_file_system_that_syncs_no_directories_can_be_written(tmp_path, monkeypatch):
+    """As that of VirtualBox's shared folders."""
+
+    def sync(descriptor, synced=os.fsync):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        synced(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_whole(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
 
 
 @pytest.mark.parametrize("size", [0, 3000])

@@ -32,7 +32,7 @@ from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config, RewardTable, Section
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, counted, placed, refuse
-from g2rpo.core.files import FileDigests, is_empty, local, write_whole
+from g2rpo.core.files import FileDigests, is_empty, local, write_whole, writing
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.controls import default_controls
@@ -276,7 +276,9 @@ def _save_grid(judging: Judging, steps: int) -> None:
         judging.prompts[: len(shown)],
     )
     first = clip_of(picture_of(folders[judging.sides[0]], 0))
-    save_grid(path, picture_rows, prompts, note, read_clip(first)[1] if first.is_file() else 0)
+    seconds = read_clip(first)[1] if first.is_file() else 0
+    with writing(path):
+        save_grid(path, picture_rows, prompts, note, seconds)
 
 
 def _read(path: Path) -> Tensor:

@@ -21,7 +21,7 @@ from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import RewardTable, Steps
 from g2rpo.core.errors import UserError, refuse
-from g2rpo.core.files import is_empty, local, whole_file
+from g2rpo.core.files import is_empty, local, whole_file, writing
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import check_inputs, images_of
 from g2rpo.evaluation.controls import NO_CONTROL, Control
@@ -119,7 +119,8 @@ def sample(prompts: Sequence[str], config: SampleConfig, out: Path | None = None
             stack.enter_context(held(out))
             _check_empty(out)
         shown, seconds = _write_all(painter(config, prompts), prompts, config, out)
-        save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN], seconds=seconds)
+        with writing(out / "grid.png"):
+            save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN], seconds=seconds)
         return Sampled(len(prompts), len(shown), shown.ndim == 5, out)
 
 
@@ -172,32 +173,34 @@ def _write_all(
         if control == NO_CONTROL
         else {"knobs": str(control), "price": control.price(sampler.num_steps)}
     )
-    with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:
+    # unbuffered, so that closing does not repeat a write that a full disk refused
+    with (out / "prompts.jsonl").open("wb", buffering=0) as listing:
         # written as they come: clips are large
         for start in range(0, len(prompts), sampler.batch_size):
             part = prompts[start : start + sampler.batch_size]
             images = draw(part, start)
             seconds = seconds_of(sampler.policy, images.shape[1])
             shown += reduced(images[: max(0, SHOWN - start)])
-            for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):
-                name = _save(out / f"{number:04d}", image, seconds, config.video).name
-                copies = [
-                    f"{number:04d}_input{place}{Path(path).suffix}"
-                    for place, path in enumerate(images_of(prompt))
-                ]
-                # so that the list can be read again
-                for path, copy in zip(images_of(prompt), copies, strict=True):
-                    shutil.copyfile(local(path), out / copy)
-                inputs = {"images": copies} if copies else {}
-                line = {
-                    "file": name,
-                    "prompt": prompt,
-                    **inputs,
-                    "seed": sampler.seed,
-                    "index": number,
-                    **knobs,
-                }
-                listing.write(json.dumps(line, ensure_ascii=False) + "\n")
+            with writing(out):
+                for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):
+                    name = _save(out / f"{number:04d}", image, seconds, config.video).name
+                    copies = [
+                        f"{number:04d}_input{place}{Path(path).suffix}"
+                        for place, path in enumerate(images_of(prompt))
+                    ]
+                    # so that the list can be read again
+                    for path, copy in zip(images_of(prompt), copies, strict=True):
+                        shutil.copyfile(local(path), out / copy)
+                    inputs = {"images": copies} if copies else {}
+                    line = {
+                        "file": name,
+                        "prompt": prompt,
+                        **inputs,
+                        "seed": sampler.seed,
+                        "index": number,
+                        **knobs,
+                    }
+                    listing.write(f"{json.dumps(line, ensure_ascii=False)}\n".encode())
     return torch.stack(shown), seconds
 
 
