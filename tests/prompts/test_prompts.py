@@ -154,12 +154,13 @@ def parquet(tmp_path, tmp_path_factory, monkeypatch):
     return tmp_path / "train.parquet"
 
 
-def test_parquet_and_datasets_are_read_with_plain_metadata(parquet):
+def test_parquet_and_datasets_are_read_with_plain_metadata(parquet, monkeypatch):
     """Dates as text; lists and objects stay, and bytes go."""
     metadata = {"score": 1, "holes": "x", "day": "2026-01-02"}
     metadata["include"] = [{"class": "dog", "count": 2}]
     folder = f"hf:{parquet.parent}"
-    for source in (parquet, f"{parquet}:caption", folder, f"{folder}:train:caption"):
+    cut = f"{folder}:train[:1]+train[1:]:caption"
+    for source in (parquet, f"{parquet}:caption", folder, f"{folder}:train:caption", cut):
         prompts = read_prompts(source)
         assert list(map(str, prompts)) == ["a", "Zürich"] and prompts[0].metadata == metadata
         digest_of_prompts(prompts)
@@ -172,6 +173,10 @@ def test_parquet_and_datasets_are_read_with_plain_metadata(parquet):
         ("hf:nobody/nothing", "hf:nobody/nothing: cannot be loaded"),
     ):
         with pytest.raises(UserError, match=fact):
+            read_prompts(source)
+    monkeypatch.setattr("g2rpo.prompts.sources.MOST_ROWS", 1)
+    for source in (parquet, folder):
+        with pytest.raises(UserError, match="has 2 rows; at most 1 are read"):
             read_prompts(source)
 
 

@@ -227,10 +227,14 @@ def _from_parquet(path: Path, column: str) -> list[Prompt]:
     with open_parquet(path) as file:
         column = column_of(file.schema_arrow.names, column)
         kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
-        if file.metadata.num_rows > MOST_ROWS:
-            raise ValueError(f"has {file.metadata.num_rows} rows; at most {MOST_ROWS} are read")
+        refuse(_faults_of_length(file.metadata.num_rows), ValueError)
         records = file.read(columns=kept).to_pylist()
     return _usable(f"prompt file {path}", list(enumerate(records, 1)), column, "row", path.parent)
+
+
+def _faults_of_length(rows: int) -> Iterator[str]:
+    if rows > MOST_ROWS:
+        yield f"has {rows} rows; at most {MOST_ROWS} are read"
 
 
 @contextmanager
@@ -261,8 +265,10 @@ def _from_hub(source: str) -> list[Prompt]:
     """Downloads the dataset once; later reads come from the cache of `datasets`, offline too."""
     with placed(f"{source}: reading datasets needs a library: ", ImportError, after=f"; {EXTRA}"):
         import datasets
-    name, split, column = [*source.removeprefix("hf:").split(":"), "", ""][:3]
-    split = split or "train"
+    # a split may be "train[:100]+test"
+    named = re.match(r"hf:([^:]*):?((?:\[[^]]*\]|[^:[])*):?(.*)", source, re.DOTALL)
+    assert named is not None  # every part may be empty
+    name, split, column = named[1], named[2] or "train", named[3]
     subset = None
     if not Path(name).is_dir() and name.count("/") == 2:
         name, subset = name.rsplit("/", 1)
@@ -270,6 +276,7 @@ def _from_hub(source: str) -> list[Prompt]:
         data = datasets.load_dataset(name, subset, split=split)
     with placed(f"{source}: "):
         column = column_of(data.column_names, column)
+        refuse(_faults_of_length(data.num_rows), ValueError)
     plain = [field.name for field in data.features.arrow_schema if not _is_binary(str(field.type))]
     return _usable(source, list(enumerate(data.select_columns(plain).to_list(), 1)), column, "row")
 
