@@ -18,7 +18,7 @@ from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.consistency import check_plans
 from g2rpo.assembly.pipeline_files import missing_parts
-from g2rpo.assembly.prompts import starter_caution, trained_on
+from g2rpo.assembly.prompts import build_prompts, starter_caution, trained_on
 from g2rpo.assembly.rewards import check_clips
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS
@@ -175,6 +175,19 @@ def test_prompts_of_ones_own_that_are_judged_on_others_are_mentioned(train, held
     assert ("evaluation.prompts=FILE" in (starter_caution(train, heldout) or "")) == said
 
 
+def test_what_is_wrong_with_a_list_is_told_by_what_it_is(tmp_path, monkeypatch):
+    """A file of one's own may begin like the embedded lists, and one that is there is not called
+    missing."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "testbed_own.txt").write_text("a red circle\n")
+    assert build_prompts("testbed_own.txt", "prompts.train") == ["a red circle"]
+    (tmp_path / "a.csv").write_text("words\na red circle\n")
+    for source, there in (("testbed", True), ("a.csv:word", True), ("b.csv:word", False)):
+        with pytest.raises(UserError) as refusal:
+            build_prompts(source, "prompts.train")
+        assert ("name your own with" in str(refusal.value)) is not there
+
+
 def test_heldout_prompts_that_are_trained_on_are_counted():
     edit = Prompt("make it red", ["a.png"])
     assert trained_on(["a cat", edit], ["a dog", Prompt("make it red", ["b.png"])]) is None
@@ -264,6 +277,14 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(
     free[0] -= 1
     with pytest.raises(UserError, match=r"new: checkpoints and weights take .* free; free some"):
         check(config, {}, tmp_path / "new")
+
+
+def test_a_proxy_that_cannot_be_used_is_told_with_all_else(monkeypatch):
+    monkeypatch.setenv("http_proxy", "ftp://x")
+    with pytest.raises(UserError, match=r"rewards\.far: a proxy variable of the environment"):
+        check(
+            load_config("words", ["rewards.far={kind: http, options: {url: 'http://10.1.2.3:8'}}"])
+        )
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
         kind(**{**options, "endpoint": {**options.get("endpoint", {}), "timeout_s": SECONDS}})
     except TooSlow:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, UserError) as error:
         return str(error)
     return None
 

@@ -30,13 +30,17 @@ def build_prompts(source: str, key: str, kind: Kind | None = None) -> list[str]:
     if kind is not None:
         with placed(f"{key}={source}: ", UserError):
             return cast("list[str]", judged_in(source, kind))
-    if source.startswith(("testbed", "words:", "starter:")) and source not in LISTS:
+    named = source == "testbed" or source.startswith(("testbed:", "words:", "starter:"))
+    if named and source not in LISTS:
         raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, LISTS)}")
     if source not in TESTBED_LISTS:
         try:
             return list[str](read_prompts(source))
         except UserError as error:
-            absent = not source.startswith("hf:") and not os.path.exists(local(source))
+            places = (source, source.partition(":")[0])  # the latter of FILE:COLUMN
+            absent = not source.startswith("hf:") and not any(
+                map(os.path.exists, map(local, places))
+            )
             hint = _hint(key) if absent else ""
             raise UserError(f"{key}={source}: {error}{hint}") from None
     from g2rpo.testbed import prompts
