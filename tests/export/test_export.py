@@ -8,10 +8,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from g2rpo import __version__, api
-from g2rpo.assembly import components
+from g2rpo.assembly import components, hub
+from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.export.formats import merge
-from g2rpo.export.weights import final
+from g2rpo.export.weights import final, transformer_folder
 from g2rpo.lab.check_model import load_saved
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.catalogue import SPECS
@@ -275,6 +276,20 @@ def test_what_cannot_be_exported_is_said_in_one_message(
     for format, out in (("comfyui", "1 --out x.safetensors"), ("merged", "1 --out x")):
         refusal(format, out, command=done)
         assert "exists; name another --out" in refusal(format, out)
+
+
+def test_a_base_whose_config_alone_is_in_the_hubs_cache_is_downloaded(tmp_path, monkeypatch):
+    """Plans and checkpoints fetch no more of it."""
+    config = PolicyConfig(path="me/mine", height=32, width=32)
+    (tmp_path / "config.json").write_text("{}")
+    asked = {"cached": tmp_path / "config.json", "obstacle": "cannot be reached"}
+    for name, answer in asked.items():
+        monkeypatch.setattr(hub, name, lambda *given, answer=answer: answer)
+    monkeypatch.setattr(components, "locate_pipeline", lambda *given, **more: ("me/mine", "X"))
+    with pytest.raises(UserError, match="its transformer is needed, and it cannot be reached"):
+        transformer_folder(config)
+    save_file({"x": torch.zeros(1)}, tmp_path / "diffusion_pytorch_model.safetensors")
+    assert transformer_folder(config) == tmp_path
 
 
 def test_foreign_weights_and_another_base_are_refused(

@@ -162,6 +162,12 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether all weights of a model's folder are there."""
+    files, _ = _weights_of(folder)
+    return bool(files) and all(file.is_file() for file in files)
+
+
 def _weights_of(folder: Path) -> tuple[list[Path], str]:
     """The files of weights as diffusers and transformers choose them, which may be missing, and why
     there are none."""

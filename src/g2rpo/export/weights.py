@@ -13,7 +13,7 @@ from torch import Tensor
 
 from g2rpo.assembly import components, hub
 from g2rpo.assembly.blueprint import trained_on_meta
-from g2rpo.assembly.pipeline_files import read_file, weight_files
+from g2rpo.assembly.pipeline_files import has_weights, read_file, weight_files
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, loading
 from g2rpo.policies.adapter_files import read_adapter
@@ -139,7 +139,9 @@ def transformer_folder(config: PolicyConfig) -> Path:
     path, _ = components.locate_pipeline(config.path, chosen="any")
     if Path(path).is_dir():
         return Path(path) / config.trained
-    if (config_file := hub.cached(path, f"{config.trained}/config.json")) is not None:
+    config_file = hub.cached(path, f"{config.trained}/config.json")
+    # plans and checkpoints need no more than config.json, and may have fetched that alone
+    if config_file is not None and has_weights(config_file.parent):
         return config_file.parent
     if (why := hub.obstacle(path)) is not None:
         raise UserError(f"policy.path={path}: its transformer is needed, and it {why}")
