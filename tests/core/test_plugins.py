@@ -97,6 +97,10 @@ def test_a_file_that_was_allowed_once_may_run_in_later_processes_until_it_change
     assert plugins.repeated() == []
     mine.write_text("def it(images, prompts): ...\nchanged = 1\n")
     assert refused_code("mine.py:it") == ["--plugin", "mine.py"]
+    plugins.trusted_file().write_text("cut")
+    with pytest.raises(UserError, match=r"trusted_code.json: is no JSON .*; delete it, and name"):
+        plugins.require("mine.py:it")
+    plugins.trusted_file().unlink()
     plugins.allow("json:loads")
     assert refused_code("json:loads") == ["--plugin", "json"]  # no file: a module may lie anywhere
     monkeypatch.setenv("XDG_STATE_HOME", str(other))  # a file: nothing can be kept there

@@ -84,7 +84,8 @@ def trusted_file() -> Path:
 
 def _trusted() -> dict[str, str]:
     path = trusted_file()
-    return read_as(dict[str, str], path) if path.is_file() else {}
+    hint = "delete it, and name your code with --plugin again"
+    return read_as(dict[str, str], path, hint) if path.is_file() else {}
 
 
 def _digest(key: str) -> str | None:
