@@ -41,8 +41,9 @@ def test_overrides_reach_their_keys_and_take_rewards_out():
 
 def test_numbers_are_numbers_and_quoted_ones_are_text(tmp_path):
     """At the command line and in files alike, at every depth, and in the file that a run writes."""
-    options = "{a: 1e-4, b: [-2.5E+3, .5e1], c: '1e-4', d: '1984', e: 1.2.3e4}"
+    options = "{a: 1e-4, b: [-2.5E+3, .5e1], c: '1e-4', d: '1984', e: 1.2.3e4, f: 'x #1', g: yes}"
     wanted = {"a": 1e-4, "b": [-2500.0, 5.0], "c": "1e-4", "d": "1984", "e": "1.2.3e4"}
+    wanted |= {"f": "x #1", "g": True}
     made = config("policy.negative_prompt='1e3'", f"rewards.bright.options={options}")
     assert made.rewards["bright"].options == wanted and made.policy.negative_prompt == "1e3"
     (tmp_path / "config.yaml").write_text(made.to_yaml())
@@ -71,6 +72,11 @@ trainer.iterations=[1 -> '[1' is no value
 trainer.seed=0512 -> '0512' is no value (it has 0512, which YAML reads to base 8: 330
 trainer.seed=1:30 -> '1:30' is no value (it has 1:30, which YAML reads to base 60: 90
 optim.learning_rate=1:30.5 -> it has 1:30.5, which YAML reads to base 60: 90.5
+trainer.iterations=yes -> trainer.iterations: should be a number, got True
+algorithm.granularities=[1,true] -> algorithm.granularities.1: should be a number, got True
+rewards.bright.weight=on -> rewards.bright.weight: should be a number, got True
+rewards.bright.options.colour=#f00 -> '#f00' has a comment, from the # on; write 'rewards
+"prompts.train=file #2.txt" -> from the # on; write 'prompts.train="file #2.txt"'
 """
 """Overrides, and words that the message must have."""
 
@@ -112,6 +118,10 @@ def test_another_algorithm_comes_with_its_own_defaults(name):
         )
     assert built.algorithm == expected and type(built.algorithm) is type(expected)
     assert resolve(yaml.safe_load(built.to_yaml())) == built
+
+
+def test_the_name_of_an_algorithm_may_have_quotes():
+    assert config("algorithm.name='mixgrpo'") == config("algorithm.name=mixgrpo")
 
 
 def test_naming_the_algorithm_that_it_is_changes_nothing():

@@ -139,6 +139,15 @@ def complaints(error: ValidationError, kind: Any, data: Mapping[str, Any]) -> It
             yield f"{key}: {message[0].lower()}{message[1:]}, got {repr(wrong)[:200]}{brackets}"
 
 
+def truths(given: Any, plain: Any, key: str = "") -> Iterator[str]:
+    """The numbers of a group as `plain` data that were `given` as true or false: pydantic takes
+    these for 1 and 0."""
+    if isinstance(given, bool) and type(plain) in (int, float):
+        yield f"{key}: should be a number, got {given}"
+    for name, inner in _held(given).items():
+        yield from truths(inner, _held(plain).get(name), f"{key}.{name}".removeprefix("."))
+
+
 def _problems(
     error: ValidationError, data: Any, prefix: str = ""
 ) -> Iterator[tuple[str, str, Any, str]]:

@@ -5,14 +5,16 @@ Unknown keys, wrong types and values out of range are refused with a `UserError`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, config_name, with_name
-from g2rpo.config.complaints import REWARD_TABLES, complaints
+from g2rpo.config.complaints import REWARD_TABLES, complaints, truths
 from g2rpo.config.given import is_mention
 from g2rpo.config.schema import Config, Section
 from g2rpo.core import plugins
@@ -93,7 +95,8 @@ def resolve_as(
             _only_judge(merged)
     try:
         group = kind.model_validate(merged, context={"mention": mention})
-        said = list(_wrong_sizes(group))
+        plain = group.model_dump(mode="json")
+        said = [*truths(merged, plain), *_wrong_sizes(plain)]
     except ValidationError as error:
         said = list(complaints(error, kind, merged))
     if said:
@@ -136,7 +139,7 @@ def _with_other_algorithm(
     user's that inherits from the recipe's keeps those whose defaults it does not change."""
     given = data.get("algorithm")
     asked = [
-        override.partition("=")[2].strip()
+        override.partition("=")[2].strip(" '\"")
         for override in overrides
         if override.startswith("algorithm.name=")
     ]
@@ -262,6 +265,7 @@ def _override(data: dict[str, Any], override: str) -> None:
         hint = "write a number, a word or a list like [1,2]"
         reason = "" if str(error).startswith("is no YAML") else f" (it {error})"
         raise UserError(f"{key}: '{text:.80}' is no value{reason}; {hint}") from None
+    refuse(_faults_of_comment(key, text, value))
     for group in groups:
         inner = data.get(group)
         if not isinstance(inner, dict):
@@ -291,6 +295,14 @@ def _faults_of_override(data: Mapping[str, Any], override: str) -> Iterator[str]
         yield f"'{key:.80}...' names a key inside {key.count('.')} others; at most {DEPTH} are read"
 
 
+def _faults_of_comment(key: str, text: str, value: Any) -> Iterator[str]:
+    """A comment of YAML, which `value` lacks: a colour or "file #2" is meant."""
+    for begin in re.finditer(r"(^|\s)#", text):
+        with suppress(ValueError):  # in quotes
+            if parse_yaml(text[: begin.start()]) == value:
+                yield f"{key}: '{text:.80}' has a comment, from the # on; write '{key}=\"{text:.80}\"'"
+
+
 def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
     """The class of an algorithm's mapping; None for an object, or for code that may not be imported
     if `mention` allows that."""
@@ -309,10 +321,11 @@ def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
         ) from None
 
 
-def _wrong_sizes(group: Section) -> Iterator[str]:
-    """Numbers whose square overflows or underflows float32; options of rewards are not checked."""
+def _wrong_sizes(plain: Mapping[str, Any]) -> Iterator[str]:
+    """Numbers of a group whose square overflows or underflows float32; options of rewards are not
+    checked."""
     wanted = f"should be 0, or from {SMALLEST:g} to {1 / SMALLEST:g} in size"
-    for key, leaf in _leaves(group.model_dump(mode="json")):
+    for key, leaf in _leaves(plain):
         for number in _numbers(leaf) if "options" not in key.split(".") else ():
             if number and not SMALLEST <= abs(number) <= 1 / SMALLEST:
                 yield f"{key}: {wanted}, got {number:g}"
