@@ -168,14 +168,17 @@ def test_a_disk_that_fails_while_a_folder_is_replaced_leaves_the_old_one_and_say
 
 
 def test_what_was_left_unfinished_in_a_run_is_removed_when_it_is_opened(tmp_path):
+    """But what another process is writing: an export of a checkpoint takes minutes."""
     Run(tmp_path).claim(config())
     for folder, name in (("samples", ".unfinished_1"), ("checkpoints", ".unfinished_2")):
         (tmp_path / folder / name).mkdir(parents=True)
         (tmp_path / folder / name / ".tmpAb12Cd").touch()  # as safetensors leaves it
     (tmp_path / "samples" / ".unfinished_3").touch()
-    Run(tmp_path).claim(config())
-    left = sorted(path.name for path in tmp_path.rglob("*"))
-    assert left == ["checkpoints", "config.yaml", "samples"]
+    with held(tmp_path / "export"), whole(tmp_path / "export" / "merged") as export:
+        Run(tmp_path).claim(config())
+        (export / "weights").touch()
+    left = sorted(path.name for path in tmp_path.rglob("[!.]*"))
+    assert left == ["checkpoints", "config.yaml", "export", "merged", "samples", "weights"]
 
 
 @pytest.mark.parametrize("make", [lambda place: place.symlink_to("target"), os.mkfifo])

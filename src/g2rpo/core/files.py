@@ -73,9 +73,12 @@ def _counts(path: Path) -> bool:
 
 def remove_unfinished(folder: Path) -> None:
     """Removes unfinished files of a killed process from `folder` and its folders; the caller must
-    hold its lock."""
+    hold its lock. Those that have a lock of their own, such as export/ of a run, are left to the
+    next process that enters them: another may be writing there now."""
+    own = [lock.parent for lock in folder.rglob(f"*/{LOCK}")]
     for left in sorted(folder.rglob(f"{UNFINISHED}*"), reverse=True):  # innermost first
-        remove(left)
+        if not any(map(left.is_relative_to, own)):
+            remove(left)
 
 
 def remove(path: Path) -> None:
