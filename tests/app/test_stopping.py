@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM at any moment: a message, an exit code, and a run that goes on to what it
 would have become."""
 
+import errno
 import multiprocessing
 import os
 import re
@@ -263,6 +264,18 @@ def test_code_that_calls_exit_does_not_end_a_command_as_if_it_were_done(
 ):
     code, _, err = g2rpo(capsys, *training(tmp_path, flux_directory, source))
     assert code != 0 and said in err and "reward.py" in err and "Traceback" not in err
+
+
+def test_a_terminal_that_is_gone_does_not_keep_a_run_from_saving(monkeypatch):
+    asked, stopping = [], Stopping()
+
+    def gone(descriptor, words):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "write", gone)
+    with stopping.after(lambda: asked.append(True)):
+        stopping.handle(signal.SIGTERM, None)
+    assert asked
 
 
 class Leaves:

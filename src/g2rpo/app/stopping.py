@@ -129,4 +129,5 @@ def _imports_torch(frame: FrameType | None) -> bool:
 def _tell(words: str) -> None:
     """Writes unbuffered, because a signal may interrupt a buffered write; on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"\ng2rpo: {words}\n".encode())
+        with suppress(OSError):  # a terminal that is gone must not keep a run from saving
+            os.write(2, f"\ng2rpo: {words}\n".encode())
