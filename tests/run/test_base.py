@@ -9,6 +9,7 @@ import torch
 
 from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
+from g2rpo.core.errors import Preempted
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import Evaluation, save_evaluation
 from g2rpo.evaluation.sampler import Sampler
@@ -103,7 +104,25 @@ def test_who_comes_while_another_run_makes_it_waits(tmp_path, monkeypatch):
     monkeypatch.setattr("g2rpo.run.base.held", held)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert begun(tmp_path / "run", tmp_path / "bases") > 0 and not refused
-    assert before_attempt == [0, 1, 2]
+    assert before_attempt == [0, 2, 4]  # and whether one of them was asked to leave
+
+
+def test_who_waits_leaves_when_asked(tmp_path, monkeypatch):
+    t, sleeps = trainer(tmp_path / "run"), []
+    t.shared_base = SharedBase(tmp_path / "bases", ALONE)
+
+    def held(folder):
+        raise InUse("another run")
+
+    def sleep(seconds):
+        assert not sleeps
+        sleeps.append(seconds)
+        t.stopping = True  # as a signal does
+
+    monkeypatch.setattr("g2rpo.run.base.held", held)
+    monkeypatch.setattr("time.sleep", sleep)
+    with pytest.raises(Preempted, match="stopped after iteration 0, as asked"):
+        list(t.train())
 
 
 def key(*overrides, contents=None):

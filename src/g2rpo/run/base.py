@@ -52,12 +52,17 @@ class SharedBase:
         return self.folder / "baseline.safetensors"
 
     def evaluation(
-        self, prompts: Sequence[str], names: Sequence[str], make: Callable[[], Evaluation]
+        self,
+        prompts: Sequence[str],
+        names: Sequence[str],
+        make: Callable[[], Evaluation],
+        leave: Callable[[], None],
     ) -> Evaluation:
         """The evaluation of `prompts` by the rewards `names`: read, or made by `make` and written.
-        All ranks call it."""
+        All ranks call it; while they wait they call `leave`, which may raise an exception on
+        all."""
         main = self.world.is_main
-        with waiting(self.folder, self.world):
+        with waiting(self.folder, self.world, leave):
             stored = self._stored(prompts, names) if main else None
             if self.world.total(stored is not None)[0]:
                 return stored or read_base(self.file, prompts, names, self.world)
@@ -122,10 +127,10 @@ def with_floors(run: RunFiles, config: Config) -> Config:
 
 
 @contextmanager
-def waiting(folder: Path, world: World) -> Iterator[None]:
+def waiting(folder: Path, world: World, leave: Callable[[], None]) -> Iterator[None]:
     """While entered by all ranks, no other run can enter `folder`, which rank 0 holds; waits until
-    none is in it. Ranks meet at every attempt: none may be silent for as long as another run
-    takes."""
+    none is in it, and calls `leave` meanwhile. Ranks meet at every attempt: none may be silent for
+    as long as another run takes."""
     with ExitStack() as stack:
         while True:
             entered = False
@@ -135,5 +140,6 @@ def waiting(folder: Path, world: World) -> Iterator[None]:
                     entered = True
             if world.total(entered)[0]:
                 break
+            leave()
             time.sleep(0.2)
         yield

@@ -323,7 +323,9 @@ class Trainer:
         judged_by = self.evaluator.judged_by
         if self.shared_base is None or stateful(judged_by):
             return self.score_heldout()
-        return self.shared_base.evaluation(self.heldout, list(judged_by), self.score_heldout)
+        return self.shared_base.evaluation(
+            self.heldout, list(judged_by), self.score_heldout, self._leave_together
+        )
 
     def score_heldout(self, on_rows: Callable[[int], None] | None = None) -> Evaluation:
         """Held-out pictures of the (averaged) weights with all scores. On a single rank, raises
@@ -422,6 +424,11 @@ class Trainer:
         with several ranks, since they must stop together."""
         self.status.count(rows)
         if self.stopping and self.world.size == 1:
+            raise self._preempted()
+
+    def _leave_together(self) -> None:
+        """Raises `Preempted` on all ranks, which call it together, if `stopping` is set on any."""
+        if self.world.total(self.stopping)[0]:
             raise self._preempted()
 
     def _preempted(self) -> Preempted:
