@@ -308,12 +308,15 @@ def test_a_run_without_pilots_is_not_resumed_with_another_rate(tmp_path):
 
 
 def test_pilots_of_pairs_are_evaluated_on_as_many_prompts_as_others():
-    """Not on two prompts twice: a prompt has many pairs."""
+    """Not on two prompts twice: a prompt has many pairs. One with another target is another."""
     c = load_config("words", ["evaluation.num_prompts=3"])
+    prompts = [Prompt("p0", metadata={"text": text}) for text in "ab"] + [Prompt("p1")]
     pairs = [
-        Judged.of(Prompt(f"p{n // 2}"), [f"{n}.png", "x.png"], (True, False)) for n in range(9)
+        Judged.of(prompt, [f"{n}.png", "x.png"], (True, False))
+        for prompt in prompts
+        for n in range(2)
     ]
-    assert [str(prompt) for prompt in pilot_prompts(c, pairs)] == ["p0", "p1", "p2"]
+    assert pilot_prompts(c, pairs) == prompts
 
 
 def test_a_gain_is_in_units_of_the_base():

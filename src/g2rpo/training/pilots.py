@@ -17,7 +17,6 @@ import torch
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.errors import Stopped, UserError, counted
-from g2rpo.core.input_pictures import images_of
 from g2rpo.core.intervals import FEWEST_VALUES
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import Evaluation, floors_of
@@ -65,9 +64,7 @@ def pilot_config(config: Config, rate: float, iterations: int | None = None) -> 
 def pilot_prompts(config: Config, prompts: Sequence[str]) -> Sequence[str]:
     """The training prompts on which pilots are evaluated, each once: pairs of pictures repeat
     theirs."""
-    different = {(str(prompt), images_of(prompt)): prompt for prompt in reversed(prompts)}
-    first = [*reversed(different.values())]
-    return first[: min(PILOT_PROMPTS, config.evaluation.num_prompts)]
+    return [*dict.fromkeys(prompts)][: min(PILOT_PROMPTS, config.evaluation.num_prompts)]
 
 
 def check_pilots(config: Config, prompts: Sequence[str]) -> None:
