@@ -286,6 +286,10 @@ def test_a_setting_may_be_longer_than_the_name_of_a_file(capsys):
         (["--steps", "2", "--weights", "nowhere"], "weights nowhere: is no folder"),
         (["--steps", "2", "policy.height=31"], "multiples of"),
         (["--steps", "2", "controls=[{stps: 3}]"], "Did you mean 'controls.0.steps'?"),
+        (
+            ["--steps", "2", "controls=[{noise: .5}, {noise: .5}, {noise: 0.5000001}]"],
+            "controls: two are named 'initial noise x 0.5': their numbers count to six digits",
+        ),
     ],
 )
 def test_wrong_input_is_one_message_and_nothing_is_begun(judged, tmp_path, capsys, words, said):

@@ -45,8 +45,16 @@ Side = Literal["base", "control", "tuned", "tuned control"]
 
 
 def _different(controls: list[Control]) -> list[Control]:
-    """Each control once, without one that changes nothing, which is the base."""
-    return [control for control in dict.fromkeys(controls) if control != NO_CONTROL]
+    """Each control once, without one that changes nothing, which is the base. ValueError for two of
+    one name, which names their files."""
+    different = [control for control in dict.fromkeys(controls) if control != NO_CONTROL]
+    names = [str(control) for control in different]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"two are named '{name}': their numbers count to six digits; take out one"
+            )
+    return different
 
 
 class JudgingConfig(Drawing):
