@@ -64,23 +64,28 @@ def test_no_evaluation_begins_that_the_time_has_not_left_room_for(given, save):
     assert given - 20 - save < now <= given and done in evaluated
 
 
+@pytest.mark.parametrize("pairs", [0.0, 3.0])
 @pytest.mark.parametrize("left", [60.0, 100.0, 1000.0, 1e6])
-def test_evaluations_are_planned_to_take_their_share_of_the_time(left):
-    """A second an iteration, .1 s a held-out prompt of 192."""
+def test_evaluations_are_planned_to_take_their_share_of_the_time(left, pairs):
+    """A second an iteration, .1 s a held-out prompt of 192, and `pairs` in every evaluation."""
     c = config("evaluation.num_prompts=192")
-    found = planned(c, 1.0 / work(c, 0), 0.0, 0.1, 192, left)
+    found = planned(c, 1.0 / work(c, 0), 0.0, 0.1, 192, left, pairs)
     prompts, iterations = found.evaluation.num_prompts, found.trainer.iterations
-    of_a_prompt = 0.1 * (1 + math.ceil(iterations / found.evaluation.every))
+    looks = 1 + math.ceil(iterations / found.evaluation.every)
+    taken, of_a_prompt = looks * (0.1 * prompts + pairs), 0.1 * looks
     assert 16 <= prompts <= 192
     if prompts < 192:
-        assert prompts * of_a_prompt <= EVALUATED * left < (prompts + 1) * of_a_prompt
-    assert left - 1 < iterations + prompts * of_a_prompt <= left
+        assert taken <= EVALUATED * left < taken + of_a_prompt
+    assert left - 1 < iterations + taken <= left
 
 
 def test_a_time_in_which_nothing_fits_is_refused_with_the_least():
+    """Four seconds of prompts; held-out pairs take their time with base and tuned model too."""
     c = config()
-    with pytest.raises(UserError, match="at least 9 s: an iteration of 5.0 s, and 16 prompts"):
+    with pytest.raises(UserError, match="at least 9 s: an iteration of 5.0 s, and 16 prompts by"):
         planned(c, 5.0 / work(c, 0), 0.0, 0.125, 64, 8.0)
+    with pytest.raises(UserError, match="at least 13 s: .* and 16 prompts and held-out pairs by"):
+        planned(c, 5.0 / work(c, 0), 0.0, 0.125, 64, 12.0, pairs=2.0)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +160,7 @@ def test_times_are_read_or_refused(text, seconds):
 def test_ranks_that_share_the_work_have_time_for_more_iterations(monkeypatch, size):
     """A clock that stands still but while a rank draws its held-out pictures; as many ranks as do
     an iteration's work."""
-    now, prompts = [0.0], [str(number) for number in range(64)]
+    now, prompts, pairs = [0.0], [str(number) for number in range(64)], 0
     c = config("trainer.prompts_per_iteration=4", "evaluation.num_prompts=64")
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(World, "broadcast_text", lambda self, text: text)
@@ -167,11 +172,14 @@ def test_ranks_that_share_the_work_have_time_for_more_iterations(monkeypatch, si
 
         parts = {"sampler": SimpleNamespace(num_steps=6), "judged_by": {}, "evaluate": evaluate}
         t = SimpleNamespace(config=c, heldout=prompts, world=world, rewards={"bright": brightness})
+        t.held_out_pairs = [*range(32)] * pairs
         t.division, t.evaluator = divided(c, world), SimpleNamespace(**parts)
         return planned_for(t, now[0] + 4000.0).trainer.iterations
 
     alone, shared = planned_of(World(0, 1)), planned_of(World(0, size))
     assert shared == pytest.approx(size * alone, rel=0.05)
+    pairs = 1
+    assert planned_of(World(0, 1)) < alone
 
 
 def test_a_run_that_is_resumed_without_time_left_is_evaluated(tmp_path):

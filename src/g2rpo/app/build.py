@@ -32,6 +32,7 @@ from g2rpo.run.rates import Sweep
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Replicated, Sharded
+from g2rpo.training.held_out_pairs import rows_of
 from g2rpo.training.pace import TIMED_PROMPTS, planned
 from g2rpo.training.pilots import Pilots, check_pilots, pilot_config, pilot_prompts
 from g2rpo.training.ranks import divided
@@ -259,11 +260,14 @@ def planned_for(trainer: Trainer, ends_at: float) -> Config:
     # ranks between which an iteration is divided
     working = division.prompts.size * division.plans.size
     looking = world.size if len(trainer.heldout) >= world.size else 1
+    group = trainer.config.algorithm.group_size
+    pairs = row * rows_of(len(trainer.held_out_pairs), group, world.size)
+    left = ends_at - time.monotonic()
     measured = world.broadcast_text(
-        json.dumps([row / working, scored / working, look / looking, ends_at - time.monotonic()])
+        json.dumps([row / working, scored / working, look / looking, left, pairs])
     )
-    row, scored, look, left = json.loads(measured)
-    return planned(trainer.config, row, scored, look, len(trainer.heldout), left)
+    row, scored, look, left, pairs = json.loads(measured)
+    return planned(trainer.config, row, scored, look, len(trainer.heldout), left, pairs)
 
 
 def show_prompts(

@@ -34,13 +34,19 @@ def seconds_in(text: str) -> float:
 
 
 def planned(
-    config: Config, row: float, picture: float, look: float, heldout: int, left: float
+    config: Config,
+    row: float,
+    picture: float,
+    look: float,
+    heldout: int,
+    left: float,
+    pairs: float = 0.0,
 ) -> Config:
     """`config` for a run of `left` seconds, of which a network evaluation of one latent takes `row`
-    seconds, decoding and scoring a picture `picture` seconds and a held-out prompt `look` seconds:
-    with an estimated number of iterations, and with fewer than the `heldout` prompts where
-    evaluations would take more than their share. UserError with the least time if not even one
-    iteration fits."""
+    seconds, decoding and scoring a picture `picture` seconds, a held-out prompt `look` seconds and
+    all held-out pairs or marks `pairs` seconds: with an estimated number of iterations, and with
+    fewer than the `heldout` prompts where evaluations would take more than their share. UserError
+    with the least time if not even one iteration fits."""
     plans, group = plans_in(config, 0), config.algorithm.group_size
     each = sum(len(plan.tails) * (group + plan.baseline) for plan in plans)
     if judged_by(config.algorithm) is not None:  # pictures from files, which no reward scores
@@ -48,20 +54,20 @@ def planned(
     pictures = config.trainer.prompts_per_iteration * each
     iteration = work(config, 0) * row + pictures * picture
     fewest = min(FEWEST_PROMPTS, heldout)
-    least = iteration + 2 * fewest * look
+    least = iteration + 2 * (fewest * look + pairs)
     if least > left:
         raise UserError(
             f"--within: about {left:.0f} s are left for training, which takes at least {least:.0f} s: an iteration of "
-            f"{iteration:.1f} s, and {fewest} prompts by base and tuned model; give more time, or lower "
+            f"{iteration:.1f} s, and {fewest} prompts{' and held-out pairs' if pairs else ''} by base and tuned model; give more time, or lower "
             "trainer.prompts_per_iteration, algorithm.group_size or sampling.num_steps"
         )
     for looks in range(1 + EVALUATIONS, 1, -1):
-        prompts = min(heldout, int(EVALUATED * left / (looks * look)))
+        prompts = min(heldout, int((EVALUATED * left / looks - pairs) / look))
         if prompts >= min(heldout, 4 * FEWEST_PROMPTS):
             break
     prompts = max(fewest, prompts)
     # fitted before it ends
-    iterations = max(MEASURED + 1, int((left - looks * prompts * look) / iteration))
+    iterations = max(MEASURED + 1, int((left - looks * (prompts * look + pairs)) / iteration))
     evaluation = config.evaluation.model_copy(update={"num_prompts": prompts})
     return with_length(
         config.model_copy(update={"evaluation": evaluation}),
