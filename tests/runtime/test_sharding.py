@@ -206,18 +206,22 @@ def test_other_pipelines_and_learners_learn_and_resume_the_same_in_pieces(
 
 
 def held(world, folder, model, mode):
-    """Bytes of this rank's weights, gradients and moments after an update, and how often layers
-    were summed over groups."""
+    """Bytes of this rank's gradients in an update, of its weights and moments after it, and how
+    often layers were summed over groups."""
     t = build(world, None, model, mode)
+    parameters, gradients = list(t.learner.parameters), []
+
+    def bytes_of(tensors):
+        return sum(getattr(it, "to_local", lambda it=it: it)().nbytes for it in tensors)
+
+    t.learner.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(bytes_of(p.grad for p in parameters))
+    )
     with Gathers() as sums:
         t.iterate()
-
-    def local(tensor):
-        return getattr(tensor, "to_local", lambda: tensor)().nbytes
-
-    parameters = list(t.learner.parameters)
+    assert all(p.grad is None for p in parameters)
     moments = [value for p in parameters for value in t.learner.optimizer.state[p].values()]
-    held = [sum(map(local, part)) for part in (parameters, [p.grad for p in parameters], moments)]
+    held = [gradients[0], bytes_of(parameters), bytes_of(moments)]
     return [*held, sums.seen["c10d.allreduce_.default"]]
 
 
@@ -240,12 +244,12 @@ def test_a_rank_holds_what_the_plan_says(tmp_path, flux_directory, groups):
     plan = make_plan(asked, cuda=False, heldout=4, distinct_prompts=4, ranks=2 * groups).memory
     *whole, _ = held(ALONE, None, model, "none")
     *parts, sums = zip(*ranks.run(2 * groups, held, tmp_path, model, "full:2"), strict=True)
-    names = ("trained weights", "gradients", "moments")
+    names, planned = ("gradients", "trained weights", "moments"), plan.parts | plan.working
     for name, alone, own in zip(names, whole, parts, strict=True):
         # each rank has every tensor's step counter
         slack = 4 * 2 * 1000 if name == "moments" else 0
         assert groups * alone <= sum(own) <= groups * (alone + slack)
-        assert plan.parts[name] <= max(own) <= 1.05 * plan.parts[name]
+        assert planned[name] <= max(own) <= 1.05 * planned[name]
     assert set(sums) == {LAYERS * (groups - 1)}
 
 

@@ -131,9 +131,11 @@ def test_the_loss_gradient_is_the_policy_gradient():
     differences in the one parameter. The objective is quadratic in the mean, so these are exact up
     to float32 rounding / h. The old log-prob is a constant."""
     t = trainer(None, "trainer.prompts_per_iteration=1", policy=(policy := GaussianPolicy(size=1)))
-    seen, t.learner.optimizer.step = watched(t), lambda: None
+    seen, gradients = watched(t), []
+    t.learner.optimizer.step = lambda: gradients.append(policy.mean.grad.clone())
     t.iterate()
-    (examples, cond), gradient = seen[0], policy.mean.grad.clone()
+    ((examples, cond),), (gradient,) = seen, gradients
+    assert policy.mean.grad is None  # its memory is the next rollout's
     advantages = torch.cat([item.advantages for item in examples])
 
     @torch.no_grad()

@@ -146,6 +146,8 @@ class Updater:
             stats.add(passes, sum(len(item.advantages) for item in batch) / members)
             self.shards.reduce(self.policy.trainable_parameters())
             self._step(stats)
+            # before the next rollout, which needs their memory
+            self.optimizer.zero_grad(set_to_none=True)
         return stats.of_all(self.shards.world)
 
     @torch.no_grad()
@@ -170,8 +172,8 @@ class Updater:
     def _accumulate(
         self, batch: Sequence[Example], cond: Cond, counted: int, first: bool
     ) -> UpdateStats:
-        """Computes the gradients of one update, replacing earlier ones; `counted` is the number of
-        members on all ranks."""
+        """Computes the gradients of one update, replacing those of an attempt that ran out of
+        memory; `counted` is the number of members on all ranks."""
         stats = UpdateStats()
         self.optimizer.zero_grad(set_to_none=True)
         parts = list(passes(batch, self.sizes.micro))

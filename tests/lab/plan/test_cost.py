@@ -328,12 +328,12 @@ def test_what_stays_after_an_update_is_what_was_planned_to_the_byte(
     ]
     for part, tensors in {
         "trained weights": trained,
-        "gradients": [weight.grad for weight in trained],
         "moments": moments,
         "moving average": average,
         "base copy for the KL term": base.parameters() if base else [],
     }.items():
         assert parts.get(part, 0) == sum(tensor.nbytes for tensor in tensors), part
+    assert all(weight.grad is None for weight in trained)
     assert parts["frozen weights"] == size_of(pipeline.transformer) - parts["trained weights"]
     assert parts["VAE"] == size_of(pipeline.vae)
     assert parts["text encoders"] == sum(map(size_of, encoders))
@@ -436,8 +436,9 @@ def test_ranks_share_the_work_and_with_pieces_the_state(deep):
         assert one.memory.checkpoint == whole.memory.checkpoint
         assert one.memory.embeddings == whole.memory.embeddings
     for part in ("trained weights", "gradients", "moments"):
-        all_of_it = whole.memory.parts[part]
-        held = [one.memory.parts[part] for one in (two, full, training)]
+        all_of_it, *held = (
+            (one.memory.parts | one.memory.working)[part] for one in (whole, two, full, training)
+        )
         assert held == [all_of_it, -(-all_of_it // 2), -(-all_of_it // 2)]
     c = config(deep["flux"], FULL, NARROW)
     transformer = build_on_meta(read_blueprint(c.policy), c.policy).transformer

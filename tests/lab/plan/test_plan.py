@@ -30,8 +30,8 @@ def test_the_papers_recipe_on_a_card_that_cannot_hold_it(capsys):
     assert plan["device"] == "NVIDIA H200" and counts["evaluations_per_prompt"] == 1700
     assert counts["the_run"]["evaluations"] == 8160000
     assert plan["parameters"] == 11901408320 == plan["trained_parameters"]
-    trained = sum(memory["parts"][part] for part in ("trained weights", "gradients", "moments"))
-    assert not memory["fits"] and trained > 190e9
+    trained = sum(memory["parts"][part] for part in ("trained weights", "moments"))
+    assert not memory["fits"] and trained > 140e9
     assert "policy.tuning=lora" in instead["overrides"]
     assert instead["needed"] <= memory["capacity"]
     assert "of 989 TFLOP/s" in plan["seconds"]["basis"] and plan["seconds"]["run"] > 86400

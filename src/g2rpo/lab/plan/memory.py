@@ -64,9 +64,9 @@ def plan_memory(
     copy of what is mapped from its files, in the dtype in which it is stored (assumed: that of
     calls); `checkpoint` and `embeddings` are the run's.
 
-    Trained weights are float32, and with them gradients (kept from one update to the next), AdamW's
-    two moments and its step counter (4 bytes for every tensor), and the moving average and the old
-    weights where there are such.
+    Trained weights are float32, and with them gradients (in an update alone), AdamW's two moments
+    and its step counter (4 bytes for every tensor), and the moving average and the old weights
+    where there are such.
     """
     policy, shapes, trained = model.policy, model.shapes, model.trained
     sharded, averaged, old = (
@@ -104,7 +104,6 @@ def plan_memory(
         ),
     }
     after = {
-        "gradients": piece(weights),
         "moments": piece(moments),
         **({"moving average": piece(weights)} if averaged else {}),
         **({"old weights": piece(weights)} if old else {}),
@@ -124,6 +123,7 @@ def plan_memory(
         **({"all weights, gathered to sample": gathered} if gathered else {}),
         "network call": traced.velocity.peak,
         "decoding": traced.decode.peak,
+        "gradients": piece(weights),
         "training pass": traced.training.peak,
         "optimizer step": step,
         **({"averaged weights swapped in": swapped} if averaged else {}),
@@ -137,7 +137,7 @@ def plan_memory(
         "rollout": held + finals + (gathered or layers) + traced.velocity.peak,
         "decoding": held + finals + gathered + traced.decode.peak,
         # layers, and gradients of layers
-        "update": held + max(2 * layers + traced.training.peak, step),
+        "update": held + piece(weights) + max(2 * layers + traced.training.peak, step),
         "evaluation": stays + swapped + (gathered or layers) + sampling,
     }
     peak = max(peaks.values())
