@@ -50,6 +50,10 @@ def taught(request, tmp_path, browser):
         page.goto(address)
         page.locator("[data-member]").first.wait_for()
         yield page, run
+        other = context.new_page()
+        other.set_default_timeout(MINUTE)
+        other.goto(address)
+        other.locator("#asked img").first.wait_for()
         page.locator("#finish").click()
         ended = page.get_by_text("Finished.")
         asked = page.get_by_text("Finish without comparing")
@@ -60,6 +64,10 @@ def taught(request, tmp_path, browser):
         assert page.locator("#pair img").count() == 2 and not page.locator("#finish").is_visible()
         assert process.wait(timeout=120) == 0
         assert not page.get_by_text("Connection to the server was lost").is_visible()
+        other.locator("#none").click()
+        lost = other.get_by_text("Connection to the server was lost")
+        said = lost.evaluate("toast => getComputedStyle(toast, '::after').content")
+        assert "finished in another tab" in said
         context.close()
         assert wrong == [] and "Traceback" not in errors.read_text(), errors.read_text()
         assert json.loads((run / "results.json").read_text())["rewards"]
