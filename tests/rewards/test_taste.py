@@ -10,7 +10,7 @@ import torch
 from g2rpo.core.seeding import generator_for
 from g2rpo.rewards import taste
 from g2rpo.rewards.picture_features import features_of
-from g2rpo.rewards.taste import Choice, Clicks, Head, fit
+from g2rpo.rewards.taste import Choice, Clicks, Head, agreement_interval, fit
 from tests.support.pictures import noise
 
 THETA = torch.tensor([2.0, -1.0, 0.0, 0.0])
@@ -45,6 +45,8 @@ def test_the_head_finds_the_block_and_the_direction_of_a_taste():
     assert float(spread) == pytest.approx(1, abs=1e-5)
     assert head.agreement.low > 0.8 and head.trust == (2 * head.agreement.mean - 1) ** 2
     assert replace(head, agreement=replace(head.agreement, low=0.5)).trust == 0
+    three = replace(head, agreement=agreement_interval([1.0, 0.5, 0.6], 0.9))
+    assert three.agreed == pytest.approx(0.7) and three.agreement.mean == pytest.approx(0.65)
 
 
 def test_a_posterior_mode_has_no_gradient():

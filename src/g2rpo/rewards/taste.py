@@ -70,7 +70,7 @@ class Head:
     offset: float
     agreement: Interval
     """The share of pairs of a liked and another picture that the head orders as the person did, in
-    groups that it was not fitted to: mean over groups, with a 90 % interval."""
+    groups that it was not fitted to: `agreement_interval` of 90 % over groups."""
 
     def __call__(self, features: Features) -> Tensor:
         return (features[self.block].double() @ self.direction - self.offset).float()
@@ -80,6 +80,12 @@ class Head:
         standard deviation of that."""
         change = now[self.block].double().mean(0) - before[self.block].double().mean(0)
         return float(change @ self.direction), float((change @ self.root).norm())
+
+    @property
+    def agreed(self) -> float:
+        """The mean of `agreement` over the groups alone, without the one at chance."""
+        count = self.agreement.count
+        return (self.agreement.mean * (count + 1) - CHANCE) / count
 
     @property
     def trust(self) -> float:

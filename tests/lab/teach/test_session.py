@@ -532,6 +532,9 @@ def test_the_page_shows_the_group_and_says_no_more_than_is_known(tmp_path, monke
         teach(s, 3)
         monkeypatch.setattr(Pupil, "moved", (0.84, 0.31))
         said = page.status(s, False)
+        head = s.pupil.learnt.head
+        assert f"in {100 * head.agreed:.0f} % of pairs" in said and head.agreed > 0.5
+        assert round(100 * head.agreed) != round(100 * head.agreement.mean)  # nearer to chance
         teach(s, 3)
         hard = "pictures hardly move towards your taste"
         for after, *moved, told in (1, 0, 0, False), (0, 0.14, 0.1, True), (0, 0.14, 0.12, False):

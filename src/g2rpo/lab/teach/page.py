@@ -277,7 +277,7 @@ def status(session: Session, learning: bool) -> str:
     elif head is not None:
         a = head.agreement
         lines.append(
-            f"Its guess of your taste agrees with you in {100 * a.mean:.0f} % of pairs "
+            f"Its guess of your taste agrees with you in {100 * head.agreed:.0f} % of pairs "
             f"[{100 * a.low:.0f}, {100 * a.high:.0f}], in groups that it has not seen; 50 % is chance."
         )
         if head.trust == 0:

@@ -214,7 +214,7 @@ class Pupil:
             return
         if self.answered == ENOUGH and head.agreement.mean < HOPELESS:
             self.notify(
-                f"after {ENOUGH} groups the head orders {head.agreement.mean:.0%} of pairs that it was not fitted to as you "
+                f"after {ENOUGH} groups the head orders {head.agreed:.0%} of pairs that it was not fitted to as you "
                 'do, little more than chance; "Clicks alone" goes on without it, which takes many more clicks'
             )
         learns = self.strength > 0 and head.trust > 0
