@@ -181,6 +181,15 @@ def test_whether_it_works_is_told_by_held_out_scores_and_their_errors(run, rows,
 
 
 @pytest.mark.parametrize(
+    ("score", "said"),
+    [(0.6, "It worked: ocr better."), (0.4, "It got worse: ocr.")],
+)
+def test_of_a_finished_run_it_is_told_in_the_past(run, score, said):
+    folder = run([BASE, *FIVE, looked(5, score, 3.0)], results={"iteration": 20}, owner=HERE)
+    assert tell(read(folder)).answer == said
+
+
+@pytest.mark.parametrize(
     ("kept", "said"),
     [(5, "It worked: ocr better."), (0, "It did not work: the weights are the base's again.")],
 )

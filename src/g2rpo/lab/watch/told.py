@@ -314,7 +314,7 @@ def _answer(run: Watched, told: Told, alarms: Sequence[str]) -> str:
     elif better:
         said = f"It {'worked' if run.finished else 'works so far'}: {', '.join(better)} better"
     elif worse:
-        said = f"It gets worse: {', '.join(worse)}"
+        said = f"It {'got' if run.finished else 'gets'} worse: {', '.join(worse)}"
     else:
         said = f"No difference{'' if run.finished else ' yet'} on held-out prompts"
     return f"{said}.{raised}"
