@@ -56,10 +56,11 @@ def planned(
     fewest = min(FEWEST_PROMPTS, heldout)
     least = iteration + 2 * (fewest * look + pairs)
     if least > left:
+        beside = " and held-out pairs" if pairs else ""
         raise UserError(
             f"--within: about {left:.0f} s are left for training, which takes at least {least:.0f} s: an iteration of "
-            f"{iteration:.1f} s, and {fewest} prompts{' and held-out pairs' if pairs else ''} by base and tuned model; give more time, or lower "
-            "trainer.prompts_per_iteration, algorithm.group_size or sampling.num_steps"
+            f"{iteration:.1f} s, and {fewest} prompts{beside} by base and tuned model; give more time, or "
+            "lower trainer.prompts_per_iteration, algorithm.group_size or sampling.num_steps"
         )
     for looks in range(1 + EVALUATIONS, 1, -1):
         prompts = min(heldout, int((EVALUATED * left / looks - pairs) / look))
