@@ -247,6 +247,17 @@ def test_markup_from_users_is_text(copied):
     assert attributes(html, "alt")[0] == f"Base model: {bad}"
 
 
+def test_scores_by_heads_of_different_times_are_called_so(copied, html):
+    said = "Scores of bright are by the head of their time", "each value by the head of its time"
+    config = copied.config
+    asked = yaml.safe_load(config.read_text())
+    asked["rewards"]["bright"]["kind"] = "clicks"
+    config.write_text(yaml.safe_dump(asked))
+    shown = render(read_runs([copied.path]))
+    assert [shown.count(words) for words in said] == [1, 1]
+    assert not any(words in html for words in said)
+
+
 def test_two_runs_share_their_charts(run_dir, other_dir):
     html = render(read_runs([run_dir, other_dir]))
     assert [line["name"] for line in charts(html)[BRIGHT]] == [

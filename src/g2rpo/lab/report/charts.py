@@ -105,6 +105,7 @@ def reward_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
     batches behind them."""
     charts = []
     trained = {name for group in groups for name in group.config.rewards}
+    refitted = {name for group in groups for run in group.runs for name in run.refitted()}
     for name in sorted(
         _union(group.runs[0].rewards() for group in groups), key=lambda name: name not in trained
     ):
@@ -118,7 +119,7 @@ def reward_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
         charts += _chart(
             groups,
             name,
-            "",
+            "each value by the head of its time; heads differ in scale" if name in refitted else "",
             lines,
             ("hacking", "decline"),
             "trained on" if name in trained else "judged only",

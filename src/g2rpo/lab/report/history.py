@@ -30,6 +30,9 @@ SEED_KEY, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"
 """Runs of one line have different seeds, and may differ in where they ran and what they logged
 to."""
 
+REFITTED = ("clicks", "style")
+"""Kinds of rewards that are a head, which a run fits; to a stored session (`run`) before it."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -117,6 +120,14 @@ class RunHistory:
     def rewards(self) -> list[str]:
         """Every reward: the trained ones first."""
         return [*self.config.rewards, *self.config.evaluation.rewards]
+
+    def refitted(self) -> list[str]:
+        """The trained rewards whose head is fitted again and again during the run."""
+        return [
+            name
+            for name, entry in self.config.rewards.items()
+            if entry.kind in REFITTED and not entry.options.get("run")
+        ]
 
     def alarms(self) -> list[Occurrence]:
         """Every alarm, in the order in which they were raised."""

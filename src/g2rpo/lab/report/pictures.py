@@ -76,7 +76,7 @@ def _shown(run: RunHistory, size: int) -> list[dict[str, Any]]:
         return [
             {
                 "trouble": "",
-                "how": f"{how}.",
+                "how": f"{how}.{_by_heads(run) if len(tables) > 2 else ''}",
                 "iterations": list(tables),
                 "cards": _cards(run, tables, places, size),
             }
@@ -84,6 +84,12 @@ def _shown(run: RunHistory, size: int) -> list[dict[str, Any]]:
         ]
     except DAMAGE as error:
         return [{"trouble": str(error), "cards": []}]
+
+
+def _by_heads(run: RunHistory) -> str:
+    """That scores of rewards which the run fitted again are not of one scale; "" without any."""
+    names = run.refitted()
+    return f" Scores of {' and '.join(names)} are by the head of their time." if names else ""
 
 
 def _thinned(iterations: Sequence[int]) -> list[int]:
