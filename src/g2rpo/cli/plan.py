@@ -84,8 +84,14 @@ def show_plan(answer: PlanAnswer, console: Console) -> None:
     if answer.seconds:
         console.print(_time_table(answer.seconds, plan.counts))
         say(console, _after_ten_minutes(answer))
-    if answer.cards:
+    elif answer.cards:
         console.print(_cards_table(answer.cards))
+    else:
+        say(
+            console,
+            f"Time on {target.name}: not planned, but told by `g2rpo train` after its first iteration; "
+            "with --within 5m a run ends in time. On GPUs: --cards.",
+        )
     _verdict(answer, console)
     for note in answer.notes:
         warn(console, note)
@@ -311,9 +317,9 @@ def _verdict(answer: PlanAnswer, console: Console) -> None:
     plan, target, alternative = answer.plan, answer.target, answer.alternative
     need, there = in_bytes(plan.memory.needed), in_bytes(target.capacity)
     if not target.cuda:
-        there += (
-            ", this machine's RAM; for a GPU name its card with --device, such as rtx4090 or h200"
-        )
+        there += ", this machine's RAM"
+        if answer.cards:
+            there += "; for a GPU name its card with --device, such as rtx4090 or h200"
     if answer.fits:
         console.print(f"[green]It fits[/]: {need} of {there}.", highlight=False)
         return

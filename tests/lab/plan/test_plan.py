@@ -55,6 +55,14 @@ def test_the_sizes_of_what_is_downloaded_and_written(capsys):
     assert memory["written"] >= 3 * memory["checkpoint"] + adapter
 
 
+def test_a_plan_of_an_embedded_model_on_a_cpu_says_where_its_time_is_told(capsys):
+    out = " ".join(done(capsys, "plan", "words", "policy.device=cpu").split())
+    assert (
+        "rtx4090" not in out
+        and "with --within 5m a run ends in time. On GPUs: --cards. It fits" in out
+    )
+
+
 @pytest.mark.slow  # two plans
 def test_a_plan_for_a_cpu_has_the_times_of_cards(capsys, tiny_config):
     plan = told(capsys, tiny_config, "policy.device=cpu")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from g2rpo.assembly.checks import check_quantized
+from g2rpo.assembly.components import EMBEDDED
 from g2rpo.lab.plan.cards import cards_for
 from g2rpo.lab.plan.fit import fitting
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target, target_of
@@ -26,7 +27,7 @@ class Alternative:
 @dataclass(frozen=True, kw_only=True)
 class PlanAnswer:
     """The answer of `g2rpo plan`. `cards` has all known cards if `seconds` is unknown for the
-    target."""
+    target; none for the embedded models, which train on a CPU."""
 
     recipe: str
     plan: Estimate
@@ -107,7 +108,7 @@ def plan(
     check_quantized(config.model_copy(update={"policy": there}))
     result = planner.plan(cuda=target.cuda)
     seconds = result.seconds(target.card) if target.card else None
-    cards = {} if seconds else _cards(planner.plan())
+    cards = {} if seconds or config.policy.path in EMBEDDED else _cards(planner.plan())
     alternative = None
     if not target.holds(result) and (extra := fitting(planner, target)) is not None:
         other = planner.plan(*extra, cuda=target.cuda)
