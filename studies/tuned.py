@@ -6,7 +6,7 @@ three levels of a third setting, in turn: the noise `eta`, or for DiffusionNFT t
 times that it trains. The pilot's seed and prompts are those of the registered study's pilots, and
 so are the seeds and the held-out prompts of the five runs at the best.
 
-    OMP_NUM_THREADS=1 python -m studies.tuned scenes words-alone --jobs 2    # 80 minutes; goes on where it was
+    OMP_NUM_THREADS=1 python -m studies.tuned scenes words-alone --jobs 2    # three hours; goes on where it was
 """
 
 from __future__ import annotations
