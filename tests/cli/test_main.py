@@ -217,9 +217,10 @@ def test_push_uploads_weights_and_card_or_says_how_to_try_again(tmp_path):
     assert hub.told == [("me/mine", True), ["README.md"]]
     with pytest.raises(UserError, match="write owner/name"):
         push(tmp_path, "mine", private=False, api=hub)
-    again = r"me/mine: the upload failed: .*\n.*`g2rpo push .* me/mine` tries again"
-    with pytest.raises(UserError, match=again):
-        push(tmp_path, "me/mine", private=False, api=nowhere)
+    for private, command in ((False, "me/mine"), (True, "me/mine --private")):
+        again = f"me/mine: the upload failed: .*\n.*`g2rpo push .* {command}` tries again"
+        with pytest.raises(UserError, match=again):
+            push(tmp_path, "me/mine", private=private, api=nowhere)
 
 
 FAILING = """

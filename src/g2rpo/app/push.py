@@ -39,7 +39,8 @@ def push(run: Path, repository: str, *, private: bool, api: Any = None) -> str:
             )
         )
     except Exception as error:  # without a network the exceptions are those of the HTTP library
-        command = shlex.join(["g2rpo", "push", str(run), repository])
+        options = ["--private"] if private else []
+        command = shlex.join(["g2rpo", "push", str(run), repository, *options])
         again = f"the weights stay in {folder}; `{command}` tries again"
         raise UserError(
             f"{repository}: the upload failed: {type(error).__name__}: {error}\n{again}"
