@@ -26,6 +26,7 @@ from g2rpo.training.pace import (
     with_length,
 )
 from g2rpo.training.ranks import divided
+from tests.support.commands import refused
 from tests.support.runs import brightness, config, cut, resumed, trainer
 
 
@@ -80,12 +81,21 @@ def test_evaluations_are_planned_to_take_their_share_of_the_time(left, pairs):
 
 
 def test_a_time_in_which_nothing_fits_is_refused_with_the_least():
-    """Four seconds of prompts; held-out pairs take their time with base and tuned model too."""
-    c = config()
-    with pytest.raises(UserError, match="at least 9 s: an iteration of 5.0 s, and 16 prompts by"):
-        planned(c, 5.0 / work(c, 0), 0.0, 0.125, 64, 8.0)
-    with pytest.raises(UserError, match="at least 13 s: .* and 16 prompts and held-out pairs by"):
-        planned(c, 5.0 / work(c, 0), 0.0, 0.125, 64, 12.0, pairs=2.0)
+    """With the 80 s that starting took, and 5 + 2 · 16 · .125 s of the least run, a tenth more;
+    held-out pairs take their time with base and tuned model too."""
+    c, row = config(), 5.0 / work(config(), 0)
+    parts = "starting took 80 s, an iteration takes 5.0 s, and 16 prompts by base and tuned model 4"
+    with pytest.raises(UserError, match=f"--within 88s: too short; give 98s or more, .*{parts}.0"):
+        planned(c, row, 0.0, 0.125, 64, 8.0, spent=80.0)
+    with pytest.raises(UserError, match="give 15s .* 16 prompts and held-out pairs by .* 8.0 s;"):
+        planned(c, row, 0.0, 0.125, 64, 12.0, pairs=2.0)
+    assert planned(c, row, 0.0, 0.125, 64, 98.0 - 80.0, spent=80.0).trainer.iterations >= 1
+
+
+def test_a_time_that_is_too_short_leaves_the_folder_to_the_next_try(capsys, tmp_path, tiny_config):
+    run = tmp_path / "run"
+    assert "give" in refused(capsys, "train", tiny_config, "--within", "0.001s", "--run-dir", run)
+    assert not run.exists()
 
 
 @pytest.mark.parametrize(
@@ -174,7 +184,7 @@ def test_ranks_that_share_the_work_have_time_for_more_iterations(monkeypatch, si
         t = SimpleNamespace(config=c, heldout=prompts, world=world, rewards={"bright": brightness})
         t.held_out_pairs = [*range(32)] * pairs
         t.division, t.evaluator = divided(c, world), SimpleNamespace(**parts)
-        return planned_for(t, now[0] + 4000.0).trainer.iterations
+        return planned_for(t, 4000.0, now[0] + 4000.0).trainer.iterations
 
     alone, shared = planned_of(World(0, 1)), planned_of(World(0, size))
     assert shared == pytest.approx(size * alone, rel=0.05)

@@ -48,9 +48,9 @@ class Request:
 
     `given` has objects in place of what the config names: policy, rewards, judges, prompts,
     heldout, trackers. The caller holds the lock of `run_dir`; without one nothing is written.
-    Pilots of `sweep` choose the learning rate of a run that has not begun. With `ends_at`, a time
-    of `time.monotonic`, its length is fitted to what it takes. The base's evaluation is taken from
-    the folder `bases`, or added to it.
+    Pilots of `sweep` choose the learning rate of a run that has not begun. With `within`, in
+    seconds, and `ends_at`, a time of `time.monotonic`, its length is fitted to what it takes. The
+    base's evaluation is taken from the folder `bases`, or added to it.
     """
 
     config: Config
@@ -59,6 +59,7 @@ class Request:
     resume: bool = False
     accept_changes: bool = False
     sweep: Sweep | None = None
+    within: float | None = None
     ends_at: float | None = None
     bases: Path | None = None
     world: World = ALONE
@@ -101,20 +102,21 @@ def build(request: Request) -> Trainer:
     trainer = Trainer(config=config, **parts)
     if run is None:
         return trainer
-    if main:
-        run.claim(config)  # only now: wrong input leaves nothing behind
     if request.sweep is not None and request.sweep.rate is None:
+        if main:
+            run.claim(config)  # pilots are kept
         del trainer  # its average and old weights
         config = _with_found_rate(request, request.sweep, run, parts)
         trainer = Trainer(config=config, **parts)
-    if request.ends_at is not None and not run.starts.is_file():
-        config = planned_for(trainer, request.ends_at)
+    if request.within is not None and not run.starts.is_file():
+        assert request.ends_at is not None
+        config = planned_for(trainer, request.within, request.ends_at)
         parts["heldout"] = heldout[: config.evaluation.num_prompts]
         del trainer
         gc.collect()  # it refers to itself
         trainer = Trainer(config=config, **parts)
-        if main:
-            run.claim(config)
+    if main:
+        run.claim(config)  # only now: wrong input leaves nothing behind
     for complaint in trainer.resume() if request.resume else ():
         request.notify(complaint)
     trainer.shared_base = request.base_of(config, prompts, trainer.heldout)
@@ -240,7 +242,7 @@ def at_rate(config: Config, rate: float) -> Config:
     )
 
 
-def planned_for(trainer: Trainer, ends_at: float) -> Config:
+def planned_for(trainer: Trainer, within: float, ends_at: float) -> Config:
     """The config of a run that has not begun, planned for its time by timed evaluations of a few
     held-out prompts."""
     prompts, evaluator, calls = trainer.heldout[:TIMED_PROMPTS], trainer.evaluator, [0.0]
@@ -267,7 +269,8 @@ def planned_for(trainer: Trainer, ends_at: float) -> Config:
         json.dumps([row / working, scored / working, look / looking, left, pairs])
     )
     row, scored, look, left, pairs = json.loads(measured)
-    return planned(trainer.config, row, scored, look, len(trainer.heldout), left, pairs)
+    count = len(trainer.heldout)
+    return planned(trainer.config, row, scored, look, count, left, pairs, spent=within - left)
 
 
 def show_prompts(

@@ -68,7 +68,8 @@ def train(
     with the same `bases`, a folder, share evaluations of the base. After a few iterations the plan
     that `predict` makes is reported beside what was measured.
     """
-    ends_at = None if within is None else time.monotonic() + seconds_in(within)
+    seconds = None if within is None else seconds_in(within)
+    ends_at = None if seconds is None else time.monotonic() + seconds
     notes: list[str] = []
     config = _config_of(recipe, overrides, run_dir if resume else None, notes)
     begun = Run(run_dir) if resume and run_dir is not None else None
@@ -96,6 +97,7 @@ def train(
             resume=resume,
             accept_changes=accept_changes,
             sweep=sweep,
+            within=seconds,
             ends_at=ends_at,
             bases=bases,
             world=world,

@@ -22,6 +22,8 @@ FEWEST_PROMPTS = 16
 """The fewest held-out prompts that a fitted run is evaluated on, unless it has fewer."""
 EVALUATED = 0.3
 """The share of a given time for all evaluations, as planned before the run begins."""
+LEEWAY = 1.1
+"""The shortest time that is named is so many times what was measured, so that it is enough."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -41,12 +43,13 @@ def planned(
     heldout: int,
     left: float,
     pairs: float = 0.0,
+    spent: float = 0.0,
 ) -> Config:
     """`config` for a run of `left` seconds, of which a network evaluation of one latent takes `row`
     seconds, decoding and scoring a picture `picture` seconds, a held-out prompt `look` seconds and
     all held-out pairs or marks `pairs` seconds: with an estimated number of iterations, and with
     fewer than the `heldout` prompts where evaluations would take more than their share. UserError
-    with the least time if not even one iteration fits."""
+    with the least time, with that already `spent`, if not even one iteration fits."""
     plans, group = plans_in(config, 0), config.algorithm.group_size
     each = sum(len(plan.tails) * (group + plan.baseline) for plan in plans)
     if judged_by(config.algorithm) is not None:  # pictures from files, which no reward scores
@@ -56,11 +59,12 @@ def planned(
     fewest = min(FEWEST_PROMPTS, heldout)
     least = iteration + 2 * (fewest * look + pairs)
     if least > left:
+        enough = math.ceil(LEEWAY * (spent + least))
         beside = " and held-out pairs" if pairs else ""
         raise UserError(
-            f"--within: about {left:.0f} s are left for training, which takes at least {least:.0f} s: an iteration of "
-            f"{iteration:.1f} s, and {fewest} prompts{beside} by base and tuned model; give more time, or "
-            "lower trainer.prompts_per_iteration, algorithm.group_size or sampling.num_steps"
+            f"--within {spent + left:.0f}s: too short; give {enough}s or more, of which starting took "
+            f"{spent:.0f} s, an iteration takes {iteration:.1f} s, and {fewest} prompts{beside} by base and tuned model "
+            f"{least - iteration:.1f} s; or lower trainer.prompts_per_iteration, algorithm.group_size or sampling.num_steps"
         )
     for looks in range(1 + EVALUATIONS, 1, -1):
         prompts = min(heldout, int((EVALUATED * left / looks - pairs) / look))
