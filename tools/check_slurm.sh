@@ -35,7 +35,7 @@ small="scenes trainer.prompts_per_iteration=4 trainer.iterations=40 algorithm.gr
 small+=" sampling.num_steps=4 evaluation.num_prompts=4 evaluation.every=1000 policy.device=cpu trackers=[]"
 sed -n '/^#!\/bin\/bash/,/^```/{/^```/!p}' "$root/docs/scaling.md" \
   | sed -e 's/--ntasks-per-node=8 --gpus-per-node=8/--ntasks-per-node=2/' -e 's/^export MASTER_ADDR=\S*.* MASTER_PORT/export MASTER_ADDR=127.0.0.1 MASTER_PORT/' \
-    -e "s|^run=.*|run=$folder/run|" -e "s|flux1-dev-lora trainer.prompts_per_iteration=16|$small|" > job.sh
+    -e "s|^run=.*|run=$folder/run|" -e "s|flux1-dev-lora|$small|" > job.sh
 grep -q "$folder/run" job.sh && grep -q "scenes" job.sh && grep -q MASTER_ADDR=127 job.sh
 export PYTHONPATH=$root/src OMP_NUM_THREADS=1
 job=$(sbatch --parsable --output=job.log --open-mode=append job.sh)

@@ -112,6 +112,17 @@ def test_the_readme_from_top_to_bottom_in_a_clean_shell(tmp_path):
     assert "g2rpo" in (tmp_path / "calls").read_text() and not done.stderr, done.stderr
 
 
+def test_the_script_for_slurm_is_one_that_its_check_can_shorten(tmp_path):
+    """tools/check_slurm.sh replaces the page's recipe, folder and address in it, and tells if it
+    does not find them."""
+    check = (ROOT / "tools/check_slurm.sh").read_text()
+    part = re.search(r"^small=.*?^grep -q [^\n]*", check, re.MULTILINE | re.DOTALL)[0]
+    names = {"PATH": "/usr/bin:/bin", "root": str(ROOT), "folder": str(tmp_path)}
+    command = ["/bin/bash", "-euo", "pipefail", "-c", part]
+    done = subprocess.run(command, cwd=tmp_path, env=names, check=False)
+    assert done.returncode == 0, (tmp_path / "job.sh").read_text()
+
+
 def test_nowhere_is_a_package_of_this_name_installed_from_an_index():
     for path in [*PAGES, *(ROOT / "src" / "g2rpo").rglob("*.py")]:
         assert not re.search(r"pip install ['\"]?g2rpo", path.read_text(encoding="utf-8")), path

@@ -127,7 +127,7 @@ def test_moments_and_averages_of_no_two_trainers_are_in_memory(tmp_path, monkeyp
     gc.disable()  # it may come late
     try:
         sweep = Sweep(0.02, [0.02, 0.04])
-        opened(tmp_path / "run", sweep, ends_at=time.monotonic() + 100)
+        opened(tmp_path / "run", sweep, within=100.0, ends_at=time.monotonic() + 100)
     finally:
         gc.enable()
     assert len(learners) == 1 + 1 + 2 + 1 + 1  # one more tells how long a pilot may be
