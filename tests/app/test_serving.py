@@ -50,6 +50,7 @@ def test_an_address_can_be_listened_on_or_is_refused():
 @pytest.mark.parametrize("kind", ["{}/own.py:redness", "hpsv2"])
 def test_the_overrides_that_it_prints_are_taken(capsys, monkeypatch, tmp_path, kind):
     (tmp_path / "own.py").write_text("def redness(images, prompts): ...\n")
+    monkeypatch.setattr(serving, "check_rewards_alone", lambda table: None)
     monkeypatch.setattr(serving, "build_rewards", lambda table: dict.fromkeys(table, darkness))
     monkeypatch.setattr(RewardServer, "serve_forever", lambda server: None)
     monkeypatch.setenv("SCORES", "secret" * 3)
@@ -58,6 +59,11 @@ def test_the_overrides_that_it_prints_are_taken(capsys, monkeypatch, tmp_path, k
     (line,) = [line for line in out.splitlines() if line.startswith("  rewards.")]
     reward = load_config("flux1-dev-lora", shlex.split(line)).rewards[kind.rpartition(":")[2]]
     assert reward.kind == "http" and reward.options.keys() == {"url", "endpoint"}
+
+
+def test_the_option_of_a_device_is_named_as_it_was_given(capsys):
+    err = refused(capsys, "serve-reward", "hpsv2", "device=cuda:99")
+    assert "device=cuda:99: torch sees" in err and "; device=cpu needs none" in err
 
 
 def test_a_reward_is_not_loaded_for_a_port_that_is_taken(capsys, monkeypatch):

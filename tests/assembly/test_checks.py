@@ -311,6 +311,24 @@ def test_a_repository_that_the_hub_refuses_is_known_at_once(monkeypatch, status,
     )
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serve-reward hpsv2",
+        "evaluate --model testbed --prompts testbed:heldout --steps 2 --rewards hpsv2",
+        "demo --model testbed --rewards hpsv2",
+        "agree . --rewards hpsv2",
+    ],
+)
+def test_whatever_loads_a_reward_names_all_that_it_lacks_before(
+    capsys, monkeypatch, tmp_path, command
+):
+    """The library of the hub would try for half a minute, and name one file."""
+    monkeypatch.chdir(tmp_path)
+    err = refused(capsys, *command.split())
+    assert "2 things are missing" in err and "`hf download xswu/HPSv2` fetches it" in err
+
+
 def test_metadata_that_a_reward_cannot_read_are_refused_ahead(tmp_path):
     detector, prompts = tmp_path / "detector", tmp_path / "prompts.jsonl"
     options = f"rewards.geneval={{options: {{detector: {detector}, clip: {tmp_path}}}}}"

@@ -19,6 +19,7 @@ from g2rpo.app.stopping import stoppable
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import digests_of
 from g2rpo.assembly.blueprint import read_blueprint
+from g2rpo.assembly.checks import check_rewards_alone
 from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import (
@@ -214,6 +215,7 @@ def _faults_of_folder(out: Path, config: JudgingConfig) -> Iterator[str]:
 def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
     """Builds the policy and rewards and evaluates the missing chunks."""
     config, out = judging.config, judging.directory
+    check_rewards_alone(config.rewards)
     emit(Line(f"building the policy and {counted(len(config.rewards), 'reward')} ..."))
     prompts = (
         prompt

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from g2rpo.app.events import Emit, Line, Serving, silent
 from g2rpo.app.stopping import until_ctrl_c
+from g2rpo.assembly.checks import check_rewards_alone
+from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.resolve import parse_options
 from g2rpo.config.schema import RewardConfig
@@ -131,7 +133,12 @@ def serve_reward(
     if plugins.is_code(kind):
         plugins.allow(kind)
     name = kind.rpartition(":")[2]  # a config's names have no dots, as the path of a file has
-    reward = build_rewards({name: RewardConfig(kind=kind, options=parse_options(options))})[name]
+    own = parse_options(options)
+    if "device" in own:
+        pick_device(str(own["device"]), "device")
+    table = {name: RewardConfig(kind=kind, options=own)}
+    check_rewards_alone(table)
+    reward = build_rewards(table)[name]
     with refused(host, port):
         server = RewardServer(reward, host, port, token=token)
     with server:

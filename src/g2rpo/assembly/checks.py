@@ -14,7 +14,16 @@ from typing import Any
 from g2rpo.assembly import components, hub
 from g2rpo.assembly import rewards as of_rewards
 from g2rpo.assembly.blueprint import build_shallow, read_blueprint, trained_on_meta
-from g2rpo.assembly.consistency import CHECKS, Check, Wanted, refuse_all, rewards_of, said, spec_of
+from g2rpo.assembly.consistency import (
+    CHECKS,
+    Check,
+    Wanted,
+    refuse_all,
+    refuse_listed,
+    rewards_of,
+    said,
+    spec_of,
+)
 from g2rpo.assembly.hub import HubQuestion, answers_of
 from g2rpo.assembly.pipeline_files import missing_parts
 from g2rpo.assembly.prompts import build_prompts
@@ -58,6 +67,20 @@ def check(
     for stage in STAGES:
         refuse_all(stage, run)
     return run.lists["prompts"], run.lists["heldout"]
+
+
+def check_rewards_alone(table: Mapping[str, RewardConfig]) -> None:
+    """Of rewards without a run: UserError names all options, libraries, files, servers and devices
+    that are missing or wrong."""
+    keyed = {f"rewards.{name}": entry for name, entry in table.items()}
+    questions: dict[str, HubQuestion] = {}
+    refuse_listed(
+        [
+            *said(of_rewards.check_devices, keyed),
+            *_faults_of_rewards(keyed, questions),
+            *_answered(questions),
+        ]
+    )
 
 
 def _device(run: Wanted) -> Iterator[str]:
@@ -142,8 +165,14 @@ def _devices_of_rewards(run: Wanted) -> None:
 
 
 def _rewards(run: Wanted) -> Iterator[str]:
-    for key, entry in run.keyed.items():
-        yield from said(_faults_of_reward, key, entry, run.questions)
+    return _faults_of_rewards(run.keyed, run.questions)
+
+
+def _faults_of_rewards(
+    keyed: Mapping[str, RewardConfig], questions: dict[str, HubQuestion]
+) -> Iterator[str]:
+    for key, entry in keyed.items():
+        yield from said(_faults_of_reward, key, entry, questions)
 
 
 def _faults_of_reward(
@@ -214,8 +243,12 @@ def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def _answers(run: Wanted) -> Iterator[str]:
+    return _answered(run.questions)
+
+
+def _answered(questions: Mapping[str, HubQuestion]) -> Iterator[str]:
     """Asks all servers at once."""
-    for what, answer in answers_of(run.questions, SECONDS).items():
+    for what, answer in answers_of(questions, SECONDS).items():
         yield f"{what}: {answer}"
 
 

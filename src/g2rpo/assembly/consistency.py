@@ -92,9 +92,13 @@ def check_settings(config: Config) -> None:
 
 def refuse_all(checks: Iterable[Check], run: Wanted) -> None:
     """UserError with the complaints of all checks, if there are any."""
-    complaints = dict.fromkeys(complaint for each in checks for complaint in said(each, run))
-    if complaints:
-        raise UserError(_listed(list(complaints)))
+    refuse_listed(complaint for each in checks for complaint in said(each, run))
+
+
+def refuse_listed(complaints: Iterable[str]) -> None:
+    """UserError with all complaints, if there are any."""
+    if listed := list(dict.fromkeys(complaints)):
+        raise UserError(_listed(listed))
 
 
 def said(call: Callable[..., Any], *arguments: Any) -> Iterator[str]:

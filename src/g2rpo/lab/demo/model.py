@@ -13,9 +13,10 @@ from torch import Tensor
 
 from g2rpo.app.evaluate import model_settings, reward_table
 from g2rpo.assembly import components
+from g2rpo.assembly.checks import check_rewards_alone
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.consistency import check_plans
-from g2rpo.assembly.rewards import build_rewards, check_rewards
+from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config, grid_of
@@ -87,7 +88,7 @@ def config_of_model(
 def check(config: Config) -> None:
     """UserError for what can be known to be wrong before anything is loaded."""
     components.locate_pipeline(config.policy.path, config.policy.pipeline, config.policy.kind)
-    check_rewards({**config.rewards, **config.evaluation.rewards})
+    check_rewards_alone({**config.rewards, **config.evaluation.rewards})
     check_plans(config.algorithm, config.sampling)
 
 

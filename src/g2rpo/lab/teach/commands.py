@@ -18,6 +18,7 @@ from g2rpo.app.evaluate import reward_table
 from g2rpo.app.events import Emit, Line, Results, cautions, silent
 from g2rpo.app.serving import Address
 from g2rpo.assembly.adapters import completed
+from g2rpo.assembly.checks import check_rewards_alone
 from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import build_rewards, declared_by, reward_kind
@@ -202,6 +203,7 @@ def agree(source: Path, rewards: Mapping[str, object]) -> dict[str, Interval]:
         raise UserError(
             "clicks: is fitted to these answers, so they cannot judge it; the page of a session shows its agreement"
         )
+    check_rewards_alone(table)
     answered = list(_answered(source))
     built = build_rewards(table, pick_device("auto"))
     shares: dict[str, dict[int, list[float]]] = {name: {} for name in built}
