@@ -4,11 +4,14 @@ began."""
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from g2rpo import api
+from g2rpo.app.contents import contents_of
+from g2rpo.assembly.config import load_config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import LOCK
@@ -144,6 +147,23 @@ def test_what_has_changed_is_refused_and_taken_on_purpose(capsys, begun):
     err = refused(capsys, "resume", run, "--accept-changes")
     assert "evaluation.prompts: 2 prompts, sha256" in err and "begin another run" in err
     assert "rewards.it" not in err  # what was accepted is what the run has now
+
+
+def test_code_counts_however_it_is_named(tmp_path, monkeypatch):
+    """As rewards.NAME.kind and policy.kind, a file or a module."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("own_code.py").write_text(TEXTS["reward.py"])
+    kinds = {"file": "own_code.py:it", "module": "own_code:it"}
+    settings = [f"rewards.{name}.kind={kind}" for name, kind in kinds.items()]
+    config = load_config("scenes", [*settings, "policy.kind=own_code.py:it"])
+    found = contents_of(config, ["a"], ["b"], {})
+    assert found["rewards.module"].startswith("source of it, sha256")
+    assert found["rewards.file"] == found["policy.kind"]
+    assert found["rewards.file"].startswith("own_code.py: sha256")
+    Path("own_code.py").write_text(TEXTS["reward.py"].replace("mean", "amax"))
+    changed = contents_of(config, ["a"], ["b"], {})
+    assert changed["rewards.file"] == changed["policy.kind"] != found["rewards.file"]
 
 
 def test_objects_are_known_by_their_source(tmp_path):

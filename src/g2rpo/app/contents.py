@@ -14,6 +14,7 @@ from g2rpo.assembly.adapters import digests_of
 from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.rewards import declared_by, reward_kind
 from g2rpo.config.schema import Config, RewardConfig
+from g2rpo.core import plugins
 from g2rpo.core.files import FileDigests, digest_of, local
 from g2rpo.core.input_pictures import digest_of_prompts
 
@@ -26,14 +27,15 @@ def contents_of(
     """A short description with a digest of the prompts, the model, and the files or the source of
     each reward.
 
-    A reward function's file and the files and folders in its options count; its imports do not.
+    The file of a reward's or a model's code and the files and folders in a reward's options count;
+    what code imports does not.
     `given` are objects in place of names, as for `build.Request`; an algorithm of the user's own is
     in `config`.
     """
     rewards = {**given.get("rewards", {}), **given.get("judges", {})}
     named = {**config.rewards, **config.evaluation.rewards}
     of_rewards = {
-        f"rewards.{name}": source_of(rewards[name]) if name in rewards else _of_options(name, entry)
+        f"rewards.{name}": source_of(rewards[name]) if name in rewards else _of_entry(name, entry)
         for name, entry in named.items()
     }
     digests = {
@@ -43,6 +45,7 @@ def contents_of(
         if "policy" in given
         else pipeline_identity(config.policy.path),
         **({} if "policy" in given else digests_of(config.policy)),
+        "policy.kind": _of_code(config.policy.kind or ""),
         "algorithm": source_of(config.algorithm),
         **of_rewards,
     }
@@ -50,9 +53,9 @@ def contents_of(
 
 
 def source_of(thing: Any) -> str:
-    """A digest of the source of an object's class, or of a function; empty for g2rpo's own and if
-    the source is not available."""
-    kind = thing if inspect.isroutine(thing) else type(thing)
+    """A digest of the source of a function, a class or an object's class; empty for g2rpo's own and
+    if the source is not available."""
+    kind = thing if inspect.isroutine(thing) or inspect.isclass(thing) else type(thing)
     if kind.__module__.partition(".")[0] == "g2rpo":
         return ""
     try:
@@ -66,9 +69,9 @@ def source_of(thing: Any) -> str:
         return ""
 
 
-def _of_options(name: str, entry: RewardConfig) -> str:
-    """Digests of the local files in a reward's options: those that it declares, or any that code of
-    the user's has."""
+def _of_entry(name: str, entry: RewardConfig) -> str:
+    """Digests of a reward's code, if it is the user's, and of the local files in its options: those
+    that it declares, or any that code of the user's has."""
     declared = declared_by(kind := reward_kind(name, entry))
     may = {*declared.files, declared.code_option} if declared is kind else entry.options.keys()
     paths = [
@@ -76,7 +79,15 @@ def _of_options(name: str, entry: RewardConfig) -> str:
         for key, value in entry.options.items()
         if key in may and isinstance(value, str)
     ]
-    return ", ".join(f"{path.name}: {_of_path(path)}" for path in paths if path is not None)
+    code = _of_code(entry.kind) or source_of(kind)
+    files = [f"{path.name}: {_of_path(path)}" for path in paths if path is not None]
+    return ", ".join(([code] if code else []) + files)
+
+
+def _of_code(name: str) -> str:
+    """A digest of the file in FILE.py:NAME; empty for any other name."""
+    path = _file_of(name) if plugins.is_code(name) else None
+    return "" if path is None else f"{path.name}: {_of_path(path)}"
 
 
 def _file_of(value: str) -> Path | None:
