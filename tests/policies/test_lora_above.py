@@ -208,6 +208,13 @@ def test_what_is_trained_lies_above(original, change, message):
         check_trained_steps(config, policy)
 
 
+def test_check_model_refuses_it(capsys):
+    """It would find that saved weights draw otherwise in the pipeline, where they act everywhere."""
+    assert "policy.lora_above=0.5: in the pipeline's own call" in refused(
+        capsys, "check-model", "nowhere", "policy.lora_above=0.5"
+    )
+
+
 def test_it_is_for_adapters():
     full = load_config("scenes", ["policy.lora_above=0.5", "policy.tuning=full"]).policy
     with pytest.raises(UserError, match="policy.lora_above: is for adapters"):

@@ -110,11 +110,16 @@ class _Settings(Section):
 
 def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterator[ModelCheck]:
     """Checks a pipeline, in a folder or of a hub id, as the policy `kind` (None: the catalogue's),
-    with `policy.` overrides."""
+    with `policy.` overrides. UserError for `policy.lora_above`, which no pipeline has."""
     if kind is not None and plugins.is_code(kind):
         plugins.allow(kind)
     given = {"path": path, "kind": kind, **SIZE}
     config = resolve_as(_Settings, {"policy": given}, overrides, "check-model").policy
+    if config.lora_above:
+        raise UserError(
+            f"policy.lora_above={config.lora_above:g}: in the pipeline's own call, with which a model is compared, an "
+            "adapter acts at all steps; take it out"
+        )
     loaded = components.load_pipeline(config)
     kind_of, spec, device = loaded.kind, loaded.kind.spec, loaded.setting["device"]
     options = loaded.config
