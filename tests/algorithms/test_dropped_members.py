@@ -110,3 +110,25 @@ def test_a_member_that_is_not_finite_is_left_out_of_the_update(name):
     torch.testing.assert_close(gradient(t, broken, cond), gradient(t, masked, cond))
     log = t.updater.update(broken, cond).summary(t.algorithm)
     assert log["skipped_updates"] == 0 and all(map(math.isfinite, log.values()))
+
+
+@pytest.mark.parametrize("name", ["mixgrpo", "diffusion_nft", "fdfo"])
+def test_a_group_that_is_not_finite_is_left_out_of_the_update(name):
+    """A prompt whose anchor is not finite, or a pair of FDFO with one such picture, from which the
+    other's data are computed too."""
+    t, experience, cond = experienced(name)
+    lost = experience[0].prompt
+    broken, masked = list(experience), list(experience)
+    for place, item in enumerate(experience):
+        if item.prompt == lost:
+            quiet = replace(item, advantages=torch.zeros_like(item.advantages))
+            masked[place] = replace(quiet, counted=torch.zeros_like(item.mask))
+            values = {"x": item.x, **item.data}
+            for key in [key for key, value in values.items() if value.is_floating_point()]:
+                values[key] = torch.full_like(values[key], torch.nan)
+            broken[place] = replace(quiet, x=values.pop("x"), data=values)
+    torch.testing.assert_close(gradient(t, broken, cond), gradient(t, masked, cond))
+    log = t.updater.update(broken, cond).summary(t.algorithm)
+    assert log["skipped_updates"] == 0 and all(map(math.isfinite, log.values()))
+    without = t.updater.update(masked, cond).summary(t.algorithm)
+    assert log.get("log_prob_drift", 0) <= without.get("log_prob_drift", 0)

@@ -31,21 +31,30 @@ def without_zero_advantages(examples: Sequence[Example]) -> list[Example]:
 
 def without_broken(examples: Sequence[Example]) -> list[Example]:
     """`examples` in which a member with numbers that are not finite does not count. It has those of
-    a whole member of its group instead: every group keeps its size, on every rank."""
+    a whole member of its group instead: every group keeps its size, on every rank. A group without a
+    whole member does not count, and is another one of the same step, if there is any."""
     if all_finite(value for item in examples for value in (item.x, *item.data.values())):
         return list(examples)
-    found = []
+    mended: list[Example | None] = []
     for item in examples:
         tensors = {"": item.x, **item.data}
         own = {name: v for name, v in tensors.items() if len(v) == len(item.advantages)}
         whole = finite_rows(item.advantages, *own.values())
-        if whole.any() and not whole.all():
+        if not whole.all():
             place = torch.where(whole, torch.arange(len(whole)), int(whole.int().argmax()))
             tensors |= {name: v[place.to(v.device)] for name, v in own.items()}
             x = tensors.pop("")
             item = replace(item, x=x, data=tensors, counted=item.mask & whole)
-        found.append(item)
-    return found
+        mended.append(item if whole.any() else None)
+    others = {
+        (item.step, item.rows): replace(item, counted=torch.zeros_like(item.mask))
+        for item in mended
+        if item is not None
+    }
+    return [
+        others.get((item.step, item.rows), item) if own is None else own
+        for item, own in zip(examples, mended, strict=True)
+    ]
 
 
 def updates_of(algorithm: Algorithm, examples: Sequence[Example]) -> Iterator[list[Example]]:
