@@ -68,6 +68,13 @@ def test_a_sample_in_the_direction_of_the_best_is_pushed_away_from_least(advanta
     torch.testing.assert_close(found, torch.tensor(expected))
 
 
+def test_a_sample_that_is_not_finite_is_not_the_best():
+    """Its advantage is 0, and the others' are below."""
+    x_next = torch.tensor([[nan, nan], [0, 3.0], [-1.0, 0], [9.0, 0]])
+    found = SelfOPD().branch_weights(torch.tensor([0, -0.5, -0.6, -0.4]), x_next, torch.zeros(1, 2))
+    torch.testing.assert_close(found, torch.tensor([0, -0.25, -0.6, 0]))
+
+
 # --- the loss
 
 

@@ -84,9 +84,12 @@ class SelfOPD(PolicyGradient):
         return (gains / std[:, None]).nan_to_num(0).to(rewards.dtype)
 
     def branch_weights(self, advantages: Tensor, x_next: Tensor, mean: Tensor) -> Tensor:
-        """The weights w [G] of samples x_next [G, ...] of a step with this mean [1, ...]."""
+        """The weights w [G] of samples x_next [G, ...] of a step with this mean [1, ...]; one that
+        is not finite, whose advantage is 0, is not the best."""
         directions = normalize((x_next - mean).flatten(1), dim=1)
-        cosines = (directions @ directions[advantages.argmax()]).to(advantages)
+        whole = directions.isfinite().all(1).to(advantages.device)
+        best = advantages.where(whole, -math.inf).argmax()
+        cosines = (directions @ directions[best]).to(advantages)
         attenuated = torch.where(advantages < 0, advantages * (1 - cosines) / 2, advantages)
         return attenuated.clamp(-self.weight_clip, self.weight_clip)
 
