@@ -160,7 +160,7 @@ def test_an_image_without_a_score_stays_where_it_is():
     for reward in (left_out, spoilt):
         unit, scores = direction(y, reward)
         torch.testing.assert_close(unit, torch.where(second[:, None, None], 0, y / norm(y)))
-        torch.testing.assert_close(scores, torch.where(second, 0, size))
+        torch.testing.assert_close(scores, torch.where(second, torch.nan, size), equal_nan=True)
 
 
 def test_what_it_cannot_learn_from_is_refused():

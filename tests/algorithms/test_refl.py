@@ -96,3 +96,4 @@ def test_a_prediction_without_a_score_teaches_nothing():
     sometimes.differentiable = True
     row = trainer(None, "algorithm.name=refl", rewards={"bright": sometimes}).iterate()
     assert math.isfinite(row["loss"]) and row["grad_norm"] > 0
+    assert row["predicted_reward"] == pytest.approx(row["reward/bright"], abs=0.1)  # no zeros in it

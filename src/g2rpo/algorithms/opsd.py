@@ -98,8 +98,8 @@ class OPSD(forward.ForwardProcess):
 
 
 def direction(y: Tensor, reward: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The unit vector [B, ...] along the reward's gradient at y, and the reward [B]; 0 without a
-    score."""
+    """The unit vector [B, ...] along the reward's gradient at y, and the reward [B]; 0 and NaN
+    without a score."""
     y = y.detach().requires_grad_()
     scores = reward(y)
     if not scores.requires_grad:
@@ -107,4 +107,6 @@ def direction(y: Tensor, reward: Callable[[Tensor], Tensor]) -> tuple[Tensor, Te
     (gradient,) = torch.autograd.grad(scores.sum(), y)
     scored = scores.detach().isfinite() & gradient.flatten(1).sum(1).isfinite()
     unit = gradient / per_row(gradient.flatten(1).norm(dim=1) + SMALLEST_NORM, y)
-    return torch.where(per_row(scored, y) > 0, unit, 0), torch.where(scored, scores.detach(), 0)
+    return torch.where(per_row(scored, y) > 0, unit, 0), torch.where(
+        scored, scores.detach(), torch.nan
+    )

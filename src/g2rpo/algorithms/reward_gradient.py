@@ -81,7 +81,7 @@ class ReFL(Algorithm):
         values = torch.relu(self.ceiling - reward)
         return Loss(
             torch.where(scored, values, 0),
-            {"predicted_reward": torch.where(scored, reward.detach(), 0)},
+            {"predicted_reward": torch.where(scored, reward.detach(), torch.nan)},
         )
 
 

@@ -388,5 +388,5 @@ class Algorithm(Protocol):
 
     def metrics(self, log: Mapping[str, Tensor]) -> dict[str, float]:
         """The logged numbers of an iteration from `Loss.log`: by name, one tensor of all members of
-        all ranks."""
-        return {name: float(values.double().mean()) for name, values in log.items()}
+        all ranks. Means; NaN is a member without a value."""
+        return {name: float(own[~own.isnan()].double().mean()) for name, own in log.items()}
