@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from g2rpo.algorithms.flow_dpo import FlowDPO, sigma_at
 from g2rpo.algorithms.flow_kto import FlowKTO
 from g2rpo.assembly.checks import check
+from g2rpo.assembly.consistency import check_settings
 from g2rpo.core import normal
 from g2rpo.core.data import Batch
 from g2rpo.core.errors import UserError
@@ -267,6 +268,14 @@ def test_strings_and_policies_that_encode_nothing_are_refused(given, words):
         trainer("flow_dpo", **given)
     with pytest.raises(UserError, match=words):
         check(config("algorithm.name=flow_dpo"), {**given, "rewards": {}, "heldout": ["0"]})
+
+
+def test_a_run_from_pairs_needs_a_reward_that_judges():
+    """Alarms, the best evaluation and the report go by its scores."""
+    with pytest.raises(UserError, match="evaluation.rewards: is empty"):
+        check_settings(
+            config("algorithm.name=flow_dpo", "rewards.bright=", "evaluation.rewards.dark=")
+        )
 
 
 def test_accuracies():

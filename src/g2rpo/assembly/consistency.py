@@ -132,6 +132,8 @@ def _repeated_names(run: Wanted) -> Iterator[str]:
 def _weights(run: Wanted) -> Iterator[str]:
     rewards = run.config.rewards
     if judged_by(run.config.algorithm) is not None:
+        if not run.given.get("judges", run.config.evaluation.rewards):
+            yield "evaluation.rewards: is empty; name at least one, for example evaluation.rewards.scene_accuracy="
         return
     if not rewards:
         yield "rewards: is empty; name at least one, for example rewards.scene_accuracy=1"
