@@ -74,7 +74,7 @@ def test_an_action_can_be_given_for_every_alarm_and_for_no_other():
 
 
 def training_alarms(rows, limit=1.0):
-    log = Alarms([], [], limit, rows=[{"kind": "train", **row} for row in rows])
+    log = Alarms([], limit, rows=[{"kind": "train", **row} for row in rows])
     return {name for name, alarm in ALARMS.items() if alarm.look(log, "train")}
 
 
@@ -315,6 +315,13 @@ BASE = column(a=[0.0, 2.0, math.nan], b=[10.0, 30.0, 20.0], f=[1.0, 1.0, 1.0], n
 TUNED = column(a=[0.5, 2.5, 9.0], b=[5.0, 25.0, 15.0], f=[1.25, 1.25, 1.25], n=NONE)
 
 
+def test_a_reward_of_weight_0_is_not_trained_on():
+    """Its rise is no sign that the trained ones are gamed."""
+    rewards = {"bright": brightness, "free": brightness}
+    free = ["rewards.free.kind=bright", "rewards.free.weight=0"]
+    assert trainer(None, *free, rewards=rewards).alarms.trained == ["bright"]
+
+
 def test_judged_gain_is_in_the_bases_own_units():
     """The base's standard deviations are 1, sqrt(200 / 3), and 0 where it is as it is."""
     for names, expected in (
@@ -327,7 +334,7 @@ def test_judged_gain_is_in_the_bases_own_units():
 
 
 def test_an_evaluation_in_which_a_reward_gives_no_score_raises_masked_at_once():
-    watch, none = Alarms(["r"], ["other"], drift_limit=1.0), torch.full((2,), torch.nan)
+    watch, none = Alarms(["r"], drift_limit=1.0), torch.full((2,), torch.nan)
     some = torch.tensor([1.0, torch.nan])
     assert watch.see({"kind": "eval", "iteration": 0}, {"r": some, "other": some}) == []
     row = {"kind": "eval", "iteration": 1}
@@ -348,7 +355,7 @@ def scenes(seed, count=100):
 def picture_alarm(row, count):
     """What is said of the pictures of an evaluation."""
     judged = {1: {"r": torch.zeros(count)}}
-    return outside(Alarms([], [], 1.0, rows=[{"iteration": 1, **row}], history=judged)) or ""
+    return outside(Alarms([], 1.0, rows=[{"iteration": 1, **row}], history=judged)) or ""
 
 
 def test_a_reward_may_be_called_like_a_side_of_the_range():
@@ -524,7 +531,7 @@ def test_rollback_takes_the_best_evaluations_weights_and_a_resume_goes_on(tmp_pa
 
 
 def test_an_evaluation_with_an_alarm_or_without_a_gain_is_never_the_best():
-    watch, alarm = Alarms(["r"], [], drift_limit=1.0), {"alarms": {"pictures": ""}}
+    watch, alarm = Alarms(["r"], drift_limit=1.0), {"alarms": {"pictures": ""}}
     for gain, more, best in (
         (0.0, {}, True),
         (0.3, {}, True),

@@ -52,7 +52,6 @@ class Alarms:
     iteration."""
 
     trained: Sequence[str]
-    judged: Sequence[str]
     drift_limit: float
     off: frozenset[str] = frozenset()
     moving: frozenset[str] = frozenset()
@@ -234,6 +233,8 @@ def alike(log: Alarms) -> str | None:
     rows = [row for row in log.rows if "diversity" in row]
     if len(rows) < 2 or rows[0]["iteration"] > 0:  # else the first row is not the base's
         return None
+    if rows[-1] is not log.rows[-1]:  # not compared in this evaluation
+        return None
     pairs = {
         which: [_number(row, key) for row in (rows[0], rows[-1])]
         for which, key in DIVERSITIES.items()
@@ -317,7 +318,8 @@ def alarms_of(
     entries = policy.noise([generator_for("alarms")]).numel()
     limit = drift_limit_of(algorithm, sigmas, sorted(steps), entries, rounding_of(config))
     moving = frozenset(name for name, reward in rewards.items() if learner_of(reward))
-    return Alarms(list(config.rewards), list(config.evaluation.rewards), limit, off, moving)
+    trained = [name for name, entry in config.rewards.items() if entry.weight]
+    return Alarms(trained, limit, off, moving)
 
 
 def rounding_of(config: Config) -> float:
