@@ -442,7 +442,7 @@ def test_the_kl_to_the_base_is_the_papers():
     penalty = t.algorithm.kl_weight * float((kl * widths).mean())
     assert row["loss"] == pytest.approx(penalty, rel=1e-3, abs=1e-6)
     plain = named("flow_grpo", *ONCE, "algorithm.kl_weight=0", policy=GaussianPolicy(mean=0.2))
-    assert plain.iterate()["kl"] == 0
+    assert "kl" not in plain.iterate()
 
 
 def steps_of(size, **given):

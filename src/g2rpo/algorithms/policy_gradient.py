@@ -146,7 +146,7 @@ class PolicyGradient(Algorithm):
     def metrics(self, log: Mapping[str, Tensor]) -> dict[str, float]:
         off = (log["log_ratio"].exp() - 1).abs()
         return {
-            "kl": float(log["kl"].mean()) if "kl" in log else 0.0,
+            **({"kl": float(log["kl"].mean())} if "kl" in log else {}),
             "ratio_deviation": float(off.max()),
             "clip_fraction": float((off > self.clip_range).float().mean()),
             "log_prob_drift": float(log["drift"].max()),
