@@ -27,6 +27,7 @@ from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core.capabilities import judged_by
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
+from g2rpo.run.run import Run
 from tests.support.commands import done, refused
 from tests.support.pages import ROOT
 from tests.support.servers import endpoint_that
@@ -144,6 +145,25 @@ def test_rewards_that_fit_the_pictures_are_not():
     check(load_config("scenes", ["policy.height=128", "evaluation.height=64"]))
     clips = PolicyConfig(path="x", height=64, width=64, num_frames=5)
     check_clips({"moves": RewardConfig(kind="motion")}, clips)
+
+
+@pytest.mark.parametrize(
+    "missing", ["pick.kind=pickscore", "ask={kind: http, options: {url: 'http://127.0.0.1:9'}}"]
+)
+def test_a_judge_that_is_not_there_can_be_left_out_as_the_message_says(
+    tmp_path, monkeypatch, missing
+):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    overrides = [f"evaluation.rewards.{missing}"]
+    config = load_config("scenes", overrides)
+    with pytest.raises(UserError) as refusal:
+        check(config, directory=tmp_path)
+    (advice,) = {*re.findall(r"(\S+=) leaves this reward out", str(refusal.value))}
+    check(load_config("scenes", [*overrides, advice]))
+    Run(tmp_path).claim(config)  # a run that has begun keeps its judges
+    with pytest.raises(UserError) as refusal:
+        check(config, directory=tmp_path)
+    assert advice not in str(refusal.value)
 
 
 def test_what_can_be_downloaded_is_a_block_of_commands(monkeypatch):

@@ -243,13 +243,18 @@ def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def _answers(run: Wanted) -> Iterator[str]:
-    return _answered(run.questions)
+    """A run that has not begun may do without what only judges."""
+    begun = run.directory is not None and Run(run.directory).config.is_file()
+    judges = () if begun else run.config.evaluation.rewards
+    return _answered(run.questions, [f"evaluation.rewards.{name}" for name in judges])
 
 
-def _answered(questions: Mapping[str, HubQuestion]) -> Iterator[str]:
-    """Asks all servers at once."""
+def _answered(questions: Mapping[str, HubQuestion], optional: Sequence[str] = ()) -> Iterator[str]:
+    """Asks all servers at once; `optional` rewards, by their keys, may be left out."""
     for what, answer in answers_of(questions, SECONDS).items():
-        yield f"{what}: {answer}"
+        of = [key for key in optional if what == key or what.startswith(f"{key}.options.")]
+        without = f"; {of[0]}= leaves this reward out" if of else ""
+        yield f"{what}: {answer}{without}"
 
 
 def _disk(run: Wanted) -> Iterator[str]:
