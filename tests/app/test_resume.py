@@ -129,6 +129,21 @@ def test_messages_name_a_command_that_works(capsys, begun, finished, tmp_path):
 # --- what names stand for
 
 
+def test_files_may_be_elsewhere_but_not_others(capsys, begun, tmp_path, flux_directory):
+    """As on another machine: the model and the prompts have other paths."""
+    run, folder = begun
+    there = Path(shutil.copytree(flux_directory, tmp_path / "model"))
+    moved = shutil.copy(folder / "train.txt", tmp_path / "moved.txt")
+    words = ["resume", run, f"policy.path={there}", f"prompts.train={moved}"]
+    before = (run / "config.yaml").read_bytes()
+    (there / "more.txt").write_text("another model\n")
+    err = refused(capsys, *words)
+    assert "policy.path: " in err and "prompts.train" not in err
+    assert (run / "config.yaml").read_bytes() == before
+    (there / "more.txt").unlink()
+    assert "resuming after iteration 1" in done(capsys, *words)
+
+
 def test_what_has_changed_is_refused_and_taken_on_purpose(capsys, begun):
     """A reward's code and training prompts; held-out prompts, here in another order, for good."""
     run, folder = begun

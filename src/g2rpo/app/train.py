@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -249,8 +250,13 @@ def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> N
     def evaluations(iterations: int) -> int:
         # as `on_evaluations` counts
         prompts, tails = trainer.own_prompts * trainer.world.size, config.sampling.tails
-        own = [trainer.division.plans.shard(trainer.plans(each)) for each in range(iterations)]
-        return sum(prompts * count_per_prompt(config.algorithm, plans, tails) for plans in own)
+        own = Counter(
+            tuple(trainer.division.plans.shard(trainer.plans(each))) for each in range(iterations)
+        )
+        return sum(
+            times * prompts * count_per_prompt(config.algorithm, plans, tails)
+            for plans, times in own.items()
+        )
 
     iterations, iteration = config.trainer.iterations, trainer.iteration
     done, total = evaluations(iteration), evaluations(iterations)

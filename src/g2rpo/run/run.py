@@ -59,6 +59,12 @@ MAY_CHANGE = (
     "sampling.batch_size",
     "sampling.decode_batch_size",
     "policy.device",
+    # of these the contents are compared (`app.contents`)
+    "policy.path",
+    "policy.adapter",
+    "policy.assistant",
+    "prompts.train",
+    "evaluation.prompts",
     "evaluation.every_minutes",
     "prompts.cache",
     "trackers",
