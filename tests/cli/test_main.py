@@ -143,6 +143,7 @@ train scenes --num-steps=4 -> Settings are written without dashes: sampling.num_
 train scenes --optim.lerning_rate=1e-3 -> without dashes: optim.learning_rate=1e-3
 train scenes --set trainer.iterations=3 -> without dashes: trainer.iterations=3
 train scenes --prompt x.txt -> without dashes: prompts.train=x.txt
+train scenes --dry-run -> `g2rpo plan RECIPE` checks the settings
 train scenes --foo -> without dashes: KEY=VALUE
 train scenes -hx -> o such option
 train scenes --run_dir x -> --run-dir

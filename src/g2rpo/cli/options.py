@@ -23,6 +23,9 @@ def recipe_names(incomplete: str) -> list[str]:
 TRAINING_PANEL, RESULTS_PANEL, WEIGHTS_PANEL = "Train", "Look at the result", "Weights and servers"
 """Headings of the commands in `g2rpo --help`."""
 
+DRY_RUN = ("--dry-run", "--dryrun")
+"""Options that other programs have, and their users look for."""
+
 NAMESAKES = ("prompts", "rewards")
 """Groups of settings that an option is named after."""
 
@@ -54,6 +57,13 @@ class WithSettings(TyperCommand):
                 dashed = refused.option_name.replace("_", "-")
                 if dashed in options:
                     refused.possibilities = [dashed]
+                    raise
+                if dashed in DRY_RUN:
+                    refused.message += (
+                        ". `g2rpo plan RECIPE` checks the settings and tells memory and time; "
+                        "`g2rpo check-model MODEL` tries the model"
+                    )
+                    refused.possibilities = []
                     raise
                 key, value = _as_setting(refused.option_name, given, self.settings())
                 refused.message += f". Settings are written without dashes: {key}={value}"
