@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 
 from g2rpo import api
 from g2rpo.assembly import components
+from g2rpo.assembly.adapters import completed
+from g2rpo.assembly.blueprint import build_shallow, read_blueprint
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
@@ -61,7 +63,7 @@ from g2rpo.policies.published import Model
 parts = PARTS
 Published = replace(
     Bria,
-    comfyui=ComfyUI("BriaTransformer2DModel", "mine.", {r"(.+)": r"\\1"}),
+    comfyui=ComfyUI("BriaTransformer2DModel", "mine.", {r"(.+)": r"own.\\1"}),
     models={"briaai/BRIA-3.2": Model("A licence", parts=parts)},
 )
 """
@@ -165,8 +167,18 @@ def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, 
     transformer = BriaTransformer2DModel.from_pretrained(api.export(run, "merged"))
     pipe = BriaPipeline.from_pretrained(folder, transformer=transformer)
     torch.testing.assert_close(plain(pipe), tuned, atol=1e-5, rtol=0)
-    names = load_file(api.export(run, "comfyui"))
-    assert names and all(name.startswith("mine.") for name in names)
+    file = api.export(run, "comfyui")
+    assert all(name.startswith("mine.own.") for name in load_file(file))
+    options = Run(run).read_config().policy
+    back = components.build_policy(options, tuning="frozen")
+    back.load(file)
+    torch.testing.assert_close(own(back), tuned, atol=1e-5, rtol=0)
+    begun = completed(
+        Run(run).read_config([f"policy.adapter={file}", "policy.lora_targets="])
+    ).policy
+    torch.testing.assert_close(own(components.build_policy(begun)), tuned, atol=1e-5, rtol=0)
+    beside = options.model_copy(update={"assistant": str(file)})
+    build_shallow(read_blueprint(beside), beside)  # of a plan
     plugin, out = kind.partition(":")[0], tmp_path / "drawn"
     done(capsys, "sample", run, "--plugin", plugin, "--out", out, "a red circle")
 

@@ -11,6 +11,7 @@ from g2rpo.assembly.hub import ADAPTER_KEYS, find_adapter
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import FileDigests
+from g2rpo.policies import catalogue
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.adapters import Adapter, check_fit, endings
 
@@ -59,7 +60,8 @@ def adapter_of(policy: PolicyConfig, key: str) -> Adapter | None:
 
     transformer = _transformer(policy)
     pipeline = getattr(diffusers, read_blueprint(policy).kind, None)
-    adapter = read_adapter(find_adapter(f"policy.{key}", name), pipeline, transformer)
+    file, names = find_adapter(f"policy.{key}", name), catalogue.names_of(policy.kind)
+    adapter = read_adapter(file, pipeline, transformer, names)
     check_fit(f"policy.{key}={name}", adapter, transformer)
     return adapter
 

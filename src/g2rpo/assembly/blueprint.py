@@ -122,9 +122,8 @@ def _assisted(
 
     if config.assistant is None:
         return ()
-    return read_adapter(
-        Path(config.assistant), getattr(diffusers, blueprint.kind), transformer
-    ).layers.keys()
+    pipeline, names = getattr(diffusers, blueprint.kind), catalogue.names_of(config.kind)
+    return read_adapter(Path(config.assistant), pipeline, transformer, names).layers.keys()
 
 
 class _Anything:

@@ -17,16 +17,11 @@ from g2rpo.policies.comfyui import FLUX, ComfyUI, place_in_joint, replaced_name
 
 
 def names_for(transformer: str, kind: str | None = None, format: str = "comfyui") -> ComfyUI:
-    """Other programs' names of a class of transformers, the catalogue's or those of the spec that
-    `kind` (policy.kind) names; UserError where none are known."""
-    specs = [*catalogue.SPECS.values(), *([catalogue.spec_of(kind)] if kind else [])]
-    for spec in specs:
-        if (
-            spec is not None
-            and spec.comfyui is not None
-            and spec.comfyui.transformer == transformer
-        ):
-            return spec.comfyui
+    """Other programs' names of a class of transformers, those of the spec that `kind` (policy.kind)
+    names or the catalogue's; UserError where none are known."""
+    for names in (catalogue.names_of(kind), *(spec.comfyui for spec in catalogue.SPECS.values())):
+        if names is not None and names.transformer == transformer:
+            return names
     raise UserError(
         f"--format {format}: {transformer}: {'ComfyUI has' if format == 'comfyui' else 'there is'} no such model, or its "
         "names are not known here; --format diffusers and merged are for any model"

@@ -44,6 +44,7 @@ from g2rpo.policies.adapters import (
     check_scale,
     shapes_in,
 )
+from g2rpo.policies.comfyui import ComfyUI
 from g2rpo.policies.original_names import by_original_names, own_rows
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -56,10 +57,16 @@ FLOATS = (
 their names."""
 
 
-def read_adapter(path: Path, pipeline: Any = None, transformer: nn.Module | None = None) -> Adapter:
+def read_adapter(
+    path: Path,
+    pipeline: Any = None,
+    transformer: nn.Module | None = None,
+    names: ComfyUI | None = None,
+) -> Adapter:
     """The adapter in a safetensors file with the names of diffusers or peft, or with those that the
-    LoRA loader of `pipeline`, a class of diffusers, converts. Known prefixes are taken off where
-    the names then fit `transformer`.
+    LoRA loader of `pipeline`, a class of diffusers, converts, or with other programs' `names` of
+    `transformer` (None: those that are known). Known prefixes are taken off where the names then
+    fit it.
 
     UserError for a file that is no LoRA of a transformer, for one whose scale or base is another
     than it says, and for names that do not fit.
@@ -88,7 +95,7 @@ def read_adapter(path: Path, pipeline: Any = None, transformer: nn.Module | None
         scaled = Adapter(
             {name: (down, up * scales[name]) for name, (down, up) in read.layers.items()}
         )
-        layers = _named(path, pairs, list(scaled.layers.values()), pipeline, transformer)
+        layers = _named(path, pairs, list(scaled.layers.values()), pipeline, transformer, names)
         if set(scales.values()) != {1.0}:  # the config says a scale that is now in the weights
             metadata.pop(CONFIG, None)
         scale = scales[pairs[0].down] if len(set(scales.values())) == 1 else 1.0
@@ -182,6 +189,7 @@ def _named(
     layers: Sequence[Factors],
     pipeline: Any,
     transformer: nn.Module | None,
+    others: ComfyUI | None,
 ) -> Mapping[str, Factors]:
     """The factors of these pairs by a module's name in diffusers."""
     modules = [pair.module for pair in pairs]
@@ -206,7 +214,7 @@ def _named(
         return dict(zip(map(str, found), layers, strict=True))
     converted, why = _converted(pairs, layers, pipeline, own)
     if converted is None and transformer is not None:
-        converted = by_original_names(modules, layers, transformer)
+        converted = by_original_names(modules, layers, transformer, others)
     if converted is None and transformer is not None:
         names = [name or module for name, module in zip(found, modules, strict=True)]
         check_fit(str(path), Adapter(dict(zip(names, layers, strict=True))), transformer, why)

@@ -93,6 +93,7 @@ class DiffusersPolicy(Policy):
             tuning or o.tuning,
             pipeline_class=type(pipeline),
             targets=spec.lora_targets,
+            names=spec.comfyui,
             device=self._device,
             seed=seed,
             keep_base=keep_base,
@@ -509,7 +510,7 @@ class DiffusersPolicy(Policy):
     def load(self, path: Path, strength: float = 1.0) -> None:
         """Loads tuned weights written by `save`, once; `strength` scales an adapter. One that acts
         at early steps alone does here."""
-        if above := self.sampling.load(path, self.pipeline, strength):
+        if above := self.sampling.load(path, self.pipeline, strength, self.spec.comfyui):
             self.options = self.options.model_copy(update={"lora_above": above})
 
     def save(self, directory: Path) -> Path:

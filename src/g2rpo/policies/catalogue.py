@@ -309,6 +309,12 @@ def licence_of(path: str, kind: str | None = None) -> str | None:
     return known[1].licence if known else None
 
 
+def names_of(kind: str | None) -> comfyui.ComfyUI | None:
+    """Other programs' names of the spec that `kind` (policy.kind) names; None without one."""
+    spec = None if kind is None else spec_of(kind)
+    return None if spec is None else spec.comfyui
+
+
 def optional_parts(name: str) -> Sequence[str]:
     """Text encoders that pipelines of a class may lack."""
     spec = spec_of(name)

@@ -12,7 +12,7 @@ from torch import nn
 
 from g2rpo.policies.adapter_names import common_peelings, in_model, patterns_of
 from g2rpo.policies.adapters import Factors, shapes_in
-from g2rpo.policies.comfyui import KNOWN, place_in_joint, replaced_name
+from g2rpo.policies.comfyui import KNOWN, ComfyUI, place_in_joint, replaced_name
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,18 @@ class _Part:
 
 
 def by_original_names(
-    modules: Sequence[str], layers: Sequence[Factors], transformer: nn.Module
+    modules: Sequence[str],
+    layers: Sequence[Factors],
+    transformer: nn.Module,
+    names: ComfyUI | None = None,
 ) -> Mapping[str, Factors] | None:
     """The factors of these modules by their names in diffusers, where each module has that name or
-    the original one; else None. Joint matrices are divided by rows, which is exact.
+    the original one, by `names` or those that are known; else None. Joint matrices are divided by
+    rows, which is exact.
 
     ValueError for a joint matrix of other rows, and for two adapters of one module.
     """
-    own, parts = patterns_of(shapes_in(transformer)), _parts_in(transformer)
+    own, parts = patterns_of(shapes_in(transformer)), _parts_in(transformer, names)
     found: dict[str, Factors] = {}
     for module, (down, up) in zip(modules, layers, strict=True):
         if (same := in_model(module, own)) is not None:
@@ -66,25 +70,28 @@ def own_rows(down: torch.Tensor, up: torch.Tensor) -> Factors:
     return down, up
 
 
-def _parts_in(transformer: nn.Module) -> dict[str, list[_Part]]:
+def _parts_in(transformer: nn.Module, names: ComfyUI | None) -> dict[str, list[_Part]]:
     """What each module of the original weights is in diffusers, by its name with dots and with
-    underscores."""
+    underscores, and by ComfyUI's key."""
     from diffusers.models.normalization import AdaLayerNormContinuous
 
     parts: dict[str, list[_Part]] = {}
-    if (known := KNOWN.get(type(transformer).__name__)) is None:
+    known = KNOWN.get(kind := type(transformer).__name__)
+    if names is not None and names.transformer == kind:
+        known = names
+    if known is None:
         return parts
     own = shapes_in(transformer)
     for module in sorted(own, key=place_in_joint):
         above = transformer.get_submodule(module.rpartition(".")[0])
         part = _Part(module, own[module][0], isinstance(above, AdaLayerNormContinuous))
-        names = {
-            replaced_name(table, module)
-            for table in (known.names, known.original or {}, known.read)
-        }
-        for name in names - {None, module}:
-            for form in {str(name), str(name).replace(".", "_")}:
-                parts.setdefault(form, []).append(part)
+        tables = known.names, known.original or {}, known.read
+        others = {replaced_name(table, module) for table in tables} - {None, module}
+        forms = {form for name in others for form in (str(name), str(name).replace(".", "_"))}
+        if (key := known.key(module)) is not None:
+            forms.add(key)
+        for form in forms:
+            parts.setdefault(form, []).append(part)
     return parts
 
 

@@ -28,6 +28,7 @@ from g2rpo.policies.adapters import (
     own_header,
     write_tensors,
 )
+from g2rpo.policies.comfyui import ComfyUI
 from g2rpo.policies.lora_layers import Acting, add_frozen, check_targets, factors_of, fill, inject
 from g2rpo.policies.options import PolicyConfig, TuningMode
 from g2rpo.policies.pipelines import cast
@@ -275,17 +276,19 @@ class Frozen:
         self._acting.strength = strength
         self._acting.choose()
 
-    def load(self, path: Path, pipeline: Any, strength: float) -> float:
+    def load(
+        self, path: Path, pipeline: Any, strength: float, names: ComfyUI | None = None
+    ) -> float:
         """Loads saved weights, an adapter at `strength` or a whole transformer: the folder that
-        `save` wrote, or a single .safetensors file with diffusers' names. Returns the sigma above
-        which they act."""
+        `save` wrote, or a single .safetensors file with diffusers' names, of an adapter also with
+        other `names` (`read_adapter`). Returns the sigma above which they act."""
         transformer, file = self._transformer, path / ADAPTER_FILE if path.is_dir() else path
         if self.own is not None or self._changed:
             raise UserError(f"{path}: other tuned weights are loaded; build a new policy for these")
         if file.is_file():
             refuse_pointer(file)
         if file.is_file() and (path.is_dir() or _is_adapter(file)):
-            adapter = read_adapter(file, type(pipeline), transformer)
+            adapter = read_adapter(file, type(pipeline), transformer, names)
             check_fit(str(file), adapter, transformer)
             add_frozen(transformer, LOADED, adapter, torch.float32)
             self.own = self._acting.own = LOADED
@@ -324,13 +327,14 @@ def tuned(
     targets: Sequence[str],
     device: torch.device,
     pipeline_class: Any = None,
+    names: ComfyUI | None = None,
     seed: int = 0,
     keep_base: bool = False,
     sharding: Sharded | None = None,
 ) -> LoRA | Full | Frozen:
-    """`transformer` as these options tune it, with the adapters in their files; `targets` are those
-    of its model."""
-    start, assistant = _adapters_of(transformer, options, mode, pipeline_class)
+    """`transformer` as these options tune it, with the adapters in their files; `targets` and other
+    programs' `names` are those of its model."""
+    start, assistant = _adapters_of(transformer, options, mode, pipeline_class, names)
     if mode == "full":
         tuning: LoRA | Full | Frozen = Full(
             transformer, options, start, device=device, keep_base=keep_base, sharding=sharding
@@ -352,11 +356,15 @@ def tuned(
 
 
 def _adapters_of(
-    transformer: Any, options: PolicyConfig, mode: TuningMode, pipeline_class: Any
+    transformer: Any,
+    options: PolicyConfig,
+    mode: TuningMode,
+    pipeline_class: Any,
+    names: ComfyUI | None,
 ) -> tuple[Adapter | None, Adapter | None]:
     """The start and the assistant, which fit the transformer and act where the options say."""
     start, assistant = (
-        read_adapter(Path(name), pipeline_class, transformer) if name is not None else None
+        read_adapter(Path(name), pipeline_class, transformer, names) if name is not None else None
         for name in (options.adapter, options.assistant)
     )
     above = options.lora_above
