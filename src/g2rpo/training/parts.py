@@ -107,6 +107,7 @@ def find_sizes(loop: Loop, heldout: int, cond: Cond) -> None:
     )
     size = config.judged_size  # the larger of the two is measured
     larger = size is not None and math.prod(size) > config.policy.height * config.policy.width
+    # with its own guidance, whose calls are no smaller than training's (consistency.check_guidance)
     with loop.collector.shards.sampling(), sized(policy, size if larger else None):
         noise = policy.noise([generator_for("memory")])
         loop.sizes.find(policy, cond.rows([0]), noise, max(members, heldout))
