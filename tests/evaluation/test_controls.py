@@ -230,16 +230,30 @@ def test_controls_stand_beside_base_and_tuned_with_what_they_cost():
     assert found.best_of["reward"].leads["reward"].mean == 0.0
     (said,) = in_words([found], [RIGHT])
     assert said.replace("\N{NO-BREAK SPACE}", " ") == (
-        "On 2 of these prompts 0 % are right without training, 50 % with the best sampler settings (steps 20), "
-        "100 % as the best of 2 pictures, and 100 % after training."
+        "On 2 of these prompts 100 % are right after training, without it 50 % with the best sampler settings "
+        "(steps 20; too few prompts to tell: +50 points) and 100 % as the best of 2 pictures (too few prompts to "
+        "tell: +0 points)."
     )
     figures = " ".join(in_figures([found], [RIGHT]))
     for part in (
-        "Steps 20: 20 network evaluations a picture instead of 10; no clear difference (+50 points).",
-        "20 network evaluations and 2 readings of the trained rewards a picture instead of 10;",
+        "Steps 20: 20 network evaluations a picture instead of 10.",
+        "20 network evaluations and 2 readings of the trained rewards a picture instead of 10.",
         "costs more from 41 pictures on",
     ):
         assert part in figures
+
+
+@pytest.mark.parametrize(
+    ("right", "told"),
+    [
+        (1, "no clear difference: +11 points, −15 to +37)"),
+        (9, "training gained more: +100 points, +100 to +100)"),
+    ],
+)
+def test_controls_on_few_prompts_have_the_interval_of_the_lead(right, told):
+    """By hand, of 1 in 9: 1 / 9 ± 2.306 / 9."""
+    found = compared([0.0] * 9, [1.0] * right + [0.0] * (9 - right), {Control(steps=20): [0.0] * 9})
+    assert f"(steps 20; {told}" in in_words([found], [RIGHT])[0]
 
 
 @pytest.mark.parametrize(("reached", "clear"), [([1.0, 1.0], True), ([2.5, -0.5], False)])

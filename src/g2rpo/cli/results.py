@@ -21,7 +21,7 @@ from g2rpo.core.files import in_bytes
 from g2rpo.core.intervals import figures
 from g2rpo.core.statistics import Comparison, Interval
 from g2rpo.evaluation.sweep import EvaluationDirectory, Judging
-from g2rpo.evaluation.untrained import in_figures, told
+from g2rpo.evaluation.untrained import in_figures, in_words, told
 from g2rpo.lab.check_model import ModelCheck
 from g2rpo.lab.compare.study import StudyDirectory
 from g2rpo.lab.packet.answers import Opened
@@ -111,10 +111,10 @@ def show_evaluation(judging: Judging, console: Console) -> None:
     if judging.config.controls:
         console.print(controls_table(judging, console.width))
         found = judging.controls()
-        for line in (
-            in_figures([found], told(found, judging.chosen_by)) if len(judging.sides) > 1 else []
-        ):
-            say(console, line)
+        if len(judging.sides) > 1:
+            names = told(found, judging.chosen_by)
+            for line in (*in_words([found], names), *in_figures([found], names)):
+                say(console, line)
     files = EvaluationDirectory(judging.directory)
     for what, file in (
         ("numbers", files.results),

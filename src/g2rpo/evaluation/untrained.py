@@ -183,23 +183,24 @@ def told(found: Controls, trained: Sequence[str]) -> list[str]:
 
 
 def in_words(found: Sequence[Controls], names: Sequence[str]) -> list[str]:
-    """A sentence for each of `names`: base, best sampler settings, best of several and tuned model, on the
-    same prompts; means over runs."""
+    """A sentence for each of `names`: what the tuned model reaches, and whether that is clearly more
+    than the base with its best sampler settings and as the best of several, on the same prompts;
+    means over runs."""
     return [_sentence(found, name) for name in names if all(name in one.best for one in found)]
 
 
 def in_figures(found: Sequence[Controls], names: Sequence[str]) -> list[str]:
-    """What these cost, and how far the tuned model is above each."""
+    """What these cost, and how the tuned model is with its control."""
     said = []
     for name in names:
         kinds = [one.best for one in found], [one.best_of for one in found]
         said += [
-            _lead_over(found, [best[name] for best in kind], name)
+            _price_of(found, [best[name] for best in kind])
             for kind in kinds
             if all(name in best for best in kind)
         ]
         said += _with_tuned_control(found, name)
-    return said + (
+    return list(dict.fromkeys(said)) + (
         _paid_back(found) if found and all(one.training and one.best_of for one in found) else []
     )
 
@@ -207,40 +208,45 @@ def in_figures(found: Sequence[Controls], names: Sequence[str]) -> list[str]:
 def _sentence(found: Sequence[Controls], name: str) -> str:
     knobs = [one.best[name] for one in found]
     several = [one.best_of[name] for one in found if name in one.best_of]
-    base, knob, tuned = (
-        _mean_over(ways, name)
-        for ways in (
-            [one.ways[0] for one in found],
-            knobs,
-            [way for one in found for way in one.of("tuned")],
-        )
+    tuned = _mean_over([way for one in found for way in one.of("tuned")], name)
+    start = f"{tuned} are right" if name == RIGHT else f"{name} is {tuned}"
+    chosen = (
+        f" and {_mean_over(several, name)} as the {several[0].name} pictures ({_lead_over(several, name)})"
+        if several
+        else ""
     )
-    chosen = f", {_mean_over(several, name)} as the {several[0].name} pictures" if several else ""
-    start = f"{base} are right" if name == RIGHT else f"{name} is {base}"
     return (
-        f"On {found[0].prompts} of these prompts {start} without training, {knob} with the best sampler settings "
-        f"({_named(knobs)}){chosen}, and {tuned} after training."
+        f"On {found[0].prompts} of these prompts {start} after training, without it {_mean_over(knobs, name)} with "
+        f"the best sampler settings ({_named(knobs)}; {_lead_over(knobs, name)}){chosen}."
     )
 
 
-def _lead_over(found: Sequence[Controls], best: Sequence[Way], name: str) -> str:
-    """The price of the best ways of a kind, by run, and the tuned model's lead over them."""
-    price = " or ".join(dict.fromkeys(way.price for way in best))
-    leads = [way.leads[name] for way in best if way.leads]
+def _lead_over(best: Sequence[Way], name: str) -> str:
+    """Whether the tuned model is clearly ahead of the best ways of a kind, by run, and its lead."""
+    leads = [way.leads[name] for way in best]
     means = [lead.mean for lead in leads]
     low, high = (leads[0].low, leads[0].high) if len(leads) == 1 else (min(means), max(means))
-    judged, ends = "no clear difference", ""
+    judged, ends = "too few prompts to tell", ""
     if math.isfinite(low):
         judged = (
-            "training gained more" if low > 0 else "training gained less" if high < 0 else judged
+            "training gained more"
+            if low > 0
+            else "training gained less"
+            if high < 0
+            else "no clear difference"
         )
         ends = f", {_lead(low, name)} to {_lead(high, name)}" + (
             f" over {len(leads)} seeds" if len(leads) > 1 else ""
         )
-    by, points = ("", " points") if name == RIGHT else (f" in {name}", "")
-    lead = f"{_lead(sum(means) / len(means), name)}{points}{ends}"
+    points = " points" if name == RIGHT else ""
+    return f"{judged}: {_lead(sum(means) / len(means), name)}{points}{ends}"
+
+
+def _price_of(found: Sequence[Controls], best: Sequence[Way]) -> str:
+    """The price of the best ways of a kind, by run."""
+    price = " or ".join(dict.fromkeys(way.price for way in best))
     way = _named(best)
-    return f"{way[0].upper()}{way[1:]}: {price} instead of {found[0].ways[0].evaluations}; {judged}{by} ({lead})."
+    return f"{way[0].upper()}{way[1:]}: {price} instead of {found[0].ways[0].evaluations}."
 
 
 def _with_tuned_control(found: Sequence[Controls], name: str) -> list[str]:

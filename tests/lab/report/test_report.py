@@ -153,6 +153,7 @@ def said(directory, rewards, right=(), alarms=(), **more):
     logged[1]["alarms"] = dict.fromkeys(alarms, "seen")
     write_log(directory, logged)
     sentences = summary_of(*read_runs([directory])).sentences
+    assert len(sentences) == 3
     return " ".join(sentences).replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -170,16 +171,16 @@ SUMMARIES = [
     (
         {"rewards": {"one": UP, "two": FLAT}, "right": (0.43, 0.62), "alarms": ["hacking"]},
         [
-            "Trained on one for 4 iterations. Right on 62 % of 192 held-out prompts, before"
+            "Trained on one for 4 iterations: right on 62 % of 192 held-out prompts, before"
             " training 43 % (+19 points, +13 to +24). Other sampler settings",
-            "Nothing that was judged clearly fell. 1 alarm: hacking.",
+            "Nothing that was judged clearly fell; 1 alarm: hacking.",
         ],
     ),
     (
         {"rewards": {"one": UP}},
         [
-            "On 192 held-out prompts one rose: +0.50 standard deviations (+0.25 to +0.75).",
-            "No other score was judged. No alarm.",
+            "on 192 held-out prompts one rose, +0.50 standard deviations (+0.25 to +0.75).",
+            "No other score was judged; no alarm.",
         ],
     ),
     (
@@ -188,13 +189,13 @@ SUMMARIES = [
             "alarms": ["a", "b"],
         },
         [
-            "one fell: −0.50 standard deviations (−0.75 to −0.25).",
-            "Worse: one (−0.50 s.d.), two (−2.00 s.d.). 2 alarms: a, b.",
+            "one fell, −0.50 standard deviations (−0.75 to −0.25).",
+            "Worse: one (−0.50 s.d.), two (−2.00 s.d.); 2 alarms: a, b.",
         ],
     ),
     (
         {"rewards": {"one": UP, "two": (True, 0.5, 0.51, 0.05, 0.4)}},
-        ["Trained on one and two", "two did not clearly change: +0.03 standard deviations"],
+        ["Trained on one and two", "two did not clearly change, +0.03 standard deviations"],
     ),
     (  # beyond the error, and a fiftieth of what the prompts differ by
         {
@@ -203,19 +204,19 @@ SUMMARIES = [
                 "green": (False, 0.5, 0.499, 0.0001, 0.05),
             }
         },
-        ["red rose slightly: +0.02 standard deviations", "Nothing that was judged clearly fell"],
+        ["red rose slightly, +0.02 standard deviations", "Nothing that was judged clearly fell"],
     ),
     (
         {"rewards": {"one": (True, 0.5, math.nan, 0.05, 0.4)}},
-        ["On 192 held-out prompts one gave no scores. Other", "No other score was judged."],
+        ["on 192 held-out prompts one gave no scores. Other", "No other score was judged;"],
     ),
-    ({"rewards": {"one": UP}} | LOST, [f"Worse: diversity ({LESS}). No alarm."]),
+    ({"rewards": {"one": UP}} | LOST, [f"Worse: diversity ({LESS}); no alarm."]),
     (
         {"rewards": {"one": UP}} | VARIED,
-        ["judged. Pictures of one prompt differ 0.91 times as much as the base's. No"],
+        ["judged; pictures of one prompt differ 0.91 times as much as the base's; no"],
     ),
-    ({"rewards": {"one": UP}} | LOST_RIGHT, [f"Worse: diversity ({LESS}, right ones 0.70 times)."]),
-    ({"rewards": {"one": UP}} | KEPT_RIGHT, [f"was judged. P{LESS[1:]}, right ones 0.95 times."]),
+    ({"rewards": {"one": UP}} | LOST_RIGHT, [f"Worse: diversity ({LESS}, right ones 0.70 times);"]),
+    ({"rewards": {"one": UP}} | KEPT_RIGHT, [f"was judged; {LESS}, right ones 0.95 times;"]),
 ]
 
 
@@ -307,7 +308,7 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
 
     html, digits = render(runs), decimals(found)
     before, after = (f"{100 * value:.0f} %" for value in (share.base, share.tuned))
-    assert f"Lights {after} of 3 held-out rooms, before training {before}, only 3 prompts" in words(
+    assert f"lights {after} of 3 held-out rooms, before training {before}, only 3 prompts" in words(
         html
     )
     low, high = signed(change.low, digits), signed(change.high, digits)

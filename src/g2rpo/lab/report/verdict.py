@@ -45,9 +45,9 @@ class Summary:
 
 
 def summary_of(of: RunHistory | SeedGroup) -> Summary:
-    """What was trained and whether it helped, what the untrained model does without it, and what
-    got worse, in plain words. The first is on right pictures, or on the trained rewards if no
-    reward defines right pictures."""
+    """A sentence each on what was trained and whether it helped, on what the untrained model does
+    without it, and on what got worse. The first is on right pictures, or on the trained rewards if no
+    reward defines right pictures; the second on these, or on the reward with the largest weight."""
     group = of if isinstance(of, SeedGroup) else SeedGroup((of,))
     if not group.changes:
         return Summary(
@@ -55,21 +55,17 @@ def summary_of(of: RunHistory | SeedGroup) -> Summary:
             [],
         )
     found = group.results("controls")
-    names = told(found[0], list(group.config.aims)) if found else []
-    figures = in_figures(found, names)
+    aims = group.config.aims
+    by_weight = sorted(aims, key=lambda name: -aims[name].weight)
+    names = told(found[0], by_weight) if found else []
+    without, *others = in_words(found, names) or _untried(group) or [""]
+    figures = [*others, *in_figures(found, names)]
     for which, (base, tuned) in group.spreads().items():
         figures.append(
             f"{which.capitalize()} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}."
         )
-    return Summary(
-        [
-            _outcome(group),
-            *_preferred(group),
-            *(in_words(found, names) or _untried(group)),
-            _worse(group),
-        ],
-        figures,
-    )
+    sentences = [_outcome(group), *_preferred(group), without, _worse(group)]
+    return Summary([sentence for sentence in sentences if sentence], figures)
 
 
 def effect(change: Change, unit: str = "s.d.") -> str:
@@ -91,12 +87,14 @@ def _outcome(group: SeedGroup) -> str:
     heldout = group.runs[0].heldout
     right = group.changes.get(RIGHT)
     if right is None:
-        said = f"On {counted(heldout, 'held-out prompt')} {'; '.join(map(_changed, trained or scores))}"
+        said = f"on {counted(heldout, 'held-out prompt')} {'; '.join(map(_changed, trained or scores))}"
     else:
         words = next((of.in_words for of in group.results("right")), "Right on {} prompts")
         done = words.replace("{}", f"{_percent(right.tuned)} of {heldout} held-out")
-        said = f"{done}, before training {_percent(right.base)}{_points(right)}"
-    return f"Trained on {names} for {length}. {said}."
+        said = (
+            f"{done[0].lower()}{done[1:]}, before training {_percent(right.base)}{_points(right)}"
+        )
+    return f"Trained on {names} for {length}: {said}."
 
 
 def _preferred(group: SeedGroup) -> list[str]:
@@ -137,7 +135,7 @@ def _changed(change: Change) -> str:
     size = effect(change, "standard deviations")
     digits = decimals(change)
     values = f"from {fixed(change.base, digits)} to {fixed(change.tuned, digits)}"
-    return f"{change.name} {moved.get(verdict(change), 'did not clearly change')}: {size or values}{_few(change)}"
+    return f"{change.name} {moved.get(verdict(change), 'did not clearly change')}, {size or values}{_few(change)}"
 
 
 def _few(change: Change) -> str:
@@ -171,18 +169,18 @@ def _worse(group: SeedGroup) -> str:
     shares = [tuned / base for base, tuned in group.spreads().values() if base]
     right = f", right ones {shares[1]:.2f} times" if len(shares) > 1 else ""
     varied = (
-        [f"Pictures of one prompt differ {shares[0]:.2f} times as much as the base's{right}"]
+        [f"pictures of one prompt differ {shares[0]:.2f} times as much as the base's{right}"]
         if shares
         else []
     )
     if shares and shares[-1] < AS_VARIED:
-        worse.append(f"diversity ({varied.pop().lower()})")
+        worse.append(f"diversity ({varied.pop()})")
     judged = any(not change.trained and change.name != RIGHT for change in group.changes.values())
     nothing = "Nothing that was judged clearly fell" if judged else "No other score was judged"
     raised = group.alarms()
     names = ", ".join(dict.fromkeys(one.name for one in raised))
-    alarms = f"{counted(len(raised), 'alarm')}: {names}" if raised else "No alarm"
-    return ". ".join([f"Worse: {', '.join(worse)}" if worse else nothing, *varied, alarms]) + "."
+    alarms = f"{counted(len(raised), 'alarm')}: {names}" if raised else "no alarm"
+    return "; ".join([f"Worse: {', '.join(worse)}" if worse else nothing, *varied, alarms]) + "."
 
 
 def _listed(names: list[str]) -> str:
