@@ -3,6 +3,9 @@
 trainer = api.trainer("scenes", rewards={"red": redness}, run_dir="runs/red")
 rows = list(trainer.train())
 table = trainer.finish()
+
+Whatever loads a model first silences warnings and bars of model libraries, in the whole process, as
+the command line does (`app.process`). DIFFUSERS_VERBOSITY and TRANSFORMERS_VERBOSITY win.
 """
 
 from __future__ import annotations
