@@ -179,6 +179,8 @@ def main() -> None:
     for world in args.worlds if args.whole or args.pilots else ():
         work(world, args.whole, args.pilots, args.out)
     found = {world: summary(world, args.out) for world in WORLDS if (args.out / world).is_dir()}
+    if not found:
+        raise SystemExit(f"{args.out}: holds no runs; name their --out, or make some (--whole 10)")
     write_whole(args.out / "find_rate.json", json.dumps(found, indent=1).encode())
 
 

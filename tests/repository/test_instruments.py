@@ -20,7 +20,7 @@ from g2rpo.lab.compare.study import StudyDirectory
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.taste import Choice, fit
 from g2rpo.rollout.engine import Engine
-from studies import floors, registered, teach_choice
+from studies import find_rate, floors, registered, teach_choice
 from studies.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
 from studies.teach_choice import DRAWS, Belief, information
 from tests.support.runs import trainer
@@ -211,6 +211,14 @@ def test_a_table_of_choices_has_the_arms_that_have_run(people):
     assert [row.split()[1] for row in rows] == ["today", "first"]
     alone = teach_choice.table(sessions("first"), "scenes").splitlines()[2:]
     assert [row.split()[1] for row in alone] == ["first"]
+
+
+def test_a_summary_of_no_pilots_and_runs_is_refused(tmp_path, monkeypatch):
+    words = ["find_rate", "--whole", "0", "--pilots", "0", "--out", str(tmp_path / "no")]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit, match="holds no runs"):
+        find_rate.main()
+    assert not any(tmp_path.iterdir())
 
 
 def test_floors_have_their_folder_before_the_first_cell_is_trained(tmp_path, monkeypatch):
