@@ -353,7 +353,18 @@ MUTATIONS = [
         "lab/watch/told.py", "half_width(error, count - 1)", "half_width(error, count)", WATCHED
     ),
     Mutation("lab/plan/seconds.py", "spent <= within else []", "True else []", REACHED),
-    Mutation("training/updater.py", "self.optimizer.zero_grad(set_to_none=True)", "pass", TRAINER),
+    Mutation(
+        "training/updater.py",
+        "memory self.optimizer.zero_grad(set_to_none=True)",
+        "memory",
+        TRAINER,
+    ),
+    Mutation(
+        "training/updater.py",
+        "stats = UpdateStats() self.optimizer.zero_grad(set_to_none=True)",
+        "stats = UpdateStats()",
+        "tests/runtime/test_memory.py",
+    ),
     Mutation("training/updater.py", "torch.where(counts, loss.values, 0)", "loss.values", DROPPED),
     Mutation(
         "training/updater.py",
@@ -534,8 +545,8 @@ MUTATIONS = [
     ),
     Mutation(
         "lab/teach/pupil.py",
-        "self.compared = test.seed",
-        "self.compared = self.changes",
+        "self.compared = test.version",
+        "self.compared = self.version",
         "tests/lab/teach/test_session.py -k confirms_only",
     ),
     Mutation(
