@@ -120,6 +120,7 @@ def test_messages_name_a_command_that_works(capsys, begun, finished, tmp_path):
         ([*finished[1], "--run-dir", run], f"`g2rpo resume {run}"),
         (["resume", run, "algorithm.group_size=3"], "algorithm.group_size: 4 there, 3 here"),
         (["resume", tmp_path], "is no run directory"),
+        (["resume", finished[0] / "run", "trainer.iterations=1"], "trainer.iterations=2 ends it"),
         (["train", "--run-dir", run], "`g2rpo resume RUN` continues a run"),
         (["train"], "name a recipe"),
     ):

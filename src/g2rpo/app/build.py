@@ -90,6 +90,7 @@ def build(request: Request) -> Trainer:
     prompts, heldout = check(config, given, request.run_dir)
     show_prompts(config, given, prompts, heldout, request.emit)
     if request.resume and run is not None and main:
+        check_length(config, run)
         changes = run.check_contents(
             contents_of(config, prompts, heldout, given), request.accept_changes
         )
@@ -124,6 +125,15 @@ def build(request: Request) -> Trainer:
         contents = contents_of(config, prompts, trainer.heldout, given)
         run.record_start(trainer.iteration, trainer.policy.device, contents)
     return trainer
+
+
+def check_length(config: Config, run: Run) -> None:
+    """Refuses fewer iterations than a run has made: its config would repeat another run."""
+    iterations, done = config.trainer.iterations, newest_iteration(run.checkpoints)
+    if iterations < done:
+        raise UserError(
+            f"trainer.iterations={iterations}: {run.path} has made {done}; trainer.iterations={done} ends it there"
+        )
 
 
 def trainer_parts(
