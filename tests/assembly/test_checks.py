@@ -10,6 +10,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import constants
 
 from g2rpo.assembly import checks, components, hub
@@ -329,6 +330,13 @@ def test_a_repository_that_the_hub_refuses_is_known_at_once(monkeypatch, status,
         hub.obstacle("me/mine")
         == "is not in the local hub cache, and http://127.0.0.1:9 cannot be reached"
     )
+
+
+def test_a_reward_that_was_an_object_is_named_once_and_not_as_unknown(tmp_path):
+    given = {"rewards": {"calm": {"kind": "object:mine.calm"}}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**recipes.settings("scenes"), **given}))
+    with pytest.raises(UserError, match=r"^rewards.calm.kind=object:mine.calm: was given as a"):
+        check(load_config(str(tmp_path / "c.yaml"), []))
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,6 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
     """Refuses unknown rewards and options, before any weights are loaded."""
     plugins.require_all(code for entry in table.values() for code in _codes(entry))
     for name, entry in table.items():
-        refuse_mention(f"rewards.{name}.kind", entry.kind)
         kind = reward_kind(name, entry)
         types = get_type_hints(kind.__init__, include_extras=True) if entry.kind in REWARDS else {}
         types |= SHARED_OPTIONS if declared_by(kind) is kind else {}
@@ -155,6 +154,7 @@ def check_clips(table: Mapping[str, RewardConfig], policy: PolicyConfig) -> None
 
 def reward_kind(name: str, entry: RewardConfig) -> Any:
     """The class or function of a reward; code in its options must be allowed too."""
+    refuse_mention(f"rewards.{name}.kind", entry.kind)
     try:
         kind = plugins.find("rewards", entry.kind, REWARDS)
         plugins.require_all(_code_options(kind, entry))
