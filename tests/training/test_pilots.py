@@ -154,6 +154,16 @@ def test_pilots_that_are_done_are_kept_when_the_others_are_interrupted(tmp_path,
     assert rest.pilots[:2] == ended and len(rest.pilots) == len(FACTORS)
 
 
+def test_a_run_that_is_interrupted_in_its_first_pilot_is_resumed_with_pilots(tmp_path, monkeypatch):
+    def interrupted(self, *arguments):
+        raise Interrupted("stopped", 130)
+
+    monkeypatch.setattr(Pilots, "_pilot", interrupted)
+    with pytest.raises(Interrupted):
+        opened(tmp_path, four_rates())
+    assert app._sweep_of(tmp_path, Run(tmp_path).read_config(), find_rate=False) == four_rates()
+
+
 @pytest.mark.slow  # takes six seconds
 def test_pilots_are_as_long_as_their_share_of_the_time(tmp_path):
     one, sweep, began = parts("trainer.iterations=4000"), four_rates(), time.monotonic()
@@ -231,6 +241,8 @@ def test_if_none_learns_the_two_best_sound_rates_are_tried_for_twice_as_long(tmp
     assert ran[4:] == [(third, 6), (second, 6)] and not sweep.missing()
     assert Run(tmp_path).read_rates().pilots == sweep.pilots
     assert Sweep(sweep.own, sweep.rates, sweep.pilots[:5]).missing() == [second]
+    blind = replace(sweep.pilots[0], gain=math.nan)  # no score: it sorts nowhere
+    assert Sweep(sweep.own, sweep.rates, [blind, *sweep.pilots[1:4]]).missing() == [third, second]
     sweep.pilots[5:] = [pilot(second, 0.05)]
     with pytest.raises(UserError, match="no rate learns"):
         sweep.choose()

@@ -106,6 +106,7 @@ def build(request: Request) -> Trainer:
     if request.sweep is not None and request.sweep.rate is None:
         if main:
             run.claim(config)  # pilots are kept
+            run.write_rates(request.sweep)  # a resume before the first has ended runs them too
         del trainer  # its average and old weights
         config = _with_found_rate(request, request.sweep, run, parts)
         trainer = Trainer(config=config, **parts)

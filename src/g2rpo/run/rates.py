@@ -119,7 +119,7 @@ class Pilot(RateGain):
 @dataclass
 class Sweep:
     """The pilots of a run so far, and the rate that was taken. All `rates` have one; if none
-    learns, the `REPEATED` best sound ones have another, which is longer. `own` is the config's
+    learns, the `REPEATED` best sound ones with a gain have another, which is longer. `own` is the config's
     rate."""
 
     own: Rate
@@ -149,9 +149,8 @@ class Sweep:
         first = self.pilots[: len(self.rates)]
         if any(pilot.learns for pilot in first):
             return []
-        best = sorted((pilot for pilot in first if pilot.sound), key=lambda pilot: -pilot.gain)[
-            :REPEATED
-        ]
+        sound = [pilot for pilot in first if pilot.sound and math.isfinite(pilot.gain)]
+        best = sorted(sound, key=lambda pilot: -pilot.gain)[:REPEATED]
         return [
             pilot.rate
             for pilot in best
