@@ -319,6 +319,8 @@ def test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights(
         list(rows)
     again = resumed(tmp_path, *LONG)
     assert again.iteration == 4 and torch.equal(again.policy.mean, good)
+    norms = [row["grad_norm"] for row in log(tmp_path) if row["kind"] == "train"]
+    assert min(norms[:2]) > 0 and norms[2:] == [None, None]
 
 
 def not_finite_on_rank_1(world, folder):

@@ -53,10 +53,11 @@ class UpdateStats:
 
     def summary(self, algorithm: Algorithm) -> dict[str, float]:
         """The numbers to log, including `Algorithm.metrics`."""
+        norms = self.grad_norms
         return {
             "loss": self.loss,
             **algorithm.metrics({name: torch.cat(values) for name, values in self.log.items()}),
-            "grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
+            "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             "skipped_updates": float(self.skipped),
         }
 
