@@ -38,7 +38,7 @@ from tests.support.pages import (
 from tests.support.runs import brightness, darkness, trainer
 from tests.support.variants import few
 
-QUICK = ("recipes", "train", "sample", "evaluate", "report")
+QUICK = ("recipes", "train", "resume", "watch", "sample", "evaluate", "report", "export", "agree")
 FEW_PROMPTS = [
     "trainer.prompts_per_iteration=1",
     "evaluation.num_prompts=2",
@@ -137,7 +137,7 @@ def test_commands_and_code_are_marked_as_what_they_are(page):
 
 
 # several trainings each; their commands are checked above
-LONG_PAGES = ("extending", "pairs", "rewards", "train", "tutorial")
+LONG_PAGES = ("alarms", "extending", "neighbours", "pairs", "rewards", "train", "tutorial")
 
 
 @pages_with("^```python|^<!-- run -->", slow=LONG_PAGES)
