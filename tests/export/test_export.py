@@ -19,7 +19,7 @@ from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.spec import parameters_of
 from g2rpo.run.checkpoint import save_checkpoint
 from g2rpo.run.run import Run
-from g2rpo.training.model_card import header_of
+from g2rpo.training.model_card import CARD, header_of
 from tests.support.commands import done, refused, write_tiny
 from tests.support.policies import moved
 from tests.support.tiny import save_flux
@@ -223,6 +223,20 @@ def test_a_trained_adapter_says_what_it_is_and_equal_runs_write_equal_bytes(
         assert not any("tmp" in text or "trigger" in key for key, text in said.items())
     done(capsys, "export", runs[0], "--format", "diffusers")
     assert (runs[0] / "export" / "diffusers" / "README.md").is_file()
+
+
+def test_a_card_goes_with_the_weights_that_it_describes_alone(sd3_directory, tmp_path):
+    begin, _ = finished(tmp_path / "a", sd3_directory, *LORA)
+    more = f"policy.adapter={begin / 'adapter' / ADAPTER}"
+    run, _ = finished(tmp_path / "b", sd3_directory, *LORA, more)
+    for folder in (begin, run):
+        (folder / "adapter" / CARD).write_text("base .2, tuned .6")
+
+    def has_card(run, learnt):
+        return (api.export(run, "diffusers", learnt=learnt) / CARD).is_file()
+
+    assert has_card(run, False) and not has_card(run, True)
+    assert has_card(begin, True)  # continues none, so this is the whole
 
 
 def test_modelspec_is_there_for_architectures_that_have_a_name(tmp_path, flux_directory):

@@ -89,9 +89,10 @@ def export(
     )
     own, out = out is None, out or _place(run, format, which)
     refuse(_faults_of_out(out, format))
-    tuned = final(run, config) if checkpoint is None else from_checkpoint(run, config, checkpoint)
-    tuned = _asked(tuned, config, learnt, assistant)
-    finished = Run(run).weights if checkpoint is None else None
+    kept = final(run, config) if checkpoint is None else from_checkpoint(run, config, checkpoint)
+    tuned = _asked(kept, config, learnt, assistant)
+    as_final = checkpoint is None and tuned.adapter is kept.adapter
+    finished = Run(run).weights if as_final else None  # which its card describes
     base = partial(transformer_folder, config.policy)
     with writing(out), ExitStack() as stack:
         out.parent.mkdir(parents=True, exist_ok=True)
