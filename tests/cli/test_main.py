@@ -1,5 +1,7 @@
 """The command line as a person meets it: exit codes, messages, and what is left on disk."""
 
+import errno
+import io
 import json
 import os
 import subprocess
@@ -14,7 +16,10 @@ from transformers import T5EncoderModel
 
 from g2rpo import __version__
 from g2rpo.app.push import push
+from g2rpo.app.stopping import stoppable
 from g2rpo.assembly.config import load_config
+from g2rpo.cli.main import main
+from g2rpo.cli.output import Heard
 from g2rpo.config import recipes
 from g2rpo.core.errors import UserError
 from g2rpo.rewards.remote import RemoteReward
@@ -46,6 +51,28 @@ def test_a_locale_without_utf_8_shows_what_it_can_and_refuses_what_it_cannot_rea
     refused = ended(*PROGRAM, "sample", "ein rotes Dreieck für mich", "--model=testbed", **plain)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "no text in this locale" in refused.stderr
+
+
+class Gone(io.StringIO):
+    def __init__(self, code):
+        super().__init__()
+        self.code = code
+
+    def write(self, text):
+        raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EPIPE])
+def test_an_exit_code_is_the_same_where_its_message_cannot_be_written(monkeypatch, code):
+    monkeypatch.setattr(sys, "stderr", Gone(code))
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "absent"])
+    assert ended.value.code == 2
+
+
+def test_a_pipe_that_nobody_reads_is_not_taken_for_code_that_ends_the_command():
+    with pytest.raises(BrokenPipeError), stoppable("stopped"):
+        Heard(file=Gone(errno.EPIPE)).print("a line")
 
 
 def test_version_and_short_help(capsys, says):

@@ -10,11 +10,11 @@ import re
 import shlex
 import sys
 import traceback
+from contextlib import suppress
 from functools import cache
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from g2rpo import __version__
@@ -22,6 +22,7 @@ from g2rpo.app.process import EXIT_CODES, quiet_libraries
 from g2rpo.app.stopping import Stopping
 from g2rpo.cli import models, serving, train, watch
 from g2rpo.cli.life import LIFE
+from g2rpo.cli.output import Heard
 from g2rpo.core.errors import Interrupted, Stopped, UserError, out_of_memory, without_operator
 
 app = typer.Typer(
@@ -158,6 +159,7 @@ def _tell(message: str, style: str) -> None:
         each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}"
         for each in message
     )
-    Console(stderr=True).print(
-        Text.assemble(("g2rpo:", style), " ", shown), highlight=False, soft_wrap=True
-    )
+    with suppress(OSError):  # a terminal that is gone must not change the exit code
+        Heard(stderr=True).print(
+            Text.assemble(("g2rpo:", style), " ", shown), highlight=False, soft_wrap=True
+        )

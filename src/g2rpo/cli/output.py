@@ -28,6 +28,9 @@ class Heard(Console):
         super().print(*objects, **how)
         LIFE.heard()
 
+    def on_broken_pipe(self) -> None:
+        raise  # rich's sys.exit(1) would be taken for one of a reward's code
+
 
 console = Heard(width=None if sys.stdout.isatty() else 10_000)  # no wrapping in files and pipes
 
