@@ -18,6 +18,7 @@ import torch
 from g2rpo.app.process import EXIT_CODES, NOTHING_KEPT, stopped_by
 from g2rpo.app.stopping import Stopping, stoppable
 from g2rpo.core.errors import Interrupted, Preempted, Stopped, UserError
+from g2rpo.lab.compare import jobs
 from g2rpo.lab.compare.jobs import Job, working
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import load_function
@@ -246,6 +247,30 @@ def test_the_jobs_of_a_study_end_with_it_and_import_nothing_of_the_current_folde
         workers.run([Job("serving", ("serve-reward", "brightness", "--port", "0"), said)])
     assert end.value.exit_code == 75
     assert not (tmp_path / "imported").exists() and not multiprocessing.active_children()
+
+
+def test_a_job_that_begins_as_a_study_is_stopped_ends_too(tmp_path, monkeypatch):
+    """The process that jobs are forked from takes seconds to begin."""
+    ended = threading.Event()
+
+    class Process:
+        exitcode = -15
+
+        def terminate(self):
+            ended.set()
+
+        def join(self):
+            ended.wait(5)
+
+    def beginning(*arguments):
+        os.kill(os.getpid(), SIGINT)
+        time.sleep(0.2)
+        return Process()
+
+    monkeypatch.setattr(jobs, "begin", beginning)
+    with pytest.raises(Interrupted), working(tmp_path / "study", 1) as workers:
+        workers.run([Job("any", (), tmp_path / "log")])
+    assert ended.is_set()
 
 
 # --- code that is not ours

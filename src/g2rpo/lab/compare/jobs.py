@@ -62,10 +62,13 @@ class Workers:
         for slot in range(self.count):
             slots.put(slot)
         running: set[Any] = set()
+        stopped = threading.Event()
         failed: dict[Job, int] = {}
         with ThreadPoolExecutor(self.count) as pool:
-            futures = {pool.submit(self._run, job, slots, running): job for job in jobs}
             try:
+                futures = {
+                    pool.submit(self._run, job, slots, running, stopped): job for job in jobs
+                }
                 for done, future in enumerate(as_completed(futures), 1):
                     job, code = futures[future], future.result()
                     if code:
@@ -75,12 +78,19 @@ class Workers:
                     )
             except BaseException:  # interrupted: what runs saves, and nothing more begins
                 pool.shutdown(wait=False, cancel_futures=True)
+                stopped.set()
                 for process in list(running):
                     process.terminate()
                 raise
         return failed
 
-    def _run(self, job: Job, slots: queue.SimpleQueue[int], running: set[Any]) -> int:
+    def _run(
+        self,
+        job: Job,
+        slots: queue.SimpleQueue[int],
+        running: set[Any],
+        stopped: threading.Event,
+    ) -> int:
         slot = slots.get()
         try:
             job.log.parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +99,8 @@ class Workers:
                 command, words, str(job.log), {**os.environ, **environment_of(slot, self.count)}
             )
             running.add(process)
+            if stopped.is_set():  # while it began, which takes seconds
+                process.terminate()
             process.join()
             running.discard(process)
             return int(process.exitcode)
