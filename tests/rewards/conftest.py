@@ -22,5 +22,6 @@ def rewards(learned):
 def naps(monkeypatch):
     """A client's waits before retries, which are only noted."""
     waits = []
-    monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=waits.append))
+    event = SimpleNamespace(wait=waits.append, set=lambda: None)
+    monkeypatch.setattr(transport, "Event", lambda: event)
     return waits

@@ -2,12 +2,17 @@
 lead to this machine."""
 
 import json
+import os
 import socket
+import time
+from signal import SIGINT
+from threading import Timer
 
 import pytest
 import torch
 
-from g2rpo.core.errors import Stopped, UserError
+from g2rpo.app.stopping import stoppable
+from g2rpo.core.errors import Interrupted, Stopped, UserError
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.transport import NoAnswer, Unreachable, request_json
 from g2rpo.run.checkpoint import newest_iteration
@@ -148,6 +153,7 @@ def wait(after, status=429):
         (wait("9" * 50), 60),
         (wait("soon"), 0.5),
         (wait("Mon, 1 Jan 2001 00:00:00 GMT"), 0.5),
+        (wait(f"Mon, 1 Jan {10**20} 00:00:00 GMT"), 0.5),
     ],
 )
 def test_a_server_is_waited_for_as_long_as_it_asks_and_not_over_a_minute(naps, fault, least_s):
@@ -175,6 +181,15 @@ def test_a_restart_of_half_a_minute_is_waited_for_and_a_dead_server_only_once(na
         assert reward(*ONE).isfinite()
         assert reward(*ONE).isfinite()  # once back, it is waited for again
         assert len(bodies) == 3 and len(naps) == before + 1
+
+
+def test_ctrl_c_does_not_wait_for_retries():
+    reward = RemoteReward(f"http://127.0.0.1:{free_port()}", endpoint={"check": False})
+    Timer(0.3, os.kill, (os.getpid(), SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(Interrupted), stoppable(""):
+        reward(*ONE)
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(

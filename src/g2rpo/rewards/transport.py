@@ -7,13 +7,12 @@ import logging
 import os
 import random
 import ssl
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
+from threading import Event, Thread
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -155,7 +154,9 @@ class Client:
         """What is read of the answer to each question, whose request has this body; None, and a
         warning, where none came. `read` may raise `NoAnswer`. `Refused` is not caught, because
         retries would not help; but of a server that has answered, `RefusedContent` is None too:
-        the same picture would end every attempt to resume."""
+        the same picture would end every attempt to resume. After an exception, or Ctrl-C, nothing
+        is sent again."""
+        stopped = Event()
 
         def answer(question: Q) -> S | RefusedContent | None:
             content, retries = body(question), 0 if self.lost else self.endpoint.retries
@@ -174,13 +175,17 @@ class Client:
                 if attempt < retries:
                     wait_s = min(30.0, FIRST_WAIT_S * 2 ** min(attempt, 10))
                     wait_s *= random.uniform(0.5, 1.0)
-                    time.sleep(min(MAX_WAIT_S, max(wait_s, last.after_s)))
+                    if stopped.wait(min(MAX_WAIT_S, max(wait_s, last.after_s))):
+                        return None
             self.lost = True
             log.warning("%s: no score after %d attempts: %s", self.url + path, retries + 1, last)
             return None
 
         with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
-            answers = list(pool.map(answer, questions))
+            try:
+                answers = list(pool.map(answer, questions))
+            finally:
+                stopped.set()
         refused = [one for one in answers if isinstance(one, RefusedContent)]
         if refused and not self.answered:
             raise refused[0]
@@ -257,7 +262,7 @@ def seconds_until(retry_after: str) -> float:
         return float(retry_after)
     try:
         return max(0.0, (parsedate_to_datetime(retry_after) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):  # no date, or one without a zone
+    except (ValueError, TypeError, OverflowError):  # no date, or one without a zone
         return 0.0
 
 
@@ -305,7 +310,7 @@ class _Exchange:
         """The response, and its content."""
         import httpx2
 
-        threading.Thread(target=self._run, daemon=True).start()
+        Thread(target=self._run, daemon=True).start()
         try:
             return self.answer.result(self.timeout_s)
         except (TimeoutError, httpx2.TimeoutException):
