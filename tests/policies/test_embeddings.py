@@ -201,6 +201,17 @@ def test_a_damaged_file_is_never_used(store, damage):
         store.read("p")
 
 
+def test_a_file_that_the_disk_does_not_give_counts_as_damaged(store, monkeypatch):
+    store.write("p", ROW)
+
+    def broken(*args, **options):
+        raise OSError("Input/output error (os error 5)")  # as safetensors says it
+
+    monkeypatch.setattr(embeddings, "safe_open", broken)
+    with pytest.raises(DamagedEmbedding, match="os error 5"):
+        store.read("p")
+
+
 def test_a_full_disk_is_said_once_and_training_goes_on_to_the_same_weights(tmp_path):
     def trained(policy):
         t = trainer(None, policy=policy)

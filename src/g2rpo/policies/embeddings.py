@@ -40,7 +40,7 @@ DISK_RESERVE = 2**30
 
 
 class DamagedEmbedding(ValueError):
-    """A stored file that is truncated, changed, or another prompt's."""
+    """A stored file that cannot be read, is truncated, changed, or another prompt's."""
 
 
 class EmbeddingStore:
@@ -75,10 +75,8 @@ class EmbeddingStore:
             with safe_open(path, framework="pt") as file:
                 notes = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-        except SafetensorError as error:
-            raise DamagedEmbedding(
-                f"{path} is truncated or no safetensors file ({error})"
-            ) from None
+        except (OSError, SafetensorError) as error:
+            raise DamagedEmbedding(f"{path} cannot be read, or is truncated ({error})") from None
         if notes.get("prompt") != str(prompt) or notes.get("sha256") != _checksum(tensors):
             raise DamagedEmbedding(f"{path} was changed after it was written")
         ragged = {name: (tensors.pop(name),) for name in list(tensors) if name.startswith(RAGGED)}
