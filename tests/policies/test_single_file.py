@@ -46,6 +46,8 @@ def test_a_whole_transformer_is_read_whatever_stands_before_all_names(
     save_file({prefix + name: value for name, value in tensors.items()}, file)
     sampling = built(flux_directory)
     base = velocity(sampling)
+    with pytest.raises(UserError, match=r"whole transformer, .* leave 0\.5 out"):
+        sampling.load(file, 0.5)
     sampling.load(file)
     torch.testing.assert_close(velocity(sampling), velocity(policy), atol=1e-6, rtol=0)
     for one in (sampling, policy):

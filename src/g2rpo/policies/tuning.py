@@ -298,6 +298,10 @@ class Frozen:
             raise FileNotFoundError(
                 f"{path}: holds neither {ADAPTER_FILE} nor a transformer's config.json"
             )
+        if strength != 1:
+            raise UserError(
+                f"{path}: holds a whole transformer, and a strength is an adapter's; leave {strength:g} out"
+            )
         if is_quantized(transformer):
             raise UserError(
                 f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none"
