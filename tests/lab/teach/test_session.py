@@ -7,12 +7,13 @@ import json
 import shlex
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
-from g2rpo.app.events import Results
+from g2rpo.app.events import Line, Results
 from g2rpo.app.train import train
 from g2rpo.cli.results import show_run
 from g2rpo.core.data import Prompt
@@ -22,7 +23,7 @@ from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Reward
 from g2rpo.lab.report.history import SeedGroup, read_runs
 from g2rpo.lab.report.page import facts
-from g2rpo.lab.teach import pupil
+from g2rpo.lab.teach import commands, pupil
 from g2rpo.lab.teach.blind import BlindTest
 from g2rpo.lab.teach.commands import UNGUARDED, agree, opened, teach_config
 from g2rpo.lab.teach.pupil import Pupil
@@ -179,6 +180,24 @@ def taught_on_ranks(world, folder):
 
 
 @pytest.mark.slow
+def test_what_a_session_begins_with_is_told_by_one_rank(tmp_path, monkeypatch):
+    @contextmanager
+    def second(device):
+        yield SimpleNamespace(is_main=False, broadcast_text=lambda text: str(tmp_path))
+
+    def built(request):
+        request.emit(Line("encoding"))
+        raise UserError("built")
+
+    monkeypatch.setattr(commands, "joined", second)
+    monkeypatch.setattr(commands, "build", built)
+    said = []
+    changed = ["algorithm.name=tempflow_grpo"]  # which begins with a note
+    with pytest.raises(UserError, match="built"), opened("scenes", changed, emit=said.append):
+        pass
+    assert said == []
+
+
 def test_ranks_learn_from_the_answers_of_one(tmp_path):
     """What one process learns, but for the order of sums of float32."""
     first, second = ranks.run(2, taught_on_ranks, tmp_path / "two")

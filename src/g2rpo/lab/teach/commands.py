@@ -110,17 +110,22 @@ def opened(
     teach` began, whose answers are repeated first. `stored` is a file of answers to repeat as
     well."""
     notify, begun = cautions(emit), Run(Path(recipe))
+    notes: list[str] = []
     resume = begun.config.is_file()
     if resume and not begun.votes.is_file():
         raise UserError(
             f"{recipe}: was not begun by g2rpo teach (it has no votes.jsonl); name a recipe"
         )
     if resume:
-        config, run_dir = begun.read_config(overrides, notify, mention=False), begun.path
+        config, run_dir = begun.read_config(overrides, notes.append, mention=False), begun.path
     else:
-        config = completed(teach_config(recipe, overrides, notify), notify)
+        config = completed(teach_config(recipe, overrides, notes.append), notes.append)
     repeated = votes.read(stored) if stored is not None else []
     with joined(pick_device(config.policy.device)) as world, ExitStack() as stack:
+        if not world.is_main:
+            emit = silent
+        for note in notes:
+            cautions(emit)(note)
         chosen = (
             stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
         )

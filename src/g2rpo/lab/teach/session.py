@@ -263,7 +263,7 @@ class Session:
             ):
                 raise UserError(
                     f"votes: prompt and pictures of round {vote.round + 1} are not those that were answered; "
-                    "they belong to another run, another version or another machine"
+                    "they belong to another run, version, machine or number of processes"
                 )
             self._check(vote)
             if not written:
