@@ -179,7 +179,6 @@ def taught_on_ranks(world, folder):
     return said, mean(s.trainer).flatten().tolist()
 
 
-@pytest.mark.slow
 def test_what_a_session_begins_with_is_told_by_one_rank(tmp_path, monkeypatch):
     @contextmanager
     def second(device):
@@ -198,6 +197,7 @@ def test_what_a_session_begins_with_is_told_by_one_rank(tmp_path, monkeypatch):
     assert said == []
 
 
+@pytest.mark.slow
 def test_ranks_learn_from_the_answers_of_one(tmp_path):
     """What one process learns, but for the order of sums of float32."""
     first, second = ranks.run(2, taught_on_ranks, tmp_path / "two")
