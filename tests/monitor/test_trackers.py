@@ -201,9 +201,13 @@ class Deaf:
 
 
 class Broken(Deaf):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
     def log(self, row, pictures):
         self.rows.append(row["iteration"])
-        raise ConnectionError("no network")
+        raise self.error
 
 
 def row(iteration):
@@ -224,14 +228,14 @@ def test_a_tracker_that_hangs_holds_nobody_up_and_is_named(tmp_path):
     assert deaf.rows == [*range(3 * BACKLOG), True]
 
 
-def test_a_tracker_that_breaks_is_named_once_and_asked_no_more(tmp_path):
-    told, broken, fine = [], Broken(), Deaf()
+@pytest.mark.parametrize("error", [ConnectionError("no network"), SystemExit("no network")])
+def test_a_tracker_that_breaks_is_named_once_and_asked_no_more(tmp_path, error):
+    told, broken, fine = [], Broken(error), Deaf()
     fine.released.set()
     feed = Feed([broken, fine], tmp_path, 0, {}, told.append)
     for iteration in range(5):
         feed.log(row(iteration), {})
     feed.__exit__(KeyError, KeyError("the run breaks too"), None)
-    assert told == [
-        "tracker Broken failed (ConnectionError: no network); the run goes on without it"
-    ]
+    kind = type(error).__name__
+    assert told == [f"tracker Broken failed ({kind}: no network); the run goes on without it"]
     assert broken.rows == [0] and fine.rows == [0, 1, 2, 3, 4, False]

@@ -263,7 +263,7 @@ class _Line(threading.Thread):
         self.tracker = tracker
         # a method's name and arguments
         self.calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.told: set[str] = set()
 
     def run(self) -> None:
@@ -271,7 +271,7 @@ class _Line(threading.Thread):
             while (call := self.calls.get()) is not None:
                 method, *arguments = call
                 getattr(self.tracker, method)(*arguments)
-        except Exception as error:  # whatever a tracker's library comes up with; reported by Feed
+        except (Exception, SystemExit) as error:  # whatever its library comes up with, for Feed
             self.error = error
 
 
