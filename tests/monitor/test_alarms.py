@@ -523,6 +523,7 @@ def test_rollback_takes_the_best_evaluations_weights_and_a_resume_goes_on(tmp_pa
     assert torch.equal(exported, weights[best])
     results = json.loads((tmp_path / "results.json").read_text())
     assert (results["iteration"], results["rolled_back_from"]) == (best, at)
+    assert t.resume() == [] and (t.iteration, t.rolled_back_from) == (at, None)
     again = alarmed(tmp_path, *options, "alarms.hacking=rollback", make=resumed)
     assert again.iteration == at
     _, stop = rows_of(again)

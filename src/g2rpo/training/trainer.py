@@ -396,7 +396,7 @@ class Trainer:
     def resume(self) -> list[str]:
         """Restores the newest checkpoint that is intact and fits, if there is one; returns what is
         wrong with newer ones and with the log."""
-        self.final = None
+        self.final = self.rolled_back_from = None
         found, complaints = self.persistence.resume()
         if found is None:
             return complaints
