@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from g2rpo.app import sample
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
@@ -127,6 +128,18 @@ def test_an_evaluation_takes_the_state_that_a_run_has_stored(tmp_path):
     take_stored(rewards, tmp_path / "none", told.append)
     take_stored({"bright": as_reward(brightness)}, tmp_path / "run", told.append)
     assert "after iteration 2" in told[0] and told[1:] == ["reward bright: as at the start"]
+
+
+def test_the_best_of_several_samples_is_chosen_by_what_a_reward_had_learnt(tmp_path, monkeypatch):
+    run, built = finished(with_bar(tmp_path, 2)), with_bar()
+    monkeypatch.setattr(sample, "build_rewards", lambda *_: built.rewards)
+    settings = {
+        "policy": run.config.policy.model_dump(),
+        "weights": str(run.run.weights),
+        "rewards": {"bright": {"kind": "brightness"}},
+    }
+    sample._drawing(None, sample.sample_config(settings, ["best_of=2"]), print)
+    assert states_of(built) == states_of(run)
 
 
 class Careless(Bar):

@@ -34,6 +34,7 @@ from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
 from g2rpo.run.lock import enter_fresh, held
 from g2rpo.run.run import check_weights
+from g2rpo.training.reward_states import take_stored
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,16 @@ def painter(config: SampleConfig, prompts: Sequence[str] | None = None) -> Sampl
     )
 
 
-def sample(prompts: Sequence[str], config: SampleConfig, out: Path | None = None) -> Sampled:
+def sample(
+    prompts: Sequence[str],
+    config: SampleConfig,
+    out: Path | None = None,
+    notify: Callable[[str], None] = print,
+) -> Sampled:
     """Draws prompts: writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture, beside
     copies of input pictures) and `out/grid.png`. Clips are NNNN.webp, which needs no further
     library, or NNNN.mp4. Without `out` it is the first of samples, samples-2 ... that does not
-    exist."""
+    exist. `notify` is told what rewards that choose pictures have learnt."""
     refuse(_faults_of(prompts, config))
     check_inputs(prompts)
     if config.weights is not None:
@@ -118,7 +124,7 @@ def sample(prompts: Sequence[str], config: SampleConfig, out: Path | None = None
             _check_empty(out)  # before it is touched
             stack.enter_context(held(out))
             _check_empty(out)
-        shown, seconds = _write_all(painter(config, prompts), prompts, config, out)
+        shown, seconds = _write_all(painter(config, prompts), prompts, config, out, notify)
         with writing(out / "grid.png"):
             save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN], seconds=seconds)
         return Sampled(len(prompts), len(shown), shown.ndim == 5, out)
@@ -137,11 +143,15 @@ def _check_empty(out: Path) -> None:
         raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
 
 
-def _drawing(sampler: Sampler, config: SampleConfig) -> Callable[[Sequence[str], int], Tensor]:
+def _drawing(
+    sampler: Sampler, config: SampleConfig, notify: Callable[[str], None]
+) -> Callable[[Sequence[str], int], Tensor]:
     """Draws some prompts, of which the first has this index, as the config says."""
     if config.control.best_of == 1:
         return partial(sampler.pictures, control=config.control)
     rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
+    if config.weights is not None:
+        take_stored(rewards, local(config.weights).parent, notify)
     chosen_by = {name: config.rewards[name] for name in config.trained or config.rewards}
     weights = {name: entry.weight for name, entry in chosen_by.items()}
     floors = dict(zip(chosen_by, floors_of(chosen_by, lambda: None).tolist(), strict=True))
@@ -162,12 +172,16 @@ def _drawing(sampler: Sampler, config: SampleConfig) -> Callable[[Sequence[str],
 
 
 def _write_all(
-    sampler: Sampler, prompts: Sequence[str], config: SampleConfig, out: Path
+    sampler: Sampler,
+    prompts: Sequence[str],
+    config: SampleConfig,
+    out: Path,
+    notify: Callable[[str], None] = print,
 ) -> tuple[Tensor, float]:
     """Writes every picture or clip, and the list of them; returns the first ones and the seconds of
     a clip."""
     shown: list[Tensor] = []
-    draw, control = _drawing(sampler, config), config.control
+    draw, control = _drawing(sampler, config, notify), config.control
     knobs = (
         {}
         if control == NO_CONTROL

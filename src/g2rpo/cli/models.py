@@ -96,7 +96,7 @@ def sample(
         "video": video,
     }
     config = sample_config(settings, knob or [], **named)
-    sampled = draw(asked, config, out)
+    sampled = draw(asked, config, out, partial(warn, console))
     beside = (
         f"the first {sampled.in_grid} side by side"
         if sampled.in_grid < sampled.count
