@@ -299,7 +299,11 @@ def test_a_reward_without_any_score_ends_the_run_after_a_while(monkeypatch):
         scores = brightness(images, prompts)
         return scores * torch.nan if t.iteration in {1, 2, 4, 5, 6} else scores
 
-    t = trainer(None, *LONG, "evaluation.every=100", rewards={"bright": reward})
+    def never(images, prompts):
+        return torch.full([len(prompts)], torch.nan)
+
+    rewards = {"bright": reward, "spare": never}  # which is logged alone
+    t = trainer(None, *LONG, "evaluation.every=100", "rewards.spare.weight=0", rewards=rewards)
     said = "iteration 7: reward 'bright' gave no score at all in 3 iterations in a row"
     with pytest.raises(Stopped, match=said):
         list(t.train())

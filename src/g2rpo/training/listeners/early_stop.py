@@ -36,14 +36,19 @@ class EarlyStop(Listener):
     save: Callable[[], object]
     roll_back: Callable[[], int]
     asked: set[str] = field(default_factory=set)  # "stop" or "rollback", from alarms that are new
-    unscored: dict[str, int] = field(init=False)  # iterations in a row without any score, by reward
+    # iterations in a row without any score, by reward; one of weight 0 need not have one
+    unscored: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.unscored = dict.fromkeys(self.loop.rewards, 0)
+        self.unscored = dict.fromkeys(self._trained, 0)
         if self.may_roll_back and self.run.folder is None:
             raise ValueError(
                 "alarms: going back to the best evaluation needs a run_dir that keeps it"
             )
+
+    @property
+    def _trained(self) -> list[str]:
+        return [name for name in self.loop.rewards if self.loop.config.rewards[name].weight]
 
     @property
     def may_roll_back(self) -> bool:
@@ -115,7 +120,7 @@ class EarlyStop(Listener):
     def check_base(self, scores: Scores) -> None:
         """Raises `Stopped` if no reward that is trained on has any score [N] of the base's
         pictures."""
-        trained = [name for name in self.loop.rewards if self.loop.config.rewards[name].weight]
+        trained = self._trained
         if trained and all(bool(scores[name].isnan().all()) for name in trained):
             raise Stopped(
                 f"no reward ({', '.join(trained)}) gave a score to any of the base's {len(scores[trained[0]])} held-out "
