@@ -20,6 +20,7 @@ from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import write_whole
 from g2rpo.evaluation.controls import NO_CONTROL
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.run.records import source_commit
 from g2rpo.run.run import Run
 from tests.cli.test_main import Hub
 from tests.support import ranks
@@ -61,6 +62,10 @@ def test_a_start_names_the_commit_of_the_checkout(tmp_path, monkeypatch):
     Run(run).record_start(0, torch.device("cpu"))
     source.write_text("changed")
     Run(run).record_start(1, torch.device("cpu"))
+    lock = checkout / ".git" / "index.lock"
+    with small_files(0):  # kills what writes
+        source_commit(checkout)
+    assert not lock.exists()
     one, two = (start.commit for start in Run(run).read_starts())
     assert re.fullmatch("[0-9a-f]{12}", one) and two == f"{one}-dirty"
 

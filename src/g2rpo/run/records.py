@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,22 +57,16 @@ def source_commit(root: Path) -> str | None:
     checkout (an installed package) or git is missing."""
     if not (root / ".git").exists():
         return None
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    ]
+    # not `git describe --dirty`, which locks the index: a kill meanwhile would leave the lock there
+    status = ["status", "--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no"]
+    command = ["git", "--no-optional-locks", "-C", str(root), *status]
     try:
-        return subprocess.run(
-            command, capture_output=True, encoding="utf-8", check=True
-        ).stdout.strip()
+        told = subprocess.run(command, capture_output=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return None
+    commit = re.match(rb"# branch\.oid ([0-9a-f]{12})", told[0])  # none before the first
+    dirty = "-dirty" * any(not line.startswith(b"# ") for line in told)
+    return None if commit is None else commit[1].decode() + dirty
 
 
 def _measured(value: float) -> float:
