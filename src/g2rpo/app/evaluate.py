@@ -72,7 +72,7 @@ def config_settings(config: Config) -> dict[str, Any]:
         "num_prompts": config.evaluation.num_prompts,
         "cache": config.prompts.cache,
         "rewards": {name: entry.model_dump(mode="json") for name, entry in rewards.items()},
-        "trained": list(config.rewards),
+        "trained": config.trained,
         "steps": [config.evaluation.num_steps or config.sampling.num_steps],
         "shift": config.sampling.shift,
         "seed": config.trainer.seed,

@@ -260,10 +260,15 @@ class Config(Section):
         return self.rewards or self.evaluation.rewards
 
     @property
+    def trained(self) -> list[str]:
+        """The rewards that are trained on: one of weight 0 only scores, in training too."""
+        return [name for name, entry in self.rewards.items() if entry.weight]
+
+    @property
     def learnt_from(self) -> str:
         """What a run learns from, in words: its rewards, or the pairs or marks of a file."""
         kind = judged_by(self.algorithm)
-        return f"{kind} of {Path(self.prompts.train).name}" if kind else ", ".join(self.rewards)
+        return f"{kind} of {Path(self.prompts.train).name}" if kind else ", ".join(self.trained)
 
     @property
     def judged(self) -> PolicyConfig:

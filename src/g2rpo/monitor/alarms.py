@@ -318,8 +318,7 @@ def alarms_of(
     entries = policy.noise([generator_for("alarms")]).numel()
     limit = drift_limit_of(algorithm, sigmas, sorted(steps), entries, rounding_of(config))
     moving = frozenset(name for name, reward in rewards.items() if learner_of(reward))
-    trained = [name for name, entry in config.rewards.items() if entry.weight]
-    return Alarms(trained, limit, off, moving)
+    return Alarms(config.trained, limit, off, moving)
 
 
 def rounding_of(config: Config) -> float:

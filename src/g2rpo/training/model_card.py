@@ -177,7 +177,7 @@ def _how_rated(run: Run) -> str:
 def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> str:
     rows = ["| reward | use | base | tuned | change |\n|---|---|---|---|---|\n"]
     for name, row in table.items():
-        use = "trained on" if name in config.rewards else "judged only"
+        use = "trained on" if name in config.trained else "judged only"
         rows.append(
             f"| {name} | {use} | {row.base:.3f} | {row.tuned:.3f} | {row.change:+.3f}{row.within} |\n"
         )

@@ -131,11 +131,9 @@ COUNT = 192
 
 def said(directory, rewards, right=(), alarms=(), **more):
     """Sentences of a run whose scores have these statistics: {name: (trained, base, tuned, error,
-    spread)}."""
-    names, judged = (
-        {name: 1.0 for name, row in rewards.items() if row[0] == trained}
-        for trained in (True, False)
-    )
+    spread)}; `trained` may be None for a reward of weight 0."""
+    names = {name: float(row[0] or 0) for name, row in rewards.items() if row[0] is not False}
+    judged = {name: 1.0 for name, row in rewards.items() if row[0] is False}
     evaluation = {**PLAIN["evaluation"], "rewards": judged}
     files = Run(directory)
     files.claim(resolve({**PLAIN, "rewards": names, "evaluation": evaluation}))
@@ -196,6 +194,10 @@ SUMMARIES = [
     (
         {"rewards": {"one": UP, "two": (True, 0.5, 0.51, 0.05, 0.4)}},
         ["Trained on one and two", "two did not clearly change, +0.03 standard deviations"],
+    ),
+    (
+        {"rewards": {"one": UP, "watched": (None, 0.8, 0.9, 0.05, 0.4)}},
+        ["Trained on one for 4 iterations", "Nothing that was judged clearly fell"],
     ),
     (  # beyond the error, and a fiftieth of what the prompts differ by
         {

@@ -91,7 +91,7 @@ def compare(
         write_whole(work.folder.study, study.to_yaml().encode())
         failed = work.train() | work.judge(controls)
         if whole := work.whole(judged=True):
-            trained = sorted({name for config in configs.values() for name in config.rewards})
+            trained = sorted({name for config in configs.values() for name in config.trained})
             write_results(study, work.folder, whole, work.seeds, trained)
     if failed:
         said = [job.failed(code) for job, code in failed.items()]

@@ -22,21 +22,23 @@ def opening_of(run: RunHistory) -> Opening:
     if not after:
         return FIRST
     base, tuned = (read_rows(run.files.scores(iteration)) for iteration in (0, *after))
-    return opening(base, tuned, list(run.config.rewards)) if len(base) == len(tuned) else FIRST
+    names = run.config.trained or list(run.config.evaluation.rewards)
+    return opening(base, tuned, names) if len(base) == len(tuned) else FIRST
 
 
-def opening(base: Sequence[ScoreRow], tuned: Sequence[ScoreRow], trained: Sequence[str]) -> Opening:
+def opening(base: Sequence[ScoreRow], tuned: Sequence[ScoreRow], names: Sequence[str]) -> Opening:
     """The first prompt on which training helped: one that was wrong and is right or, if no reward
-    defines right pictures, one on which every trained score rose."""
+    defines right pictures, one on which all scores of these `names` rose: of the trained rewards or,
+    where pairs or marks were learnt from, of the judges."""
     before, after = right_of(base), right_of(tuned)
     if before is not None and after is not None:
         gained, lost = (before == 0) & (after == 1), (before == 1) & (after == 0)
         words, worse = "that the base model draws wrong and the tuned one right", "became wrong"
     else:
         first, last = scores_of(base), scores_of(tuned)
-        rises = torch.stack([last[name] - first[name] for name in trained])
+        rises = torch.stack([last[name] - first[name] for name in names])
         gained, lost = (rises > 0).all(0), (rises < 0).all(0)
-        words, worse = f"on which training raised {' and '.join(trained)}", "fell"
+        words, worse = f"on which training raised {' and '.join(names)}", "fell"
     count, others = int(gained.sum()), f"{int(lost.sum()) or 'none'} {worse}"
     if not count:
         return (

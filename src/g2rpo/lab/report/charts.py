@@ -104,7 +104,7 @@ def reward_charts(groups: Sequence[SeedGroup]) -> list[Chart]:
     """A chart per reward: held-out evaluations with the interval of their change, and training
     batches behind them."""
     charts = []
-    trained = {name for group in groups for name in group.config.rewards}
+    trained = {name for group in groups for name in group.config.trained}
     refitted = {name for group in groups for run in group.runs for name in run.refitted()}
     for name in sorted(
         _union(group.runs[0].rewards() for group in groups), key=lambda name: name not in trained

@@ -203,7 +203,7 @@ class SeedGroup:
             return {}
         base, tuned = self._scores([0] * len(self.runs)), self._scores(self.judged_after)
         return {
-            name: _change(name, name in self.config.rewards, base[name], tuned[name])
+            name: _change(name, name in self.config.trained, base[name], tuned[name])
             for name in base
             if name in tuned
         }
