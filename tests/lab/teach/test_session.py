@@ -657,6 +657,22 @@ def test_a_group_is_of_the_prompt_whose_pictures_differ_most(tmp_path):
     assert [group.digest for group in first] == [group.digest for group in again]
 
 
+def test_a_picture_that_is_not_finite_is_black_and_ends_no_session(tmp_path, monkeypatch):
+    s = session(tmp_path)
+    drawn = s.trainer.pictures
+
+    def broken(groups):
+        found = drawn(groups)
+        for pictures in found:
+            pictures[:, 1] = torch.nan
+        return found
+
+    monkeypatch.setattr(s.trainer, "pictures", broken)
+    with s.begun():
+        teach(s, pupil.FIRST)
+        assert s.pupil.learnt.head is not None and not s.group.images[1].any()
+
+
 class Third(Reward):
     right = 1.0
 

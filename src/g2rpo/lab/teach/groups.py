@@ -72,12 +72,14 @@ class Asker:
         candidates = list(dict.fromkeys(self.order.batch(round, CANDIDATES)))
         size = t.algorithm.group_size
         previews = t.pictures(self._sampled(round, step, candidates, min(PREVIEWED, size)))
-        spreads = [float(images[0].var(0).mean()) for images in previews]
+        # one that is not finite has none
+        spreads = [float(images[0].var(0).mean().nan_to_num(0, 0, 0)) for images in previews]
         chosen = of_main(t.world, lambda: spreads.index(max(spreads)))
         sampled = self._sampled(round, step, candidates[chosen : chosen + 1], size, first=chosen)
         ((images,),) = t.pictures(sampled)
         # rank 0's, which are shown
         images = t.world.gather(images if t.world.is_main else images[:0])
+        images = images.nan_to_num(0, 0, 0)  # black, as it is shown and stored
         digest = votes.digest_of_answer(candidates[chosen], to_uint8(stills(images)))
         return AskedGroup(round, candidates[chosen], step, images, sampled, digest, changes)
 
