@@ -2,10 +2,11 @@
 
 import json
 import shutil
+import socket
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -50,6 +51,20 @@ def test_a_run_says_what_it_does_and_watching_it_ends_with_it(finished):
     assert next(now for now in phases if now.phase == "evaluating the base").of > 0
     seen = read(folder)
     assert seen.finished and tell(seen).state == f"finished: {seen.iterations} iterations"
+
+
+def test_a_browser_that_leaves_is_no_error(finished, monkeypatch):
+    left, over, errors = Event(), Event(), []
+    monkeypatch.setattr(page.LivePage, "newest", lambda live: left.wait(5) and "x" * 2**22)
+    server = page.ThreadingHTTPServer
+    monkeypatch.setattr(server, "handle_error", lambda *request: errors.append(request))
+    monkeypatch.setattr(server, "shutdown_request", lambda *request: over.set())
+    with served(finished[0]) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as browser:
+            browser.sendall(f"GET / HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
+        left.set()
+        assert over.wait(5) and not errors
 
 
 def test_why_training_ended_early_is_kept(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -96,6 +97,10 @@ class Answers(BaseHTTPRequestHandler):
 
     live: LivePage
     timeout = 10.0
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # the browser has left
+            super().handle()
 
     def do_GET(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
