@@ -60,6 +60,14 @@ def test_votes_are_pairs_of_a_liked_picture_and_each_other_one(session):
     assert len(judged_in(str(session), "marks")) == 4 * 4
 
 
+def test_no_pairs_are_left_of_answers_that_were_all_taken_back(session):
+    votes.write_pairs(session)
+    for _ in range(4):
+        votes.append(session / "votes.jsonl", votes.Vote(kind="undo", round=0, iteration=0))
+    votes.write_pairs(session)
+    assert not (session / "pairs.jsonl").exists()
+
+
 def test_pairs_judge_rewards_and_fit_a_head(session):
     votes.write_pairs(session)
     found = agree(session / "pairs.jsonl", {"brightness": {}, "saturation": {}})

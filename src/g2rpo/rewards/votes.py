@@ -137,9 +137,10 @@ def judged_in(source: str | Path, kind: Kind) -> JudgedList:
 
 
 def write_pairs(run: Path) -> None:
-    """Writes the answers of a session as `PAIRS`, with pictures relative to it, if there are
-    any."""
+    """Writes the answers of a session as `PAIRS`, with pictures relative to it; without any there
+    is no such file."""
     if not standing(read(run / FILE)):
+        (run / PAIRS).unlink(missing_ok=True)
         return
     rows = []
     for _, pair in pairs_of(run):
