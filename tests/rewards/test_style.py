@@ -74,6 +74,13 @@ def test_a_folder_is_seen_by_an_encoder(kind, learned, tmp_path):
     assert "head" in reward.state and reward(noisy(3, 0.9, 5), [""] * 3).isfinite().all()
 
 
+def test_a_repository_is_not_asked_for_what_it_costs(monkeypatch):
+    monkeypatch.setattr("g2rpo.rewards.style.fetch", None)
+    with torch.device("meta"):
+        assert Style.model_of({"path": "facebook/dinov2-base"}) is not None
+        assert Style.model_of({"path": "someone/else"}) is None
+
+
 def without(count):
     """Unlinks that many of a folder's pictures."""
     return lambda folder: [path.unlink() for path in sorted(folder.iterdir())[:count]]

@@ -15,13 +15,13 @@ from PIL import ImageOps
 from torch import Tensor
 
 from g2rpo.core.errors import UserError, counted
-from g2rpo.core.files import local
+from g2rpo.core.files import is_hub_id, local
 from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import check_pictures, open_picture
 from g2rpo.core.plain import Count, read_as
 from g2rpo.core.types import Reward, RewardModel
 from g2rpo.rewards.clip_encoder import clip_model, load_clip
-from g2rpo.rewards.dino import DINO_KINDS, Dino, dino_model
+from g2rpo.rewards.dino import BASE, DINO_KINDS, Dino, dino_model
 from g2rpo.rewards.picture_features import PictureEncoder, features_of
 from g2rpo.rewards.taste import Choice, Head, fit
 from g2rpo.rewards.weights import CLIP_FILES, fetch
@@ -75,7 +75,9 @@ class Style(Reward):
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
         if (path := options["path"]) is None:
             return RewardModel()
-        return dino_model({**options, "size": 224}) if _is_dino(path) else clip_model(path)
+        # a repository is not asked
+        dino = path == BASE if is_hub_id(path) else _is_dino(path)
+        return dino_model({**options, "size": 224}) if dino else clip_model(path)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         if self.head is None or not self.head.trust:
