@@ -49,6 +49,7 @@ def test_a_declaration_fits_its_constructor(name):
         ("geneval", "score", "strict"),
         ("vlm_judge", "image_size", 0),
         ("vlm_judge", "form", "stars"),
+        ("vlm_judge", "aspects", []),
         ("local_vlm_judge", "form", "choice"),
         ("pairwise_vlm", "pairs", 0),
         ("hpsv2", "batch_size", "8"),
@@ -59,7 +60,7 @@ def test_a_declaration_fits_its_constructor(name):
     ],
 )
 def test_an_option_out_of_its_bounds_is_refused_before_anything_is_loaded(kind, option, value):
-    wrong = rf"rewards\.it\.options\.{option}: Input should be .*got {value!r}"
+    wrong = rf"rewards\.it\.options\.{option}: (Input|Value) should .*got {re.escape(repr(value))}"
     with pytest.raises(UserError, match=wrong):
         check_rewards({"it": RewardConfig(kind=kind, options={option: value})})
 

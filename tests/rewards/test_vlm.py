@@ -179,9 +179,10 @@ def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
     script = tmp_path / "upstream.py"
     script.write_text(
         "raise SystemExit('this must not run')\nprompt = ''\n"
-        "problem = (\n    'Score \\n'\n    f'Caption: [{prompt}]'\n)\nnumber = 3\nfield = f'{1 + 1}'\n"
+        "problem = (\n    'Score \\n'\n    f'Caption: [{prompt}]'\n)\nnumber = 3\ntyped: str = 'Score'\nfield = f'{1 + 1}'\n"
     )
     assert read_instruction(f"{script}:problem") == "Score \nCaption: [{prompt}]"
+    assert read_instruction(f"{script}:typed") == "Score"
     for name in ("nothing", "number", "field"):
         with pytest.raises(ValueError, match="assigns nothing|no plain string"):
             read_instruction(f"{script}:{name}")

@@ -58,6 +58,8 @@ def of_edit(values: Sequence[float]) -> float:
 EDITED = "The last picture was made from what is before it, by this instruction:\n{prompt}\n\n"
 ScoreRange = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(le=1e6)]]
 """The lowest and the highest score. Answers have no signs."""
+Aspects = Annotated[Sequence[str], Field(min_length=1)]
+"""Names of scores; without one an answer would be yes or no."""
 FormName = Literal["final", "aspects", "yes_no", "edit", "edit_yes_no"]
 FORMS: dict[str, Form] = {
     "final": Form(
@@ -239,7 +241,7 @@ class VLMJudge(Judge):
         *,
         form: FormName = "final",
         template: str | None = None,
-        aspects: Sequence[str] | None = None,
+        aspects: Aspects | None = None,
         range: ScoreRange | None = None,
         image_size: Count = 512,
         max_tokens: Count | None = None,
@@ -272,7 +274,7 @@ class LocalVLMJudge(Judge):
         *,
         form: FormName = "final",
         template: str | None = None,
-        aspects: Sequence[str] | None = None,
+        aspects: Aspects | None = None,
         range: ScoreRange | None = None,
         image_size: Count = 512,
         max_tokens: Count = 512,

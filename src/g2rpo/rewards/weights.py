@@ -269,11 +269,12 @@ def _assigned(source: str, name: str, file: Path) -> str:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no Python file ({error})") from None
-    found = [
-        node.value
-        for node in body
-        if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets)
-    ]
+    found = []
+    for node in body:
+        if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
+            found.append(node.value)
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == name:
+            found.append(node.value)
     if not found:
         raise ValueError(f"{file} assigns nothing to {name}")
     if (text := _string(found[-1])) is None:
