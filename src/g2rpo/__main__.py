@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 
-from g2rpo.app.process import EXIT_CODES, end_at_once
+from g2rpo.app.process import end_at_once, stop_signals
 
 
 def main() -> None:
     """Runs the command line. Signals are handled before its libraries are imported, which takes
     half a second."""
-    for number in EXIT_CODES:
+    for number in stop_signals():
         signal.signal(number, lambda number, frame: end_at_once(number))
     from g2rpo.cli.main import main as command_line
 

@@ -1,13 +1,15 @@
-"""Ctrl-C and SIGTERM at any moment: a message, an exit code, and a run that goes on to what it
+"""Ctrl-C, SIGTERM and SIGHUP at any moment: a message, an exit code, and a run that goes on to what it
 would have become."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from contextlib import suppress
@@ -193,6 +195,31 @@ with stoppable("here"):
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (process.returncode, process.stderr) == (75, "g2rpo: here\n")
+
+
+@pytest.mark.slow  # starts a process
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_run_whose_terminal_is_closed_saves(tmp_path, flux_directory, ignored):
+    """As a lost connection does; `nohup` ignores it, and the run comes to its end."""
+    source = REWARD.replace("    return", "    __import__('time').sleep(0.5)\n    return")
+    words = [str(word) for word in training(tmp_path, flux_directory, source)]
+    here, there = os.openpty()
+
+    def begin():
+        fcntl.ioctl(there, termios.TIOCSCTTY, 0)
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    command = [sys.executable, "-m", "g2rpo", *words]
+    output = subprocess.DEVNULL if ignored else there
+    streams = {"stdin": there, "stdout": output, "stderr": output}
+    with subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=begin) as process:
+        os.close(there)
+        while not (tmp_path / "calls").exists() and process.poll() is None:
+            time.sleep(0.1)
+        os.close(here)
+    assert process.returncode == (0 if ignored else 75)
+    assert (newest_iteration(tmp_path / "run" / "checkpoints") == 2) == ignored
 
 
 @pytest.mark.parametrize(("at", "kept"), [(0, []), (2, ["eval", "train", "train"])])

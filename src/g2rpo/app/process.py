@@ -6,13 +6,36 @@ Imports nothing that takes time, so that signals are handled from the start.
 
 import os
 import signal
+import stat
 from typing import NoReturn
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
 """Of a command that can go on later: 130 is the shells' code for Ctrl-C; 75 (EX_TEMPFAIL) lets
-schedulers requeue."""
-NOTHING_KEPT = {signal.SIGINT: 130, signal.SIGTERM: 143}
-"""Of one that kept nothing: the shells' codes for both signals."""
+schedulers requeue. SIGHUP comes when the terminal or its connection is closed."""
+NOTHING_KEPT = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+"""Of one that kept nothing: the shells' codes for these signals."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that end a command; not SIGHUP where it is ignored, as `nohup` asks."""
+    return [
+        number
+        for number in EXIT_CODES
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
+
+
+def leave_terminal() -> None:
+    """After SIGHUP: standard streams that are the terminal become /dev/null, because to write to
+    one that is gone is an error."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        try:
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                os.dup2(null, stream)
+        except OSError:  # a closed stream
+            continue
+    os.close(null)
 
 
 def exit_code(number: int, message: str) -> int:
@@ -23,7 +46,7 @@ def exit_code(number: int, message: str) -> int:
 
 def stopped_by(number: int) -> str:
     """The message of a command that a signal ended and that kept nothing."""
-    return f"stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}"
+    return f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
 
 
 def end_at_once(number: int, message: str = "") -> NoReturn:

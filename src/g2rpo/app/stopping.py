@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a command ends with a message and an exit code, and a run saves a checkpoint.
+"""Ctrl-C, SIGTERM and SIGHUP: a command ends with a message and an exit code, and a run saves a checkpoint.
 
 Loads nothing heavy, so that the signals are handled while heavy libraries load.
 """
@@ -12,12 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from g2rpo.app.process import EXIT_CODES, end_at_once, exit_code, stopped_by
+from g2rpo.app.process import (
+    EXIT_CODES,
+    end_at_once,
+    exit_code,
+    leave_terminal,
+    stop_signals,
+    stopped_by,
+)
 from g2rpo.core.errors import Interrupted, Preempted, Stopped, where
 
 
 class Stopping:
-    """Handles both signals: by raising `Interrupted`, or inside `after` by calling `ask`. `message`
+    """Handles these signals: by raising `Interrupted`, or inside `after` by calling `ask`. `message`
     describes what is kept if the command ends now; without one nothing is.
     """
 
@@ -65,6 +72,8 @@ class Stopping:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
+        if number == signal.SIGHUP:
+            leave_terminal()
         impatient = self.asked is not None and number == signal.SIGINT
         self.asked = self.asked or signal.Signals(number)
         if self._ask is None and _imports_torch(frame):
@@ -73,7 +82,11 @@ class Stopping:
             self._raised = self.asked
             raise self._interrupted(self.asked)
         self._ask()
-        again = "; press again to stop at once" if number == signal.SIGINT else " (SIGTERM)"
+        again = (
+            "; press again to stop at once"
+            if number == signal.SIGINT
+            else f" ({signal.Signals(number).name})"
+        )
         _tell(f"stopping after this iteration{again}")
 
     def _interrupted(self, number: signal.Signals) -> Interrupted:
@@ -85,7 +98,7 @@ def stoppable(message: str) -> Iterator[Stopping]:
     """While entered, the signals are handled by `Stopping`; a no-op outside the main thread."""
     stopping = Stopping(message)
     try:
-        with stopping.handling(*EXIT_CODES):
+        with stopping.handling(*stop_signals()):
             yield stopping
     except Preempted as error:
         error.exit_code = EXIT_CODES[stopping.asked or signal.SIGTERM]

@@ -18,7 +18,7 @@ import typer
 from rich.text import Text
 
 from g2rpo import __version__
-from g2rpo.app.process import EXIT_CODES, quiet_libraries
+from g2rpo.app.process import quiet_libraries, stop_signals
 from g2rpo.app.stopping import Stopping
 from g2rpo.cli import models, serving, train, watch
 from g2rpo.cli.life import LIFE
@@ -72,8 +72,8 @@ def before_any_command(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback),
-    130 and 75 for a run that Ctrl-C or SIGTERM ended early and that can be resumed, 130 and 143 for
-    other commands, 1 for anything else."""
+    130 and 75 for a run that Ctrl-C, or SIGTERM or SIGHUP, ended early and that can be resumed, 130,
+    143 and 129 for other commands, 1 for anything else."""
     given = sys.argv[1:] if arguments is None else arguments
     quiet_libraries()
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of libraries
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
         named = [word for word in words if word in getattr(command, "commands", {})]
         work = named[0] if named and not {"-h", "--help"} & set(words) else ""
         # commands that can go on later say so themselves
-        with Stopping().handling(*EXIT_CODES), LIFE.of(work):
+        with Stopping().handling(*stop_signals()), LIFE.of(work):
             command(words)
     except UserError as error:
         again = (
