@@ -135,6 +135,7 @@ REFUSED = [
     (TWO, "cell a: recipe scenes: unknown key 'x'"),
     (TWO, "cell b: recipe scenes: unknown key 'y'"),
     (["--cell", "algorithm.eta=1"], "should be a name"),
+    (["--cell", "base: "], "cell base: a study has a folder of this name"),
     (["--cell", "a: trainer.seed=1"], "trainer.seed of cell a belongs to the study"),
     (["--cell", "a:", "--cell", "a:"], "two cells are named 'a'"),
     (

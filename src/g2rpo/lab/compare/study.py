@@ -30,6 +30,8 @@ Unit = Literal["iterations", "evaluations"]
 OWN_BUDGET = "budget="
 """The prefix of a cell's own budget among its overrides."""
 NAME = r"[\w.+-]+"
+OWN_FOLDERS = (".", "..", "base", "controls")
+"""Names that no cell can have: its folders would be in others of the study (`StudyDirectory`)."""
 CHOSEN = ("trainer.seed", "trainer.iterations")
 """Keys that a study sets."""
 
@@ -59,6 +61,8 @@ class Study(Section):
     @classmethod
     def _leave_to_the_study(cls, cells: dict[str, list[str]]) -> dict[str, list[str]]:
         for cell, overrides in cells.items():
+            if cell in OWN_FOLDERS:
+                raise ValueError(f"cell {cell}: a study has a folder of this name; take another")
             for key in CHOSEN:
                 if any(word.startswith(f"{key}=") for word in overrides):
                     raise ValueError(
