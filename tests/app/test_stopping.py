@@ -58,6 +58,14 @@ SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
 
 
 @pytest.fixture(autouse=True)
+def hung_up():
+    """SIGHUP ends these tests' commands, also where `nohup` began the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture(autouse=True)
 def no_trial(monkeypatch):
     """Calls are counted."""
     monkeypatch.setattr("g2rpo.app.build.try_own_code", lambda *_: None)
@@ -207,8 +215,7 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path, flux_directory, ignored)
 
     def begin():
         fcntl.ioctl(there, termios.TIOCSCTTY, 0)
-        if ignored:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     command = [sys.executable, "-m", "g2rpo", *words]
     output = subprocess.DEVNULL if ignored else there
