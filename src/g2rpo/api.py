@@ -66,8 +66,8 @@ def trainer(
 ) -> Trainer:
     """A trainer as `g2rpo train` builds it; objects replace what the recipe names.
 
-    `rewards` are trained on, with the weights and floors that the config has for these names; `judges`
-    only score held-out pictures. Without a `run_dir` nothing is written; one that contains a run
+    `rewards` are trained on, with the weights and floors that the config has for these names;
+    `judges` only score held-out pictures. Without a `run_dir` nothing is written; one that contains a run
     needs `resume`, and `accept_changes` if prompts or reward code have changed. Its config.yaml
     only mentions objects (as "object:module.Class"), so commands that need them refuse: resume such
     a run from the program that began it. Raises UserError as the command does.

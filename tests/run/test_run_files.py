@@ -188,7 +188,7 @@ def test_pictures_that_find_no_room_are_a_message_too(tmp_path):
     drawn = SimpleNamespace(pictures=pictures, batch_size=1, num_steps=2, seed=0, policy=None)
     config = SimpleNamespace(control=NO_CONTROL, video="webp")
     with small_files(0), pytest.raises(Stopped, match="cannot be written"):
-        _write_all(drawn, ["a"], config, tmp_path)
+        _write_all(drawn, ["a"], config, tmp_path, print)
 
 
 def test_a_file_system_that_syncs_no_directories_can_be_written(tmp_path, monkeypatch):

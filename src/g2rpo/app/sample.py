@@ -176,7 +176,7 @@ def _write_all(
     prompts: Sequence[str],
     config: SampleConfig,
     out: Path,
-    notify: Callable[[str], None] = print,
+    notify: Callable[[str], None],
 ) -> tuple[Tensor, float]:
     """Writes every picture or clip, and the list of them; returns the first ones and the seconds of
     a clip."""

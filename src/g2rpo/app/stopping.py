@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a command ends with a message and an exit code, and a run saves a checkpoint.
+"""Ctrl-C, SIGTERM and SIGHUP: a command ends with a message and an exit code, and a run saves a
+checkpoint.
 
 Loads nothing heavy, so that the signals are handled while heavy libraries load.
 """
@@ -24,8 +25,9 @@ from g2rpo.core.errors import Interrupted, Preempted, Stopped, where
 
 
 class Stopping:
-    """Handles these signals: by raising `Interrupted`, or inside `after` by calling `ask`. `message`
-    describes what is kept if the command ends now; without one nothing is.
+    """Handles these signals: by raising `Interrupted`, or inside `after` by calling `ask`.
+
+    `message` describes what is kept if the command ends now; without one nothing is.
     """
 
     def __init__(self, message: str = "") -> None:

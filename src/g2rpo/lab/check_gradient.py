@@ -17,8 +17,8 @@ from g2rpo.policies.anyflow import DiffusersPolicy
 CHANGE, DOUBLINGS = 2**-2, 16
 """Perturbed weights change velocities by at least this, in the root mean square relative to the
 spread; and how often the perturbation is doubled until they do. Rounding, which is at most 2**-4 of
-the spread, is then at most a quarter of the change. On tiny models of 22
-classes saved weights were off by 2e-6 of it, and in bfloat16 by 0.11."""
+the spread, is then at most a quarter of the change. On tiny models of 22 classes saved weights were
+off by 2e-6 of it, and in bfloat16 by 0.11."""
 NODES = (2, 4, 8, 16, 32)
 """Of the integral of gradients: more where fewer disagree with the change, for tiny random networks
 bend within it."""

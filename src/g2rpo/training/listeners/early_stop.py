@@ -40,15 +40,11 @@ class EarlyStop(Listener):
     unscored: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.unscored = dict.fromkeys(self._trained, 0)
+        self.unscored = dict.fromkeys(self.loop.config.trained, 0)
         if self.may_roll_back and self.run.folder is None:
             raise ValueError(
                 "alarms: going back to the best evaluation needs a run_dir that keeps it"
             )
-
-    @property
-    def _trained(self) -> list[str]:
-        return [name for name in self.loop.rewards if self.loop.config.rewards[name].weight]
 
     @property
     def may_roll_back(self) -> bool:
@@ -120,7 +116,7 @@ class EarlyStop(Listener):
     def check_base(self, scores: Scores) -> None:
         """Raises `Stopped` if no reward that is trained on has any score [N] of the base's
         pictures."""
-        trained = self._trained
+        trained = self.loop.config.trained
         if trained and all(bool(scores[name].isnan().all()) for name in trained):
             raise Stopped(
                 f"no reward ({', '.join(trained)}) gave a score to any of the base's {len(scores[trained[0]])} held-out "
