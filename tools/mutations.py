@@ -58,6 +58,7 @@ PAVE, ADA, NFT, E = (
 FDFO, OPSD = "tests/published/test_fdfo.py", "tests/algorithms/test_opsd.py"
 PACKET = "tests/lab/packet/test_packet.py"
 EPG = "tests/algorithms/test_epg.py"
+BOUNDS = "tests/algorithms/test_bounds.py"
 OPD = "tests/algorithms/test_self_opd.py"
 JUDGED = "tests/algorithms/test_judged.py"
 LC = "tests/algorithms/test_lc_grpo.py"
@@ -83,6 +84,12 @@ MUTATIONS = [
         "return scale > (self.unguided or 0.0)",
         "return scale > 1",
         "tests/training/test_guidance.py -k begins",
+    ),
+    Mutation(
+        "training/loop.py",
+        "self.config.sampling.guidance_scale): stats",
+        "None): stats",
+        "tests/training/test_guidance.py -k losses",
     ),
     Mutation(
         "training/learner.py",
@@ -154,6 +161,7 @@ MUTATIONS = [
     ),
     Mutation("core/objectives.py", "return torch.maximum(", "return torch.minimum(", OBJECTIVES),
     Mutation("core/objectives.py", "1 + clip_range)", "1 + 2 * clip_range)", OBJECTIVES),
+    Mutation("core/objectives.py", "1 - clip_range,", "1 - 1.04 * clip_range,", BOUNDS),
     Mutation("core/objectives.py", "0.5 * difference", "difference", OBJECTIVES),
     Mutation("core/objectives.py", 'if mix == "gdpo"', 'if mix == "advantages"', OBJECTIVES),
     Mutation(
@@ -189,6 +197,22 @@ MUTATIONS = [
         "values + self",
         NEIGHBOURS,
     ),
+    Mutation(
+        "algorithms/flow_grpo.py", ".clamp(-self.advantage_clip, self.advantage_clip)", "", BOUNDS
+    ),
+    Mutation(
+        "algorithms/forward_process.py",
+        ".clamp(-self.advantage_clip, self.advantage_clip)",
+        "",
+        BOUNDS,
+    ),
+    Mutation(
+        "algorithms/forward_process.py",
+        "1 - self.clip_range)",
+        "1 - 1.04 * self.clip_range)",
+        BOUNDS,
+    ),
+    Mutation("algorithms/epg.py", ".clamp(-self.advantage_clip, self.advantage_clip)", "", BOUNDS),
     Mutation(
         "algorithms/flow_grpo.py",
         "kl * steps.dsigma",

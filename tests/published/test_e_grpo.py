@@ -134,8 +134,8 @@ def test_a_merged_steps_variance_is_wrong_by_the_square_of_its_width(length):
 
 @torch.no_grad()
 def test_the_variance_after_the_usual_merges():
-    """Percent above the marginal's, for images of std .6: 6 to 15 at the merged steps 2 to 7, 1 to
-    3 if they are single."""
+    """Percent above the marginal's, for images of std .6: 7 and 9 at the single steps 0 and 1; 6 to
+    15 at the merged steps 2 to 7, 1 to 3 if they are single."""
     sigmas, s, algorithm = sigma_grid(16, 3.0), 0.6, EGRPO()
     marginal, kernel = (1 - sigmas) ** 2 * s**2 + sigmas**2, algorithm.kernel(sigmas)
 
@@ -145,6 +145,7 @@ def test_the_variance_after_the_usual_merges():
         step = kernel(torch.ones(1, 1), velocity.reshape(1, 1), sigmas[k], sigmas[end])
         return 100 * (float((step.mean**2 * marginal[k] + step.std**2) / marginal[end]) - 1)
 
+    assert [round(excess(k, algorithm.landing_step(k)), 1) for k in (0, 1)] == [7.4, 9.2]
     steps = range(2, 8)
     merged = [excess(k, algorithm.landing_step(k)) for k in steps]
     single = [excess(k, k + 1) for k in steps]

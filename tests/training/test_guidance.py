@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
@@ -10,6 +11,7 @@ from g2rpo.assembly.consistency import Wanted, check_guidance
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.catalogue import SPECS
+from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.guidance import guidance_of
 from tests.support.runs import trainer
 
@@ -40,6 +42,37 @@ def test_training_is_that_of_its_scale_and_pictures_are_those_of_the_policys(
     high, low = (rows(tiny_config, path, f"policy.guidance_scale={scale}") for scale in (4.5, 1))
     assert learnt(both["train1"]) == learnt(low["train1"]) != learnt(high["train1"])
     assert learnt(both["eval0"]) == learnt(high["eval0"]) != learnt(low["eval0"])
+
+
+class Guided(GaussianPolicy):
+    """Its velocities depend on the guidance scale; it notes with which they were asked for."""
+
+    guidance_scale = 4.0
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def velocity(self, x, sigma, cond):
+        self.asked.append(
+            (self.mean.requires_grad and torch.is_grad_enabled(), self.guidance_scale)
+        )
+        return self.guidance_scale / 2 * super().velocity(x, sigma, cond)
+
+
+@pytest.mark.parametrize("name", ["g2rpo", "flow_grpo", "diffusion_nft", "fdfo", "refl"])
+def test_rollouts_and_losses_have_the_trainings_scale_and_evaluations_the_policys(name):
+    """Also for the untrained and the old weights, and in later updates of a rollout."""
+    policy = Guided()
+    asked = f"algorithm.name={name}", "sampling.guidance_scale=2", "algorithm.group_size=4"
+    t = trainer(None, *asked, policy=policy)
+    policy.asked.clear()
+    row = t.iterate()
+    assert {*policy.asked} == {(False, 2.0), (True, 2.0)}
+    assert row.get("log_prob_drift", 0) < 1e-5
+    policy.asked.clear()
+    t.evaluate()
+    assert {*policy.asked} == {(False, 4.0)} and policy.guidance_scale == 4
 
 
 def plans(config, *variants):

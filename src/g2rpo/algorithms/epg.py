@@ -44,7 +44,8 @@ class EPG(OffPolicy):
     "uniform" is 1; "exact" is (1 - sigma) / (sigma + 0.001). `advantage_scale` multiplies
     advantages; its best value depends on the rewards' scale unless they are `normalized`, that is
     divided by the batch's std (published for 4 steps: with `advantage_scale` 1, "pepg" and
-    `kl_weight` 0)."""
+    `kl_weight` 0). Advantages are then clamped to `advantage_clip`, which the published code does
+    not do; with scores from 0 to 1 they do not reach it."""
 
     name: Literal["epg"] = "epg"
     title: ClassVar[str] = "EPG"

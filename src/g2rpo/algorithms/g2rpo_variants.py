@@ -109,8 +109,9 @@ class EGRPO(GranularGRPO):
     steps of the grid, in the order of `branch_steps`; the defaults are `merges` of the paper's
     grid. All options of G2RPO apply.
 
-    The variance of images of std 0.6 is 6 to 15 % too large after merged steps, and 1 to 3 % after
-    plain ones (`pytest tests/published/test_e_grpo.py -k variance`)."""
+    The variance of images of std 0.6 is 6 to 15 % too large after the merged steps, where plain ones
+    would make it 1 to 3 %, and 7 and 9 % after the first two, which are plain (`pytest
+    tests/published/test_e_grpo.py -k variance`)."""
 
     name: Literal["e_grpo"] = "e_grpo"  # type: ignore[assignment]
     title: ClassVar[str] = "E-GRPO"
