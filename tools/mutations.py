@@ -56,7 +56,6 @@ PAVE, ADA, NFT, E = (
     for name in ("pave_grpo", "adagrpo", "forward_process", "e_grpo")
 )
 FDFO, OPSD = "tests/published/test_fdfo.py", "tests/algorithms/test_opsd.py"
-PACKET = "tests/lab/packet/test_packet.py"
 EPG = "tests/algorithms/test_epg.py"
 BOUNDS = "tests/algorithms/test_bounds.py"
 OPD = "tests/algorithms/test_self_opd.py"
@@ -481,26 +480,6 @@ MUTATIONS = [
         "square().sum(-1) / count",
         STATISTICS,
     ),
-    Mutation(
-        "core/statistics.py",
-        "return square * clusters / max(1, clusters - 1)",
-        "return square",
-        STATISTICS,
-    ),
-    Mutation(
-        "core/statistics.py",
-        "np.sum(shares, axis=0) / total**2",
-        "np.sum(shares, axis=0) / total",
-        STATISTICS,
-    ),
-    Mutation(
-        "lab/packet/key.py",
-        'fair_sides(controls, seed, "controls"), compared)',
-        'fair_sides(controls, seed, "controls"), 0)',
-        PACKET,
-    ),
-    Mutation("lab/packet/make.py", "lossless=lossless", "lossless=False", PACKET),
-    Mutation("lab/packet/answers.py", 'if answer == "right":', 'if answer == "left":', PACKET),
     Mutation(
         "core/statistics.py",
         "((other == one).sum(-1) + 1) / 2",

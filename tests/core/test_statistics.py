@@ -6,18 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.stats import beta, ttest_1samp
-from scipy.stats import t as student
+from scipy.stats import ttest_1samp
 
 from g2rpo.core.statistics import (
     FEWEST_VALUES,
-    agreement,
     group_std,
     in_proportion,
     interval,
     paired,
     ranks,
-    share,
     sign_test,
     spearman,
 )
@@ -90,57 +87,9 @@ def test_an_interval_is_shown_where_there_is_one():
     assert shown == ("2.000", "+0.500 [+0.500, +0.500]")
 
 
-ANSWERS = [1.0] * 6 + [0.0] * 3
-
-
-def lowered(independent, count, pairs):
-    """The number of independent answers, by Korn and Graubard for few pairs."""
-    few, many = (student.ppf(0.975, size - 1) for size in (pairs, count))
-    return independent * (many / few) ** 2
-
-
-@pytest.mark.parametrize(
-    ("answers", "independent"),
-    [
-        ([ANSWERS], 9),
-        # a second person who answers alike adds nothing; one degree of freedom is the mean's
-        ([ANSWERS, ANSWERS], lowered(9 - 1, 18, 9)),
-        # of people who always answer the same, each counts once
-        ([[one] * 5 for one in ANSWERS], lowered(9 - 1, 45, 5)),
-        ([[*ANSWERS, math.nan]], 9),
-        ([[1.0] * 7], 7),
-        ([[1.0] * 7] * 3, 7),
-    ],
-)
-def test_a_share_counts_the_answers_that_are_independent(answers, independent):
-    """The ends are Clopper and Pearson's: 97.5 % points of beta distributions."""
-    found, values = share(answers), np.array(answers)
-    mean = np.nanmean(values)
-    yes, no = mean * independent, (1 - mean) * independent
-    low, high = beta.ppf(0.025, yes, no + 1), beta.ppf(0.975, yes + 1, no) if no else 1.0
-    assert found.count == np.isfinite(values).sum()
-    assert (found.mean, found.low, found.high) == pytest.approx((mean, low, high), rel=1e-9)
-    assert math.isnan(share([[math.nan] * 3]).mean)
-
-
 def test_the_sign_test_is_exact():
     assert sign_test(9, 1) == sign_test(1, 9) == pytest.approx(2 * (1 + 10) / 2**10)
     assert sign_test(3, 3) == sign_test(0, 0) == 1
-
-
-def test_kappa_is_cohens_of_two_people_and_congers_of_more():
-    """Both say yes to 20 things, no to 15, and differ in 5 and 10: observed .7, by chance
-    .5 * .6 + .5 * .4. A third who always agrees with the first has 1 with her and .7 with the other;
-    by chance .5 and .5."""
-    one = [1.0] * 25 + [0.0] * 25
-    other = [1.0] * 20 + [0.0] * 5 + [1.0] * 10 + [0.0] * 15
-    two = agreement([[*one, 1.0], [*other, math.nan]])
-    assert (two.observed, two.chance, two.kappa.mean) == pytest.approx((0.7, 0.5, 0.4))
-    assert two.kappa.count == 50 and 0.1 < two.kappa.low < 0.2 and 0.6 < two.kappa.high < 0.7
-    three = agreement([one, other, one])
-    assert (three.observed, three.chance) == pytest.approx(((0.7 + 1 + 0.7) / 3, 0.5))
-    for few in ([one[:7], other[:7]], [[1.0] * 9] * 2, [one]):
-        assert math.isnan(agreement(few).kappa.low)
 
 
 def test_a_sample_is_in_proportion():

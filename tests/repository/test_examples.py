@@ -1,5 +1,6 @@
 """The examples run as a reader would run them, and do what they say."""
 
+import json
 import re
 import runpy
 import sys
@@ -45,6 +46,21 @@ def test_the_trainer_of_ones_own_learns_by_its_own_rule(capsys):
     assert world["trainer"].iteration == 20
     before, after = (world[name]["reward/bright"] for name in ("before", "after"))
     assert after > before + 0.1 and f"{before:.2f} -> {after:.2f}" in capsys.readouterr().out
+
+
+def test_a_blind_packet_counts_the_pictures_that_people_prefer(tmp_path, monkeypatch, capsys):
+    """Who always prefers the tuned picture has chosen it in every answer, on whichever side it is."""
+    example = runpy.run_path(str(EXAMPLES / "blind_packet.py"))
+    drawn = {True: torch.zeros(6, 3, 4, 4), False: torch.ones(6, 3, 4, 4)}
+    monkeypatch.setattr("g2rpo.api.sample", lambda run, texts, base=False: drawn[base])
+    (tmp_path / "prompts.txt").write_text("\n".join("abcdef"))
+    example["make"]("run", str(tmp_path / "prompts.txt"), str(tmp_path / "look"))
+    page, white = (tmp_path / "look.html").read_text("utf-8"), example["data_uri"](drawn[False][0])
+    shown = re.findall(r'src="([^"]+)" alt="(left|right)"', page)
+    answers = dict(enumerate(side for picture, side in shown if picture == white))
+    (tmp_path / "ada.json").write_text(json.dumps(answers))
+    example["count"](str(tmp_path / "look.key.json"), str(tmp_path / "ada.json"))
+    assert "preferred in 6 of 6 answers: 1.00 [0.54, 1.00]" in capsys.readouterr().out
 
 
 def test_a_page_of_the_space_that_there_is_not_is_said(monkeypatch, capsys):

@@ -35,7 +35,6 @@ from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.files import FileDigests, is_empty, local, write_whole, writing
 from g2rpo.core.input_pictures import digest_of_prompts
-from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.controls import default_controls
 from g2rpo.evaluation.sweep import (
     SWEEP_MAY_CHANGE,
@@ -145,19 +144,18 @@ def evaluate(
     out: Path | None,
     controls: bool = False,
     emit: Emit = silent,
-    fresh: str = "evaluation",
 ) -> Judging:
     """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes
-    one begun there; without `out`, in the first of FRESH, FRESH-2 ... that holds no other.
+    one begun there; without `out`, in the first of evaluation, evaluation-2 ... that holds no other.
     `controls` adds the default ones."""
     config = resolve_as(JudgingConfig, given, overrides, "evaluation")
     if controls:
         config = with_controls(config)
     check_rewards(config.rewards)  # cheap checks first
     check_clips(config.rewards, config.policy)
-    prompts = _drawn(build_prompts(config.prompts, "prompts")[: config.num_prompts], config)
+    prompts = build_prompts(config.prompts, "prompts")[: config.num_prompts]
     config = config.model_copy(update={"contents": _contents(config, prompts)})
-    out = out or first_usable(fresh, partial(_check_folder, config=config))
+    out = out or first_usable("evaluation", partial(_check_folder, config=config))
     _check_folder(out, config)
     judging = Judging(config, prompts, out)
     kept = "stopped; finished chunks are kept, and the same command goes on after them"
@@ -170,14 +168,6 @@ def evaluate(
         for steps in sorted(set(config.steps)):
             _save_grid(judging, steps)
     return judging
-
-
-def _drawn(prompts: list[str], config: JudgingConfig) -> list[str]:
-    """Those of `prompts` that `config` draws, in their order."""
-    if config.drawn is None:
-        return prompts
-    order = torch.randperm(len(prompts), generator=generator_for(config.seed, "drawn"))
-    return [prompts[place] for place in sorted(order[: config.drawn].tolist())]
 
 
 def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:

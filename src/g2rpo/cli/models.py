@@ -150,37 +150,14 @@ def evaluate(
             help="A folder for the results; one already begun is finished. Default evaluation, or evaluation-2 ..."
         ),
     ] = None,
-    packet: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write a page into this new folder, on which other people compare pictures without "
-            "knowing which are base and which tuned: of 24 prompts, or of --num-prompts.",
-        ),
-    ] = None,
-    answers: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE...", help="Tell what people answered on such a page of RUN."),
-    ] = None,
 ) -> None:
     """Evaluate a model, with and without tuned weights, on prompts it was not trained on."""
     from g2rpo.app import evaluate as command
-    from g2rpo.cli.results import show_evaluation, show_opened, show_packet
+    from g2rpo.cli.results import show_evaluation
 
     run = None
     if overrides and ("=" not in overrides[0] or _is_run(overrides[0])):
         run, overrides = Path(overrides[0]), overrides[1:]
-    if answers:
-        from g2rpo.lab.packet.answers import open_key
-
-        others = model, weights, prompts, num_prompts, rewards, steps, guidance, size, seed
-        given = any(one is not None for one in (*others, batch_size, packet, out)) or controls
-        if run is None or given:
-            raise UserError(
-                "--answers are of the packet of a run: g2rpo evaluate RUN --answers FILE..., without other options"
-            )
-        show_opened(*open_key(run, [*answers, *map(Path, overrides or [])]), console)
-        return
     settings = options.evaluation_settings(run, model, weights, guidance=guidance, size=size)
     named = {
         "prompts": prompts,
@@ -192,19 +169,8 @@ def evaluate(
     }
     if prompts is not None:
         settings["num_prompts"] = None  # a run's is for its own prompts
-    if packet is not None:
-        named["num_prompts"] = None  # it draws them among the run's
     settings |= {key: value for key, value in named.items() if value is not None}
     with Output() as emit:
-        if packet is not None:
-            from g2rpo.lab.packet.make import PAIRS, make_packet
-
-            if run is None or controls or out is not None:
-                raise UserError("--packet is of a run, without --model, --controls and --out")
-            pairs = num_prompts or PAIRS
-            made = make_packet(run, settings, overrides or [], packet, pairs, emit)
-            show_packet(made, run, console)
-            return
         judging = command.evaluate(settings, overrides or [], out, controls, emit)
     show_evaluation(judging, console)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,16 +16,12 @@ from g2rpo.app.events import Results
 from g2rpo.cli.output import say
 from g2rpo.core import plugins
 from g2rpo.core.errors import counted
-from g2rpo.core.files import in_bytes
 from g2rpo.core.intervals import figures
 from g2rpo.core.statistics import Comparison, Interval
 from g2rpo.evaluation.sweep import EvaluationDirectory, Judging
 from g2rpo.evaluation.untrained import in_figures, in_words, told
 from g2rpo.lab.check_model import ModelCheck
 from g2rpo.lab.compare.study import StudyDirectory
-from g2rpo.lab.packet.answers import Opened
-from g2rpo.lab.packet.key import file_of
-from g2rpo.lab.packet.make import Made
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary_of
 from g2rpo.monitor.clips import clip_of
@@ -163,76 +158,6 @@ def controls_table(judging: Judging, width: int) -> Table:
         ]
         out.add_row(way.name, str(way.evaluations), str(way.readings or ""), *cells)
     return out
-
-
-def show_packet(made: Made, run: Path, console: Console) -> None:
-    """Says what was written, and how it is used."""
-    pairs = made.key.pairs
-    controls = sum(pair.control for pair in pairs)
-    equal = f" and {counted(controls, 'control')} (two equal pictures)" if controls else ""
-    for what, words in (
-        ("page", f"{made.page} ({in_bytes(made.page.stat().st_size)})"),
-        ("shows", f"{counted(len(pairs) - controls, 'pair')} of base and tuned{equal}"),
-        ("key", f"{file_of(Run(run), made.key.packet, 'key.json')} says which is which: keep it"),
-        ("then", f"{command('evaluate', run, '--answers')} FILE..."),
-    ):
-        say(console, f"{what:>6}  {words}")
-
-
-def show_opened(opened: Opened, results: Path, pairs: Path, console: Console) -> None:
-    """Shows what people answered."""
-    out = Table(title=f"{counted(opened.pairs, 'pair')} of base and tuned: answers by person")
-    columns = ["answered", "tuned", "base", "same", "cannot tell", "left", "controls: same"]
-    add_columns(out, console.width, "person", [one.name for one in opened.people], columns)
-    for one in opened.people:
-        cells = [one.answered, one.tuned, one.base, one.same, one.cannot_tell, one.left]
-        of_controls = f"{one.controls_same} of {one.controls}"
-        out.add_row(escape(one.name), *map(str, cells), of_controls)
-    console.print(out)
-    for line in told_of_people(opened):
-        say(console, line)
-    if opened.preferred.count:
-        console.print(_judges_table(opened, console.width))
-    say(console, f"numbers  {results}")
-    say(console, f"  votes  {pairs}")
-
-
-def _judges_table(opened: Opened, width: int) -> Table:
-    table = Table(title="does a reward order base and tuned as people did? 0.5 is chance")
-    add_columns(table, width, "reward", list(opened.judges), ["agrees", "pairs", ""])
-    for name, judge in sorted(opened.judges.items(), key=lambda item: -item[1].agrees.mean):
-        use = "trained on" if judge.trained else "judged only"
-        table.add_row(name, escape(f"{judge.agrees}"), str(judge.agrees.count), use)
-    return table
-
-
-def told_of_people(opened: Opened) -> list[str]:
-    """The sentences about people's answers."""
-    preferred, left, several = opened.preferred, opened.left, opened.agreement
-    if not preferred.count:
-        return ["Nobody found one picture of a pair better."]
-    verdict = "neither is clearly preferred"
-    if preferred.low > 0.5:
-        verdict = "tuned is preferred"
-    elif preferred.high < 0.5:
-        verdict = "base is preferred"
-    over = "pairs and people" if several else "pairs; other people may differ"
-    lines = [
-        f"Share of tuned among {counted(preferred.count, 'decided answer')}: {preferred}; {verdict}.",
-        f"95 % interval over {over}. Sign test over pairs: p = {opened.p:.2g}.",
-        f"Share of left among them: {left}; 0.5 is without bias.",
-    ]
-    if several is not None and several.kappa.count:
-        kappa = f"kappa {several.kappa}"
-        if math.isnan(several.kappa.mean):
-            kappa = "no kappa, as everybody always said the same"
-        elif math.isnan(several.kappa.low):
-            kappa += ", too few pairs for an interval"
-        lines.append(
-            f"Agreement of people on {counted(several.kappa.count, 'pair')}: {several.observed:.0%}, "
-            f"by chance {several.chance:.0%}; {kappa}."
-        )
-    return lines
 
 
 def _coloured(change: Interval) -> str:

@@ -6,14 +6,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
-from scipy.special import bdtr, betaincinv, stdtr, stdtrit
+from numpy.typing import ArrayLike
+from scipy.special import bdtr, betaincinv, stdtr
 from torch import Tensor
 
 from g2rpo.core.intervals import FEWEST_VALUES, half_width
@@ -128,117 +126,16 @@ def interval(
 
 
 def proportion(mean: float, count: float, level: float = 0.95) -> Interval:
-    """A share of `count` independent answers and its exact interval (Clopper and Pearson 1934). As
-    an effective number of dependent ones, `count` need not be whole."""
+    """A share of `count` independent answers and its exact interval (Clopper and Pearson 1934)."""
     yes, no, tail = mean * count, count - mean * count, (1 - level) / 2
     low = float(betaincinv(yes, no + 1, tail)) if yes > 0 else 0.0
     high = float(betaincinv(yes + 1, no, 1 - tail)) if no > 0 else 1.0
     return Interval(mean, low, high, round(count))
 
 
-def share(answers: ArrayLike, *, level: float = 0.95) -> Interval:
-    """The share of ones among `answers` [S, N], 0 or 1, of people by pairs; NaN where there is
-    none. `count` is the number of answers.
-
-    Answers of a person depend on each other, and so do those to a pair. The variance of the share
-    is that of clusters in two ways (Cameron, Gelbach and Miller 2011). From it comes the number of
-    independent answers that would vary as much, lowered for few pairs by two quantiles of
-    Student's t, and from that the exact interval (Korn and Graubard 1998). If all answers are
-    equal, each pair counts once. Of one person it is the interval over pairs of `proportion`:
-    other people may differ.
-    """
-    values = np.atleast_2d(np.asarray(answers, dtype=np.float64))
-    valid = ~np.isnan(values)
-    count = int(valid.sum())
-    if not count:
-        return Interval(math.nan, math.nan, math.nan, 0)
-    mean = float(values[valid].mean())
-    effective = float(count)
-    if valid.any(1).sum() > 1:
-        variance = _variance_of_share(np.where(valid, values - mean, 0), valid)
-        pairs = int(valid.any(0).sum())
-        few = stdtrit([count - 1, max(1, pairs - 1)], (1 + level) / 2)
-        lowered = float(few[0] / few[1]) ** 2
-        effective = min(count, lowered * mean * (1 - mean) / variance) if variance else pairs
-    return replace(proportion(mean, effective, level), count=count)
-
-
-def _variance_of_share(deviations: NDArray[np.float64], valid: NDArray[np.bool_]) -> float:
-    """Of answers [S, N] that deviate by so much from their mean, 0 where there is none."""
-
-    def clustered(axis: int) -> float:
-        clusters = int(valid.any(axis).sum())
-        square = float(np.square(deviations.sum(axis)).sum())
-        return square * clusters / max(1, clusters - 1)
-
-    single = float(np.square(deviations).sum())
-    by_pair, by_person = clustered(0), clustered(1)
-    most = max(by_pair + by_person - single, by_pair, by_person, single)
-    return most / int(valid.sum()) ** 2
-
-
 def sign_test(wins: int, losses: int) -> float:
     """The two-sided p-value of so many wins and losses if both are equally likely, exact."""
     return min(1.0, 2 * float(bdtr(min(wins, losses), wins + losses, 0.5)))
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How often two people answered alike, and how often they would by chance."""
-
-    observed: Figure
-    chance: Figure
-    kappa: Interval
-    """(observed - chance) / (1 - chance); `count` is the number of pairs that several people
-    answered."""
-
-
-def agreement(answers: ArrayLike, *, resamples: int = 2000, seed: int = 0) -> Agreement:
-    """Of people by pairs, `answers` [S, N], numbers that name a category; NaN where there is none.
-
-    Kappa is Cohen's (1960) of two people and Conger's (1980) of more: the observed agreement, and
-    that by chance from the shares of each person, are means over all two of them. Its 95 % interval
-    is a bootstrap over pairs; NaN for fewer than `FEWEST_VALUES` pairs, and if everything is one
-    category. Complete agreement leaves a bootstrap nothing to vary: its low end is that of the
-    exact interval of the observed agreement.
-    """
-    values = np.atleast_2d(np.asarray(answers, dtype=np.float64))
-    count = int(((~np.isnan(values)).sum(0) > 1).sum())
-    size = values.shape[1]
-    weights = np.random.default_rng(seed).multinomial(size, np.full(size, 1 / size), resamples)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        (observed,), (chance,) = _alike(values, np.ones((1, size)))
-        each, by_chance = _alike(values, weights)
-        kappas = (each - by_chance) / (1 - by_chance)
-        kappa = float((observed - chance) / (1 - chance))
-    known = kappas[np.isfinite(kappas)]
-    enough = count >= FEWEST_VALUES and math.isfinite(kappa)
-    low, high = np.quantile(known, [0.025, 0.975]) if enough else (math.nan, math.nan)
-    if enough and observed == 1:
-        low = (proportion(1.0, count).low - chance) / (1 - chance)
-    whole = Interval(kappa if math.isfinite(kappa) else math.nan, float(low), float(high), count)
-    return Agreement(float(observed), float(chance), whole)
-
-
-def _alike(values: NDArray[np.float64], weights: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The observed agreement and that by chance [R] under weights [R, N] of the pairs."""
-    observed, chance = [], []
-    for one, other in combinations(values, 2):
-        both = ~(np.isnan(one) | np.isnan(other))
-        if not both.any():
-            continue
-        total = weights @ both
-        observed.append(weights @ (both & (one == other)) / total)
-        categories = np.unique(values[~np.isnan(values)])
-        shares = [
-            (weights @ (both & (one == each))) * (weights @ (both & (other == each)))
-            for each in categories
-        ]
-        chance.append(np.sum(shares, axis=0) / total**2)
-    if not observed:
-        nothing = np.full(len(weights), np.nan)
-        return nothing, nothing
-    return np.mean(observed, axis=0), np.mean(chance, axis=0)
 
 
 def in_proportion(outcomes: Sequence[Hashable], count: int) -> list[int]:

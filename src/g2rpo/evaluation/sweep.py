@@ -67,8 +67,6 @@ class JudgingConfig(Drawing):
     """A source, as for training."""
     num_prompts: Count | None = None
     """Use the first `num_prompts` of the source; None: all."""
-    drawn: Count | None = None
-    """Use so many of these, drawn by `seed`; None: all."""
     cache: CacheFolder = "auto"
     """Where text embeddings are kept, as for training."""
     rewards: Annotated[RewardTable, Field(min_length=1)]

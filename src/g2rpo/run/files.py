@@ -39,8 +39,6 @@ class RunFiles:
     adapter = Inside("adapter")  # trained weights of a LoRA
     transformer = Inside("transformer")  # and of full fine-tuning
     report = Inside("report.html")
-    # keys of pages for other people, and what they answered (`g2rpo evaluate --packet`)
-    packets = Inside("packets")
     exports = Inside("export")
 
     def scores(self, iteration: int) -> Path:
