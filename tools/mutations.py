@@ -75,7 +75,6 @@ QUANTIZED, STATISTICS = (
     "tests/core/test_statistics.py tests/training/test_rows.py",
 )
 
-WATCHED = "tests/lab/watch/test_watch.py"
 REACHED = "tests/lab/plan/test_cost.py -k reached_by"
 MUTATIONS = [
     Mutation(
@@ -371,9 +370,9 @@ MUTATIONS = [
         "tests/prompts/test_prompts.py",
     ),
     Mutation("training/updater.py", "max(1, counted)", "max(1, len(counts))", TRAINER),
-    Mutation("lab/watch/told.py", "sqrt(rest / (count - 2))", "sqrt(rest / (count - 1))", WATCHED),
+    Mutation("core/intervals.py", "rest / (count - 2)", "rest / (count - 1)", STATISTICS),
     Mutation(
-        "lab/watch/told.py", "half_width(error, count - 1)", "half_width(error, count)", WATCHED
+        "core/intervals.py", "half_width(error, count - 1)", "half_width(error, count)", STATISTICS
     ),
     Mutation("lab/plan/seconds.py", "spent <= within else []", "True else []", REACHED),
     Mutation(

@@ -39,6 +39,7 @@ from g2rpo.evaluation.sampler import Sampler
 from g2rpo.export.formats import export as write_export
 from g2rpo.lab.compare.study import parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
+from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.monitor.trackers import METHODS, Tracker
 from g2rpo.run.run import Run, entered
@@ -262,7 +263,9 @@ def study(
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Writes the page of `g2rpo report`; returns its path."""
-    return write_page([local(run) for run in runs], local(out) if out is not None else None)
+    return write_page(
+        read_runs([local(run) for run in runs]), local(out) if out is not None else None
+    )
 
 
 def export(

@@ -22,6 +22,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.work import work
 from g2rpo.lab.plan.counting import count
 from g2rpo.lab.plan.plan import COUNTED
+from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.distributed import World
@@ -179,7 +180,7 @@ def test_a_run_moves_to_what_is_preferred_and_tells_so(name, beta, judged, tmp_p
     assert not any(key.startswith("reward/") for key in first)
     assert list(t.finish()) == ["bright", "dark"]
     t.run.config.write_text(t.config.to_yaml())
-    page = write_page([tmp_path / "run"], tmp_path / "page.html").read_text()
+    page = write_page(read_runs([tmp_path / "run"]), tmp_path / "page.html").read_text()
     assert f"Trained on {'pairs' if name == 'flow_dpo' else 'marks'} of none" in page
     assert "The model agrees with people on 100" in page
     t.run.write_results(
@@ -190,7 +191,7 @@ def test_a_run_moves_to_what_is_preferred_and_tells_so(name, beta, judged, tmp_p
         "pairs/accuracy"
     ] = 0.75
     t.run.log.write_text("".join(json.dumps(row) + "\n" for row in log))
-    page = write_page([tmp_path / "run"], tmp_path / "page.html").read_text()
+    page = write_page(read_runs([tmp_path / "run"]), tmp_path / "page.html").read_text()
     assert "The model agrees with people on 75" in page
     again = trainer(
         name,

@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.stats import ttest_1samp
+from scipy.stats import linregress, t, ttest_1samp
 
+from g2rpo.core.intervals import rise
 from g2rpo.core.statistics import (
     FEWEST_VALUES,
     group_std,
@@ -85,6 +86,15 @@ def test_few_values_give_no_interval(few, mean, count):
 def test_an_interval_is_shown_where_there_is_one():
     shown = f"{interval([1.0, 3.0])}", f"{interval([0.5] * 8):+}"
     assert shown == ("2.000", "+0.500 [+0.500, +0.500]")
+
+
+def test_a_rise_is_that_of_the_least_squares_line_with_its_interval():
+    """float64 sums of 40 numbers."""
+    values = 0.5 + 0.02 * np.arange(40) + 0.1 * np.random.default_rng(0).standard_normal(40)
+    line = linregress(np.arange(40), values)
+    expected = 39 * line.slope, 39 * line.stderr * t.ppf(0.975, 38)
+    assert rise(list(values)) == pytest.approx(expected, rel=1e-9)
+    assert math.isnan(rise([1.0, 2.0])[0])
 
 
 def test_the_sign_test_is_exact():

@@ -38,7 +38,7 @@ from tests.support.pages import (
 from tests.support.runs import brightness, darkness, trainer
 from tests.support.variants import few
 
-QUICK = ("recipes", "train", "resume", "watch", "sample", "evaluate", "report", "export", "agree")
+QUICK = ("recipes", "train", "resume", "sample", "evaluate", "report", "export", "agree")
 FEW_PROMPTS = [
     "trainer.prompts_per_iteration=1",
     "evaluation.num_prompts=2",

@@ -115,9 +115,9 @@ def test_progress_counts_nothing_twice():
     t.on_evaluations = seen.append
     row = t.iterate()
     assert sum(seen) == row["evaluations"] and min(seen) < 0
-    t = trainer(None, policy=Small(decode=1))
-    t.score_heldout()
-    assert t.sizes.halved and t.status.now.done == len(t.heldout) * t.config.sampling.num_steps
+    t, seen = trainer(None, policy=Small(decode=1)), []
+    t.score_heldout(seen.append)
+    assert t.sizes.halved and sum(seen) == len(t.heldout) * t.config.sampling.num_steps
 
 
 @pytest.mark.parametrize(

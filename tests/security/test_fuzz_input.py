@@ -27,6 +27,7 @@ from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import digest_of
 from g2rpo.core.plain import as_json, is_text
 from g2rpo.lab.compare.results import read_run
+from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.adapters import check_fit
@@ -308,7 +309,7 @@ def whole_run(tmp_path_factory):
 
 def read_all(folder):
     """Whatever is read of a run by `report`, `compare`, `resume`, `agree` and a model card."""
-    write_page([folder], folder / "page.html")
+    write_page(read_runs([folder]), folder / "page.html")
     read_run(Run(folder))
     Run(folder).finished_at()
     Run(folder).check_contents({"prompts": "0"}, accept=True)

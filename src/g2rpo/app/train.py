@@ -217,8 +217,8 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
     if request.ends_at is not None:
         # of earlier starts
         trainer.clock.ends_at = request.ends_at - sum(row["seconds"] for row in trainer.alarms.rows)
-    watch = shlex.join(["g2rpo", "watch", str(directory)])
-    emit(Line(f"`{watch}` in another terminal tells whether it works; --serve: with pictures"))
+    report = shlex.join(["g2rpo", "report", str(directory)])
+    emit(Line(f"`{report}` in another terminal tells whether it works, and writes a page"))
     began = time.perf_counter()
     ended: RolledBack | None = None
     stopping.message = f"stopped at once; {trainer.run.command} goes on from the last checkpoint"

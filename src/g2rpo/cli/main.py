@@ -20,7 +20,7 @@ from rich.text import Text
 from g2rpo import __version__
 from g2rpo.app.process import quiet_libraries, stop_signals
 from g2rpo.app.stopping import Stopping
-from g2rpo.cli import models, serving, train, watch
+from g2rpo.cli import models, serving, train
 from g2rpo.cli.life import LIFE
 from g2rpo.cli.output import Heard
 from g2rpo.core.errors import Interrupted, Stopped, UserError, out_of_memory, without_operator
@@ -31,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (train, models, watch, serving):
+for group in (train, models, serving):
     app.add_typer(group.commands)
 command_of = cache(typer.main.get_command)  # reading the parameters of all commands takes 18 ms
 

@@ -235,10 +235,15 @@ def report(
         typer.Option(help="The page; default RUN/report.html, for several runs report.html."),
     ] = None,
 ) -> None:
-    """Show what runs did: one HTML page that needs nothing else."""
-    from g2rpo.lab.report.page import write_page
+    """Tell whether runs work or worked, and write one HTML page that needs nothing else."""
+    from g2rpo.lab.report.history import read_runs
+    from g2rpo.lab.report.page import state, write_page
+    from g2rpo.lab.report.verdict import summary_of
 
-    path = write_page(runs, out)
+    read = read_runs(runs)
+    for run in read:
+        say(console, f"{run.name}: {summary_of(run).sentences[0]} {state(run)}")
+    path = write_page(read, out)
     say(console, f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 

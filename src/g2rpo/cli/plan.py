@@ -298,7 +298,7 @@ def _after_ten_minutes(answer: PlanAnswer) -> str:
     after = " and ".join(map(str, reached.evaluated))
     done = f"iteration {reached.iteration} of {answer.plan.counts.iterations}"
     return (
-        f"After 10 minutes, loading aside: {done}, evaluated after {after}. `g2rpo watch` shows it; "
+        f"After 10 minutes, loading aside: {done}, evaluated after {after}. `g2rpo report` shows it; "
         "the alarms hacking, decline, pictures and diversity are what collapse looks like."
     )
 

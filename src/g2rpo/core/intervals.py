@@ -1,9 +1,9 @@
-"""The interval of a mean, and how numbers and times are written. Loads no torch, so that `g2rpo
-watch` answers at once."""
+"""The intervals of a mean and of a line's rise, and how numbers and times are written."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 Z = 1.96
 """Standard errors to either side of a 95 % interval of a normal distribution."""
@@ -21,6 +21,20 @@ def half_width(error: float, count: int, level: float = 0.95) -> float:
         if count >= FEWEST_VALUES
         else float("nan")
     )
+
+
+def rise(values: Sequence[float]) -> tuple[float, float]:
+    """The rise of the least squares line from the first of `values` to the last, and half of its 95 %
+    t interval, NaN for fewer than nine values. Exact for independent normal noise around a line."""
+    count = len(values)
+    if count < 3:
+        return math.nan, math.nan
+    middle, mean = (count - 1) / 2, sum(values) / count
+    spread = sum((x - middle) ** 2 for x in range(count))
+    slope = sum((x - middle) * (y - mean) for x, y in enumerate(values)) / spread
+    rest = sum((y - mean - slope * (x - middle)) ** 2 for x, y in enumerate(values))
+    error = math.sqrt(rest / (count - 2) / spread) * (count - 1)
+    return slope * (count - 1), half_width(error, count - 1)
 
 
 def decimals_of(error: float) -> int:

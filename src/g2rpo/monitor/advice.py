@@ -1,5 +1,4 @@
-"""The alarms in a run's log, and what helps against each. Loads no torch, so that `g2rpo watch`
-answers at once."""
+"""The alarms in a run's log, and what helps against each."""
 
 from __future__ import annotations
 

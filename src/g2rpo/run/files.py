@@ -1,4 +1,4 @@
-"""The names of a run's files. Loads no torch, so that `g2rpo watch` answers at once."""
+"""The names of a run's files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class RunFiles:
     group_grid = Inside("samples/first_group.png")
     before_after = Inside("samples/before_after.png")
     curves = Inside("curves.png")
-    status = Inside("status.json")  # what it does at this moment (`status.Status`)
     # base against tuned; written when a run finishes (`records.RunResults`)
     results = Inside("results.json")
     adapter = Inside("adapter")  # trained weights of a LoRA

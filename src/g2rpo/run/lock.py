@@ -45,30 +45,6 @@ class Owner:
         return f"process {self.pid} on {self.host}"
 
 
-def last_owner(folder: Path) -> tuple[Owner | None, bool | None]:
-    """The process that entered `folder` last, if one did; and whether it still holds it, None where
-    this machine cannot know. Nothing is locked."""
-    file = folder / LOCK
-    try:
-        owner, inode = read_as(Owner, file), file.stat().st_ino
-    except (OSError, UserError):  # none, or not written yet
-        return None, None
-    if owner.host != platform.node():
-        return owner, None
-    try:
-        os.kill(owner.pid, 0)
-    except ProcessLookupError:
-        return owner, False
-    except (PermissionError, OverflowError):  # another user's
-        pass
-    held_now = Path("/proc/locks")
-    if not held_now.is_file():
-        return owner, True
-    # by its lock, because another process may have its number by now
-    mine = [line.split() for line in held_now.read_text(encoding="utf-8").splitlines()]
-    return owner, any(str(owner.pid) in row and row[-3].endswith(f":{inode}") for row in mine)
-
-
 _HOLDS: dict[Path, _Hold] = {}
 
 

@@ -1,5 +1,4 @@
-"""The rows of a run's log, as they are read back. Loads no torch, so that `g2rpo watch` answers at
-once."""
+"""The rows of a run's log, as they are read back."""
 
 from __future__ import annotations
 

@@ -45,7 +45,6 @@ from g2rpo.run.lock import enter_fresh, held
 from g2rpo.run.log_rows import read_log
 from g2rpo.run.rates import Sweep
 from g2rpo.run.records import PlannedAndMeasured, RunResults, Start, started
-from g2rpo.run.status import Status
 from g2rpo.runtime.distributed import ALONE, World
 
 MAY_CHANGE = (
@@ -329,9 +328,6 @@ class Run(RunFiles):
 
     def write_plan(self, both: PlannedAndMeasured) -> None:
         self._write_json(self.plan, asdict(both))
-
-    def write_status(self, now: Status) -> None:
-        self._write_json(self.status, now.model_dump())
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Writes what `read_results` reads."""

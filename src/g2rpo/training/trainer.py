@@ -23,7 +23,6 @@ from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.rollout.engine import Noise
 from g2rpo.run.base import SharedBase
 from g2rpo.run.run import Run
-from g2rpo.run.status import COMPARING
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.training.collector import Groups
@@ -38,7 +37,6 @@ from g2rpo.training.listeners.evaluations import Evaluations
 from g2rpo.training.listeners.first_group import FirstGroup
 from g2rpo.training.listeners.listener import Ask, Listener, asked_by
 from g2rpo.training.listeners.log import Log
-from g2rpo.training.listeners.status import StatusFile
 from g2rpo.training.model_card import header_of, write_card
 from g2rpo.training.pace import with_length
 from g2rpo.training.parts import find_sizes, loop_of
@@ -137,9 +135,7 @@ class Trainer:
             self._keeps_base,
             self.ends_at,
         )
-        self.status = StatusFile(self.run)
         self.listeners: Sequence[Listener] = [
-            self.status,
             self.early_stop,  # before the others: it sets a row's alarms
             self.checkpoints,
             Log(self.loop, self.run, self.trackers),
@@ -300,16 +296,11 @@ class Trainer:
                 "iteration before (learn_from without counted=False)"
             )
         watch = Stopwatch()
-        which = f"the model after iteration {self.iteration}" if self.iteration else "the base"
-        evaluations = self.evaluator.evaluations(self.heldout, [NO_CONTROL])
-        self.status.begin(f"evaluating {which}", evaluations)
         evaluation = self.final = self.score_heldout() if self.iteration else self._score_base()
         if self.iteration == 0:
             self.early_stop.check_base(evaluation.scores)
-        self.status.begin(f"comparing pictures of one prompt by {which}")
         spread = self.evaluator.spread(self.iteration, self._leave_if_asked)
         if self.iteration == 0 and not self._keeps_base:
-            self.status.begin("trying other sampler settings of the base")
             self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
         pairs = self.judged.row()
         watch.lap("evaluation")
@@ -346,22 +337,23 @@ class Trainer:
         """Compares base and tuned on held-out prompts; writes weights, table, before/after grid,
         curves and a model card. `on_evaluations(done, total)` is called after each network call,
         with this rank's evaluations."""
-        total = self._evaluations_to_finish()
+        total, done = self._evaluations_to_finish(), 0
 
         def count(rows: int) -> None:
+            nonlocal done
             self._leave_if_asked(rows)
-            on_evaluations(self.status.now.done, total)
+            done += rows
+            on_evaluations(done, total)
 
         with self.run.holding():
-            self.status.begin(COMPARING, total)
             weights = self.export() if self.run_dir is not None else Path()
             tuned = self.score_heldout(count) if self.final is None else self.final
             if self._keeps_base:
                 with self.policy.base():
                     self.evaluator.sample_controls(self.iteration, count)
             tuned_control = self.evaluator.sample_tuned_control(self.iteration, count)
-            done = self.rolled_back_from or self.iteration
-            training = round(work_in_pictures(self.config, done))
+            trained = self.rolled_back_from or self.iteration
+            training = round(work_in_pictures(self.config, trained))
             table = self.evaluator.finish(
                 tuned, self.iteration, self.rolled_back_from, tuned_control, training
             )
@@ -420,9 +412,8 @@ class Trainer:
         return best
 
     def _leave_if_asked(self, rows: int) -> None:
-        """Counts network evaluations of this phase. Raises `Preempted` if `stopping` is set; not
-        with several ranks, since they must stop together."""
-        self.status.count(rows)
+        """After so many network evaluations raises `Preempted` if `stopping` is set; not with several
+        ranks, since they must stop together."""
         if self.stopping and self.world.size == 1:
             raise self._preempted()
 

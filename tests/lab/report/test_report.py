@@ -365,7 +365,34 @@ def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of
     told = words(render(runs))
     assert "1: Finished: 4 iterations." in told and "shorter: Unfinished: 2 of 4 iterations" in told
     write_log(shorter, [row for row in rows if row["kind"] == "train" or row["iteration"] == 0])
-    assert summary_of(*seed_groups(read_runs(both))).sentences[0].startswith("Nothing can be said")
+    said = summary_of(*seed_groups(read_runs(both))).sentences
+    assert said == [
+        "In training bright: too early to say after 2 iterations; held-out prompts are not evaluated yet."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("slope", "said"),
+    [
+        (0.01, "bright: rising, +0.1"),
+        (-0.01, "bright: falling, −0.1"),
+        (0.0, "bright: no clear ch"),
+    ],
+)
+def test_of_a_run_in_training_the_first_sentence_is_of_the_trained_reward(
+    run_dir, tmp_path, capsys, slope, said
+):
+    """Twelve iterations along a line with noise of a tenth of its steps, and no evaluation but the
+    base's; the command prints it."""
+    folder = shutil.copytree(run_dir, tmp_path / "begun")
+    base, row = (
+        next(r for r in Run(folder).read_log() if r["kind"] == k) for k in ("eval", "train")
+    )
+    values = [0.5 + slope * i + 0.001 * (-1) ** i for i in range(12)]
+    rows = [row | {"iteration": i, "reward/bright": y} for i, y in enumerate(values, 1)]
+    write_log(folder, [base, *rows])
+    (folder / "results.json").unlink()
+    assert said in done(capsys, "report", folder)
 
 
 def stop(files):

@@ -29,8 +29,6 @@ from g2rpo.lab.teach.commands import UNGUARDED, agree, opened, teach_config
 from g2rpo.lab.teach.pupil import Pupil
 from g2rpo.lab.teach.session import OVERRIDES, Lesson, Session
 from g2rpo.lab.teach.told import Told
-from g2rpo.lab.watch.folder import read
-from g2rpo.lab.watch.told import tell
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rewards import votes
@@ -274,8 +272,6 @@ def test_weights_go_back_when_a_judge_falls(tmp_path, judge, directly):
     for name, one in table.items():
         assert (told[name].base, told[name].tuned) == pytest.approx((one.base, one.tuned))
     assert facts(run)["Iterations"] == f"{s.trainer.iteration} of {s.trainer.iteration}"
-    # whose scale was another in every row
-    assert "clicks" not in [one.name for one in tell(read(tmp_path)).judged]
 
 
 def test_what_is_told_in_the_end_is_of_the_weights_that_are_kept(tmp_path, monkeypatch):

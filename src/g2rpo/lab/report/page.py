@@ -30,7 +30,7 @@ from g2rpo.lab.report.charts import (
     reward_charts,
     update_charts,
 )
-from g2rpo.lab.report.history import Change, RunHistory, SeedGroup, read_runs, seed_groups
+from g2rpo.lab.report.history import Change, RunHistory, SeedGroup, seed_groups
 from g2rpo.lab.report.pictures import first_group, pictures
 from g2rpo.lab.report.verdict import (
     decimals,
@@ -73,10 +73,9 @@ def compare_style() -> str:
     return files("g2rpo.lab.report").joinpath("templates/compare.css").read_text(encoding="utf-8")
 
 
-def write_page(directories: Sequence[Path], out: Path | None) -> Path:
+def write_page(runs: Sequence[RunHistory], out: Path | None) -> Path:
     """Writes the page of these runs and returns where, by default RUN/report.html for one run and
     ./report.html for several; an older one is replaced."""
-    runs = read_runs(directories)
     path = out or (runs[0].files if len(runs) == 1 else Run(Path())).report
     page = render(runs).encode()
     try:
@@ -92,13 +91,13 @@ def report_style() -> str:
     return files("g2rpo.lab.report").joinpath("templates/style.css").read_text(encoding="utf-8")
 
 
-def render(runs: Sequence[RunHistory], above: str = "") -> str:
-    """The page of one or several runs, with the HTML `above` on top."""
+def render(runs: Sequence[RunHistory]) -> str:
+    """The page of one or several runs."""
     with ONE_PAGE_AT_A_TIME:
-        return _page(runs, above)
+        return _page(runs)
 
 
-def _page(runs: Sequence[RunHistory], above: str) -> str:
+def _page(runs: Sequence[RunHistory]) -> str:
     environment = templates_of("g2rpo.lab.report")
     environment.filters |= {
         "figures": figures,
@@ -120,7 +119,6 @@ def _page(runs: Sequence[RunHistory], above: str) -> str:
     runs = [run for group in groups for run in group.runs]
     updates, constants = update_charts(groups)
     return environment.get_template("page.html").render(
-        above=above,
         runs=runs,
         keys={run.name: key_mark(group.style) for group in groups for run in group.runs},
         groups=groups,

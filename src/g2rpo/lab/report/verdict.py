@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import counted
-from g2rpo.core.intervals import FEWEST_VALUES, Z, decimals_of, fixed, signed
+from g2rpo.core.intervals import FEWEST_VALUES, Z, decimals_of, fixed, rise, signed
 from g2rpo.evaluation.untrained import RIGHT, in_figures, in_words, told
 from g2rpo.lab.report.history import Change, RunHistory, SeedGroup
 
@@ -50,10 +50,7 @@ def summary_of(of: RunHistory | SeedGroup) -> Summary:
     reward defines right pictures; the second on these, or on the reward with the largest weight."""
     group = of if isinstance(of, SeedGroup) else SeedGroup((of,))
     if not group.changes:
-        return Summary(
-            ["Nothing can be said yet: there are no two evaluations of which the scores are kept."],
-            [],
-        )
+        return Summary([_in_training(group)], [])
     found = group.results("controls")
     aims = group.config.aims
     by_weight = sorted(aims, key=lambda name: -aims[name].weight)
@@ -95,6 +92,28 @@ def _outcome(group: SeedGroup) -> str:
             f"{done[0].lower()}{done[1:]}, before training {_percent(right.base)}{_points(right)}"
         )
     return f"Trained on {names} for {length}: {said}."
+
+
+def _in_training(group: SeedGroup) -> str:
+    """How the trained rewards move from iteration to iteration, where no two evaluations with their
+    scores are kept."""
+    told = []
+    for name in group.config.trained:
+        values = group.series(f"reward/{name}")[1]
+        change, margin = rise(values)
+        if math.isnan(margin):
+            told.append(f"{name}: too early to say after {counted(len(values), 'iteration')}")
+            continue
+        digits = decimals_of(margin / 2)
+        way = (
+            "no clear change yet"
+            if abs(change) <= margin
+            else "rising"
+            if change > 0
+            else "falling"
+        )
+        told.append(f"{name}: {way}, {signed(change, digits)} ± {fixed(margin, digits)}")
+    return f"In training {'; '.join(told)}; held-out prompts are not evaluated yet."
 
 
 def _preferred(group: SeedGroup) -> list[str]:
