@@ -206,7 +206,7 @@ def test_what_is_wrong_with_a_list_is_told_by_what_it_is(tmp_path, monkeypatch):
     for source, there in (("testbed", True), ("a.csv:word", True), ("b.csv:word", False)):
         with pytest.raises(UserError) as refusal:
             build_prompts(source, "prompts.train")
-        assert ("name your own with" in str(refusal.value)) is not there
+        assert ("there is no such file" in str(refusal.value)) is not there
 
 
 def test_heldout_prompts_that_are_trained_on_are_counted():

@@ -138,6 +138,8 @@ def test_marks_of_a_table_a_folder_and_pairs(folder):
         Path(name).rename(f"{mark}/{name}")
         Path(f"{mark}/{name}").with_suffix(".txt").write_text("a\ncat\n")
     assert seen(read_judged(folder, "marks")) == expected
+    texts = [{"prompt": b"a cat", "chosen": "good/p.png", "rejected": "bad/q.png"}]
+    assert seen(read_judged(parquet(texts, "bytes.parquet"), "marks")) == expected
     rows = [{"prompt": "a cat", "chosen": "good/p.png", "rejected": "bad/q.png", "seed": 3}] * 2
     found = read_judged(written(rows), "marks")
     assert seen(found) == expected and found[0].metadata == {"seed": 3}
@@ -159,6 +161,7 @@ REFUSED = [
     ([pair(), pair("iVBOR" * 999)], "row 2: chosen: is no file name"),
     ([pair(), pair("a\0.png")], "row 2: chosen: is no file name"),
     (pair(prompt=" "), "row 1: should be a prompt"),
+    (pair(prompt="NaN"), "row 1: should be a prompt, is 'NaN'"),
     ({"chosen": "p.png", "rejected": "q.png"}, "has no column with prompts"),
     ({"prompt": "a cat", "win": "p.png", "lose": "q.png"}, "known are prompt, chosen, rejected;"),
     (pair(chosen=None), "chosen: should be a picture's file name"),

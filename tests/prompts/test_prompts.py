@@ -77,7 +77,21 @@ def test_plain_prompts_keep_what_only_looks_like_another_format(tmp_path):
 
 REFUSED = [
     ("a.txt", b"\n \n", "is empty"),
-    ("a.txt", "Z\u00fcrich".encode("latin-1"), "is not UTF-8 .*iconv -f WINDOWS-1252 -t UTF-8"),
+    *(
+        (
+            "a.txt",
+            f"a\n{text}".encode(coding),
+            "is not UTF-8 .byte .*, line 2.*iconv -f ITS-CODING -t",
+        )
+        for text, coding in (
+            ("Z\u00fcrich", "latin-1"),
+            ("\u7ea2\u8272\u7684\u72d7", "gbk"),
+            ("\u732b\u304c", "shift_jis"),
+            ("\uace0\uc591\uc774", "euc_kr"),
+            ("\u043a\u043e\u0442", "cp1251"),
+        )
+    ),
+    ("a.txt", "a".encode("utf-32"), "is not UTF-8 .*iconv -f UTF-32 -t UTF-8"),
     ("a.csv", "prompt\nZ\u00fcrich\n".encode("utf-16"), "is not UTF-8 .*iconv -f UTF-16 -t UTF-8"),
     (
         "a.jsonl",
@@ -100,6 +114,12 @@ REFUSED = [
     ("a.csv", b"sep=;\nprompt;n\na;b;c\n", "line 3: has 3 cells where the header has 2"),
     ("a.csv", b'prompt\n"open\n', "cannot be read as a table"),
     ("a.csv", b"prompt,n\n  ,1\n", "line 2: should be a prompt"),
+    *(
+        ("a.csv", f"prompt,n\na,1\n{cell},2\n".encode(), f"line 3: should be a prompt, is '{cell}'")
+        for cell in ("", "nan", "NaN", "None", "null", "NULL", "<NA>", "#N/A")
+    ),
+    ("a.jsonl", b'{"prompt": "a"}\n{"prompt": NaN}', "line 2: should be a prompt, is nan"),
+    ("absent.txt", None, "there is no such file; name one"),
     ("a.json", b"[]", "is empty"),
     ("a.json", b'["a", 3]', "entry 2: should be a prompt"),
     ("a.json", b"3", "should hold a list"),
@@ -126,7 +146,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED)
 def test_unusable_prompt_files_are_refused(tmp_path, name, content, message):
-    (tmp_path / name.split(":")[0]).write_bytes(content)
+    if content is not None:
+        (tmp_path / name.split(":")[0]).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_prompts(f"{tmp_path}/{name}")
 
@@ -148,7 +169,7 @@ def parquet(tmp_path, tmp_path_factory, monkeypatch):
     """A table in a folder that is a dataset too, read by the library that reads the hub's."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     columns = {"caption": [" a", "Zürich "], "score": [1, 2], "holes": ["x", None]}
-    columns |= {"day": [date(2026, 1, 2)] * 2, "raw": [b"x"] * 2}
+    columns |= {"day": [date(2026, 1, 2)] * 2, "raw": [b"x", b"\xff"]}
     columns["include"] = [[{"class": "dog", "count": 2}], []]
     pq.write_table(pyarrow.table(columns), tmp_path / "train.parquet")
     return tmp_path / "train.parquet"
@@ -167,13 +188,16 @@ def test_parquet_and_datasets_are_read_with_plain_metadata(parquet, monkeypatch)
     for source, fact in (
         (f"{parquet}:other", "caption, score, holes"),
         (f"{parquet}:score", "row 1"),
-        (f"{parquet}:holes", "row 2"),
+        (f"{parquet}:holes", "row 2: should be a prompt, is None"),
+        (f"{parquet}:raw", "row 2: is not UTF-8"),
+        (f"{folder}:train:raw", "row 2: is not UTF-8"),
         (f"{folder}:train:text", "no column 'text'; name one after a colon: caption"),
         (f"{folder}:test:caption", "cannot be loaded: Unknown split"),
         ("hf:nobody/nothing", "hf:nobody/nothing: cannot be loaded"),
     ):
         with pytest.raises(UserError, match=fact):
             read_prompts(source)
+    assert texts(f"{folder}:train[:1]:raw") == ["x"]
     monkeypatch.setattr("g2rpo.prompts.sources.MOST_ROWS", 1)
     for source in (parquet, folder):
         with pytest.raises(UserError, match="has 2 rows; at most 1 are read"):
@@ -183,7 +207,9 @@ def test_parquet_and_datasets_are_read_with_plain_metadata(parquet, monkeypatch)
 @pytest.mark.parametrize(
     ("source", "library"), [("a.parquet", "pyarrow"), ("hf:owner/name", "datasets")]
 )
-def test_a_missing_extra_is_named(monkeypatch, source, library):
+def test_a_missing_extra_is_named(tmp_path, monkeypatch, source, library):
+    (tmp_path / "a.parquet").touch()
+    monkeypatch.chdir(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)  # import then fails as if it were not installed

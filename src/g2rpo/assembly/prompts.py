@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import cast
 
@@ -11,7 +10,6 @@ from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import judged_by
 from g2rpo.core.data import Judged, spelling_apart
 from g2rpo.core.errors import UserError, counted, did_you_mean, placed
-from g2rpo.core.files import local
 from g2rpo.core.input_pictures import images_of
 from g2rpo.prompts.judged import Kind, held_out
 from g2rpo.prompts.sources import STARTER, read_prompts
@@ -34,15 +32,8 @@ def build_prompts(source: str, key: str, kind: Kind | None = None) -> list[str]:
     if named and source not in LISTS:
         raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, LISTS)}")
     if source not in TESTBED_LISTS:
-        try:
+        with placed(f"{key}={source}: ", UserError):
             return list[str](read_prompts(source))
-        except UserError as error:
-            places = (source, source.partition(":")[0])  # the latter of FILE:COLUMN
-            absent = not source.startswith("hf:") and not any(
-                map(os.path.exists, map(local, places))
-            )
-            hint = _hint(key) if absent else ""
-            raise UserError(f"{key}={source}: {error}{hint}") from None
     from g2rpo.testbed import prompts
 
     world, _, split = source.partition(":")
@@ -81,13 +72,4 @@ def trained_on(prompts: Sequence[str], heldout: Sequence[str]) -> str | None:
     return (
         f"{shared} of {counted(len(heldout), 'held-out prompt')} {are} too: their scores do not tell how the model does on "
         "others; evaluation.prompts=FILE takes prompts that are not trained on"
-    )
-
-
-def _hint(key: str) -> str:
-    starter = f"{key}=starter:{'heldout' if key.startswith('evaluation') else 'train'}"
-    edits = 'for a model that edits a .jsonl file of lines like {"prompt": "make it red", "images": ["in.png"]}'
-    return (
-        f"; name your own with {key}=FILE, with a prompt a line, or {edits}; for a model without input pictures {starter} "
-        "comes with the package"
     )

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import stat
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +75,14 @@ Distinct = AfterValidator(distinct)
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 """The beginning of a file in whose place git has left a pointer."""
+
+MARKS = {
+    BOM_UTF32_LE: "UTF-32",  # begins with that of UTF-16
+    BOM_UTF32_BE: "UTF-32",
+    BOM_UTF16_LE: "UTF-16",
+    BOM_UTF16_BE: "UTF-16",
+}
+"""Byte order marks of other codings than UTF-8."""
 
 LARGEST_FILE = 2**28
 """Bytes of the largest file that is read; logs, which grow, may be four times as large."""
@@ -249,7 +257,7 @@ def read_lines_as(kind: type[T], path: Path, hint: str = "") -> list[T]:
         *lines, _ = _read(path, 4 * LARGEST_FILE).split(b"\n")
     for number, line in enumerate(lines, 1):
         with placed(f"{path}, line {number}: ", after=after):
-            values.append(_parsed(adapter, _decoded(line)))
+            values.append(_parsed(adapter, decoded(line)))
     return values
 
 
@@ -329,7 +337,7 @@ def refuse_hub_kernels(config: Any, place: str) -> None:
 def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Raises ValueError (not OSError)
     if it cannot be read."""
-    return _decoded(_read(path, largest))
+    return decoded(_read(path, largest))
 
 
 def _read(path: Path, largest: int) -> bytes:
@@ -349,13 +357,18 @@ def _faults_of_file(state: os.stat_result, largest: int) -> Iterator[str]:
         yield f"is {state.st_size} bytes large; at most {largest} are read"
 
 
-def _decoded(content: bytes) -> str:
+def decoded(content: bytes) -> str:
+    """UTF-8 with or without a byte order mark, with line ends as files are read in text mode;
+    ValueError for another coding. Which one it is, no program can tell from bytes alone."""
     try:
-        # as files are read in text mode
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        of = "UTF-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "WINDOWS-1252"
-        raise ValueError(
-            f"is not UTF-8 (byte {error.start}); `iconv -f {of} -t UTF-8 OLD > NEW` converts a text "
-            "that Windows wrote"
-        ) from None
+        known = [name for mark, name in MARKS.items() if content.startswith(mark)]
+        line = len(content[: error.start + 1].splitlines())
+        hint = (
+            f"`iconv -f {known[0]} -t UTF-8 OLD > NEW` converts it"
+            if known
+            else "`iconv -f ITS-CODING -t UTF-8 OLD > NEW` converts it, with the coding that it was "
+            "written in, such as GBK, SHIFT_JIS, EUC-KR, WINDOWS-1251 or ISO-8859-1"
+        )
+        raise ValueError(f"is not UTF-8 (byte {error.start}, line {line}); {hint}") from None

@@ -328,7 +328,7 @@ def _groups(record: Any, table: Path) -> Iterator[Judged]:
     own = {low for columns in fitting[0].columns for low in columns if low in names}
     layout = checked_as(fitting[0], {low: record[names[low]] for low in own})
     rest = {name: record[name] for low, name in names.items() if low not in own}
-    plain = {name: value for name, value in rest.items() if not _has_bytes(value)}
+    plain = {name: value for name, value in rest.items() if name == column or not _has_bytes(value)}
     prompt = prompt_of(plain, column, table.parent.absolute())
     for pictures, good in layout.groups():
         yield Judged.of(prompt, [_file_of(shown, table) for shown in pictures], good)

@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from g2rpo.core.errors import UserError, loading, placed, refuse
 from g2rpo.core.files import local
 from g2rpo.core.input_pictures import check_pictures
-from g2rpo.core.plain import Repeated, checked_as, is_text, parse_json, read_as, read_text
+from g2rpo.core.plain import Repeated, checked_as, decoded, is_text, parse_json, read_as, read_text
 from g2rpo.core.types import Prompt
 from g2rpo.prompts.lines import COLUMNS, read_lines, refuse_other_files, visible_part
 from g2rpo.prompts.tables import column_of, read_table
@@ -36,6 +36,8 @@ of a table."""
 PUBLISHED_LIST = "videos2caption.json"
 """The list of prompts in a folder of G2RPO's published preprocessing
 (`data_preprocess/preprocess_flux_embedding.py`)."""
+NOTHING = ("nan", "none", "null", "<na>", "n/a", "#n/a", "nil")
+"""What programs write for a cell without a value, in any case."""
 EXAMPLE = '{"prompt": "a red circle"}'
 
 
@@ -106,6 +108,8 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
 
 
 def _faults_of_name(path: Path, suffix: str) -> Iterator[str]:
+    if not path.exists():
+        yield "there is no such file; name one with a prompt on each line, or starter:train or starter:heldout"
     if path.is_dir():
         yield f"is a folder without {PUBLISHED_LIST}; hf:FOLDER reads a dataset's"
     if suffix not in LIST_SUFFIXES:
@@ -226,7 +230,7 @@ def json_entries(text: str) -> list[tuple[int, Any]]:
 def _from_parquet(path: Path, column: str) -> list[Prompt]:
     with open_parquet(path) as file:
         column = column_of(file.schema_arrow.names, column)
-        kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
+        kept = _plain_columns(file.schema_arrow, column)
         refuse(_faults_of_length(file.metadata.num_rows), ValueError)
         records = file.read(columns=kept).to_pylist()
     return _usable(f"prompt file {path}", list(enumerate(records, 1)), column, "row", path.parent)
@@ -255,10 +259,14 @@ def open_parquet(path: Path) -> Iterator[Any]:
         yield file
 
 
-def _is_binary(kind: str) -> bool:
-    """Whether a column's arrow type holds pictures or other bytes, which are not prompt
-    metadata."""
-    return "binary" in kind or "extension" in kind
+def _plain_columns(schema: Any, column: str) -> list[str]:
+    """The columns of an arrow schema without those of pictures or other bytes, which are not prompt
+    metadata. Some programs write texts as bytes: the prompts are always among them."""
+    return [
+        field.name
+        for field in schema
+        if field.name == column or not re.search("binary|extension", str(field.type))
+    ]
 
 
 def _from_hub(source: str) -> list[Prompt]:
@@ -277,7 +285,7 @@ def _from_hub(source: str) -> list[Prompt]:
     with placed(f"{source}: "):
         column = column_of(data.column_names, column)
         refuse(_faults_of_length(data.num_rows), ValueError)
-    plain = [field.name for field in data.features.arrow_schema if not _is_binary(str(field.type))]
+    plain = _plain_columns(data.features.arrow_schema, column)
     return _usable(source, list(enumerate(data.select_columns(plain).to_list(), 1)), column, "row")
 
 
@@ -305,6 +313,16 @@ def _usable(
     return prompts
 
 
+def _cell(value: Any) -> str:
+    """The prompt in a cell of a table; ValueError for none, also as programs write an empty cell."""
+    text = _visible(decoded(value) if isinstance(value, bytes) else value)
+    refuse(
+        (f"should be a prompt, is {text!r}" for _ in [text] if text.casefold() in NOTHING),
+        ValueError,
+    )
+    return text
+
+
 def _column_in(record: Any, column: str) -> str:
     if not isinstance(record, Mapping):
         raise ValueError(f"should be a prompt, or an object like {EXAMPLE}, is {record!r:.80}")
@@ -312,7 +330,7 @@ def _column_in(record: Any, column: str) -> str:
 
 
 def prompt_of(record: Mapping[str, Any], column: str, beside: Path | None) -> Prompt:
-    text = _visible(record[column])
+    text = _cell(record[column])
     named = checked_as(_Beside, dict(record))
     others = record.keys() - {column, "images", "image", "metadata"}
     metadata = {**{key: record[key] for key in record if key in others}, **named.metadata}
