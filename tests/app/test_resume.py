@@ -114,6 +114,84 @@ def test_the_same_command_again_makes_of_a_killed_run_the_one_that_was_not(tiny_
         assert (killed / weights).read_bytes() == (whole / weights).read_bytes()
 
 
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def only(run, *names):
+    """Removes all but these files of a run, and its config."""
+    kept = [run / name for name in ("config.yaml", "starts.jsonl", *names)]
+    for path in sorted(run.rglob("*"), reverse=True):
+        if path.is_file() and not any(map(path.is_relative_to, kept)):
+            path.unlink()
+        elif path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+    assert len(files_of(run)) > 2 - (not names)
+
+
+LEFT = """
+adapter
+checkpoints/best
+export
+results.json
+scores
+scores/iteration_000002.jsonl
+samples
+samples/before_after.png
+samples/first_group.png
+metrics.jsonl
+"""
+OF_BASE = ("baseline.safetensors", "scores/iteration_000000.jsonl", "samples/iteration_000000")
+
+
+@pytest.mark.parametrize("left", LEFT.split())
+@pytest.mark.parametrize("damaged", [False, True], ids=["deleted", "damaged"])
+def test_what_training_made_is_never_overwritten(capsys, begun, finished, left, damaged):
+    """Whatever is left of a run whose checkpoints were deleted to save room, or are damaged."""
+    run, _ = begun
+    for made in ("checkpoints/best", "export"):
+        shutil.copytree(run / "adapter", run / made)
+    only(run, left)
+    if damaged:
+        (run / "checkpoints/iteration_000001").mkdir(parents=True)
+    before = files_of(run)
+    said = (
+        "No usable checkpoint is left"
+        if damaged
+        else f"{left.split('/')[-1 if 'best' in left else 0]} of a run"
+    )
+    again = [word for word in finished[1] if word != "recipe=mine"]
+    for words in (
+        ["resume", run],
+        ["resume", run, "trainer.iterations=3"],
+        [*again, "recipe=mine"],
+    ):
+        there = [] if words[0] == "resume" else ["--run-dir", run, "--resume"]
+        assert said in refused(capsys, *words, *there)
+    del before[run / "config.yaml"]
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+@pytest.mark.parametrize("kept", [(), OF_BASE], ids=["config", "base"])
+def test_a_run_of_which_nothing_was_trained_begins_again(capsys, begun, kept):
+    run, folder = begun
+    only(run, *kept)
+    assert "nothing to resume: it begins" in done(capsys, "resume", run)
+    one, two = adapter_of(run), adapter_of(folder / "run")
+    assert all(torch.equal(one[name], two[name]) for name in two)
+
+
+def test_a_finished_run_says_so_and_how_it_goes_on(capsys, finished):
+    """It is neither built nor compared again."""
+    run = finished[0] / "run"
+    plugins.allow(str(finished[0] / "reward.py"))
+    before = files_of(run)
+    out = " ".join(done(capsys, "resume", run).split())
+    assert "run has finished: all 2 iterations are done" in out
+    assert f"`g2rpo resume {run} trainer.iterations=4 --plugin {finished[0] / 'reward.py'}`" in out
+    assert files_of(run).keys() == before.keys() and "building" not in out
+
+
 def test_messages_name_a_command_that_works(capsys, begun, finished, tmp_path):
     run, _ = begun
     for words, message in (

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ from tests.cli.test_main import Hub
 from tests.support import ranks
 from tests.support.commands import g2rpo as command
 from tests.support.commands import small_files
-from tests.support.runs import brightness, finished, resumed, trainer
+from tests.support.runs import brightness, config, finished, resumed, trainer
 from tests.support.variants import few
 
 
@@ -47,6 +48,18 @@ def test_a_run_from_python_leaves_weights_and_a_card(tmp_path, tiny_config):
     assert not card.exists()
     more.finish()
     assert card.is_file() and not list(run.rglob(".unfinished*"))
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_session_goes_on_by_its_answers_and_is_not_begun_over_its_weights(tmp_path, answers):
+    """Sessions have no checkpoints: their answers are repeated. Here these were emptied."""
+    run, settings = Run(tmp_path), config()
+    run.claim(settings)
+    run.adapter.mkdir()
+    run.mark_saved()
+    run.votes.write_text("{}\n" * answers)
+    with nullcontext() if answers else pytest.raises(UserError, match="holds adapter of a run"):
+        run.check(settings, resume=True)
 
 
 def test_a_start_names_the_commit_of_the_checkout(tmp_path, monkeypatch):

@@ -30,7 +30,9 @@ from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
+from g2rpo.config.resolve import listed_differences
 from g2rpo.config.schema import Config
+from g2rpo.core import plugins
 from g2rpo.core.data import Row
 from g2rpo.core.errors import RolledBack, UserError, counted
 from g2rpo.core.files import digest_of
@@ -40,6 +42,7 @@ from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.rates import Sweep
 from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import World, joined
+from g2rpo.training.model_card import CARD
 from g2rpo.training.pace import MEASURED, seconds_in, with_length
 from g2rpo.training.trainer import Trainer
 
@@ -89,6 +92,14 @@ def train(
             stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
         )
         directory = Path(world.broadcast_text(str(chosen)))
+        done = begun is not None and not accept_changes and world.is_main and is_done(begun, config)
+        if world.total(done)[0]:
+            iterations = config.trainer.iterations
+            longer = ["resume", str(directory), f"trainer.iterations={2 * iterations}"]
+            on = shlex.join(["g2rpo", *longer, *plugins.repeated()])
+            emit(Line(f" has finished: all {iterations} iterations are done", title=str(directory)))
+            emit(Line(f"`{on}` trains on; `{shlex.join(['g2rpo', 'report', str(directory)])}`"))
+            return directory if world.is_main else None
         sweep = _sweep_of(directory, config, find_rate)
         if ends_at is not None and sweep is not None:
             ends_at -= sweep.seconds  # of earlier starts
@@ -107,6 +118,17 @@ def train(
         )
         train_built(request, stopping, predict)
         return directory if world.is_main else None
+
+
+def is_done(run: Run, config: Config) -> bool:
+    """Whether a run of just this `config` has finished, and has its weights and its checkpoint."""
+    iterations = config.trainer.iterations
+    return (
+        run.config.is_file()
+        and run.finished_at() == iterations == newest_iteration(run.checkpoints)
+        and any((weights / CARD).is_file() for weights in (run.adapter, run.transformer))
+        and not listed_differences(config, run.read_config())
+    )
 
 
 def _config_of(
@@ -209,9 +231,11 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
     if request.resume:
         emit(
             Line(
-                f"resuming after iteration {trainer.iteration}"
-                if trainer.iteration
-                else "nothing to resume: it begins"
+                "nothing to resume: it begins"
+                if not trainer.iteration
+                else f"resuming after iteration {trainer.iteration}"
+                if trainer.iteration < trainer.config.trainer.iterations
+                else f"all {trainer.iteration} iterations are done; base and tuned are compared again"
             )
         )
     if request.ends_at is not None:

@@ -136,9 +136,9 @@ def rotate(root: Path, newest: int, keep: int) -> None:
 def checkpoints(root: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
     found = root.glob("iteration_*") if root.is_dir() else []
-    return sorted(
-        (path for path in found if re.fullmatch(r"iteration_\d{6,}", path.name)), key=_iteration
-    )
+    named = [path for path in found if re.fullmatch(r"iteration_[0-9]{6,}", path.name)]
+    own = (path for path in named if path.name == _name(_iteration(path)) and path.is_dir())
+    return sorted(own, key=_iteration)
 
 
 def forget_after(root: Path, iteration: int) -> None:

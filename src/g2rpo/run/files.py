@@ -22,6 +22,8 @@ class RunFiles:
     # a row per iteration and evaluation (`records.TrainingRow`, `EvaluationRow`)
     log = Inside("metrics.jsonl")
     checkpoints = Inside("checkpoints")
+    # until the first checkpoint: a run that is killed before begins again
+    unsaved = Inside(".unsaved")
     # weights of the best evaluation, where an alarm may go back to them
     best = Inside("checkpoints/best")
     # the base's evaluation; so no second copy of the weights is needed

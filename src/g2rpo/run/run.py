@@ -39,7 +39,7 @@ from g2rpo.core.files import (
 from g2rpo.core.plain import as_json, read_as, read_lines_as
 from g2rpo.monitor.scores import read_scores
 from g2rpo.rewards import votes
-from g2rpo.run.checkpoint import newest_iteration
+from g2rpo.run.checkpoint import checkpoints, newest_iteration
 from g2rpo.run.files import RunFiles
 from g2rpo.run.lock import enter_fresh, held
 from g2rpo.run.log_rows import read_log
@@ -155,6 +155,12 @@ class Run(RunFiles):
         )
 
     def _faults_of_begun(self, config: Config, resume: bool) -> Iterator[str]:
+        if kept := list(self._kept()):
+            yield (
+                f"{self.path} holds {', '.join(kept)} of a run, and no checkpoint from which it could go on; to begin again "
+                f"would overwrite them. `{shlex.join(['g2rpo', 'train', str(self.config)])}` begins it in another folder "
+                "(--run-dir names one); or delete this one"
+            )
         if not resume:
             yield (
                 f"{self.path} already holds a run; {self.command} continues it (from Python: resume=True), "
@@ -168,12 +174,35 @@ class Run(RunFiles):
         if not is_empty(self.path):
             yield f"{self.path} is not empty and holds no run (no config.yaml); name another --run-dir"
 
+    def _kept(self) -> Iterator[str]:
+        """What a run that begins here would overwrite: nothing if it goes on, from a checkpoint or
+        from answers, or had no checkpoint yet; else all but the base's evaluation."""
+        answers = self.votes.is_file() and self.votes.stat().st_size > 0
+        if answers or self.unsaved.is_file() or checkpoints(self.checkpoints):
+            return
+        for path in (self.adapter, self.transformer, self.best, self.exports, self.results):
+            if path.exists():
+                yield path.name
+        for folder in (self.scores(0).parent, self.pictures(0).parent):
+            of_base = self.scores(0).stem, self.control_scores.name
+            if any(not path.name.startswith(of_base) for path in folder.glob("*")):
+                yield folder.name
+        if any(row["iteration"] for row in self.read_log()):
+            yield self.log.name
+
     def claim(self, config: Config) -> None:
         """Makes the folder this run's by writing config.yaml."""
         with placed(f"{self.path}: cannot be written (", OSError, after=")"):
             self.path.mkdir(parents=True, exist_ok=True)
             remove_unfinished(self.path)
             write_whole(self.config, config.to_yaml().encode())
+            if not (checkpoints(self.checkpoints) or any(self._kept())):
+                self.unsaved.touch()
+
+    def mark_saved(self) -> None:
+        """Once the run has a checkpoint, or weights: without them it is not to begin again."""
+        with writing(self.unsaved):
+            self.unsaved.unlink(missing_ok=True)
 
     # --- reading
 

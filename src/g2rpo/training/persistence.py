@@ -63,7 +63,10 @@ class Persistence:
         tensors, state = self.learner.stored()
         state["algorithm"] = self.algorithm_state.state if self.algorithm_state else {}
         state["rewards"] = rewards
-        return self._write(self.run.checkpoints, iteration, tensors, state, self.keep)
+        path = self._write(self.run.checkpoints, iteration, tensors, state, self.keep)
+        if path is not None:
+            self.run.mark_saved()
+        return path
 
     def resume(self) -> tuple[int | None, list[str]]:
         """Restores the newest checkpoint that is intact and fits; returns its iteration (None if
@@ -88,6 +91,7 @@ class Persistence:
                 forget_after(self.run.best, found[0] if found else 0)
                 if found:  # a process that was killed before rotation leaves one more
                     rotate(self.run.checkpoints, found[0], self.keep)
+                    self.run.mark_saved()
         return (found[0] if found else None), complaints
 
     def keep_best(self, iteration: int) -> None:
@@ -148,4 +152,5 @@ class Persistence:
                         add_metadata(saved, self.header(iteration))
                     if self.run.finished_at() == iteration:
                         copy_card(folder, unfinished)
+            self.run.mark_saved()
         return folder / saved.relative_to(unfinished)
