@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import signal
 
-from g2rpo.app.process import end_at_once, stop_signals
+from g2rpo.app.process import steady_streams, stop_signals, while_imported
 
 
 def main() -> None:
     """Runs the command line. Signals are handled before its libraries are imported, which takes
     half a second."""
+    steady_streams()
     for number in stop_signals():
-        signal.signal(number, lambda number, frame: end_at_once(number))
+        signal.signal(number, while_imported)
     from g2rpo.cli.main import main as command_line
 
     command_line()

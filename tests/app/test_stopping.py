@@ -6,6 +6,7 @@ import fcntl
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -112,6 +113,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_comes_to_the_same_end(
     run = tmp_path / "run"
     if call == 6:
         assert code == 0
+        (run / "adapter/README.md").unlink()  # as if it had not been compared
         code, _, err = g2rpo(capfd, "resume", run)
     command = f"resume {run} --plugin {tmp_path / 'reward.py'}"
     assert code == EXIT_CODES[sent[0]] and "Traceback" not in err, err
@@ -227,6 +229,65 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path, flux_directory, ignored)
         os.close(here)
     assert process.returncode == (0 if ignored else 75)
     assert (newest_iteration(tmp_path / "run" / "checkpoints") == 2) == ignored
+
+
+@pytest.mark.parametrize(
+    "both", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stdout", "stderr too"]
+)
+def test_a_run_whose_output_nobody_reads_any_more_saves(tmp_path, flux_directory, both):
+    """As behind `| head -1`, a `| tee` that was killed, or `ssh` without a terminal."""
+    source = REWARD.replace("    return", "    __import__('time').sleep(0.2)\n    return")
+    words = [*training(tmp_path, flux_directory, source), "trainer.iterations=40"]
+    command = [sys.executable, "-m", "g2rpo", *map(str, words)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT if both else subprocess.PIPE}
+    with subprocess.Popen(command, **streams) as process:
+        log = tmp_path / "run/metrics.jsonl"
+        while process.poll() is None and not (log.is_file() and "train" in log.read_text()):
+            time.sleep(0.05)
+        process.stdout.close()
+        said = "" if both else process.stderr.read().decode()
+    assert process.returncode == 75
+    assert 1 <= newest_iteration(tmp_path / "run" / "checkpoints") < 40
+    assert both or (f"`g2rpo resume {tmp_path / 'run'}" in said and "Traceback" not in said)
+
+
+PIPED = [sys.executable, "-m", "g2rpo", "recipes"]
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>&1"],
+)
+def test_without_a_stream_or_room_for_its_lines_a_command_does_its_work(streams):
+    """As services and cron begin commands; nothing that cannot be printed is an error."""
+    line = f"exec {shlex.join(PIPED)} {streams}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_opened_without_streams_gets_nothing_that_is_printed(tmp_path):
+    """The first file would have the number of stdout."""
+    code = f"""
+from g2rpo.app.process import *
+steady_streams()
+with open({str(tmp_path / "file")!r}, "w"):
+    print("a line", flush=True)
+    os.write(2, b"another")
+"""
+    line = shlex.join([sys.executable, "-c", code])
+    assert subprocess.run(["sh", "-c", f"exec {line} >&- 2>&-"], check=False).returncode == 0
+    assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_command_that_nobody_reads_ends_as_by_a_hang_up(ignored):
+    """129 with one line; `nohup` goes on."""
+    nohup = "trap '' HUP; " if ignored else ""
+    line = f"{nohup}{shlex.join(PIPED)}; echo $? >&2"
+    with subprocess.Popen(["sh", "-c", line], stdout=-1, stderr=-1, text=True) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert said == ("0\n" if ignored else f"g2rpo: {stopped_by(signal.SIGHUP)}\n129\n")
 
 
 @pytest.mark.parametrize(("at", "kept"), [(0, []), (2, ["eval", "train", "train"])])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from g2rpo.run.checkpoint import (
     checkpoints,
     latest_checkpoint,
     load_checkpoint,
+    newest_iteration,
     save_checkpoint,
 )
 from tests.security.test_security import forged
@@ -158,6 +160,21 @@ def test_an_error_without_words_leaves_no_part_of_a_checkpoint(tmp_path, monkeyp
     with pytest.raises(Stopped, match=r"iteration_000002: cannot be written \(MemoryError\)"):
         save(tmp_path, 2, keep=1)
     assert names(tmp_path) == [1] and latest_checkpoint(tmp_path)[0][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("iteration_00000٩", Path.mkdir),
+        ("iteration_０００００９", Path.mkdir),
+        ("iteration_0000009", Path.mkdir),
+        ("iteration_000009", Path.touch),
+        ("iteration_000009.old", Path.mkdir),
+    ],
+)
+def test_what_only_resembles_a_checkpoint_is_none(tmp_path, name, make):
+    make(tmp_path / name)
+    assert newest_iteration(tmp_path) == 0 and latest_checkpoint(tmp_path) == (None, [])
 
 
 def test_rotation_keeps_the_newest_intact_ones(tmp_path):

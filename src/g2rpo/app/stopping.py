@@ -17,7 +17,6 @@ from g2rpo.app.process import (
     EXIT_CODES,
     end_at_once,
     exit_code,
-    leave_terminal,
     stop_signals,
     stopped_by,
 )
@@ -74,8 +73,6 @@ class Stopping:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
-        if number == signal.SIGHUP:
-            leave_terminal()
         impatient = self.asked is not None and number == signal.SIGINT
         self.asked = self.asked or signal.Signals(number)
         if self._ask is None and _imports_torch(frame):

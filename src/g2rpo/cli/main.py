@@ -73,7 +73,7 @@ def before_any_command(
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback),
     130 and 75 for a run that Ctrl-C, or SIGTERM or SIGHUP, ended early and that can be resumed, 130,
-    143 and 129 for other commands, 1 for anything else."""
+    143 and 129 for other commands, 1 for anything else. A closed pipe counts as SIGHUP."""
     given = sys.argv[1:] if arguments is None else arguments
     quiet_libraries()
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of libraries

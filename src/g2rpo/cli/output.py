@@ -32,7 +32,9 @@ class Heard(Console):
         raise  # rich's sys.exit(1) would be taken for one of a reward's code
 
 
-console = Heard(width=None if sys.stdout.isatty() else 10_000)  # no wrapping in files and pipes
+console = Heard(
+    width=None if sys.stdout and sys.stdout.isatty() else 10_000
+)  # no wrapping in files and pipes
 
 NamedValues = Sequence[tuple[str, str]]
 """Names with formatted values."""
