@@ -3,7 +3,6 @@ began."""
 
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from g2rpo.run.run import Run
 from tests.support.commands import adapter_of, done, ended, own_reward, refused, write_tiny
 from tests.support.processes import Forked
 from tests.support.runs import darkness, log, trainer
+from tests.support.waiting import PATIENCE_S
 
 TEXTS = {
     "reward.py": "def it(images, prompts):\n    return images.flatten(1).mean(1)\n",
@@ -82,33 +82,43 @@ def test_the_longer_form_needs_no_recipe_and_no_override_again(capsys, tmp_path,
     assert "another config" in refused(capsys, "train", "scenes-fast", *again)
 
 
+DEADLY = """
+import os
+from pathlib import Path
+
+def it(images, prompts):
+    calls = Path(__file__).with_name("calls")
+    if calls.exists():
+        calls.write_text(str(int(calls.read_text()) - 1))
+        if calls.read_text() == "0":
+            os.kill(os.getpid(), 9)
+    return images.flatten(1).mean(1)
+"""
+
+
 def test_the_same_command_again_makes_of_a_killed_run_the_one_that_was_not(tiny_config, tmp_path):
     """What torchrun --max-restarts, Kubernetes and SkyPilot do. Bit for bit, with whatever was
     unfinished."""
     output, whole, killed = (tmp_path / name for name in ("log.txt", "whole", "killed"))
+    reward = own_reward(tmp_path / "reward.py", DEADLY)
 
-    def start(run):
-        words = ["train", str(tiny_config), "trainer.iterations=4", "--resume=auto"]
-        command = [sys.executable, "-P", "-m", "g2rpo", *words, "--run-dir", str(run)]
+    def ended_with(run):
+        words = ["train", tiny_config, "trainer.iterations=4", *reward, "--resume=auto"]
+        command = [sys.executable, "-P", "-m", "g2rpo", *map(str, words), "--run-dir", str(run)]
         with output.open("ab") as out:
-            return Forked(command, stdout=out, env={})
+            return Forked(command, stdout=out, env={}).wait(PATIENCE_S)
 
     def trained():
-        if not (killed / "metrics.jsonl").exists():
-            return 0
         return sum(row["kind"] == "train" for row in Run(killed).read_log())
 
-    assert start(whole).wait(200) == 0, output.read_text()
-    for iterations in (0, 2):  # before anything is trained, and between two iterations
-        process = start(killed)
-        while not (killed / "config.yaml").exists() or trained() < iterations:
-            assert process.alive, output.read_text()
-            time.sleep(0.01)
-        process.kill()
-        process.wait(30)
-        assert trained() < 4
+    assert ended_with(whole) == 0, output.read_text()
+    # in the base's evaluation after the trial of the reward, and in iterations that follow
+    for calls, iterations in ((2, 0), (5, 1), (4, 2)):
+        (tmp_path / "calls").write_text(str(calls))
+        assert ended_with(killed) == -9 and trained() == iterations, output.read_text()
+    (tmp_path / "calls").unlink()
     for _ in range(2):  # a finished run is left as it is
-        assert start(killed).wait(200) == 0, output.read_text()
+        assert ended_with(killed) == 0, output.read_text()
         assert log(killed) == log(whole)
         weights = "adapter/pytorch_lora_weights.safetensors"
         assert (killed / weights).read_bytes() == (whole / weights).read_bytes()

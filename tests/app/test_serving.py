@@ -66,8 +66,20 @@ def test_the_option_of_a_device_is_named_as_it_was_given(capsys):
     assert "device=cuda:99: torch sees" in err and "; device=cpu needs none" in err
 
 
-def test_a_reward_is_not_loaded_for_a_port_that_is_taken(capsys, monkeypatch):
-    monkeypatch.setattr(serving, "build_rewards", lambda table: pytest.fail("loaded"))
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve-reward", "brightness"], "cannot serve on 127.0.0.1:"),
+        (["serve-reward", "brightnes"], "brightness"),
+        (["teach", "words"], "cannot serve on 127.0.0.1:"),
+        (["teach", "words", "algorithm.name=opsd"], "learns from the gradient of rewards"),
+    ],
+)
+def test_a_port_that_is_taken_hides_no_mistake_and_nothing_is_loaded_for_it(
+    capsys, monkeypatch, words, message
+):
+    for place in ("g2rpo.app.serving.build_rewards", "g2rpo.lab.teach.commands.build"):
+        monkeypatch.setattr(place, lambda *asked: pytest.fail("loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        err = refused(capsys, "serve-reward", "brightness", "--port", taken.getsockname()[1])
-    assert "cannot serve on 127.0.0.1:" in err
+        err = refused(capsys, *words, "--port", taken.getsockname()[1])
+    assert message in err and ("cannot serve" in err) == ("cannot serve" in message)

@@ -37,6 +37,7 @@ from tests.support.commands import (
     write_tiny,
 )
 from tests.support.runs import brightness, log, resumed, trainer
+from tests.support.waiting import PATIENCE_S, until
 
 REWARD = """
 import os
@@ -224,8 +225,7 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path, flux_directory, ignored)
     streams = {"stdin": there, "stdout": output, "stderr": output}
     with subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=begin) as process:
         os.close(there)
-        while not (tmp_path / "calls").exists() and process.poll() is None:
-            time.sleep(0.1)
+        until(lambda: (tmp_path / "calls").exists() or process.poll() is not None)
         os.close(here)
     assert process.returncode == (0 if ignored else 75)
     assert (newest_iteration(tmp_path / "run" / "checkpoints") == 2) == ignored
@@ -330,8 +330,7 @@ def test_the_jobs_of_a_study_end_with_it_and_import_nothing_of_the_current_folde
     (tmp_path / "yaml.py").write_text("open('imported', 'w')\n")
 
     def stop():
-        while not said.exists() or not re.search("at http|Error", said.read_text()):
-            time.sleep(0.05)
+        until(lambda: said.exists() and re.search("at http|Error", said.read_text()))
         os.kill(os.getpid(), SIGTERM)
 
     threading.Thread(target=stop, daemon=True).start()
@@ -355,7 +354,7 @@ def test_a_job_that_begins_as_a_study_is_stopped_ends_too(tmp_path, monkeypatch)
             ended.set()
 
         def join(self):
-            ended.wait(5)
+            ended.wait(PATIENCE_S)
 
     def beginning(*arguments):
         os.kill(os.getpid(), SIGINT)
@@ -365,7 +364,7 @@ def test_a_job_that_begins_as_a_study_is_stopped_ends_too(tmp_path, monkeypatch)
     monkeypatch.setattr(jobs, "begin", beginning)
     with pytest.raises(Interrupted), working(tmp_path / "study", 1) as workers:
         workers.run([Job("any", (), tmp_path / "log")])
-    assert ended.wait(5)
+    assert ended.wait(PATIENCE_S)
 
 
 # --- code that is not ours

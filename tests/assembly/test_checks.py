@@ -33,6 +33,7 @@ from tests.support.commands import done, refused
 from tests.support.pages import ROOT
 from tests.support.servers import endpoint_that
 from tests.support.variants import few
+from tests.support.waiting import PATIENCE_S
 
 LACKING = [
     "policy.device=cuda:7",
@@ -56,7 +57,7 @@ def answering(status, may_answer=None):
 
     def answer(handler, count):
         if may_answer is not None:
-            may_answer.wait(30)
+            may_answer.wait(PATIENCE_S)
         handler.send_response(status)
         handler.end_headers()
 

@@ -2,7 +2,8 @@
 
 import io
 import re
-import time
+import threading
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -11,45 +12,77 @@ from g2rpo.app import events
 from g2rpo.cli import life, output
 from g2rpo.cli.output import Heard, Output
 
+POLL = 0.25
+
+
+class Clock:
+    """The time that passes for `life` is what `passes` says: its thread looks at the clock once in
+    POLL seconds of it, and waits meanwhile."""
+
+    def __init__(self, monkeypatch):
+        clock, self.now = self, 0.0
+        self.look, self.looked = threading.Semaphore(0), threading.Semaphore(0)
+
+        class Over(threading.Event):
+            def wait(self, seconds):
+                assert seconds == POLL
+                clock.looked.release()
+                clock.look.acquire()
+                return self.is_set()
+
+            def set(self):
+                super().set()
+                clock.look.release()
+
+        parts = SimpleNamespace(Event=Over, Thread=threading.Thread)
+        monkeypatch.setattr(life, "threading", parts)
+        monkeypatch.setattr(life, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(life, "POLL", POLL)
+
+    def passes(self, seconds):
+        for _ in range(round(seconds / POLL)):
+            assert self.looked.acquire(timeout=60)
+            self.now += POLL
+            self.look.release()
+        assert self.looked.acquire(timeout=60)
+        self.looked.release()
+
 
 @pytest.fixture
-def fast(monkeypatch):
-    """A hundredth of the usual patience."""
-    for name, seconds in {
-        "FIRST_SILENCE": 0.05,
-        "EVERY": 0.1,
-        "LATER": 1e9,
-        "PATIENT": 0.6,
-        "POLL": 0.01,
-    }.items():
-        monkeypatch.setattr(life, name, seconds)
+def clock(monkeypatch):
+    monkeypatch.setattr(life, "FIRST_SILENCE", 0.5)  # the suite has none
+    return Clock(monkeypatch)
 
 
-def lines(capsys):
+def told(capsys):
+    """The seconds that are named, line by line."""
     said = capsys.readouterr().err.splitlines()
-    assert all(re.fullmatch(r"g2rpo: plan: still working, \d+ s", line) for line in said), said
-    return len(said)
+    found = [re.fullmatch(r"g2rpo: plan: still working, (\d+) s", line) for line in said]
+    assert all(found), said
+    return [int(line[1]) for line in found]
 
 
-def test_a_silence_is_broken_again_and_again_but_less_often_when_it_is_long(fast, capsys):
+def test_a_silence_is_broken_again_and_again_but_less_often_when_it_is_long(clock, capsys):
     with life.LIFE.of("plan"):
-        time.sleep(1.5)
-    assert 2 <= lines(capsys) <= 7  # at .05, .15, ... .65; fewer on a machine that is busy
-    time.sleep(0.2)
-    assert lines(capsys) == 0
+        clock.passes(300)
+    two_minutes = [round(0.5 + 5 * line) for line in range(24)]
+    assert told(capsys) == [*two_minutes, *(round(115.5 + 60 * more) for more in (1, 2, 3))]
+    clock.now += 1000
+    assert told(capsys) == []
 
 
-def test_what_is_printed_is_a_sign_of_life(fast, capsys, monkeypatch):
-    monkeypatch.setattr(life, "FIRST_SILENCE", 0.5)
+def test_what_is_printed_is_a_sign_of_life(clock, capsys):
     console = Heard(file=io.StringIO())
     with life.LIFE.of("plan"):
         for _ in range(40):
             console.print("a line")
-            time.sleep(0.02)
-    assert lines(capsys) == 0
+            clock.passes(0.25)
+        assert told(capsys) == []
+        clock.passes(0.5)
+        assert len(told(capsys)) == 1
 
 
-def test_bars_and_servers_are_waited_for_in_silence(fast, capsys):
+def test_bars_and_servers_are_waited_for_in_silence(clock, capsys):
     show = Output(Console(file=io.StringIO()))
     for event in (
         events.Progress("encoding", "prompts", 0, 9),
@@ -58,9 +91,9 @@ def test_bars_and_servers_are_waited_for_in_silence(fast, capsys):
         with life.LIFE.of("plan"):
             show(event)
             show.console.print("a line beside it")
-            time.sleep(0.3)
-            assert lines(capsys) == 0
+            clock.passes(9)
+            assert told(capsys) == []
             show(events.Progress("encoding", "prompts", 9, 9))
-            time.sleep(0.3)
-            assert lines(capsys) >= 1
+            clock.passes(1)
+            assert len(told(capsys)) == 1
     assert output.LIFE is life.LIFE

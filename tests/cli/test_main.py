@@ -4,9 +4,9 @@ import errno
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -35,13 +35,15 @@ def ended(*command, **environment):
 
 
 def test_help_answers_at_once_and_loads_no_model_library():
-    """Within ten seconds on a loaded machine; the promise of the README is shorter."""
+    """Within ten seconds of a processor, however many others it has to do; the promise of the
+    README is shorter."""
     loaded = "import sys, g2rpo.cli.main; sys.exit('torch' in sys.modules)"
     assert ended(sys.executable, "-c", loaded).returncode == 0
-    began = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     helped = ended(*PROGRAM, "--help")
     assert helped.returncode == 0 and "train" in helped.stdout
-    assert time.perf_counter() - began < 10
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
 
 
 def test_a_locale_without_utf_8_shows_what_it_can_and_refuses_what_it_cannot_read():

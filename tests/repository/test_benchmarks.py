@@ -1,7 +1,9 @@
 """Benchmarks measure what they say: the published loop, agreement of rewards, rates, and what is
 left of cases that fail."""
 
+import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +28,7 @@ from g2rpo.testbed.words.drawing import draw_word
 from g2rpo.testbed.words.language import Word, parse_word, word_prompts
 from tests.rollout.test_engine import SIGMAS, Network, noise
 from tests.support.runs import brightness
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,28 @@ def test_the_second_reader_reads_clean_words_in_their_order(tmp_path):
     assert read_words(files) == [word.letters for word in words]
 
 
+CHILD = """
+import fcntl, os, time
+with open("child", "w") as file:
+    file.write(str(os.getpgrp()))
+    file.flush()
+    fcntl.flock(file, fcntl.LOCK_EX)
+    time.sleep(1000)
+"""
+
+
+def group_of(child):
+    """The process group of CHILD while it lives, by its lock, which ends with it; else None."""
+    if not child.exists():
+        return None
+    with child.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(file.read())
+    return None
+
+
 def stand_in(given):
     """In the place of `benchmarks.gpu_cases.main`: cases that end as their recipes say."""
     asked, left = json.loads(Path(given[0]).read_text()), Path(given[1])
@@ -103,8 +128,7 @@ def stand_in(given):
     found = {"measured": {"velocity, s": 2.6}, "checks": checks, "notes": notes, "errors": errors}
     left.write_text(json.dumps(found))
     if what == "hangs":
-        code = "import time; open('child', 'w'); time.sleep(3); open('alive', 'w')"
-        subprocess.run([sys.executable, "-c", code])
+        subprocess.run([sys.executable, "-c", CHILD])
     if what == "crashes":
         print("the last words", flush=True)
         os._exit(3)
@@ -116,7 +140,7 @@ def first_minutes(monkeypatch, tmp_path):
     monkeypatch.setattr(first_gpu.gpu_cases, "main", stand_in)
     monkeypatch.chdir(tmp_path)
 
-    def run(*names, minutes=8.0, seconds=5):
+    def run(*names, minutes=100.0, seconds=100):
         cases = [first_gpu.case(name, seconds=seconds) for name in names]
         monkeypatch.setattr(first_gpu, "CASES", cases)
         monkeypatch.setattr(first_gpu, "BEGAN", time.monotonic())
@@ -141,11 +165,20 @@ def test_cases_on_a_gpu_have_names_of_their_own_and_the_first_five_fit():
 def test_a_case_on_a_gpu_that_fails_is_reported_and_the_next_follows(
     first_minutes, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(first_gpu, "PATIENCE", 0.3)
+    child, wait = tmp_path / "child", first_gpu.Forked.wait
+
+    def patient(process, seconds=math.inf):
+        """Of the case that hangs for as long as it takes to begin."""
+        if seconds < math.inf:
+            until(lambda: process.poll() is not None or group_of(child) == process.pid)
+            seconds = 0.0
+        return wait(process, seconds)
+
+    monkeypatch.setattr(first_gpu.Forked, "wait", patient)
     result, code = first_minutes("crashes", "hangs", "errs", "differs", "refuses", "fine")
     states = {name.removeprefix("model "): case["state"] for name, case in result["cases"].items()}
     assert code == 1 and states == {
-        "crashes": "failed: ended with 3", "hangs": "failed: not done after 2 s", "errs": "failed",
+        "crashes": "failed: ended with 3", "hangs": "failed: not done after 300 s", "errs": "failed",
         "differs": "done", "refuses": "refused", "fine": "done",
     }  # fmt: skip
     assert "the last words" in result["cases"]["model crashes"]["log"]
@@ -163,9 +196,7 @@ def test_a_case_on_a_gpu_that_fails_is_reported_and_the_next_follows(
     assert len(lines) == 6 and json.loads(lines[-1]).items() >= {
         "card": "A Card", "case": "model fine", "measured": {"velocity, s": 2.6},
     }.items()  # fmt: skip
-    assert (tmp_path / "child").exists()
-    time.sleep(3)
-    assert not (tmp_path / "alive").exists()  # what a case has started ends with it
+    until(lambda: group_of(child) is None)  # what a case has started ends with it
 
 
 def test_cases_that_do_not_fit_are_skipped_and_made_by_the_next_command(first_minutes, capsys):
@@ -180,14 +211,14 @@ def test_cases_that_do_not_fit_are_skipped_and_made_by_the_next_command(first_mi
 
 def test_what_was_measured_is_kept_when_the_command_is_killed(first_minutes, tmp_path):
     """By SIGKILL in the second case; the file is whole and has the first."""
-    child = os.fork()
-    if child == 0:
+    command, child = os.fork(), tmp_path / "child"
+    if command == 0:
         first_minutes("fine", "hangs")
         os._exit(0)
-    while not (tmp_path / "child").exists():
-        time.sleep(0.05)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    until(lambda: group_of(child))
+    os.kill(command, signal.SIGKILL)
+    os.waitpid(command, 0)
+    os.killpg(group_of(child), signal.SIGKILL)
     (file,) = tmp_path.glob("gpu_a-card_*.json")
     assert json.loads(file.read_text())["cases"]["model fine"]["state"] == "done"
-    time.sleep(3.5)  # until what `hangs` has started has ended
+    until(lambda: group_of(child) is None)

@@ -22,6 +22,7 @@ from g2rpo.rewards.vlm import parse_scores
 from tests.support.fuzzing import mutated
 from tests.support.pictures import noise
 from tests.support.servers import endpoint_that, serving
+from tests.support.waiting import PATIENCE_S
 
 LIMITS = Limits(body_bytes=20_000, values=2_000, pixels=4_000, headers_s=0.3, gap_s=0.3)
 PNG = encode_png(to_pil(to_uint8(noise(1, 8, 8)))[0])
@@ -96,7 +97,7 @@ def server():
 
 def exchange(address, data):
     """What a server answers to bytes, after which it waits for more in vain."""
-    with socket.create_connection(address, timeout=20) as connection:
+    with socket.create_connection(address, timeout=PATIENCE_S) as connection:
         answer = b""
         with contextlib.suppress(OSError):  # it may have hung up at the first line
             connection.sendall(data)
@@ -139,7 +140,7 @@ def garbage():
 def test_an_answer_is_scores_or_none_or_refused(garbage, answer):
     url, answers = garbage
     answers[0] = answer
-    reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 10, "retries": 0})
+    reward = RemoteReward(url, endpoint={"check": False, "timeout_s": PATIENCE_S, "retries": 0})
     try:
         scores = reward(torch.zeros(2, 3, 4, 4), ["a", "b"])
     except Refused as error:

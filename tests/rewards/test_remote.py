@@ -6,7 +6,6 @@ import http.client
 import json
 import struct
 import threading
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,14 +26,15 @@ from tests.support.edits import edits
 from tests.support.pictures import noise
 from tests.support.ports import free_port
 from tests.support.servers import endpoint_that, replies, serving
+from tests.support.waiting import PATIENCE_S, until
 
-SMALL = Limits(body_bytes=200_000, values=1000, pixels=10_000, read_s=1.0)
-QUICK = {"timeout_s": 5.0, "retries": 1}
+SMALL = Limits(body_bytes=200_000, values=1000, pixels=10_000, read_s=PATIENCE_S)
+QUICK = {"timeout_s": PATIENCE_S, "retries": 1}
 UNCHECKED = {**QUICK, "check": False}
 
 
 def post(url, body, **headers):
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_S)
     connection.request("POST", "/score", body, {"Content-Type": "application/json", **headers})
     response = connection.getresponse()
     answer = response.status, json.loads(response.read())
@@ -208,19 +208,18 @@ def test_only_so_many_requests_are_scored_at_a_time_and_who_has_left_is_not():
     def held(images, prompts):
         sizes.append(len(images))
         inside.set()
-        go.wait(10)
+        go.wait(PATIENCE_S)
         return torch.zeros(len(images))
 
     limits = Limits(decoding=1)
     with serving(RewardServer(held, port=0, limits=limits)) as server, ThreadPoolExecutor() as pool:
         first = pool.submit(post, server.address, asking())
-        assert inside.wait(10)
+        assert inside.wait(PATIENCE_S)
         body = {"images": [PNG] * 3, "prompts": ["a"] * 3}
         with pytest.raises(NoAnswer, match="in time"):
             request_json(f"{server.address}/score", dict, body=body, timeout_s=0.3)
-        ends = time.monotonic() + 10
-        while len(server.server.server_state.connections) > 1 and time.monotonic() < ends:
-            time.sleep(0.01)  # until the server has noticed who left
+        # until the server has noticed who left
+        until(lambda: len(server.server.server_state.connections) == 1)
         second = pool.submit(post, server.address, asking([PNG] * 2, ["a"] * 2))
         go.set()
         assert first.result()[0] == second.result()[0] == 200

@@ -4,21 +4,22 @@ lead to this machine."""
 import json
 import os
 import socket
-import time
 from signal import SIGINT
-from threading import Timer
+from threading import Event
 
 import pytest
 import torch
 
 from g2rpo.app.stopping import stoppable
 from g2rpo.core.errors import Interrupted, Stopped, UserError
+from g2rpo.rewards import transport
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.transport import NoAnswer, Unreachable, request_json
 from g2rpo.run.checkpoint import newest_iteration
 from tests.support.ports import free_port
 from tests.support.runs import trainer
 from tests.support.servers import endpoint_that, replies
+from tests.support.waiting import PATIENCE_S
 
 FAR = "http://10.1.2.3:8000"
 
@@ -161,7 +162,7 @@ def test_a_server_is_waited_for_as_long_as_it_asks_and_not_over_a_minute(naps, f
         (fault if count <= 2 else scores("a"))(handler, count)
 
     with endpoint_that(answer) as (url, bodies):
-        reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})
+        reward = RemoteReward(url, endpoint={"check": False, "timeout_s": PATIENCE_S})
         assert reward(*ONE).isfinite() and len(bodies) == 3 and len(naps) == 2
     assert least_s <= naps[0] <= max(least_s, 1.0) and max(naps) <= 60
 
@@ -169,7 +170,9 @@ def test_a_server_is_waited_for_as_long_as_it_asks_and_not_over_a_minute(naps, f
 def test_a_restart_of_half_a_minute_is_waited_for_and_a_dead_server_only_once(naps):
     """Nothing listens in between: the waits of the default settings last 30 s at the least."""
     port = free_port()
-    reward = RemoteReward(f"http://127.0.0.1:{port}", endpoint={"check": False, "timeout_s": 5})
+    reward = RemoteReward(
+        f"http://127.0.0.1:{port}", endpoint={"check": False, "timeout_s": PATIENCE_S}
+    )
     assert reward(*ONE).isnan() and sum(naps) >= 30
     before = len(naps)
     assert reward(*ONE).isnan() and len(naps) == before  # asked once, without a wait
@@ -183,13 +186,21 @@ def test_a_restart_of_half_a_minute_is_waited_for_and_a_dead_server_only_once(na
         assert len(bodies) == 3 and len(naps) == before + 1
 
 
-def test_ctrl_c_does_not_wait_for_retries():
+def test_ctrl_c_does_not_wait_for_retries(monkeypatch):
+    """The first wait is asked to last for ever, and ends."""
     reward = RemoteReward(f"http://127.0.0.1:{free_port()}", endpoint={"check": False})
-    Timer(0.3, os.kill, (os.getpid(), SIGINT)).start()
-    began = time.monotonic()
+    waits = []
+
+    class Pressed(Event):
+        def wait(self, seconds):
+            waits.append(seconds)
+            os.kill(os.getpid(), SIGINT)
+            return super().wait()
+
+    monkeypatch.setattr(transport, "Event", Pressed)
     with pytest.raises(Interrupted), stoppable(""):
         reward(*ONE)
-    assert time.monotonic() - began < 5
+    assert len(waits) == 1
 
 
 @pytest.mark.parametrize(
@@ -214,7 +225,7 @@ def test_a_run_ends_with_a_message_and_a_checkpoint_if_its_server(naps, tmp_path
 
     options = ("trainer.iterations=9", "trainer.checkpoint_every=1")
     with endpoint_that(answer) as (url, _):
-        reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 5})
+        reward = RemoteReward(url, endpoint={"check": False, "timeout_s": PATIENCE_S})
         run = trainer(tmp_path, *options, rewards={"bright": reward})
         with pytest.raises(Stopped, match=message):
             changed.extend(row for row in run.train() if row["kind"] == "train")

@@ -14,6 +14,7 @@ from g2rpo.rewards.weights import read_instruction
 from tests.rewards.chat_server import WORDS, brightness, chatting, means_in, pictures_in, text_in
 from tests.support.edits import edits
 from tests.support.pictures import flat
+from tests.support.waiting import PATIENCE_S
 
 NAN = math.nan
 GREY = torch.tensor([51, 102, 153, 204]) / 255
@@ -21,7 +22,10 @@ GREY = torch.tensor([51, 102, 153, 204]) / 255
 
 def asking(server, model="judge", endpoint=None, **options):
     return VLMJudge(
-        server.url, model, endpoint={"timeout_s": 5.0, "retries": 1, **(endpoint or {})}, **options
+        server.url,
+        model,
+        endpoint={"timeout_s": PATIENCE_S, "retries": 1, **(endpoint or {})},
+        **options,
     )
 
 

@@ -2,7 +2,7 @@
 else changes."""
 
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from g2rpo.rewards.vlm import VLMJudge
 from g2rpo.training.collector import waited_for
 from tests.runtime.test_memory import Small
 from tests.support.runs import brightness, trainer, untimed
+from tests.support.waiting import PATIENCE_S
 
 THREE = "trainer.prompts_per_iteration=3"
 
@@ -44,13 +45,13 @@ def test_scoring_and_the_next_rollout_overlap():
         def velocity(self, x, sigma, cond):
             first.append(float(cond.tensors["shift"][0]))
             if first[-1] != first[0] and not called.is_set():
-                assert scoring.wait(timeout=60), "nothing is scored meanwhile"
+                assert scoring.wait(PATIENCE_S), "nothing is scored meanwhile"
                 called.set()
             return super().velocity(x, sigma, cond)
 
     def patient(images, prompts):
         scoring.set()
-        assert called.wait(timeout=60), "nothing is rolled out meanwhile"
+        assert called.wait(PATIENCE_S), "nothing is rolled out meanwhile"
         return brightness(images, prompts)
 
     _, (row,) = run(at_once=1, iterations=1, policy=Watching(), rewards={"bright": patient})
@@ -141,12 +142,19 @@ def test_scores_are_waited_for_where_another_device_computes_them(device, reward
     assert waited_for(as_reward(score), torch.device(device))
 
 
-def test_what_was_submitted_is_not_waited_for_after_a_failure():
-    asked, policy = set(), GaussianPolicy()
+def test_what_was_submitted_is_not_waited_for_after_a_failure(monkeypatch):
+    asked, policy, cancelled = set(), GaussianPolicy(), threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, *how, **options):
+            if options.get("cancel_futures"):
+                super().shutdown(*how, **options)
+                cancelled.set()
+            super().shutdown(*how, **options)
 
     def slow(images, prompts):
         asked.update(prompts)
-        time.sleep(0.3)
+        assert cancelled.wait(PATIENCE_S)
         return brightness(images, prompts)
 
     def third(x, sigma, cond, velocity=policy.velocity):
@@ -155,6 +163,7 @@ def test_what_was_submitted_is_not_waited_for_after_a_failure():
         return velocity(x, sigma, cond)
 
     t = trainer(None, THREE, rewards={"bright": slow}, policy=policy)
+    monkeypatch.setattr("g2rpo.training.collector.ThreadPoolExecutor", Pool)
     t.collector.at_once = 1
     (last,) = policy.encode(t.loop.prompts_of(0)[2:]).tensors["shift"].tolist()
     policy.velocity = third

@@ -20,6 +20,7 @@ from g2rpo.run.run import Run, entered
 from tests.support.commands import refused, small_files
 from tests.support.ranks import CONTEXT
 from tests.support.runs import config, trainer
+from tests.support.waiting import PATIENCE_S
 
 
 def holds(folder, pipe):
@@ -268,7 +269,7 @@ def test_a_trainer_holds_its_run_directory_while_it_writes(tmp_path):
 
 def enters(cwd, barrier, names):
     os.chdir(cwd)
-    barrier.wait(60)
+    barrier.wait(PATIENCE_S)
     with entered(config(), None, resume=False) as directory:
         Run(directory).claim(config())
         names.put(directory.name)
@@ -277,7 +278,7 @@ def enters(cwd, barrier, names):
 def test_runs_that_begin_at_one_time_get_a_folder_each(tmp_path):
     barrier, names = CONTEXT.Barrier(3), CONTEXT.Queue()
     processes = started(3, enters, tmp_path, barrier, names)
-    found = sorted(names.get(timeout=60) for _ in processes)
+    found = sorted(names.get(timeout=PATIENCE_S) for _ in processes)
     assert found == ["gaussian", "gaussian-2", "gaussian-3"]
     assert exit_codes(processes) == [0, 0, 0]
 

@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 
 from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE_S
 
 CONTEXT = multiprocessing.get_context("forkserver")
 SLOW_IMPORTS = (
@@ -30,7 +31,7 @@ SLOW_IMPORTS = (
 CONTEXT.set_forkserver_preload(list(SLOW_IMPORTS))
 
 
-def start(size, work, folder: Path, *arguments, timeout_s=60.0, device="cpu", prepare=None):
+def start(size, work, folder: Path, *arguments, timeout_s=PATIENCE_S, device="cpu", prepare=None):
     """`size` processes, each running work(world, folder, *arguments); what it returns or dies of
     goes to folder/RANK.json.
 
@@ -48,7 +49,7 @@ def start(size, work, folder: Path, *arguments, timeout_s=60.0, device="cpu", pr
     return ranks
 
 
-def finish(ranks, folder: Path, patience_s=120.0):
+def finish(ranks, folder: Path, patience_s=2 * PATIENCE_S):
     """What each rank left, in order: {"answer": ...}, {"error": ...}, or {} where it was killed.
     None may outlast patience."""
     ends = time.monotonic() + patience_s
@@ -62,7 +63,7 @@ def finish(ranks, folder: Path, patience_s=120.0):
     return [json.loads(path.read_text()) if path.exists() else {} for path in left]
 
 
-def run(size, work, folder: Path, *arguments, patience_s=120.0, **options):
+def run(size, work, folder: Path, *arguments, patience_s=2 * PATIENCE_S, **options):
     """The answers of `size` ranks, all of which must have one."""
     folder.mkdir(parents=True, exist_ok=True)
     results = finish(start(size, work, folder, *arguments, **options), folder, patience_s)

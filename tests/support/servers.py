@@ -5,6 +5,8 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.support.waiting import PATIENCE_S
+
 
 @contextmanager
 def serving(server):
@@ -17,7 +19,7 @@ def serving(server):
             yield server
         finally:
             server.shutdown()
-            thread.join(timeout=5)
+            thread.join(PATIENCE_S)
 
 
 def replies(text, status=200, **headers):

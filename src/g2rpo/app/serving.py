@@ -129,7 +129,6 @@ def serve_reward(
     from g2rpo.rewards.server import RewardServer
 
     token = token_for(host, token_env)
-    check_address(host, port)
     if plugins.is_code(kind):
         plugins.allow(kind)
     name = kind.rpartition(":")[2]  # a config's names have no dots, as the path of a file has
@@ -138,6 +137,7 @@ def serve_reward(
         pick_device(str(own["device"]), "device")
     table = {name: RewardConfig(kind=kind, options=own)}
     check_rewards_alone(table)
+    check_address(host, port)
     reward = build_rewards(table)[name]
     with refused(host, port):
         server = RewardServer(reward, host, port, token=token)

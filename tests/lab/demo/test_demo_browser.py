@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 
@@ -15,9 +14,10 @@ from g2rpo.lab.demo.command import demo
 from tests.support.contrast import FAINT_TEXT
 from tests.support.ports import free_port
 from tests.support.processes import Forked
+from tests.support.waiting import PATIENCE_S, until
 
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
-MINUTE = 60_000
+PATIENCE_MS = 1000 * PATIENCE_S
 SOURCES = "[...document.querySelectorAll('#drawing img')].map(it => it.src)"
 
 
@@ -38,10 +38,10 @@ def address(run):
         kwargs={"stop": stop, "emit": hear},
     )
     served.start()
-    assert ready.wait(60)
+    assert ready.wait(PATIENCE_S)
     yield told[0]
     stop.set()
-    served.join(60)
+    served.join(PATIENCE_S)
     assert not served.is_alive()
 
 
@@ -61,7 +61,7 @@ def opened(browser, address):
         contexts.append(browser.new_context(**still | options))
         contexts[-1].add_init_script(script)
         page = contexts[-1].new_page()
-        page.set_default_timeout(MINUTE)
+        page.set_default_timeout(PATIENCE_MS)
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", hear)
@@ -241,6 +241,11 @@ def test_the_run_is_shown(opened, run):
     assert frame.locator("svg.chart").count() > 4 and fits(page)
 
 
+STILL = """document.getAnimations().every(
+    one => one.playState !== "running" || one.effect.getComputedTiming().endTime === Infinity
+)"""
+
+
 @pytest.mark.slow
 def test_it_follows_light_and_dark_and_is_legible_in_both(opened):
     papers = []
@@ -250,7 +255,7 @@ def test_it_follows_light_and_dark_and_is_legible_in_both(opened):
         papers.append(sum(map(int, page.evaluate(paper))) / 3)
         for view in ("Draw", "How it learns"):
             page.get_by_role("tab", name=view).click()
-            page.wait_for_timeout(300)  # colours fade in
+            page.wait_for_function(STILL)  # colours fade in
             assert page.evaluate(FAINT_TEXT) == [], (scheme, view)
     light, dark = papers
     assert light > 200 > 60 > dark
@@ -266,14 +271,12 @@ def test_the_command_asks_for_a_token_and_ends_with_ctrl_c(browser, tmp_path):
         environment = {**os.environ, "DEMO_TOKEN": token}
         process = Forked(command, stdout=out, stderr=err, env=environment)
     try:
-        address, ends = f"http://127.0.0.1:{port}/", time.monotonic() + 60
-        while address not in log.read_text():
-            assert time.monotonic() < ends and process.alive, errors.read_text()
-            time.sleep(0.05)
+        address = f"http://127.0.0.1:{port}/"
+        until(lambda: address in log.read_text(), lambda: process.alive, errors.read_text)
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{address}config")
         page = browser.new_page()
-        page.set_default_timeout(MINUTE)
+        page.set_default_timeout(PATIENCE_MS)
         page.goto(address)
         for word, then in (("guess", "Incorrect Credentials"), (token, "Draw")):
             page.get_by_label("username").fill("me")
@@ -286,7 +289,7 @@ def test_the_command_asks_for_a_token_and_ends_with_ctrl_c(browser, tmp_path):
         assert page.locator("#drawing img").count() == 1
         page.close()
         process.interrupt()
-        assert process.wait(timeout=60) == 0 and log.read_text().endswith("\nstopped\n")
+        assert process.wait(PATIENCE_S) == 0 and log.read_text().endswith("\nstopped\n")
         assert "Traceback" not in errors.read_text()
     finally:
         process.terminate()

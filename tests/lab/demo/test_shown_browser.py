@@ -24,9 +24,10 @@ from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
 from g2rpo.run.run import Run
 from g2rpo.runtime.memory import BatchSizes
-from tests.lab.demo.test_demo_browser import MINUTE
+from tests.lab.demo.test_demo_browser import PATIENCE_MS
 from tests.support.ports import free_port
 from tests.support.runs import Clips, Editing, brightness, config, picture, trainer
+from tests.support.waiting import PATIENCE_S
 
 ALGORITHM = GranularGRPO(group_size=3, branch_steps=(1,), granularities=(1, 2))
 
@@ -106,7 +107,7 @@ def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):
             urllib.request.urlopen(f"{address}gradio_api/file=/etc/passwd")
         for route, size in ((UPLOAD, MAX_UPLOAD), ("/gradio_api/queue/join", MAX_BODY)):
             large = http.client.HTTPConnection(
-                address.removeprefix("http://").rstrip("/"), timeout=60
+                address.removeprefix("http://").rstrip("/"), timeout=PATIENCE_S
             )
             large.putrequest("POST", route)
             large.putheader("Content-Length", str(size + 1))
@@ -114,12 +115,12 @@ def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):
             assert large.getresponse().status == 413
         tab = browser.new_page()
         tab.goto(address)
-        tab.wait_for_selector("#draw", timeout=MINUTE)
+        tab.wait_for_selector("#draw", timeout=PATIENCE_MS)
         tab.get_by_label("Prompt").first.fill("darker")
         tab.locator("input[type=file]").set_input_files(photograph)
-        tab.wait_for_selector("img[src*='file=']", timeout=MINUTE)
+        tab.wait_for_selector("img[src*='file=']", timeout=PATIENCE_MS)
         tab.click("#draw")
-        tab.wait_for_selector(".g2-inputs img", timeout=MINUTE)
+        tab.wait_for_selector(".g2-inputs img", timeout=PATIENCE_MS)
         assert "darker" in tab.inner_text("#drawing")
         tab.close()
     finally:

@@ -4,7 +4,6 @@ and a phone."""
 import json
 import os
 import sys
-import time
 from contextlib import contextmanager
 from functools import partial
 from subprocess import Popen
@@ -13,12 +12,13 @@ import pytest
 
 from g2rpo.lab.teach.session import Lesson
 from g2rpo.rewards import votes
-from tests.lab.demo.test_demo_browser import DESKTOP, MINUTE, PHONE
+from tests.lab.demo.test_demo_browser import DESKTOP, PATIENCE_MS, PHONE
 from tests.lab.demo.test_shown_browser import session as shown
 from tests.lab.teach.test_session import begun
 from tests.support.ports import free_port
 from tests.support.processes import Forked
 from tests.support.runs import Editing
+from tests.support.waiting import PATIENCE_S, until
 
 SHORT = [
     *("sampling.num_steps=4", "algorithm.group_size=4", "algorithm.branch_steps=[0,1]"),
@@ -39,19 +39,17 @@ def taught(request, tmp_path, browser):
     with log.open("wb") as out, errors.open("wb") as err:
         process = start(command, stdout=out, stderr=err, env=dict(os.environ))
     try:
-        ends, address = time.monotonic() + 300, f"http://127.0.0.1:{port}/"
-        while address not in log.read_text():
-            assert time.monotonic() < ends, errors.read_text()
-            time.sleep(0.05)
+        address = f"http://127.0.0.1:{port}/"
+        until(lambda: address in log.read_text(), what=errors.read_text)
         context = browser.new_context(viewport=DESKTOP, reduced_motion="reduce")
         page, wrong = context.new_page(), []
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.set_default_timeout(MINUTE)
+        page.set_default_timeout(PATIENCE_MS)
         page.goto(address)
         page.locator("[data-member]").first.wait_for()
         yield page, run
         other = context.new_page()
-        other.set_default_timeout(MINUTE)
+        other.set_default_timeout(PATIENCE_MS)
         other.goto(address)
         other.locator("#asked img").first.wait_for()
         page.locator("#finish").click()
@@ -62,7 +60,7 @@ def taught(request, tmp_path, browser):
             asked.click()
         ended.wait_for()
         assert page.locator("#pair img").count() == 2 and not page.locator("#finish").is_visible()
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
         assert not page.get_by_text("Connection to the server was lost").is_visible()
         other.locator("#none").click()
         lost = other.get_by_text("Connection to the server was lost")
@@ -185,7 +183,7 @@ def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):
     address = serve(built, Address("127.0.0.1", free_port()))
     try:
         page = browser.new_page()
-        page.set_default_timeout(MINUTE)
+        page.set_default_timeout(PATIENCE_MS)
         page.goto(address)
         for _ in range(2):
             page.get_by_role("tab", name="Teach").click()

@@ -18,7 +18,7 @@ from g2rpo.app.evaluate import reward_table
 from g2rpo.app.events import Emit, Line, Results, cautions, silent
 from g2rpo.app.serving import Address
 from g2rpo.assembly.adapters import completed
-from g2rpo.assembly.checks import check_rewards_alone
+from g2rpo.assembly.checks import check, check_rewards_alone
 from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import build_rewards, declared_by, reward_kind
@@ -95,6 +95,20 @@ def _guarding(config: Config) -> list[str]:
     return own
 
 
+def _asked(
+    recipe: str, overrides: Sequence[str], run_dir: Path | None, notify: Callable[[str], None]
+) -> tuple[Config, Path | None, bool]:
+    """The config of a session, its folder, and whether `recipe` is a session that goes on."""
+    begun = Run(Path(recipe))
+    if not begun.config.is_file():
+        return completed(teach_config(recipe, overrides, notify), notify), run_dir, False
+    if not begun.votes.is_file():
+        raise UserError(
+            f"{recipe}: was not begun by g2rpo teach (it has no votes.jsonl); name a recipe"
+        )
+    return begun.read_config(overrides, notify, mention=False), begun.path, True
+
+
 @contextmanager
 def opened(
     recipe: str,
@@ -109,17 +123,9 @@ def opened(
     """A session that has begun, in a run directory of its own, on a recipe; or on a run that `g2rpo
     teach` began, whose answers are repeated first. `stored` is a file of answers to repeat as
     well."""
-    notify, begun = cautions(emit), Run(Path(recipe))
+    notify = cautions(emit)
     notes: list[str] = []
-    resume = begun.config.is_file()
-    if resume and not begun.votes.is_file():
-        raise UserError(
-            f"{recipe}: was not begun by g2rpo teach (it has no votes.jsonl); name a recipe"
-        )
-    if resume:
-        config, run_dir = begun.read_config(overrides, notes.append, mention=False), begun.path
-    else:
-        config = completed(teach_config(recipe, overrides, notes.append), notes.append)
+    config, run_dir, resume = _asked(recipe, overrides, run_dir, notes.append)
     repeated = votes.read(stored) if stored is not None else []
     with joined(pick_device(config.policy.device)) as world, ExitStack() as stack:
         if not world.is_main:
@@ -163,6 +169,8 @@ def teach(
     follows = number_in("RANK", 0) > 0  # under torchrun rank 0 serves the page
     serves = stored is None and not follows
     if serves:
+        # what is wrong with the config is said first, and a taken port before anything is loaded
+        check(_asked(recipe, overrides, run_dir, lambda note: None)[0])
         where.check()
         with needing_gradio("teach"):
             from g2rpo.lab.teach.page import teach_view
