@@ -6,7 +6,7 @@ READY := .venv/.installed
 # Modules are compiled at their first import, and most have none; so what runs here may write what it compiled.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: install quickstart check quick test test-all docs format clean
+.PHONY: install quickstart check quick test numbers test-all docs format clean
 
 install: $(READY)
 
@@ -38,6 +38,11 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nu
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
+
+# Files with tolerances once more, as processors with SSE4 and with AVX2 compute them.
+numbers: $(READY)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST) -m "numbers and not slow"
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST) -m "numbers and not slow"
 
 # Formulas, configs and tiny runs, in a minute.
 quick: $(READY)

@@ -55,6 +55,24 @@ def is_quick(path):
     return any(path.is_relative_to(HERE / name) for name in QUICK.split())
 
 
+@cache
+def compares_numbers(path):
+    """Whether a file has tolerances, which must hold on every processor; but for folders whose tests
+    mostly start processes and browsers."""
+    apart = path.relative_to(HERE).parts[0] in (
+        "cli",
+        "fake_device",
+        "lab",
+        "repository",
+        "runtime",
+    )
+    return not apart and "from tests.support.tolerances import" in path.read_text(encoding="utf-8")
+
+
+RULES = {"quick": is_quick, "numbers": compares_numbers}
+"""Markers that all tests of a file have."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config):
     """Workers and the ranks of their tests are forked from one process that has imported torch and
@@ -68,16 +86,19 @@ def pytest_xdist_setupnodes(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """`-m quick` imports no other file of tests: importing all takes as long as its tests."""
-    asked = config.option.markexpr == "quick" and collection_path.match("test_*.py")
-    return True if asked and not is_quick(collection_path) else None
+    """`-m quick` and `-m "numbers and ..."` import no other file of tests: importing all takes as
+    long as theirs."""
+    rule = RULES.get(config.option.markexpr.partition(" and ")[0])
+    asked = rule is not None and collection_path.match("test_*.py")
+    return True if asked and not rule(collection_path) else None
 
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: place_in(item.path, LONGEST))
     for item in items:
-        if is_quick(item.path):
-            item.add_marker("quick")
+        for name, rule in RULES.items():
+            if rule(item.path):
+                item.add_marker(name)
 
 
 def pytest_collection():

@@ -9,12 +9,14 @@ from g2rpo.algorithms.epg import EPG
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT, Noised
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.capabilities import keeps_old
+from g2rpo.core.data import Batch, Example
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained, dry_rollout
 from tests.support.runs import mean, trainer
+from tests.support.tolerances import rounding
 from tests.support.watched import Watched
 
 NAMES = ["diffusion_nft", "awm", "dgpo", "epg", "opsd"]
@@ -87,6 +89,28 @@ def test_advantages_are_flow_grpos():
     kind = type("ByGroup", (DiffusionNFT,), {"batch_std": False})
     by_group = group_normalize(rewards[:, 0, 0], 1e-4, population_std=True)
     assert_close(kind().advantages(rewards, torch.ones(1)), by_group)
+
+
+class Velocities:
+    """A `Network` whose trained, old and base velocities are 1, 3 and 6 everywhere."""
+
+    velocity, old_velocity, base_velocity = (
+        lambda self, x, sigma, prompts, one=one: torch.full_like(x, one) for one in (1, 3, 6)
+    )
+
+
+@pytest.mark.parametrize("kind", [DiffusionNFT, AWM, DGPO, EPG])
+def test_the_distances_in_the_log_are_to_the_old_and_to_the_base_velocity(kind):
+    x, step = torch.zeros(4, 3), torch.tensor([1, 2, 3, 4])
+    data = {"step": step, "noise": torch.ones(4, 3), "group_sum": torch.zeros(4)}
+    batch = Batch.of([Example(0, 0, x, torch.ones(4), data)], sigma_grid(5), first=True)
+    plain, pulled = (
+        kind(group_size=4, kl_weight=weight).loss(batch, Velocities()) for weight in (1e-9, 2.0)
+    )
+    assert {name: values.unique().tolist() for name, values in pulled.log.items()} == {
+        "velocity_error": [0], "old_distance": [4], "kl": [25],
+    }  # fmt: skip
+    assert_close(pulled.values - plain.values, torch.full((4,), 50.0), **rounding(4, size=60.0))
 
 
 # --- fresh times and noise

@@ -36,6 +36,7 @@ from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from tests.support.runs import cut, fits, trainer
+from tests.support.tolerances import rounding
 from tests.support.watched import Watched
 
 ONCE = ("algorithm.update_every=rollout", "algorithm.group_size=6", "sampling.num_steps=8")
@@ -341,6 +342,19 @@ def test_the_cps_step_is_the_published_one():
         same(landing.mean, mean)
         same(landing.std, s)
         same(landing.log_prob(taken), -((taken - mean) ** 2).mean(1))
+
+
+def test_cps_multiplies_a_narrow_velocity_in_float32():
+    x, v = torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(2))
+    at = torch.tensor(0.7), torch.tensor(0.6)
+    narrow, wide = (cps_kernel(0.8)(x, of, *at).mean for of in (v.bfloat16(), v.bfloat16().float()))
+    assert torch.equal(narrow, wide)
+
+
+def test_dancegrpos_diffusion_is_the_same_at_every_sigma():
+    sigmas = sigma_grid(10, 3.0)
+    std = DanceGRPO(eta=0.3).kernel(sigmas)(*torch.zeros(2, 10, 1), sigmas[:-1], sigmas[1:]).std
+    assert_close(std, 0.3 * (sigmas[:-1] - sigmas[1:]).sqrt(), **rounding(4))
 
 
 def coefficients(kernel, sigma, sigma_next):
