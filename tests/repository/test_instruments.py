@@ -1,9 +1,7 @@
 """The study's instruments against what they should find: known signal, closed forms, known shares
 of variance."""
 
-import json
 import math
-from itertools import product
 
 import numpy as np
 import pytest
@@ -11,18 +9,12 @@ import torch
 
 from g2rpo.algorithms.flow_grpo import window
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.core.errors import UserError
 from g2rpo.core.flow import ode_step, sigma_grid
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for
-from g2rpo.lab.compare import workflow
-from g2rpo.lab.compare.study import StudyDirectory
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.rewards.taste import Choice, fit
 from g2rpo.rollout.engine import Engine
-from studies import find_rate, floors, registered, teach_choice
 from studies.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
-from studies.teach_choice import DRAWS, Belief, information
 from tests.support.runs import trainer
 
 SIGMAS = sigma_grid(6, 3.0)
@@ -170,97 +162,3 @@ def test_each_steps_noise_explains_its_share_of_a_linear_reward():
     assert max(ways / ways.sum()) > 0.5  # so that a wrong step would be seen
     # nothing else is noisy
     assert np.ptp(repeat_the_rest(t, 0, 0, 1, 4, 3)[0].numpy(), axis=1).max() < 1e-5
-
-
-def test_what_a_click_tells_of_heads_that_contradict_each_other_or_agree():
-    """Of two pictures, a tenth of the clicks at random: ln 2 less the entropy of (.95, .05)."""
-    sure = 50 * np.eye(2)
-    noise = -0.95 * math.log(0.95) - 0.05 * math.log(0.05)
-    assert information(sure) == pytest.approx(math.log(2) - noise, rel=1e-9)
-    assert information(sure[[0, 0]]) == pytest.approx(0, abs=1e-12)
-    assert information(sure, np.array([1.0, 0.0])) == pytest.approx(0, abs=1e-12)
-
-
-def test_the_belief_of_a_study_is_the_posterior_of_the_head():
-    """Utilities in the head's unit; the sum of variances of `DRAWS` drawn heads over 12 pictures in
-    some two directions has a relative deviation of sqrt(2 / DRAWS / 2) = .13, of which 4."""
-    choices = []
-    for round in range(8):
-        z = torch.randn(12, 3, generator=generator_for(round, "belief"))
-        choices.append(Choice({"right": z}, (int(z[:, 0].argmax()),)))
-    belief, head, seen = Belief(choices), fit(choices), choices[0].features
-    own, utilities = belief.utilities(seen), head(seen).double().numpy()
-    unit = own.std() / utilities.std()
-    np.testing.assert_allclose(own - own.mean(), unit * (utilities - utilities.mean()), atol=1e-4)
-    z = seen["right"].double() - seen["right"].double().mean(0)
-    variance = float((z @ head.root).square().sum()) * unit**2
-    assert belief.uncertainty(seen) == pytest.approx(variance, rel=1e-4)
-    drawn = belief.draws(seen, np.random.default_rng(0))
-    assert drawn.shape == (DRAWS, 12)
-    assert drawn.var(0).sum() == pytest.approx(variance, rel=0.5)
-
-
-@pytest.mark.parametrize("people", [1, 2])
-def test_a_table_of_choices_has_the_arms_that_have_run(people):
-    def sessions(*arms):
-        each = product(teach_choice.TASTED["scenes"], arms, range(people))
-        return {f"{taste}/{arm}/{seed}": [0.5, 0.5, 0.5] for taste, arm, seed in each}
-
-    begun = {"warm/change/0": [0.1, 0.1, 0.1]}
-    rows = teach_choice.table(sessions("today", "first") | begun, "scenes").splitlines()[2:]
-    assert [row.split()[1] for row in rows] == ["today", "first"]
-    alone = teach_choice.table(sessions("first"), "scenes").splitlines()[2:]
-    assert [row.split()[1] for row in alone] == ["first"]
-
-
-def test_a_summary_of_no_pilots_and_runs_is_refused(tmp_path, monkeypatch):
-    words = ["find_rate", "--whole", "0", "--pilots", "0", "--out", str(tmp_path / "no")]
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit, match="holds no runs"):
-        find_rate.main()
-    assert not any(tmp_path.iterdir())
-
-
-def test_floors_have_their_folder_before_the_first_cell_is_trained(tmp_path, monkeypatch):
-    names = {name for shown in floors.SHOWN.values() for name in shown}
-    monkeypatch.setattr(
-        floors, "cell", lambda *_: {name: {"base": 0.0, "tuned": 1.0} for name in names}
-    )
-    out = tmp_path / "new" / "floors.json"
-    monkeypatch.setattr("sys.argv", ["floors", "--seeds", "42", "--out", str(out)])
-    floors.main()
-    assert len(json.loads(out.read_text())["cells"]) == 8
-
-
-@pytest.mark.parametrize("stale", [False, True])
-def test_a_refused_study_has_no_results_of_an_earlier_one(tmp_path, monkeypatch, stale):
-    """Though all cells of the earlier one were trained."""
-
-    def refuse(*_, **__):
-        raise UserError("holds another study")
-
-    monkeypatch.setattr(registered, "compare", refuse)
-    folder = StudyDirectory(tmp_path / "words-priced")
-    folder.path.mkdir()
-    if stale:
-        trained = dict.fromkeys(registered.cells("words-priced", [16]), 1)
-        folder.results.write_text(json.dumps({"spent": trained, "controls": {}}))
-    with pytest.raises(UserError, match="another study"):
-        registered.study("words-priced", [16], 1, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", registered.WORLDS)
-def test_cells_of_registered_questions_can_be_compared(tmp_path, monkeypatch, world):
-    """All that is refused is refused before the first run."""
-
-    class Begins(Exception):
-        pass
-
-    def begin(*_):
-        raise Begins
-
-    monkeypatch.setattr(workflow, "working", begin)
-    for number in registered.WORLDS[world]["questions"]:
-        with pytest.raises(Begins):
-            registered.study(world, [number], 1, tmp_path / str(number))

@@ -39,6 +39,8 @@ PAGES = [
     *sorted(page for page in (ROOT / "studies").glob("*.md") if page.stem != "LOG"),
     *sorted((ROOT / "studies/results").glob("*.md")),
 ]
+CLOSED = re.compile(r"^Its commands run at commit `\w+`", re.MULTILINE)
+"""Said at the top of a page of results whose commands this version does not have."""
 FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
