@@ -237,7 +237,6 @@ def study(
     *,
     overrides: Sequence[str] = (),
     budget: str = "iterations=60",
-    find_rate: bool = False,
     seeds: int = 3,
     steps: Sequence[int] = (),
     jobs: int = 1,
@@ -249,7 +248,6 @@ def study(
     again, it finishes what is missing in `out`. Raises UserError and Stopped as the command does.
     """
     options: dict[str, Any] = {
-        "find_rate": find_rate,
         "seeds": seeds,
         "steps": steps,
         "jobs": jobs,

@@ -7,17 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import Preempted
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import Evaluation, save_evaluation
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.base import SharedBase, shared_base, with_floors
 from g2rpo.run.lock import InUse
 from g2rpo.run.lock import held as lock
-from g2rpo.run.rates import Sweep
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World
 from tests.support.policies import make
@@ -166,25 +163,3 @@ def test_an_adapter_that_was_not_trained_adds_exactly_nothing(dtype):
         policy = make(CLASSES["FluxPipeline"], copy.deepcopy(pipeline), **size, **own)
         found.append(Sampler(policy=policy, shift="model", num_steps=3).pictures(["a red circle"]))
     assert torch.equal(*found)
-
-
-def test_the_pilots_of_several_cells_share_their_base_too(tmp_path):
-    """By a reward that counts its calls: the second cell's pilots ask for one evaluation less."""
-    calls, asked = [], []
-
-    def bright(images, prompts):
-        calls.append(len(images))
-        return brightness(images, prompts)
-
-    c = config("trainer.iterations=4", "evaluation.num_prompts=10", "optim.learning_rate=0.02")
-    given = {"rewards": {"bright": bright}, "judges": {"dark": brightness}, "trackers": []}
-    given |= {"prompts": [f"{0.01 * place:g}" for place in range(12)], "heldout": ["-1"]}
-    for cell in ("a", "b"):
-        calls.clear()
-        sweep = Sweep(0.02, [0.02, 0.05])
-        where = {"run_dir": tmp_path / cell, "bases": tmp_path / "bases", "notify": print}
-        own = given | {"policy": GaussianPolicy()}
-        build(Request(config=c, given=own, sweep=sweep, **where))
-        asked.append((len(calls), [(pilot.rate, pilot.gain) for pilot in sweep.pilots]))
-    (first, gains), (second, others) = asked
-    assert first == second + 1 and gains == others

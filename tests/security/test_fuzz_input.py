@@ -34,7 +34,6 @@ from g2rpo.policies.adapters import check_fit
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards import votes
 from g2rpo.run.checkpoint import latest_checkpoint
-from g2rpo.run.rates import Pilot, Sweep
 from g2rpo.run.records import PlannedAndMeasured
 from g2rpo.run.run import Run
 from tests.support import runs
@@ -297,9 +296,6 @@ def whole_run(tmp_path_factory):
     Run(folder).claim(runs.config(*SHORT))
     Run(folder).record_start(0, torch.device("cpu"), {"prompts": "0"})
     runs.finished(runs.trainer(folder, *SHORT))
-    sweep = Sweep.around(0.05)
-    sweep.pilots = [Pilot(rate, 0.1, 0.05, 0.2, {}, 2, 1.0) for rate in sweep.rates]
-    Run(folder).write_rates(sweep)
     (folder / "plan.json").write_text(as_json(PlannedAndMeasured("a card", 1.0, 2, 3.0, None)))
     vote = votes.Vote(round=0, iteration=0, liked=(1,), prompt="a", digest="0")
     votes.append(folder / "votes.jsonl", vote)
@@ -341,7 +337,6 @@ metrics.jsonl | reward/bright | "much"
 metrics.jsonl | reward/bright | 1e301
 starts.jsonl | contents | {"prompts": 0}
 starts.jsonl | time | 2026
-rates.json | rates | [Infinity]
 plan.json | seconds | "1"
 votes.jsonl | ahead | 100000
 scores/iteration_000000.jsonl | scores bright | "0.5"

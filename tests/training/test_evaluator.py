@@ -17,7 +17,6 @@ from g2rpo.evaluation.work import work
 from g2rpo.monitor.alarms import Alarms, alike
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.rates import Pilot, Sweep
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
 from tests.support.runs import brightness, cut, darkness, finished, log, resumed, trainer
@@ -100,13 +99,10 @@ def test_controls_that_come_too_late_are_said_to(tmp_path):
 
 
 def test_what_is_not_known_is_null_in_the_files_of_a_run(tmp_path):
-    """The error of one prompt; the gain of a pilot that could not be finished."""
+    """The error of one prompt."""
     results, _ = results_of(tmp_path, prompts=["0"])
-    run, pilot = Run(tmp_path), Pilot(0.1, math.nan, math.nan, math.nan, {}, 3, 1.0)
     assert results["rewards"]["bright"]["error"] is None
-    assert math.isnan(run.read_results().rewards["bright"].error)
-    run.write_rates(Sweep(0.1, [0.1], [pilot]))
-    assert "NaN" not in run.rates.read_text() and math.isnan(run.read_rates().pilots[0].gain)
+    assert math.isnan(Run(tmp_path).read_results().rewards["bright"].error)
 
 
 def test_price_and_card_are_of_what_was_trained(tmp_path):

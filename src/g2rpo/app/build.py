@@ -28,13 +28,11 @@ from g2rpo.monitor.trackers import build_trackers
 from g2rpo.prompts.judged import JudgedList
 from g2rpo.run.base import SharedBase, shared_base
 from g2rpo.run.checkpoint import newest_iteration
-from g2rpo.run.rates import Sweep
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Replicated, Sharded
 from g2rpo.training.held_out_pairs import rows_of
 from g2rpo.training.pace import TIMED_PROMPTS, planned
-from g2rpo.training.pilots import Pilots, check_pilots, pilot_config, pilot_prompts
 from g2rpo.training.ranks import divided
 from g2rpo.training.trainer import Trainer
 
@@ -48,7 +46,7 @@ class Request:
 
     `given` has objects in place of what the config names: policy, rewards, judges, prompts,
     heldout, trackers. The caller holds the lock of `run_dir`; without one nothing is written.
-    Pilots of `sweep` choose the learning rate of a run that has not begun. With `within`, in
+    With `within`, in
     seconds, and `ends_at`, a time of `time.monotonic`, its length is fitted to what it takes. The
     base's evaluation is taken from the folder `bases`, or added to it.
     """
@@ -58,7 +56,6 @@ class Request:
     run_dir: Path | None = None
     resume: bool = False
     accept_changes: bool = False
-    sweep: Sweep | None = None
     within: float | None = None
     ends_at: float | None = None
     bases: Path | None = None
@@ -97,19 +94,10 @@ def build(request: Request) -> Trainer:
         for change in changes:
             request.notify(f"goes on with {change}")
     learnt, apart = divided_prompts(config, prompts)
-    if request.sweep is not None and request.sweep.rate is None:
-        check_pilots(config, learnt)
     parts = trainer_parts(request, learnt, heldout, apart)
     trainer = Trainer(config=config, **parts)
     if run is None:
         return trainer
-    if request.sweep is not None and request.sweep.rate is None:
-        if main:
-            run.claim(config)  # pilots are kept
-            run.write_rates(request.sweep)  # a resume before the first has ended runs them too
-        del trainer  # its average and old weights
-        config = _with_found_rate(request, request.sweep, run, parts)
-        trainer = Trainer(config=config, **parts)
     if request.within is not None and not run.starts.is_file():
         assert request.ends_at is not None
         config = planned_for(trainer, request.within, request.ends_at)
@@ -195,8 +183,7 @@ def _given_policy(request: Request) -> Policy:
 def _policy(
     request: Request, sharding: Sharded | None, prompts: Sequence[str], heldout: Sequence[str]
 ) -> Policy:
-    """The policy of the config, once the prompts of the run, of its pilots and of its controls are
-    encoded."""
+    """The policy of the config, once the prompts of the run and of its controls are encoded."""
     config, world = request.config, request.world
     for said in components.model_cautions(config.policy):
         request.notify(said)
@@ -205,10 +192,6 @@ def _policy(
     )
     begun = newest_iteration(request.run.checkpoints) if request.run is not None else 0
     to_come = prompts_to_come(config, prompts, heldout, world, begun)
-    if request.sweep is not None:
-        to_come += prompts_to_come(
-            pilot_config(config, 1.0), prompts, pilot_prompts(config, prompts), world
-        )
     to_come += of_controls(config, loaded, heldout)
     return policy_after_encoding(
         loaded,
@@ -218,38 +201,6 @@ def _policy(
         sharding,
         request.emit,
         pictures=judged_by(config.algorithm) is not None,
-    )
-
-
-def _with_found_rate(request: Request, sweep: Sweep, run: Run, parts: Mapping[str, Any]) -> Config:
-    """The config with the rate that `sweep` takes; both are written."""
-    emit = request.emit
-    emit(
-        Line(
-            f"short runs at {len(sweep.rates)} learning rates on training prompts; gain in standard deviations of the base:"
-        )
-    )
-    config, prompts = pilot_config(request.config, 1.0), parts["prompts"]
-    base = request.base_of(config, prompts, pilot_prompts(config, prompts))
-    pilots = Pilots({**parts, "config": request.config}, base)
-    rate = pilots.find(sweep, run, request.ends_at, lambda line: emit(Line(f"  {line}")))
-    emit(
-        Line(
-            f"{rate:g} is taken: the nearest to yours of those within an error of the best gain, without an alarm"
-        )
-    )
-    config = at_rate(request.config, rate)
-    if request.world.is_main:
-        run.claim(config)
-        sweep.rate = rate
-        run.write_rates(sweep)
-    return config
-
-
-def at_rate(config: Config, rate: float) -> Config:
-    """`config` with another learning rate."""
-    return config.model_copy(
-        update={"optim": config.optim.model_copy(update={"learning_rate": rate})}
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from g2rpo.app.build import Request, at_rate, build
+from g2rpo.app.build import Request, build
 from g2rpo.app.events import (
     Emit,
     Line,
@@ -38,8 +38,6 @@ from g2rpo.core.errors import RolledBack, UserError, counted
 from g2rpo.core.files import digest_of
 from g2rpo.core.statistics import Comparison
 from g2rpo.rollout.planning import count_per_prompt
-from g2rpo.run.checkpoint import newest_iteration
-from g2rpo.run.rates import Sweep
 from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import World, joined
 from g2rpo.training.model_card import CARD
@@ -55,7 +53,6 @@ def train(
     resume: bool = False,
     accept_changes: bool = False,
     within: str | None = None,
-    find_rate: bool = False,
     bases: Path | None = None,
     stopping: Stopping | None = None,
     emit: Emit = silent,
@@ -67,9 +64,8 @@ def train(
     With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own
     recipe; if there is none yet, that of `recipe` begins. A stop signal (`stopping`) saves a
     checkpoint first. `within` is the time that the run may take, with its earlier starts: its
-    number of iterations and its evaluations are fitted to it. With `find_rate` pilots around the
-    config's learning rate choose one first; a resumed run finishes the pilots that it began. Runs
-    with the same `bases`, a folder, share evaluations of the base. After a few iterations the plan
+    number of iterations and its evaluations are fitted to it. Runs with the
+    same `bases`, a folder, share evaluations of the base. After a few iterations the plan
     that `predict` makes is reported beside what was measured.
     """
     seconds = None if within is None else seconds_in(within)
@@ -78,8 +74,7 @@ def train(
     config = _config_of(recipe, overrides, run_dir if resume else None, notes)
     begun = Run(run_dir) if resume and run_dir is not None else None
     if recipe is not None and begun is not None and begun.config.is_file():
-        piloted = find_rate and begun.read_rates() is not None
-        config = as_chosen(config, begun.read_config(), piloted, within is not None)
+        config = as_chosen(config, begun.read_config(), within is not None)
     stopping = stopping or Stopping("")
     with joined(_device(config)) as world, ExitStack() as stack:
         if not world.is_main:
@@ -100,15 +95,11 @@ def train(
             emit(Line(f" has finished: all {iterations} iterations are done", title=str(directory)))
             emit(Line(f"`{on}` trains on; `{shlex.join(['g2rpo', 'report', str(directory)])}`"))
             return directory if world.is_main else None
-        sweep = _sweep_of(directory, config, find_rate)
-        if ends_at is not None and sweep is not None:
-            ends_at -= sweep.seconds  # of earlier starts
         request = Request(
             config=config,
             run_dir=directory,
             resume=resume,
             accept_changes=accept_changes,
-            sweep=sweep,
             within=seconds,
             ends_at=ends_at,
             bases=bases,
@@ -154,11 +145,8 @@ def _config_of(
     return config
 
 
-def as_chosen(config: Config, begun: Config, piloted: bool, within: bool) -> Config:
-    """`config` with what the run itself chose since it began, whatever the overrides begin with:
-    the rate of its pilots, and the length and evaluations that were fitted to a time."""
-    if piloted:
-        config = at_rate(config, begun.optim.learning_rate)
+def as_chosen(config: Config, begun: Config, within: bool) -> Config:
+    """`config` with the length and evaluations that were fitted to a time since the run began."""
     if within:
         looks = {"num_prompts": begun.evaluation.num_prompts}
         evaluation = config.evaluation.model_copy(update=looks)
@@ -200,18 +188,6 @@ def _tell_of_rank(rank: int, message: str) -> None:
     print(f"rank {rank}: {message}", file=sys.stderr)
 
 
-def _sweep_of(directory: Path, config: Config, find_rate: bool) -> Sweep | None:
-    """The pilots that a run began, or those of a run that has no checkpoint yet."""
-    run = Run(directory)
-    if (begun := run.read_rates()) is not None:
-        return begun
-    return (
-        Sweep.around(config.optim.learning_rate)
-        if find_rate and not newest_iteration(run.checkpoints)
-        else None
-    )
-
-
 def train_built(request: Request, stopping: Stopping, predict: Predict | None = None) -> None:
     """Builds a run on one rank, trains it to its end, and compares base and tuned."""
     assert request.run_dir is not None
@@ -225,8 +201,6 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
             title=config.recipe or "training",
         )
     )
-    if request.sweep is not None:
-        stopping.message = f"stopped while pilots were run; {Run(directory).command} goes on with those that are missing"
     trainer = build(request)
     if request.resume:
         emit(

@@ -265,7 +265,6 @@ def compare(
     budget: Annotated[
         str, typer.Option(help="Of a run: iterations=60 or evaluations=100000.")
     ] = "iterations=60",
-    find_rate: options.FindRateOption = False,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
     steps: Annotated[
         str | None,
@@ -280,8 +279,7 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Compare algorithms or variants under one budget, over several seeds; each at its own rate
-    with --find-rate."""
+    """Compare algorithms or variants under one budget, over several seeds."""
     from g2rpo.app.evaluate import step_counts
     from g2rpo.cli.results import show_study
     from g2rpo.lab.compare import study as words
@@ -292,7 +290,6 @@ def compare(
         overrides or [],
         words.parse_cells(algorithms, cell or []),
         words.parse_budget(budget),
-        find_rate=find_rate,
         seeds=seeds,
         steps=step_counts(steps) if steps else (),
         jobs=jobs,

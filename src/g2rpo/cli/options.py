@@ -172,13 +172,6 @@ ControlsOption = Annotated[
     ),
 ]
 
-FindRateOption = Annotated[
-    bool,
-    typer.Option(
-        "--find-rate",
-        help="First choose optim.learning_rate by short runs at 0.25 to 2 times its value.",
-    ),
-]
 WithinOption = Annotated[
     str | None,
     typer.Option(

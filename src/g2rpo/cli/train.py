@@ -40,7 +40,6 @@ def train(
     ] = False,
     accept_changes: options.AcceptOption = False,
     within: options.WithinOption = None,
-    find_rate: options.FindRateOption = False,
     bases: Annotated[
         Path | None,
         typer.Option(
@@ -56,7 +55,6 @@ def train(
         "resume": resume,
         "accept_changes": accept_changes,
         "within": within,
-        "find_rate": find_rate,
     }
     _train(recipe, overrides, run_dir, bases=bases, **asked)
 

@@ -17,7 +17,6 @@ class RunFiles:
 
     config = Inside("config.yaml")  # resolved; `g2rpo train runs/NAME/config.yaml` repeats the run
     starts = Inside("starts.jsonl")  # a row per start or resume (`records.Start`)
-    rates = Inside("rates.json")  # the pilots that chose the learning rate (`rates.Sweep`)
     plan = Inside("plan.json")  # the plan beside what was measured (`records.PlannedAndMeasured`)
     # a row per iteration and evaluation (`records.TrainingRow`, `EvaluationRow`)
     log = Inside("metrics.jsonl")

@@ -43,7 +43,6 @@ from g2rpo.run.checkpoint import checkpoints, newest_iteration
 from g2rpo.run.files import RunFiles
 from g2rpo.run.lock import enter_fresh, held
 from g2rpo.run.log_rows import read_log
-from g2rpo.run.rates import Sweep
 from g2rpo.run.records import PlannedAndMeasured, RunResults, Start, started
 from g2rpo.runtime.distributed import ALONE, World
 
@@ -283,10 +282,6 @@ class Run(RunFiles):
         except UserError:  # damaged, and to be rewritten
             return None
 
-    def read_rates(self) -> Sweep | None:
-        """The pilots that chose the learning rate; None if it was given."""
-        return _stored(Sweep, self.rates, "delete it, and the pilots begin again")
-
     def read_plan(self) -> PlannedAndMeasured | None:
         """The plan beside what was measured; None without one."""
         return _stored(PlannedAndMeasured, self.plan, "delete it")
@@ -351,9 +346,6 @@ class Run(RunFiles):
 
         with file:
             yield write
-
-    def write_rates(self, sweep: Sweep) -> None:
-        self._write_json(self.rates, asdict(sweep))
 
     def write_plan(self, both: PlannedAndMeasured) -> None:
         self._write_json(self.plan, asdict(both))

@@ -82,7 +82,7 @@ def write_card(
             [
                 f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
                 f"# {_code(config.policy.path)}, tuned with {title_of(config.algorithm)[0]}",
-                _what(config, iteration) + _how_rated(run),
+                _what(config, iteration),
                 f"![before and after]({(clips if moves else still).name})",
                 _results(config, table, len(heldout)),
                 *_controls(config, against),
@@ -163,15 +163,6 @@ def _what(config: Config, iteration: int) -> str:
         f"{counted(config.trainer.prompts_per_iteration, 'prompt')}. Trained on: {rewards}. "
         f"{''.join(brought)}The licence of the base model applies{f': {licence}' if licence else ''}."
     )
-
-
-def _how_rated(run: Run) -> str:
-    """A sentence on the pilots of a run, if it had any."""
-    sweep = run.read_rates()
-    if sweep is None or sweep.rate is None:
-        return ""
-    tried = ", ".join(f"{rate:g}" for rate in sorted(sweep.rates))
-    return f" The learning rate, {sweep.rate:g}, was chosen from {tried} by short runs on training prompts."
 
 
 def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> str:

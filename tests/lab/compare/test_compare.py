@@ -23,7 +23,6 @@ from g2rpo.lab.compare.study import Study, parse_budget, parse_cells
 from g2rpo.lab.compare.workflow import _check_judged_alike, compare
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.planning import count_trained
-from g2rpo.run.rates import FACTORS, Pilot
 from g2rpo.run.run import Run
 from tests.lab.counting import Counting
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
@@ -105,7 +104,7 @@ def test_lines_pair_seeds_and_prompts():
 def test_cells_and_budgets_are_read():
     cells = parse_cells("g2rpo, mixgrpo", ["fine: x.eta=[1,2] budget=2e4 'x.note=two words'"])
     unit, budget = parse_budget("evaluations=1e5")
-    fixed = {"recipe": "scenes", "find_rate": False, "seeds": 1, "steps": []}
+    fixed = {"recipe": "scenes", "seeds": 1, "steps": []}
     study = Study(overrides=["x=1"], cells=cells, budget=budget, unit=unit, **fixed)
     assert {cell: (study.overrides_of(cell), study.budget_of(cell)) for cell in cells} == {
         "g2rpo": (["x=1", "algorithm.name=g2rpo"], 1e5),
@@ -294,41 +293,6 @@ def test_a_study_with_a_file_that_was_cut_in_half_goes_on_or_names_it(
         else:
             assert path.name in err or str(cut.parent) in err, (path, err)
     assert {0, 2} <= codes
-
-
-def test_the_first_run_of_a_cell_finds_its_rate_and_the_others_take_it(
-    capsys, tmp_path, tiny_config
-):
-    """Its pilots' gains are replaced by such as let one rate learn. The runs' own evaluations are
-    compared."""
-    out = tmp_path / "study"
-    asked = ["compare", tiny_config, "--cell", "a: optim.learning_rate=1e-2", "--find-rate"]
-    asked += ["--seeds", "2", "--budget", "iterations=1", "--out", out]
-    # as many prompts as the error of a pilot's gain takes
-    asked += ["prompts.train=testbed:train", "evaluation.num_prompts=8"]
-    said = refused(capsys, *asked)
-    assert all(words in said for words in ("a, seed 42 failed", "no rate learns", "no cell is"))
-    first, second = (Run(out / "runs" / "a" / f"seed_{seed}") for seed in (42, 43))
-    sweep = first.read_rates()
-    assert {pilot.rate for pilot in sweep.pilots} == {factor * 1e-2 for factor in FACTORS}
-    gains = zip(sweep.rates, (0, 0.5, 0, 0), strict=True)
-    sweep.pilots = [Pilot(rate, gain, gain - 0.1, gain + 0.1, {}, 3, 1.0) for rate, gain in gains]
-    first.write_rates(sweep)
-    done(capsys, *asked)
-    results = json.loads((out / "results.json").read_text())
-    spent, chosen = results["spent"]["a"], sweep.rates[1]
-    assert spent["learning_rate"] == chosen and not spent["at_edge"]
-    assert [pilot["gain"] for pilot in results["pilots"]["a"]] == [0, 0.5, 0, 0]
-    changes = []
-    for seed, run in ((42, first), (43, second)):
-        config = run.read_config()
-        assert (config.optim.learning_rate, config.trainer.seed) == (chosen, seed)
-        base, last = (run.read_scores(at, ["scene_accuracy"])["scene_accuracy"] for at in (0, 1))
-        changes.append(float((last - base).double().mean()))
-    assert second.read_rates() is None and not (out / "judged").exists()
-    (line,) = results["judged"]
-    # scores are kept in float32
-    assert line["change"]["mean"] == pytest.approx(np.mean(changes), abs=1e-6)
 
 
 FAILING = """

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import whole_file, write_whole
@@ -20,9 +21,9 @@ from g2rpo.evaluation.work import work
 from g2rpo.lab.compare.study import Study, StudyDirectory
 from g2rpo.monitor.curves import CurveLine, Panel, save_figure, small_multiples
 from g2rpo.monitor.scores import read_rows, scores_of
-from g2rpo.run.rates import Pilot, Sweep, Values
 from g2rpo.run.run import Run
 
+Values = NDArray[np.float64]
 MADE_AGAIN = "delete this folder, and the same command makes it again"
 Judged = Mapping[tuple[int, str], Values]
 """Scores by (steps, reward): [N] prompts, or [S, N] training seeds by prompts."""
@@ -44,8 +45,6 @@ class History:
     steps: int
     """Sampling steps of the evaluations."""
     learning_rate: float
-    sweep: Sweep | None
-    """The pilots that chose the rate, if this run has them."""
 
 
 def read_run(run: Run) -> History:
@@ -91,16 +90,13 @@ def read_run(run: Run) -> History:
         pictures,
         steps,
         config.optim.learning_rate,
-        run.read_rates(),
     )
 
 
 def spent(runs: Sequence[History]) -> dict[str, Any]:
     """The mean cost of a cell's run."""
-    rate, sweep = runs[0].learning_rate, runs[0].sweep
     return {
-        "learning_rate": rate,
-        "at_edge": sweep is not None and rate in (min(sweep.rates), max(sweep.rates)),
+        "learning_rate": runs[0].learning_rate,
         "iterations": runs[0].iterations[-1],
         "evaluations": float(np.mean([run.work[-1] for run in runs])),
         "pictures": float(np.mean([run.pictures for run in runs])),
@@ -232,9 +228,6 @@ def write_results(
         "prompts": len(next(iter(rewards.values()))),
         "intervals": "95% over training seeds and held-out prompts: crossed bootstrap, 2000 resamples; of one seed Student's t",
         "evaluations_count": "rollout evaluations, and 3 for each latent of a training pass (4 with a KL term)",
-        "pilots": {
-            cell: own[0].sweep.pilots for cell, own in runs.items() if own[0].sweep is not None
-        },
         "spent": {cell: spent(own) for cell, own in runs.items()},
         "judged": lines(bases, scores),
         "controls": free and free.model_dump(mode="json"),
@@ -292,9 +285,8 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
             parts += [f"## {counted(steps, 'step')}: lead over {cells[0]}", _table(head, leads)]
     costs = []
     for cell, cost in found["spent"].items():
-        edge = " (edge of the sweep)" if cost["at_edge"] else ""
         numbers = [f"{cost[key]:,.0f}" for key in ("evaluations", "pictures", "seconds")]
-        costs.append([cell, f"{cost['learning_rate']:g}{edge}", str(cost["iterations"]), *numbers])
+        costs.append([cell, f"{cost['learning_rate']:g}", str(cost["iterations"]), *numbers])
     parts += [
         "## Spent, per run",
         _table(
@@ -310,17 +302,6 @@ def page(study: Study, found: Mapping[str, Any], free: Controls | None) -> str:
         ),
         "\\* of rollouts, and three for each latent of a training pass, four with a KL term.",
     ]
-    if found["pilots"]:
-        tried = [
-            [cell, f"{one.rate:g}", str(one.iterations), _gain(one)]
-            for cell, own in found["pilots"].items()
-            for one in own
-        ]
-        parts += [
-            "## Pilots: gain in the trained rewards, in standard deviations of the base, on training prompts",
-            "In brackets a standard error below and above.",
-            _table(["cell", "learning rate", "iterations", "gain"], tried),
-        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -330,11 +311,6 @@ def _free(best: Mapping[str, Way], rewards: Sequence[str]) -> list[str]:
         f"{way.changes[name]:+}, {way.name}: {way.price}" if (way := best.get(name)) else "–"
         for name in rewards
     ]
-
-
-def _gain(pilot: Pilot) -> str:
-    alarms = f"; alarms: {', '.join(pilot.alarms)}" if pilot.alarms else ""
-    return f"{Interval(pilot.gain, pilot.low, pilot.high, count=0):+}{alarms}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,9 +1,7 @@
 """What a study compares: algorithms, or variants of one, under one budget.
 
 A *cell* is one variant: a name and overrides of the recipe. It is trained once per seed, each time
-in a folder of its own. With `find_rate` its first run chooses the cell's learning rate by pilots,
-as `g2rpo train --find-rate` does: they have seeds of their own and are evaluated on training
-prompts, so the choice uses no held-out prompt and no seed of the comparison.
+in a folder of its own.
 """
 
 from __future__ import annotations
@@ -49,8 +47,6 @@ class Study(Section):
     budget: PositiveFloat
     unit: Unit
     """Unit of the budget of one run."""
-    find_rate: bool
-    """Whether pilots choose each cell's learning rate."""
     seeds: PositiveInt
     """Training seeds of every cell."""
     steps: list[Steps]

@@ -2,7 +2,7 @@
 its results.
 
 OUT/study.yaml         what is compared
-OUT/runs/CELL/seed_S/  the runs; with `--find-rate` the first of each cell has the pilots
+OUT/runs/CELL/seed_S/  the runs
 OUT/bases/             the base's evaluations, which the runs share
 OUT/judged/base/, .../CELL/seed_S/  with `--steps`: evaluations of the base and of the runs' weights
 OUT/judged/controls/   with `--controls`: of other sampler settings of the base
@@ -34,7 +34,6 @@ from g2rpo.lab.compare.jobs import Job, Workers, working
 from g2rpo.lab.compare.results import write_results
 from g2rpo.lab.compare.study import Study, StudyDirectory, Unit
 from g2rpo.run.lock import first_usable
-from g2rpo.run.rates import PILOT_SEEDS
 from g2rpo.run.run import Run
 from g2rpo.training.model_card import CARD
 
@@ -49,7 +48,6 @@ def compare(
     cells: Mapping[str, Sequence[str]],
     budget: tuple[Unit, float],
     *,
-    find_rate: bool = False,
     seeds: int = 3,
     steps: Sequence[int] = (),
     jobs: int = 1,
@@ -61,17 +59,12 @@ def compare(
     in the first of study, study-2 ... that holds no other. `controls` samples controls of the
     base too. A part that fails ends no other: there are results of the cells that are whole, and
     then an error that names what failed."""
-    if seeds > PILOT_SEEDS:
-        raise UserError(
-            f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again"
-        )
     asked = {
         "recipe": recipe,
         "overrides": list(overrides),
         "cells": {name: list(own) for name, own in cells.items()},
         "unit": budget[0],
         "budget": budget[1],
-        "find_rate": find_rate,
         "seeds": seeds,
         "steps": sorted({*steps}),
     }
@@ -118,22 +111,8 @@ class _Work:
 
     def train(self) -> dict[Job, int]:
         """Trains what is missing; the exit codes of what failed."""
-        if not self.study.find_rate:
-            return self.workers.run(
-                self._training(cell, seed) for cell in self.configs for seed in self.seeds
-            )
-        first, *others = self.seeds
-        failed = self.workers.run(
-            self._training(cell, first, "--find-rate") for cell in self.configs
-        )
-        found = [cell for cell in self.configs if finished(self.folder.run(cell, first))]
-        rates = {
-            cell: self.folder.run(cell, first).read_config().optim.learning_rate for cell in found
-        }
-        return failed | self.workers.run(
-            self._training(cell, seed, f"optim.learning_rate={rates[cell]}")
-            for seed in others
-            for cell in found
+        return self.workers.run(
+            self._training(cell, seed) for cell in self.configs for seed in self.seeds
         )
 
     def judge(self, controls: bool) -> dict[Job, int]:
@@ -187,12 +166,11 @@ class _Work:
             return []
         return [cell for cell in self.configs if all(done(cell, seed) for seed in self.seeds)]
 
-    def _training(self, cell: str, seed: int, *options: str) -> Job | None:
+    def _training(self, cell: str, seed: int) -> Job | None:
         own = run_overrides(self.configs[cell], seed, self.iterations[cell])
         overrides = [
             *self.study.overrides_of(cell),
             *own,
-            *options,
             "--bases",
             str(self.folder.bases),
         ]

@@ -211,7 +211,7 @@ def facts(run: RunHistory) -> dict[str, Any]:
         "Held-out prompts": c.evaluation.prompts,
         "Iterations": f"{run.iteration} of {c.trainer.iterations}",
         "Seed": str(c.trainer.seed),
-        "Learning rate": pilots(run),
+        "Learning rate": f"{c.optim.learning_rate:g}",
         "Plan": plan and f"on {plan.card}, {plan}",
     }
     if run.starts:
@@ -224,17 +224,6 @@ def facts(run: RunHistory) -> dict[str, Any]:
             "Commit": last.commit,
         }
     return told
-
-
-def pilots(run: RunHistory) -> str | None:
-    """The rate that pilots chose, and their gains in standard deviations of the base."""
-    sweep = run.files.read_rates()
-    if sweep is None or sweep.rate is None:
-        return None
-    tried = sorted(sweep.pilots, key=lambda pilot: pilot.rate)
-    rates = ", ".join(f"{pilot.rate:g}" for pilot in tried)
-    gains = ", ".join(f"{pilot.gain:+.2f}{' (alarm)' if pilot.alarms else ''}" for pilot in tried)
-    return f"{sweep.rate:g}, chosen from {rates} by short runs on training prompts, with gains of {gains}"
 
 
 def costs(run: RunHistory) -> dict[str, str]:
