@@ -161,6 +161,7 @@ trainer.checkpoint_every: loss of a crash against disk
 trainer.checkpoint_minutes: the same for an iteration whose time nobody knows yet
 trainer.iterations: length
 trainer.keep_checkpoints: disk
+trainer.max_hours: the time that a queue gives a run
 trainer.micro_batch_size: memory
 trainer.prompts_per_iteration: cost and variance
 trainer.seed: repetition

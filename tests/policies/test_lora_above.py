@@ -15,7 +15,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.sampler import sampler_of
+from g2rpo.evaluation.sampler import Sampler, sampler_of
 from g2rpo.lab.check_gradient import perturb
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.catalogue import SPECS
@@ -25,7 +25,7 @@ from g2rpo.testbed import pipeline_dir
 from tests.support.commands import g2rpo, refused
 from tests.support.policies import make
 from tests.support.tiny import flux_pipeline
-from tests.support.tiny_pipelines import CLASSES
+from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 
 PROMPTS = ["a red circle", "two blue square left of a circle"]
 ABOVE = 0.5
@@ -219,3 +219,14 @@ def test_it_is_for_adapters():
     full = load_config("scenes", ["policy.lora_above=0.5", "policy.tuning=full"]).policy
     with pytest.raises(UserError, match="policy.lora_above: is for adapters"):
         check_options(SPECS["FluxPipeline"], full)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_that_was_not_trained_adds_exactly_nothing(dtype):
+    """So neither its rank nor where it acts is anything that the base depends on."""
+    pipeline, found = tiny_pipeline("FluxPipeline"), []
+    size = {"height": 32, "width": 48, "max_sequence_length": 24, "dtype": dtype}
+    for own in ({"lora_rank": 2}, {"lora_rank": 5, "lora_above": 0.5}):
+        policy = make(CLASSES["FluxPipeline"], copy.deepcopy(pipeline), **size, **own)
+        found.append(Sampler(policy=policy, shift="model", num_steps=3).pictures(["a red circle"]))
+    assert torch.equal(*found)

@@ -293,7 +293,7 @@ def test_figures_are_in_the_tests_and_results_that_are_cited_for_them(page):
             "The sea has 3.7e-4 of it, 1,234 m deep (`python -m benchmarks.machine`, 2026-11-26).",
             ["3.7e-4", "1,234"],
         ),
-        ("It gains .104, or 31.7 (`python -m studies.credit`).", ["31.7"]),
+        ("Alignment is 5.5, or 31.7 (`python -m studies.credit`).", ["31.7"]),
     ],
 )
 def test_a_figure_that_nothing_has_is_found(sentence, missing):

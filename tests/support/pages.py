@@ -232,8 +232,6 @@ def check_g2rpo(arguments: list[str]) -> None:
         }
         # the first may be a run
         keys = [word for word in overrides if "=" in word or word != overrides[0]]
-        if given["answers"]:
-            return  # which other files follow
         resolve_as(
             JudgingConfig, settings | {key: value for key, value in named.items() if value}, keys
         )

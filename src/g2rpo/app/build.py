@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,13 +24,10 @@ from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.trackers import build_trackers
 from g2rpo.prompts.judged import JudgedList
-from g2rpo.run.base import SharedBase, shared_base
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Replicated, Sharded
-from g2rpo.training.held_out_pairs import rows_of
-from g2rpo.training.pace import TIMED_PROMPTS, planned
 from g2rpo.training.ranks import divided
 from g2rpo.training.trainer import Trainer
 
@@ -45,10 +40,8 @@ class Request:
     """A run that is asked for: by `g2rpo train`, `resume` or `teach`, or from Python.
 
     `given` has objects in place of what the config names: policy, rewards, judges, prompts,
-    heldout, trackers. The caller holds the lock of `run_dir`; without one nothing is written.
-    With `within`, in
-    seconds, and `ends_at`, a time of `time.monotonic`, its length is fitted to what it takes. The
-    base's evaluation is taken from the folder `bases`, or added to it.
+    heldout, trackers. The caller holds the lock of `run_dir`; without one nothing is written. `began`
+    is when its process started, by `time.monotonic`.
     """
 
     config: Config
@@ -56,9 +49,7 @@ class Request:
     run_dir: Path | None = None
     resume: bool = False
     accept_changes: bool = False
-    within: float | None = None
-    ends_at: float | None = None
-    bases: Path | None = None
+    began: float = field(default_factory=time.monotonic)
     world: World = ALONE
     notify: Callable[[str], None] = print
     emit: Emit = silent
@@ -67,16 +58,6 @@ class Request:
     def run(self) -> Run | None:
         """The run's folder."""
         return None if self.run_dir is None else Run(self.run_dir)
-
-    def base_of(
-        self, config: Config, prompts: Sequence[str], heldout: Sequence[str]
-    ) -> SharedBase | None:
-        """Where the evaluation of the base by `config` on `heldout` is shared."""
-        if self.bases is None:
-            return None
-        return shared_base(
-            self.bases, config, contents_of(config, prompts, heldout, self.given), self.world
-        )
 
 
 def build(request: Request) -> Trainer:
@@ -94,22 +75,13 @@ def build(request: Request) -> Trainer:
         for change in changes:
             request.notify(f"goes on with {change}")
     learnt, apart = divided_prompts(config, prompts)
-    parts = trainer_parts(request, learnt, heldout, apart)
-    trainer = Trainer(config=config, **parts)
+    trainer = Trainer(config=config, **trainer_parts(request, learnt, heldout, apart))
     if run is None:
         return trainer
-    if request.within is not None and not run.starts.is_file():
-        assert request.ends_at is not None
-        config = planned_for(trainer, request.within, request.ends_at)
-        parts["heldout"] = heldout[: config.evaluation.num_prompts]
-        del trainer
-        gc.collect()  # it refers to itself
-        trainer = Trainer(config=config, **parts)
     if main:
         run.claim(config)  # only now: wrong input leaves nothing behind
     for complaint in trainer.resume() if request.resume else ():
         request.notify(complaint)
-    trainer.shared_base = request.base_of(config, prompts, trainer.heldout)
     if main:
         contents = contents_of(config, prompts, trainer.heldout, given)
         run.record_start(trainer.iteration, trainer.policy.device, contents)
@@ -165,6 +137,7 @@ def trainer_parts(
         "heldout": heldout,
         "held_out_pairs": held_out_pairs,
         "run_dir": request.run_dir,
+        "began": request.began,
         "notify": request.notify,
         "shards": sharding or Replicated(world),
         "trackers": given["trackers"] if "trackers" in given else build_trackers(config.trackers),
@@ -202,37 +175,6 @@ def _policy(
         request.emit,
         pictures=judged_by(config.algorithm) is not None,
     )
-
-
-def planned_for(trainer: Trainer, within: float, ends_at: float) -> Config:
-    """The config of a run that has not begun, planned for its time by timed evaluations of a few
-    held-out prompts."""
-    prompts, evaluator, calls = trainer.heldout[:TIMED_PROMPTS], trainer.evaluator, [0.0]
-
-    def timed(prompts: Sequence[str], rewards: Mapping[str, Reward]) -> tuple[float, float]:
-        """Seconds of a picture: until the network has been called for the last time, and
-        afterwards."""
-        calls[:] = [time.monotonic()]
-        evaluator.evaluate(0, lambda rows: calls.append(time.monotonic()), prompts, rewards=rewards)
-        count = len(trainer.world.shard_or_all(prompts))
-        return (calls[-1] - calls[0]) / count, (time.monotonic() - calls[-1]) / count
-
-    timed(prompts[:1], evaluator.judged_by)  # the first call is slow
-    sampled, scored = timed(prompts, trainer.rewards)
-    row, look = sampled / evaluator.sampler.num_steps, sum(timed(prompts, evaluator.judged_by))
-    world, division = trainer.world, trainer.division
-    # ranks between which an iteration is divided
-    working = division.prompts.size * division.plans.size
-    looking = world.size if len(trainer.heldout) >= world.size else 1
-    group = trainer.config.algorithm.group_size
-    pairs = row * rows_of(len(trainer.held_out_pairs), group, world.size)
-    left = ends_at - time.monotonic()
-    measured = world.broadcast_text(
-        json.dumps([row / working, scored / working, look / looking, left, pairs])
-    )
-    row, scored, look, left, pairs = json.loads(measured)
-    count = len(trainer.heldout)
-    return planned(trainer.config, row, scored, look, count, left, pairs, spent=within - left)
 
 
 def show_prompts(

@@ -38,11 +38,14 @@ from g2rpo.core.errors import RolledBack, UserError, counted
 from g2rpo.core.files import digest_of
 from g2rpo.core.statistics import Comparison
 from g2rpo.rollout.planning import count_per_prompt
+from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import World, joined
 from g2rpo.training.model_card import CARD
-from g2rpo.training.pace import MEASURED, seconds_in, with_length
 from g2rpo.training.trainer import Trainer
+
+MEASURED = 3
+"""Iterations after which a plan is compared with what was measured."""
 
 
 def train(
@@ -52,8 +55,6 @@ def train(
     *,
     resume: bool = False,
     accept_changes: bool = False,
-    within: str | None = None,
-    bases: Path | None = None,
     stopping: Stopping | None = None,
     emit: Emit = silent,
     predict: Predict | None = None,
@@ -63,18 +64,13 @@ def train(
 
     With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own
     recipe; if there is none yet, that of `recipe` begins. A stop signal (`stopping`) saves a
-    checkpoint first. `within` is the time that the run may take, with its earlier starts: its
-    number of iterations and its evaluations are fitted to it. Runs with the
-    same `bases`, a folder, share evaluations of the base. After a few iterations the plan
-    that `predict` makes is reported beside what was measured.
+    checkpoint first. After a few iterations the plan that
+    `predict` makes is reported beside what was measured.
     """
-    seconds = None if within is None else seconds_in(within)
-    ends_at = None if seconds is None else time.monotonic() + seconds
+    began = time.monotonic()
     notes: list[str] = []
     config = _config_of(recipe, overrides, run_dir if resume else None, notes)
     begun = Run(run_dir) if resume and run_dir is not None else None
-    if recipe is not None and begun is not None and begun.config.is_file():
-        config = as_chosen(config, begun.read_config(), within is not None)
     stopping = stopping or Stopping("")
     with joined(_device(config)) as world, ExitStack() as stack:
         if not world.is_main:
@@ -100,9 +96,7 @@ def train(
             run_dir=directory,
             resume=resume,
             accept_changes=accept_changes,
-            within=seconds,
-            ends_at=ends_at,
-            bases=bases,
+            began=began,
             world=world,
             notify=notify,
             emit=emit,
@@ -142,16 +136,6 @@ def _config_of(
             "name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run"
         )
     _refuse_clicks_of_nobody(config)
-    return config
-
-
-def as_chosen(config: Config, begun: Config, within: bool) -> Config:
-    """`config` with the length and evaluations that were fitted to a time since the run began."""
-    if within:
-        looks = {"num_prompts": begun.evaluation.num_prompts}
-        evaluation = config.evaluation.model_copy(update=looks)
-        config = config.model_copy(update={"evaluation": evaluation})
-        config = with_length(config, begun.trainer.iterations, begun.evaluation.every)
     return config
 
 
@@ -212,9 +196,6 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
                 else f"all {trainer.iteration} iterations are done; base and tuned are compared again"
             )
         )
-    if request.ends_at is not None:
-        # of earlier starts
-        trainer.clock.ends_at = request.ends_at - sum(row["seconds"] for row in trainer.alarms.rows)
     report = shlex.join(["g2rpo", "report", str(directory)])
     emit(Line(f"`{report}` in another terminal tells whether it works, and writes a page"))
     began = time.perf_counter()
@@ -274,9 +255,6 @@ def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> N
     trained: list[Row] = []
     trainer.on_evaluations = lambda count: report(count * trainer.world.size)
     for row in trainer.train():
-        if trainer.config.trainer.iterations != iterations:  # fitted to a time
-            iterations = trainer.config.trainer.iterations
-            total = evaluations(iterations)
         if row["kind"] == "train":
             iteration = row["iteration"]
             trained.append(row)

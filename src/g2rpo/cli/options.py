@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -176,9 +177,22 @@ WithinOption = Annotated[
     str | None,
     typer.Option(
         metavar="TIME",
-        help="How long the whole run may take, such as 90m or 3h; sets its iterations and evaluations.",
+        help="Stop in this time, such as 45s, 90m or 3h, with an evaluation and a checkpoint; `g2rpo resume` goes on "
+        "(trainer.max_hours).",
     ),
 ]
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def max_hours(within: str | None) -> list[str]:
+    """The override of `--within`: ["trainer.max_hours=1.5"] of "90m"; UserError for what is no time."""
+    if within is None:
+        return []
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", within.strip())
+    if found is None or not float(found[1]):
+        raise UserError(f"--within {within:.80}: should be a time like 45s, 90m or 3h")
+    return [f"trainer.max_hours={float(found[1]) * UNITS[found[2]] / 3600!r}"]
+
 
 HostOption = Annotated[
     str,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,15 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from g2rpo.cli.output import say, warn
-from g2rpo.core import plugins
 from g2rpo.core.capabilities import keeps_old
-from g2rpo.core.errors import counted, refuse
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan import answer as answers
 from g2rpo.lab.plan.answer import PlanAnswer
 from g2rpo.lab.plan.cards import cards_for
 from g2rpo.lab.plan.counting import CountedIteration, Counts
-from g2rpo.lab.plan.fit import OnCard, Within, on_cards, plan_within
+from g2rpo.lab.plan.fit import OnCard, on_cards
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK, STORED
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Target, find_target
 from g2rpo.lab.plan.rates import SPREAD
@@ -33,28 +31,18 @@ def planned_answer(
     device: str | None,
     ranks: tuple[int, int | None],
     cards: bool,
-    within: str | None,
 ) -> tuple[Any, Callable[[Console], None]]:
     """What `g2rpo plan` answers: as plain data, and a function that prints it. `ranks`: in all, and
     on a machine."""
-    refuse(_faults_of_options(device, cards, within))
+    if cards and device is not None:
+        raise UserError("--cards is about every card; leave --device out")
     if cards:
         rows = on_cards(recipe, overrides, *ranks)
         return {key: row.plain() for key, row in rows.items()}, partial(show_cards, recipe, rows)
-    if within is not None:
-        fitted = plan_within(recipe, overrides, within, device, *ranks)
-        return fitted.plain(), partial(show_within, fitted, overrides, within)
     answered = answers.plan(
         recipe, overrides, device=device, ranks=ranks[0], ranks_per_node=ranks[1]
     )
     return answered.plain(), partial(show_plan, answered)
-
-
-def _faults_of_options(device: str | None, cards: bool, within: str | None) -> Iterator[str]:
-    if cards and device is not None:
-        yield "--cards is about every card; leave --device out"
-    if cards and within is not None:
-        yield "--cards and --within are two plans; name one"
 
 
 def show_plan(answer: PlanAnswer, console: Console) -> None:
@@ -84,50 +72,17 @@ def show_plan(answer: PlanAnswer, console: Console) -> None:
     if answer.seconds:
         console.print(_time_table(answer.seconds, plan.counts))
         say(console, _after_ten_minutes(answer))
+        say(console, _bought(answer))
     elif answer.cards:
         console.print(_cards_table(answer.cards))
     else:
         say(
             console,
             f"Time on {target.name}: not planned, but told by `g2rpo train` after its first iteration; "
-            "with --within 5m a run ends in time. On GPUs: --cards.",
+            "with --within 5m it stops in time. On GPUs: --cards.",
         )
     _verdict(answer, console)
     for note in answer.notes:
-        warn(console, note)
-
-
-def show_within(fitted: Within, given: Sequence[str], time: str, console: Console) -> None:
-    """Prints every cut with the time that is left, and the command that trains so: with the
-    overrides that were `given`, and the cuts."""
-    columns = ("overrides", "the run", "what it costs")
-    ranks, node = fitted.ranks, fitted.ranks_per_node
-    several = f"{ranks} x " if ranks > 1 else ""
-    table = _table(
-        f"{escape(fitted.recipe)} on {several}{fitted.card}: {planned(fitted.before)} as it is",
-        columns,
-        columns,
-    )
-    for step in fitted.steps:
-        table.add_row(escape(" ".join(step.overrides)), planned(step.seconds), step.worth)
-    if fitted.steps:
-        console.print(table)
-    needed, capacity = fitted.needed / 2**30, fitted.capacity / 2**30
-    each = " each" if ranks > 1 else ""
-    nodes: list[str] = []
-    where = ""
-    if ranks > node:
-        nodes = ["--nnodes", str(ranks // node)]
-        where = f"; on each of {ranks // node} machines, with --rdzv-endpoint (docs/scaling.md)"
-    say(
-        console,
-        f"{planned(fitted.seconds)} and {needed:.1f} of {capacity:.1f} GiB{each}; "
-        f"train --within fits the iterations as it runs{where}:",
-    )
-    launch = ["torchrun", *nodes, "--nproc-per-node", str(node), "-m"] if ranks > 1 else []
-    words = ["g2rpo", "train", fitted.recipe, *given, *fitted.overrides, "--within", time]
-    say(console, shlex.join([*launch, *words, *plugins.repeated()]))
-    for note in fitted.notes:
         warn(console, note)
 
 
@@ -301,6 +256,16 @@ def _after_ten_minutes(answer: PlanAnswer) -> str:
         f"After 10 minutes, loading aside: {done}, evaluated after {after}. `g2rpo report` shows it; "
         "the alarms hacking, decline, pictures and diversity are what collapse looks like."
     )
+
+
+def _bought(answer: PlanAnswer) -> str:
+    """How many iterations some times buy (`trainer.max_hours`)."""
+    whole, told = answer.plan.counts.iterations, []
+    for hours, count in answer.bought.items():
+        told.append(f"in {hours} h {'all ' if count == whole else ''}{count}")
+        if count == whole:
+            break
+    return f"Iterations of {whole}: {', '.join(told)}. --within 3h stops in that time; `g2rpo resume` goes on."
 
 
 def _cards_table(cards: Mapping[str, tuple[bool, PlannedSeconds]]) -> Table:

@@ -15,10 +15,10 @@ from rich.text import Text
 from g2rpo.app.stopping import stoppable
 from g2rpo.cli import options
 from g2rpo.cli.output import Output, console, say
-from g2rpo.core.errors import counted, refuse
+from g2rpo.core.errors import UserError, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from g2rpo.app.prediction import Planned
     from g2rpo.config.schema import Config
@@ -40,32 +40,13 @@ def train(
     ] = False,
     accept_changes: options.AcceptOption = False,
     within: options.WithinOption = None,
-    bases: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder for evaluations of the untrained model, which several runs share."
-        ),
-    ] = None,
 ) -> None:
     """Train a model on rewards."""
     if resume and recipe is not None and "=" in recipe and not recipe.endswith((".yaml", ".yml")):
         overrides, recipe = [recipe, *(overrides or [])], None
-    refuse(_faults_of_options(resume, accept_changes, bases is not None, within is not None))
-    asked = {
-        "resume": resume,
-        "accept_changes": accept_changes,
-        "within": within,
-    }
-    _train(recipe, overrides, run_dir, bases=bases, **asked)
-
-
-def _faults_of_options(
-    resume: bool, accept_changes: bool, bases: bool, within: bool
-) -> Iterator[str]:
     if accept_changes and not resume:
-        yield "--accept-changes is for --resume; a new run has nothing to compare with"
-    if bases and within:
-        yield "--bases: has no measure of an evaluation's time, which --within needs; leave one of them out"
+        raise UserError("--accept-changes is for --resume; a new run has nothing to compare with")
+    _train(recipe, overrides, run_dir, within, resume=resume, accept_changes=accept_changes)
 
 
 @commands.command("resume", cls=options.WithSettings, rich_help_panel=options.TRAINING_PANEL)
@@ -84,12 +65,17 @@ def resume_run(
     within: options.WithinOption = None,
 ) -> None:
     """Continue a run where it was stopped, with its own config."""
-    _train(None, overrides, run, resume=True, accept_changes=accept_changes, within=within)
+    _train(None, overrides, run, within, resume=True, accept_changes=accept_changes)
 
 
 def _train(
-    recipe: str | None, overrides: list[str] | None, run_dir: Path | None, **asked: Any
+    recipe: str | None,
+    overrides: list[str] | None,
+    run_dir: Path | None,
+    within: str | None,
+    **asked: Any,
 ) -> None:
+    settings = [*(overrides or []), *options.max_hours(within)]
     # loading is slow
     with stoppable("stopped before training began; the same command begins again") as stopping:
         from g2rpo.app.train import train as run
@@ -97,7 +83,7 @@ def _train(
         with Output() as emit:
             run(
                 recipe,
-                overrides or [],
+                settings,
                 run_dir,
                 stopping=stopping,
                 emit=emit,
@@ -137,13 +123,6 @@ def plan(
             help="Show for every known card whether the run fits, and with which settings.",
         ),
     ] = False,
-    within: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Find settings with which the run takes this long, such as 3h, and what they cost.",
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate a run's compute, memory and time before launching it."""
@@ -152,7 +131,7 @@ def plan(
     gc.disable()  # imports make many objects and no garbage to speak of: a fifth of a plan's time
     try:
         plain, show = planned_answer(
-            recipe, overrides or [], device, (ranks, ranks_per_node), cards, within
+            recipe, overrides or [], device, (ranks, ranks_per_node), cards
         )
     finally:
         gc.enable()

@@ -168,6 +168,9 @@ class TrainerConfig(Section):
     checkpoint_minutes: PositiveFloat | None = None
     """A checkpoint also after the first iteration that ends so many minutes after the last one."""
     keep_checkpoints: Count = 2
+    max_hours: PositiveFloat | None = None
+    """Hours from the start of the process after which it stops: after an iteration, in time for an
+    evaluation and a checkpoint, with exit code 75. A resumed run has as many again."""
     sharding: Literal["none", "training", "full"] = "none"
     """For full fine-tuning on several ranks: "full" shards weights, gradients and moments, and each
     call gathers layer by layer; "training" also samples with gathered weights in `policy.dtype`:

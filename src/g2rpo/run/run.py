@@ -51,6 +51,7 @@ MAY_CHANGE = (
     "trainer.checkpoint_every",
     "trainer.checkpoint_minutes",
     "trainer.keep_checkpoints",
+    "trainer.max_hours",
     "trainer.micro_batch_size",
     "trainer.sharding",
     "trainer.shard_group",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from g2rpo.evaluation.work import plans_in, work_in_pictures
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.rollout.engine import Noise
-from g2rpo.run.base import SharedBase
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import WHOLE, Replicated
@@ -31,14 +31,13 @@ from g2rpo.training.evaluator import evaluator_of
 from g2rpo.training.held_out_pairs import HeldOutPairs
 from g2rpo.training.learner import Snapshot
 from g2rpo.training.listeners.checkpoints import Checkpoints
-from g2rpo.training.listeners.clock import Clock
 from g2rpo.training.listeners.early_stop import EarlyStop
 from g2rpo.training.listeners.evaluations import Evaluations
 from g2rpo.training.listeners.first_group import FirstGroup
 from g2rpo.training.listeners.listener import Ask, Listener, asked_by
 from g2rpo.training.listeners.log import Log
+from g2rpo.training.listeners.time_limit import TimeLimit
 from g2rpo.training.model_card import header_of, write_card
-from g2rpo.training.pace import with_length
 from g2rpo.training.parts import find_sizes, loop_of
 from g2rpo.training.persistence import Persistence
 from g2rpo.training.reward_states import stateful
@@ -54,8 +53,8 @@ class Trainer:
     when batch sizes are found, or halved because memory ran out, and when `trackers` fail. `shards`
     holds the ranks and the placement of the weights: every rank has a trainer, with its share of
     the prompts; rank 0 writes. After `stopping` is set on any rank, `train` saves after the current
-    iteration, or during an evaluation, and raises `Preempted`. With `ends_at`, a time of
-    `time.monotonic`, the number of iterations follows from what they take (`training.pace`).
+    iteration, or during an evaluation, and raises `Preempted`. `began` is when
+    the process started, by `time.monotonic`: `trainer.max_hours` count from it.
     """
 
     config: Config
@@ -70,7 +69,7 @@ class Trainer:
     shards: Replicated = WHOLE
     on_evaluations: Callable[[int], None] = lambda rows: None
     trackers: Sequence[Tracker] = field(default_factory=lambda: [TensorBoard()])
-    ends_at: float | None = None
+    began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         c = self.config
@@ -78,7 +77,6 @@ class Trainer:
         self.stopping = False
         self.rolled_back_from: int | None = None
         self.final: Evaluation | None = None  # of the weights as they are
-        self.shared_base: SharedBase | None = None
         self.run = Run(self.run_dir, self.world, self.notify)
         check_groups(
             c.algorithm, {**self.rewards, **self.judges}, c.policy.tuning, c.trainer.sharding
@@ -126,21 +124,12 @@ class Trainer:
             roll_back=self.roll_back,
         )
         self.checkpoints = Checkpoints(self.loop, self.early_stop, self.persistence)
-        self.clock = Clock(
-            self.loop,
-            self.early_stop,
-            self.checkpoints,
-            self.evaluator,
-            self.set_length,
-            self._keeps_base,
-            self.ends_at,
-        )
         self.listeners: Sequence[Listener] = [
             self.early_stop,  # before the others: it sets a row's alarms
             self.checkpoints,
             Log(self.loop, self.run, self.trackers),
             FirstGroup(self.loop, self.run),
-            self.clock,
+            TimeLimit(self.loop, self.early_stop, self.checkpoints, self.began),
             Evaluations(self.loop, self.early_stop),
         ]
 
@@ -274,10 +263,10 @@ class Trainer:
             listener.hear(row, evaluation)
         return row
 
-    def set_length(self, iterations: int, every: int) -> None:
-        """Gives the run another number of iterations, and an evaluation `every` so many;
-        config.yaml says so."""
-        self.config = self.loop.config = with_length(self.config, iterations, every)
+    def set_length(self, iterations: int) -> None:
+        """Gives the run another number of iterations; config.yaml says so."""
+        length = self.config.trainer.model_copy(update={"iterations": iterations})
+        self.config = self.loop.config = self.config.model_copy(update={"trainer": length})
         if self.run.writes:
             with self.run.written(self.run.config) as path:
                 path.write_text(self.config.to_yaml(), encoding="utf-8")
@@ -296,7 +285,7 @@ class Trainer:
                 "iteration before (learn_from without counted=False)"
             )
         watch = Stopwatch()
-        evaluation = self.final = self.score_heldout() if self.iteration else self._score_base()
+        evaluation = self.final = self.score_heldout()
         if self.iteration == 0:
             self.early_stop.check_base(evaluation.scores)
         spread = self.evaluator.spread(self.iteration, self._leave_if_asked)
@@ -307,16 +296,6 @@ class Trainer:
         row = self.evaluator.row(self.iteration, evaluation, spread) | pairs
         row["seconds"] = watch.seconds["evaluation"]
         return self._heard(row, evaluation)
-
-    def _score_base(self) -> Evaluation:
-        """The base's evaluation, of another run if there is one; not where a reward has a state,
-        which may count its calls."""
-        judged_by = self.evaluator.judged_by
-        if self.shared_base is None or stateful(judged_by):
-            return self.score_heldout()
-        return self.shared_base.evaluation(
-            self.heldout, list(judged_by), self.score_heldout, self._leave_together
-        )
 
     def score_heldout(self, on_rows: Callable[[int], None] | None = None) -> Evaluation:
         """Held-out pictures of the (averaged) weights with all scores. On a single rank, raises
@@ -415,11 +394,6 @@ class Trainer:
         """After so many network evaluations raises `Preempted` if `stopping` is set; not with several
         ranks, since they must stop together."""
         if self.stopping and self.world.size == 1:
-            raise self._preempted()
-
-    def _leave_together(self) -> None:
-        """Raises `Preempted` on all ranks, which call it together, if `stopping` is set on any."""
-        if self.world.total(self.stopping)[0]:
             raise self._preempted()
 
     def _preempted(self) -> Preempted:

@@ -89,7 +89,6 @@ class StudyDirectory:
     results = Inside("results.json")
     page = Inside("results.md")
     curves = Inside("curves.png")
-    bases = Inside("bases")
 
     def run(self, cell: str, seed: int) -> Run:
         return Run(self.path / "runs" / cell / f"seed_{seed}")

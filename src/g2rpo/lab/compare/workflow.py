@@ -3,7 +3,6 @@ its results.
 
 OUT/study.yaml         what is compared
 OUT/runs/CELL/seed_S/  the runs
-OUT/bases/             the base's evaluations, which the runs share
 OUT/judged/base/, .../CELL/seed_S/  with `--steps`: evaluations of the base and of the runs' weights
 OUT/judged/controls/   with `--controls`: of other sampler settings of the base
 OUT/results.json, results.md, curves.png
@@ -171,8 +170,6 @@ class _Work:
         overrides = [
             *self.study.overrides_of(cell),
             *own,
-            "--bases",
-            str(self.folder.bases),
         ]
         return training_job(
             f"{cell}, seed {seed}", self.study.recipe, overrides, self.folder.run(cell, seed)

@@ -14,6 +14,9 @@ from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target,
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.policies.catalogue import licence_of
 
+HOURS = (1, 3, 8, 24)
+"""Times of which a plan says how many iterations they buy."""
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -53,6 +56,19 @@ class PlanAnswer:
         counts = self.plan.counts
         return reached(self.seconds, counts.iterations, self.plan.config.evaluation)
 
+    @property
+    def bought(self) -> dict[int, int]:
+        """How many iterations are done, and evaluated, in so many hours; {} if the time is unknown."""
+        if self.seconds is None:
+            return {}
+        length, looks = self.plan.counts.iterations, self.plan.config.evaluation
+        return {
+            hours: reached(
+                self.seconds, length, looks, 3600 * hours - self.seconds.evaluation
+            ).iteration
+            for hours in HOURS
+        }
+
     def plain(self) -> dict[str, Any]:
         """As plain data: bytes and seconds."""
         plan, shapes, counts = self.plan, self.plan.model.shapes, self.plan.counts
@@ -80,6 +96,7 @@ class PlanAnswer:
             "memory": {**asdict(plan.memory), "capacity": self.target.capacity, "fits": self.fits},
             "seconds": asdict(self.seconds) if self.seconds else None,
             "after_ten_minutes": asdict(self.reached) if self.reached else None,
+            "iterations_in_hours": self.bought,
             "cards": {
                 key: {"fits": fits, "run": taken.run} for key, (fits, taken) in self.cards.items()
             },

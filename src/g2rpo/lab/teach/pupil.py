@@ -348,7 +348,7 @@ class Pupil:
         """Ends the run at this iteration: weights, comparison, pictures and card, as any run's."""
         t = self.trainer
         self.settle()
-        t.set_length(max(1, t.iteration), t.config.evaluation.every)
+        t.set_length(max(1, t.iteration))
         if t.iteration and t.final is None:  # weights changed or came back since the last look
             t.evaluate()
         for iteration, one in ((0, t.base), (t.iteration, t.final)):
