@@ -72,7 +72,6 @@ def judged(run: Path, count: int) -> Controls:
         of("base"),
         config.sampling.num_steps,
         {name: entry.weight for name, entry in config.rewards.items()},
-        {},  # no reward of words has a floor
         of("tuned"),
         of("tuned control"),
         work_of_run(config),

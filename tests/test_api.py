@@ -83,14 +83,13 @@ def test_objects_take_the_place_of_everything_that_a_recipe_names(tmp_path):
     assert kept.prompts.train == "object"
 
 
-def test_weight_and_floor_in_the_config_are_those_of_the_object():
-    overrides = ["rewards.bright.weight=0.25", "rewards.bright.floor=0.5", "trainer.iterations=1"]
+def test_the_weight_in_the_config_is_that_of_the_object():
+    overrides = ["rewards.bright.weight=0.25", "trainer.iterations=1"]
     objects = {"policy": GaussianPolicy(), "prompts": PROMPTS, "heldout": PROMPTS}
     trainer = api.trainer(
         "scenes", overrides, rewards={"bright": brightness, "dark": darkness}, judges={}, **objects
     )
     assert trainer.loop.weights.tolist() == [0.25, 1.0] and trainer.judges == {}
-    assert [entry.floor for entry in trainer.config.rewards.values()] == [0.5, None]
 
 
 NO_LIST = "should be a list of texts, such as"

@@ -510,24 +510,6 @@ MUTATIONS = [
         "tests/rewards/test_taste.py -k random_clicks",
     ),
     Mutation(
-        "training/loop.py",
-        "scores.minimum(self.floors()",
-        "scores.maximum(self.floors()",
-        "tests/training/test_floor.py -k self_opd",
-    ),
-    Mutation(
-        "rollout/scoring.py",
-        "scores.clamp(max=floor)",
-        "scores",
-        "tests/training/test_floor.py -k refl",
-    ),
-    Mutation(
-        "evaluation/heldout.py",
-        "means.get(name, math.nan) if",
-        "0.0 if",
-        "tests/training/test_floor.py -k base",
-    ),
-    Mutation(
         "lab/teach/pupil.py",
         "one.change < -FALL",
         "one.change > FALL",

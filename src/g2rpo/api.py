@@ -67,7 +67,7 @@ def trainer(
 ) -> Trainer:
     """A trainer as `g2rpo train` builds it; objects replace what the recipe names.
 
-    `rewards` are trained on, with the weights and floors that the config has for these names;
+    `rewards` are trained on, with the weights that the config has for these names;
     `judges` only score held-out pictures. Without a `run_dir` nothing is written; one that contains a run
     needs `resume`, and `accept_changes` if prompts or reward code have changed. Its config.yaml
     only mentions objects (as "object:module.Class"), so commands that need them refuse: resume such
@@ -178,8 +178,8 @@ def _mentioning(config: Config, given: Mapping[str, Any]) -> Config:
 def _mentioned(
     rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig]
 ) -> dict[str, RewardConfig]:
-    """Mentions of `rewards`, with the weight, floor and frames that `table` has for their names."""
-    kept = {"weight", "floor", "frames"}
+    """Mentions of `rewards`, with the weight and frames that `table` has for their names."""
+    kept = {"weight", "frames"}
     known = {name: entry.model_dump(include=kept) for name, entry in table.items()}
     return {
         name: RewardConfig(kind=mention(reward), **known.get(name, {}))

@@ -80,13 +80,12 @@ class OwnPairs(FlowDPO):
 @pytest.mark.parametrize(
     ("algorithm", "settings", "rewards"),
     [
-        (Mine(branch_steps=(0, 1)), ["rewards.bright.floor=base"], ["bright"]),
         (Mine(branch_steps=(0, 1)), ["sampling.guidance_scale=1"], ["bright"]),
         (OwnPairs(), [], []),
     ],
 )
 def test_a_trial_asks_for_nothing_that_only_a_run_has(algorithm, settings, rewards):
-    """The base's mean, a guidance scale, judged pictures."""
+    """A guidance scale, judged pictures."""
     asked = config(*settings).model_copy(update={"algorithm": algorithm})
     given = {"rewards": dict.fromkeys(rewards, brightness), "judges": {"dark": darkness}}
     own = {name: asked.rewards[name] for name in rewards}

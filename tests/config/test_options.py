@@ -106,7 +106,6 @@ policy.width: with height
 prompts.cache: a folder that machines share
 prompts.train: the prompts
 recipe: the name of a run's recipe, kept with its config
-rewards.NAME.floor: a reward that is not to fall, and need not rise
 rewards.NAME.frames.every: cost of videos
 rewards.NAME.frames.reduce: mean or worst frame
 rewards.NAME.kind: the reward

@@ -56,12 +56,7 @@ def _try_algorithm(config: Config) -> None:
     learns from judged pictures, of which it has no files."""
     if judged_by(config.algorithm) is not None:
         return
-    # no base is evaluated, whose means floors may be
-    rewards = {
-        name: entry.model_copy(update={"floor": None}) for name, entry in config.rewards.items()
-    }
     changes = {
-        "rewards": rewards,
         "trainer": config.trainer.model_copy(
             update={"prompts_per_iteration": TRIAL_PROMPTS, "sharding": "none"}
         ),
@@ -74,7 +69,7 @@ def _try_algorithm(config: Config) -> None:
         trainer = Trainer(
             config=small,
             policy=GaussianPolicy(),
-            rewards=dict.fromkeys(rewards, Brightness()),
+            rewards=dict.fromkeys(config.rewards, Brightness()),
             prompts=prompts,
             heldout=prompts[:1],
         )

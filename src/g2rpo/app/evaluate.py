@@ -46,7 +46,6 @@ from g2rpo.evaluation.sweep import (
 from g2rpo.monitor.clips import clip_of, read_clip
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, picture_of, read_picture, right_of, scores_of
-from g2rpo.run.base import with_floors
 from g2rpo.run.lock import first_usable, held
 from g2rpo.run.run import Run, check_weights
 from g2rpo.training.reward_states import take_stored
@@ -58,7 +57,7 @@ EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
 def run_settings(run: Path, weights: Path | None = None, base: bool = False) -> dict[str, Any]:
     """Settings that repeat a run's own evaluation, with all its rewards; its weights are the run's
     own, others, or those of the `base`."""
-    settings = config_settings(with_floors(Run(run), Run(run).read_config()))
+    settings = config_settings(Run(run).read_config())
     return settings if base else {**settings, "weights": str(weights or Run(run).weights)}
 
 

@@ -25,7 +25,6 @@ from g2rpo.core.files import is_empty, local, whole_file, writing
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import check_inputs, images_of
 from g2rpo.evaluation.controls import NO_CONTROL, Control
-from g2rpo.evaluation.heldout import floors_of
 from g2rpo.evaluation.sampler import Drawing, Sampler
 from g2rpo.monitor.clips import reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import PictureRow, pil_of, save_grid
@@ -154,7 +153,6 @@ def _drawing(
         take_stored(rewards, local(config.weights).parent, notify)
     chosen_by = {name: config.rewards[name] for name in config.trained or config.rewards}
     weights = {name: entry.weight for name, entry in chosen_by.items()}
-    floors = dict(zip(chosen_by, floors_of(chosen_by, lambda: None).tolist(), strict=True))
     chosen = {name: rewards[name] for name in weights}
 
     def draw(prompts: Sequence[str], first: int) -> Tensor:
@@ -162,7 +160,6 @@ def _drawing(
             prompts,
             chosen,
             weights,
-            floors,
             first=first,
             control=config.control,
             kept=lambda images: images,

@@ -27,7 +27,6 @@ from g2rpo.policies.spec import PipelineSpec
 from g2rpo.training.compatible import (
     check_differentiable,
     check_groups,
-    faults_of_floors,
     faults_of_judged,
 )
 
@@ -139,16 +138,6 @@ def _weights(run: Wanted) -> Iterator[str]:
         yield "rewards: is empty; name at least one, for example rewards.scene_accuracy=1"
     elif not any(entry.weight for entry in rewards.values()):
         yield f"rewards: every weight is 0, so nothing is learned; set one, for example rewards.{min(rewards)}=1"
-
-
-def _floors(run: Wanted) -> Iterator[str]:
-    """Floors are of what is trained on, and fit it."""
-    for name, entry in run.config.evaluation.rewards.items():
-        if entry.floor is not None:
-            yield f"evaluation.rewards.{name}.floor: is for training, and this reward only judges"
-    trained = rewards_of(run.config, run.given, heldout=False)
-    kinds = {name: declared_by(reward_kind(name, entry)) for name, entry in trained.items()}
-    yield from faults_of_floors(trained, kinds)
 
 
 def _plans(run: Wanted) -> None:
@@ -269,7 +258,6 @@ def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
 CHECKS: Sequence[Check] = (
     _repeated_names,
     _weights,
-    _floors,
     _plans,
     _comparisons,
     _gradients,

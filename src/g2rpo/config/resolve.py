@@ -109,15 +109,7 @@ def _only_judge(data: dict[str, Any]) -> None:
     trained, looks = data.get("rewards"), data.get("evaluation")
     if isinstance(trained, Mapping) and isinstance(looks, dict):
         data["rewards"] = {}
-        judging = {name: _without_floor(entry) for name, entry in trained.items()}
-        looks["rewards"] = {**judging, **(looks.get("rewards") or {})}
-
-
-def _without_floor(entry: Any) -> Any:
-    """A reward's settings without its floor, which is for training."""
-    if not isinstance(entry, Mapping):
-        return entry
-    return {key: value for key, value in entry.items() if key != "floor"}
+        looks["rewards"] = {**trained, **(looks.get("rewards") or {})}
 
 
 def codes_in(data: Any, key: str = "") -> Iterator[str]:

@@ -47,24 +47,13 @@ def _not_negative(weight: float) -> float:
 
 
 class RewardConfig(Section):
-    """One reward: its kind, options, weight and floor."""
+    """One reward: its kind, options and weight."""
 
     kind: str
     weight: Annotated[float, AfterValidator(_not_negative)] = 1.0
-    floor: Annotated[float, Field(allow_inf_nan=False)] | Literal["base"] | None = None
-    """The score from which on more does not count in training: what falls below costs, what rises
-    above earns nothing. "base": the mean of the base model on the held-out prompts."""
     options: dict[str, JsonValue] = {}
     frames: Frames | None = None
     """Which frames of clips a reward of pictures scores; None: every fourth, their mean."""
-
-    @property
-    def counts(self) -> str:
-        """How it counts in training, in words."""
-        if self.floor is None:
-            return f"{self.weight:g}"
-        floor = "the base's mean" if self.floor == "base" else f"{self.floor:g}"
-        return f"{self.weight:g} up to {floor}"
 
 
 def _reward_table(value: Any) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from g2rpo.config.schema import RewardConfig
 from g2rpo.core.capabilities import words_of_right
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import Comparison, paired
@@ -135,27 +133,6 @@ def load_evaluation(path: Path, prompts: Sequence[str], names: Sequence[str]) ->
         )
     scores = {name: stored[f"score/{name}"] for name in names}
     return Evaluation(tuple(prompts), stored["images"], scores, stored.get("right"))
-
-
-def floors_of(
-    rewards: Mapping[str, RewardConfig], base_of: Callable[[], Evaluation | None]
-) -> Tensor:
-    """By reward the score from which on more does not count (`RewardConfig.floor`), [R]; infinite
-    without one. `base_of`, which reads a file, is called only where a floor is the base's mean;
-    UserError if that is not known."""
-    asked = any(entry.floor == "base" for entry in rewards.values())
-    base = base_of() if asked else None
-    means = {} if base is None else base.means()
-    floors = []
-    for name, entry in rewards.items():
-        floor = means.get(name, math.nan) if entry.floor == "base" else entry.floor
-        if floor is not None and math.isnan(floor):
-            raise UserError(
-                f"rewards.{name}.floor: the mean of the base is not known; evaluate the base before the "
-                "first iteration, with at least one score by this reward, or give a number"
-            )
-        floors.append(math.inf if floor is None else floor)
-    return torch.tensor(floors)
 
 
 def compare_evaluations(base: Evaluation, tuned: Evaluation) -> dict[str, Comparison]:

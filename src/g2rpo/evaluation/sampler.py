@@ -127,14 +127,13 @@ class Sampler:
         prompts: Sequence[str],
         rewards: Mapping[str, Scorer],
         weights: Mapping[str, float],
-        floors: Mapping[str, float],
         *,
         first: int = 0,
         control: Control = NO_CONTROL,
         kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
         """`evaluate` with the best of `control.best_of` pictures of each prompt, by the rewards
-        that `weights` names, each up to its floor; the first of equally good ones."""
+        that `weights` names; the first of equally good ones."""
         if control.best_of == 1:  # the control's own draw
             return self.evaluate(prompts, rewards, first=first, control=control, kept=kept)
         draws = [
@@ -149,7 +148,7 @@ class Sampler:
         rows, place = range(len(prompts)), []
         for row in rows:
             own = {name: of[row, None] for name, of in scores.items()}
-            place.append(int(utility(own, weights, floors).argmax()))
+            place.append(int(utility(own, weights).argmax()))
 
         def chosen(values: Sequence[Tensor]) -> Tensor:
             return torch.stack([values[place[row]][row] for row in rows])

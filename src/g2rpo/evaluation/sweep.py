@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import interval
 from g2rpo.core.types import Policy, Reward
 from g2rpo.evaluation.controls import NO_CONTROL, TUNED, Control
-from g2rpo.evaluation.heldout import Evaluation, floors_of
+from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import Drawing
 from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls
 from g2rpo.monitor.clips import clip_of, seconds_of
@@ -214,12 +213,10 @@ class Judging:
             prompts = self.prompts[chunk.start : chunk.stop]
             sampler = self.config.sampler(policy, chunk.steps)
             weights = {name: self.config.rewards[name].weight for name in self.chosen_by}
-            floors = self._floors() if chunk.control.best_of > 1 else {}
             evaluation = sampler.best(
                 prompts,
                 rewards,
                 weights,
-                floors,
                 first=chunk.start,
                 control=chunk.control,
                 kept=to_uint8,
@@ -269,21 +266,9 @@ class Judging:
             base,
             at,
             {name: c.rewards[name].weight for name in self.chosen_by},
-            self._floors(),
             scores_where(rows, side="tuned", steps=at) if tuned else None,
             scores_where(rows, side="tuned control") if tuned else None,
         )
-
-    def _floors(self) -> dict[str, float]:
-        """Of the rewards that choose, once the base is sampled."""
-
-        def base() -> Evaluation:
-            rows = list(self.rows("base"))
-            scores = scores_where(rows, side="base", steps=min(self.config.steps))
-            return Evaluation((), torch.empty(0), scores)
-
-        chosen_by = {name: self.config.rewards[name] for name in self.chosen_by}
-        return dict(zip(chosen_by, floors_of(chosen_by, base).tolist(), strict=True))
 
     def write_results(self) -> Path:
         """Writes results.json and pictures.jsonl; returns the path of the former."""

@@ -98,7 +98,6 @@ def against_controls(
     base: ControlScores,
     num_steps: int,
     weights: Mapping[str, float],
-    floors: Mapping[str, float],
     tuned: ControlScores | None = None,
     tuned_control: ControlScores | None = None,
     training: int | None = None,
@@ -106,8 +105,8 @@ def against_controls(
     """The table of controls, from the base's scores by control and the tuned model's
     (`tuned_control`: as `TUNED`), all of the same prompts: the rows that `evaluate --controls`,
     `compare --controls`, results.json, the report and model cards show. The base first; then the
-    sampler settings, the best of 2, 4, ... draws, chosen by the trained rewards with their `weights` and
-    `floors`, and the tuned model, plain and as `TUNED`."""
+    sampler settings, the best of 2, 4, ... draws, chosen by the trained rewards with their `weights`, and
+    the tuned model, plain and as `TUNED`."""
 
     def way(
         kind: Kind, name: str, evaluations: int, scores: ControlScores, readings: int = 0
@@ -133,7 +132,7 @@ def against_controls(
         elif control == Control(draw=control.draw):
             draws.append(scores)
     drawn = {name: torch.stack([draw[name] for draw in draws], -1) for name in base}
-    by = utility(drawn, weights, floors)
+    by = utility(drawn, weights)
     for n in CHOSEN_FROM:
         if n <= len(draws):
             best = {name: expected_of_best(by, values, n) for name, values in drawn.items()}
@@ -145,15 +144,13 @@ def against_controls(
     return Controls(prompts=len(next(iter(base.values()))), ways=ways, training=training)
 
 
-def utility(
-    scores: Mapping[str, Tensor], weights: Mapping[str, float], floors: Mapping[str, float]
-) -> Tensor:
+def utility(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
     """What pictures [N, S] are chosen by: the weighted sum of their trained rewards, each as its
-    deviation from the prompt's mean in units of its standard deviation within a prompt. As in
-    training, a score counts up to its reward's floor, and a missing one as the mean."""
+    deviation from the prompt's mean in units of its standard deviation within a prompt. A missing
+    score counts as the mean."""
     total = torch.zeros_like(next(iter(scores.values())), dtype=torch.float64)
     for name, weight in weights.items():
-        values = scores[name].double().clamp(max=floors.get(name, math.inf))
+        values = scores[name].double()
         deviation = (values - values.nanmean(-1, keepdim=True)).nan_to_num()
         spread = group_std(values).square().nanmean().sqrt()
         total += weight * deviation / (spread if spread > 0 else 1.0)

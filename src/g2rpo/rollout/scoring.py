@@ -120,19 +120,17 @@ def weighted_scores(
     prompts: Sequence[str],
     x: Tensor,
     rows: Sequence[int],
-    floors: Tensor,
 ) -> Tensor:
     """The sum of the weighted scores [B] of latents x for `rows` of the prompts, on their device,
-    with gradient; scores count up to their `floors` [R]."""
+    with gradient."""
     images = x if all(reward.latent for reward in rewards.values()) else policy.decode(x)
     total, asked = torch.zeros(len(x), device=x.device), [as_prompt(prompts[row]) for row in rows]
-    every = zip(rewards.items(), weights.tolist(), floors.tolist(), strict=True)
-    for (name, reward), weight, floor in every:
+    for (name, reward), weight in zip(rewards.items(), weights.tolist(), strict=True):
         if not weight:
             continue
         with naming_reward(name, f"failed on {counted(len(x), 'picture')}"):
             scores = reward(x if reward.latent else images, asked).to(total)
-            total = total + weight * scores.clamp(max=floor)
+            total = total + weight * scores
     return total
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.config.schema import RewardConfig
 from g2rpo.core.capabilities import (
     DifferentiatesRewards,
     candidates_of,
@@ -68,18 +67,6 @@ def check_differentiable(
         f"{beside}; take them out, or another algorithm: all but {needing} need no gradient. docs/rewards.md lists the "
         "rewards that have one, of pictures"
     )
-
-
-def faults_of_floors(
-    entries: Mapping[str, RewardConfig], rewards: Mapping[str, Reward | type[Reward]]
-) -> Iterator[str]:
-    """Which of `rewards` (or their classes) have the base's mean as floor, although their scores do
-    not mean the same throughout the run."""
-    for name, entry in entries.items():
-        reward = rewards[name]
-        if entry.floor == "base" and (reward.group or reward.state is not None):
-            why = "compares pictures with each other" if reward.group else "changes during the run"
-            yield f"rewards.{name}.floor: this reward {why}, which the base's mean does not fit; give a number"
 
 
 def check_groups(

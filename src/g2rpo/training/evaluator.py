@@ -75,8 +75,6 @@ class Evaluator:
     judges: Mapping[str, Reward]
     weights: Mapping[str, float]
     """Of `rewards`."""
-    floors: Callable[[], Tensor]
-    """Of `rewards` (`Loop.floors`)."""
     heldout: Sequence[str]
     sizes: BatchSizes
     shards: Replicated
@@ -236,7 +234,6 @@ class Evaluator:
             {name: values[:count] for name, values in before.items()},
             self.sampler.num_steps,
             self.weights,
-            dict(zip(self.rewards, self.floors().tolist(), strict=True)),
             {name: values[:count] for name, values in with_right(tuned).items()},
             with_right(tuned_control),
             training,
@@ -411,7 +408,6 @@ def evaluator_of(
         rewards=loop.rewards,
         judges=judges,
         weights={name: entry.weight for name, entry in config.aims.items()},
-        floors=loop.floors,
         heldout=heldout,
         sizes=loop.sizes,
         shards=shards,

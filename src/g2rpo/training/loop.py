@@ -57,8 +57,6 @@ class Loop:
     learner: Learner
     sizes: BatchSizes
     world: World
-    floors: Callable[[], Tensor]
-    """By reward the score from which on more does not count, [R]."""
     find_sizes: Callable[[Cond], None] = lambda cond: None
     """Finds batch sizes before the first rollout; the trainer sets it (`parts.find_sizes`)."""
     iteration: int = 0
@@ -109,12 +107,8 @@ class Loop:
 
     def advantages(self, groups: Groups) -> Tensor:
         """Rewards -> advantages [N, G] of all ranks' groups."""
-        _, rewards = compared(self._up_to_floors(groups.scores), groups.spec.group_size)
+        _, rewards = compared(groups.scores, groups.spec.group_size)
         return advantages_of(groups.algorithm, rewards, self.weights)
-
-    def _up_to_floors(self, scores: Tensor) -> Tensor:
-        """Scores [N, R, M, G] as they count in training; the log has them as they are."""
-        return scores if self.judged else scores.minimum(self.floors()[:, None, None])
 
     def learn_from(self, groups: Groups, advantages: Tensor) -> Row:
         """Advantages [N, G] of all ranks' groups -> loss -> step: ends an iteration; returns its
@@ -129,7 +123,7 @@ class Loop:
         if self.algorithm_state is not None:
             branches = [plan.branch for plan in plans]
             state_log = self.algorithm_state.observe(
-                self.iteration, branches, self._up_to_floors(groups.rewards), self.weights
+                self.iteration, branches, groups.rewards, self.weights
             )
         self.iteration += 1
         parts, names = [*groups.chosen_from, groups.collected], list(self.rewards)
@@ -155,7 +149,6 @@ class Loop:
                 self.rewards,
                 self.weights,
                 groups.prompts,
-                floors=self.floors(),
             )
         rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
         with in_training(self.policy, self.config.sampling.guidance_scale):
@@ -205,7 +198,7 @@ class Loop:
             return prompts, cond, []
         anchors = self.collector.anchors(each, self.iteration, cond, prompts, watch)
         # [places * each, R, 1, 1], one picture of every candidate -> [places, each, R]
-        rewards = self._up_to_floors(self.world.gather(anchors.rewards))
+        rewards = self.world.gather(anchors.rewards)
         rewards = rewards[:, :, 0, 0].unflatten(0, (-1, each))
         chosen = choice_of(
             self.algorithm, self.algorithm_state, self.iteration, rewards, self.weights

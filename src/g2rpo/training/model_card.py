@@ -132,7 +132,7 @@ def _block(language: str, code: str) -> str:
 
 
 def _what(config: Config, iteration: int) -> str:
-    weighted = [f"{name} (weight {entry.counts})" for name, entry in config.rewards.items()]
+    weighted = [f"{name} (weight {entry.weight:g})" for name, entry in config.rewards.items()]
     rewards = ", ".join(weighted) or config.learnt_from
     kind = (
         f"LoRA of rank {config.policy.lora_rank}"

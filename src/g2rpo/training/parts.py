@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.core.capabilities import check_complete, keeps_old, state_of
@@ -34,7 +33,6 @@ def loop_of(
     shards: Replicated,
     notify: Callable[[str], None],
     on_evaluations: Callable[[int], None],
-    floors: Callable[[], Tensor],
 ) -> Loop:
     """A loop before its first iteration. UserError for an algorithm that is incomplete, or does not
     fit rewards or ranks."""
@@ -89,7 +87,6 @@ def loop_of(
         learner=learner,
         sizes=sizes,
         world=shards.world,
-        floors=floors,
     )
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Judged, Row
-from g2rpo.core.errors import Preempted, UserError, refuse
+from g2rpo.core.errors import Preempted, UserError
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Plan, Policy, Reward, as_rewards
 from g2rpo.evaluation.controls import NO_CONTROL, TUNED
-from g2rpo.evaluation.heldout import Evaluation, floors_of
+from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.work import plans_in, work_in_pictures
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.trackers import TensorBoard, Tracker
@@ -26,7 +26,7 @@ from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.training.collector import Groups
-from g2rpo.training.compatible import check_groups, faults_of_floors
+from g2rpo.training.compatible import check_groups
 from g2rpo.training.evaluator import evaluator_of
 from g2rpo.training.held_out_pairs import HeldOutPairs
 from g2rpo.training.learner import Snapshot
@@ -81,7 +81,6 @@ class Trainer:
         check_groups(
             c.algorithm, {**self.rewards, **self.judges}, c.policy.tuning, c.trainer.sharding
         )
-        refuse(faults_of_floors({name: c.rewards[name] for name in self.rewards}, self.rewards))
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
         loop = self.loop = loop_of(
             c,
@@ -91,7 +90,6 @@ class Trainer:
             self.shards,
             self.notify,
             lambda rows: self.on_evaluations(rows),
-            lambda: floors_of({name: c.rewards[name] for name in self.rewards}, lambda: self.base),
         )
         self.algorithm, self.division = loop.algorithm, loop.division
         self.learner, self.sizes = loop.learner, loop.sizes

@@ -183,11 +183,6 @@ def test_a_length_among_the_settings_is_said_to_be_none():
     ]
 
 
-def test_cells_may_differ_in_what_is_for_training_alone():
-    floor = load_config("scenes", ["rewards.scene_accuracy.floor=base"])
-    _check_judged_alike({"free": load_config("scenes", []), "floor": floor}, one_base=True)
-
-
 def test_cells_may_have_other_bases_unless_one_is_evaluated_for_all():
     changes = {"a": [], "b": ["policy.quantize=int8"]}
     cells = {name: load_config("scenes", own) for name, own in changes.items()}

@@ -146,7 +146,7 @@ def test_the_base_model_is_drawn_once_more_with_free_knobs_and_their_price():
         name: torch.stack([one.scores[name] for one in several], -1) for name in session.rewards
     }
     weights = {name: entry.weight for name, entry in session.config.rewards.items()}
-    best = int(utility(scores, weights, {})[0].argmax())
+    best = int(utility(scores, weights)[0].argmax())
     same = [torch.equal(drawing.free.picture, one.images[0]) for one in several]
     assert same == [number == best for number in range(3)]
     plain = draw(session, prompt, control=Control(steps=3))

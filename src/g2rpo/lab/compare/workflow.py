@@ -275,8 +275,7 @@ def _check_judged_alike(configs: Mapping[str, Config], *, one_base: bool) -> Non
 def _judged_by(config: Config) -> dict[str, Any]:
     """What an evaluation's scores depend on, beside the weights."""
     judged = config_settings(config)
-    of_training = {"weight": 1.0, "floor": None}
-    rewards = {name: {**entry, **of_training} for name, entry in judged["rewards"].items()}
+    rewards = {name: {**entry, "weight": 1.0} for name, entry in judged["rewards"].items()}
     keys = (
         "path",
         "height",

@@ -21,7 +21,6 @@ from g2rpo.lab.report.verdict import summary_of
 from g2rpo.lab.teach.commands import UNGUARDED, opened
 from g2rpo.lab.teach.session import Lesson
 from g2rpo.lab.web import needing_gradio
-from g2rpo.run.base import with_floors
 from g2rpo.run.run import Run, check_weights
 
 EXAMPLES = 4
@@ -58,8 +57,7 @@ def demo(
     say(
         f"{title}: building the policy and {counted(len(config.rewards) + len(config.evaluation.rewards), 'reward')} ..."
     )
-    known = config if run is None else with_floors(Run(run), config)
-    model = open_model(known, weights, say, _heldout(config, say))
+    model = open_model(config, weights, say, _heldout(config, say))
     log, (number, rule) = None, FIRST
     try:
         if run is not None:

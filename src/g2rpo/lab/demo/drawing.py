@@ -12,7 +12,7 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError, counted
 from g2rpo.evaluation.controls import NO_CONTROL, Control
-from g2rpo.evaluation.heldout import Evaluation, floors_of
+from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.lab.demo.model import DemoModel
 from g2rpo.rollout.guidance import guided_by
 
@@ -91,14 +91,10 @@ def draw(
     more = control.model_copy(update={"steps": None, "guidance": None})
     if more.best_of > 1 and not weights:
         raise UserError("the best of several pictures needs a reward that chooses it")
-    chosen_by = {name: model.config.rewards[name] for name in weights if more.best_of > 1}
-    floors = dict(zip(chosen_by, floors_of(chosen_by, lambda: None).tolist(), strict=True))
 
     def drawn(name: str, title: str, control: Control = NO_CONTROL, tuned: bool = False) -> Drawn:
         with guided_by(model.policy, scale), nullcontext() if tuned else model.policy.base():
-            found = sampler.best(
-                [asked], rewards, weights, floors, first=number or 0, control=control
-            )
+            found = sampler.best([asked], rewards, weights, first=number or 0, control=control)
         return Drawn(name, title, found, control.price(steps), str(control))
 
     if model.tuned == "adapter":

@@ -47,7 +47,7 @@ class GroupTrace:
     rewards: Tensor
     """[R, M, G]; NaN where a picture has no score."""
     advantages: Tensor
-    """[G], of rewards as they are: floors do not count here."""
+    """[G], of rewards as they are."""
     settings: str
 
     @property

@@ -21,7 +21,7 @@ from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.checks import check, check_rewards_alone
 from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.config import load_config
-from g2rpo.assembly.rewards import build_rewards, declared_by, reward_kind
+from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import cut, open_picture
@@ -36,9 +36,8 @@ from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import joined, number_in
 
 HERE = Address("127.0.0.1", 7861)
-UNBOUNDED = 0.1
-"""The share of its weight that a guard keeps which cannot have the base's mean as floor: with more it
-is a second aim (studies/teach.md)."""
+GUARDED = 0.1
+"""The share of its weight that a guard keeps: with more it is a second aim (studies/teach.md)."""
 ADAPTER_RATE = 3
 """The learning rate of an adapter, as a multiple of that of all weights, with which both learn
 alike (scenes)."""
@@ -56,9 +55,8 @@ whatever is clicked."""
 
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
     """The config of a session: a recipe with those of `OVERRIDES` that its algorithm has and the
-    reward `clicks`, which weighs as much as all other rewards, the guards, together. Guards count up to
-    the base's mean, above which they earn nothing (studies/teach.md). A weight of the clicks among
-    `overrides` leaves guards as they are. Where the recipe trains all weights, an adapter takes
+    reward `clicks`, beside which all other rewards, the guards, together weigh a tenth. A weight of the
+    clicks among `overrides` leaves guards as they are. Where the recipe trains all weights, an adapter takes
     `ADAPTER_RATE` times its rate. A config with the reward `clicks` is a session's, and stays as it
     is."""
     plain = load_config(recipe, [])
@@ -79,20 +77,12 @@ def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], 
 
 
 def _guarding(config: Config) -> list[str]:
-    """Overrides that make guards of the other rewards, beside which the clicks weigh as much."""
-    guards = {name: one for name, one in config.rewards.items() if name != "clicks" and one.weight}
-    own = []
-    for name, entry in guards.items():
-        if entry.floor is not None:
-            continue
-        kind = declared_by(reward_kind(name, entry))
-        if kind.group or kind.state is not None:
-            own.append(f"rewards.{name}.weight={UNBOUNDED * entry.weight:.4g}")
-        else:
-            own.append(f"rewards.{name}.floor=base")
-    if guards:
-        own.append(f"rewards.clicks.weight={sum(one.weight for one in guards.values()):.4g}")
-    return own
+    """Overrides that make guards of the other rewards, ten times as much as which the clicks weigh."""
+    guards = {name: one.weight for name, one in config.rewards.items() if name != "clicks"}
+    own = [f"rewards.{name}.weight={GUARDED * weight:.4g}" for name, weight in guards.items()]
+    return (
+        [*own, f"rewards.clicks.weight={sum(guards.values()):.4g}"] if sum(guards.values()) else []
+    )
 
 
 def _asked(
