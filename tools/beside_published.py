@@ -5,7 +5,7 @@ The published code is not part of this package. Clone the repositories of METHOD
 the folders:
 
     git clone https://github.com/Bujiazi/GRPO-Series
-    python -m tools.beside_published pave_grpo=GRPO-Series adagrpo=GRPO-Series
+    python -m tools.beside_published pave_grpo=GRPO-Series
     python -m tools.beside_published pave_grpo=GRPO-Series --write      # into studies/published.md, too
 
 tests/published holds restatements of the same formulas, for a machine that has no clones.
@@ -129,54 +129,6 @@ def e_grpo(folder: Path, code: Path) -> Beside:
         return [lambda pair=pair: term(models, *pair) / len(seen.rollouts) for pair in pairs]
 
     return Beside(trainer, terms)
-
-
-def adagrpo(folder: Path, code: Path) -> Beside:
-    """src/method_adagrpo.py: sample_evaluate_and_select_ema, compute_loss."""
-    method = _module(code, "src.method_adagrpo")
-    options = (
-        "algorithm.name=adagrpo",
-        f"algorithm.group_size={GROUP}",
-        f"algorithm.branch_steps={list(STEPS)}",
-    )
-    trainer = tiny(folder, *options, "algorithm.candidates=3", "trainer.prompts_per_iteration=1")
-    args = Namespace(
-        group_size=GROUP, sde_stepidx=list(STEPS), sde_eta=0.7, adv_clip_max=5.0, ema_alpha=0.8
-    )
-    known: dict[str, Any] = {"mean": None, "variance": None}
-
-    def choose(seen: Seen) -> None:
-        """The published choice from our pictures' scores; it has to be ours."""
-        prompts, rewards = seen.candidates
-        method.sample_anchor = lambda *given: [[], [], [], list(prompts), None]
-        method.sample_group = lambda *given: None
-        rows = torch.zeros(len(prompts), 1)
-        given = (
-            args,
-            None,
-            None,
-            rows,
-            rows,
-            list(prompts),
-            None,
-            None,
-            None,
-            lambda *of: rewards[:, 0],
-        )
-        taken = method.sample_evaluate_and_select_ema(*given, known["mean"], known["variance"])
-        known.update(mean=taken["new_ema_avg"], variance=taken["new_ema_var"])
-        if taken["captions"] != list(seen.prompts):
-            raise AssertionError(
-                f"another prompt is chosen there: {taken['captions']}, here {seen.prompts}"
-            )
-
-    def objective(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
-        choose(seen)
-        level = {"ema_mean": known["mean"], "ema_std": max(known["variance"], 1e-8) ** 0.5}
-        loss = partial(method.compute_loss, args, **level)
-        return _groups(trainer, lambda models, *given: loss(models.trained, *given))(models, seen)
-
-    return Beside(trainer, objective)
 
 
 def diffusion_nft(folder: Path, code: Path) -> Beside:
@@ -974,7 +926,6 @@ class Method:
 METHODS = {
     "pave_grpo": Method("Pave-GRPO", "Bujiazi/GRPO-Series", pave_grpo),
     "e_grpo": Method("E-GRPO", "shengjun-zhang/VisualGRPO", e_grpo),
-    "adagrpo": Method("AdaGRPO", "Bujiazi/GRPO-Series", adagrpo),
     "diffusion_nft": Method("DiffusionNFT", "NVlabs/DiffusionNFT", diffusion_nft),
     "awm": Method("AWM", "scxue/advantage_weighted_matching", awm),
     "dgpo": Method("DGPO", "Luo-Yihong/DGPO", dgpo),

@@ -26,7 +26,8 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from tools.demo_screenshots import FLAGS, MINUTE
+MINUTE = 60_000
+FLAGS = ["--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
 
 ROOT = Path(__file__).parents[1]
 HOSTS = "--host-resolver-rules=MAP space.example 127.0.0.1"

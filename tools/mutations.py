@@ -51,9 +51,8 @@ FLOW, OBJECTIVES = "tests/core/test_flow.py", "tests/core/test_objectives.py"
 NEIGHBOURS = "tests/algorithms/test_neighbours.py tests/algorithms/test_published_values.py"
 FIELDS, SCHEDULE = "tests/algorithms/test_fields.py", "tests/algorithms/test_branch_schedule.py"
 DPPO, FORWARD = "tests/algorithms/test_flow_dppo.py", "tests/algorithms/test_forward_process.py"
-PAVE, ADA, NFT, E = (
-    f"tests/published/test_{name}.py"
-    for name in ("pave_grpo", "adagrpo", "forward_process", "e_grpo")
+PAVE, NFT, E = (
+    f"tests/published/test_{name}.py" for name in ("pave_grpo", "forward_process", "e_grpo")
 )
 FDFO, OPSD = "tests/published/test_fdfo.py", "tests/algorithms/test_opsd.py"
 EPG = "tests/algorithms/test_epg.py"
@@ -269,10 +268,6 @@ MUTATIONS = [
     ),
     Mutation(
         "rollout/engine.py", "self.sigmas[group.plan.after(step)]", "self.sigmas[step + 1]", E
-    ),
-    Mutation("algorithms/g2rpo_variants.py", "argmin(1)", "argmax(1)", ADA),
-    Mutation(
-        "algorithms/g2rpo_variants.py", "self.algorithm.forget * known + (1", "known + (1", ADA
     ),
     Mutation("algorithms/forward_process.py", "(1 + b) * old - b", "(1 - b) * old - b", NFT),
     Mutation("algorithms/forward_process.py", "-noised.advantages /", "noised.advantages /", NFT),

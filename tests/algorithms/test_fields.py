@@ -22,7 +22,6 @@ WRONG = {
     "merged_steps": ["[]", "[0,1,1,1,1,1,1,1]"],
     "step_weights": ["[]", "[-1]", "all"],
     "update_every": ["often", 0, 1.5, -0.5],
-    "candidates": [1],
     "ceiling": ["high"],  # any number may be one
     "old_schedule": ["[-1,0,0]", "[0,-1,0]", "[0,0,1]", "[0,0,-0.1]"],
     "kl_weight": [-1],

@@ -47,7 +47,6 @@ REFUSED = [
     (["rewards.motion.frames.every=2"], "rewards.motion.frames: this reward takes whole clips"),
     (["rewards.motion=1"], "rewards.motion: motion scores clips"),
     ([f"rewards.judge={VLM}", NO_LORA], "policy.tuning=full does not keep; take lora"),
-    ([f"rewards.judge={VLM}", "algorithm.name=adagrpo"], "judge; take them out, or another"),
     (
         [*ONE, f"evaluation.rewards.judge={VLM}"],
         "judge; take them out, or set algorithm.group_size to two or more",

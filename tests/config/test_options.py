@@ -20,7 +20,6 @@ algorithm.bad_weight: Flow-KTO's, where bad marks are more or fewer
 algorithm.beta: published values of DPO and KTO differ by orders of magnitude
 algorithm.branch_schedule: "turns" costs a fraction and is as good in one world of two (studies/registered.md)
 algorithm.branch_steps: which steps get noise is G2RPO's own choice; each recipe has its steps
-algorithm.candidates: AdaGRPO's cost: prompts that are looked at for each one trained
 algorithm.ceiling: in units of the rewards, so it depends on them
 algorithm.churn: FDFO's noise; its preset for another model differs
 algorithm.clip_range: published values differ by orders of magnitude

@@ -221,7 +221,6 @@ trainer.iterations=300 trainer.seed=42 evaluation.num_steps=40
 """
 # GRPO-Series c4028f9
 PAVE = "algorithm.eta=0.8 algorithm.segments=[2,3] trainer.seed=72"
-ADA = "algorithm.eta=0.7 algorithm.candidates=10 trainer.seed=42"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +235,6 @@ ADA = "algorithm.eta=0.7 algorithm.candidates=10 trainer.seed=42"
         ("DiffusionOPSD", "pickscore", SD35 + OPSD, {}),
         ("ReFL", "hpsv2", REFL, {"late": Fraction(11, 25)}),
         ("flux1-dev-pave", "hpsv3", GRPO_SERIES + PAVE, {}),
-        ("AdaGRPO", "hpsv3", GRPO_SERIES + ADA, {"forget": 0.8}),
     ],
 )
 def test_a_recipe_or_row_has_the_values_of_the_published_code(name, reward, published, constants):

@@ -48,8 +48,6 @@ class Seen:
     examples: Sequence[Example]
     cond: Cond
     prompts: Sequence[str]
-    candidates: tuple[Sequence[str], Tensor] | None = None
-    """Those that were drawn, and the rewards [P * candidates, R] of their ODE pictures."""
 
 
 @dataclass
@@ -131,9 +129,5 @@ def _seen(watched):
     """Of the last iteration."""
     (*_, prompts, _), sampled = (watched.collected or watched.stored)[-1]
     (examples, cond), _ = watched.updated[-1]
-    candidates = None
-    if watched.walked:
-        (*_, drawn, _), walked = watched.walked[-1]
-        candidates = drawn, walked.rewards[:, :, 0, 0]
     scored = sampled.rewards, sampled.scores
-    return Seen(sampled.rollouts, *scored, examples, cond, prompts, candidates)
+    return Seen(sampled.rollouts, *scored, examples, cond, prompts)

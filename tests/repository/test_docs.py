@@ -405,7 +405,6 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
     for overrides in (
         ["evaluation.controls=true"],
         ["algorithm.kl_weight=0.1"],
-        ["algorithm.name=adagrpo", "algorithm.branch_steps=[0]", "algorithm.candidates=2"],
         ["algorithm.name=diffusion_nft", "algorithm.group_size=4"],
         ["algorithm.name=opsd", "algorithm.group_size=4"],
         ["algorithm.name=self_opd", "algorithm.group_size=4"],

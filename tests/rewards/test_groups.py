@@ -79,7 +79,6 @@ def test_ranks_compare_what_one_process_compares(tmp_path):
 @pytest.mark.parametrize(
     ("override", "fact"),
     [
-        ("algorithm.name=adagrpo", "single pictures"),
         ("policy.tuning=full", "held-out pictures are compared"),
     ],
 )

@@ -36,11 +36,6 @@ VARIANTS = {
         "sampling.num_steps=5",
         "algorithm.name=tests.support.own_algorithms:AllCount",
     ],
-    "chosen prompts": [
-        "algorithm.name=adagrpo",
-        "algorithm.candidates=3",
-        "algorithm.branch_steps=[0,2]",
-    ],
 }
 
 

@@ -12,7 +12,7 @@ from g2rpo.assembly.config import load_config
 from g2rpo.assembly.embeddings import cache_embeddings, cache_latents
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import candidates_of, judged_by
+from g2rpo.core.capabilities import judged_by
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes
 from g2rpo.policies.anyflow import DiffusersPolicy
@@ -117,7 +117,7 @@ def prompts_to_come(
     """The distinct prompts of this rank from `iteration` on: its training prompts and its held-out
     prompts."""
     order = PromptOrder(prompts, config.trainer.seed)
-    size = config.trainer.prompts_per_iteration * candidates_of(config.algorithm)
+    size = config.trainer.prompts_per_iteration
     own = divided(config, world).prompts
     batches = [
         own.shard(order.batch(later, size)) for later in range(iteration, config.trainer.iterations)

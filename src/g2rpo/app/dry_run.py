@@ -13,7 +13,7 @@ from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.rewards import build_rewards, reward_kind
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.schema import Config, RewardConfig
-from g2rpo.core.capabilities import candidates_of, judged_by
+from g2rpo.core.capabilities import judged_by
 from g2rpo.core.contracts import check_loss, name_of
 from g2rpo.core.data import Cond, Example, Loss
 from g2rpo.core.errors import RewardFailed, UserError, placed, where
@@ -63,7 +63,7 @@ def _try_algorithm(config: Config) -> None:
         "sampling": config.sampling.model_copy(update={"tails": Tails(), "guidance_scale": None}),
         "alarms": {"action": "off"},
     }
-    prompts = [str(index / 10) for index in range(TRIAL_PROMPTS * candidates_of(config.algorithm))]
+    prompts = [str(index / 10) for index in range(TRIAL_PROMPTS)]
     small = config.model_copy(update=changes)
     try:
         trainer = Trainer(

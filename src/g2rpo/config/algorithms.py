@@ -40,7 +40,7 @@ from g2rpo.algorithms.flow_grpo import (
 from g2rpo.algorithms.flow_kto import FlowKTO
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.algorithms.g2rpo_variants import EGRPO, AdaGRPO, PaveGRPO
+from g2rpo.algorithms.g2rpo_variants import EGRPO, PaveGRPO
 from g2rpo.algorithms.lc_grpo import LCGRPO
 from g2rpo.algorithms.opsd import OPSD
 from g2rpo.algorithms.reward_gradient import FDFO, ReFL
@@ -54,7 +54,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ 
     kind.name: kind
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
-        FlowDPPO, PaveGRPO, AdaGRPO, EGRPO, DiffusionNFT, AWM, DGPO, EPG, FDFO, ReFL, OPSD,
+        FlowDPPO, PaveGRPO, EGRPO, DiffusionNFT, AWM, DGPO, EPG, FDFO, ReFL, OPSD,
         SelfOPD, LCGRPO, FlowDPO, FlowKTO,
     )
 }  # fmt: skip

@@ -29,19 +29,11 @@ from g2rpo.core.types import (
 
 @runtime_checkable
 class Stateful(Protocol):
-    """The algorithm has state across iterations (AdaGRPO's averages)."""
+    """The algorithm has state across iterations."""
 
     def memory(self) -> AlgorithmState:
         """The state of a new run."""
         ...
-
-
-@runtime_checkable
-class ChoosesPrompts(Stateful, Protocol):
-    """Several prompts are drawn for each place of an iteration; the state, a `types.PromptChooser`,
-    chooses one (AdaGRPO)."""
-
-    candidates: int
 
 
 @runtime_checkable
@@ -133,20 +125,11 @@ def check_complete(algorithm: Algorithm) -> None:
         raise UserError(
             f"algorithm {kind}: with uses_old it needs old_decay and samples_old (capabilities.KeepsOldWeights)"
         )
-    if getattr(algorithm, "candidates", 1) > 1 and not isinstance(algorithm, ChoosesPrompts):
-        raise UserError(
-            f"algorithm {kind}: with candidates it needs memory (capabilities.ChoosesPrompts)"
-        )
 
 
 def state_of(algorithm: Algorithm) -> AlgorithmState | None:
     """The state of a new run."""
     return algorithm.memory() if isinstance(algorithm, Stateful) else None
-
-
-def candidates_of(algorithm: Algorithm) -> int:
-    """How many prompts are drawn for each place of an iteration."""
-    return algorithm.candidates if isinstance(algorithm, ChoosesPrompts) else 1
 
 
 def keeps_old(algorithm: Algorithm) -> bool:

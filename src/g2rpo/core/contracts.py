@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.errors import UserError, placed, refuse, where
-from g2rpo.core.types import Algorithm, AlgorithmState, Loss, Plan, PromptChooser
+from g2rpo.core.types import Algorithm, Loss, Plan
 
 Fault = tuple[str, str]
 """What a method of an algorithm should return, and what it returned."""
@@ -100,27 +99,6 @@ def check_scored(rewards: Tensor, names: Sequence[str]) -> None:
         raise UserError(
             f"{scored} ({', '.join(names)}); learn_from(..., counted=False) takes others"
         )
-
-
-def choice_of(
-    algorithm: Algorithm,
-    state: AlgorithmState | None,
-    iteration: int,
-    rewards: Tensor,
-    weights: Tensor,
-) -> list[int]:
-    """`state.choose(...)` of rewards [P, candidates, R]. UserError unless it names a candidate for
-    each place."""
-    if not isinstance(state, PromptChooser):
-        wanted = f"a types.PromptChooser, as candidates={candidates_of(algorithm)}"
-        _refuse(algorithm, "memory", [(wanted, type(state).__name__)])
-    assert isinstance(state, PromptChooser)
-    chosen = list(state.choose(iteration, rewards, weights))
-    places, candidates = rewards.shape[:2]
-    if len(chosen) != places or not set(chosen) <= set(range(candidates)):
-        wanted = f"{places} numbers from 0 to {candidates - 1}"
-        _refuse(algorithm, "choose", [(wanted, str(chosen))])
-    return chosen
 
 
 def check_loss(algorithm: Algorithm, loss: Loss, members: int, first: bool) -> None:

@@ -310,16 +310,6 @@ class AlgorithmState(Protocol):
 
 
 @runtime_checkable
-class PromptChooser(AlgorithmState, Protocol):
-    """The state of an algorithm with several `candidates`."""
-
-    def choose(self, iteration: int, rewards: Tensor, weights: Tensor) -> list[int]:
-        """The index of the chosen candidate for each of P places, from rewards [P, candidates, R]
-        of the candidates' ODE pictures; called before `at`."""
-        ...
-
-
-@runtime_checkable
 class Algorithm(Protocol):
     """How members are sampled, their advantages, the training examples and the loss. Fields are the
     hyper-parameters.

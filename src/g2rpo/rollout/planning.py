@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import SumsGroups, candidates_of, judged_by
+from g2rpo.core.capabilities import SumsGroups, judged_by
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Batch, Draw, Plan, Rollout, Transition
@@ -35,11 +35,6 @@ def count_evaluations(plans: Sequence[Plan], group_size: int, tails: Tails = EXA
     return anchor + sum(_evaluations(plan, group_size, tails) for plan in plans)
 
 
-def anchor_walk(num_steps: int) -> Plan:
-    """The ODE from noise to picture."""
-    return Plan(0, 0, (tuple(range(num_steps + 1)),), shared_noise=False)
-
-
 def baseline_walk(last: int, num_steps: int) -> tuple[range]:
     """The tail that takes the anchor from its `last` branch step, whose velocity is known, to the
     picture."""
@@ -47,13 +42,10 @@ def baseline_walk(last: int, num_steps: int) -> tuple[range]:
 
 
 def count_per_prompt(algorithm: Algorithm, plans: Sequence[Plan], tails: Tails = EXACT) -> int:
-    """`count_evaluations`, plus the ODE pictures of the candidates among which a prompt is chosen,
-    if any; 0 for pictures from files."""
+    """`count_evaluations`; 0 for pictures from files."""
     if judged_by(algorithm) is not None:
         return 0
-    walk = [anchor_walk(plans[0].tails[0][-1])]
-    choice = count_evaluations(walk, each, tails) if (each := candidates_of(algorithm)) > 1 else 0
-    return choice + count_evaluations(plans, algorithm.group_size, tails)
+    return count_evaluations(plans, algorithm.group_size, tails)
 
 
 def _evaluations(plan: Plan, group_size: int, tails: Tails) -> int:

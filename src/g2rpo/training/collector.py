@@ -26,10 +26,8 @@ from g2rpo.core.types import (
     Policy,
     Reward,
     Rollout,
-    no_kernel,
 )
 from g2rpo.rollout.engine import Engine, Noise
-from g2rpo.rollout.planning import anchor_walk
 from g2rpo.rollout.scoring import compared, decode_rollout, score_rollouts
 from g2rpo.runtime.devices import same_device
 from g2rpo.runtime.memory import BatchSizes, OutOfMemory
@@ -88,8 +86,6 @@ class Groups:
     scores: Tensor
     watch: Stopwatch
     """Of the seconds that they took."""
-    chosen_from: Sequence[Collected] = ()
-    """The samples from which the prompts were chosen, if the algorithm chooses."""
     reward_log: Mapping[str, float] = field(default_factory=dict)
     """What rewards that learn have to log."""
 
@@ -190,20 +186,6 @@ class Collector:
         """The plans of every prompt, over all ranks."""
         return plans_of(
             algorithm, self.config.sampling.num_steps, iteration, self.config.trainer.seed
-        )
-
-    def anchors(
-        self, candidates: int, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch
-    ) -> Collected:
-        """The ODE's picture of each prompt, `candidates` for every place, from the noise of that
-        place's anchor."""
-
-        def noise(place: int, *purpose: Any) -> torch.Generator:
-            return self.noise(iteration, place // candidates, "initial")
-
-        plans, first = [anchor_walk(self.config.sampling.num_steps)], candidates * self.first
-        return self.collect(
-            RolloutSpec(plans, 1, no_kernel, noise, first, self.rewards), cond, prompts, watch
         )
 
     def pictures(self, groups: Groups) -> list[Tensor]:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.capabilities import (
     DifferentiatesRewards,
-    candidates_of,
     differentiates_rewards,
     judged_by,
 )
@@ -88,8 +87,6 @@ def _faults_of_groups(
     compare = f"and these rewards compare the pictures of a group: {comparing}; take them out, or"
     if algorithm.group_size == 1:
         yield f"algorithm {name_of(algorithm)} has groups of one, {compare} set algorithm.group_size to two or more"
-    if candidates_of(algorithm) > 1:
-        yield f"algorithm {name_of(algorithm)} chooses prompts by single pictures, {compare} another algorithm"
     what = f"{comparing}: held-out pictures are compared with the base's, which"
     if tuning == "full" and sharding != "none":
         yield f"{what} trainer.sharding={sharding} cannot draw; take lora"

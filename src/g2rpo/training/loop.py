@@ -15,11 +15,10 @@ from torch import Tensor
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import (
     KeepsOldWeights,
-    candidates_of,
     differentiates_rewards,
     judged_by,
 )
-from g2rpo.core.contracts import advantages_of, check_scored, choice_of
+from g2rpo.core.contracts import advantages_of, check_scored
 from g2rpo.core.data import Row
 from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
 from g2rpo.prompts.order import PromptOrder
@@ -27,7 +26,7 @@ from g2rpo.rollout.guidance import in_training
 from g2rpo.rollout.scoring import compared, weighted_scores
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes
-from g2rpo.training.collector import Collected, Collector, Groups, RolloutSpec
+from g2rpo.training.collector import Collector, Groups, RolloutSpec
 from g2rpo.training.learner import Learner
 from g2rpo.training.ranks import Division
 from g2rpo.training.reward_states import fit_rewards, looked_at, observe
@@ -74,7 +73,6 @@ class Loop:
         watch.lap("encode")
         self.find_sizes(cond)
         with self._sampling():
-            prompts, cond, chosen_from = self._choose(prompts, cond, watch)
             algorithm = self.algorithm_now()
             spec = self.collector.own_spec(algorithm, self.iteration)
             if self.judged:
@@ -89,9 +87,7 @@ class Loop:
             observe(self.rewards, self.iteration, rewards)
             pictures = partial(looked_at, self.policy, self.sizes, collected, prompts)
             reward_log = fit_rewards(self.rewards, self.iteration, pictures, self.world)
-        return Groups(
-            algorithm, prompts, cond, spec, collected, scores, watch, chosen_from, reward_log
-        )
+        return Groups(algorithm, prompts, cond, spec, collected, scores, watch, reward_log)
 
     def sample_others(
         self, prompts: Sequence[str], algorithm: Algorithm, spec: RolloutSpec
@@ -126,7 +122,7 @@ class Loop:
                 self.iteration, branches, groups.rewards, self.weights
             )
         self.iteration += 1
-        parts, names = [*groups.chosen_from, groups.collected], list(self.rewards)
+        parts, names = [groups.collected], list(self.rewards)
         clip = groups.algorithm.advantage_clip
         return {
             "kind": "train",
@@ -181,28 +177,6 @@ class Loop:
         )
 
     def prompts_of(self, iteration: int) -> list[str]:
-        """This rank's prompts of an iteration; where the algorithm chooses among them, the
-        candidates of each place in turn."""
+        """This rank's prompts of an iteration."""
         places = self.config.trainer.prompts_per_iteration
-        return self.division.prompts.shard(
-            self.order.batch(iteration, places * candidates_of(self.algorithm))
-        )
-
-    def _choose(
-        self, prompts: list[str], cond: Cond, watch: Stopwatch
-    ) -> tuple[list[str], Cond, list[Collected]]:
-        """The prompts chosen by the algorithm's state, their rows of `cond`, and the samples made
-        for the choice."""
-        each = candidates_of(self.algorithm)
-        if each == 1:
-            return prompts, cond, []
-        anchors = self.collector.anchors(each, self.iteration, cond, prompts, watch)
-        # [places * each, R, 1, 1], one picture of every candidate -> [places, each, R]
-        rewards = self.world.gather(anchors.rewards)
-        rewards = rewards[:, :, 0, 0].unflatten(0, (-1, each))
-        chosen = choice_of(
-            self.algorithm, self.algorithm_state, self.iteration, rewards, self.weights
-        )
-        first = self.division.prompts.first(len(chosen))
-        rows = [place * each + chosen[first + place] for place in range(len(prompts) // each)]
-        return [prompts[row] for row in rows], cond.rows(rows), [anchors]
+        return self.division.prompts.shard(self.order.batch(iteration, places))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import candidates_of, drops_members
+from g2rpo.core.capabilities import drops_members
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.work import plans_in
 from g2rpo.runtime.distributed import World
@@ -64,8 +64,6 @@ def _undivided(config: Config, each: int) -> str | None:
         return f"algorithm.update_every={algorithm.update_every} takes an update from some groups of every prompt"
     if drops_members(algorithm):
         return "the algorithm leaves out members without any advantage in all groups of a prompt"
-    if candidates_of(algorithm) > 1:
-        return "algorithm.candidates chooses prompts"
     if config.trainer.sharding != "none":
         return f"trainer.sharding={config.trainer.sharding} needs equal calls on all ranks"
     return None

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config, SamplingConfig
-from g2rpo.core.capabilities import candidates_of, judged_by
+from g2rpo.core.capabilities import judged_by
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Algorithm, Cond, Plan, no_kernel
+from g2rpo.core.types import Algorithm, Cond, Plan
 from g2rpo.evaluation.controls import SPREAD_NOISES, evaluations_of
 from g2rpo.evaluation.work import plans_in
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.planning import anchor_walk, dry_rollout
+from g2rpo.rollout.planning import dry_rollout
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.memory import CPU_ROWS, batch_sizes
 from g2rpo.training.evaluator import free_knobs
@@ -86,8 +86,6 @@ class Counts:
     kinds: tuple[tuple[CountedIteration, int], ...]
     """Distinct iterations with their number: iterations differ if an algorithm's window moves."""
     prompts: int
-    prompts_drawn: int
-    """With those among which an algorithm chooses."""
     heldout: int
     """Held-out prompts: pictures of one evaluation, scored by all rewards."""
     heldout_steps: int
@@ -139,7 +137,6 @@ def count(config: Config, heldout: int, among: World = ALONE) -> Counts:
     return Counts(
         kinds=tuple((_known_iteration(config, plans), times) for plans, times in kinds.items()),
         prompts=prompts,
-        prompts_drawn=prompts * candidates_of(config.algorithm),
         heldout=heldout,
         heldout_steps=config.evaluation.num_steps or config.sampling.num_steps,
         times_evaluated=1 + _times(trainer.iterations, config.evaluation.every),
@@ -219,13 +216,9 @@ def _dry(
 ) -> CountedIteration:
     """One iteration of the real engine and updater on a minimal policy."""
     policy, sigmas = _Recorder(), sigma_grid(sampling.num_steps)
-    cond, each = policy.encode(["0"] * prompts), candidates_of(algorithm)
-    candidates = prompts * each if each > 1 else 0
+    cond = policy.encode(["0"] * prompts)
     rows = int(sampling.batch_size)
     engine = Engine(policy=policy, cond=cond, sigmas=sigmas, batch_size=rows, tails=sampling.tails)
-    if candidates:
-        choosing = replace(engine, cond=policy.encode(["0"] * candidates))
-        choosing.rollout([anchor_walk(sampling.num_steps)], 1, no_kernel, generator_for)
     stored = judged_by(algorithm) is not None
     if stored:
         rollouts = [
@@ -265,7 +258,7 @@ def _dry(
         reference_rows=_beside(policy.calls, calls),
         unguided_reference=_beside(policy.without, without),
         optimizer_steps=len(updates.grad_norms) + updates.skipped,
-        images=0 if stored else candidates + sum(rollout.pictures for rollout in rollouts),
+        images=0 if stored else sum(rollout.pictures for rollout in rollouts),
     )
 
 

@@ -110,7 +110,7 @@ def plan_memory(
         **({} if parked else {"text encoders": encoders}),
     }
     kept, finals = _latents(config, counts, shapes.latent_bytes)
-    work = {"latents": kept, "prompt embeddings": counts.prompts_drawn * row}
+    work = {"latents": kept, "prompt embeddings": counts.prompts * row}
     layers, everything = _gathered(config, model)
     gathered = everything if config.trainer.sharding == "training" else 0
     swapped = piece(weights) if averaged else 0
@@ -215,5 +215,4 @@ def _latents(config: Config, counts: Counts, latent: int) -> tuple[int, int]:
         return 2 + group * (2 * len(plan.stochastic) + ends)
 
     steps = counts.largest(lambda it: [sum(map(held, it.plans))])
-    candidates = 2 * counts.prompts_drawn if counts.prompts_drawn > counts.prompts else 0
-    return (counts.prompts * steps + candidates) * latent, counts.prompts * finals * latent
+    return counts.prompts * steps * latent, counts.prompts * finals * latent

@@ -19,7 +19,7 @@ from g2rpo.assembly.consistency import check_settings
 from g2rpo.assembly.prompts import build_prompts, divided_prompts
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import candidates_of, differentiates_rewards, judged_by
+from g2rpo.core.capabilities import differentiates_rewards, judged_by
 from g2rpo.core.errors import UserError, counted, loading
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
@@ -356,7 +356,7 @@ class Planner:
         if self._lists is not None:
             return len(self._lists.heldout[:heldout]), len(self._lists.to_come(config))
         trainer = config.trainer
-        drawn = trainer.prompts_per_iteration * candidates_of(config.algorithm)
+        drawn = trainer.prompts_per_iteration
         return heldout, trainer.iterations * drawn + heldout
 
 

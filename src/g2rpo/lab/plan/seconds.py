@@ -110,7 +110,7 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
         return guided + sum(velocity(rows / plan.network_rows) for rows in iteration.unguided)
 
     iteration = {
-        **({"encode": counts.prompts_drawn * prompt} if prompt else {}),
+        **({"encode": counts.prompts * prompt} if prompt else {}),
         "rollout": counts.mean(rollout),
         "decode": counts.mean(lambda it: it.images) * picture,
         "rewards": counts.mean(lambda it: it.images) * scoring(config.rewards),
