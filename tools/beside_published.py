@@ -31,19 +31,18 @@ from unittest import mock
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.nn import functional
 
-from g2rpo.algorithms.flow_dpo import sigma_at
+from examples.flow_dpo import loss
 from g2rpo.algorithms.flow_grpo import FlowDPPO
 from g2rpo.algorithms.policy_gradient import TakenSteps
-from g2rpo.core.data import Example, Judged, Prompt
+from g2rpo.core.data import Example
 from g2rpo.core.errors import UserError
 from g2rpo.core.normal import Normal
 from g2rpo.core.objectives import kernel_kl
 from g2rpo.core.plans import Rollout, Transition
 from g2rpo.training.trainer import Trainer
-from tests.published.second_half import PROMPTS, Beside, Models, Objective, Seen, tiny
+from tests.published.second_half import Beside, Models, Objective, Seen, tiny
 from tests.published.windows import spread, tilt
 from tests.support.tiny import save_flux, save_sd3
 
@@ -605,94 +604,6 @@ def self_opd(folder: Path, code: Path) -> Beside:
     return Beside(trainer, objective)
 
 
-def _pairs(folder: Path, marks: bool = False) -> list[Judged]:
-    """Six pairs, or marks, of random pictures, each of a prompt of its own."""
-    found = []
-    for number, prompt in enumerate(PROMPTS):
-        files = [str(folder / f"{number}{letter}.png") for letter in "ab"[: 2 - marks]]
-        for seed, file in enumerate(files, 2 * number):
-            levels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
-            Image.fromarray(levels).save(file)
-        good = (number % 2 == 0,) if marks else (True, False)
-        found.append(Judged.of(Prompt(prompt), files, good))
-    return found
-
-
-def _judged(
-    trainer: Trainer, terms: Callable[[Models, dict[str, torch.Tensor], Seen], torch.Tensor]
-) -> Objective:
-    """An objective of a published loss of all that is noised at once."""
-
-    def objective(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
-        return [lambda: terms(models, given(models, seen), seen)]
-
-    def given(models: Models, seen: Seen) -> dict[str, torch.Tensor]:
-        rows = [(e, row) for e in seen.examples for row in range(e.rows)]
-        noise = torch.cat([e.data["noise"] for e, _ in rows])
-        image = torch.stack([e.x[row] for e, row in rows])
-        sigma = sigma_at(trainer.sigmas, torch.cat([e.data["place"] for e, _ in rows]))
-        x = (1 - sigma[:, None, None]) * image + sigma[:, None, None] * noise
-
-        def velocities(which: str) -> torch.Tensor:
-            each = zip(x.split(1), sigma, rows, strict=True)
-            return torch.cat([models.velocity(which, one, s, e.prompt) for one, s, (e, _) in each])
-
-        with torch.no_grad():
-            reference = velocities("base")
-        return {"x0": image, "noise": noise, "v": velocities("trained"), "base": reference}
-
-    return objective
-
-
-def flow_dpo(folder: Path, code: Path) -> Beside:
-    """scripts/train_sd3_dpo.py: its loss, of all pairs of an update."""
-    block = _between(
-        code / "scripts/train_sd3_dpo.py", "target = noise - model_input", 'info["loss"].append'
-    )
-    trainer = tiny(folder, "algorithm.name=flow_dpo", rewards=(), prompts=_pairs(folder))
-
-    def term(models: Models, given: dict[str, torch.Tensor], seen: Seen) -> torch.Tensor:
-        order = [*range(0, len(given["v"]), 2), *range(1, len(given["v"]), 2)]  # chosen ones first
-        names: dict[str, Any] = {
-            "torch": torch, "F": functional, "bsz": len(order) // 2,
-            "config": Namespace(train=Namespace(beta=100)), "noise": given["noise"][order],
-            "model_input": given["x0"][order], "model_pred": given["v"][order],
-            "model_pred_ref": given["base"][order],
-        }  # fmt: skip
-        exec(block, names)
-        return names["loss"]
-
-    return Beside(trainer, _judged(trainer, term))
-
-
-def flow_kto(folder: Path, code: Path) -> Beside:
-    """train_kto_sd_v1.5.py: errors and the loss "kto" with the utility "sigmoid", on velocities."""
-    script = code / "train_kto_sd_v1.5.py"
-    blocks = (
-        _between(script, "model_losses = F.mse_loss(", "# For logging"),
-        _between(script, "ref_loss = F.mse_loss(", "raw_ref_loss"),
-        _between(script, "policy_KL_logps =", "acc ="),
-    )
-    options = ("algorithm.name=flow_kto", "algorithm.beta=50", "trainer.prompts_per_iteration=4")
-    trainer = tiny(folder, *options, rewards=(), prompts=_pairs(folder, marks=True))
-    args = Namespace(beta_dpo=50, halo="sigmoid", bce_offset="none")
-    args.lambda_d_kto = args.lambda_u_kto = 1.0
-
-    def term(models: Models, given: dict[str, torch.Tensor], seen: Seen) -> torch.Tensor:
-        marks = torch.cat([example.advantages for example in seen.examples])
-        names: dict[str, Any] = {
-            "torch": torch, "F": functional, "args": args, "batch": {"labels": (marks > 0).long()},
-            "accelerator": Namespace(reduce=lambda value, reduction: value),
-            "model_pred": given["v"], "ref_preds": given["base"],
-            "target": given["noise"] - given["x0"],
-        }  # fmt: skip
-        for block in blocks:
-            exec(block, names)
-        return names["l_kto"].mean()
-
-    return Beside(trainer, _judged(trainer, term))
-
-
 def bright(images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
     return images.flatten(1).mean(1)
 
@@ -716,6 +627,30 @@ class Function:
             "gradient": float((one - other).norm() / other.norm()),
         }
         return {**found, "weights": math.nan}
+
+
+def flow_dpo(folder: Path, code: Path) -> Function:
+    """scripts/train_sd3_dpo.py: its loss, of six pairs, beside examples/flow_dpo.py."""
+    block = _between(
+        code / "scripts/train_sd3_dpo.py", "target = noise - model_input", 'info["loss"].append'
+    )
+    generator = torch.Generator().manual_seed(0)
+    image, noise, base, velocity = torch.randn(4, 12, 16, 64, generator=generator)
+
+    def ours(v: torch.Tensor) -> torch.Tensor:
+        errors = [(each - (noise - image)).square().flatten(1).mean(1) for each in (base, v)]
+        chosen, rejected = (errors[0] - errors[1]).chunk(2)
+        return loss(chosen, rejected, 100)
+
+    def published(v: torch.Tensor) -> torch.Tensor:
+        names: dict[str, Any] = {
+            "torch": torch, "F": functional, "bsz": 6, "noise": noise, "model_input": image,
+            "config": Namespace(train=Namespace(beta=100)), "model_pred": v, "model_pred_ref": base,
+        }  # fmt: skip
+        exec(block, names)
+        return names["loss"]
+
+    return Function(ours, published, velocity.requires_grad_())
 
 
 def flow_dppo(folder: Path, code: Path) -> Function:
@@ -937,7 +872,6 @@ METHODS = {
     "self_opd": Method("Self-OPD", "Shiy-Zhang/Self-OPD", self_opd),
     "flow_dppo": Method("Flow-DPPO", "verl-project/verl-omni", flow_dppo),
     "flow_dpo": Method("Flow-DPO", "yifan123/flow_grpo", flow_dpo),
-    "flow_kto": Method("Flow-KTO", "jacklishufan/diffusion-kto", flow_kto),
 }
 HEAD = "| algorithm | published code and its functions | run on | loss | gradient | weights |"
 PAGE = Path(__file__).parents[1] / "studies/published.md"

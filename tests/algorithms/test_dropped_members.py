@@ -16,7 +16,6 @@ from tests.support.runs import brightness, trainer
 from tests.support.watched import Watched
 
 DROPPING = {"flow_dppo", "flow_grpo", "flow_grpo_fast", "flow_cps", "grpo_guard", "tempflow_grpo"}
-DROPPING |= {"lc_grpo"}
 
 
 def experienced(name, *overrides):

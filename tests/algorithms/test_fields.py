@@ -36,7 +36,7 @@ WRONG = {
         ("window_size", "window_iterations", "times", "target_steps", "steps_drawn"), COUNT
     ),
 }
-OWN = {("refl", "group_size"): COUNT, ("flow_kto", "group_size"): [0, 2, "many"]}
+OWN = {("refl", "group_size"): COUNT}
 FIELDS = {
     (each.name, str(each.type)): (name, each)
     for name, kind in ALGORITHMS.items()

@@ -1,5 +1,5 @@
-"""LC-GRPO: its step against closed forms of normals, its gradient by finite differences, and what it
-costs."""
+"""LC-GRPO (`examples/algorithms/lc_grpo.py`): its step against closed forms of normals, its gradient
+by finite differences, and what it costs."""
 
 import math
 from collections import Counter
@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from g2rpo.algorithms.lc_grpo import LCGRPO, langevin_kernel
+from examples.algorithms.lc_grpo import LCGRPO, langevin_kernel
 from g2rpo.core.flow import flow_sde, ode_step, sde_step, sigma_grid
 from g2rpo.core.types import Batch, Example
 from g2rpo.lab.plan.counting import count
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.rollout.planning import count_per_prompt
+from g2rpo.rollout.planning import count_evaluations
 from g2rpo.training.updater import Trained
 from tests.support.runs import trainer
 
@@ -154,7 +154,7 @@ def flow_grpos(x, sigma, after):
     ("kernel_of", "percent"), [(euler, 77.1), (corrected(0.7), 83.6), (flow_grpos, 85.8)]
 )
 def test_what_ten_steps_keep_of_the_std_of_the_images(kernel_of, percent):
-    """To the digits of docs/neighbours.md; the last step is the ODE's."""
+    """The last step is the ODE's."""
     *noisy, last = pairwise(sigma_grid(10, 3.0).double())
     law = None
     for step in noisy:
@@ -221,7 +221,11 @@ class Guided(GaussianPolicy):
         return super().velocity(x, sigma, cond) * (1.5 if self.guided else 1)
 
 
-SMALL = ("algorithm.name=lc_grpo", "algorithm.group_size=4", "sampling.num_steps=5")
+SMALL = (
+    "algorithm.name=examples/algorithms/lc_grpo.py:LCGRPO",
+    "algorithm.group_size=4",
+    "sampling.num_steps=5",
+)
 
 
 def test_the_corrector_is_not_guided_in_the_rollout_and_the_loss():
@@ -247,7 +251,11 @@ def test_a_run_counts_both_velocities():
     policy = Guided()
     t = trainer(None, *SMALL, policy=policy)
     row, plans, prompts = t.iterate(), t.plans(0), t.config.trainer.prompts_per_iteration
-    assert row["evaluations"] == prompts * count_per_prompt(t.algorithm, plans) == prompts * 4 * 9
+    assert (
+        row["evaluations"]
+        == prompts * count_evaluations(plans, t.algorithm.group_size)
+        == prompts * 4 * 9
+    )
     ((iteration, _),) = count(t.config, 3).kinds
     assert iteration.evaluations == row["evaluations"]
     assert iteration.training_rows == iteration.reference_rows == prompts * 4 * 8

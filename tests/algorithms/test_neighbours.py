@@ -26,7 +26,6 @@ from g2rpo.algorithms.flow_grpo import (
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import PaveGRPO
-from g2rpo.algorithms.lc_grpo import LCGRPO
 from g2rpo.algorithms.opsd import OPSD
 from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.algorithms.reward_gradient import ReFL
@@ -84,7 +83,6 @@ TAILS = 15 + 13 + 11 + 9
         (FlowGRPOFast(), 10, 240, (24 * 3, 0)),
         (FlowCPS(), 10, 240, (216, 216)),
         (GRPOGuard(), 10, 240, (216, 0)),
-        (LCGRPO(), 10, 24 * (10 + 9), (432, 432)),  # two velocities a step but the last
         # 1 + 12 * 15: the members share their noise, and so the first velocity
         (DanceGRPO(), 16, 181, None),
         (MixGRPO(), 25, 289, None),

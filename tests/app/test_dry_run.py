@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import pytest
 
 from g2rpo import api
-from g2rpo.algorithms.flow_dpo import FlowDPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.app.dry_run import try_own_code
 from g2rpo.cli.main import main
@@ -72,27 +71,11 @@ def test_an_algorithm_of_ones_own_is_tried_for_an_iteration(fault, said):
         api.trainer("scenes", algorithm=Mine(branch_steps=(0, 1), fault=fault))
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnPairs(FlowDPO):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "settings", "rewards"),
-    [
-        (Mine(branch_steps=(0, 1)), ["sampling.guidance_scale=1"], ["bright"]),
-        (OwnPairs(), [], []),
-    ],
-)
-def test_a_trial_asks_for_nothing_that_only_a_run_has(algorithm, settings, rewards):
-    """A guidance scale, judged pictures."""
-    asked = config(*settings).model_copy(update={"algorithm": algorithm})
-    given = {"rewards": dict.fromkeys(rewards, brightness), "judges": {"dark": darkness}}
-    own = {name: asked.rewards[name] for name in rewards}
-    try_own_code(
-        asked.model_copy(update={"rewards": own}),
-        {**given, "prompts": PROMPTS, "heldout": PROMPTS[:1]},
-    )
+def test_a_trial_asks_for_no_guidance_scale():
+    algorithm = Mine(branch_steps=(0, 1))
+    asked = config("sampling.guidance_scale=1").model_copy(update={"algorithm": algorithm})
+    given = {"rewards": {"bright": brightness}, "judges": {"dark": darkness}}
+    try_own_code(asked, {**given, "prompts": PROMPTS, "heldout": PROMPTS[:1]})
 
 
 def test_a_trial_calls_a_reward_once_with_pictures_of_the_policy():

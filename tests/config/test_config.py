@@ -10,7 +10,6 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.recipes import names, text
 from g2rpo.config.resolve import differences, read_yaml, resolve
 from g2rpo.core import plugins
-from g2rpo.core.capabilities import judged_by
 from g2rpo.core.errors import UserError
 from g2rpo.run.run import Run, entered
 from tests.support.runs import PLAIN, config
@@ -93,14 +92,8 @@ def test_wrong_overrides_are_refused_with_a_hint(row):
 def test_another_algorithm_comes_with_its_own_defaults(name):
     """What a recipe says about one algorithm says nothing about another; what the command line
     says, counts, in any order."""
-    heard, key = (
-        [],
-        {
-            **dict.fromkeys(("flow_dpo", "flow_kto"), "beta"),
-            **{"refl": "ceiling", "fdfo": "churn", "self_opd": "eta"},
-        }.get(name, "advantage_clip"),
-    )
-    size = {} if judged_by(ALGORITHMS[name]) else {"group_size": 8}
+    own = {"refl": "ceiling", "fdfo": "churn", "self_opd": "eta"}
+    heard, key, size = [], own.get(name, "advantage_clip"), {"group_size": 8}
     overrides = [f"algorithm.{key}=3", f"algorithm.name={name}"]
     overrides += [f"algorithm.group_size={number}" for number in size.values()]
     built = resolve(PLAIN, overrides, "here", heard.append)

@@ -16,8 +16,6 @@ OPTIONS = """
 alarms: what a run does about hacking is its owner's choice
 algorithm.advantage_clip: published values differ
 algorithm.advantage_scale: EPG's, in units of the rewards
-algorithm.bad_weight: Flow-KTO's, where bad marks are more or fewer
-algorithm.beta: published values of DPO and KTO differ by orders of magnitude
 algorithm.branch_schedule: "turns" costs a fraction and is as good in one world of two (studies/registered.md)
 algorithm.branch_steps: which steps get noise is G2RPO's own choice; each recipe has its steps
 algorithm.ceiling: in units of the rewards, so it depends on them
@@ -27,9 +25,7 @@ algorithm.compression: 0.4 in MixGRPO-Flash, 0.2 in its frozen form
 algorithm.divergence_limit: Flow-DPPO's trust region
 algorithm.eta: the amount of noise; it differs by model and number of steps
 algorithm.granularities: G2RPO's own choice, varied in its paper
-algorithm.good_weight: with bad_weight
 algorithm.group_size: memory, cost and variance
-algorithm.held_out: pairs are few, and prompts of theirs fewer
 algorithm.kl_weight: published values differ, 0 among them
 algorithm.likelihood: EPG's paper compares four
 algorithm.merged_steps: E-GRPO's; which steps to merge depends on the grid
@@ -51,7 +47,7 @@ algorithm.steps_drawn: the same: how many, its cost
 algorithm.strength: DGPO's beta: 100 for OCR, 10 for PickScore
 algorithm.tail: three ends of a tail in published code
 algorithm.target_steps: DiffusionOPSD's cost: gradients of the reward
-algorithm.times: trained times of AWM, DGPO, DPO and KTO are their cost
+algorithm.times: trained times of AWM and DGPO are their cost
 algorithm.update_every: how often the weights move in a rollout
 algorithm.window_iterations: MixGRPO's pace
 algorithm.window_size: MixGRPO's window

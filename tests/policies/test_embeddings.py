@@ -12,7 +12,7 @@ from diffusers import FluxPipeline
 
 from g2rpo.app.ahead import encode_ahead, prompts_to_come
 from g2rpo.assembly import components
-from g2rpo.assembly.embeddings import cache_embeddings, cache_latents
+from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests
@@ -169,17 +169,6 @@ def test_every_part_that_encodes_is_in_the_key_and_no_other(
         keys.append(key())
     new = [one not in keys[:place] for place, one in enumerate(keys)]
     assert new == [True, True, False, True, True, False, False, edits, True, False, True]
-
-
-def test_latents_of_pictures_are_of_one_size_and_one_way_to_encode(flux_directory):
-    policy = components.build_policy(PolicyConfig(path=str(flux_directory), **SIZE))
-
-    def key(**changes):
-        config = PolicyConfig(path=str(flux_directory), **{**SIZE, **changes})
-        return cache_latents(policy, config, "auto", complain).store.folder
-
-    ways = [{}, {"height": 48}, {"dtype": "bfloat16"}, {"vae_tiling": True}]
-    assert len({key(**changes) for changes in ways}) == 4 and key(guidance_scale=1.0) == key()
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from g2rpo.core import input_pictures
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
-from g2rpo.prompts.judged import held_out, read_judged
-from tests.support.judged import pairs
+from g2rpo.prompts.judged import Judged, held_out, read_judged
 from tests.support.runs import picture
 
 COLOURS = {"p.png": (200, 0, 0), "q.png": (0, 200, 0), "r.png": (0, 0, 200)}
@@ -167,7 +167,7 @@ REFUSED = [
     (pair(chosen=None), "chosen: should be a picture's file name"),
     ({"prompt": "a", "image_path": ["p.png"], "rank": [0, 1]}, "1 picture and 2 preferences"),
     ({"caption": "a", "jpg_0": "p.png", "jpg_1": "q.png", "label_0": 0.5, "label_1": 0.5}, "nothing but ties (1)"),
-    ({"prompt": "a", "image": "p.png", "label": "good"}, "flow_kto learns from marks"),
+    ({"prompt": "a", "image": "p.png", "label": "good"}, "has single marks, no pairs"),
     ({"prompt": "a", "image": "p.png", "label": "so-so"}, "should be good or bad"),
     ([], "is empty"),
     ("a cat", "should be an object"),
@@ -216,7 +216,8 @@ def test_held_out_prompts_are_in_no_pair_that_is_learnt_from(folder):
 def test_what_is_held_out_stays_so_when_a_file_grows(tmp_path):
     """In any order; and about as asked: of 400 prompts a tenth, within four standard deviations of
     6."""
-    every = pairs(400, tmp_path)
+    files = [[str(tmp_path / f"{n}_{level}.png") for level in (7, 3)] for n in range(400)]
+    every = [Judged.of(Prompt(str(n)), own, (True, False)) for n, own in enumerate(files)]
     for one in every:
         for path in one.pictures:
             Path(path).write_text(path)

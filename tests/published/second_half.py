@@ -127,7 +127,7 @@ class Beside:
 
 def _seen(watched):
     """Of the last iteration."""
-    (*_, prompts, _), sampled = (watched.collected or watched.stored)[-1]
+    (*_, prompts, _), sampled = watched.collected[-1]
     (examples, cond), _ = watched.updated[-1]
     scored = sampled.rewards, sampled.scores
     return Seen(sampled.rollouts, *scored, examples, cond, prompts)

@@ -21,7 +21,6 @@ from g2rpo.config.complaints import members_of
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
-from tests.support import judged
 from tests.support.figures import cited, figures, sentences
 from tests.support.pages import (
     BEGINS,
@@ -412,9 +411,6 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
         rewards = {"rewards": {"bright": Bright()}, "judges": {"dark": darkness, "some": some}}
         for row in trainer(None, *overrides, "trainer.iterations=1", **rewards).train():
             logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
-    given = {"held_out_pairs": judged.pairs(2)}
-    for row in judged.trainer("flow_dpo", judged.pairs(4), "trainer.iterations=1", **given).train():
-        logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
     places = {"NAME": r"[a-z]+", "PHASE": r"\w+", "K": r"\d+", "M": r"\d+", "R": r"\d+"}
     for kind, entries in explained.items():
         patterns = {

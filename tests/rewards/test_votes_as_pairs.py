@@ -7,11 +7,11 @@ import torch
 from PIL import Image
 
 from g2rpo.assembly.prompts import build_prompts
-from g2rpo.core.data import Judged, Prompt
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_tensor
 from g2rpo.lab.teach.commands import agree
-from g2rpo.prompts.judged import read_judged, sharing
+from g2rpo.prompts.judged import Judged, read_judged, sharing
 from g2rpo.rewards import taste, votes
 from g2rpo.rewards.taste import Choice, Clicks
 from g2rpo.rewards.votes import judged_in

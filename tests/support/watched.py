@@ -4,14 +4,13 @@ import torch
 
 
 class Watched:
-    """The trainer `t` from now on: what its collector made of prompts (`collected`; `stored` for
-    judged pictures) and its updater was given (`updated`), each as (arguments, value) of a call; the
+    """The trainer `t` from now on: what its collector made of prompts (`collected`) and its
+    updater was given (`updated`), each as (arguments, value) of a call; the
     `batches` of updates; and the `gradients` of optimizer steps, by tensor, clipped."""
 
     def __init__(self, t):
         self.t = t
         self.collected = _kept(t.collector, "collect")
-        self.stored = _kept(t.collector, "stored")
         self.updated = _kept(t.updater, "update")
         self.gradients, self._accumulated = [], _kept(t.updater, "_accumulate")
         t.learner.optimizer.register_step_pre_hook(self._keep_gradient)

@@ -9,10 +9,9 @@ from itertools import chain, count
 from g2rpo.app.events import Emit, Line, Progress, cautions, silent
 from g2rpo.assembly import components
 from g2rpo.assembly.config import load_config
-from g2rpo.assembly.embeddings import cache_embeddings, cache_latents
+from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import judged_by
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes
 from g2rpo.policies.anyflow import DiffusersPolicy
@@ -30,7 +29,7 @@ def encode(recipe: str, overrides: Sequence[str], emit: Emit = silent) -> tuple[
     config = load_config(recipe, overrides, cautions(emit))
     if config.prompts.cache == "off":
         raise UserError("prompts.cache=off: there is no cache to fill")
-    prompts = build_prompts(config.prompts.train, "prompts.train", judged_by(config.algorithm))
+    prompts = build_prompts(config.prompts.train, "prompts.train")
     heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")[
         : config.evaluation.num_prompts
     ]
@@ -51,10 +50,9 @@ def policy_after_encoding(
     notify: Callable[[str], None],
     sharding: Sharded | None = None,
     emit: Emit = silent,
-    pictures: bool = False,
 ) -> CachedPolicy[DiffusersPolicy]:
     """The policy of `loaded` with its embeddings cached as in `cache`; those of `prompts` are
-    computed first. With `pictures` the latents of picture files are cached too, as they are needed.
+    computed first.
 
     The text encoders then leave the device. Without a cache, or without disk space for all, they
     move to the device with the first prompt and stay.
@@ -62,8 +60,7 @@ def policy_after_encoding(
     encoder = cache_embeddings(loaded.text, loaded.config, cache, notify)
     encode_ahead(encoder, list(dict.fromkeys(prompts)), emit)
     policy = loaded.policy(sharding)
-    latents = cache_latents(policy, loaded.config, cache, notify) if pictures else None
-    return CachedPolicy(policy, encoder, latents)
+    return CachedPolicy(policy, encoder)
 
 
 def of_controls(config: Config, loaded: components.Loaded, heldout: Sequence[str]) -> list[str]:

@@ -15,15 +15,14 @@ from g2rpo.app.events import Emit, Line, silent
 from g2rpo.assembly import components
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.consistency import rewards_of
-from g2rpo.assembly.prompts import divided_prompts, starter_caution, trained_on
+from g2rpo.assembly.prompts import starter_caution, trained_on
 from g2rpo.assembly.rewards import build_rewards, configured, declared_by, reward_kind
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import ReadsTargets, judged_by
+from g2rpo.core.capabilities import ReadsTargets
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.trackers import build_trackers
-from g2rpo.prompts.judged import JudgedList
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World
@@ -74,8 +73,7 @@ def build(request: Request) -> Trainer:
         )
         for change in changes:
             request.notify(f"goes on with {change}")
-    learnt, apart = divided_prompts(config, prompts)
-    trainer = Trainer(config=config, **trainer_parts(request, learnt, heldout, apart))
+    trainer = Trainer(config=config, **trainer_parts(request, prompts, heldout))
     if run is None:
         return trainer
     if main:
@@ -101,7 +99,6 @@ def trainer_parts(
     request: Request,
     prompts: Sequence[str],
     heldout: Sequence[str],
-    held_out_pairs: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The arguments of the trainer beside its config. Prompts are encoded before policy and rewards
     are on the device."""
@@ -118,7 +115,7 @@ def trainer_parts(
     policy = (
         _given_policy(request)
         if "policy" in given
-        else _policy(request, sharding, prompts, [*heldout, *held_out_pairs])
+        else _policy(request, sharding, prompts, heldout)
     )
     components.check_judged_size(config, policy)
     components.check_trained_steps(config, policy)
@@ -135,7 +132,6 @@ def trainer_parts(
         **rewards,
         "prompts": prompts,
         "heldout": heldout,
-        "held_out_pairs": held_out_pairs,
         "run_dir": request.run_dir,
         "began": request.began,
         "notify": request.notify,
@@ -173,7 +169,6 @@ def _policy(
         request.notify,
         sharding,
         request.emit,
-        pictures=judged_by(config.algorithm) is not None,
     )
 
 
@@ -193,7 +188,7 @@ def show_prompts(
         lists.append(("held-out", "evaluation.prompts", config.evaluation.prompts, heldout))
     for _, key, source, texts in lists:
         first = ", ".join(_short(prompt) for prompt in texts[:FIRST_PROMPTS])
-        held = texts if isinstance(texts, JudgedList) else counted(len(texts), "prompt")
+        held = counted(len(texts), "prompt")
         emit(Line(f"={source}: {held}, first {first}", title=key))
     for kind, _, _, texts in lists:
         for name, entry in rewards_of(config, given, heldout=kind == "held-out").items():

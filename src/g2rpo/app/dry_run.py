@@ -13,7 +13,6 @@ from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.rewards import build_rewards, reward_kind
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.schema import Config, RewardConfig
-from g2rpo.core.capabilities import judged_by
 from g2rpo.core.contracts import check_loss, name_of
 from g2rpo.core.data import Cond, Example, Loss
 from g2rpo.core.errors import RewardFailed, UserError, placed, where
@@ -52,10 +51,7 @@ def try_own_code(config: Config, given: Mapping[str, Any]) -> None:
 
 
 def _try_algorithm(config: Config) -> None:
-    """An iteration of the trainer, on the policy that has a closed form. None of an algorithm that
-    learns from judged pictures, of which it has no files."""
-    if judged_by(config.algorithm) is not None:
-        return
+    """An iteration of the trainer, on the policy that has a closed form."""
     changes = {
         "trainer": config.trainer.model_copy(
             update={"prompts_per_iteration": TRIAL_PROMPTS, "sharding": "none"}

@@ -37,7 +37,7 @@ from g2rpo.core.data import Row
 from g2rpo.core.errors import RolledBack, UserError, counted
 from g2rpo.core.files import digest_of
 from g2rpo.core.statistics import Comparison
-from g2rpo.rollout.planning import count_per_prompt
+from g2rpo.rollout.planning import count_evaluations
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.run import Run, entered
 from g2rpo.runtime.distributed import World, joined
@@ -233,7 +233,7 @@ def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> N
             tuple(trainer.division.plans.shard(trainer.plans(each))) for each in range(iterations)
         )
         return sum(
-            times * prompts * count_per_prompt(config.algorithm, plans, tails)
+            times * prompts * count_evaluations(plans, config.algorithm.group_size, tails)
             for plans, times in own.items()
         )
 

@@ -34,7 +34,6 @@ from g2rpo.core.capabilities import (
     AsksServer,
     ChecksOptions,
     fault_of,
-    judged_by,
     keeps_old,
 )
 from g2rpo.core.errors import UserError, placed
@@ -150,8 +149,7 @@ def _read(run: Wanted, far: bool) -> Iterator[str]:
                 yield f"{key}={source}: reading datasets needs a library: pip install datasets"
             continue
         try:
-            kind = judged_by(run.config.algorithm) if name == "prompts" else None
-            read = build_prompts(source, key, kind)
+            read = build_prompts(source, key)
         except UserError as error:
             yield str(error)
         else:

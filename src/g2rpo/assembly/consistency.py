@@ -18,7 +18,7 @@ from g2rpo.assembly.hub import HubQuestion
 from g2rpo.assembly.rewards import check_clips, check_frames, declared_by, reward_kind
 from g2rpo.config.given import Mentioned, refuse_mention
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig, SamplingConfig
-from g2rpo.core.capabilities import TakesOneSize, check_complete, judged_by
+from g2rpo.core.capabilities import TakesOneSize, check_complete
 from g2rpo.core.contracts import name_of, plans_of
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.types import Algorithm, CallableReward, Reward, as_rewards
@@ -27,7 +27,6 @@ from g2rpo.policies.spec import PipelineSpec
 from g2rpo.training.compatible import (
     check_differentiable,
     check_groups,
-    faults_of_judged,
 )
 
 
@@ -130,10 +129,6 @@ def _repeated_names(run: Wanted) -> Iterator[str]:
 
 def _weights(run: Wanted) -> Iterator[str]:
     rewards = run.config.rewards
-    if judged_by(run.config.algorithm) is not None:
-        if not run.given.get("judges", run.config.evaluation.rewards):
-            yield "evaluation.rewards: is empty; name at least one, for example evaluation.rewards.scene_accuracy="
-        return
     if not rewards:
         yield "rewards: is empty; name at least one, for example rewards.scene_accuracy=1"
     elif not any(entry.weight for entry in rewards.values()):
@@ -198,20 +193,6 @@ def _sides(run: Wanted) -> Iterator[str]:
                 break
 
 
-def _judged(run: Wanted) -> Iterator[str]:
-    """An algorithm that learns from pictures in files needs a model that encodes them."""
-    if judged_by(run.config.algorithm) is None:
-        return
-    name, frames = name_of(run.config.algorithm), run.config.policy.num_frames or 1
-    if frames > 1:
-        yield f"policy.num_frames={frames}: algorithm {name} learns from pictures; set it to 1"
-    if (above := run.config.policy.lora_above) > 0:
-        yield f"policy.lora_above={above:g}: algorithm {name} trains at all sigmas; take it out"
-    yield from faults_of_judged(
-        run.config.algorithm, run.given.get("prompts"), run.given.get("policy")
-    )
-
-
 def _clips(run: Wanted) -> None:
     if "policy" not in run.given:
         check_clips(run.rewards, run.config.policy)
@@ -263,7 +244,6 @@ CHECKS: Sequence[Check] = (
     _gradients,
     _sides,
     _clips,
-    _judged,
     _frames,
     check_guidance,
 )

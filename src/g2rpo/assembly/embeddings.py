@@ -12,9 +12,7 @@ from g2rpo.assembly.pipeline_files import INDEX, options_in, parts_in, read_file
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests, cache_root, digest_of, local
-from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder
-from g2rpo.policies.encoding import PictureEncoder
 
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "guidance_scale_2", "expert", "tuning",
@@ -42,16 +40,6 @@ def cache_embeddings(
     more = {"settings": settings, "guided": getattr(text, "guided", False)}
     store = _store(config.path, cache, lambda part: not part.startswith(unread), more)
     return CachedEncoder(text, store, notify=notify)
-
-
-def cache_latents(
-    policy: DiffusersPolicy, config: PolicyConfig, cache: str, notify: Callable[[str], None]
-) -> CachedEncoder:
-    """The encoder of picture files of a policy, whose latents are cached as in `prompts.cache`."""
-    settings = config.model_dump(include={"height", "width", "dtype", "vae_tiling"})
-    settings["dtype"] = policy.spec.vae_dtype(config.dtype)
-    store = _store(config.path, cache, "vae".__eq__, {"latents": settings})
-    return CachedEncoder(PictureEncoder(policy), store, notify=notify)
 
 
 def _store(

@@ -124,8 +124,6 @@ class Output:
             for key, value in row.items()
             if key.startswith("reward/")
         ]
-        if "pairs/accuracy" in row:
-            rewards.append(("held-out pairs", f"{row['pairs/accuracy']:.2f}"))
         alarms = list(row.get("alarms", ()))
         named = [*([("alarm:", ", ".join(alarms))] if alarms else []), *rewards]
         if row["kind"] == "eval":

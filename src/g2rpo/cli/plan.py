@@ -173,9 +173,6 @@ def _work_table(plan: Estimate) -> Table:
         (f"pictures decoded, and scored by {judged}", counts.heldout),
     ):
         table.add_row(name, f"{once:,}", f"{once * times:,}")
-    if counts.pair_rows:
-        name = "network evaluations of held-out pairs or marks"
-        table.add_row(name, f"{counts.pair_rows:,}", f"{counts.pair_rows * times:,}")
     if counts.knobs:
         table.add_row(
             "network evaluations of sampler settings and for diversity", "", f"{counts.knobs:,}"
@@ -236,7 +233,7 @@ def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
         table.add_row(
             "other sampler settings, and diversity",
             "",
-            planned((seconds.evaluation - seconds.pairs) * beside),
+            planned(seconds.evaluation * beside),
         )
     table.add_row(
         "together", planned(sum(seconds.iteration.values())), planned(seconds.run), style="bold"

@@ -25,7 +25,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from g2rpo.algorithms.epg import EPG
-from g2rpo.algorithms.flow_dpo import FlowDPO
 from g2rpo.algorithms.flow_grpo import (
     DanceGRPO,
     FlowCPS,
@@ -37,11 +36,9 @@ from g2rpo.algorithms.flow_grpo import (
     MixGRPOFlash,
     TempFlowGRPO,
 )
-from g2rpo.algorithms.flow_kto import FlowKTO
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import EGRPO, PaveGRPO
-from g2rpo.algorithms.lc_grpo import LCGRPO
 from g2rpo.algorithms.opsd import OPSD
 from g2rpo.algorithms.reward_gradient import FDFO, ReFL
 from g2rpo.algorithms.self_opd import SelfOPD
@@ -55,7 +52,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ 
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
         FlowDPPO, PaveGRPO, EGRPO, DiffusionNFT, AWM, DGPO, EPG, FDFO, ReFL, OPSD,
-        SelfOPD, LCGRPO, FlowDPO, FlowKTO,
+        SelfOPD,
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}

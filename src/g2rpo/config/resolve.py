@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, config_name, with_name
+from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, with_name
 from g2rpo.config.complaints import REWARD_TABLES, complaints, truths
 from g2rpo.config.given import is_mention
 from g2rpo.config.schema import Config, Section
 from g2rpo.core import plugins
-from g2rpo.core.capabilities import judged_by
 from g2rpo.core.errors import UserError, did_you_mean, refuse
 from g2rpo.core.plain import DEPTH, parse_yaml, read_text
 
@@ -55,13 +54,7 @@ def resolve(
     """
     allow_code(overrides)
     merged = _with_other_algorithm(data, overrides, source, notify)
-    config = resolve_as(Config, merged, overrides, source, mention)
-    if data.get("rewards") and judged_by(config.algorithm) is not None:
-        only = ", ".join(data["rewards"])
-        notify(
-            f"algorithm.name={config_name(config.algorithm)}: learns from no reward; only judging: {only}"
-        )
-    return config
+    return resolve_as(Config, merged, overrides, source, mention)
 
 
 def allow_code(overrides: Sequence[str]) -> None:
@@ -89,10 +82,6 @@ def resolve_as(
     merged: dict[str, Any] = _copied(data)
     for override in overrides:
         _override(merged, override)
-    if isinstance(given := merged.get("algorithm"), Mapping):
-        algorithm = _class_in(given, source, mention)
-        if algorithm is not None and judged_by(algorithm) is not None:
-            _only_judge(merged)
     try:
         group = kind.model_validate(merged, context={"mention": mention})
         plain = group.model_dump(mode="json")
@@ -102,14 +91,6 @@ def resolve_as(
     if said:
         raise UserError("\n".join(f"{source}: {complaint}" for complaint in said))
     return group
-
-
-def _only_judge(data: dict[str, Any]) -> None:
-    """Makes the rewards of an algorithm that learns from none held-out ones."""
-    trained, looks = data.get("rewards"), data.get("evaluation")
-    if isinstance(trained, Mapping) and isinstance(looks, dict):
-        data["rewards"] = {}
-        looks["rewards"] = {**trained, **(looks.get("rewards") or {})}
 
 
 def codes_in(data: Any, key: str = "") -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -18,7 +17,6 @@ from pydantic import (
 from torch import Tensor
 
 from g2rpo.config.algorithms import AnyAlgorithm
-from g2rpo.core.capabilities import judged_by
 from g2rpo.core.data import Precision
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.core.plain import Count, Section
@@ -255,12 +253,6 @@ class Config(Section):
     def trained(self) -> list[str]:
         """The rewards that are trained on: one of weight 0 only scores, in training too."""
         return [name for name, entry in self.rewards.items() if entry.weight]
-
-    @property
-    def learnt_from(self) -> str:
-        """What a run learns from, in words: its rewards, or the pairs or marks of a file."""
-        kind = judged_by(self.algorithm)
-        return f"{kind} of {Path(self.prompts.train).name}" if kind else ", ".join(self.trained)
 
     @property
     def judged(self) -> PolicyConfig:

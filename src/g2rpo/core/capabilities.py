@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -58,25 +58,12 @@ class KeepsOldWeights(Protocol):
 @runtime_checkable
 class SumsGroups(Protocol):
     """The loss needs sums over whole groups, in `data["group_sum"]`; a pass may hold only a part of
-    a group (DGPO). With `averages_updates` it is the mean over all members of an update on all
-    ranks (Flow-KTO)."""
+    a group (DGPO)."""
 
     def group_term(self, batch: Batch, network: Network) -> Tensor:
         """The summand of each member of a batch, [B]; computed without gradient before the first
         update of a rollout."""
         ...
-
-
-@runtime_checkable
-class LearnsFromJudged(Protocol):
-    """The algorithm learns from pictures in files that people judged, `data.Judged`, and from no
-    reward: nothing is sampled (Flow-DPO, Flow-KTO). A group of its `examples` is the latents of one
-    `Judged`, with advantages 1 for good ones and -1 for others; `Loss.log` has the `implicit`
-    rewards [B], of a pair the difference."""
-
-    judged: Literal["pairs", "marks"]
-    held_out: float
-    """The share of the prompts that is held out."""
 
 
 @runtime_checkable
@@ -135,16 +122,6 @@ def state_of(algorithm: Algorithm) -> AlgorithmState | None:
 def keeps_old(algorithm: Algorithm) -> bool:
     """Whether the run keeps old weights."""
     return isinstance(algorithm, KeepsOldWeights) and algorithm.uses_old
-
-
-def judged_by(algorithm: Algorithm | type[Algorithm]) -> Literal["pairs", "marks"] | None:
-    """What an algorithm or its class learns from in place of rewards; None for most."""
-    return algorithm.judged if isinstance(algorithm, LearnsFromJudged) else None
-
-
-def averages_updates(algorithm: Algorithm) -> bool:
-    """Whether `data["group_sum"]` is the mean over all members of an update instead."""
-    return bool(getattr(algorithm, "averages_updates", False))
 
 
 def differentiates_rewards(algorithm: Algorithm) -> bool:

@@ -56,21 +56,6 @@ class Prompt(str):
     __hash__ = str.__hash__
 
 
-class Judged(Prompt):
-    """A prompt with files of pictures of it, and of each whether people found it good: a pair of a
-    chosen and a rejected picture, or one picture with its mark. Its text alone, with metadata and
-    input pictures, makes it equal to another prompt."""
-
-    pictures: tuple[str, ...]
-    good: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, prompt: Prompt, pictures: Sequence[str], good: Sequence[bool]) -> Judged:
-        judged = cls(prompt, prompt.images, prompt.metadata, prompt.encoded)
-        judged.pictures, judged.good = tuple(pictures), tuple(good)
-        return judged
-
-
 def as_prompt(prompt: str) -> Prompt:
     """The prompt itself, or a string as one without pictures and metadata."""
     return prompt if isinstance(prompt, Prompt) else Prompt(prompt)

@@ -13,7 +13,7 @@ import PIL
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from g2rpo.core.data import Judged, Prompt, plain_prompt
+from g2rpo.core.data import Prompt, plain_prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests, cache_root, digest_of, local
 from g2rpo.core.images import to_tensor
@@ -134,16 +134,12 @@ def content_of(prompt: str, digests: FileDigests) -> list[str]:
 
 
 def digest_of_prompts(prompts: Iterable[str]) -> str:
-    """A digest of prompts with metadata, pictures and what people judged; pictures count by content,
-    not by path."""
+    """A digest of prompts with metadata and pictures; pictures count by content, not by path."""
     digests = FileDigests(None)
 
     def content(prompt: str) -> Any:
         plain, images = plain_prompt(prompt), content_of(prompt, digests)
-        each = {**plain, "images": images} if isinstance(plain, dict) else plain
-        if not isinstance(prompt, Judged):
-            return each
-        return [each, [digests.of(Path(path)) for path in prompt.pictures], prompt.good]
+        return {**plain, "images": images} if isinstance(plain, dict) else plain
 
     return digest_of([content(prompt) for prompt in prompts])
 

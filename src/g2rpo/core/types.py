@@ -44,8 +44,7 @@ class Policy(Protocol):
     prompt (default (0, 0)); `seconds`, the duration of a clip (default 1/16 per frame); `dtype`, in
     which its networks compute, for messages; `in_loss`, a context like `base` that is entered while
     velocities are computed for a loss; `unguided`, a context in which velocities are without
-    classifier-free guidance, for a policy that has it (`capabilities.unguided`); `latents_of(files)`,
-    the latents [B, ...] of picture files, cut to the policy's size.
+    classifier-free guidance, for a policy that has it (`capabilities.unguided`).
     """
 
     @property

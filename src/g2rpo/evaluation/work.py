@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import judged_by
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.errors import UserError
 from g2rpo.core.plans import Plan
-from g2rpo.rollout.planning import count_per_prompt, count_trained, trained_sigmas
+from g2rpo.rollout.planning import count_evaluations, count_trained, trained_sigmas
 
 TRAINED_LATENT = 3
 """The cost of one latent of a training pass in evaluations: one for the forward pass, two for the
@@ -50,8 +49,6 @@ def plans_in(config: Config, iteration: int) -> list[Plan]:
 
 def trained_sigmas_of(config: Config, sigmas: Tensor) -> list[float]:
     """The sigmas at which a run trains, falling; where they are drawn, the grid's."""
-    if judged_by(config.algorithm) is not None:
-        return [float(sigma) for sigma in sigmas]
     plans = {
         plan
         for iteration in range(config.trainer.iterations)
@@ -65,7 +62,9 @@ def _work(config: Config, plans: Sequence[Plan], evaluations: int | None = None)
     trained, base = count_trained(algorithm, plans, config.sampling.num_steps)
     prompts = config.trainer.prompts_per_iteration
     if evaluations is None:
-        evaluations = prompts * count_per_prompt(algorithm, plans, config.sampling.tails)
+        evaluations = prompts * count_evaluations(
+            plans, algorithm.group_size, config.sampling.tails
+        )
     return evaluations + prompts * (TRAINED_LATENT * trained + base)
 
 

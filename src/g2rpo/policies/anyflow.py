@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from g2rpo.core.data import Cond
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
-from g2rpo.core.input_pictures import cut
 from g2rpo.core.types import Policy
-from g2rpo.policies.encoding import Layout, Undecoded, as_asked, mode_of
 from g2rpo.policies.experts import Experts
 from g2rpo.policies.options import PolicyConfig, TuningMode
 from g2rpo.policies.pipelines import (
@@ -399,27 +397,6 @@ class DiffusersPolicy(Policy):
             .float()
         )
         return pictures[:, 0] if self.spec.video and pictures.shape[1] == 1 else pictures
-
-    @torch.no_grad()
-    def latents_of(self, files: Sequence[str]) -> Tensor:
-        """The latents [B, ...] of picture files, cut and resized to the policy's size."""
-        if (self.options.num_frames or 1) > 1:
-            raise UserError("policy.num_frames: clips cannot be learnt from picture files")
-        vae = Pictures(self.pipeline.vae, self.options.published_pictures)
-        encoded, layout = [], self._layout()
-        for path in files:
-            picture = cut(path, self.options.width, self.options.height).to(self._device)
-            asked = as_asked(picture, self.pipeline.vae, layout.clip)
-            encoded.append(mode_of(vae.encode(asked)).float())
-        return layout.latents(torch.cat(encoded))
-
-    def _layout(self) -> Layout:
-        """How the pipeline's latents are those of its VAE."""
-        step = OneStep(self.pipeline.scheduler.config, None)
-        parts = {"scheduler": step, "vae": Undecoded(self.pipeline.vae)}
-        cond = self.blank(1, 1, torch.float32).to(self._device)
-        like = torch.zeros(1, *self._latent, device=self._device)
-        return Layout.of(lambda latents: self._replay(cond, latents, parts).float(), like)
 
     def _replay(self, cond: Cond, latents: Tensor, parts: Mapping[str, Any], **changes: Any) -> Any:
         batch = self.spec.batch(cond)

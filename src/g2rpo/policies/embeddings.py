@@ -23,7 +23,6 @@ from g2rpo.core.finite import check_embeddings
 from g2rpo.core.input_pictures import content_of
 from g2rpo.core.normal import in_float64
 from g2rpo.core.types import Cond, Policy, Prompt
-from g2rpo.policies.encoding import NAME
 
 FORMAT = 3
 """Part of every key. Increase it when the meaning of stored tensors changes; old files are then not
@@ -297,13 +296,8 @@ OPTIONAL = (
 class CachedPolicy(Generic[P]):
     """`policy` with the conditioning of `encoder`; everything else is the policy's."""
 
-    def __init__(
-        self,
-        policy: P,
-        encoder: CachedEncoder | EncodedPrompts,
-        pictures: CachedEncoder | None = None,
-    ) -> None:
-        self.policy, self.encoder, self.pictures = policy, encoder, pictures
+    def __init__(self, policy: P, encoder: CachedEncoder | EncodedPrompts) -> None:
+        self.policy, self.encoder = policy, encoder
         self.encode = encoder.encode
         # the policy's own methods
         self.noise, self.velocity, self.decode = policy.noise, policy.velocity, policy.decode
@@ -314,13 +308,6 @@ class CachedPolicy(Generic[P]):
         """Stores what is missing of prompts to come, where there is a cache."""
         if isinstance(self.encoder, CachedEncoder):
             self.encoder.fill(prompts)
-
-    def latents_of(self, files: Sequence[str]) -> Tensor:
-        """As the policy's, of which `pictures` are the encoder, with its cache."""
-        if self.pictures is None:
-            found: Tensor = self.policy.latents_of(files)  # type: ignore[attr-defined]
-            return found
-        return self.pictures.encode([Prompt("", [path]) for path in files]).tensors[NAME]
 
     @property
     def device(self) -> torch.device:

@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from g2rpo.core.data import Judged, spelling_apart
+from g2rpo.core.data import Prompt, spelling_apart
 from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.files import FileDigests, cache_root, local, write_whole
 from g2rpo.core.input_pictures import faults_of_pictures
@@ -170,6 +170,20 @@ class _Mark(BaseModel):
 KINDS: Sequence[type[_Pair | _PickAPic | _Ranked | _Mark]] = (_Pair, _PickAPic, _Ranked, _Mark)
 
 
+class Judged(Prompt):
+    """A prompt with files of pictures of it, and of each whether people found it good: a pair of a
+    chosen and a rejected picture, or one picture with its mark."""
+
+    pictures: tuple[str, ...]
+    good: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, prompt: Prompt, pictures: Sequence[str], good: Sequence[bool]) -> Judged:
+        judged = cls(prompt, prompt.images, prompt.metadata, prompt.encoded)
+        judged.pictures, judged.good = tuple(pictures), tuple(good)
+        return judged
+
+
 class JudgedList(list[Judged]):
     """What a file holds; `ties` were left out."""
 
@@ -233,8 +247,7 @@ def as_kind(groups: Sequence[tuple[str, Judged | None]], kind: Kind, name: str) 
     _check_pictures([(place, one) for place, one in groups if one is not None], name)
     single = any(len(one.pictures) == 1 for one in found)
     if kind == "pairs" and single:
-        hint = "algorithm.name=flow_kto learns from marks"
-        raise UserError(f"{name}: has single marks, no pairs; {hint}")
+        raise UserError(f"{name}: has single marks, no pairs")
     return found if kind == "pairs" else _marks_of(found)
 
 

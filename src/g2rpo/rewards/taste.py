@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 from torch import Tensor
 
-from g2rpo.core.data import Judged
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.input_pictures import cut
 from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Reward
-from g2rpo.prompts.judged import read_judged, sharing
+from g2rpo.prompts.judged import Judged, read_judged, sharing
 from g2rpo.rewards.clip import CLIPScore
 from g2rpo.rewards.picture_features import Features, PictureEncoder, features_of
 from g2rpo.rewards.votes import answered, judged_in, session_of

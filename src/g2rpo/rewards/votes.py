@@ -15,12 +15,12 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from g2rpo.core.data import Judged, Prompt
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import append_line, local, write_whole
 from g2rpo.core.images import to_tensor
 from g2rpo.core.plain import read_lines_as
-from g2rpo.prompts.judged import JudgedList, Kind, as_kind, read_judged
+from g2rpo.prompts.judged import Judged, JudgedList, Kind, as_kind, read_judged
 
 FILE, FOLDER, PAIRS = "votes.jsonl", "votes", "pairs.jsonl"
 """Names in a run directory: the answers, a folder of pictures for each round, and the answers as

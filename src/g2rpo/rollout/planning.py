@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import SumsGroups, judged_by
+from g2rpo.core.capabilities import SumsGroups
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Batch, Draw, Plan, Rollout, Transition
@@ -39,13 +39,6 @@ def baseline_walk(last: int, num_steps: int) -> tuple[range]:
     """The tail that takes the anchor from its `last` branch step, whose velocity is known, to the
     picture."""
     return (range(last + 1, num_steps + 1),)
-
-
-def count_per_prompt(algorithm: Algorithm, plans: Sequence[Plan], tails: Tails = EXACT) -> int:
-    """`count_evaluations`; 0 for pictures from files."""
-    if judged_by(algorithm) is not None:
-        return 0
-    return count_evaluations(plans, algorithm.group_size, tails)
 
 
 def _evaluations(plan: Plan, group_size: int, tails: Tails) -> int:

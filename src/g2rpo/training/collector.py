@@ -15,7 +15,6 @@ from torch import Tensor
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import waits
 from g2rpo.core.contracts import check_advantages, plans_of
-from g2rpo.core.data import Judged
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import (
     Algorithm,
@@ -253,19 +252,6 @@ class Collector:
             sum(aside.seconds.values()),
         )
 
-    def stored(self, spec: RolloutSpec, prompts: Sequence[str], watch: Stopwatch) -> Collected:
-        """Groups of pictures that people judged, in place of rollouts: their latents, and as scores
-        [N, 1, 1, G] 1 for a good one."""
-        judged = [prompt for prompt in prompts if isinstance(prompt, Judged)]
-        (plan,) = spec.plans
-        rollouts = [
-            Rollout(row, plan, (), latents_of(self.policy, one.pictures)[None])
-            for row, one in enumerate(judged)
-        ]
-        watch.lap("rollout")
-        marks = torch.tensor([one.good for one in judged], dtype=torch.float32)
-        return Collected(rollouts, marks[:, None, None], 0, 0.0)
-
     def prompts_at_once(self, spec: RolloutSpec, every: int) -> int:
         """How many prompts are rolled out together, of `every`."""
         chosen = self.at_once
@@ -307,13 +293,6 @@ class Collector:
         """The generator of a prompt for one purpose of the engine, by the prompt's place in the
         iteration."""
         return generator_for(self.config.trainer.seed, "rollout", iteration, place, *purpose)
-
-
-def latents_of(policy: Policy, pictures: Sequence[str]) -> Tensor:
-    """The latents [B, ...] of picture files, cut to the policy's size (`faults_of_judged`: it
-    encodes them)."""
-    latents: Tensor = policy.latents_of(pictures)  # type: ignore[attr-defined]
-    return latents.to(policy.device)
 
 
 def waited_for(reward: Reward, device: torch.device) -> bool:

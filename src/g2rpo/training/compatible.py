@@ -6,35 +6,16 @@ rewards when a trainer is built: only then is it known of some of the user's own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.capabilities import (
     DifferentiatesRewards,
     differentiates_rewards,
-    judged_by,
 )
 from g2rpo.core.contracts import name_of
-from g2rpo.core.data import Judged
 from g2rpo.core.errors import UserError, refuse
-from g2rpo.core.types import Algorithm, Policy, Reward
-
-
-def faults_of_judged(
-    algorithm: Algorithm, prompts: Sequence[str] | None, policy: Policy | None
-) -> Iterator[str]:
-    """What an algorithm that learns from pictures in files lacks: pictures that people judged, and
-    a policy that encodes them. None: not known yet."""
-    if judged_by(algorithm) is None:
-        return
-    name = name_of(algorithm)
-    if prompts is not None and not all(isinstance(prompt, Judged) for prompt in prompts):
-        yield (
-            f"algorithm {name} learns from pictures that people judged; name a file of them in prompts.train"
-        )
-    if policy is not None and not hasattr(policy, "latents_of"):
-        lacking = f"a {type(policy).__name__} has no latents_of, which encodes them"
-        yield f"algorithm {name} learns from pictures in files, and {lacking}"
+from g2rpo.core.types import Algorithm, Reward
 
 
 def check_differentiable(

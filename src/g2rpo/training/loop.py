@@ -16,7 +16,6 @@ from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import (
     KeepsOldWeights,
     differentiates_rewards,
-    judged_by,
 )
 from g2rpo.core.contracts import advantages_of, check_scored
 from g2rpo.core.data import Row
@@ -60,11 +59,6 @@ class Loop:
     """Finds batch sizes before the first rollout; the trainer sets it (`parts.find_sizes`)."""
     iteration: int = 0
 
-    @property
-    def judged(self) -> bool:
-        """Whether prompts have judged pictures, which are learnt from in place of samples."""
-        return judged_by(self.algorithm) is not None
-
     def sample_groups(self) -> Groups:
         """Prompts -> rollout -> rewards: the groups of the current iteration. Rewards with a state
         observe them and are fitted."""
@@ -75,10 +69,7 @@ class Loop:
         with self._sampling():
             algorithm = self.algorithm_now()
             spec = self.collector.own_spec(algorithm, self.iteration)
-            if self.judged:
-                collected = self.collector.stored(spec, prompts, watch)
-            else:
-                collected = self.collector.collect(spec, cond, prompts, watch)
+            collected = self.collector.collect(spec, cond, prompts, watch)
             # an algorithm may look at the whole batch
             scores = self.world.gather(collected.scores)
             watch.lap("waiting")
@@ -109,8 +100,7 @@ class Loop:
     def learn_from(self, groups: Groups, advantages: Tensor) -> Row:
         """Advantages [N, G] of all ranks' groups -> loss -> step: ends an iteration; returns its
         metrics."""
-        if not self.judged:
-            check_scored(groups.rewards, list(self.rewards))
+        check_scored(groups.rewards, list(self.rewards))
         stats, rate = self.update(groups, self.world.shard(advantages))
         groups.watch.lap("update")
         plans = self.collector.plans(groups.algorithm, self.iteration)
@@ -127,7 +117,7 @@ class Loop:
         return {
             "kind": "train",
             "iteration": self.iteration,
-            **({} if self.judged else of_groups(plans, names, groups.rewards, advantages, clip)),
+            **of_groups(plans, names, groups.rewards, advantages, clip),
             **groups.reward_log,
             **state_log,
             **stats.summary(groups.algorithm),

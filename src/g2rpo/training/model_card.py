@@ -133,7 +133,7 @@ def _block(language: str, code: str) -> str:
 
 def _what(config: Config, iteration: int) -> str:
     weighted = [f"{name} (weight {entry.weight:g})" for name, entry in config.rewards.items()]
-    rewards = ", ".join(weighted) or config.learnt_from
+    rewards = ", ".join(weighted)
     kind = (
         f"LoRA of rank {config.policy.lora_rank}"
         if config.policy.tuning == "lora"
@@ -284,7 +284,7 @@ def _modelspec(config: Config, method: str) -> dict[str, str]:
         "architecture": f"{model.architecture}/lora",
         "implementation": "diffusers",
         "title": f"{base_name(base)} tuned with {method}",
-        "description": f"Trained on {config.learnt_from} by g2rpo {__version__}",
+        "description": f"Trained on {', '.join(config.trained)} by g2rpo {__version__}",
         "resolution": f"{config.policy.width}x{config.policy.height}",
         "license": model.licence,
     }

@@ -18,7 +18,7 @@ from g2rpo.rollout.guidance import faults_of_scale, sized
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.collector import Collector
-from g2rpo.training.compatible import check_differentiable, faults_of_judged
+from g2rpo.training.compatible import check_differentiable
 from g2rpo.training.learner import Learner
 from g2rpo.training.loop import Loop
 from g2rpo.training.ranks import divided
@@ -40,7 +40,6 @@ def loop_of(
     check_complete(algorithm)
     weights = {name: config.rewards[name].weight for name in rewards}
     check_differentiable(algorithm, rewards, weights)
-    refuse(faults_of_judged(algorithm, prompts, policy))
     refuse(faults_of_scale(policy, config.sampling.guidance_scale))
     division = divided(config, shards.world)
     sigmas = grid_of(config.sampling.shift, policy, config.sampling.num_steps)

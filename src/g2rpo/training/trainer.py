@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from g2rpo.config.schema import Config
-from g2rpo.core.data import Judged, Row
+from g2rpo.core.data import Row
 from g2rpo.core.errors import Preempted, UserError
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Plan, Policy, Reward, as_rewards
@@ -28,7 +28,6 @@ from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.training.collector import Groups
 from g2rpo.training.compatible import check_groups
 from g2rpo.training.evaluator import evaluator_of
-from g2rpo.training.held_out_pairs import HeldOutPairs
 from g2rpo.training.learner import Snapshot
 from g2rpo.training.listeners.checkpoints import Checkpoints
 from g2rpo.training.listeners.early_stop import EarlyStop
@@ -49,7 +48,7 @@ class Trainer:
     """Trains `policy` on `rewards` by `config`, and writes `run_dir`.
 
     `judges` are rewards that score held-out pictures and are not trained on. `run_dir=None` writes
-    nothing. `held_out_pairs` only tell whether the model prefers what people do. `notify` is called
+    nothing. `notify` is called
     when batch sizes are found, or halved because memory ran out, and when `trackers` fail. `shards`
     holds the ranks and the placement of the weights: every rank has a trainer, with its share of
     the prompts; rank 0 writes. After `stopping` is set on any rank, `train` saves after the current
@@ -62,7 +61,6 @@ class Trainer:
     rewards: Mapping[str, Reward]
     prompts: Sequence[str]
     heldout: Sequence[str]
-    held_out_pairs: Sequence[Judged] = ()
     judges: Mapping[str, Reward] = field(default_factory=dict)
     run_dir: Path | None = None
     notify: Callable[[str], None] = print
@@ -98,7 +96,6 @@ class Trainer:
             loop.updater,
             loop.collector.sigmas,
         )
-        self.judged = HeldOutPairs(loop, self.held_out_pairs)
         self.own_prompts = self.division.own(c.trainer.prompts_per_iteration)
         self.alarms = alarms_of(c, self.sigmas, self.policy, self.rewards)
         self.evaluator = evaluator_of(loop, self.judges, self.heldout, self.shards, self.run)
@@ -289,9 +286,8 @@ class Trainer:
         spread = self.evaluator.spread(self.iteration, self._leave_if_asked)
         if self.iteration == 0 and not self._keeps_base:
             self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
-        pairs = self.judged.row()
         watch.lap("evaluation")
-        row = self.evaluator.row(self.iteration, evaluation, spread) | pairs
+        row = self.evaluator.row(self.iteration, evaluation, spread)
         row["seconds"] = watch.seconds["evaluation"]
         return self._heard(row, evaluation)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from g2rpo.core.capabilities import (
     SumsGroups,
-    averages_updates,
     drops_members,
     unguided,
 )
@@ -164,9 +163,6 @@ class Updater:
                         Batch.of(part, self.sigmas, True), self._network(cond)
                     )
                 )
-        if averages_updates(self.algorithm):
-            mean = self.shards.world.gather(torch.cat(terms).cpu()).mean()
-            return [item.with_group_sum(mean.to(item.x.device)) for item in examples]
         groups = torch.cat(terms).split([len(item.advantages) for item in examples])
         return [item.with_group_sum(own.sum()) for item, own in zip(examples, groups, strict=True)]
 

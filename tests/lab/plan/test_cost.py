@@ -536,7 +536,11 @@ def test_a_forward_of_flux_takes_37_tflop_at_the_papers_size():
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("lc_grpo", 2), pytest.param("pave_grpo", 4, marks=pytest.mark.slow)]
+    ("name", "calls"),
+    [
+        ("examples/algorithms/lc_grpo.py:LCGRPO", 2),
+        pytest.param("pave_grpo", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_training_row_has_the_price_of_one_call(flux_directory, name, calls):
     """A pass of several calls is traced whole, and all its rows are counted: two of LC-GRPO, and

@@ -120,17 +120,6 @@ def test_tables_tell_the_same(capsys, tiny_config, sd3_directory):
     assert prompts * least < mean < prompts * most
 
 
-@pytest.mark.slow  # two plans
-def test_judged_pictures_are_learnt_from_without_guidance(capsys, tiny_config, sd3_directory):
-    """Guidance would add a third; a negative prompt's embeddings, which are there, a hundredth."""
-    own = f"policy.path={sd3_directory}", "algorithm.name=flow_dpo", "--device", "a100"
-    plans = [told(capsys, tiny_config, *own, f"policy.guidance_scale={s}") for s in (1.0, 4.5)]
-    assert [plan["network_rows_per_evaluation"] for plan in plans] == [1, 1]
-    updates = [plan["seconds"]["iteration"]["update"] for plan in plans]
-    assert updates[0] == pytest.approx(updates[1], rel=0.05)
-    assert plans[0]["seconds"]["evaluation"] < plans[1]["seconds"]["evaluation"]
-
-
 REFUSED = [
     (["flux1-dev-hps", "--device", "h210"], "h200"),
     (["flux1-dev-hps", "--ranks", "3"], "cannot be divided evenly over 3 ranks"),

@@ -88,7 +88,6 @@ class PlanAnswer:
                 "evaluations_per_prompt": counts.mean(COUNTED["evaluations"]) / counts.prompts,
                 "evaluated": counts.times_evaluated,
                 "evaluations_when_evaluated": counts.heldout_evaluations,
-                "evaluations_of_held_out_pairs": counts.pair_rows,
                 "pictures_when_evaluated": counts.heldout,
                 "evaluations_of_free_knobs": counts.knobs,
                 "checkpoints": counts.checkpoints,

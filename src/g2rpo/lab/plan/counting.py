@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config, SamplingConfig
-from g2rpo.core.capabilities import judged_by
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Cond, Plan
@@ -22,7 +21,6 @@ from g2rpo.evaluation.work import plans_in
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.planning import dry_rollout
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.memory import CPU_ROWS, batch_sizes
 from g2rpo.training.evaluator import free_knobs
@@ -94,8 +92,6 @@ class Counts:
     knobs: int = 0
     """Network evaluations, over the run, of controls and of the pictures whose diversity is
     measured."""
-    pair_rows: int = 0
-    """Network evaluations, in one evaluation, of held-out pairs or marks, without guidance."""
 
     @property
     def iterations(self) -> int:
@@ -219,16 +215,8 @@ def _dry(
     cond = policy.encode(["0"] * prompts)
     rows = int(sampling.batch_size)
     engine = Engine(policy=policy, cond=cond, sigmas=sigmas, batch_size=rows, tails=sampling.tails)
-    stored = judged_by(algorithm) is not None
-    if stored:
-        rollouts = [
-            replace(dry_rollout(plan, algorithm.group_size, sigmas, (3, 1, 1)), prompt=row)
-            for row in range(prompts)
-            for plan in plans
-        ]
-    else:
-        kernel = algorithm.kernel(sigmas)
-        rollouts = engine.rollout(plans, algorithm.group_size, kernel, generator_for)
+    kernel = algorithm.kernel(sigmas)
+    rollouts = engine.rollout(plans, algorithm.group_size, kernel, generator_for)
     calls, without = (tuple(of["rollout"]) for of in (policy.calls, policy.without))
     silent = torch.zeros(algorithm.group_size)
     examples = [
@@ -258,7 +246,7 @@ def _dry(
         reference_rows=_beside(policy.calls, calls),
         unguided_reference=_beside(policy.without, without),
         optimizer_steps=len(updates.grad_norms) + updates.skipped,
-        images=0 if stored else sum(rollout.pictures for rollout in rollouts),
+        images=sum(rollout.pictures for rollout in rollouts),
     )
 
 

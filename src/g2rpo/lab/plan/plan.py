@@ -16,10 +16,10 @@ from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.consistency import check_settings
-from g2rpo.assembly.prompts import build_prompts, divided_prompts
+from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import differentiates_rewards, judged_by
+from g2rpo.core.capabilities import differentiates_rewards
 from g2rpo.core.errors import UserError, counted, loading
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
@@ -32,7 +32,6 @@ from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.lab.plan.trace import Calls, as_trained, trace_calls
 from g2rpo.policies.quantized import NO_FLOAT8
 from g2rpo.runtime.distributed import World
-from g2rpo.training.held_out_pairs import rows_of
 from g2rpo.training.ranks import divided
 
 COUNTED: dict[str, Callable[[CountedIteration], float]] = {
@@ -150,11 +149,10 @@ def make_plan(
     ranks_per_node: int | None = None,
     known: KnownModels | None = None,
     text_tokens: int | None = None,
-    held_out_pairs: int = 0,
 ) -> Estimate:
     """The plan of one rank of a run of `config` on CUDA devices or a CPU.
 
-    The run has `heldout` held-out prompts, `held_out_pairs` pairs or marks, and `distinct_prompts` different ones in all, of
+    The run has `heldout` held-out prompts, and `distinct_prompts` different ones in all, of
     `text_tokens` where the model does not pad them. What earlier plans know of models, `known`, is
     not computed again.
     """
@@ -181,8 +179,7 @@ def make_plan(
         components.check_judged_size(config, model.policy)
         components.check_trained_steps(config, model.policy)
         knobs = knob_evaluations(whole, model.policy, heldout, counts.times_evaluated)
-        pair_rows = rows_of(held_out_pairs, config.algorithm.group_size, ranks)
-        counts = replace(counts, knobs=math.ceil(knobs / looking), pair_rows=pair_rows)
+        counts = replace(counts, knobs=math.ceil(knobs / looking))
         traced = trace_calls(blueprint, config, counts, like_cuda=cuda, known=known.calls)
     table = {**config.rewards, **config.evaluation.rewards}
     device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1
@@ -243,17 +240,15 @@ def _cautions(result: Estimate, config: Config) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Lists:
-    """Prompts to learn from, pairs that are held out of them, and held-out prompts, however many
-    of each list a run takes."""
+    """Training prompts and held-out prompts, however many of each list a run takes."""
 
-    learnt: Sequence[str]
-    pairs: Sequence[str]
+    train: Sequence[str]
     heldout: Sequence[str]
 
     def to_come(self, config: Config) -> list[str]:
         """The different prompts of a run of `config`."""
         heldout = self.heldout[: config.evaluation.num_prompts]
-        return prompts_to_come(config, self.learnt, [*heldout, *self.pairs])
+        return prompts_to_come(config, self.train, heldout)
 
 
 class Planner:
@@ -304,7 +299,6 @@ class Planner:
                 ranks_per_node=self.ranks_per_node,
                 known=self._known,
                 text_tokens=self.text_tokens,
-                held_out_pairs=0 if self._lists is None else len(self._lists.pairs),
             )
         return self._made[cuda, more]
 
@@ -323,13 +317,13 @@ class Planner:
         """The prompts of all runs; None if a list is missing."""
         config = self.config
         sources = (
-            ("prompts.train", config.prompts.train, judged_by(config.algorithm)),
-            ("evaluation.prompts", config.evaluation.prompts, None),
+            ("prompts.train", config.prompts.train),
+            ("evaluation.prompts", config.evaluation.prompts),
         )
         read: list[list[str]] = []
-        for key, source, kind in sources:
+        for key, source in sources:
             try:
-                read.append(build_prompts(source, key, kind))
+                read.append(build_prompts(source, key))
             except UserError as error:
                 why = str(error).split(";")[0]
                 self._notes.append(
@@ -338,7 +332,7 @@ class Planner:
         if len(read) < len(sources):
             return None
         train, heldout = read
-        return Lists(*divided_prompts(config, train), heldout)
+        return Lists(train, heldout)
 
     def _longest_prompt(self) -> int | None:
         """Tokens of the longest prompt of the run without further overrides, where they count."""

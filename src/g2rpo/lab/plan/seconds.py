@@ -26,12 +26,11 @@ kernel."""
 @dataclass(frozen=True)
 class PlannedSeconds:
     """Seconds by phase of one iteration (on average); of encoding all prompts ahead; of one
-    evaluation, and of held-out pairs or marks in it; of the run."""
+    evaluation; of the run."""
 
     iteration: dict[str, float]
     encoding: float
     evaluation: float
-    pairs: float
     run: float
     basis: str
     """The source of the numbers."""
@@ -120,8 +119,7 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
     evaluation += counts.heldout * (prompt + a_row(calls.judged) + scoring(costs))
     reached = rates.products(card, dtype) / 1e12
     rate = f"{reached:.0f} of {card.tflops(dtype):g} TFLOP/s in {dtype}, {card.bandwidth:g} GB/s"
-    pairs = counts.pair_rows * a_row(calls.velocity)
     run = counts.iterations * sum(iteration.values()) + ahead * encoding
-    run += counts.looks * evaluation + counts.times_evaluated * pairs
+    run += counts.looks * evaluation
     basis = f"{card.name} by roofline: {rate}"
-    return PlannedSeconds(iteration, ahead * encoding, evaluation + pairs, pairs, run, basis)
+    return PlannedSeconds(iteration, ahead * encoding, evaluation, run, basis)

@@ -12,7 +12,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from g2rpo.assembly.blueprint import Blueprint, build_shallow, shapes_of
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import SumsGroups, judged_by, unguided
+from g2rpo.core.capabilities import SumsGroups
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
@@ -128,7 +128,7 @@ def trace_calls(
         algorithm_key(config),
         frozenset(plans),
     )
-    scale = 0.0 if judged_by(config.algorithm) is not None else sampling.guidance_scale
+    scale = sampling.guidance_scale
     keys = {
         "velocity": key("velocity", rows, scale, without=NOT_OF_SAMPLING),
         "training": key("training", *trained),
@@ -187,9 +187,7 @@ def _compiled(call: TracedCall, config: Config) -> TracedCall:
 def as_trained(policy: DiffusersPolicy, config: Config) -> Iterator[None]:
     """While entered, velocities are those of an iteration: with the guidance of training, or
     without any where nothing is sampled."""
-    stored = judged_by(config.algorithm) is not None
-    without = unguided(policy) if stored else nullcontext()
-    with in_training(policy, config.sampling.guidance_scale), without:
+    with in_training(policy, config.sampling.guidance_scale):
         yield
 
 

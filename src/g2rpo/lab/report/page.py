@@ -204,8 +204,7 @@ def facts(run: RunHistory) -> dict[str, Any]:
         "Pictures": f"{c.policy.width} × {c.policy.height} pixels, {c.sampling.num_steps} steps{judged}",
         "Algorithm": config_name(c.algorithm),
         "Recipe": c.recipe,
-        "Trained on": ", ".join(f"{name} × {entry.weight:g}" for name, entry in c.rewards.items())
-        or c.learnt_from,
+        "Trained on": ", ".join(f"{name} × {entry.weight:g}" for name, entry in c.rewards.items()),
         "Judged only": ", ".join(c.evaluation.rewards),
         "Prompts": f"{c.prompts.train}, {c.trainer.prompts_per_iteration} an iteration",
         "Held-out prompts": c.evaluation.prompts,

@@ -61,7 +61,7 @@ def summary_of(of: RunHistory | SeedGroup) -> Summary:
         figures.append(
             f"{which.capitalize()} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}."
         )
-    sentences = [_outcome(group), *_preferred(group), without, _worse(group)]
+    sentences = [_outcome(group), without, _worse(group)]
     return Summary([sentence for sentence in sentences if sentence], figures)
 
 
@@ -79,7 +79,7 @@ def effect(change: Change, unit: str = "s.d.") -> str:
 def _outcome(group: SeedGroup) -> str:
     scores = [change for change in group.changes.values() if change.name != RIGHT]
     trained = [change for change in scores if change.trained]
-    names = _listed([change.name for change in trained]) if trained else group.config.learnt_from
+    names = _listed([change.name for change in trained] or group.config.trained)
     length = counted(max(group.judged_after), "iteration")
     heldout = group.runs[0].heldout
     right = group.changes.get(RIGHT)
@@ -114,20 +114,6 @@ def _in_training(group: SeedGroup) -> str:
         )
         told.append(f"{name}: {way}, {signed(change, digits)} ± {fixed(margin, digits)}")
     return f"In training {'; '.join(told)}; held-out prompts are not evaluated yet."
-
-
-def _preferred(group: SeedGroup) -> list[str]:
-    """Whether the tuned weights prefer what people do, of held-out pairs or marks."""
-    judged = zip(group.runs, group.judged_after, strict=True)
-    looks = [row for run, after in judged for row in run.evaluations if row["iteration"] == after]
-    rows = [row for row in looks if "pairs/accuracy" in row]
-    if not rows:
-        return []
-    shares, margins = ([row[f"pairs/{name}"] for row in rows] for name in ("accuracy", "margin"))
-    within = f" ± {100 * margins[0]:.0f}" if len(rows) == 1 and margins[0] is not None else ""
-    of = f"{rows[0]['pairs/count']} held-out {group.config.learnt_from.split()[0]}"
-    share = f"{100 * sum(shares) / len(shares):.0f}{within}\N{NO-BREAK SPACE}%"
-    return [f"The model agrees with people on {share} of {of}; 50 % is chance."]
 
 
 def _points(change: Change) -> str:

@@ -1,10 +1,13 @@
-"""LC-GRPO: the deployed sampler's step, then one Langevin step in place."""
+"""An algorithm of your own: LC-GRPO, the deployed sampler's step, then one Langevin step in place.
+
+g2rpo train scenes algorithm.name=examples/algorithms/lc_grpo.py:LCGRPO algorithm.group_size=12
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -54,9 +57,6 @@ class LCGRPO(FlowGRPO):
     defaults are Flow-GRPO's: of `eta`, in units of another noise, and of the KL term, the KL of the
     two steps times |sigma' - sigma|."""
 
-    name: Literal["lc_grpo"] = "lc_grpo"  # type: ignore[assignment]
-    title: ClassVar[str] = "LC-GRPO"
-    paper: ClassVar[str] = "2608.05600"
     noisy_last_step: ClassVar[bool] = False
 
     def kernel(self, sigmas: Tensor) -> Kernel:
