@@ -42,6 +42,7 @@ from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.monitor.trackers import METHODS, Tracker
+from g2rpo.policies.reading import warn_of_long
 from g2rpo.run.run import Run, entered
 from g2rpo.training.trainer import Trainer
 
@@ -220,6 +221,7 @@ def evaluate(
     config = _config_of(run, False, seed)
     compares = any(reward.group for reward in as_rewards(rewards).values())
     loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
+    warn_of_long(loaded.text, prompts, print)
     cached = policy_after_encoding(
         loaded, Run(local(run)).read_config().prompts.cache, prompts, print
     )

@@ -16,6 +16,7 @@ from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
+from g2rpo.policies.reading import warn_of_long
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.guidance import Guidance
 from g2rpo.runtime.distributed import ALONE, World
@@ -35,7 +36,9 @@ def encode(recipe: str, overrides: Sequence[str], emit: Emit = silent) -> tuple[
     ]
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     wanted = list(dict.fromkeys([*prompts, *heldout, *of_controls(config, loaded, heldout)]))
-    encoder = cache_embeddings(loaded.text, config.policy, config.prompts.cache, cautions(emit))
+    notify = cautions(emit)
+    warn_of_long(loaded.text, wanted, notify)
+    encoder = cache_embeddings(loaded.text, config.policy, config.prompts.cache, notify)
     if not encode_ahead(encoder, wanted, emit):
         raise UserError(
             "the embeddings do not fit on the disk; free some space, or name another one with prompts.cache=FOLDER"

@@ -23,6 +23,7 @@ from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.trackers import build_trackers
+from g2rpo.policies.reading import warn_of_long
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World
@@ -159,6 +160,8 @@ def _policy(
     loaded = components.load_pipeline(
         config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base
     )
+    if world.is_main:
+        warn_of_long(loaded.text, [*prompts, *heldout], request.notify)
     begun = newest_iteration(request.run.checkpoints) if request.run is not None else 0
     to_come = prompts_to_come(config, prompts, heldout, world, begun)
     to_come += of_controls(config, loaded, heldout)

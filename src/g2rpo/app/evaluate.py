@@ -46,6 +46,7 @@ from g2rpo.evaluation.sweep import (
 from g2rpo.monitor.clips import clip_of, read_clip
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, picture_of, read_picture, right_of, scores_of
+from g2rpo.policies.reading import warn_of_long
 from g2rpo.run.lock import first_usable, held
 from g2rpo.run.run import Run, check_weights
 from g2rpo.training.reward_states import take_stored
@@ -217,6 +218,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
         declared_by(reward_kind(name, entry)).group for name, entry in config.rewards.items()
     )
     loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
+    warn_of_long(loaded.text, judging.prompts, cautions(emit))
     cached = policy_after_encoding(loaded, config.cache, prompts, cautions(emit), emit=emit)
     use_weights = partial(tune, cached.policy, config)
     rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))

@@ -31,6 +31,7 @@ from g2rpo.monitor.pictures import PictureRow, pil_of, save_grid
 from g2rpo.monitor.scores import SHOWN
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
+from g2rpo.policies.reading import warn_of_long
 from g2rpo.run.lock import enter_fresh, held
 from g2rpo.run.run import check_weights
 from g2rpo.training.reward_states import take_stored
@@ -86,10 +87,16 @@ def tune(policy: DiffusersPolicy, config: Drawing) -> None:
         components.load_weights(policy, local(config.weights), config.policy.path, config.strength)
 
 
-def painter(config: SampleConfig, prompts: Sequence[str] | None = None) -> Sampler:
+def painter(
+    config: SampleConfig,
+    prompts: Sequence[str] | None = None,
+    notify: Callable[[str], None] = print,
+) -> Sampler:
     """The sampler of a model with its weights. `prompts` are encoded before the transformer is on
-    the device, and are then the only ones that it draws."""
+    the device, and are then the only ones that it draws; `notify` is told of those that are not
+    read to their end."""
     loaded = components.load_pipeline(config.policy, tuning="frozen")
+    warn_of_long(loaded.text, prompts or (), notify)
     encoded = (
         None
         if prompts is None
@@ -123,7 +130,7 @@ def sample(
             _check_empty(out)  # before it is touched
             stack.enter_context(held(out))
             _check_empty(out)
-        shown, seconds = _write_all(painter(config, prompts), prompts, config, out, notify)
+        shown, seconds = _write_all(painter(config, prompts, notify), prompts, config, out, notify)
         with writing(out / "grid.png"):
             save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN], seconds=seconds)
         return Sampled(len(prompts), len(shown), shown.ndim == 5, out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from g2rpo.assembly.blueprint import build_shallow, read_blueprint
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_hub_id, local
+from g2rpo.policies.reading import Answer
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.text import TextEncoders
 
@@ -77,5 +77,4 @@ class _Zeros(nn.Module):
     dtype, device = torch.float32, torch.device("cpu")
 
     def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        zeros = torch.zeros(*input_ids.shape, 1)
-        return SimpleNamespace(hidden_states=[zeros] * 100, last_hidden_state=zeros)
+        return Answer(torch.zeros(*input_ids.shape, 1))

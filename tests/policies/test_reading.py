@@ -1,0 +1,110 @@
+"""Prompts of which text encoders read only the beginning are told of, whatever the encoders."""
+
+import diffusers
+import pytest
+import torch
+from PIL import Image
+
+from g2rpo.assembly import components
+from g2rpo.config.schema import PolicyConfig
+from g2rpo.core.types import Prompt
+from g2rpo.policies.catalogue import SPECS
+from g2rpo.policies.reading import tokens_read, warn_of_long
+from g2rpo.policies.spec import parameters_of
+from g2rpo.policies.text import TextEncoders
+from tests.policies.test_any_pipeline import small_pictures  # noqa: F401 (for every test here)
+from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
+from tests.support.variants import few
+
+QUICK = ("FluxPipeline", "StableDiffusion3Pipeline", "QwenImagePipeline", "Krea2Pipeline")
+ENDLESS = ("QwenImageEditPipeline", "QwenImageEditPlusPipeline", "QwenImage21Pipeline")
+SHORT_TEMPLATE = "OvisImagePipeline"
+"""The tiny one has three tokens less than the pipeline drops: the prompt's, which others saw."""
+TEMPLATE_ALONE = "Lumina2Pipeline"
+"""The tiny tokenizer's template is longer than 24 tokens."""
+
+
+@pytest.mark.parametrize("kind", few(CLASSES, QUICK.__contains__))
+def test_what_is_said_to_be_left_out_changes_nothing(kind, tmp_path):
+    """Of an encoder whose template, special tokens or cut behind it are not counted: the next word
+    after the last one that is read changes the embeddings, or the last one does not."""
+    size = {"height": 64, "width": 64, "dtype": "float32"}
+    if "max_sequence_length" in parameters_of(getattr(diffusers, kind)):
+        size["max_sequence_length"] = 24
+    text = TextEncoders(tiny_pipeline(kind), SPECS[kind], PolicyConfig(path="", **size), "cpu")
+    Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
+    pictures = [str(tmp_path / "in.png")] if SPECS[kind].pictured else []
+    read = tokens_read(text, Prompt("a", pictures))
+    assert read and "text_encoder" in read
+    if kind in ENDLESS:
+        assert read["text_encoder"] > 4096
+        return
+    most = max(read.values())
+
+    def differs(words):
+        prompts = [Prompt("a " * words + end, pictures) for end in ("red", "blue")]
+        one, other = (text.encode([prompt], guided=False) for prompt in prompts)
+        rows = [
+            (*each.tensors.values(), *(v for own in each.ragged.values() for v in own))
+            for each in (one, other)
+        ]
+        return not all(map(torch.equal, *rows))
+
+    assert differs(most - 1) or kind == TEMPLATE_ALONE
+    assert not differs(most + 3 * (kind == SHORT_TEMPLATE))
+
+
+LONG = "a red circle left of a blue square left of two blue square left of a circle"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"max_sequence_length": 12},
+            [
+                "1 of 2 prompts is longer than text_encoder reads (11 tokens)",
+                "1 of 2 prompts is longer than text_encoder_2 reads (11 tokens): of 'a red circle left of a",
+                "it leaves out 'blue square left of a circle'",
+            ],
+        ),
+        (
+            {"max_sequence_length": 24},
+            ["is longer than text_encoder reads (11 tokens, text_encoder_2 23)"],
+        ),
+    ],
+)
+def test_how_many_are_too_long_and_one_of_them(flux_directory, options, words):
+    config = PolicyConfig(path=str(flux_directory), height=32, width=32, **options)
+    text, said = components.load_pipeline(config, tuning="frozen").text, []
+    warn_of_long(text, ["a circle", LONG, LONG], said.append)
+    assert all(any(part in line for line in said) for part in words), said
+    assert len(said) == (2 if options["max_sequence_length"] == 12 else 1)
+    said.clear()
+    warn_of_long(text, ["a circle"], said.append)
+    assert said == []
+
+
+def test_negative_prompts_are_among_them(sd3_directory):
+    config = PolicyConfig(
+        path=str(sd3_directory), height=32, width=32, max_sequence_length=24, guidance_scale=4.0,
+        negative_prompt=LONG * 2,
+    )  # fmt: skip
+    said = []
+    warn_of_long(components.load_pipeline(config, tuning="frozen").text, ["a"], said.append)
+    assert any("1 of 2 prompts is longer than text_encoder_3 reads" in line for line in said)
+
+
+def test_every_command_tells_of_them_also_with_stored_embeddings(tiny_config, tmp_path, says):
+    """Only those who encode would hear of it."""
+    (tmp_path / "prompts.txt").write_text(f"a red circle\n{LONG}\n")
+    for command in (
+        f"encode {tiny_config}",
+        f"train {tiny_config} --run-dir first",
+        f"train {tiny_config} --run-dir second prompts.cache=off",
+        "resume first trainer.iterations=3",
+        "evaluate first --out judged --steps 2",
+        "sample first --prompts prompts.txt --out pictures --steps 2",
+    ):
+        out = says(command)
+        assert "1 of 2 prompts is longer than text_encoder" in " ".join(out.split()), command
