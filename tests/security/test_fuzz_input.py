@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from g2rpo.app.dry_run import try_own_code
 from g2rpo.assembly.checks import check
@@ -287,6 +288,7 @@ def test_snippets_are_all_tried_alone():
 
 
 SHORT = ("trainer.iterations=2", "evaluation.every=1", "trainer.checkpoint_every=1")
+SHORT += ("evaluation.controls=true",)
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +313,38 @@ def read_all(folder):
     Run(folder).check_contents({"prompts": "0"}, accept=True)
     votes.standing(votes.read(folder / "votes.jsonl"))
     latest_checkpoint(folder / "checkpoints")
-    runs.trainer(folder, *SHORT).resume()
+    t = runs.trainer(folder, *SHORT)
+    t.resume()
+    runs.finished(t)
+
+
+WRONG_IN_THE_BASE = {
+    "images": [
+        None,
+        lambda v: v.float(),
+        lambda v: v[:2],
+        lambda v: v[:, :2],
+        lambda v: v[0, 0, 0, 0],
+    ],
+    "score/bright": [None, lambda v: v / 0, lambda v: v[:2], lambda v: v[None], lambda v: v.long()],
+    "right": [lambda v: v * 2 + 3],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [(name, each) for name, changes in WRONG_IN_THE_BASE.items() for each in changes],
+)
+def test_a_wrong_base_is_one_message(whole_run, tmp_path, name, change):
+    file = shutil.copytree(whole_run, tmp_path / "run") / "baseline.safetensors"
+    stored = load_file(file)
+    value = stored.pop(name, torch.ones(3))
+    save_file(stored | ({} if change is None else {name: change(value).contiguous()}), file)
+    with pytest.raises(UserError, match=f"{re.escape(str(file))}: .*put it back"):
+        runs.finished(runs.resumed(file.parent, *SHORT))
+
+
+DELETED = object()
 
 
 def changed_in(text, place, value):
@@ -321,7 +354,10 @@ def changed_in(text, place, value):
     *groups, last = place.split(" ")
     for group in groups:
         inner = inner[int(group) if isinstance(inner, list) else group]
-    inner[last] = value
+    if value is DELETED:
+        del inner[int(last) if isinstance(inner, list) else last]
+    else:
+        inner[last] = value
     return "\n".join([json.dumps(data), *others])
 
 
@@ -335,6 +371,18 @@ metrics.jsonl | iteration | 1000000000
 metrics.jsonl | alarms | ["hacking"]
 metrics.jsonl | reward/bright | "much"
 metrics.jsonl | reward/bright | 1e301
+metrics.jsonl | image/saturation/high |
+metrics.jsonl | image/saturation |
+metrics.jsonl | scored/bright | null
+results.json | rewards bright base | Infinity
+results.json | controls ways | []
+results.json | controls prompts | 0
+results.json | controls ways 1 changes dark |
+results.json | controls ways 1 means dark |
+results.json | controls ways 1 leads dark |
+results.json | controls ways 0 kind | "knob"
+results.json | controls ways 1 evaluations | -1
+results.json | controls ways 1 means dark | Infinity
 starts.jsonl | contents | {"prompts": 0}
 starts.jsonl | time | 2026
 plan.json | seconds | "1"
@@ -342,14 +390,15 @@ votes.jsonl | ahead | 100000
 scores/iteration_000000.jsonl | scores bright | "0.5"
 scores/iteration_000001.jsonl | index | null
 """
-"""A file, a place in it, and what is written there."""
+"""A file, a place in it, and what is written there; nothing: it is deleted."""
 
 
 @pytest.mark.parametrize("row", WRONG_IN_A_RUN.strip().splitlines())
 def test_a_wrong_value_in_a_file_of_a_run_is_one_message(whole_run, tmp_path, row):
-    name, place, value = row.split(" | ")
+    name, place, text = (part.strip() for part in f"{row} ".split(" | "))
+    value = json.loads(text) if text else DELETED
     file = shutil.copytree(whole_run, tmp_path / "run") / name
-    file.write_text(changed_in(file.read_text(), place, json.loads(value)))
+    file.write_text(changed_in(file.read_text(), place, value))
     with pytest.raises(UserError, match=re.escape(str(file))):
         read_all(tmp_path / "run")
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from g2rpo.assembly import hub
 from g2rpo.assembly.meta import on_meta
 from g2rpo.core.errors import UserError, placed, refuse
-from g2rpo.core.files import is_pointer
+from g2rpo.core.files import is_other, is_pointer
 from g2rpo.core.plain import parse_as, read_as, read_text
 from g2rpo.policies.lora_layers import check_targets
 
@@ -137,10 +137,11 @@ def missing_parts(pipeline: Path) -> Iterator[str]:
         if not part.is_dir():
             yield f"{name}/ is missing"
             continue
-        pointers = sorted(
-            path.name for path in part.iterdir() if path.is_file() and is_pointer(path)
-        )
-        if pointers:
+        held = [path for path in sorted(part.iterdir()) if not path.is_dir()]
+        pointers = [path.name for path in held if path.is_file() and is_pointer(path)]
+        if others := [path.name for path in held if is_other(path)]:
+            yield f"{name}/{others[0]} is no regular file"
+        elif pointers:
             yield f"{name}/{pointers[0]} is a pointer of git-lfs, not the file; `git lfs pull` in {pipeline} fetches the file"
         elif name.startswith(MODELS):
             if not (part / "config.json").is_file():

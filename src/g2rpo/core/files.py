@@ -187,6 +187,19 @@ def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
+def is_other(path: Path) -> bool:
+    """Whether a path leads to something else than a file: a pipe, a socket or a device, for which
+    one could wait without end, or a folder."""
+    return path.exists() and not path.is_file()
+
+
+def refuse_other(path: Path) -> Path:
+    """The path of a file from outside, before it is opened; UserError for what `is_other`."""
+    if is_other(path):
+        raise UserError(f"{path}: cannot be read (it is no regular file)")
+    return path
+
+
 def is_pointer(path: Path) -> bool:
     """Whether a file is a pointer of git-lfs, which a clone without it has in the place of a large
     file."""
@@ -195,8 +208,8 @@ def is_pointer(path: Path) -> bool:
 
 
 def refuse_pointer(path: Path) -> None:
-    """UserError for a pointer of git-lfs."""
-    if is_pointer(path):
+    """UserError for a pointer of git-lfs, or for what `is_other`."""
+    if is_pointer(refuse_other(path)):
         raise UserError(
             f"{path}: is a pointer of git-lfs, not the file; `git lfs pull` fetches the file"
         )
@@ -253,7 +266,7 @@ class FileDigests:
 
     def of(self, path: Path) -> str:
         """The digest of one file."""
-        real = path.resolve()
+        real = refuse_other(path).resolve()
         stat = real.stat()
         state = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
         known = self._known.get(str(real))

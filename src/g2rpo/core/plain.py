@@ -40,9 +40,17 @@ Iteration = Annotated[int, Field(ge=0, le=10**6)]
 Number = Annotated[int | float, Field(ge=-1e300, le=1e300)]
 """A finite number, with whose squares one can still reckon."""
 
+
+def _no_infinity(value: float) -> float:
+    if abs(value) > 1e300:
+        raise ValueError("Value should be a finite number, or NaN")
+    return value
+
+
 Figure = Annotated[
     float,
     Field(allow_inf_nan=True),
+    AfterValidator(_no_infinity),
     BeforeValidator(lambda value: math.nan if value is None else value),
     PlainSerializer(lambda value: value if math.isfinite(value) else None),
 ]

@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any
 
 from g2rpo.core.errors import UserError, did_you_mean, where
-from g2rpo.core.files import local, write_whole
+from g2rpo.core.files import is_other, local, refuse_other, write_whole
 from g2rpo.core.plain import read_as
 
 _CODE = re.compile(r"(?P<source>[^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
@@ -91,7 +91,8 @@ def _trusted() -> dict[str, str]:
 def _digest(key: str) -> str | None:
     """The SHA-256 of a file's content; None for a module and for a file that cannot be read."""
     try:
-        return hashlib.sha256(Path(key).read_bytes()).hexdigest() if key.endswith(".py") else None
+        code = key.endswith(".py") and not is_other(Path(key))
+        return hashlib.sha256(Path(key).read_bytes()).hexdigest() if code else None
     except OSError:
         return None  # importing it says why
 
@@ -192,8 +193,12 @@ def _import(source: str, name: str) -> ModuleType:
     """The module of a file or module name, run once; UserError if it cannot be imported."""
     try:
         return (
-            load_file(local(source)) if source.endswith(".py") else importlib.import_module(source)
+            load_file(refuse_other(local(source)))
+            if source.endswith(".py")
+            else importlib.import_module(source)
         )
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{name}: there is no file {source}") from None
     except Exception as error:  # anything the user's code raises

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo.core.capabilities import words_of_right
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, counted, placed, refuse
+from g2rpo.core.files import refuse_other
 from g2rpo.core.statistics import Comparison, paired
 from g2rpo.core.types import Reward
 from g2rpo.runtime.distributed import World
@@ -110,29 +111,64 @@ def save_evaluation(path: Path, evaluation: Evaluation) -> None:
     save_file({"images": evaluation.images.contiguous(), **scores, **right}, path)
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a run's own safetensors file; UserError if it is missing or damaged."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({error}); put it back, or start again in another --run-dir"
-        ) from None
+PUT_BACK = "put it back, or start again in another --run-dir"
+
+
+def load_scores(path: Path, names: Sequence[str] = ()) -> dict[str, Tensor]:
+    """The values [N] by name in a run's own safetensors file; UserError if it is missing, damaged, or
+    lacks those of `names`."""
+    stored = _stored(path)
+    refuse(f"{path}: {fault}; {PUT_BACK}" for fault in _faults_of_scores(stored, names))
+    return stored
 
 
 def load_evaluation(path: Path, prompts: Sequence[str], names: Sequence[str]) -> Evaluation:
-    """Reads a file of `save_evaluation` for these prompts and rewards; UserError if it is
-    another."""
-    stored = load_tensors(path)
-    expected = {"images", *(f"score/{name}" for name in names)}
-    if not expected <= stored.keys() or any(
-        len(values) != len(prompts) for values in stored.values()
-    ):
-        raise UserError(
-            f"{path}: does not hold {len(prompts)} pictures and their scores by {', '.join(names)}"
-        )
-    scores = {name: stored[f"score/{name}"] for name in names}
-    return Evaluation(tuple(prompts), stored["images"], scores, stored.get("right"))
+    """Reads a file of `save_evaluation` for these prompts and rewards; UserError if it is missing,
+    damaged, or another."""
+    stored = _stored(path)
+    images = stored.pop("images", torch.empty(0))
+    known = {name: values for name, values in stored.items() if name.startswith("score/")}
+    asked = [f"score/{name}" for name in names]
+    faults = (
+        *_faults_of_images(images, len(prompts)),
+        *_faults_of_scores(known, asked, len(prompts)),
+        *_faults_of_right(stored.get("right"), len(prompts)),
+    )
+    refuse(f"{path}: {fault}; {PUT_BACK}" for fault in faults)
+    scores = {name.removeprefix("score/"): stored[name] for name in asked}
+    return Evaluation(tuple(prompts), images, scores, stored.get("right"))
+
+
+def _stored(path: Path) -> dict[str, Tensor]:
+    with placed(f"{path}: cannot be read (", OSError, SafetensorError, after=f"); {PUT_BACK}"):
+        return load_file(refuse_other(path))
+
+
+def _faults_of_images(images: Tensor, count: int) -> Iterator[str]:
+    pictures = images.dtype == torch.uint8 and images.ndim in (4, 5) and images.shape[-3] == 3
+    if not (pictures and images.numel() and len(images) == count):
+        yield f"does not hold {counted(count, 'picture')}"
+
+
+def _faults_of_scores(
+    stored: Mapping[str, Tensor], names: Sequence[str], count: int | None = None
+) -> Iterator[str]:
+    if lacking := [name for name in names if name not in stored]:
+        yield f"does not hold {', '.join(lacking)}"
+    shapes = {tuple(values.shape) for values in stored.values()}
+    if len(shapes) > 1 or any(len(shape) != 1 or count not in (None, *shape) for shape in shapes):
+        yield f"does not hold {counted(count, 'value') if count else 'equally many values'} by each name"
+    for name, values in stored.items():
+        if not values.is_floating_point() or values.isinf().any():
+            yield f"{name} holds values that are no numbers"
+
+
+def _faults_of_right(right: Tensor | None, count: int) -> Iterator[str]:
+    if right is None:
+        return
+    yield from _faults_of_scores({"right": right}, (), count)
+    if not ((right == 0) | (right == 1) | right.isnan()).all():
+        yield "right holds values that are neither 0 nor 1"
 
 
 def compare_evaluations(base: Evaluation, tuned: Evaluation) -> dict[str, Comparison]:

@@ -7,15 +7,15 @@ readings of a picture."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from g2rpo.core.errors import counted
-from g2rpo.core.plain import Figure, Section
+from g2rpo.core.errors import counted, refuse
+from g2rpo.core.plain import Count, Figure, Section
 from g2rpo.core.statistics import Interval, group_std, interval
 from g2rpo.evaluation.controls import TUNED, Control
 
@@ -35,9 +35,9 @@ class Way(Section):
 
     kind: Kind
     name: str
-    evaluations: int
+    evaluations: Count
     """Network evaluations of a picture."""
-    readings: int
+    readings: Annotated[int, Field(ge=0, le=10**6)]
     """Readings of the trained rewards of a picture."""
     means: dict[str, Figure]
     changes: dict[str, Interval]
@@ -59,11 +59,28 @@ class Way(Section):
 class Controls(Section):
     """What the untrained model reaches on some prompts, way by way: in results.json."""
 
-    prompts: int
-    ways: list[Way]
+    prompts: Count
+    ways: Annotated[list[Way], Field(min_length=1)]
     """The base first."""
-    training: int | None = None
+    training: Annotated[int, Field(ge=0)] | None = None
     """Network evaluations of the training, of the size that is judged."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Controls:
+        refuse(self._faults(), ValueError)
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        base, tuned = self.ways[0], self.of("tuned")
+        if self.of("base") != [base] or len(tuned) > 1:
+            yield "ways: should begin with the base, and have it and the tuned model once"
+        for way in self.ways:
+            told = way.means.keys(), way.changes.keys(), way.leads.keys()
+            names = base.means.keys()
+            if told != (names, names, names if tuned else {}.keys()):
+                yield f"ways: {way.name} has not the same scores as the base"
+            if way.kind == "several" and way.evaluations <= base.evaluations:
+                yield f"ways: {way.name} takes no more evaluations than the base"
 
     def of(self, *kinds: Kind) -> list[Way]:
         return [way for way in self.ways if way.kind in kinds]

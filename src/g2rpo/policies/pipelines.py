@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from g2rpo.core.errors import UserError, refuse
+from g2rpo.core.files import refuse_other
 from g2rpo.core.plain import refuse_hub_kernels
 from g2rpo.policies.attention import BACKENDS, MASKLESS, Attention
 from g2rpo.policies.options import PolicyConfig, TuningMode
@@ -207,7 +208,7 @@ def stored_dtype(path: str | Path) -> torch.dtype:
         folder = Path(found).parent if isinstance(found, str) else folder
     kinds: set[str] = set()
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as weights:
+        with safe_open(refuse_other(file), "pt") as weights:
             kinds |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118  no mapping
     known = {frozenset(["BF16"]): torch.bfloat16, frozenset(["F16"]): torch.float16}
     return known.get(frozenset(kinds), torch.float32)

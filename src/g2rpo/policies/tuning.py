@@ -285,7 +285,7 @@ class Frozen:
         transformer, file = self._transformer, path / ADAPTER_FILE if path.is_dir() else path
         if self.own is not None or self._changed:
             raise UserError(f"{path}: other tuned weights are loaded; build a new policy for these")
-        if file.is_file():
+        if file.exists():
             refuse_pointer(file)
         if file.is_file() and (path.is_dir() or _is_adapter(file)):
             adapter = read_adapter(file, type(pipeline), transformer, names)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 
 from g2rpo.core.errors import UserError, loading, placed, refuse
-from g2rpo.core.files import local
+from g2rpo.core.files import local, refuse_other
 from g2rpo.core.input_pictures import check_pictures
 from g2rpo.core.plain import Repeated, checked_as, decoded, is_text, parse_json, read_as, read_text
 from g2rpo.core.types import Prompt
@@ -254,7 +254,7 @@ def open_parquet(path: Path) -> Iterator[Any]:
         from pyarrow.parquet import ParquetFile
     with (
         placed("cannot be read as parquet: ", OSError, ArrowException, kind=ValueError),
-        ParquetFile(path) as file,
+        ParquetFile(refuse_other(path)) as file,
     ):
         yield file
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.core.errors import counted
-from g2rpo.core.files import is_hub_id, local
+from g2rpo.core.files import is_hub_id, local, refuse_other
 from g2rpo.core.plain import read_text, refuse_hub_kernels
 
 CLIP_FILES = ("open_clip_config.json", "config.json")
@@ -126,6 +126,7 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
     `key` names the entry that holds the state dict where the file wraps it in a dictionary. Raises
     ValueError if the file holds something else.
     """
+    refuse_other(path)
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from g2rpo import __version__
 from g2rpo.core.errors import Stopped, UserError, out_of_memory, placed, refuse
-from g2rpo.core.files import remove, remove_unfinished, whole, writing
+from g2rpo.core.files import is_other, remove, remove_unfinished, whole, writing
 from g2rpo.core.plain import parse_as, read_text
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Pieces
@@ -252,7 +252,9 @@ def _faults_of(path: Path, manifest: _Manifest) -> Iterator[str]:
     for name, digest in manifest.files.items():
         file = path / name
         try:
-            if _digest(file) != digest:
+            if is_other(file):
+                yield f"{name} is no regular file"
+            elif _digest(file) != digest:
                 yield f"{name} is truncated or changed ({file.stat().st_size} bytes)"
         except FileNotFoundError:
             yield f"{name} is missing"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from g2rpo.core.errors import refuse
 from g2rpo.core.plain import Iteration, Number, read_lines_as
 
 if TYPE_CHECKING:
@@ -40,6 +42,21 @@ class LogRow(BaseModel):
     iteration: Iteration
     seconds: Seconds
     alarms: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _whole(self) -> LogRow:
+        refuse(_faults_of(self.__pydantic_extra__), ValueError)
+        return self
+
+
+def _faults_of(numbers: Mapping[str, float | None]) -> Iterator[str]:
+    """Of numbers that are counts, or that are read together."""
+    for name, value in numbers.items():
+        if name.startswith("scored/") and not (isinstance(value, int) and value >= 0):
+            yield f"{name}: should be a count, is {value!r}"
+        if (of := re.fullmatch(r"(image/\w+?)(/low|/high)?", name)) is not None:
+            lacking = {of[1], f"{of[1]}/low", f"{of[1]}/high"} - numbers.keys()
+            yield from (f"{each} is missing beside {name}" for each in sorted(lacking))
 
 
 class EvaluationRow(LogRow):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 
 import g2rpo
 from g2rpo.core.errors import counted
@@ -69,31 +69,21 @@ def source_commit(root: Path) -> str | None:
     return None if commit is None else commit[1].decode() + dirty
 
 
-def _measured(value: float) -> float:
-    """A mean of no score is NaN."""
-    if abs(value) > 1e300:
-        raise ValueError("Value should be a finite number, or NaN")
-    return value
-
-
-Measured = Annotated[Figure, AfterValidator(_measured)]
-
-
 class Compared(BaseModel):
     """One reward on the held-out prompts (`core.statistics.Comparison`)."""
 
-    base: Measured
-    tuned: Measured
-    error: Measured
+    base: Figure
+    tuned: Figure
+    error: Figure
     count: Annotated[int, Field(ge=0)] | None = None
-    spread: Measured = math.nan
+    spread: Figure = math.nan
 
 
 class Right(Compared):
     """The share of right pictures, what these do, and the least scores that they have."""
 
     least: dict[str, Number] = {}
-    in_words: str = "Right on {} prompts"
+    in_words: Annotated[str, Field(min_length=1)] = "Right on {} prompts"
 
 
 class Spread(BaseModel):

@@ -326,8 +326,8 @@ class Run(RunFiles):
     def logging(self, iteration: int) -> Iterator[Callable[[Row], None]]:
         """Yields what appends a row to the log; rows after `iteration`, where the run goes on, are
         dropped first."""
-        lines = self.log.read_bytes().splitlines(keepends=True) if self.log.exists() else []
         rows = self.read_log()  # a last line that was cut short is none
+        lines = self.log.read_bytes().splitlines(keepends=True) if self.log.exists() else []
         kept = [
             line
             for line, row in zip(lines, rows, strict=False)

@@ -37,7 +37,7 @@ from g2rpo.evaluation.heldout import (
     compare_right,
     evaluation_of_all,
     least_scores,
-    load_tensors,
+    load_scores,
     right_in_words,
     save_evaluation,
 )
@@ -214,7 +214,7 @@ class Evaluator:
         may be another number than now, where an earlier start had another length."""
         run, count = self.run, 0
         if run.writes and self.controls and run.control_scores.is_file():
-            count = min(map(len, load_tensors(run.control_scores).values()))
+            count = len(next(iter(load_scores(run.control_scores).values())))
         return self.shards.world.total(count)[0]
 
     def _against(
@@ -224,18 +224,25 @@ class Evaluator:
         if tuned_control is None:
             return None
         count = len(tuned_control.prompts)
-        stored, before = load_tensors(self.run.control_scores), with_right(base)
+        sides = [with_right(side) for side in (base, tuned, tuned_control)]
+        # of an earlier start without verdicts there are none to compare
+        shared = [name for name in sides[0] if all(name in side for side in sides)]
+        before, after, controlled = (
+            {name: side[name][:count] for name in shared} for side in sides
+        )
+        names = [f"{control}/{name}" for control in self.controls for name in shared]
+        stored = load_scores(self.run.control_scores, names)
         controls = {
-            control: {name: stored[f"{control}/{name}"] for name in before}
+            control: {name: stored[f"{control}/{name}"] for name in shared}
             for control in self.controls
         }
         return against_controls(
             controls,
-            {name: values[:count] for name, values in before.items()},
+            before,
             self.sampler.num_steps,
             self.weights,
-            {name: values[:count] for name, values in with_right(tuned).items()},
-            with_right(tuned_control),
+            after,
+            controlled,
             training,
         )
 
