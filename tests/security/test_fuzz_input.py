@@ -8,6 +8,8 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import socket
 import tempfile
 from pathlib import Path
 
@@ -20,13 +22,15 @@ from safetensors.torch import load_file, save_file
 from g2rpo.app.dry_run import try_own_code
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
+from g2rpo.assembly.pipeline_files import missing_parts
 from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve
-from g2rpo.core.capabilities import judged_by
-from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core import plugins
+from g2rpo.core.errors import Stopped, UserError, refuse
 from g2rpo.core.files import digest_of
 from g2rpo.core.plain import as_json, is_text
+from g2rpo.evaluation.heldout import load_evaluation, load_scores
 from g2rpo.lab.compare.results import read_run
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
@@ -34,7 +38,10 @@ from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.adapters import check_fit
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards import votes
-from g2rpo.run.checkpoint import latest_checkpoint
+from g2rpo.rewards.analytic import load_function
+from g2rpo.rewards.weights import read_state_dict
+from g2rpo.run.checkpoint import latest_checkpoint, save_checkpoint
+from g2rpo.run.log_rows import read_log
 from g2rpo.run.records import PlannedAndMeasured
 from g2rpo.run.run import Run
 from tests.support import runs
@@ -232,10 +239,7 @@ def float_keys(config):
 OF_EACH_KIND = ("g2rpo", "diffusion_nft")
 
 
-SAMPLES = [name for name, kind in ALGORITHMS.items() if not judged_by(kind)]
-
-
-@pytest.mark.parametrize("algorithm", few(SAMPLES, OF_EACH_KIND.__contains__))
+@pytest.mark.parametrize("algorithm", few(list(ALGORITHMS), OF_EACH_KIND.__contains__))
 def test_numbers_that_are_allowed_train_or_stop_with_a_message(algorithm):
     """The largest and the smallest of every setting, one at a time, through every line of the
     trainer: of an algorithm, and of all else once."""
@@ -260,17 +264,70 @@ def test_a_line_separator_of_unicode_is_a_part_of_a_prompt():
             assert read_prompts(path) == ["a red circle", "two\u2028lines"]
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".yaml"])
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make, suffix):
-    path = tmp_path / f"thing{suffix}"
+@contextlib.contextmanager
+def within(seconds):
+    """What waits for longer fails."""
+
+    def give_up(number, frame):
+        raise TimeoutError("waited for what never comes")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def a_socket(path):
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:  # a short name
+        made.bind(path.name)
+
+
+OPENED = {
+    "list.txt": read_prompts,
+    "list.csv": read_prompts,
+    "list.jsonl": read_prompts,
+    "list.parquet": read_prompts,
+    "recipe.yaml": lambda path: load_config(str(path), []),
+    "adapter.safetensors": read_adapter,
+    "weights.safetensors": read_state_dict,
+    "weights.pt": read_state_dict,
+    "baseline.safetensors": lambda path: load_evaluation(path, ["a"], ["bright"]),
+    "controls.safetensors": load_scores,
+    "code.py": lambda path: [plugins.allow(str(path)), load_function(f"{path}:it")],
+    "metrics.jsonl": lambda path: read_log(path),
+    "iteration_000001/weights.safetensors": lambda path: latest_checkpoint(path.parents[1]),
+    "iteration_000001/state.pt": lambda path: latest_checkpoint(path.parents[1]),
+    "iteration_000001/manifest.json": lambda path: latest_checkpoint(path.parents[1]),
+    "transformer/model.safetensors": lambda path: refuse(missing_parts(path.parents[1])),
+}
+"""How what is at a path from outside is read."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, os.mkdir, a_socket, lambda path: path.symlink_to("/dev/zero")],
+    ids=["pipe", "folder", "socket", "device"],
+)
+@pytest.mark.parametrize("name", OPENED)
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if path.parent.name == "iteration_000001":
+        save_checkpoint(tmp_path, 1, {"weights": [torch.ones(2)]}, {}, keep=1)
+        path.unlink()
+    index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
     make(path)
-    # which may be one of the published preprocessing
-    folder_of_prompts = make is os.mkdir and suffix != ".yaml"
-    with pytest.raises(
-        UserError, match="is a folder without" if folder_of_prompts else "no regular file"
-    ):
-        load_config(str(path), []) if suffix == ".yaml" else read_prompts(path)
+    folder = make is os.mkdir
+    if folder and path.parent.name == "transformer":
+        return  # libraries put caches there
+    said = "is a folder without" if folder and name.startswith("list") else "no regular file"
+    with within(20), pytest.raises(Exception, match=said) as refused:
+        OPENED[name](path)
+    assert isinstance(refused.value, UserError | ValueError)
 
 
 def test_a_config_of_half_a_megabyte_is_refused_unread(tmp_path):
