@@ -27,6 +27,7 @@ from g2rpo.rewards.geneval_scoring import Detection, Task
 from tests.rewards.geneval_cases import CASES, CLASSES, case, read, see
 from tests.rewards.learned import oracle
 from tests.support.pictures import noise
+from tests.support.tolerances import near, network, rounding
 
 
 class SmallCLIP:
@@ -55,7 +56,8 @@ def found_in(boxes, masks):
 
 
 def test_scores_are_upstreams():
-    """End to end: thresholds, order, masks, crops, colours, positions, and both scores."""
+    """End to end: thresholds, order, masks, crops, colours, positions, and both scores. The
+    likeliest colour is so by .003 or more: no rounding makes another."""
     reward, recorded = GenEval.__new__(GenEval), oracle("geneval")
     reward.batch_size, reward.colours, reward.labels = 8, Colours(SmallCLIP()), set()
     scores = {"correct": [], "partial": []}
@@ -67,7 +69,7 @@ def test_scores_are_upstreams():
         for reward.mode, own in scores.items():
             own.append(reward(image, [Prompt("x", metadata=metadata)]).item())
     assert scores["correct"] == recorded["correct"]
-    np.testing.assert_allclose(scores["partial"], recorded["partial"], atol=1e-6)
+    np.testing.assert_allclose(scores["partial"], recorded["partial"], **rounding(1))
     assert 0.2 < sum(recorded["correct"]) / CASES < 0.8
 
 
@@ -131,8 +133,8 @@ def test_a_detector_finds_boxes_inside_the_picture(detector):
     alone = itertools.chain(*(found_by(image[None])[0] for image in images))
     for one, other in zip(alone, found, strict=True):
         assert one.label == other.label
-        # float32 of a few layers, in pixels
-        assert (*one.box, one.score) == pytest.approx((*other.box, other.score), abs=1e-3)
+        # in pixels, of which there are 56
+        assert (*one.box, one.score) == near((*other.box, other.score), network(56))
 
 
 class Unsure(GenEval):

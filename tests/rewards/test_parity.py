@@ -1,11 +1,8 @@
 """Learned rewards against the numbers of their upstream packages (tools/record_reward_oracles.py),
 on fixed weights.
 
-Tolerance. Both sides compute in float32, with different orders of summation and different torch
-versions. Rounding is 6e-8 relative per operation; through four layers of width 16 to 32 it grows to
-about 1e-6 in unit-length features, and the features multiply into scores of the same size. SCORE
-leaves a factor of ten for that. It is two to four orders of magnitude below what any wrong step
-costs.
+Both sides compute in float32, with different orders of summation and different torch versions. That
+is two to four orders of magnitude below what any wrong step costs.
 """
 
 import json
@@ -30,9 +27,12 @@ from tests.rewards.learned import (
     state_of,
 )
 from tests.rewards.oracle_inputs import PROMPTS, TOKEN_PROMPTS
+from tests.support.tolerances import network, reordered, rounding
 
-SCORE = 1e-5
-PIXEL = 2e-6  # a normalised pixel is up to 2.6 in size; its float32 spacing is 2.4e-7
+PIXEL = rounding(8, size=2.6)
+"""Of a grey level, resized in 8 bits, divided, and normalised to up to 2.6."""
+RESIZED = reordered(2 * 16 * 16, size=2.6)
+"""Of one resized in float32: a weighted sum of 16 x 16 pixels at most."""
 KINDS = LEARNED.keys() - {"clip_score"}
 
 
@@ -41,10 +41,11 @@ def scores(reward, name):
     return reward((picture_of(name) / 255).expand(len(PROMPTS), -1, -1, -1), PROMPTS)
 
 
-def check_scores(reward, cases, tolerance=SCORE):
+def check_scores(reward, cases):
     for case in cases:
         theirs = torch.tensor(case.get("scores", case.get("score"))).expand(len(PROMPTS))
-        torch.testing.assert_close(scores(reward, case["image"]), theirs, atol=tolerance, rtol=0)
+        found = scores(reward, case["image"])
+        torch.testing.assert_close(found, theirs, **network(max(1.0, theirs.abs().max())))
 
 
 def check_pixels(preprocess, case, tolerance=PIXEL):
@@ -52,7 +53,7 @@ def check_pixels(preprocess, case, tolerance=PIXEL):
     seen = preprocess(picture_of(case["image"]))[0]
     step = seen.shape[-1] // 4
     torch.testing.assert_close(
-        seen[:, ::step, ::step], torch.tensor(case["pixel_rows"]), atol=tolerance, rtol=0
+        seen[:, ::step, ::step], torch.tensor(case["pixel_rows"]), **tolerance
     )
 
 
@@ -96,7 +97,7 @@ def test_clip_score_is_open_clips(tmp_path, quick_gelu, resize_mode):
         check_pixels(reward.encoder.preprocess, case)
         features = reward.encoder.image_features(picture_of(case["image"]))[0]
         theirs = torch.tensor(case["image_features"])
-        torch.testing.assert_close(features, theirs, atol=SCORE, rtol=0)
+        torch.testing.assert_close(features, theirs, **network(1.0))
 
 
 def test_token_ids_are_upstreams(rewards):
@@ -126,8 +127,8 @@ def test_scores_are_upstreams(rewards, name):
     for case in cases:
         if "pixel_rows" in case:
             preprocess = getattr(reward, "encoder", reward).preprocess
-            check_pixels(preprocess, case, PIXEL * (10 if name == "hpsv2" else 1))
-    check_scores(reward, cases, SCORE * (reward.scale if name == "pickscore" else 1))
+            check_pixels(preprocess, case, RESIZED if name == "hpsv2" else PIXEL)
+    check_scores(reward, cases)
 
 
 # --- the published files: names and shapes of upstream's full-size classes ------------------------

@@ -19,6 +19,7 @@ from g2rpo.rollout.scoring import score
 from g2rpo.training.reward_states import take_stored
 from tests.support.ranks import finish, start
 from tests.support.runs import brightness, darkness, finished, groups_of, mean, trainer
+from tests.support.tolerances import near, reordered, rounding
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugin" / "g2rpo_example"
 
@@ -64,8 +65,10 @@ def test_latents_and_pictures_are_scored_beside_each_other(batch):
     collected = groups_of(t).collected
     for rollout, scores in zip(collected.rollouts, collected.rewards, strict=True):
         for tail, latents in enumerate(rollout.finals):
-            torch.testing.assert_close(scores[0, tail], brightness(t.policy.decode(latents), []))
-            torch.testing.assert_close(scores[1, tail], energy(latents, []))
+            bright = brightness(t.policy.decode(latents), [])
+            torch.testing.assert_close(scores[0, tail], bright, **reordered(3 * 4 * 4, size=1.0))
+            far = energy(latents, [])
+            torch.testing.assert_close(scores[1, tail], far, **reordered(3 * 4 * 4, far.max()))
     scores = t.score_heldout().scores
     assert torch.equal(scores["low"], scores["far"]) and scores["low"].isfinite().all()
 
@@ -81,7 +84,9 @@ def test_a_reward_without_what_it_scores_is_named():
 def test_the_example_of_latents_is_smaller_for_smoother_ones():
     texture = FunctionReward(example("texture").texture)
     ramp = torch.linspace(0, 1, 8).expand(2, 4, 8, 8) * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)
-    torch.testing.assert_close(texture(ramp, ["a", "b"]), torch.tensor([1 / 49, 4 / 49]))
+    smooth = texture(ramp, ["a", "b"])
+    # squares of differences of numbers up to 2
+    torch.testing.assert_close(smooth, torch.tensor([1 / 49, 4 / 49]), **rounding(64, size=4 / 7))
     assert texture.latent and texture.state is None
 
 
@@ -151,15 +156,16 @@ class Careless(Bar):
 
 
 def train_on(world, folder, kind):
-    t = finished(with_bar(folder / "run", 2, kind, world=world))
+    t = finished(with_bar(folder / "run", 1, kind, world=world))
     return [states_of(t), mean(t).tolist()]
 
 
 def test_ranks_have_the_state_of_one_process(tmp_path):
-    alone = states_of(finished(with_bar(tmp_path / "alone", 2)))
+    """After one iteration: its scores are of the same weights, but are added in another order."""
+    alone = states_of(finished(with_bar(tmp_path / "alone", 1)))
     one, two = (left["answer"] for left in finish(start(2, train_on, tmp_path, Bar), tmp_path))
-    # of float32 sums in another order
-    assert one == two and one[0] == [pytest.approx(alone[0], abs=1e-9), alone[1]]
+    (bar, seen), scores = alone, alone[1][1]
+    assert one == two and one[0] == [near(bar, reordered(scores, size=0.02)), seen]
 
 
 def test_ranks_whose_states_differ_save_nothing(tmp_path):
@@ -189,9 +195,9 @@ def test_the_example_of_state_raises_its_bar():
     red = torch.zeros(3, 3, 8, 8)
     red[:, 0] = torch.tensor([0.0, 0.05, 0.5]).view(3, 1, 1)
     before = rising(red, [""] * 3)
-    assert before.tolist() == pytest.approx([0.5, 0.731, 1.0], abs=1e-3)
+    assert before.tolist() == pytest.approx([0.5, 0.731, 1.0], abs=5e-4)
     rising.observe(0, before.view(1, 1, 3))
-    bar = pytest.approx(0.05 * (0.744 - 0.5), abs=1e-4)
+    bar = pytest.approx(0.05 * (0.744 - 0.5), abs=0.05 * 5e-4)
     assert rising.state["bar"] == bar and (rising(red, [""] * 3) < before).all()
     rising.observe(1, torch.full((1, 1, 3), torch.nan))
     assert rising.state["bar"] == bar

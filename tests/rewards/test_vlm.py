@@ -14,6 +14,7 @@ from g2rpo.rewards.weights import read_instruction
 from tests.rewards.chat_server import WORDS, brightness, chatting, means_in, pictures_in, text_in
 from tests.support.edits import edits
 from tests.support.pictures import flat
+from tests.support.tolerances import rounding
 from tests.support.waiting import PATIENCE_S
 
 NAN = math.nan
@@ -42,8 +43,8 @@ def test_yes_no_is_the_probability_of_all_spellings_of_yes_over_those_of_yes_and
     shares = torch.tensor([brightness(float(mean), "") for mean in GREY]).exp()
     is_yes, is_no = (torch.tensor([of in word.lower() for word in WORDS]) for of in ("yes", "no"))
     yes, no = shares[:, is_yes].sum(1), shares[:, is_no].sum(1)
-    # float32 of eight words
-    torch.testing.assert_close(scores, yes / (yes + no), atol=1e-6, rtol=0)
+    # sums of eight words, of exponentials
+    torch.testing.assert_close(scores, yes / (yes + no), **rounding(16))
 
 
 @pytest.mark.parametrize(
@@ -131,8 +132,9 @@ def test_an_edit_is_judged_beside_what_it_was_made_from(tmp_path):
     assert sorted(len(pictures_in(body)) for body in server.requests) == [2, 2, 2, 3]
     means = [min(pair) for pair in zip(GREY[:3].tolist(), (0.25, 0.75, 0.25), strict=True)]
     wanted = torch.tensor([10 * (mean * 0.9) ** 0.5 for mean in means] + [NAN])
-    # three decimals of ten times a mean below .3, under a root
-    torch.testing.assert_close(scores, wanted, atol=0.02, rtol=0, equal_nan=True)
+    # .25 and .75 are within a quarter of a level of 8 bits, which moves 10 sqrt(.9 mean) by .0093;
+    # and three decimals are written
+    torch.testing.assert_close(scores, wanted, atol=0.0105, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
