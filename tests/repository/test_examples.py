@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from tests.support.tolerances import rounding
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -29,7 +31,9 @@ def test_the_gaussian_reaches_the_grey_that_is_wanted(tmp_path, monkeypatch, cap
 
 @pytest.mark.slow
 def test_the_policy_of_pixels_learns_what_the_text_says():
-    """Also that its ratio is 1 before the first update: what is trained is what has sampled."""
+    """Also that its ratio is 1 before the first update: what is trained is what has sampled. The
+    text has two digits, and held-out prompts are others than those of the first row; the rounding
+    of another processor moved neither number by 1e-5."""
     world = runpy.run_path(str(EXAMPLES / "pixels.py"))
     source = (EXAMPLES / "pixels.py").read_text("utf-8")
     said = re.search(r"rises from ([\d.]+) to ([\d.]+)", source)
@@ -97,5 +101,5 @@ def test_the_reward_with_a_model_of_its_own_scores_by_its_weights(tmp_path):
     pictures = torch.zeros(2, 3, 4, 4)
     pictures[0, 0] = pictures[1, 2] = 1
     warmth = example["Warmth"](str(tmp_path), device="cpu")
-    assert warmth(pictures, ["", ""]).tolist() == pytest.approx([1, -1], abs=1e-6)
+    torch.testing.assert_close(warmth(pictures, ["", ""]), torch.tensor([1.0, -1.0]), **rounding(4))
     assert warmth.device == torch.device("cpu")  # as `Reward` has it, and no text

@@ -16,6 +16,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from studies.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
 from tests.support.runs import trainer
+from tests.support.tolerances import reordered
 
 SIGMAS = sigma_grid(6, 3.0)
 
@@ -160,5 +161,6 @@ def test_each_steps_noise_explains_its_share_of_a_linear_reward():
         values = repeat_the_rest(t, 0, step, noisy, 300, 3).double().numpy()
         assert explained(values).mean == pytest.approx(ways[step] / ways.sum(), abs=0.2), step
     assert max(ways / ways.sum()) > 0.5  # so that a wrong step would be seen
-    # nothing else is noisy
-    assert np.ptp(repeat_the_rest(t, 0, 0, 1, 4, 3)[0].numpy(), axis=1).max() < 1e-5
+    # nothing else is noisy: rows of a batch are the same
+    same = repeat_the_rest(t, 0, 0, 1, 4, 3)[0].numpy()
+    assert np.ptp(same, axis=1).max() <= reordered(3 * 4 * 4, size=np.abs(same).max())["atol"]

@@ -205,12 +205,12 @@ def test_automatic_batch_sizes_are_settled():
         # as their cards name them: 20B, 6B, 1.3B
         ("Qwen/Qwen-Image", "transformer", 20430.4),
         ("Tongyi-MAI/Z-Image", "transformer", 6154.9),
-        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "transformer", 1418.9),
+        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "transformer", 1419.0),
     ],
 )
 def test_published_models_have_their_published_sizes(name, part, millions):
     module = on_meta(published(name).parts[part])
-    assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
+    assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from tests.support import ranks
 from tests.support.commands import done
 from tests.support.pictures import noise
 from tests.support.runs import brightness, darkness, mean, picture, trainer
+from tests.support.tolerances import near, rounding
 
 
 def redness(images, prompts=()):
@@ -197,11 +198,14 @@ def test_what_a_session_begins_with_is_told_by_one_rank(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_ranks_learn_from_the_answers_of_one(tmp_path):
-    """What one process learns, but for the order of sums of float32."""
+    """What one process learns, but for the order of sums. Adam may make of rounding a whole step
+    where a gradient is nearly 0, so not every weight is held to it, but the way of all."""
     first, second = ranks.run(2, taught_on_ranks, tmp_path / "two")
     (alone,) = ranks.run(1, taught_on_ranks, tmp_path / "one")
     assert first == second and first[0] == alone[0] and first[0][0] > 4
-    torch.testing.assert_close(torch.tensor(first[1]), torch.tensor(alone[1]), rtol=0, atol=1e-4)
+    together, lonely = torch.tensor(first[1]), torch.tensor(alone[1])
+    way = lonely - GaussianPolicy(size=8).mean.detach().flatten()
+    assert (together - lonely).norm() < 0.01 * way.norm()
     assert len(votes.read(tmp_path / "two" / "run" / "votes.jsonl")) == 13
 
 
@@ -304,7 +308,8 @@ def test_learning_pauses_where_it_was_to_go(tmp_path, monkeypatch):
             teach(s, 1)
         base, now = (p.learnt.head(one).mean() for one in p.learnt.heldout)
         changes, (rise, error) = p.changes, p.moved
-        assert p.reached and rise == pytest.approx(float(now - base)) and rise - error > 0.005
+        close = rounding(8, size=float(max(now.abs(), base.abs())))
+        assert p.reached and rise == near(float(now - base), close) and rise - error > 0.005
         teach(s, 1)
         assert p.changes == changes
         p.strength = 1e9
@@ -470,7 +475,9 @@ def test_a_change_is_told_in_deviations_of_what_can_be_seen():
     now = groups[0] + torch.tensor([2 / 255, 0, 0])[:, None, None]
     heldout = tuple(features_of(one, ["x"] * 12) for one in (groups[0], now))
     learnt = pupil.Learnt(None, head=fit(list(choices.values())), choices=choices, heldout=heldout)
-    assert float(Told.of(learnt).change.abs().max()) <= 2 + 1e-3
+    # numbers up to 1 are rounded, and a step of 8 bits is 1 / 255 of them
+    most = 2 + 255 * rounding(8, size=1.0)["atol"]
+    assert float(Told.of(learnt).change.abs().max()) <= most
 
 
 def test_the_sign_test_of_a_blind_test_is_exact():
@@ -694,8 +701,9 @@ def test_rewards_are_set_against_the_persons_answers(tmp_path):
     found = agree(tmp_path, {"brightness": {}, "dark": negative})
     bright, dark, low = found["brightness"], found["dark"], (13 - 2.447) / 14
     assert (bright.mean, bright.high, bright.count) == (1, 1, 6)
-    assert bright.low == pytest.approx(low, abs=1e-4)
-    assert (dark.mean, dark.low) == (0, 0) and dark.high == pytest.approx(1 - low, abs=1e-4)
+    close = 0.0005 / 14  # half of the last digit of 2.447
+    assert bright.low == pytest.approx(low, abs=close)
+    assert (dark.mean, dark.low) == (0, 0) and dark.high == pytest.approx(1 - low, abs=close)
     Run(tmp_path).config.write_text(s.trainer.config.to_yaml(), encoding="utf-8")
     for named, share in (({}, 0), ({"kind": "brightness"}, 1)):
         assert agree(tmp_path, {"brightness": named})["brightness"].mean == share
@@ -718,15 +726,15 @@ def test_rewards_are_set_against_the_persons_answers(tmp_path):
 
 @pytest.mark.slow
 def test_a_head_can_be_fitted_to_a_stored_session(tmp_path):
-    """From pictures in 8 bit it is nearly the session's within a group, from its rounded
-    features."""
+    """From pictures in 8 bit it is nearly the session's within a group, from its rounded features:
+    they move it by 3.5 % of its deviation, of which three times as much is allowed."""
     with begun(tmp_path) as s:
         teach(s, 8)
     stored, images = Clicks(run=str(tmp_path)), s.group.images
     ours, theirs = (head(images, ["0"] * 12) for head in (s.pupil.clicks, stored))
     assert stored.head.block == s.pupil.clicks.head.block
-    near = 0.05 * float(ours.std())
-    torch.testing.assert_close(theirs - theirs.mean(), ours - ours.mean(), atol=near, rtol=0)
+    close = 0.1 * float(ours.std())
+    torch.testing.assert_close(theirs - theirs.mean(), ours - ours.mean(), atol=close, rtol=0)
     with pytest.raises(UserError, match="no such file"):
         Clicks(run=str(tmp_path / "none"))
 
