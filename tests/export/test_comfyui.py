@@ -21,6 +21,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.export.comfyui import names_for, tensors_for, whole_names
 from g2rpo.export.weights import TunedWeights
 from g2rpo.policies.adapters import Adapter
+from tests.support.tolerances import rounding
 
 RANK = 2
 
@@ -104,7 +105,8 @@ def test_keys_of_original_weights_add_up_to_our_merging(kind):
     theirs, tuned = BACK[kind](original), TunedWeights(kind.__name__, adapter)
     assert theirs.keys() == before.keys()
     for name, value in before.items():
-        torch.testing.assert_close(theirs[name], tuned.change(name, value), msg=name)
+        ours = tuned.change(name, value)
+        torch.testing.assert_close(theirs[name], ours, **rounding(8, ours.abs().max()), msg=name)
 
 
 def lumina():
@@ -130,7 +132,8 @@ def test_projections_that_are_one_matrix_become_one_lora():
     theirs = lora_converters._convert_non_diffusers_lumina2_lora_to_diffusers(written)
     for module in adapter.layers:
         down, up = (theirs[f"transformer.{module}.lora_{side}.weight"] for side in "AB")
-        torch.testing.assert_close(up @ down, adapter.delta(module), msg=module)
+        delta = adapter.delta(module)
+        torch.testing.assert_close(up @ down, delta, **rounding(8, delta.abs().max()), msg=module)
 
 
 def test_one_projection_of_a_shared_matrix_alone_is_refused():

@@ -24,6 +24,7 @@ from tests.support.commands import done, refused, write_tiny
 from tests.support.policies import moved
 from tests.support.tiny import save_flux
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
+from tests.support.tolerances import rounding
 from tests.support.variants import few
 
 ADAPTER = "pytorch_lora_weights.safetensors"
@@ -165,7 +166,7 @@ SAVED = [kind for kind in CLASSES if kind != "QwenImage21Pipeline"]
     few(SAVED, ("ZImagePipeline", "SanaPipeline").__contains__),
 )
 def test_every_class_of_pipeline_is_exported_as_diffusers_itself_fuses_its_adapter(kind, tmp_path):
-    """diffusers adds float32 products in another order, so the last bits may differ."""
+    """But for the order in which diffusers adds the products of a low rank."""
     pipeline = tiny_pipeline(kind)
     pipeline.save_pretrained(tmp_path / "model")
     length = 24 if "max_sequence_length" in parameters_of(type(pipeline)) else ""
@@ -180,7 +181,8 @@ def test_every_class_of_pipeline_is_exported_as_diffusers_itself_fuses_its_adapt
     base = tiny_pipeline(kind).transformer.state_dict()
     assert merged.keys() == expected.keys()
     for name in merged:
-        torch.testing.assert_close(merged[name], expected[name], atol=1e-5, rtol=1e-5, msg=name)
+        close = rounding(8, size=expected[name].abs().max())
+        torch.testing.assert_close(merged[name], expected[name], **close, msg=name)
     changed = {name for name in merged if not torch.equal(merged[name], base[name])}
     assert len(changed) == len(policy.tuning.named()) / 2
     known = SPECS[kind].comfyui

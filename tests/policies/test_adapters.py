@@ -26,11 +26,12 @@ from g2rpo.policies.adapters import DOWN, PREFIX, UP, Adapter, write_tensors
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
 from g2rpo.testbed import pipeline_dir
-from tests.support.adapters import READ, differences, fused, policy_of, random_adapter, velocity
+from tests.support.adapters import READ, fused, policy_of, random_adapter, velocities_with, velocity
 from tests.support.commands import done, g2rpo, refused
 from tests.support.policies import moved
 from tests.support.tiny import flux_pipeline
 from tests.support.tiny_pipelines import tiny_pipeline
+from tests.support.tolerances import network, rounding
 from tests.support.variants import few
 
 KIND = "FluxPipeline"
@@ -47,8 +48,15 @@ CASES = [(kind, format) for format, kinds in READ.items() for kind in kinds]
 def test_velocities_with_a_file_are_diffusers_own_whether_it_is_read_or_written(
     kind, format, tmp_path
 ):
-    """Products of float32 in another order; the files are exact."""
-    assert max(differences(kind, format, tmp_path)) < 1e-4
+    """But for the order of sums; the files are exact."""
+    velocities, allowed = velocities_with(kind, format, tmp_path)
+    for ours, theirs in velocities:
+        torch.testing.assert_close(ours, theirs, **allowed)
+
+
+def assert_same(found, expected):
+    """Velocities of the tiny FLUX whose weights are the same, but added in other places."""
+    torch.testing.assert_close(found, expected, **network(expected.abs().max()))
 
 
 def flux_of_real_width():
@@ -191,17 +199,17 @@ def test_the_start_stays_while_the_adapter_is_trained_and_strength_leads_from_on
     saved = policy.save(tmp_path / "tuned")
     assert not any("start" in name for name in load_file(saved))
     sampled = policy_of(KIND, flux_pipeline(), adapter=str(file), keep_base=True)
-    torch.testing.assert_close(velocity(sampled), start, atol=1e-5, rtol=0)
+    assert_same(velocity(sampled), start)
     for strength, expected in ((0.0, start), (1.0, changed)):
         if strength == 0:
             sampled.load(tmp_path / "tuned", 0.0)
         sampled.tuning.scale(strength)
-        torch.testing.assert_close(velocity(sampled), expected, atol=1e-5, rtol=0)
+        assert_same(velocity(sampled), expected)
         with sampled.base():
-            torch.testing.assert_close(velocity(sampled), start, atol=1e-5, rtol=0)
+            assert_same(velocity(sampled), start)
     fresh = flux_pipeline()
     fused(fresh, saved)
-    torch.testing.assert_close(velocity(policy_of(KIND, fresh)), changed, atol=1e-5, rtol=0)
+    assert_same(velocity(policy_of(KIND, fresh)), changed)
 
 
 @pytest.fixture
@@ -223,14 +231,14 @@ def test_an_assistant_acts_where_it_should_and_is_neither_trained_nor_saved(
     both = velocity(policy_of(KIND, fused(fused(flux_pipeline(), file), helper)))
     assert float((alone - both).abs().max()) > 1e-2
     for model in (policy, policy_of(KIND, flux_pipeline(), **options)):
-        torch.testing.assert_close(velocity(model), both if deployed else alone, atol=1e-5, rtol=0)
+        assert_same(velocity(model), both if deployed else alone)
         with model.assisted():
-            torch.testing.assert_close(velocity(model), both, atol=1e-5, rtol=0)
+            assert_same(velocity(model), both)
             with model.base():
-                torch.testing.assert_close(velocity(model), both, atol=1e-5, rtol=0)
+                assert_same(velocity(model), both)
     moved(policy)
     with policy.assisted(), policy.base():
-        torch.testing.assert_close(velocity(policy), both, atol=1e-5, rtol=0)
+        assert_same(velocity(policy), both)
     assert (
         read_adapter(policy.save(tmp_path / "out")).layers.keys()
         == read_adapter(file).layers.keys()
@@ -325,16 +333,16 @@ def test_a_config_is_read_without_opening_the_adapter_that_it_names():
 def test_full_tuning_begins_with_the_adapter_merged_in(file, tmp_path):
     expected = velocity(policy_of(KIND, fused(flux_pipeline(), file)))
     policy = policy_of(KIND, flux_pipeline(), "full", adapter=str(file))
-    torch.testing.assert_close(velocity(policy), expected, atol=1e-5, rtol=0)
+    assert_same(velocity(policy), expected)
     changed = velocity(moved(policy, 0.02))
     with policy.base():
-        torch.testing.assert_close(velocity(policy), expected, atol=1e-5, rtol=0)
+        assert_same(velocity(policy), expected)
     policy.save(tmp_path / "full")
     sampled = policy_of(KIND, flux_pipeline(), adapter=str(file), keep_base=True)
     sampled.load(tmp_path / "full")
-    torch.testing.assert_close(velocity(sampled), changed, atol=1e-5, rtol=0)
+    assert_same(velocity(sampled), changed)
     with sampled.base():
-        torch.testing.assert_close(velocity(sampled), expected, atol=1e-5, rtol=0)
+        assert_same(velocity(sampled), expected)
 
 
 @pytest.mark.slow
@@ -366,7 +374,7 @@ def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
         KIND, fused(FluxPipeline.from_pretrained(flux_directory), file), max_sequence_length=12
     )
     base, tuned = velocity(api.sampler(run, base=True).policy), velocity(api.sampler(run).policy)
-    torch.testing.assert_close(base, velocity(start), atol=1e-5, rtol=0)
+    assert_same(base, velocity(start))
     assert float((base - tuned).abs().max()) > 1e-4
     pictures = api.sample(run, prompts, base=True)
     assert not torch.equal(pictures, api.sample(run, prompts))
@@ -380,9 +388,7 @@ def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
         fused(FluxPipeline.from_pretrained(flux_directory), file),
         api.export(run, "comfyui", learnt=True),
     )
-    torch.testing.assert_close(
-        velocity(policy_of(KIND, loaded, max_sequence_length=12)), tuned, atol=1e-5, rtol=0
-    )
+    assert_same(velocity(policy_of(KIND, loaded, max_sequence_length=12)), tuned)
     last = read_adapter(
         api.export(run, "comfyui", checkpoint="last", out=tmp_path / "last.safetensors")
     )
@@ -522,8 +528,10 @@ def test_the_change_of_weights_is_that_of_peft_whoever_wrote_the_file(tmp_path, 
         found = read(file)
         assert found.layers.keys() == layers.keys()
         for name, layer in layers.items():
-            delta = layer.get_delta_weight("default")
-            torch.testing.assert_close(found.delta(name), delta, atol=1e-5, rtol=1e-5)
+            delta = layer.get_delta_weight("default").detach()
+            # sums of four products, or of eight where initial values are taken off
+            close = rounding(32, size=delta.abs().max())
+            torch.testing.assert_close(found.delta(name), delta, **close)
         # what is in the weights is in no header any more
         found.write(tmp_path / "again.safetensors", PREFIX)
         assert is_same(read_adapter(tmp_path / "again.safetensors"), found)

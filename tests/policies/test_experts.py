@@ -21,12 +21,15 @@ from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
 from tests.support.policies import make
 from tests.support.tiny_pipelines import CLASSES, two_experts
+from tests.support.tolerances import network
 from tests.support.variants import few
 
 WAN, BOUNDARY = "WanPipeline", 0.875
 SIZE = {"height": 32, "width": 48, "max_sequence_length": 24, "num_frames": 3}
 PROMPTS = ["a red circle", "two blue square left of a circle"]
 STEPS = 5
+DRAWN = network(9.0, passes=2)
+"""Guidance by 5 multiplies errors by 9; and the VAE follows."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def test_pictures_equal_the_pipelines_own(original, options):
     policy = load(original, **options)
     # both act
     assert {policy.trains_at(float(sigma)) for sigma in policy.grid(STEPS)[:-1]} == {True, False}
-    torch.testing.assert_close(pictures(policy), theirs(original, **options), atol=1e-5, rtol=0)
+    torch.testing.assert_close(pictures(policy), theirs(original, **options), **DRAWN)
 
 
 def test_both_scales_and_both_experts_are_seen(original):
@@ -80,7 +83,8 @@ def test_rows_of_both_experts_share_no_call(original):
     alone = torch.cat(
         [policy.velocity(x[i : i + 1], sigma[i : i + 1], cond.rows([i])) for i in range(3)]
     )
-    torch.testing.assert_close(policy.velocity(x, sigma, cond), alone, atol=2e-5, rtol=1e-5)
+    close = network(9 * alone.abs().max())
+    torch.testing.assert_close(policy.velocity(x, sigma, cond), alone, **close)
 
 
 @pytest.mark.slow
@@ -103,7 +107,7 @@ def test_an_adapter_draws_the_same_in_plain_diffusers_in_its_own_expert_alone(or
         plain = copy.deepcopy(original)
         load_saved(plain, tmp_path, "lora", low=low)
         drawn.append(float((theirs(plain, **options) - tuned).abs().max()))
-    assert drawn[1] <= 1e-5 < 1e-3 < drawn[0]
+    assert drawn[1] <= DRAWN["atol"] < 1e-3 < drawn[0]
 
 
 def test_a_loss_of_the_frozen_expert_is_refused(original):

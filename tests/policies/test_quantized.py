@@ -20,6 +20,7 @@ from g2rpo.policies.quantized import (
 )
 from tests.support import policies
 from tests.support.commands import done, refused
+from tests.support.tolerances import rounding
 from tests.support.variants import few
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
@@ -83,7 +84,7 @@ def test_int8_and_float8_are_torchaos():
     off = (int8.codes.int() - theirs.qdata.int()).abs()
     # a row's largest, 127.5 steps, is between two codes
     assert off.max() <= 1 and off.count_nonzero() <= 40
-    torch.testing.assert_close(int8.scale, theirs.scale, rtol=1e-6, atol=0)
+    torch.testing.assert_close(int8.scale, theirs.scale, **rounding(2))
 
 
 def test_inputs_get_the_gradient_of_the_stored_weight(kind):
@@ -168,6 +169,10 @@ def test_one_base_serves_rollout_training_and_the_untrained_model(request, model
     )
 
 
+def pictures(policy):
+    return Sampler(policy=policy, shift=3.0, num_steps=4, seed=5).pictures(PROMPTS)
+
+
 def relative_error(exact, got):
     return float((got.float() - exact.float()).norm() / exact.float().norm())
 
@@ -196,15 +201,14 @@ def test_adapters_of_a_quantised_base_are_plain_ones(flux_directory, tmp_path, k
     with torch.no_grad():
         assert torch.equal(policy.velocity(*question(policy)), again.velocity(*question(again)))
     whole = load(flux_directory, tuning="frozen")
+    untuned = pictures(whole)
     FluxPipeline.from_pretrained(flux_directory).load_lora_weights(
         tmp_path, weight_name="pytorch_lora_weights.safetensors"
     )
     whole.load(tmp_path)
-    drawn = [
-        Sampler(policy=each, shift=3.0, num_steps=4, seed=5).pictures(PROMPTS)
-        for each in (whole, again)
-    ]
-    assert float((drawn[0] - drawn[1]).abs().mean()) < 0.1
+    tuned = pictures(whole)
+    moved, apart = ((tuned - other).abs().mean() for other in (untuned, pictures(again)))
+    assert apart < moved / 6
 
 
 def test_a_whole_transformer_does_not_fit_a_quantised_base(flux_directory):

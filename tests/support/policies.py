@@ -24,6 +24,11 @@ def load(folder, *, dtype=torch.float32, tuning="lora", **options):
     return make(DiffusersPolicy.of(SPECS[name]), pipeline, dtype=dtype, tuning=tuning, **options)
 
 
+def guided_by(policy):
+    """How many times guidance, s v - (s - 1) w, multiplies errors of the network."""
+    return 2 * policy.guidance_scale - 1 if policy.guided else 1.0
+
+
 def moved(policy, size=0.1):
     """The policy, with random numbers added to its trained weights."""
     for number, weight in enumerate(policy.trainable_parameters()):
