@@ -30,8 +30,10 @@ from g2rpo.algorithms.opsd import OPSD
 from g2rpo.algorithms.policy_gradient import PolicyGradient, TakenSteps
 from g2rpo.algorithms.reward_gradient import ReFL
 from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.core.data import Example
 from g2rpo.core.flow import cps_kernel, flow_sde, sde_kernel, sigma_grid
 from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl
+from g2rpo.core.updates import updates_of
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from tests.support.runs import cut, fits, trainer
@@ -148,6 +150,12 @@ def test_updates_after_so_many_members_deal_the_group(every, sizes):
     assert len(seen.gradients) == len(sizes) and (row["ratio_deviation"] > 0) == (len(sizes) > 1)
     whole = torch.cat([batch[0].data["x_next"] for batch in seen.batches])
     assert len(whole) == 6 and len(torch.unique(whole.flatten(1), dim=0)) == 6
+
+
+def test_updates_after_every_branch_go_from_noise_to_image():
+    examples = [Example(0, step, torch.zeros(3, 2), torch.ones(3)) for step in (2, 0, 1, 0)]
+    updates = updates_of(GranularGRPO(update_every="branch"), examples)
+    assert [[item.step for item in batch] for batch in updates] == [[0, 0], [1], [2]]
 
 
 BRIEF = ("algorithm.group_size=4", "evaluation.every=4", "trainer.iterations=4")
