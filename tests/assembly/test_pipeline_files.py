@@ -47,8 +47,10 @@ CASES = {
         "EulerDiscreteScheduler with prediction_type=epsilon, is not for flow matching",
     ),
     "text encoder left empty": ({"text_encoder": [None, None]}, "has no text_encoder"),
-    "unknown class": ({"kind": "QwenImagPipeline"}, "has no policy here.*QwenImagePipeline"),
-    "known, and refused": ({"kind": "HunyuanImagePipeline"}, "momentum"),
+    "a class without a policy": (
+        {"kind": "HunyuanImagePipeline"},
+        "HunyuanImagePipeline, which has no policy here: docs/models.md .*check-model",
+    ),
 }
 
 

@@ -261,7 +261,7 @@ def test_a_pipeline_that_cannot_be_replayed_is_refused(kind, message):
 
 def test_one_value_of_the_catalogue_is_enough(bria, monkeypatch):
     folder, kind = bria
-    with pytest.raises(UserError, match="is not declared yet"):
+    with pytest.raises(UserError, match="is a BriaPipeline, which has no policy here: .*extending"):
         components.load_pipeline(PolicyConfig(path=str(folder), **SIZE))
     monkeypatch.setitem(catalogue.SPECS, "BriaPipeline", plugins.load(kind))
     policy = components.build_policy(PolicyConfig(path=str(folder), **SIZE), tuning="frozen")

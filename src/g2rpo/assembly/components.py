@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from g2rpo.assembly import hub, pipeline_files, refusals
+from g2rpo.assembly import hub, pipeline_files
 from g2rpo.assembly.meta import few_modules
 from g2rpo.assembly.pipeline_files import INDEX, class_in, missing_parts
 from g2rpo.config.given import refuse_mention
@@ -303,10 +303,9 @@ def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | Non
 def _faults_of_class(
     said: str, kind: str, expected: str | None, chosen: str | None
 ) -> Iterator[str]:
-    known = catalogue.pipeline_names()
-    if chosen is None and kind not in known:
-        own = "policy.kind=FILE.py:NAME takes a policy of your own"
-        yield f"{said}, which has no policy here: {refusals.why(kind, known)} {own}."
+    if chosen is None and kind not in catalogue.pipeline_names():
+        own = "docs/extending.md declares another flow pipeline in a file, and `g2rpo check-model` tries it"
+        yield f"{said}, which has no policy here: docs/models.md lists the classes that have one; {own}"
     if expected is not None and kind != expected:
         hint = "take a recipe for it, or set policy.pipeline= and check every value"
         yield f"{said}, but this recipe is for a {expected}; {hint}"
