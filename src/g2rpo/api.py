@@ -275,11 +275,10 @@ def export(
     checkpoint: int | str | None = None,
     out: str | Path | None = None,
     learnt: bool = False,
-    assistant: bool = False,
     notify: Callable[[str], None] = print,
 ) -> Path:
     """Writes what `g2rpo export` writes, and returns where; `notify` is called with what that
     warns of."""
     which = None if checkpoint is None else str(checkpoint)
     place = local(out) if out is not None else None
-    return write_export(local(run), format, which, place, learnt, assistant, notify)
+    return write_export(local(run), format, which, place, learnt, notify)

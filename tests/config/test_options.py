@@ -68,8 +68,6 @@ optim.max_grad_norm: published values differ
 optim.warmup_iterations: published values differ
 optim.weight_decay: published values differ
 policy.adapter: a user's own LoRA
-policy.assistant: a second LoRA in training, as for Turbo models
-policy.assistant_in_evaluation: whether it is deployed with the result
 policy.attention: kernels differ by card and installation
 policy.autocast: published code has it, diffusers' pipelines do not
 policy.compile: seconds or minutes of start-up against speed

@@ -212,39 +212,6 @@ def test_the_start_stays_while_the_adapter_is_trained_and_strength_leads_from_on
     assert_same(velocity(policy_of(KIND, fresh)), changed)
 
 
-@pytest.fixture
-def helper(tmp_path):
-    adapter = random_adapter(
-        flux_pipeline().transformer, ["to_q", "ff.net.2"], rank=2, seed="assistant"
-    )
-    adapter.write(tmp_path / "helper.safetensors", PREFIX)
-    return tmp_path / "helper.safetensors"
-
-
-@pytest.mark.parametrize("deployed", [False, True])
-def test_an_assistant_acts_where_it_should_and_is_neither_trained_nor_saved(
-    file, helper, tmp_path, deployed
-):
-    options = {"adapter": str(file), "assistant": str(helper), "assistant_in_evaluation": deployed}
-    policy = policy_of(KIND, flux_pipeline(), "lora", **options, **CONTINUED)
-    alone = velocity(policy_of(KIND, fused(flux_pipeline(), file)))
-    both = velocity(policy_of(KIND, fused(fused(flux_pipeline(), file), helper)))
-    assert float((alone - both).abs().max()) > 1e-2
-    for model in (policy, policy_of(KIND, flux_pipeline(), **options)):
-        assert_same(velocity(model), both if deployed else alone)
-        with model.assisted():
-            assert_same(velocity(model), both)
-            with model.base():
-                assert_same(velocity(model), both)
-    moved(policy)
-    with policy.assisted(), policy.base():
-        assert_same(velocity(policy), both)
-    assert (
-        read_adapter(policy.save(tmp_path / "out")).layers.keys()
-        == read_adapter(file).layers.keys()
-    )
-
-
 @pytest.mark.parametrize("named", ["", "/lora/adapter_model.safetensors"])
 def test_an_adapter_of_peft_on_the_hub_comes_with_its_config(brought, tmp_path, monkeypatch, named):
     """From a hub that is a folder here, one file at a time."""
@@ -263,21 +230,20 @@ def test_an_adapter_of_peft_on_the_hub_comes_with_its_config(brought, tmp_path, 
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repository: files)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr("g2rpo.assembly.hub.obstacle", lambda repository: None)
-    read = read_adapter(find_adapter("policy.adapter", f"someone/theirs{named}"))
+    read = read_adapter(find_adapter(f"someone/theirs{named}"))
     assert read.scale == 2.0 and is_same(read, brought)
 
 
-def test_a_plan_has_the_bytes_of_the_start_and_the_assistant(file, helper, flux_directory):
-    """Beside the trained adapter, in float32 and in the dtype of the base."""
+def test_a_plan_has_the_bytes_of_the_start(file, flux_directory):
+    """Beside the trained adapter, in float32."""
     size = {"height": 32, "width": 32, "max_sequence_length": 12, "dtype": "bfloat16", **CONTINUED}
-    named, sizes = {"adapter": str(file), "assistant": str(helper)}, []
-    for own in ({}, named):
+    sizes = []
+    for own in ({}, {"adapter": str(file)}):
         config = PolicyConfig(path=str(flux_directory), **size, **own)
         policy = build_on_meta(read_blueprint(config), config)
         sizes.append(size_of(policy.pipeline.transformer))
         trained = sum(value.nbytes for value in policy.trainable_parameters())
-    beside = sum(value.numel() for pair in read_adapter(helper).layers.values() for value in pair)
-    assert sizes[1] - sizes[0] == trained + 2 * beside
+    assert sizes[1] - sizes[0] == trained
 
 
 def test_plans_and_checks_with_fewer_blocks_take_an_adapter_of_the_last_ones(tmp_path):
@@ -347,10 +313,10 @@ def test_full_tuning_begins_with_the_adapter_merged_in(file, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
-    tiny_config, flux_directory, file, helper, tmp_path, capsys
+    tiny_config, flux_directory, file, tmp_path, capsys
 ):
     """lora_rank=2 of the config file disagrees with the adapter's 3, so it is taken out."""
-    run, own = tmp_path / "run", [f"policy.adapter={file}", f"policy.assistant={helper}"]
+    run, own = tmp_path / "run", [f"policy.adapter={file}"]
     kl = [
         "algorithm.kl_weight=0.1",
         "rewards.brightness=1",
@@ -393,15 +359,9 @@ def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
         api.export(run, "comfyui", checkpoint="last", out=tmp_path / "last.safetensors")
     )
     assert last.layers.keys() == both.layers.keys()
-    added = read_adapter(api.export(run, "comfyui", assistant=True))
-    assert added.rank == 5 and added.layers.keys() > both.layers.keys()
-
-    assert (
-        find_adapter("policy.adapter", str(run))
-        == run / "adapter" / "pytorch_lora_weights.safetensors"
-    )
+    assert find_adapter(str(run)) == run / "adapter" / "pytorch_lora_weights.safetensors"
     card = (run / "adapter" / "README.md").read_text()
-    assert "It continues `brought.safetensors`" in card and "assistant `helper.safetensors`" in card
+    assert "It continues `brought.safetensors`" in card
     out = done(capsys, "plan", tiny_config, *own)
     file.write_bytes(file.read_bytes()[:-4] + bytes(4))
     assert "policy.adapter" in refused(capsys, "resume", run, "trainer.iterations=3")
@@ -445,17 +405,14 @@ def test_what_is_no_adapter_of_the_model_is_said_in_one_message(
 ):
     make, message = REFUSED[case]
     make(tmp_path / "x.safetensors")
-    for key in ("adapter", "assistant"):
-        err = refused(capsys, "train", tiny_config, f"policy.{key}={tmp_path}/x.safetensors")
-        assert message in err and f"{tmp_path}/x.safetensors" in err
+    err = refused(capsys, "train", tiny_config, f"policy.adapter={tmp_path}/x.safetensors")
+    assert message in err and f"{tmp_path}/x.safetensors" in err
     assert not (tmp_path / "runs").exists()
 
 
 CONTRADICTIONS = [
     ("adapter=brought.safetensors", "policy.lora_rank=2: the adapter", "has 3; take it out"),
     ("adapter=brought.safetensors lora_rank=3 lora_targets=[to_q]", "policy.lora_targets="),
-    ("assistant_in_evaluation=true", "there is none"),
-    ("assistant=brought.safetensors tuning=full", "set policy.tuning=lora"),
     ("adapter=x.bin", "a pickle could run code"),
     ("adapter=pickles", "holds pickles only"),
     ("adapter=run", "is a run without an adapter"),

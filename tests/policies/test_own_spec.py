@@ -180,8 +180,7 @@ def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, 
         Run(run).read_config([f"policy.adapter={file}", "policy.lora_targets="])
     ).policy
     torch.testing.assert_close(own(components.build_policy(begun)), tuned, **DRAWN)
-    beside = options.model_copy(update={"assistant": str(file)})
-    build_shallow(read_blueprint(beside), beside)  # of a plan
+    build_shallow(read_blueprint(begun), begun)  # of a plan
     plugin, out = kind.partition(":")[0], tmp_path / "drawn"
     done(capsys, "sample", run, "--plugin", plugin, "--out", out, "a red circle")
 

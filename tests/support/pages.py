@@ -245,7 +245,7 @@ def check_g2rpo(arguments: list[str]) -> None:
 def check_config(recipe: str, overrides: list[str]) -> None:
     """Resolves a config; one that only a reader has, such as runs/mine/config.yaml, stands for the
     testbed's recipe."""
-    own = ("policy.adapter=", "policy.assistant=")  # files of the reader's, which are read at once
+    own = "policy.adapter="  # a file of the reader's, which is read at once
     overrides = [override for override in overrides if not override.startswith(own)]
     config = load_config("scenes" if recipe.endswith(".yaml") else recipe, overrides)
     check_rewards({**config.rewards, **config.evaluation.rewards})

@@ -1,4 +1,4 @@
-"""The adapters that a config names, before anything else is loaded."""
+"""The adapter that a config names, before anything else is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from torch import nn
 
 from g2rpo.assembly.blueprint import on_meta, read_blueprint
-from g2rpo.assembly.hub import ADAPTER_KEYS, find_adapter
+from g2rpo.assembly.hub import find_adapter
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import FileDigests
@@ -21,7 +21,7 @@ def completed(config: Config, notify: Callable[[str], None] = lambda message: No
     is told. UserError for an adapter that does not fit the model, or that differs from what is set
     in the config."""
     policy = config.policy
-    start, _ = (adapter_of(policy, key) for key in ADAPTER_KEYS)
+    start = adapter_of(policy)
     if policy.tuning == "full" or start is None:
         return config
     names = [name for name, _ in _transformer(policy).named_modules()]
@@ -52,17 +52,17 @@ def _agrees(mine: object, value: object, names: Collection[str]) -> bool:
     return fits[0] == fits[1]
 
 
-def adapter_of(policy: PolicyConfig, key: str) -> Adapter | None:
-    """An adapter of a config, which fits its model; None if it has none."""
-    if (name := getattr(policy, key)) is None:
+def adapter_of(policy: PolicyConfig) -> Adapter | None:
+    """The adapter of a config, which fits its model; None if it has none."""
+    if (name := policy.adapter) is None:
         return None
     import diffusers
 
     transformer = _transformer(policy)
     pipeline = getattr(diffusers, read_blueprint(policy).kind, None)
-    file, names = find_adapter(f"policy.{key}", name), catalogue.names_of(policy.kind)
+    file, names = find_adapter(name), catalogue.names_of(policy.kind)
     adapter = read_adapter(file, pipeline, transformer, names)
-    check_fit(f"policy.{key}={name}", adapter, transformer)
+    check_fit(f"policy.adapter={name}", adapter, transformer)
     return adapter
 
 
@@ -71,11 +71,7 @@ def _transformer(policy: PolicyConfig) -> nn.Module:
 
 
 def digests_of(policy: PolicyConfig) -> dict[str, str]:
-    """Digests of a config's adapters, by their keys."""
-    named: dict[str, str] = {
-        f"policy.{key}": name for key in ADAPTER_KEYS if (name := getattr(policy, key)) is not None
-    }
-    return {
-        key: f"sha256 {FileDigests(None).of(find_adapter(key, name))[:16]}"
-        for key, name in named.items()
-    }
+    """The digest of a config's adapter, by its key."""
+    if policy.adapter is None:
+        return {}
+    return {"policy.adapter": f"sha256 {FileDigests(None).of(find_adapter(policy.adapter))[:16]}"}

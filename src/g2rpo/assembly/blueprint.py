@@ -7,9 +7,8 @@ The policies' own constructors are used, so dtypes, frozen weights and adapters 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from g2rpo.assembly.pipeline_files import (
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import loading
 from g2rpo.policies import catalogue
-from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes, keep_two_blocks
 from g2rpo.policies.tuning import tuned
@@ -102,28 +100,15 @@ def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[Diffusers
         if name.startswith(("transformer", "vae"))
     }
     ends = tuple(f".{target}" for target in config.lora_targets or ())
-    own = _assisted(blueprint, hub.located(config), modules["transformer"])
 
     def changed(module: str) -> bool:
-        return f".{module}".endswith(ends) or module in own
+        return f".{module}".endswith(ends)
 
     # experts are alike
     times = [
         keep_two_blocks(module, changed) for name, module in modules.items() if name != "vae"
     ].pop()
     return _built(blueprint, config, modules), times
-
-
-def _assisted(
-    blueprint: Blueprint, config: PolicyConfig, transformer: nn.Module
-) -> Collection[str]:
-    """The modules that the frozen adapter changes."""
-    import diffusers
-
-    if config.assistant is None:
-        return ()
-    pipeline, names = getattr(diffusers, blueprint.kind), catalogue.names_of(config.kind)
-    return read_adapter(Path(config.assistant), pipeline, transformer, names).layers.keys()
 
 
 class _Anything:
@@ -184,7 +169,7 @@ def trained_on_meta(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Param
     blueprint = read_blueprint(config)
     targets = components.policy_class(config, blueprint.kind).spec.lora_targets
     transformer = on_meta(blueprint.parts[config.trained])
-    plain = config.model_copy(update={"adapter": None, "assistant": None, "quantize": "none"})
+    plain = config.model_copy(update={"adapter": None, "quantize": "none"})
     return transformer, tuned(
         transformer, plain, config.tuning, targets=targets, device=torch.device("meta")
     ).named()

@@ -18,7 +18,6 @@ NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "guidance_scale_2", "expert", "tuning",
     "lora_rank", "lora_alpha", "lora_targets", "lora_init", "lora_above", "gradient_checkpointing", "truncate_timesteps",
     "detach_negative", "published_pictures", "vae_tiling", "quantize", "attention", "autocast", "compile", "adapter",
-    "assistant", "assistant_in_evaluation",
 }  # fmt: skip
 """Settings of a policy that text embeddings do not depend on. All others are part of their key."""
 

@@ -22,8 +22,6 @@ from g2rpo.policies.tuning import ADAPTER_FILE
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
 from g2rpo.run.run import Run
 
-ADAPTER_KEYS = ("adapter", "assistant")
-"""Options that name an adapter."""
 KNOWN_FILES = (ADAPTER_FILE, PEFT_WEIGHTS)
 """The names that diffusers and peft give to an adapter; others are taken where they are the only
 one."""
@@ -67,10 +65,10 @@ def _obstacle(repository: str, timeout_s: float) -> str | None:
     return None
 
 
-def find_adapter(key: str, name: str) -> Path:
-    """The file of the adapter `name`, the value of a config's `key`; of the hub's it is downloaded
-    if need be."""
-    place, said = local(name), f"{key}={name}"
+def find_adapter(name: str) -> Path:
+    """The file of the adapter that policy.adapter names; of the hub's it is downloaded if need
+    be."""
+    place, said = local(name), f"policy.adapter={name}"
     run = Run(place)
     if os.path.isfile(run.adapter / ADAPTER_FILE):
         return run.adapter / ADAPTER_FILE
@@ -96,11 +94,10 @@ def find_adapter(key: str, name: str) -> Path:
 
 
 def located(config: PolicyConfig) -> PolicyConfig:
-    """The config with the files of its adapters in place of their names."""
-    named = {key: name for key in ADAPTER_KEYS if (name := getattr(config, key)) is not None}
-    return config.model_copy(
-        update={key: str(find_adapter(f"policy.{key}", name)) for key, name in named.items()}
-    )
+    """The config with the file of its adapter in place of its name."""
+    if config.adapter is None:
+        return config
+    return config.model_copy(update={"adapter": str(find_adapter(config.adapter))})
 
 
 def _adapter_of(said: str, repository: str, file: str | None) -> Path:

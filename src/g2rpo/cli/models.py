@@ -196,14 +196,11 @@ def export(
     learnt: Annotated[
         bool, typer.Option("--learnt", help="Without the adapter that the run continues.")
     ] = False,
-    assistant: Annotated[
-        bool, typer.Option("--assistant", help="With the run's assistant.")
-    ] = False,
 ) -> None:
     """Write a run's weights as other programs read them."""
     from g2rpo.export.formats import export as write
 
-    path = write(run, format, checkpoint, out, learnt, assistant, partial(warn, console))
+    path = write(run, format, checkpoint, out, learnt, partial(warn, console))
     say(console, str(path))
 
 

@@ -67,13 +67,12 @@ def export(
     checkpoint: str | None,
     out: Path | None,
     learnt: bool = False,
-    assistant: bool = False,
     notify: Callable[[str], None] = print,
 ) -> Path:
     """Writes a new folder or, for `FILE_FORMATS`, a new file; returns where.
 
     The base model is read only where its weights are needed. Of an adapter that continues another,
-    `learnt` leaves that out; `assistant` adds the run's assistant. `notify` is called with what a
+    `learnt` leaves that out. `notify` is called with what a
     format cannot say of an adapter, and with what rounding has cost merged weights. UserError for a
     run without weights, and for models and modules that a format has no names for.
     """
@@ -82,15 +81,13 @@ def export(
     early = (
         f"policy.lora_above={config.policy.lora_above:g}, so the adapter acts at early steps only"
     )
-    if config.policy.lora_above:
-        refuse(_faults_of_early(early, format, assistant))
-    which = "".join(
-        [f"-{checkpoint}" if checkpoint else "", "-learnt" * learnt, "-with-assistant" * assistant]
-    )
+    if config.policy.lora_above and format == "merged":
+        raise UserError(f"--format merged: {early}, and merged weights would at all")
+    which = (f"-{checkpoint}" if checkpoint else "") + "-learnt" * learnt
     own, out = out is None, out or _place(run, format, which)
     refuse(_faults_of_out(out, format))
     kept = final(run, config) if checkpoint is None else from_checkpoint(run, config, checkpoint)
-    tuned = _asked(kept, config, learnt, assistant)
+    tuned = _learnt(kept, config) if learnt else kept
     as_final = checkpoint is None and tuned.adapter is kept.adapter
     finished = Run(run).weights if as_final else None  # which its card describes
     base = partial(transformer_folder, config.policy)
@@ -123,28 +120,12 @@ def _faults_of_format(format: str) -> Iterator[str]:
         yield f"--format {format}: is no format.{did_you_mean(format, EXPORT_FORMATS)}"
 
 
-def _faults_of_early(early: str, format: str, assistant: bool) -> Iterator[str]:
-    """What cannot be written of an adapter that acts at early steps only."""
-    if format == "merged":
-        yield f"--format merged: {early}, and merged weights would at all"
-    if assistant:
-        yield f"--assistant: {early}, and the assistant at all; one file cannot hold both"
-
-
-def _asked(tuned: TunedWeights, config: Config, learnt: bool, assistant: bool) -> TunedWeights:
-    """The adapter without the one that it continues, or with the assistant."""
-    if not (learnt or assistant):
-        return tuned
+def _learnt(tuned: TunedWeights, config: Config) -> TunedWeights:
+    """The adapter without the one that it continues."""
     if tuned.adapter is None:
-        raise UserError("--learnt and --assistant are for adapters; this run trained all weights")
-    adapter = tuned.adapter
-    if learnt and (start := adapter_of(config.policy, "adapter")) is not None:
-        adapter = adapter.plus(start, -1)
-    if assistant:
-        if (second := adapter_of(config.policy, "assistant")) is None:
-            raise UserError("--assistant: this run has none (policy.assistant)")
-        adapter = adapter.plus(second)
-    return replace(tuned, adapter=adapter)
+        raise UserError("--learnt is for adapters; this run trained all weights")
+    start = adapter_of(config.policy)
+    return tuned if start is None else replace(tuned, adapter=tuned.adapter.plus(start, -1))
 
 
 def _place(run: Path, format: str, which: str) -> Path:

@@ -474,10 +474,6 @@ class DiffusersPolicy(Policy):
     def base(self) -> AbstractContextManager[None]:
         return self.tuning.base()
 
-    def assisted(self) -> AbstractContextManager[None]:
-        """While entered, the assistant acts (policy.assistant)."""
-        return self.tuning.assisted()
-
     @property
     def sampling(self) -> Frozen:
         """The tuning of a policy for sampling."""

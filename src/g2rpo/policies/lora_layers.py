@@ -89,13 +89,13 @@ def fill(factors: Mapping[str, nn.Linear], start: Adapter, scale: float) -> None
 
 
 class Acting:
-    """Which adapters in a transformer act: what was learnt (`own`), the `start` with which training
-    began, and an assistant, which acts while `assisted`, or always if the options say so. While
-    `late`, what was learnt does not act, nor a start that acts at early steps alone."""
+    """Which adapters in a transformer act: what was learnt (`own`), and the `start` with which training
+    began. While `late`, what was learnt does not act, nor a start that acts at early steps
+    alone."""
 
     strength = 1.0
     """Of what was learnt: between 0 and 1 it leads from the start to the result."""
-    untrained = assisted = late = False
+    untrained = late = False
 
     def __init__(
         self, transformer: Any, options: PolicyConfig, start: Adapter | None, own: str | None = None
@@ -124,11 +124,7 @@ class Acting:
         """Of the adapters in the next calls, by name."""
         learnt = 0.0 if self.untrained or self.late or self.own is None else self.strength
         start = 0.0 if self.late and self._early_start else 1 - learnt
-        strengths = {
-            "start": start,
-            "assistant": float(self.assisted or self._options.assistant_in_evaluation),
-        }
-        return strengths | ({self.own: learnt} if self.own is not None else {})
+        return {"start": start} | ({self.own: learnt} if self.own is not None else {})
 
     def choose(self) -> None:
         """Activates the adapters of the next calls, each with its strength."""

@@ -70,12 +70,6 @@ class PolicyConfig(Section):
     """A LoRA to continue: a .safetensors file, a folder with one, a run, or OWNER/NAME[/FILE] of
     the hub. Rank, alpha and targets are the file's. The base model of losses and comparisons is
     then the model with it. Under full tuning it is merged at first."""
-    assistant: str | None = None
-    """A second LoRA, frozen, that acts where training samples and learns, such as a de-distillation
-    adapter of a Turbo model."""
-    assistant_in_evaluation: bool = False
-    """Whether the assistant also acts in held-out pictures and samples: true if it is deployed with
-    the result."""
     dtype: Dtype = "float32"
     """Of the network's weights and calls; "bfloat16" on a GPU. Latents have
     `sampling.precision`."""

@@ -130,10 +130,6 @@ def _faults_of_options(spec: PipelineSpec, options: PolicyConfig) -> Iterator[st
         )
     if options.lora_above and options.tuning == "full":
         yield "policy.lora_above: is for adapters; take it out, or set policy.tuning=lora"
-    if options.assistant is None and options.assistant_in_evaluation:
-        yield "policy.assistant_in_evaluation=true: there is none; name it in policy.assistant"
-    if options.assistant is not None and options.tuning == "full":
-        yield "policy.assistant: acts beside frozen weights; set policy.tuning=lora, or take it out"
 
 
 def choose_attention(transformer: Any, kind: Attention) -> None:

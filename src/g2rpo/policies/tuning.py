@@ -37,9 +37,9 @@ from g2rpo.runtime.sharding import Sharded
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The file of a saved adapter."""
-TRAINED, START, ASSISTANT, LOADED = "default", "start", "assistant", "tuned"
-"""The names of adapters in a transformer: the trained one, the one that training began with, the
-assistant, one from a file."""
+TRAINED, START, LOADED = "default", "start", "tuned"
+"""The names of adapters in a transformer: the trained one, the one that training began with, one
+from a file."""
 
 
 class Tuning(Protocol):
@@ -61,10 +61,6 @@ class Tuning(Protocol):
         """While entered, adapters that act at early steps alone do not."""
         ...
 
-    def assisted(self) -> AbstractContextManager[None]:
-        """While entered, the assistant acts."""
-        ...
-
 
 class LoRA:
     """Float32 adapters of the modules in `targets` are trained, which begin as `start` or at zero,
@@ -76,7 +72,6 @@ class LoRA:
         transformer: Any,
         options: PolicyConfig,
         start: Adapter | None,
-        assistant: Adapter | None,
         *,
         targets: Sequence[str],
         seed: int,
@@ -88,8 +83,6 @@ class LoRA:
         each = options.lora_targets is not None and transformer.device.type != "meta"
         check_targets(transformer, targets, each=each)
         cast(transformer.requires_grad_(False), dtype)
-        if assistant is not None:
-            add_frozen(transformer, ASSISTANT, assistant, dtype)
         rank, alpha = options.lora_rank, options.lora_alpha
         how: Any = "gaussian" if options.lora_init == "gaussian" else True
         # the weights are on the CPU; do not initialise other GPUs
@@ -119,9 +112,6 @@ class LoRA:
 
     def late(self) -> AbstractContextManager[None]:
         return self._acting.during(late=True)
-
-    def assisted(self) -> AbstractContextManager[None]:
-        return self._acting.during(assisted=True)
 
     def save(self, directory: Path, above: float = 0.0) -> Path:
         """Writes `pytorch_lora_weights.safetensors`; returns where. Its header says above which
@@ -205,8 +195,6 @@ class Full:
     def late(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    assisted = late  # no adapters act beside trained weights
-
     def save(self, directory: Path) -> Path:
         """Writes a transformer's folder, which diffusers reads; returns where."""
         if (whole := self._whole()) is not None:
@@ -227,8 +215,8 @@ class Full:
 
 
 class Frozen:
-    """Nothing is trained, for sampling: the start and the assistant act beside the weights, and
-    tuned weights may be loaded. `keep_base` keeps a copy of the weights that `load` changes."""
+    """Nothing is trained, for sampling: the start acts beside the weights, and tuned weights may
+    be loaded. `keep_base` keeps a copy of the weights that `load` changes."""
 
     own: str | None = None
     """The adapter that was loaded."""
@@ -238,7 +226,6 @@ class Frozen:
         transformer: Any,
         options: PolicyConfig,
         start: Adapter | None,
-        assistant: Adapter | None,
         *,
         keep_base: bool,
     ) -> None:
@@ -246,9 +233,8 @@ class Frozen:
         self.active = self._transformer = transformer
         self._keep_base, self._base, self._changed = keep_base, None, False
         cast(transformer.requires_grad_(False), dtype)
-        for name, adapter, kept in ((START, start, torch.float32), (ASSISTANT, assistant, dtype)):
-            if adapter is not None:
-                add_frozen(transformer, name, adapter, kept)
+        if start is not None:
+            add_frozen(transformer, START, start, torch.float32)
         self._acting = Acting(transformer, options, start)
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -267,9 +253,6 @@ class Frozen:
 
     def late(self) -> AbstractContextManager[None]:
         return self._acting.during(late=True)
-
-    def assisted(self) -> AbstractContextManager[None]:
-        return self._acting.during(assisted=True)
 
     def scale(self, strength: float) -> None:
         """Sets the strength of the loaded adapter; 0 is the untrained model."""
@@ -338,19 +321,18 @@ def tuned(
 ) -> LoRA | Full | Frozen:
     """`transformer` as these options tune it, with the adapters in their files; `targets` and other
     programs' `names` are those of its model."""
-    start, assistant = _adapters_of(transformer, options, mode, pipeline_class, names)
+    start = _start_of(transformer, options, mode, pipeline_class, names)
     if mode == "full":
         tuning: LoRA | Full | Frozen = Full(
             transformer, options, start, device=device, keep_base=keep_base, sharding=sharding
         )
     elif mode == "frozen":
-        tuning = Frozen(transformer, options, start, assistant, keep_base=keep_base)
+        tuning = Frozen(transformer, options, start, keep_base=keep_base)
     else:
         tuning = LoRA(
             transformer,
             options,
             start,
-            assistant,
             targets=options.lora_targets or targets,
             seed=seed,
         )
@@ -359,41 +341,35 @@ def tuned(
     return tuning
 
 
-def _adapters_of(
+def _start_of(
     transformer: Any,
     options: PolicyConfig,
     mode: TuningMode,
     pipeline_class: Any,
     names: ComfyUI | None,
-) -> tuple[Adapter | None, Adapter | None]:
-    """The start and the assistant, which fit the transformer and act where the options say."""
-    start, assistant = (
-        read_adapter(Path(name), pipeline_class, transformer, names) if name is not None else None
-        for name in (options.adapter, options.assistant)
-    )
-    above = options.lora_above
-    refuse(_faults_of_steps(start, assistant, above, mode))
-    if transformer.device.type == "meta":  # a plan's, which may have fewer blocks
-        start, assistant = (adapter and adapter.of(transformer) for adapter in (start, assistant))
-    for key, adapter in (("adapter", start), ("assistant", assistant)):
-        if adapter is not None:
-            check_fit(f"policy.{key}", adapter, transformer)
-    return start, assistant
+) -> Adapter | None:
+    """The adapter that training begins with, which fits the transformer and acts where the options
+    say."""
+    if options.adapter is None:
+        return None
+    start = read_adapter(Path(options.adapter), pipeline_class, transformer, names)
+    refuse(_faults_of_steps(start, options.lora_above, mode))
+    # a plan's transformer may have fewer blocks
+    here = start.of(transformer) if transformer.device.type == "meta" else start
+    if here is not None:
+        check_fit("policy.adapter", here, transformer)
+    return here
 
 
-def _faults_of_steps(
-    start: Adapter | None, assistant: Adapter | None, above: float, mode: TuningMode
-) -> Iterator[str]:
-    """Why adapters cannot act at the steps that the options say."""
-    if start is not None and start.above not in (0, above):
+def _faults_of_steps(start: Adapter, above: float, mode: TuningMode) -> Iterator[str]:
+    """Why the adapter cannot act at the steps that the options say."""
+    if start.above not in (0, above):
         yield f"policy.adapter: acts above sigma {start.above:g} alone; set policy.lora_above={start.above:g}"
-    if start is not None and mode == "lora" and start.above != above:
+    if mode == "lora" and start.above != above:
         yield (
             f"policy.lora_above={above:g}: policy.adapter acts at all steps, and the saved adapter would hold both; "
             "take lora_above out, or merge your adapter into policy.path (diffusers' fuse_lora)"
         )
-    if assistant is not None and assistant.above:
-        yield f"policy.assistant: acts above sigma {assistant.above:g} alone, and would act at all steps"
 
 
 def trainable(transformer: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""How a policy samples: its guidance, its size and its assistant, where it has them."""
+"""How a policy samples: its guidance and its size, where it has them."""
 
 from __future__ import annotations
 
@@ -50,14 +50,6 @@ def guided_by(policy: Policy, scale: float | None) -> Iterator[None]:
         yield
     finally:
         inner.guidance_scale = before
-
-
-@contextmanager
-def in_training(policy: Policy, scale: float | None) -> Iterator[None]:
-    """While entered, the policy samples as training does: with this guidance, and with its
-    assistant if it has one."""
-    with getattr(_inner(policy), "assisted", nullcontext)(), guided_by(policy, scale):
-        yield
 
 
 @contextmanager

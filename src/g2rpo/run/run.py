@@ -61,7 +61,6 @@ MAY_CHANGE = (
     # of these the contents are compared (`app.contents`)
     "policy.path",
     "policy.adapter",
-    "policy.assistant",
     "prompts.train",
     "evaluation.prompts",
     "evaluation.every_minutes",

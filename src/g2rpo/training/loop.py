@@ -21,7 +21,7 @@ from g2rpo.core.contracts import advantages_of, check_scored
 from g2rpo.core.data import Row
 from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
 from g2rpo.prompts.order import PromptOrder
-from g2rpo.rollout.guidance import in_training
+from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.scoring import compared, weighted_scores
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes
@@ -137,7 +137,7 @@ class Loop:
                 groups.prompts,
             )
         rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
-        with in_training(self.policy, self.config.sampling.guidance_scale):
+        with guided_by(self.policy, self.config.sampling.guidance_scale):
             stats = self.updater.update(groups.examples(advantages), groups.cond)
         self.learner.update_average()
         if isinstance(self.algorithm, KeepsOldWeights):
@@ -146,7 +146,7 @@ class Loop:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """While entered, the policy has the weights, guidance and assistant of rollouts."""
+        """While entered, the policy has the weights and guidance of rollouts."""
         algorithm = self.algorithm
         old = (
             isinstance(algorithm, KeepsOldWeights)
@@ -154,7 +154,7 @@ class Loop:
             and algorithm.samples_old(self.learner.steps)
         )
         weights = self.learner.as_old() if old else nullcontext()
-        with weights, in_training(self.policy, self.config.sampling.guidance_scale):
+        with weights, guided_by(self.policy, self.config.sampling.guidance_scale):
             yield
 
     def algorithm_now(self) -> Algorithm:

@@ -143,25 +143,12 @@ def _what(config: Config, iteration: int) -> str:
     method, paper = title_of(config.algorithm)
     source = f"{method}, arXiv {paper}" if paper else f"the algorithm {method}"
     licence = catalogue.licence_of(config.policy.path, config.policy.kind)
-    brought = (
-        [f"It continues {_code(base_name(config.policy.adapter))}. "]
-        if config.policy.adapter
-        else []
-    )
-    if config.policy.assistant:
-        where = (
-            "and is used with it"
-            if config.policy.assistant_in_evaluation
-            else "and is not part of the result"
-        )
-        brought.append(
-            f"The assistant {_code(base_name(config.policy.assistant))} acted in training {where}. "
-        )
+    brought = config.policy.adapter and f"It continues {_code(base_name(config.policy.adapter))}. "
     return (
         f"A {kind}, trained by g2rpo {__version__}{recipe} ({source}) for "
         f"{counted(iteration, 'iteration')} of "
         f"{counted(config.trainer.prompts_per_iteration, 'prompt')}. Trained on: {rewards}. "
-        f"{''.join(brought)}The licence of the base model applies{f': {licence}' if licence else ''}."
+        f"{brought or ''}The licence of the base model applies{f': {licence}' if licence else ''}."
     )
 
 
@@ -178,10 +165,6 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
 
 def _lora_usage(config: Config, task: str, deployed: Mapping[str, Any] | None, loader: str) -> str:
     low = ", load_into_transformer_2=True" * (config.policy.expert == "low")
-    beside, assistant = f"{low})", config.policy.assistant
-    if assistant and config.policy.assistant_in_evaluation:
-        beside = f'{low}, adapter_name="tuned")\npipe.{loader}({base_name(assistant)!r}, adapter_name="assistant"{low})'
-        beside += '\npipe.set_adapters(["tuned", "assistant"])'
     call = _call(config, task, deployed)
     if above := config.policy.lora_above:
         part = config.policy.trained
@@ -198,7 +181,7 @@ pipe.{part}.enable_lora()
     return f"""from diffusers import DiffusionPipeline{_helpers(task)}
 
 pipe = DiffusionPipeline.from_pretrained({config.policy.path!r})
-pipe.{loader}("{THIS}", weight_name="pytorch_lora_weights.safetensors"{beside}
+pipe.{loader}("{THIS}", weight_name="pytorch_lora_weights.safetensors"{low})
 {call}"""
 
 

@@ -19,7 +19,7 @@ from g2rpo.core.types import Algorithm, Plan
 from g2rpo.lab.demo.model import DemoModel
 from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.guidance import in_training
+from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import compared, decode, score_rollouts
 
@@ -167,7 +167,7 @@ def trace_group(
         model.policy.sampling.scale(1.0)
     with (
         nullcontext() if tuned else model.policy.base(),
-        in_training(model.policy, s.guidance_scale),
+        guided_by(model.policy, s.guidance_scale),
     ):
         return model.sizes.fit(sampled)
 

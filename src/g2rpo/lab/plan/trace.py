@@ -40,7 +40,7 @@ from g2rpo.lab.plan.meter import Meter
 from g2rpo.lab.plan.rates import Roofline, fixed_storages
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
-from g2rpo.rollout.guidance import in_training
+from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import dry_rollout
 from g2rpo.training.updater import Trained
 
@@ -185,9 +185,8 @@ def _compiled(call: TracedCall, config: Config) -> TracedCall:
 
 @contextmanager
 def as_trained(policy: DiffusersPolicy, config: Config) -> Iterator[None]:
-    """While entered, velocities are those of an iteration: with the guidance of training, or
-    without any where nothing is sampled."""
-    with in_training(policy, config.sampling.guidance_scale):
+    """While entered, velocities are those of an iteration: with the guidance of training."""
+    with guided_by(policy, config.sampling.guidance_scale):
         yield
 
 

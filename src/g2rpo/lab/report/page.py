@@ -200,7 +200,6 @@ def facts(run: RunHistory) -> dict[str, Any]:
         if c.policy.tuning == "lora"
         else "all weights",
         "Continues": c.policy.adapter,
-        "Assistant in training": c.policy.assistant,
         "Pictures": f"{c.policy.width} × {c.policy.height} pixels, {c.sampling.num_steps} steps{judged}",
         "Algorithm": config_name(c.algorithm),
         "Recipe": c.recipe,
