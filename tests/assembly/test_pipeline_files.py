@@ -46,6 +46,10 @@ CASES = {
         {"scheduler": DDIM},
         "EulerDiscreteScheduler with prediction_type=epsilon, is not for flow matching",
     ),
+    "two transformers": (
+        {"transformer_2": ["diffusers", "WanTransformer3DModel"]},
+        "has a transformer_2 beside its transformer",
+    ),
     "text encoder left empty": ({"text_encoder": [None, None]}, "has no text_encoder"),
     "a class without a policy": (
         {"kind": "HunyuanImagePipeline"},

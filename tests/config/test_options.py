@@ -74,10 +74,8 @@ policy.compile: seconds or minutes of start-up against speed
 policy.detach_negative: FlowBP's and DGPO's code have it
 policy.device: the machine
 policy.dtype: memory against rounding
-policy.expert: Wan2.2 has two transformers
 policy.gradient_checkpointing: memory against time
 policy.guidance_scale: the model's input
-policy.guidance_scale_2: that of Wan2.2's second transformer
 policy.height: size and cost
 policy.kind: a model of one's own
 policy.lora_above: words lose their letters without (studies/late_steps.md)

@@ -783,14 +783,6 @@ def tiny_pipeline(kind, seed=0):
     return pipeline
 
 
-def two_experts(boundary):
-    """Wan with another transformer for sigmas below the boundary."""
-    pipeline, other = tiny_pipeline("WanPipeline"), wan_transformer().eval()
-    pipeline.register_modules(transformer_2=other)
-    pipeline.register_to_config(boundary_ratio=boundary)
-    return pipeline
-
-
 def save_tiny(kind, directory):
     tiny_pipeline(kind).save_pretrained(directory, safe_serialization=True)
     return directory

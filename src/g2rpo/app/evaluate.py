@@ -130,7 +130,7 @@ def with_controls(config: JudgingConfig) -> JudgingConfig:
     _, name = components.locate_pipeline(c.path, c.pipeline, c.kind)
     spec, blueprint = components.policy_class(c, name).spec, read_blueprint(c)
     pipeline = SimpleNamespace(config=SimpleNamespace(**blueprint.options))
-    network = SimpleNamespace(**blueprint.parts[c.trained][1])
+    network = SimpleNamespace(**blueprint.parts["transformer"][1])
     scale = spec.guidance if c.guidance_scale is None else c.guidance_scale
     guided = spec.guidable(pipeline, network) and spec.guides(scale)
     by_hand = not guided or spec.unguided is None

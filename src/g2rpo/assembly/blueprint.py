@@ -104,10 +104,7 @@ def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[Diffusers
     def changed(module: str) -> bool:
         return f".{module}".endswith(ends)
 
-    # experts are alike
-    times = [
-        keep_two_blocks(module, changed) for name, module in modules.items() if name != "vae"
-    ].pop()
+    times = keep_two_blocks(modules["transformer"], changed)
     return _built(blueprint, config, modules), times
 
 
@@ -168,7 +165,7 @@ def trained_on_meta(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Param
     """The transformer of a run of `config`, and its trained parameters by name, in order."""
     blueprint = read_blueprint(config)
     targets = components.policy_class(config, blueprint.kind).spec.lora_targets
-    transformer = on_meta(blueprint.parts[config.trained])
+    transformer = on_meta(blueprint.parts["transformer"])
     plain = config.model_copy(update={"adapter": None, "quantize": "none"})
     return transformer, tuned(
         transformer, plain, config.tuning, targets=targets, device=torch.device("meta")

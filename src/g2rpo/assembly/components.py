@@ -22,7 +22,6 @@ from g2rpo.core.files import is_hub_id, local
 from g2rpo.evaluation.work import trained_sigmas_of
 from g2rpo.policies import attention, catalogue, quantized
 from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.experts import check_experts
 from g2rpo.policies.options import TuningMode
 from g2rpo.policies.pipelines import check_options, read_pipeline
 from g2rpo.policies.spec import PipelineSpec
@@ -145,7 +144,6 @@ def load_pipeline(
             tuning,
             vae_dtype=getattr(torch, spec.vae_dtype(config.dtype)),
         )
-        check_experts(pipeline, config)
         return Loaded(config, kind, pipeline, TextEncoders(pipeline, spec, config, device), setting)
 
 
@@ -208,8 +206,8 @@ def check_trained_steps(config: Config, policy: Any) -> None:
     ]:
         raise UserError(
             f"{name_of(algorithm)} trains at sigma {wrong[0]:.3f}, where the trained weights do not act (policy.lora_above="
-            f"{policy.options.lora_above:g}, policy.expert={policy.options.expert}); they do at steps {own} of {steps}. Change "
-            "algorithm.branch_steps or its like, sampling.shift or these options"
+            f"{policy.options.lora_above:g}); they do at steps {own} of {steps}. Change "
+            "algorithm.branch_steps or its like, sampling.shift or policy.lora_above"
         )
 
 

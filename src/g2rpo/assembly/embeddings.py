@@ -15,7 +15,7 @@ from g2rpo.core.files import FileDigests, cache_root, digest_of, local
 from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder
 
 NOT_IN_EMBEDDINGS = {
-    "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "guidance_scale_2", "expert", "tuning",
+    "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning",
     "lora_rank", "lora_alpha", "lora_targets", "lora_init", "lora_above", "gradient_checkpointing", "truncate_timesteps",
     "detach_negative", "published_pictures", "vae_tiling", "quantize", "attention", "autocast", "compile", "adapter",
 }  # fmt: skip

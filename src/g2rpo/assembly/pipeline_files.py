@@ -224,6 +224,8 @@ def _faults_of_files(folder: str, optional: Sequence[str]) -> Iterator[str]:
         lies = library is not None and ((Path(folder) / part).is_dir() or not Path(folder).is_dir())
         if part.startswith("text_encoder") and part not in optional and not lies:
             yield f"has no {part}, which encodes prompts; download the whole pipeline"
+        if part.startswith("transformer") and part != "transformer" and library is not None:
+            yield f"has a {part} beside its transformer, and models of one are trained (of Wan, 2.1)"
     scheduler = read_file(folder, "scheduler/scheduler_config.json")
     if scheduler and not is_flow(scheduler):
         kind, predicts = scheduler.get("_class_name"), scheduler.get("prediction_type", "epsilon")

@@ -138,15 +138,15 @@ def transformer_folder(config: PolicyConfig) -> Path:
     if need be."""
     path, _ = components.locate_pipeline(config.path, chosen="any")
     if Path(path).is_dir():
-        return Path(path) / config.trained
-    config_file = hub.cached(path, f"{config.trained}/config.json")
+        return Path(path) / "transformer"
+    config_file = hub.cached(path, "transformer/config.json")
     # plans and checkpoints need no more than config.json, and may have fetched that alone
     if config_file is not None and has_weights(config_file.parent):
         return config_file.parent
     if (why := hub.obstacle(path)) is not None:
         raise UserError(f"policy.path={path}: its transformer is needed, and it {why}")
     with loading(f"policy.path={path}: cannot be downloaded"):
-        return Path(snapshot_download(path, allow_patterns=f"{config.trained}/*")) / config.trained
+        return Path(snapshot_download(path, allow_patterns="transformer/*")) / "transformer"
 
 
 def class_of(transformer: Path) -> str:

@@ -274,11 +274,7 @@ def checks(
     how = "" if own.euler else " by Euler's steps on its grid (its solver is another one)"
     yield _equal("pictures", base, own.pictures, limit, f"as its own{how}")
 
-    bound = policy.boundary  # of two experts each has one row
-    x, sigma = (
-        noise.to(device),
-        torch.tensor([0.8, 0.3] if bound is None else [(1 + bound) / 2, bound / 2], device=device),
-    )
+    x, sigma = noise.to(device), torch.tensor([0.8, 0.3], device=device)
     with _as_the_pipeline(policy) if plain else nullcontext():
         both, without = _velocity(policy, x, sigma, cond)
         each = [
@@ -288,7 +284,6 @@ def checks(
     said = "two rows as two of one"
     yield _equal("batch", both, torch.cat(each), limit, said, without, REORDERED * plain)
 
-    sigma = sigma[[policy.trains_at(float(each)) for each in sigma]].repeat(2)[:2]
     said, error = gradient_error(policy, x, sigma, cond, INTEGRAL[config.dtype])
     yield ModelCheck("gradient", said, error, INTEGRAL[config.dtype])
 
@@ -304,7 +299,7 @@ def checks(
     )
     del policy, grids
     pipeline = load()
-    load_saved(pipeline, folder, config.tuning, low=config.expert == "low")
+    load_saved(pipeline, folder, config.tuning)
     again = drawn_by(pipeline.to(device), kind.spec, config, prompts)
     changed, error = rms(latents, own.latents), rms(latents, again.latents)
     yield ModelCheck(
@@ -329,18 +324,15 @@ def _as_the_pipeline(policy: DiffusersPolicy) -> Iterator[None]:
         policy.options = before
 
 
-def load_saved(pipeline: Any, folder: Path, tuning: str, low: bool = False) -> None:
-    """Loads saved weights into a plain pipeline, of two experts into that for `low` noise, as the
-    model card says."""
+def load_saved(pipeline: Any, folder: Path, tuning: str) -> None:
+    """Loads saved weights into a plain pipeline, as the model card says."""
     if tuning == "full":
         tuned = type(pipeline.transformer).from_pretrained(folder)
         cast(tuned, pipeline.transformer.dtype)
         pipeline.transformer = tuned
         return
     if (loader := loader_of(pipeline)) is not None:
-        attrgetter(loader)(pipeline)(
-            folder, weight_name=ADAPTER_FILE, **({"load_into_transformer_2": True} if low else {})
-        )
+        attrgetter(loader)(pipeline)(folder, weight_name=ADAPTER_FILE)
         return
     adapter = read_adapter(folder / ADAPTER_FILE)
     for module in adapter.layers:  # as `g2rpo export --format merged`
@@ -404,9 +396,8 @@ def _equal(
 
 def _planned(policy: PolicyConfig) -> ModelCheck:
     """The memory that a run would need, as `g2rpo plan scenes` counts it with this model."""
-    late = ["algorithm.branch_steps=[8]"] if policy.expert == "low" else []
     try:
-        config = load_config("scenes", late).model_copy(update={"policy": policy})
+        config = load_config("scenes", []).model_copy(update={"policy": policy})
         plan = make_plan(
             config,
             cuda=components.pick_device(policy.device) != "cpu",

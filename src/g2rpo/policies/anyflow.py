@@ -4,7 +4,6 @@ declares each."""
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +17,6 @@ from g2rpo.core.data import Cond
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.types import Policy
-from g2rpo.policies.experts import Experts
 from g2rpo.policies.options import PolicyConfig, TuningMode
 from g2rpo.policies.pipelines import (
     Shapes,
@@ -78,7 +76,7 @@ class DiffusersPolicy(Policy):
         check_options(spec, o)
         self.options, self.pipeline = o, pipeline
         self.sharded = sharding is not None
-        self.transformer: Any = getattr(pipeline, o.trained, None)
+        self.transformer: Any = getattr(pipeline, "transformer", None)
         self.guidance_scale = spec.guidance if o.guidance_scale is None else o.guidance_scale
         self.max_sequence_length = o.max_sequence_length or spec.tokens
         self.dtype, self._device = getattr(torch, o.dtype), torch.device(device)
@@ -97,12 +95,9 @@ class DiffusersPolicy(Policy):
             keep_base=keep_base,
             sharding=sharding,
         )
-        self.experts = Experts(pipeline, o, self._device)
-        self.frozen, self.boundary = self.experts.frozen, self.experts.boundary
         vae_dtype = getattr(torch, spec.vae_dtype(o.dtype))
         place(pipeline, self.transformer, o, self._device, vae_dtype)
-        for transformer in (self.transformer, *self.frozen.values()):
-            choose_attention(transformer, o.attention)
+        choose_attention(self.transformer, o.attention)
         if o.compile:
             self.compile()
         self._measure()
@@ -184,11 +179,7 @@ class DiffusersPolicy(Policy):
         made = spec.arguments(
             self.pipeline, self.options, rows=1, guided=self.guided, scale=self.guidance_scale
         )
-        own = {
-            name: made[name]
-            for name in (spec.scale, "guidance_scale_2", "num_frames", *spec.fixed)
-            if name in made
-        }
+        own = {name: made[name] for name in (spec.scale, "num_frames", *spec.fixed) if name in made}
         return {
             **own,
             **(
@@ -208,7 +199,7 @@ class DiffusersPolicy(Policy):
         base model under adapters, whatever the number of rows and tokens, and another of each for
         calls of a single row.
         """
-        for block in (*self.blocks, *itertools.chain(*map(blocks_of, self.frozen.values()))):
+        for block in self.blocks:
             block.compile(backend=backend, dynamic=True)
 
     @property
@@ -357,31 +348,34 @@ class DiffusersPolicy(Policy):
             [(keys and keys[row], times and times[row], acting[row]) for row in range(len(sigma))]
         )
 
-    def _acting(self, sigma: Tensor) -> list[tuple[bool, bool]]:
-        return self.experts.acting(sigma, self.options.lora_above)
+    def _acting(self, sigma: Tensor) -> list[bool]:
+        """By row, whether the trained weights act. On tensors without values they do. Where they do
+        at all sigmas, these are not read: the host would wait for a GPU."""
+        if has_shape_alone(sigma) or self.trains_everywhere:
+            return [True] * len(sigma)
+        return (sigma > self.options.lora_above).tolist()
 
     @property
     def trains_everywhere(self) -> bool:
         """Whether the trained weights act at all sigmas."""
-        return self.experts.train_everywhere(self.options.lora_above)
+        return not self.options.lora_above
 
     def trains_at(self, sigma: float) -> bool:
-        """Whether the trained weights act there, and not a frozen expert, or the base model below
-        `lora_above`."""
-        return self._acting(torch.tensor([sigma]))[0][1]
+        """Whether the trained weights act there, and not the base model."""
+        return self._acting(torch.tensor([sigma]))[0]
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        config, (high, trained) = self.pipeline.scheduler.config, self._acting(sigma[:1])[0]
+        config, (trained,) = self.pipeline.scheduler.config, self._acting(sigma[:1])
         if not trained and self._for_loss and torch.is_grad_enabled():
             raise UserError(
                 f"a loss is of sigma {float(sigma[0]):.3f}, where the trained weights do not act "
-                "(policy.lora_above, policy.expert)"
+                "(policy.lora_above)"
             )
-        step = OneStep(config, sigma, truncate=self.truncates, alike=self.one_time, high=high)
+        step = OneStep(config, sigma, truncate=self.truncates, alike=self.one_time)
         # pipelines round times to the dtype of latents; truncated ones stay whole
         if not self.truncates:
             x = x.to(self._latent_dtype)
-        with self.tuning.late() if self.options.lora_above and not trained else nullcontext():
+        with nullcontext() if trained else self.tuning.late():
             return self._replay(cond, x, {"scheduler": step}, guided=self.guided)
 
     def decode(self, x: Tensor) -> Tensor:
@@ -441,14 +435,9 @@ class DiffusersPolicy(Policy):
             self.tuning.active, self.dtype, self.autocast, detach_negative=detached
         )
         vae = Pictures(self.pipeline.vae, self.options.published_pictures)
-        frozen = {
-            name: ReplayedNetwork(expert, self.dtype, self.autocast)
-            for name, expert in self.frozen.items()
-        }
         parts = {
             **dict.fromkeys(self.text.names),
-            self.options.trained: network,
-            **frozen,
+            "transformer": network,
             "vae": vae,
             **parts,
         }

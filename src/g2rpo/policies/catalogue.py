@@ -126,8 +126,7 @@ z_image = PipelineSpec(  # v + scale (v - v_negative), so that 0 is without guid
     comfyui=comfyui.Z_IMAGE,
 )
 
-# Wan 2.1, 2.2-A14B with two experts, and 2.2-TI2V-5B, which times every token, and so all rows
-# alike
+# Wan 2.1; and 2.2-TI2V-5B, which times every token, and so all rows alike
 wan = PipelineSpec(
     pipeline_class="WanPipeline",
     encoded=("prompt_embeds", "negative_prompt_embeds"),

@@ -40,10 +40,6 @@ class PolicyConfig(Section):
     """An input of the network (FLUX.1), or the scale of classifier-free guidance, which costs a
     second evaluation; 1 and below (Z-Image, Krea-2: 0) turns it off. None: the model's own
     (docs/models.md)."""
-    guidance_scale_2: NonNegativeFloat | None = None
-    """That of the low-noise expert, where a model has two experts (Wan2.2-A14B). None: the same."""
-    expert: Literal["high", "low"] = "high"
-    """Of two experts the one that is trained: for high noise or for low. The other is frozen."""
     negative_prompt: str | None = None
     """For models with classifier-free guidance."""
     num_frames: Count | None = None
@@ -101,8 +97,3 @@ class PolicyConfig(Section):
     (`policies.replay.Pictures`)."""
     vae_tiling: bool = False
     """FLUX's VAE decodes pictures above 1024 pixels in tiles. Rewards see their seams."""
-
-    @property
-    def trained(self) -> str:
-        """The part of the pipeline that is trained."""
-        return "transformer_2" if self.expert == "low" else "transformer"

@@ -21,8 +21,7 @@ from g2rpo.policies.options import PolicyConfig, TuningMode
 from g2rpo.policies.spec import PipelineSpec, parameters_of
 
 CALLED = (
-    *("height", "width", "num_frames", "negative_prompt"),
-    *("guidance_scale", "guidance_scale_2", "max_sequence_length"),
+    *("height", "width", "num_frames", "negative_prompt", "guidance_scale", "max_sequence_length"),
 )
 """Options that are arguments of a pipeline's call."""
 
@@ -121,8 +120,6 @@ def _faults_of_options(spec: PipelineSpec, options: PolicyConfig) -> Iterator[st
         argument = spec.scale if name == "guidance_scale" else name
         if getattr(options, name) is not None and argument not in known:
             yield f"policy.{name}: the call of a {kind} has no such argument; take it out"
-    if options.expert == "low" and "guidance_scale_2" not in known:
-        yield f"policy.expert: a {kind} has one transformer; take it out"
     if options.attention in MASKLESS and spec.is_masked:
         yield (
             f"policy.attention={options.attention}: takes no mask, which a {kind} needs for its prompts; "

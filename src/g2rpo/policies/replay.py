@@ -42,15 +42,11 @@ class Times:
     """A time for each of B rows, where a pipeline expects one for all.
 
     Pipelines scale a time and expand it to the network's rows: B, or a multiple of B if they stack
-    guided rows. Those with two experts compare it with their boundary, to which all rows are on one
-    side: `high`.
+    guided rows.
     """
 
-    def __init__(self, rows: Tensor, high: bool = True) -> None:
-        self.rows, self._high = rows, high
-
-    def __ge__(self, boundary: float) -> bool:
-        return self._high
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
 
     def expand(self, size: int) -> Tensor:
         return self.rows.repeat(size // len(self.rows))
@@ -81,10 +77,9 @@ class OneStep:
         *,
         truncate: bool = False,
         alike: bool = False,
-        high: bool = True,
     ) -> None:
         self.config, self._sigma = config, sigma
-        self._truncate, self._alike, self._high = truncate, alike, high
+        self._truncate, self._alike = truncate, alike
         self.timesteps: list[Any] = []
         self.sigmas = [1.0, 0.0]
 
@@ -106,7 +101,7 @@ class OneStep:
                 times
             ) / 64
         times = times.floor() if self._truncate else times
-        self.timesteps = [times[0] if self._alike else Times(times, self._high)]
+        self.timesteps = [times[0] if self._alike else Times(times)]
 
     def set_begin_index(self, index: int = 0) -> None:
         pass

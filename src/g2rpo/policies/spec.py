@@ -235,7 +235,6 @@ class PipelineSpec:
             "prompt": [""] * rows,
             "negative_prompt": [o.negative_prompt or ""] * rows if guided else None,
             self.scale: scale if guided or self.unguided is None else self.unguided,
-            "guidance_scale_2": o.guidance_scale_2,
             "height": o.height,
             "width": o.width,
             "num_frames": o.num_frames or 1,

@@ -164,24 +164,22 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
 
 
 def _lora_usage(config: Config, task: str, deployed: Mapping[str, Any] | None, loader: str) -> str:
-    low = ", load_into_transformer_2=True" * (config.policy.expert == "low")
     call = _call(config, task, deployed)
     if above := config.policy.lora_above:
-        part = config.policy.trained
         call = f"""
 
 def until(pipe, step, time, tensors):
     if pipe.scheduler.sigmas[step + 1] <= {above:g}:  # where the next step begins
-        pipe.{part}.disable_lora()
+        pipe.transformer.disable_lora()
     return tensors
 
 
-pipe.{part}.enable_lora()
+pipe.transformer.enable_lora()
 {_call(config, task, deployed, ", callback_on_step_end=until")}"""
     return f"""from diffusers import DiffusionPipeline{_helpers(task)}
 
 pipe = DiffusionPipeline.from_pretrained({config.policy.path!r})
-pipe.{loader}("{THIS}", weight_name="pytorch_lora_weights.safetensors"{low})
+pipe.{loader}("{THIS}", weight_name="pytorch_lora_weights.safetensors")
 {call}"""
 
 

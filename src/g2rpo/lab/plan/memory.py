@@ -97,11 +97,6 @@ def plan_memory(
             if copied
             else {}
         ),
-        **(
-            {"frozen expert": model.total(size_of, *policy.frozen.values())}
-            if policy.frozen
-            else {}
-        ),
     }
     after = {
         "moments": piece(moments),
@@ -182,7 +177,7 @@ def _loaded(config: Config, model: Model) -> int:
     with adapters."""
     if config.policy.tuning == "full" or config.policy.quantize != "none":  # the device converts
         return model.parameters * model.policy.dtype.itemsize
-    return model.total(size_of, *model.networks)
+    return model.total(size_of)
 
 
 def _numbers(network: nn.Module) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from g2rpo.assembly.blueprint import Blueprint, build_shallow, on_meta, shapes_of, size_of
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.pipelines import Shapes, blocks_of
+from g2rpo.policies.pipelines import Shapes
 from g2rpo.policies.quantized import weights_of
 
 
@@ -37,18 +37,13 @@ class Model:
     encoders: Sequence[Encoder]
 
     @property
-    def networks(self) -> tuple[nn.Module, ...]:
-        """The trained transformer, and the frozen expert where there is one."""
-        return self.policy.transformer, *self.policy.frozen.values()
-
-    @property
     def shapes(self) -> Shapes:
         return shapes_of(self.policy, self.blueprint)
 
     @property
     def parameters(self) -> int:
         """Parameters of the published model, without adapters."""
-        return self.total(weights_of, *self.networks)
+        return self.total(weights_of)
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -64,16 +59,10 @@ class Model:
             *(p for block, times in zip(inside, self.times, strict=True) for p in block * times),
         ]
 
-    def total(self, of: Callable[[nn.Module], int], *networks: nn.Module) -> int:
-        """`of`, a sum over weights, of the whole transformer, or of whole `networks`."""
-        return sum(
-            of(network)
-            + sum(
-                (times - 1) * of(block)
-                for block, times in zip(blocks_of(network), self.times, strict=True)
-            )
-            for network in networks or (self.policy.transformer,)
-        )
+    def total(self, of: Callable[[nn.Module], int]) -> int:
+        """`of`, a sum over weights, of the whole transformer."""
+        blocks = zip(self.policy.blocks, self.times, strict=True)
+        return of(self.policy.transformer) + sum((times - 1) * of(block) for block, times in blocks)
 
 
 @dataclass

@@ -29,8 +29,9 @@ from g2rpo.lab.plan.model import KnownModels, Model
 from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
 from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.tokens import longest_prompt
-from g2rpo.lab.plan.trace import Calls, as_trained, trace_calls
+from g2rpo.lab.plan.trace import Calls, trace_calls
 from g2rpo.policies.quantized import NO_FLOAT8
+from g2rpo.rollout.guidance import guided_by
 from g2rpo.runtime.distributed import World
 from g2rpo.training.ranks import divided
 
@@ -116,7 +117,7 @@ class Estimate:
     @property
     def network_rows(self) -> int:
         """Rows of the network in an evaluation of training: two under classifier-free guidance."""
-        with as_trained(self.model.policy, self.config):
+        with guided_by(self.model.policy, self.config.sampling.guidance_scale):
             return self.model.shapes.rows
 
     @property

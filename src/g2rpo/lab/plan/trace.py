@@ -154,7 +154,7 @@ def trace_calls(
                 )
                 known[keys[name]] = TracedCall(rows, meter.peak, roofline)
 
-            with as_trained(policy, config):
+            with guided_by(policy, config.sampling.guidance_scale):
                 trace("velocity", lambda: len(policy.velocity(*inputs(policy, shapes, rows))))
                 trace(
                     "training",
@@ -181,13 +181,6 @@ def _compiled(call: TracedCall, config: Config) -> TracedCall:
     names."""
     own = replace(call.roofline, compiled=config.policy.compile, attention=config.policy.attention)
     return replace(call, roofline=own)
-
-
-@contextmanager
-def as_trained(policy: DiffusersPolicy, config: Config) -> Iterator[None]:
-    """While entered, velocities are those of an iteration: with the guidance of training."""
-    with guided_by(policy, config.sampling.guidance_scale):
-        yield
 
 
 def training_pass(
