@@ -23,7 +23,9 @@ from g2rpo.cli.output import Heard
 from g2rpo.config import recipes
 from g2rpo.core.errors import UserError
 from g2rpo.rewards.remote import RemoteReward
+from g2rpo.run.run import Run
 from tests.support.commands import forget_code, g2rpo
+from tests.support.runs import config
 
 PROGRAM = [sys.executable, "-m", "g2rpo"]
 
@@ -188,7 +190,7 @@ train scenes algorithm.branch_steps=0,1 -> write it in brackets: [0,1]
 train scenes optim.learning_rate=1e39 -> should be 0, or from 1e-18 to 1e+18 in size
 train scenes algorithm.name=awm algorithm.old_schedule=[0,1e-300,0.3] -> algorithm.old_schedule
 sample --model testbed -> give prompts
-sample 'a red circle' -> a red circle is no run directory
+sample 'a red circle' -> a red circle is no run directory (no config.yaml). A run comes first
 sample 'a red circle' --model testbed --knob best_of=2 -> name a run
 sample 'a red circle' --model testbed --knob nois=2 -> Did you mean 'noise'?
 sample 'a red circle' --model testbed --guidance -1 -> guidance_scale
@@ -234,6 +236,25 @@ class Hub:
     def upload_folder(self, *, repo_id, folder_path, commit_message):
         self.told.append(sorted(path.name for path in folder_path.iterdir()))
         return f"https://hub/{repo_id}"
+
+
+def test_the_newest_run_is_taken_where_none_is_named(says, refuses, tmp_path):
+    """And named where something else is."""
+    assert "there is none in runs/" in refuses("report")
+    for place, name in enumerate(("new", "old")):
+        Run(tmp_path / "runs" / name).claim(config())
+        os.utime(tmp_path / "runs" / name, (0, 9 - place))
+    assert "runs/new: the newest run" in says("report")
+    assert (tmp_path / "runs/new/report.html").is_file()
+    os.utime(tmp_path / "runs/new", (0, 9))
+    assert (
+        "runs is no run directory (no config.yaml); it holds the runs runs/old, runs/new"
+        in refuses("report runs")
+    )
+    assert "; the newest run is runs/new. A run comes first" in refuses("sample 'a red circle'")
+    (tmp_path / "list.txt").write_text("a red circle")
+    assert "runs/new has no weights yet" in refuses("sample --prompts list.txt")
+    assert "runs/new has no weights yet" in refuses("demo")
 
 
 def test_push_uploads_weights_and_card_or_says_how_to_try_again(tmp_path):

@@ -74,9 +74,13 @@ def sample(
     from g2rpo.app.sample import sample_config
     from g2rpo.core.types import Prompt
     from g2rpo.prompts.sources import read_prompts
+    from g2rpo.run.run import no_run
 
     words = prompts or []
+    if model is None and words and not _is_run(words[0]):
+        raise UserError(f"{no_run(words[0])}. A run comes first, or --model; then what to draw")
     run = Path(words.pop(0)) if model is None and words else None
+    run = options.run_or_newest(run, model)
     if model is not None and words and _is_run(words[0]):
         raise UserError(
             f"{words[0]} is a run; name it or --model, or write the prompt as text of another kind"
@@ -225,8 +229,12 @@ def push(
 @commands.command(rich_help_panel=options.RESULTS_PANEL)
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, finished or not.")
-    ],
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Folders of runs, finished or not; default the newest in runs/.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The page; default RUN/report.html, for several runs report.html."),
@@ -237,6 +245,11 @@ def report(
     from g2rpo.lab.report.page import state, write_page
     from g2rpo.lab.report.verdict import summary_of
 
+    if not runs:
+        newest = options.run_or_newest(None, None)
+        if newest is None:
+            raise UserError("name a run; there is none in runs/")
+        runs = [newest]
     read = read_runs(runs)
     for run in read:
         say(console, f"{run.name}: {summary_of(run).sentences[0]} {state(run)}")

@@ -108,6 +108,17 @@ def _as_setting(flag: str, given: Sequence[str], kind: Any) -> tuple[str, str]:
     return unknown  # one of joined short options (-hx)
 
 
+def run_or_newest(run: Path | None, model: str | None) -> Path | None:
+    """`run`; if neither that nor a model is named the newest in runs/, which is said."""
+    from g2rpo.cli.output import console, say
+    from g2rpo.run.run import newest_run
+
+    if run is not None or model is not None or (newest := newest_run()) is None:
+        return run
+    say(console, f"{newest}: the newest run")
+    return newest
+
+
 def run_or_model(run: Path | None, model: str | None, **of_model: object) -> None:
     """UserError if not one of both is named, and for options `of_model` beside a run."""
     if (run is None) == (model is None):

@@ -18,7 +18,9 @@ commands = typer.Typer()
 def demo(
     run: Annotated[
         Path | None,
-        typer.Argument(help="A finished run: its model, weights, rewards and algorithm."),
+        typer.Argument(
+            help="A finished run: its model, weights, rewards and algorithm; default the newest in runs/."
+        ),
     ] = None,
     model: options.ModelOption = None,
     weights: options.WeightsOption = None,
@@ -40,6 +42,7 @@ def demo(
     from g2rpo.lab.demo.model import config_of_model
     from g2rpo.run.run import Run
 
+    run = options.run_or_newest(run, model)
     options.run_or_model(run, model, rewards=rewards, guidance=guidance, size=size)
     table = named_rewards(rewards) if rewards is not None else None
     config = (

@@ -76,6 +76,9 @@ MAY_CHANGE = (
 come change by rounding alone, but for two keys: `trainer.iterations` sets the length of
 `optim.decay=cosine`, and an alarm may end the run."""
 
+LISTED = 5
+"""The most runs that a message names."""
+
 T = TypeVar("T")
 
 
@@ -218,7 +221,7 @@ class Run(RunFiles):
         it is refused.
         """
         if not self.config.is_file():
-            raise UserError(f"{self.path} is no run directory (no config.yaml)")
+            raise UserError(no_run(self.path))
         data = read_yaml(self.config)
         if not mention:
             allow_code(overrides)
@@ -402,6 +405,26 @@ class Run(RunFiles):
             else "begins again"
         )
         return f"\nThe whole traceback is in {path}; {self.command} {begins}."
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs that lie in a folder, the one that was written last at the end."""
+    found = [config.parent for config in folder.glob("*/config.yaml")]
+    return sorted(found, key=lambda run: run.stat().st_mtime)
+
+
+def newest_run() -> Path | None:
+    """Of the runs below runs/, for a command that names none."""
+    return next(reversed(runs_in(Path("runs"))), None)
+
+
+def no_run(path: str | Path) -> str:
+    """The message about a path that is no run, with the runs that it holds, or the newest one."""
+    found, newest = runs_in(Path(path))[-LISTED:], newest_run()
+    others = f"; it holds the runs {', '.join(map(str, found))}" if found else ""
+    if newest is not None and not found:
+        others = f"; the newest run is {newest}"
+    return f"{path} is no run directory (no config.yaml){others}"
 
 
 @contextmanager
