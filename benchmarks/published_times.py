@@ -30,8 +30,8 @@ from g2rpo.lab.plan.rates import RATES, Rates
 from g2rpo.lab.plan.trace import TracedCall, trace_calls
 
 MORE_CARDS = {
-    "l20": Card("NVIDIA L20", 44.5, 119.5, 239, 59.8, 864, 275, 96, False, "L20$"),
-    "gb200": Card("NVIDIA GB200", 178.3, 2450, 4900, 80, 8000, 1200, 126, True, "GB200"),
+    "l20": Card("NVIDIA L20", 44.5, 119.5, 59.8, 864, 275, 96, False, "L20$"),
+    "gb200": Card("NVIDIA GB200", 178.3, 2450, 80, 8000, 1200, 126, True, "GB200", hopper=True),
 }
 RECIPES = {
     "flux": "flux1-dev-lora",
@@ -50,12 +50,6 @@ AS_PUBLISHED = {
 }
 """As diffusers' own pipelines compute: without autocast and, but for one layer, without
 adapters."""
-IN_FLOAT16 = 2.0
-"""A GeForce's float8 products with sums in float16 have twice the rate of the datasheet's with
-float32."""
-A_SCALE_FOR_A_TENSOR = 0.85
-"""`Rates.float8` of float8 products with one scale for a tensor, which are faster than ours with a
-scale for each row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +65,6 @@ class Published:
     what: str
     rows: int
     compiled: bool
-    float8: bool
     attention: str
     seconds: float
     calls: float
@@ -100,7 +93,6 @@ def traced(
     size: tuple[int, int],
     rows: int,
     what: str,
-    float8: bool,
     overrides: tuple[str, ...] | None,
 ) -> TracedCall:
     """The call on tensors without data. Our own figures are of torch 2.11, whose autocast leaves
@@ -108,7 +100,7 @@ def traced(
     options = [f"policy.width={size[0]}", f"policy.height={size[1]}", f"sampling.batch_size={rows}"]
     if overrides is None:
         options += ["policy.autocast=false", "policy.lora_rank=1", *AS_PUBLISHED[model]]
-    options += ["policy.quantize=fp8"] * float8 + list(overrides or ())
+    options += list(overrides or ())
     config = settled(load_config(RECIPES[model], options), cuda=True)
     with patch.object(autocast, "FLOAT32_OPERATIONS", autocast.FLOAT32_OPERATIONS - {"rms_norm"}):
         return getattr(
@@ -119,12 +111,8 @@ def traced(
 
 def planned(row: Published, rates: Rates = RATES) -> float:
     """Seconds of the call."""
-    call = traced(row.model, (row.width, row.height), row.rows, row.what, row.float8, row.overrides)
+    call = traced(row.model, (row.width, row.height), row.rows, row.what, row.overrides)
     card = {**CARDS, **MORE_CARDS}[row.card]
-    if row.float8:
-        rates = replace(rates, float8=A_SCALE_FOR_A_TENSOR)
-        if "float16" in row.note:
-            card = replace(card, float8=IN_FLOAT16 * card.float8)
     compiled = row.compiled and row.what != "decode"
     roofline = replace(call.roofline, compiled=compiled, attention=row.attention)
     return roofline.call(card, rates, row.rows / call.rows if row.what == "velocity" else 1.0)
@@ -200,7 +188,7 @@ def table(rows: Sequence[Published]) -> Iterator[str]:
             f", {row.what}" if row.what != "velocity" else ""
         )
         what += f", {row.rows} rows" if row.rows > 1 else ""
-        what += ", float8" * row.float8 + ", compiled" * row.compiled
+        what += ", compiled" * row.compiled
         plan = planned(row)
         used = ", ".join(
             filter(None, (row.attention.replace("auto", ""), row.note, *(row.overrides or ())))

@@ -64,10 +64,6 @@ WAYS: dict[str, Make] = {
     "bfloat16": lambda linear: linear,
     "int8": ours("int8"),
     "int8, torchao": by_torchao(lambda: torchao.Int8WeightOnlyConfig(version=2)),
-    "fp8": ours("fp8"),
-    "fp8, torchao": by_torchao(
-        lambda: torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
-    ),
     "nf4": ours("nf4"),
     "nf4, bitsandbytes": by_bitsandbytes,
 }

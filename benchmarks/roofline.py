@@ -27,7 +27,6 @@ WAYS: dict[str, list[str]] = {
     "autocast": [],
     "autocast=false": ["policy.autocast=false"],
     "quantize=int8": ["policy.autocast=false", "policy.quantize=int8"],
-    "quantize=fp8": ["policy.autocast=false", "policy.quantize=fp8"],
 }
 
 
@@ -46,8 +45,7 @@ def rows(recipe: str, device: str, training: bool, ways: Sequence[str]) -> Itera
     card = find_card(device)
     first: dict[str, float] = {}
     for way in ways:
-        # most of training is in bfloat16
-        for call, roofline in calls(recipe, WAYS[way], training and way != "quantize=fp8"):
+        for call, roofline in calls(recipe, WAYS[way], training):
             for compiled, made in (
                 ("", roofline),
                 (", compiled", replace(roofline, compiled=True)),

@@ -7,8 +7,7 @@ block of FLUX.1-dev's width (3072, random weights), and in pictures of the embed
 Errors are relative: of a velocity, and of its mean square's gradient by the adapters (1 - cosine),
 against bfloat16 without autocast ("float32": that itself, against float32). "batch" is how far a
 velocity moves when another row is computed with it: rollout and training pass differ by so much.
-"adapters off" is the size of what adapters do. fp8 is left out unless it is asked for (`--ways
-quantize=fp8`): torch's products of float8 on a CPU are slow.
+"adapters off" is the size of what adapters do.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "autocast=false": {"autocast": False},
     "quantize=int8": {"quantize": "int8", "autocast": False},
-    "quantize=fp8": {"quantize": "fp8", "autocast": False},
     "quantize=nf4": {"quantize": "nf4", "autocast": False},
     "adapters merged": {"autocast": False},
     "adapters off": {"autocast": False},
@@ -190,7 +188,7 @@ def arguments() -> argparse.Namespace:
         "--ways",
         nargs="+",
         choices=WAYS,
-        default=[way for way in WAYS if "fp8" not in way],
+        default=list(WAYS),
         metavar="WAY",
     )
     parser.add_argument("--rank", type=int, default=64)

@@ -75,7 +75,7 @@ def check(answer):
 BFLOAT16, FULL = "policy.dtype=bfloat16", "policy.tuning=full"
 TRAINED = [
     ("flux", [BFLOAT16, FULL, "sampling.batch_size=auto", "sampling.decode_batch_size=auto"]),
-    ("sd3", [BFLOAT16, "policy.quantize=fp8"]),
+    ("sd3", [BFLOAT16, "policy.quantize=int8"]),
     ("sd3", [FULL, CHECKPOINTED]),
     ("flux", [BFLOAT16, "policy.quantize=int8", CHECKPOINTED, "sampling.tails.forecast=true"]),
     ("flux", [BFLOAT16, "policy.quantize=nf4"]),
@@ -246,7 +246,6 @@ PLANNED = [
     ("flux", [CHECKPOINTED, FULL, "algorithm.kl_weight=0"]),
     ("flux", [CHECKPOINTED, "policy.quantize=int8"]),
     ("flux", [CHECKPOINTED, "policy.quantize=nf4"]),
-    ("sd3", [CHECKPOINTED, "policy.quantize=fp8"]),
 ]
 
 

@@ -20,7 +20,6 @@ from g2rpo.policies.quantized import (
 )
 from tests.support import policies
 from tests.support.commands import done, refused
-from tests.support.tolerances import rounding
 from tests.support.variants import few
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
@@ -59,46 +58,36 @@ def test_weights_are_the_nearest_that_can_be_stored(kind):
     block = weight.reshape(-1, 64).abs().amax(1).repeat_interleave(64).view_as(weight)
     allowed = {
         "int8": row / 127.5 / 2,
-        "fp8": (weight.abs() * 2**-3).maximum(row / 448 * 2**-9) / 2,
         "nf4": block * 0.3039 / 2 + 0.014 / 2 * (block - block.mean()).abs().max(),
     }
     assert (stored - weight).abs().le(allowed[kind] * (1 + 1e-4)).all()
     assert stored.dtype == weight.dtype and (kind == "nf4" or stored[3].eq(0).all())
 
 
-def test_int8_and_float8_are_torchaos():
-    """To the bit in float8. torchao's int8 multiplies by the scale's reciprocal: a weight between
-    two codes may get either."""
+def test_int8_is_torchaos():
+    """torchao's int8 multiplies by the scale's reciprocal: a weight between two codes may get
+    either."""
     torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     linear = layer()
     with torch.no_grad():
-        linear.weight[3] = 1  # of a row of zeros torchao 0.18 makes NaN in float8
-    int8, float8 = (
-        QUANTIZED_LINEARS[kind](linear, torch.device("cpu")) for kind in ("int8", "fp8")
-    )
-    theirs = torchao.Float8Tensor.from_hp(linear.weight)
-    assert torch.equal(float8.codes.float(), theirs.qdata.float()) and torch.equal(
-        float8.scale, theirs.scale
-    )
+        linear.weight[3] = 1  # torchao has another scale for a row of zeros
+    int8 = QUANTIZED_LINEARS["int8"](linear, torch.device("cpu"))
     theirs = torchao.Int8Tensor.from_hp(linear.weight, torchao.PerRow())
     off = (int8.codes.int() - theirs.qdata.int()).abs()
     # a row's largest, 127.5 steps, is between two codes
     assert off.max() <= 1 and off.count_nonzero() <= 40
-    torch.testing.assert_close(int8.scale, theirs.scale, **rounding(2))
+    torch.testing.assert_close(int8.scale, theirs.scale, rtol=1e-6, atol=0)
 
 
 def test_inputs_get_the_gradient_of_the_stored_weight(kind):
-    """x -> x W' + b is linear, but for fp8's rounding of x: its gradient is that of the same
-    product with a dense W'."""
+    """x -> x W' + b is linear: its gradient is that of the same product with a dense W'."""
     quantized, dtype = quantised(kind, torch.bfloat16), torch.bfloat16
     x = torch.randn(2, 5, 128, generator=generator_for("x")).to(dtype).requires_grad_()
     grad = torch.randn(2, 5, 32, generator=generator_for("grad")).to(dtype)
     mine = torch.autograd.grad(y := quantized(x), x, grad)[0]
     answer = nn.functional.linear(x, quantized.dense(), quantized.bias)
     assert torch.equal(mine, torch.autograd.grad(answer, x, grad)[0])
-    error = relative_error(answer.detach(), y.detach())
-    # half of 2^-3, uniform within gaps of two sizes: 2.6 %
-    assert error == 0 if kind != "fp8" else 0.005 < error < 0.03
+    assert torch.equal(answer, y)
     with torch.no_grad():
         assert torch.equal(quantized(x), y)
 
@@ -177,20 +166,7 @@ def relative_error(exact, got):
     return float((got.float() - exact.float()).norm() / exact.float().norm())
 
 
-def test_nearly_equal_inputs_are_rounded_apart_to_float8():
-    """Inputs one bfloat16 eps apart come out further apart than two eps, and no further than two
-    independent roundings to numbers at most eps of themselves apart do: sqrt(2 / 12) eps."""
-    fp8 = quantised("fp8", torch.bfloat16)
-    x = torch.randn(256, 128, generator=generator_for("inputs"))
-    near = x + 2**-7 * x.abs() * torch.randn(256, 128, generator=generator_for("signs")).sign()
-    with torch.no_grad():
-        apart = relative_error(fp8(x.bfloat16()), fp8(near.bfloat16()))
-    worst = torch.finfo(torch.float8_e4m3fn).eps / 6**0.5
-    assert worst == pytest.approx(0.051, abs=5e-4)
-    assert 2 * torch.finfo(torch.bfloat16).eps < apart <= worst
-
-
-@pytest.mark.parametrize("kind", few(sorted(QUANTIZED_LINEARS), "fp8".__eq__), indirect=True)
+@pytest.mark.parametrize("kind", few(sorted(QUANTIZED_LINEARS), "int8".__eq__), indirect=True)
 def test_adapters_of_a_quantised_base_are_plain_ones(flux_directory, tmp_path, kind):
     """Loaded again they give the same velocities to the bit, and in diffusers' own pipeline the
     pictures of the base as it was, which are near those of the quantised one."""
@@ -233,7 +209,6 @@ def test_a_run_on_a_quantised_base_keeps_its_ratio(tmp_path, capsys, tiny_config
 
 WRONG = [
     ("policy.tuning=full", "weights that are not trained"),
-    ("policy.quantize=fp8", "needs policy.dtype=bfloat16"),
     ("policy.quantize=int4", "policy.quantize"),
 ]
 
@@ -243,34 +218,7 @@ def test_what_cannot_be_had_is_refused(capsys, tiny_config, override, words):
     assert words in refused(capsys, "train", tiny_config, "policy.quantize=int8", override)
 
 
-def asked(kind, device="cpu"):
-    check_quantization(kind, tuning="lora", dtype="bfloat16", device=device)
-
-
 def test_nf4_without_bitsandbytes_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match=r"pip install bitsandbytes"):
-        asked("nf4")
-
-
-def test_float8_takes_a_card_that_has_it(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX A6000")
-    with pytest.raises(UserError, match=r"RTX A6000 has no float8"):
-        asked("fp8", "cuda")
-    assert "RTX 3090 has no float8" in refused(
-        capsys, "plan", "flux1-dev-lora", "policy.quantize=fp8", "--device", "rtx3090"
-    )
-
-
-def test_float8_is_tried_before_a_run_begins(monkeypatch):
-    """A build of torch may lack the kernel for a card that has float8, and CUDA says so in the
-    product."""
-
-    def lacking(*arguments, **more):
-        raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")
-
-    asked("fp8")
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", lacking)
-    with pytest.raises(UserError, match="CUDA error: no kernel image is available"):
-        asked("fp8")
+        check_quantization("nf4", "lora")

@@ -322,12 +322,7 @@ STAGES: Sequence[Sequence[Check]] = (
 def check_quantized(config: Config) -> None:
     """Refuses a `policy.quantize` that the run does not support."""
     policy = config.policy
-    quantized.check_quantization(
-        policy.quantize,
-        tuning=policy.tuning,
-        dtype=policy.dtype,
-        device=components.pick_device(policy.device),
-    )
+    quantized.check_quantization(policy.quantize, policy.tuning)
     if policy.tuning == "full" and not policy.autocast:
         raise UserError(
             "policy.autocast=false: weights that are trained are float32, and need it; set policy.tuning=lora"

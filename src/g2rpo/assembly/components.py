@@ -122,7 +122,7 @@ def load_pipeline(
     if config.kind is None:
         pipeline_files.check_files(config.path, path, catalogue.optional_parts(name))
     device, tuning = pick_device(config.device), tuning or config.tuning
-    quantized.check_quantization(config.quantize, tuning=tuning, dtype=config.dtype, device=device)
+    quantized.check_quantization(config.quantize, tuning)
     attention.check_attention(config.attention, device)
     kind, config = policy_class(config, name), hub.located(config)
     spec = kind.spec

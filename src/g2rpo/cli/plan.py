@@ -16,7 +16,7 @@ from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan import answer as answers
 from g2rpo.lab.plan.answer import PlanAnswer
-from g2rpo.lab.plan.cards import cards_for
+from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.counting import CountedIteration, Counts
 from g2rpo.lab.plan.fit import OnCard, on_cards
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK, STORED
@@ -285,8 +285,7 @@ def _verdict(answer: PlanAnswer, console: Console) -> None:
     if answer.fits:
         console.print(f"[green]It fits[/]: {need} of {there}.", highlight=False)
         return
-    able = cards_for(plan.config.policy.quantize)
-    holding = [key for key in able if find_target(key).holds(plan)]
+    holding = [key for key in CARDS if find_target(key).holds(plan)]
     each = (
         "no card here would hold a rank" if plan.ranks > 1 else "no single card here would hold it"
     )

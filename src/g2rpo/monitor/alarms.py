@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config
@@ -323,18 +322,8 @@ def alarms_of(
 
 def rounding_of(config: Config) -> float:
     """How far apart two velocities of one latent may lie, relative to their size, in the batches of
-    rollout and training pass.
-
-    Two eps of the coarsest dtype of network, latents and velocities. With policy.quantize=fp8 a
-    difference that small can round an input of a layer to another float8 number; at worst both
-    calls round independently, each with a variance of eps^2 / 12.
-    """
-    rounding = 2 * config.precision.eps
-    return (
-        max(rounding, torch.finfo(torch.float8_e4m3fn).eps / math.sqrt(6))
-        if config.policy.quantize == "fp8"
-        else rounding
-    )
+    rollout and training pass: two eps of the coarsest dtype of network, latents and velocities."""
+    return 2 * config.precision.eps
 
 
 def _number(row: Row, key: str) -> float:

@@ -70,7 +70,7 @@ class PolicyConfig(Section):
     """Of the network's weights and calls; "bfloat16" on a GPU. Latents have
     `sampling.precision`."""
     quantize: Quantize = "none"
-    """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one
+    """How the frozen weights of a LoRA are stored: in a byte each (int8) or in half of one
     (nf4)."""
     autocast: bool = True
     """Calls in bfloat16 run under torch.autocast, with norms in float32, as in published code.

@@ -1,11 +1,11 @@
 """Frozen weights in one byte or half a byte each, so that a LoRA fits on smaller cards.
 
-Adapters on a quantised base are QLoRA's idea (arXiv 2305.14314). int8 and fp8 need torch alone; NF4
-is bitsandbytes', which has a kernel for it.
+Adapters on a quantised base are QLoRA's idea (arXiv 2305.14314). int8 needs torch alone; NF4 is
+bitsandbytes', which has a kernel for it.
 
 The layers are our own: torchao's int8 has the same errors, but keeps each weight dense until the
-backward pass; its fp8 is made on GPUs alone; bitsandbytes' layers keep 16 bits on the meta device,
-where plans count bytes (docs/performance.md).
+backward pass; bitsandbytes' layers keep 16 bits on the meta device, where plans count bytes
+(docs/performance.md).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from g2rpo.core.errors import UserError, out_of_memory, refuse
+from g2rpo.core.errors import refuse
 
-Quantize = Literal["none", "int8", "fp8", "nf4"]
-FLOAT8_DTYPE = torch.float8_e4m3fn
+Quantize = Literal["none", "int8", "nf4"]
 
 
 class QuantizedLinear(nn.Linear):
@@ -77,43 +76,25 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.layer.dense(), None
 
 
-class ScaledLinear(QuantizedLinear):
-    """Codes of a byte a weight, and a scale for each output."""
+class Int8Linear(QuantizedLinear):
+    """A whole number of a byte a weight, and a scale for each output; products in the layer's
+    dtype."""
 
     codes: Tensor
     scale: Tensor
 
-    def dense(self) -> Tensor:
-        return self.codes.to(self.dtype).mul_(self.scale)
-
-
-class Int8Linear(ScaledLinear):
-    """Whole numbers; products in the layer's dtype."""
-
     def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
+        # not 0, because it is a divisor
+        largest = weight.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.bfloat16).tiny)
         # rounded first, since codes refer to the stored scale
-        scale = (_largest(weight).float() / 127.5).to(weight.dtype)
+        scale = (largest.float() / 127.5).to(weight.dtype)
         return {
             "codes": (weight.float() / scale).round().clamp(-128, 127).to(torch.int8),
             "scale": scale,
         }
 
-
-class Float8Linear(ScaledLinear):
-    """float8 (e4m3). Inputs are rounded to float8 too, with a scale for each row; products are of
-    float8 numbers, with float32 sums. Gradients treat the rounding of inputs as the identity."""
-
-    def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
-        codes, scale = _rounded(weight)
-        return {"codes": codes, "scale": scale}
-
-    def product(self, x: Tensor) -> Tensor:
-        by_row = F.ScalingType.RowWise
-        codes, scale = _rounded(x.reshape(-1, self.in_features))
-        y = F.scaled_mm(
-            codes, self.codes.t(), scale, by_row, self.scale.t(), by_row, bias=self.bias, output_dtype=self.dtype
-        )  # fmt: skip
-        return y.view(*x.shape[:-1], self.out_features)
+    def dense(self) -> Tensor:
+        return self.codes.to(self.dtype).mul_(self.scale)
 
 
 class NF4Linear(QuantizedLinear):
@@ -159,7 +140,6 @@ class NF4Linear(QuantizedLinear):
 
 QUANTIZED_LINEARS: Mapping[str, type[QuantizedLinear]] = {
     "int8": Int8Linear,
-    "fp8": Float8Linear,
     "nf4": NF4Linear,
 }
 
@@ -196,48 +176,17 @@ def weights_of(model: nn.Module) -> int:
     return stored + sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
 
 
-def _faults_of(how: Quantize, tuning: str, dtype: str, device: str) -> Iterator[str]:
+def _faults_of(how: Quantize, tuning: str) -> Iterator[str]:
     if tuning == "full":
         yield " is for weights that are not trained: set policy.tuning=lora, or take it out"
     if how == "nf4" and not installed("bitsandbytes"):
         yield " needs bitsandbytes: pip install bitsandbytes, or take int8, which needs no library"
-    if how != "fp8":
-        return
-    if dtype != "bfloat16":
-        yield " needs policy.dtype=bfloat16, the output dtype of float8 products on GPUs"
-    if not hasattr(F, "scaled_mm"):
-        yield f" needs torch 2.10 or newer, this is {torch.__version__}; int8 takes as little memory"
-    if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        yield f": {torch.cuda.get_device_name(device)} has no float8; {NO_FLOAT8}"
 
 
-def check_quantization(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
-    """UserError for a quantisation that the run, torch, its libraries or the device do not
-    support."""
-    asked = f"policy.quantize={how}"
-    if how == "none":
-        return
-    refuse(f"{asked}{fault}" for fault in _faults_of(how, tuning, dtype, device))
-    if how != "fp8":
-        return
-    try:
-        _try_float8(device)
-    except (RuntimeError, ValueError) as error:
-        if out_of_memory(error):
-            raise
-        raise UserError(
-            f"{asked}: torch {torch.__version__} cannot multiply float8 on this device ({str(error).splitlines()[0]}); "
-            "int8 takes as little memory"
-        ) from error
-
-
-def _try_float8(device: str) -> None:
-    """One small product: not every build of torch has the kernel for every card with float8."""
-    layer = Float8Linear(
-        nn.Linear(64, 64, device=device, dtype=torch.bfloat16), torch.device(device)
-    )
-    with torch.no_grad():
-        layer.product(torch.ones(32, 64, device=device, dtype=torch.bfloat16)).cpu()
+def check_quantization(how: Quantize, tuning: str) -> None:
+    """UserError for a quantisation that the run or its libraries do not support."""
+    if how != "none":
+        refuse(f"policy.quantize={how}{fault}" for fault in _faults_of(how, tuning))
 
 
 def installed(library: str) -> bool:
@@ -245,17 +194,3 @@ def installed(library: str) -> bool:
         return importlib.util.find_spec(library) is not None
     except ValueError:  # its entry in sys.modules is None
         return False
-
-
-NO_FLOAT8 = "that takes an RTX 40, an L40S, an H100 or newer; int8 takes as little memory"
-
-
-def _largest(rows: Tensor) -> Tensor:
-    """The largest absolute value of each row, [rows, 1]; not 0, because it is a divisor."""
-    return rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.bfloat16).tiny)
-
-
-def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in float8, and the float32 scale [rows, 1] that multiplies them."""
-    scale = _largest(rows).float() / torch.finfo(FLOAT8_DTYPE).max
-    return (rows / scale).clamp(-448, 448).to(FLOAT8_DTYPE), scale

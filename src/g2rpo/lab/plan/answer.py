@@ -8,9 +8,9 @@ from typing import Any
 
 from g2rpo.assembly.checks import check_quantized
 from g2rpo.assembly.components import EMBEDDED
-from g2rpo.lab.plan.cards import cards_for
+from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.fit import fitting
-from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target, target_of
+from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.policies.catalogue import licence_of
 
@@ -116,12 +116,8 @@ def plan(
     fit if it does not."""
     planner = Planner(recipe, overrides, ranks, ranks_per_node)
     config = planner.config
-    target = target_of(config, device)
-    # as for a run, on the device that is planned for
-    there = config.policy.model_copy(
-        update={"device": (device or config.policy.device) if target.own else "cpu"}
-    )
-    check_quantized(config.model_copy(update={"policy": there}))
+    target = find_target(device or config.policy.device)
+    check_quantized(config)
     result = planner.plan(cuda=target.cuda)
     seconds = result.seconds(target.card) if target.card else None
     cards = {} if seconds or config.policy.path in EMBEDDED else _cards(planner.plan())
@@ -146,5 +142,5 @@ def _cards(result: Estimate) -> dict[str, tuple[bool, PlannedSeconds]]:
     """Whether a CUDA plan fits on each known card, and its time there."""
     return {
         key: (result.memory.needed <= find_target(key).capacity, result.seconds(card))
-        for key, card in cards_for(result.config.policy.quantize).items()
+        for key, card in CARDS.items()
     }

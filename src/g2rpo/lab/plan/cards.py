@@ -10,44 +10,45 @@ from g2rpo.core.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Card:
-    """Memory in GiB; dense TFLOP/s with float32 accumulation, in bfloat16, float8 (0: none),
-    float32; GB/s of its memory; the watts of the board; MB of its L2 cache; whether its memory is
-    HBM, not GDDR; torch's name."""
+    """Memory in GiB; dense TFLOP/s with float32 accumulation, in bfloat16 and float32; GB/s of
+    its memory; the watts of the board; MB of its L2 cache; whether its memory is HBM, not GDDR;
+    torch's name; whether it is a Hopper, or a newer one of that line."""
 
     name: str
     memory_gib: float
     bfloat16: float
-    float8: float
     float32: float
     bandwidth: float
     watts: float
     cache: float
     hbm: bool
     pattern: str
+    hopper: bool = False
 
     def tflops(self, dtype: str) -> float:
-        return {"float32": self.float32, "float8": self.float8}.get(dtype, self.bfloat16)
+        return self.float32 if dtype == "float32" else self.bfloat16
 
 
 CARDS = {
-    "b200": Card("NVIDIA B200", 178.3, 2250, 4500, 75, 8000, 1000, 126, True, "B200"),
-    "mi300x": Card("AMD Instinct MI300X", 191.9, 1307.4, 0, 163.4, 5300, 750, 256, True, "MI300X"),
-    "h200": Card("NVIDIA H200", 139.7, 989, 1979, 67, 4800, 700, 50, True, r"\bH200"),
-    "gh200": Card("NVIDIA GH200 96 GB", 94.5, 989, 1979, 67, 4000, 700, 50, True, "GH200 480GB"),
-    "h20": Card("NVIDIA H20", 95.0, 148, 296, 44, 4000, 400, 60, True, "H20$"),
+    "b200": Card("NVIDIA B200", 178.3, 2250, 75, 8000, 1000, 126, True, "B200", hopper=True),
+    "mi300x": Card("AMD Instinct MI300X", 191.9, 1307.4, 163.4, 5300, 750, 256, True, "MI300X"),
+    "h200": Card("NVIDIA H200", 139.7, 989, 67, 4800, 700, 50, True, r"\bH200", hopper=True),
+    "gh200": Card(
+        "NVIDIA GH200 96 GB", 94.5, 989, 67, 4000, 700, 50, True, "GH200 480GB", hopper=True
+    ),
+    "h20": Card("NVIDIA H20", 95.0, 148, 44, 4000, 400, 60, True, "H20$", hopper=True),
     "h100": Card(
-        "NVIDIA H100 SXM 80 GB", 79.1, 989, 1979, 67, 3350, 700, 50, True, "H100 80GB HBM3"
+        "NVIDIA H100 SXM 80 GB", 79.1, 989, 67, 3350, 700, 50, True, "H100 80GB HBM3", hopper=True
     ),
     "h100-pcie": Card(
-        "NVIDIA H100 PCIe 80 GB", 79.1, 756, 1513, 51, 2000, 350, 50, True, "H100 PCIe"
+        "NVIDIA H100 PCIe 80 GB", 79.1, 756, 51, 2000, 350, 50, True, "H100 PCIe", hopper=True
     ),
-    "a100": Card("NVIDIA A100 80 GB", 79.1, 312, 0, 19.5, 2039, 400, 40, True, "A100.*80GB"),
-    "a100-40": Card("NVIDIA A100 40 GB", 39.2, 312, 0, 19.5, 1555, 400, 40, True, "A100.*40GB"),
+    "a100": Card("NVIDIA A100 80 GB", 79.1, 312, 19.5, 2039, 400, 40, True, "A100.*80GB"),
+    "a100-40": Card("NVIDIA A100 40 GB", 39.2, 312, 19.5, 1555, 400, 40, True, "A100.*40GB"),
     "rtxpro6000": Card(
         "NVIDIA RTX PRO 6000 Blackwell",
         94.9,
         503.8,
-        1007.6,
         126,
         1792,
         600,
@@ -55,24 +56,21 @@ CARDS = {
         False,
         "RTX PRO 6000 Blackwell",
     ),
-    "l40": Card("NVIDIA L40", 44.3, 181, 362, 90.5, 864, 300, 96, False, "L40$"),
-    "l40s": Card("NVIDIA L40S", 44.3, 362, 733, 91.6, 864, 350, 96, False, "L40S"),
-    "rtx6000ada": Card(
-        "NVIDIA RTX 6000 Ada", 47.3, 364, 728.5, 91.1, 960, 300, 96, False, "RTX 6000 Ada"
-    ),
-    "a6000": Card("NVIDIA RTX A6000", 47.3, 155, 0, 38.7, 768, 300, 6, False, "RTX A6000"),
-    "l4": Card("NVIDIA L4", 22.0, 121, 242.5, 30.3, 300, 72, 48, False, "L4$"),
-    "a10g": Card("NVIDIA A10G", 22.0, 70, 0, 35, 600, 150, 6, False, "A10G"),
-    "rtx5090": Card("NVIDIA RTX 5090", 31.3, 209.5, 419, 104.8, 1792, 575, 96, False, "RTX 5090"),
-    "rtx4090": Card("NVIDIA RTX 4090", 23.5, 165.2, 330.3, 82.6, 1008, 450, 72, False, "RTX 4090"),
-    "rtx3090": Card("NVIDIA RTX 3090", 23.5, 71, 0, 35.6, 936, 350, 6, False, "RTX 3090$"),
+    "l40": Card("NVIDIA L40", 44.3, 181, 90.5, 864, 300, 96, False, "L40$"),
+    "l40s": Card("NVIDIA L40S", 44.3, 362, 91.6, 864, 350, 96, False, "L40S"),
+    "rtx6000ada": Card("NVIDIA RTX 6000 Ada", 47.3, 364, 91.1, 960, 300, 96, False, "RTX 6000 Ada"),
+    "a6000": Card("NVIDIA RTX A6000", 47.3, 155, 38.7, 768, 300, 6, False, "RTX A6000"),
+    "l4": Card("NVIDIA L4", 22.0, 121, 30.3, 300, 72, 48, False, "L4$"),
+    "a10g": Card("NVIDIA A10G", 22.0, 70, 35, 600, 150, 6, False, "A10G"),
+    "rtx5090": Card("NVIDIA RTX 5090", 31.3, 209.5, 104.8, 1792, 575, 96, False, "RTX 5090"),
+    "rtx4090": Card("NVIDIA RTX 4090", 23.5, 165.2, 82.6, 1008, 450, 72, False, "RTX 4090"),
+    "rtx3090": Card("NVIDIA RTX 3090", 23.5, 71, 35.6, 936, 350, 6, False, "RTX 3090$"),
 }
 """Rates by public datasheets (dense, not "with sparsity"), and watts of the board that has most.
 
 The RTX PRO 6000 is the workstation edition of NVIDIA's "RTX Blackwell PRO GPU Architecture"; Max-Q
-and server editions are slower. The A10G's sheet is that for AWS G5. The float8 of an MI300X is
-another format, e4m3fnuz, than that of policy.quantize. NVIDIA publishes no datasheet of the H20:
-its rates are those that sellers give.
+and server editions are slower. The A10G's sheet is that for AWS G5. NVIDIA publishes no
+datasheet of the H20: its rates are those that sellers give.
 
 Memory is what the driver gives to programs ("GPU 0 has a total capacity of ..." in torch's
 messages): the least of several reports, for drivers differ by .1 or .2 GiB. With ECC on, an RTX
@@ -92,11 +90,6 @@ def find_card(name: str) -> Card:
             f"--device {name}: unknown device.{did_you_mean(key, [*CARDS, 'cpu', 'cuda'])}"
         )
     return CARDS[key]
-
-
-def cards_for(quantize: str) -> dict[str, Card]:
-    """The cards that compute with weights of this `policy.quantize`."""
-    return {key: card for key, card in CARDS.items() if card.float8 or quantize != "fp8"}
 
 
 def card_of(device_name: str) -> Card | None:

@@ -7,14 +7,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, ops
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from g2rpo.lab.plan.rates import ATTENTION, CONVOLUTIONS, MOVING, PRODUCTS, Kernel
 
-FLOAT8_PRODUCT = getattr(ops.aten, "_scaled_mm_v2", None)
-"""The product of `policies.quantized.Float8Linear`, for which torch's counter has no formula."""
 MADE_WITHOUT_READING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -68,8 +66,7 @@ class Meter(TorchDispatchMode):
         view = not func._schema.is_mutable and made.keys() <= given.keys()
         if not view and name not in MADE_WITHOUT_READING:
             first = next(tensors_in(args), None)
-            # float8 of any layout
-            dtype = "" if first is None else str(first.dtype).removeprefix("torch.").split("_")[0]
+            dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
             kind, flops = _work(func, name, args, kwargs, out)
             self.kernels.append(Kernel(kind, flops, dtype, given, made, self.times()))
         return out
@@ -109,8 +106,6 @@ def _work(func: Any, name: str, args: tuple, kwargs: dict, out: Any) -> tuple[st
         batch, heads, rows, width = query.shape
         products = 5 if backward else 2  # the backward pass computes the scores again
         return ATTENTION, products * 2.0 * batch * heads * rows * key.shape[2] * width
-    if func.overloadpacket is FLOAT8_PRODUCT:
-        return PRODUCTS, 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return MOVING, 0.0

@@ -30,7 +30,6 @@ from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
 from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.lab.plan.trace import Calls, trace_calls
-from g2rpo.policies.quantized import NO_FLOAT8
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.runtime.distributed import World
 from g2rpo.training.ranks import divided
@@ -86,15 +85,6 @@ def find_target(device: str) -> Target:
         return Target(f"this machine's {name}{used}", True, True, free, card_of(name))
     card = find_card(device)
     return Target(card.name, True, False, int(card.memory_gib * 2**30), card)
-
-
-def target_of(config: Config, device: str | None) -> Target:
-    """The target that `device` names, by default that of `config`; UserError for a card that cannot
-    compute with its weights."""
-    target = find_target(device or config.policy.device)
-    if target.card and config.policy.quantize == "fp8" and not target.card.float8:
-        raise UserError(f"policy.quantize=fp8: {target.name} has no float8; {NO_FLOAT8}")
-    return target
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,9 +47,6 @@ class Rates:
     """The share of that which FlashAttention 2, torch's "flash", reaches on Hopper (arXiv
     2407.08608: 35 % of its peak, where FlashAttention 3 and cuDNN reach 75 %)."""
     convolutions: float = 0.29
-    float8: float = 0.52
-    """What products with a scale for each row reach of their peak, as a share of what bfloat16 does
-    of its own; from a single figure, of an H100."""
     bandwidth: float = 0.83
     compiled: float = 0.09
     """The share of the time between products that a compiled network still takes."""
@@ -68,12 +65,7 @@ class Rates:
         """FLOP/s that products of matrices reach."""
         density = card.bfloat16 / card.watts
         share = self.hbm * density**-self.hbm_power if card.hbm else self.gddr / density
-        return (
-            card.tflops(dtype)
-            * 1e12
-            * min(self.most, share)
-            * (self.float8 if dtype == "float8" else 1.0)
-        )
+        return card.tflops(dtype) * 1e12 * min(self.most, share)
 
     def convolved(self, card: Card, dtype: str) -> float:
         """FLOP/s that convolutions reach. Those of float32 are in TF32 on NVIDIA's cards
@@ -89,7 +81,7 @@ class Rates:
 
 
 RATES = Rates()
-SPREAD = (0.83, 1.25)
+SPREAD = (0.84, 1.27)
 """Between these multiples of the plan lie nine of ten times that were held out."""
 SLOWER_ON_HOPPER = ("auto", "flash", "flash2", "efficient", "math")
 """Kinds of `policy.attention` without the instructions of Hopper and newer. By itself torch takes
@@ -128,7 +120,7 @@ class Roofline:
             else rates.products(card, dtype)
             for kind, dtype in {(kernel.kind, kernel.dtype) for kernel in self.kernels}
         }
-        old = card.hbm and card.float8 > 0 and self.attention in SLOWER_ON_HOPPER
+        old = card.hopper and self.attention in SLOWER_ON_HOPPER
         slower = {ATTENTION: rates.attention * (rates.flash2 if old else 1.0)}
         found = dict.fromkeys((PRODUCTS, ATTENTION, CONVOLUTIONS, MOVING), 0.0)
         for kernel, size in zip(self.kernels, self._from_memory(card, rows), strict=True):
