@@ -44,7 +44,6 @@ def test_a_declaration_fits_its_constructor(name):
     [
         ("jpeg_size", "quality", 96),
         ("ocr", "width", 0),
-        ("style", "every", 0),
         ("dino_similarity", "share", 0.0),
         ("geneval", "score", "strict"),
         ("vlm_judge", "image_size", 0),

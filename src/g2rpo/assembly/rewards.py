@@ -12,7 +12,6 @@ from g2rpo.assembly.components import pick_device
 from g2rpo.config.given import refuse_mention
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
-from g2rpo.core.capabilities import learner_of
 from g2rpo.core.errors import UserError, did_you_mean, loading, placed
 from g2rpo.core.plain import Count, as_json, parse_as
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
@@ -33,7 +32,6 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "function": "g2rpo.rewards.analytic:FunctionReward",
     "ocr": "g2rpo.rewards.ocr:OCR",
     "clicks": "g2rpo.rewards.taste:Clicks",
-    "style": "g2rpo.rewards.style:Style",
     "jpeg_size": "g2rpo.rewards.analytic:JPEGSize",
     "brightness": "g2rpo.rewards.analytic:Brightness",
     "saturation": "g2rpo.rewards.analytic:Saturation",
@@ -79,10 +77,6 @@ def _configured(name: str, scorer: Scorer, entry: RewardConfig | None) -> Reward
     reward = as_reward(scorer)
     if entry is None or entry.frames is None:
         return reward
-    if learner_of(reward) is not None:
-        raise UserError(
-            f"rewards.{name}.frames: this reward learns from clips (its `learns_every` is set); take frames out"
-        )
     check_frames(name, reward, entry)
     if reward is scorer:
         reward = CallableReward(reward)  # the object may have other frames under another name

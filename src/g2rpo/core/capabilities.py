@@ -167,24 +167,6 @@ class ObservesScores(Protocol):
 
 
 @runtime_checkable
-class LearnsFromPictures(Protocol):
-    """The reward is fitted to the run's pictures. Its held-out scores then say that it rose, but
-    not that it fell (`style`)."""
-
-    learns_every: int
-    """It learns from pictures of every so many iterations; 0: from none."""
-
-    def look(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """What it learns from in these pictures, [B, D]."""
-        ...
-
-    def learn(self, iteration: int, seen: Tensor) -> Mapping[str, float]:
-        """Learns, after an iteration, from what it saw on every rank, [N, D]; returns what to
-        log."""
-        ...
-
-
-@runtime_checkable
 class ScoresHeldOut(Protocol):
     """Another reward scores held-out pictures, because the scale of this one changes with the
     iteration (`hpsv3pp`)."""
@@ -247,7 +229,7 @@ class ChecksPrompts(Protocol):
 
 @runtime_checkable
 class ChecksOptions(Protocol):
-    """The class checks more of its options than their types (`video_align`, `style`)."""
+    """The class checks more of its options than their types (`video_align`)."""
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """UserError that begins with the name of an option that is wrong. A class method, asked
@@ -269,19 +251,6 @@ def owner_of(reward: Any) -> Any:
     while isinstance(reward, CallableReward):
         reward = reward.scorer
     return reward
-
-
-def learner_of(reward: Reward) -> LearnsFromPictures | None:
-    """What learns from pictures; UserError if it has only some of the members for it: it would
-    silently not learn."""
-    own = owner_of(reward)
-    if not getattr(own, "learns_every", 0):
-        return None
-    if not isinstance(own, LearnsFromPictures):
-        raise UserError(
-            f"reward {reward.name}: with learns_every it needs look and learn (capabilities.LearnsFromPictures)"
-        )
-    return own
 
 
 def held_out_of(reward: Reward) -> Reward:

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import drift_limit_of, learner_of
+from g2rpo.core.capabilities import drift_limit_of
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
 from g2rpo.core.intervals import Z
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import paired
-from g2rpo.core.types import Policy, Reward
+from g2rpo.core.types import Policy
 from g2rpo.monitor.advice import ALIKE, DIVERSITIES
 from g2rpo.monitor.image_statistics import TAIL
 
@@ -53,8 +53,6 @@ class Alarms:
     trained: Sequence[str]
     drift_limit: float
     off: frozenset[str] = frozenset()
-    moving: frozenset[str] = frozenset()
-    """Rewards that learn during the run: their scores may fall because they ask for more."""
     rows: list[Row] = field(default_factory=list)
     history: dict[int, Scores] = field(default_factory=dict)
 
@@ -155,11 +153,9 @@ def unscored(log: Alarms) -> str | None:
     )
 
 
-def fallen_rewards(
-    history: Mapping[int, Scores], trained: Sequence[str], moving: frozenset[str] = frozenset()
-) -> dict[str, str]:
-    """Whether a held-out reward that is not `moving` is below what it was at an earlier evaluation:
-    "hacking" if a trained reward has risen since then, "decline" if none has.
+def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dict[str, str]:
+    """Whether a held-out reward is below what it was at an earlier evaluation: "hacking" if a
+    trained reward has risen since then, "decline" if none has.
 
     One-sided t-tests of paired differences, prompt by prompt on the same noise. Evaluation t (the
     base's is 0) tests each of R rewards against t earlier evaluations, each at level a / (R t . t
@@ -174,7 +170,7 @@ def fallen_rewards(
     level = LEVEL / (len(now) * looks * looks * (looks + 1))
     spreads = {name: _spread(scores) for name, scores in earlier[0][1].items()}
     said: dict[str, list[str]] = {}
-    for name in (name for name in now if name not in moving):
+    for name in now:
         falls = {iteration: paired(before[name], now[name]) for iteration, before in earlier}
         chance, iteration = min(
             (
@@ -267,7 +263,7 @@ def crowd(count: int) -> float:
 
 def fallen(name: str) -> Look:
     """The alarm of this name of `fallen_rewards`."""
-    return lambda log: fallen_rewards(log.history, log.trained, log.moving).get(name)
+    return lambda log: fallen_rewards(log.history, log.trained).get(name)
 
 
 @dataclass(frozen=True)
@@ -300,9 +296,7 @@ ALARMS = {
 reasons."""
 
 
-def alarms_of(
-    config: Config, sigmas: Tensor, policy: Policy, rewards: Mapping[str, Reward]
-) -> Alarms:
+def alarms_of(config: Config, sigmas: Tensor, policy: Policy) -> Alarms:
     """The alarms of a run of `config`."""
     algorithm, off = (
         config.algorithm,
@@ -316,8 +310,7 @@ def alarms_of(
     steps = {step for plan in plans for step in plan.stochastic if plan.trains(step)}
     entries = policy.noise([generator_for("alarms")]).numel()
     limit = drift_limit_of(algorithm, sigmas, sorted(steps), entries, rounding_of(config))
-    moving = frozenset(name for name, reward in rewards.items() if learner_of(reward))
-    return Alarms(config.trained, limit, off, moving)
+    return Alarms(config.trained, limit, off)
 
 
 def rounding_of(config: Config) -> float:

@@ -65,9 +65,9 @@ class CLIPScore(PictureReward):
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         return self.scale * self.encoder.similarity(images, prompts)
 
-    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
-        """As `taste.PictureEncoder`."""
-        return self.encoder.features(images, prompts)
+    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """As `picture_features.PictureEncoder`."""
+        return self.encoder.image_features(255 * images), self.encoder.text_features(prompts)
 
 
 class PickScore(CLIPScore):

@@ -100,11 +100,6 @@ class ClipEncoder:
             self._cache.popitem(last=False)
         return rows
 
-    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
-        """As `taste.PictureEncoder`; without a tokenizer, those of pictures alone."""
-        texts = None if self.tokenizer is None else self.text_features(prompts)
-        return self.image_features(255 * images), texts
-
     def crop_as_torchvision(self) -> None:
         """An odd number of pixels is cut as torchvision does it, whatever the checkpoint's files
         say."""

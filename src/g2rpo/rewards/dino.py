@@ -53,10 +53,6 @@ class Dino:
         )
         return picture[:, 0], patches
 
-    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, None]:
-        """As `taste.PictureEncoder`."""
-        return self(to_uint8(images))[0], None
-
 
 def size_of_dino(config: Any, size: int) -> int:
     """The largest multiple of the patch size that is at most `size`; ValueError if there is

@@ -1,4 +1,4 @@
-"""Features of pictures by which a person's taste, or a style, is learnt."""
+"""Features of pictures by which a person's taste is learnt."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ Features = Mapping[str, Tensor]
 class PictureEncoder(Protocol):
     """What a reward with a picture encoder has."""
 
-    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
-        """Features [B, D] of pictures [B, 3, H, W] in [0, 1] and, if it has any, of their
-        prompts."""
+    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Features [B, D] of pictures [B, 3, H, W] in [0, 1] and of their prompts."""
         ...
 
 
@@ -27,7 +26,7 @@ def features_of(
 ) -> dict[str, Tensor]:
     """Features of pictures [B, 3, H, W] in [0, 1], or means over frames of clips [B, T, 3, H, W],
     by block: statistics of colour and layout, 8 x 8 pixels and, with an `encoder`, its features of
-    the picture, and their products with any of the prompt's.
+    the picture, and their products with the prompt's.
     """
     if images.ndim == 5:
         every = features_of(
@@ -47,8 +46,7 @@ def features_of(
     if encoder is not None:
         pictures, texts = encoder.features(images, prompts)
         found["encoder"] = pictures.float().cpu()
-        if texts is not None:
-            found["encoder x prompt"] = found["encoder"] * texts.float().cpu()
+        found["encoder x prompt"] = found["encoder"] * texts.float().cpu()
     return found
 
 

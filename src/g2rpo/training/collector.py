@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -85,8 +85,6 @@ class Groups:
     scores: Tensor
     watch: Stopwatch
     """Of the seconds that they took."""
-    reward_log: Mapping[str, float] = field(default_factory=dict)
-    """What rewards that learn have to log."""
 
     @property
     def rewards(self) -> Tensor:

@@ -28,7 +28,7 @@ from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.collector import Collector, Groups, RolloutSpec
 from g2rpo.training.learner import Learner
 from g2rpo.training.ranks import Division
-from g2rpo.training.reward_states import fit_rewards, looked_at, observe
+from g2rpo.training.reward_states import observe
 from g2rpo.training.rows import of_cost, of_groups
 from g2rpo.training.stopwatch import Stopwatch
 from g2rpo.training.updater import Updater, UpdateStats
@@ -61,7 +61,7 @@ class Loop:
 
     def sample_groups(self) -> Groups:
         """Prompts -> rollout -> rewards: the groups of the current iteration. Rewards with a state
-        observe them and are fitted."""
+        observe them."""
         watch, prompts = Stopwatch(), self.prompts_of(self.iteration)
         cond = self.policy.encode(prompts)
         watch.lap("encode")
@@ -74,17 +74,14 @@ class Loop:
             scores = self.world.gather(collected.scores)
             watch.lap("waiting")
             rewards, _ = compared(scores, algorithm.group_size)
-            # rewards are fitted after they have scored, so this iteration keeps the scores above
             observe(self.rewards, self.iteration, rewards)
-            pictures = partial(looked_at, self.policy, self.sizes, collected, prompts)
-            reward_log = fit_rewards(self.rewards, self.iteration, pictures, self.world)
-        return Groups(algorithm, prompts, cond, spec, collected, scores, watch, reward_log)
+        return Groups(algorithm, prompts, cond, spec, collected, scores, watch)
 
     def sample_others(
         self, prompts: Sequence[str], algorithm: Algorithm, spec: RolloutSpec
     ) -> Groups:
-        """The same for any prompts of this rank, sampled and scored as `spec` says; no reward is
-        fitted. Teaching by clicks samples its groups so (`Trainer.sample_groups`)."""
+        """The same for any prompts of this rank, sampled and scored as `spec` says. Teaching by
+        clicks samples its groups so (`Trainer.sample_groups`)."""
         watch, cond = Stopwatch(), self.policy.encode(prompts)
         with self._sampling():
             collected = self.collector.collect(spec, cond, prompts, watch)
@@ -118,7 +115,6 @@ class Loop:
             "kind": "train",
             "iteration": self.iteration,
             **of_groups(plans, names, groups.rewards, advantages, clip),
-            **groups.reward_log,
             **state_log,
             **stats.summary(groups.algorithm),
             "learning_rate": rate,

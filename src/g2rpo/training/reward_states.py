@@ -5,25 +5,20 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import ObservesScores, learner_of, owner_of
+from g2rpo.core.capabilities import ObservesScores, owner_of
 from g2rpo.core.errors import Stopped, UserError
-from g2rpo.core.types import Policy, Reward
-from g2rpo.rollout.scoring import decode, naming_reward
+from g2rpo.core.types import Reward
+from g2rpo.rollout.scoring import naming_reward
 from g2rpo.run.checkpoint import latest_checkpoint
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
-from g2rpo.runtime.memory import BatchSizes
-from g2rpo.training.collector import Collected
-
-LOOKED_AT = 4
-"""Members of a group from whose pictures rewards learn."""
 
 
 def stateful(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
@@ -59,47 +54,12 @@ def observe(rewards: Mapping[str, Reward], iteration: int, scores: Tensor) -> No
                 own.observe(iteration, scores[:, index].clone())
 
 
-def fit_rewards(
-    rewards: Mapping[str, Reward],
-    iteration: int,
-    pictures: Callable[[], tuple[Tensor, list[str]]],
-    world: World,
-) -> dict[str, float]:
-    """Rewards that learn in this iteration do so, from some `pictures` of every rank; returns what
-    to log."""
-    learnt: dict[str, float] = {}
-    learning = {}
-    for name, reward in rewards.items():
-        own = learner_of(reward)
-        if own is not None and iteration % own.learns_every == 0:
-            learning[name] = own
-    seen = pictures() if learning else None
-    for name, own in learning.items():
-        with naming_reward(name, "failed to look"):
-            assert seen is not None
-            looked = own.look(*seen)
-        every = world.gather(looked)
-        with naming_reward(name, "failed to learn"):
-            learnt |= {f"{name}/{key}": value for key, value in own.learn(iteration, every).items()}
-    return learnt
-
-
-def looked_at(
-    policy: Policy, sizes: BatchSizes, collected: Collected, prompts: Sequence[str]
-) -> tuple[Tensor, list[str]]:
-    """The first `LOOKED_AT` pictures of every group's first tail, and their prompts: what rewards
-    learn from."""
-    latents = torch.cat([rollout.finals[0, :LOOKED_AT] for rollout in collected.rollouts])
-    texts = [prompts[one.prompt] for one in collected.rollouts for _ in one.finals[0, :LOOKED_AT]]
-    return sizes.fit(lambda: decode(policy, latents, sizes.decode)), texts
-
-
 def states_of(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:
     """The states of all rewards that have one. Raises `Stopped` if those of the ranks differ."""
     found = {name: reward.state for name, reward in stateful(rewards).items()}
     for name, state in found.items():
         if differing := world.differing(_digest(state)):
-            hint = "it may change in `observe` and `learn` alone, which see what all ranks have"
+            hint = "it may change in `observe` alone, which sees what all ranks have"
             raise Stopped(
                 f"reward '{name}': the state of ranks {differing} is not rank 0's; {hint}. Nothing was saved"
             )

@@ -97,7 +97,7 @@ class Trainer:
             loop.collector.sigmas,
         )
         self.own_prompts = self.division.own(c.trainer.prompts_per_iteration)
-        self.alarms = alarms_of(c, self.sigmas, self.policy, self.rewards)
+        self.alarms = alarms_of(c, self.sigmas, self.policy)
         self.evaluator = evaluator_of(loop, self.judges, self.heldout, self.shards, self.run)
         loop.find_sizes = partial(find_sizes, loop, len(self.evaluator.own()))
         self.persistence = Persistence(

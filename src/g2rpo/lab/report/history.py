@@ -30,9 +30,6 @@ SEED_KEY, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"
 """Runs of one line have different seeds, and may differ in where they ran and what they logged
 to."""
 
-REFITTED = ("clicks", "style")
-"""Kinds of rewards that are a head, which a run fits; to a stored session (`run`) before it."""
-
 
 @dataclass(frozen=True)
 class Change:
@@ -126,7 +123,7 @@ class RunHistory:
         return [
             name
             for name, entry in self.config.rewards.items()
-            if entry.kind in REFITTED and not entry.options.get("run")
+            if entry.kind == "clicks" and not entry.options.get("run")
         ]
 
     def alarms(self) -> list[Occurrence]:
