@@ -42,8 +42,6 @@ REFUSED = [
         ["algorithm.name=opsd", *LEARNED, "rewards.scene_clip=1", "policy.num_frames=5"],
         "none: scene_clip;",
     ),
-    (["rewards.motion.frames.every=2"], "rewards.motion.frames: this reward takes whole clips"),
-    (["rewards.motion=1"], "rewards.motion: motion scores clips"),
     ([f"rewards.judge={VLM}", NO_LORA], "policy.tuning=full does not keep; take lora"),
     (
         [*ONE, f"evaluation.rewards.judge={VLM}"],

@@ -25,6 +25,7 @@ from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import differences
 from g2rpo.config.schema import PolicyConfig, RewardConfig
+from g2rpo.core import plugins
 from g2rpo.core.capabilities import judged_by
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
@@ -35,6 +36,7 @@ from tests.support.servers import endpoint_that
 from tests.support.variants import few
 from tests.support.waiting import PATIENCE_S
 
+MOTION = str(ROOT / "examples" / "rewards" / "clips.py") + ":Motion"
 LACKING = [
     "policy.device=cuda:7",
     "policy.path=/no/such/model",
@@ -118,9 +120,13 @@ def test_all_that_is_missing_is_one_message_before_a_model_is_built(capsys, tmp_
     [
         ("scenes-fast", ["rewards.scene_accuracy=0"], "every weight is 0, so nothing is learned"),
         *(
-            ("scenes", [f"{table}.moves.kind={kind}"], f"moves: {kind} scores clips, and here are")
+            ("scenes", [f"{table}.moves.kind={MOTION}"], f"moves: {MOTION} scores clips, and here")
             for table in ("rewards", "evaluation.rewards")
-            for kind in ("motion", "clip_consistency", "video_align")
+        ),
+        (
+            "scenes",
+            [f"rewards.moves.kind={MOTION}", "rewards.moves.frames.every=2"],
+            "rewards.moves.frames: this reward takes whole clips",
         ),
         # trained rewards see pictures of both sizes, judges the held-out ones alone
         *(
@@ -139,6 +145,7 @@ def test_all_that_is_missing_is_one_message_before_a_model_is_built(capsys, tmp_
     ],
 )
 def test_rewards_that_do_not_fit_the_pictures_or_teach_nothing_are_refused(recipe, overrides, said):
+    plugins.allow(MOTION)
     with pytest.raises(UserError, match=said):
         check(load_config(recipe, overrides))
 
@@ -146,7 +153,7 @@ def test_rewards_that_do_not_fit_the_pictures_or_teach_nothing_are_refused(recip
 def test_rewards_that_fit_the_pictures_are_not():
     check(load_config("scenes", ["policy.height=128", "evaluation.height=64"]))
     clips = PolicyConfig(path="x", height=64, width=64, num_frames=5)
-    check_clips({"moves": RewardConfig(kind="motion")}, clips)
+    check_clips({"moves": RewardConfig(kind=MOTION)}, clips)
 
 
 @pytest.mark.parametrize(

@@ -109,14 +109,10 @@ rewards.NAME.options.detector: GenEval's weights, or one's own detector
 rewards.NAME.options.device: where the reward computes
 rewards.NAME.options.dtype: memory of the reward
 rewards.NAME.options.endpoint: retries, timeout and key of a server
-rewards.NAME.options.every: how often the head of a folder is fitted again
 rewards.NAME.options.exact: only a whole word counts in words
-rewards.NAME.options.folder: a user's pictures
 rewards.NAME.options.form: the question of a judge
-rewards.NAME.options.fps: of the clips, as the model makes them
 rewards.NAME.options.image_size: tokens of a picture, the cost of a judge
 rewards.NAME.options.instruction: the words of a question
-rewards.NAME.options.iterations: HPSv3++ judges by where a run is
 rewards.NAME.options.max_tokens: of an answer; models that think need more
 rewards.NAME.options.model: the judge
 rewards.NAME.options.negative: raises or lowers

@@ -54,9 +54,6 @@ SIZES = {
     "exact": (32, 32),
 }
 
-CLIPS = {"slow": ("square", 24, 8), "few": ("wide", 9, 16), "three": ("tall", 3, 24)}
-"""Clips: their picture, frames, and frames per second."""
-
 
 def fixed_weight(name, shape, gain=1.0):
     """A float32 array for the parameter `name`: scales near 1, biases near 0, matrices that keep
@@ -93,11 +90,3 @@ def fixed_image(name):
     )
     picture = np.where(disk[..., None], np.array([230, 40, 60]), ramps) + noise
     return np.clip(picture, 0, 255).astype(np.uint8)
-
-
-def fixed_clip(name):
-    """A uint8 clip [T, H, W, 3] of `CLIPS`: its picture, moved sideways and darkened."""
-    picture, length, _ = CLIPS[name]
-    image = fixed_image(picture)
-    frames = [np.roll(image, 3 * t, axis=1).astype(int) - 2 * t for t in range(length)]
-    return np.stack(frames).clip(0, 255).astype(np.uint8)

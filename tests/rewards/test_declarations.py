@@ -53,9 +53,6 @@ def test_a_declaration_fits_its_constructor(name):
         ("pairwise_vlm", "pairs", 0),
         ("hpsv2", "batch_size", "8"),
         ("hpsv2", "dtype", "float64"),
-        ("hpsv3pp", "iterations", 0),
-        ("video_align", "score", "QV"),
-        ("video_align", "fps", 0),
     ],
 )
 def test_an_option_out_of_its_bounds_is_refused_before_anything_is_loaded(kind, option, value):

@@ -1,4 +1,4 @@
-"""Rewards on DINOv2, on tiny random ones: which patches count, by hand, and what clips score."""
+"""The reward on DINOv2, on tiny random ones: which patches count, by hand."""
 
 import pytest
 import torch
@@ -6,10 +6,8 @@ from PIL import Image
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from g2rpo.core.data import Prompt
-from g2rpo.core.errors import RewardFailed
 from g2rpo.core.images import to_pil, to_uint8
-from g2rpo.rewards.dino import IMAGENET_MEAN, IMAGENET_STD, ClipConsistency, DinoSimilarity, Motion
-from g2rpo.rollout.scoring import score
+from g2rpo.rewards.dino import IMAGENET_MEAN, IMAGENET_STD, DinoSimilarity
 from tests.rewards.learned import save_dino
 from tests.support.pictures import noise
 from tests.support.refusals import refusal
@@ -54,20 +52,6 @@ def test_what_cannot_be_kept_is_refused_ahead(path, tmp_path):
     CLIPVisionModel(CLIPVisionConfig(**sizes, intermediate_size=16)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is no DINOv2"):
         DinoSimilarity(tmp_path)
-
-
-def test_steady_clips_are_consistent_and_moving_ones_move(path):
-    frame, other = pictures(2)
-    clips = torch.stack([frame, frame, frame, frame, other, frame]).unflatten(0, (2, 3))
-    reward = ClipConsistency(path, size=16)
-    features = reward.dino(to_uint8(torch.stack([frame, other])))[0]
-    cosine = float((features[0] * features[1]).sum())
-    steady, moved = score({"steady": reward, "moved": Motion()}, clips, ["a", "b"])
-    torch.testing.assert_close(steady, torch.tensor([1.0, (cosine + (1 + cosine) / 2) / 2]))
-    motion = 255 * float((frame - other).abs().mean())
-    torch.testing.assert_close(moved, torch.tensor([0.0, motion]))
-    with pytest.raises(RewardFailed, match="is for clips of two frames or more"):
-        score({"moved": Motion()}, frame[None], ["a"])
 
 
 def test_an_input_of_another_shape_is_squashed_alike(path, tmp_path):

@@ -19,7 +19,6 @@ from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
 REWARDS = {  # the only list of built-in rewards: their classes declare everything else
     "hpsv2": "g2rpo.rewards.clip:HPSv2",
     "hpsv3": "g2rpo.rewards.hpsv3:HPSv3",
-    "hpsv3pp": "g2rpo.rewards.hpsv3:HPSv3PlusPlus",
     "clip_score": "g2rpo.rewards.clip:CLIPScore",
     "pickscore": "g2rpo.rewards.clip:PickScore",
     "image_reward": "g2rpo.rewards.image_reward:ImageReward",
@@ -37,9 +36,6 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "saturation": "g2rpo.rewards.analytic:Saturation",
     "similarity": "g2rpo.rewards.analytic:Similarity",
     "dino_similarity": "g2rpo.rewards.dino:DinoSimilarity",
-    "clip_consistency": "g2rpo.rewards.dino:ClipConsistency",
-    "motion": "g2rpo.rewards.dino:Motion",
-    "video_align": "g2rpo.rewards.video_align:VideoAlign",
     "scene_accuracy": "g2rpo.testbed.rewards:SceneAccuracy",
     "scene_clip": "g2rpo.testbed.rewards:SceneCLIP",
     "scene_preference": "g2rpo.testbed.rewards:ScenePreference",

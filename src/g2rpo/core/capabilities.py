@@ -6,7 +6,6 @@ The functions accept any algorithm or reward and return a default for those with
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +22,6 @@ from g2rpo.core.types import (
     Network,
     Policy,
     Reward,
-    as_reward,
 )
 
 
@@ -157,27 +155,6 @@ def drift_limit_of(
 
 
 @runtime_checkable
-class ObservesScores(Protocol):
-    """The reward sees its scores of every iteration."""
-
-    def observe(self, iteration: int, scores: Tensor) -> None:
-        """Called on every rank after an iteration with the scores [N, M, G] of all ranks' N
-        groups."""
-        ...
-
-
-@runtime_checkable
-class ScoresHeldOut(Protocol):
-    """Another reward scores held-out pictures, because the scale of this one changes with the
-    iteration (`hpsv3pp`)."""
-
-    @property
-    def held_out(self) -> Any:
-        """The other reward."""
-        ...
-
-
-@runtime_checkable
 class Waits(Protocol):
     """The reward may wait for an answer from elsewhere: pictures are then scored while other
     prompts are rolled out."""
@@ -229,7 +206,7 @@ class ChecksPrompts(Protocol):
 
 @runtime_checkable
 class ChecksOptions(Protocol):
-    """The class checks more of its options than their types (`video_align`)."""
+    """The class checks more of its options than their types (`clicks`)."""
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """UserError that begins with the name of an option that is wrong. A class method, asked
@@ -251,18 +228,6 @@ def owner_of(reward: Any) -> Any:
     while isinstance(reward, CallableReward):
         reward = reward.scorer
     return reward
-
-
-def held_out_of(reward: Reward) -> Reward:
-    """What scores held-out pictures."""
-    own = owner_of(reward)
-    if not isinstance(own, ScoresHeldOut):
-        return reward
-    if not isinstance(reward, CallableReward):
-        return as_reward(own.held_out)
-    other = copy.copy(reward)
-    other.scorer = own.held_out
-    return other
 
 
 def waits(reward: Reward) -> bool:

@@ -156,8 +156,7 @@ class Reward:
     """The frames of clips that it scores; None: those of `Frames()`."""
     state: Any = None
     """State that changes during the run: plain data and tensors, saved in checkpoints and restored
-    on resuming. Ranks score different pictures but must have equal states, so only `observe` of
-    `capabilities` may change it."""
+    on resuming. It must be equal on all ranks, which score different pictures."""
 
     # Declarations of the class, read by checks and `g2rpo plan` before construction; options are
     # constructor arguments.

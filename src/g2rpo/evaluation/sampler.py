@@ -11,7 +11,6 @@ from pydantic import Field
 from torch import Tensor
 
 from g2rpo.config.schema import Config, Count, PolicyConfig, Section, Shift, grid_of
-from g2rpo.core.capabilities import held_out_of
 from g2rpo.core.errors import Stopped
 from g2rpo.core.finite import finite_rows, not_finite, real_tensors
 from g2rpo.core.flow import ode_step
@@ -81,7 +80,7 @@ class Sampler:
         not finite have no score. `Stopped`, which names the part of the model, if the first one and
         all others are not."""
         pictures, scores, finite = [], dict[str, list[Tensor]](), False
-        scored = {name: held_out_of(reward) for name, reward in as_rewards(rewards).items()}
+        scored = as_rewards(rewards)
         alone, comparing = (
             {name: it for name, it in scored.items() if it.group is group}
             for group in (False, True)

@@ -1,10 +1,9 @@
-"""Rewards on features of DINOv2 (Oquab et al. 2023, arXiv 2304.07193): what an edit keeps, and how
-steady a clip is."""
+"""What an edit keeps, by features of DINOv2 (Oquab et al. 2023, arXiv 2304.07193)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from g2rpo.core.images import to_tensor, to_uint8
+from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import read_inputs
-from g2rpo.core.types import Reward, RewardModel
+from g2rpo.core.types import RewardModel
 from g2rpo.rewards.pixels import EditReward, Preprocess
 from g2rpo.rewards.weights import config_in, parse_dtype, pretrained
 
@@ -111,58 +110,3 @@ class DinoSimilarity(EditReward):
         kept = torch.cat([before[prompt] for prompt in prompts])
         agreement = (self.dino(images)[1] * kept).sum(-1)
         return agreement.topk(math.ceil(self.share * agreement.shape[1])).values.mean(1)
-
-
-class ClipConsistency(Reward):
-    """How steady a clip is: the mean over frames, but the first, of the mean cosine with the first
-    frame and with the one before, as VBench's subject consistency (arXiv 2311.17982). A clip that
-    stands still has 1: combine it with `motion`.
-
-    Args: as those of `dino_similarity`.
-    """
-
-    video = True
-    files = {"path": FILES}
-
-    def __init__(
-        self, path: str = BASE, *, size: int = 224, device: str = "cpu", dtype: str = "float32"
-    ) -> None:
-        self.dino = Dino(path, size=size, device=device, dtype=dtype)
-        self.device = self.dino.device
-
-    @classmethod
-    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
-        return dino_model(options)
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return torch.stack([self._score(frames) for frames in clips(images)])
-
-    def _score(self, frames: Tensor) -> Tensor:
-        features = torch.cat([self.dino(part)[0] for part in to_uint8(frames).split(16)])
-        first, before = (features[1:] * features[:1]).sum(1), (features[1:] * features[:-1]).sum(1)
-        return (first + before).mean().cpu() / 2
-
-
-class Motion(Reward):
-    """How much moves in a clip: the mean difference of neighbouring frames, over pixels and
-    channels from 0 to 255. VBench's temporal flickering (arXiv 2311.17982) is 1 - this / 255.
-    Flicker counts too: combine it with `clip_consistency`."""
-
-    video = True
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return torch.stack(
-            [
-                255 * (frames[1:] - frames[:-1]).abs().mean()
-                for frames in clips(images).float().cpu()
-            ]
-        )
-
-
-def clips(images: Tensor) -> Tensor:
-    """`images`, if they are clips [B, T, 3, H, W] of two frames or more; ValueError otherwise."""
-    if images.ndim != 5 or images.shape[1] < 2:
-        raise ValueError(
-            f"is for clips of two frames or more, got {list(images.shape)}; set policy.num_frames"
-        )
-    return images

@@ -1,10 +1,8 @@
 """HPSv3, the human preference score of Ma et al. 2025 (arXiv 2508.03789): Qwen2-VL with a head on
-one special token; and HPSv3++ of Liu et al. 2026 (arXiv 2606.14657): Qwen3-VL, with a head that
-also takes the progress of a training run."""
+one special token."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -13,7 +11,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from g2rpo.core.images import to_pil, to_tensor
-from g2rpo.core.plain import Count
 from g2rpo.rewards.pixels import normalise
 from g2rpo.rewards.qwen_vl import QwenReward, target_size
 from g2rpo.rewards.weights import TOKENIZER_FILES
@@ -45,8 +42,6 @@ class HPSv3(QwenReward):
     }
     tokens = ("<|Reward|>",)
     instructions = ("INSTRUCTION", "prompt_with_special_token")
-    renamed = ("model.", "language_model.")
-    """How published names begin, and how those of transformers' model do."""
     sizes: ClassVar[dict[str, Any]] = {
         "text_config": {
             "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
@@ -67,17 +62,16 @@ class HPSv3(QwenReward):
         batch_size: int = 8,
     ) -> None:
         self.batch_size = batch_size
-        self._load(path, instruction, processor, device, dtype)
+        self.load(path, instruction, processor, device, dtype)
 
-    def _state(self, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        before, after = self.renamed
+    def own_names(self, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
-            after + name.removeprefix(before) if name.startswith(before) else name: x
-            for name, x in published.items()
+            f"language_{name}" if name.startswith("model.") else name: value
+            for name, value in published.items()
         }
 
     @staticmethod
-    def _head(width: int) -> nn.ModuleDict:
+    def make_head(width: int) -> nn.ModuleDict:
         """Under its published names; dropout, here an identity, has no weights."""
         layers = (
             nn.Linear(width, 1024),
@@ -91,107 +85,19 @@ class HPSv3(QwenReward):
 
     @torch.no_grad()
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
-        frames = self._pixels(images)[:, None].expand(-1, 2, -1, -1, -1)
-        return self._score(self.hidden(frames, prompts)[:, 0])
+        frames = self.pixels(images)[:, None].expand(-1, 2, -1, -1, -1)
+        return self.preference(self.hidden(frames, prompts)[:, 0])
 
-    def _pixels(self, images: Tensor) -> Tensor:
-        return normalise(_resized(images))
+    def pixels(self, images: Tensor) -> Tensor:
+        """What the vision tower gets of uint8 pictures."""
+        return normalise(resized(images))
 
-    def _score(self, hidden: Tensor) -> Tensor:
+    def preference(self, hidden: Tensor) -> Tensor:
+        """The mean of the preference from hidden states [B, width]."""
         return self.head["rm_head"](hidden.float())[:, 0]
 
 
-class HPSv3PlusPlus(HPSv3):
-    """The mean of the preference that HPSv3++ predicts, from the picture, how capable its model
-    seems to be (which is read from each picture by itself; upstream reads it from a batch as a
-    whole), and how far the training run is.
-
-    Args: `iterations`, of the run that it is the reward of: as in the paper, the progress then
-    rises from .3 to 1, so scores of different iterations are on different scales. Without, and for
-    held-out pictures, it is 0. `path`, the file hpsv3++.pth, its folder or the repository;
-    `instruction`, a clone of upstream's repository or its data_collator_qwen.py, which is not
-    HPSv3's; `processor`, the config and tokenizer of Qwen3-VL-8B-Instruct; the others as for
-    `hpsv3`.
-    """
-
-    upstream, licence = "https://github.com/PlantPotatoOnMoon/HPSv3-PlusPlus", ""
-    files = {**HPSv3.files, "path": ("hpsv3++.pth",)}
-    kind = "qwen3_vl"
-    renamed = ("model.", "")
-    sizes: ClassVar[dict[str, Any]] = {
-        "text_config": {
-            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151670,
-        },
-        "vision_config": {"out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]},
-    }  # fmt: skip
-    work = (784, 600)
-
-    def __init__(
-        self,
-        path: str = "Junjun2333/HPSv3-PlusPlus",
-        *,
-        instruction: str,
-        iterations: Count | None = None,
-        processor: str = "Qwen/Qwen3-VL-8B-Instruct",
-        device: str = "cpu",
-        dtype: str = "bfloat16",
-        batch_size: int = 8,
-    ) -> None:
-        self.iterations, self.batch_size = iterations, batch_size
-        self.state = None if iterations is None else {"iteration": 0}
-        self._load(path, instruction, processor, device, dtype)
-        if "Text Alignment:**" in self.instruction:
-            raise ValueError(
-                f"instruction={instruction} is HPSv3's; that of HPSv3++ has no section on text alignment"
-            )
-        self.head["cap_encoder"].to(self.dtype)  # as upstream
-
-    @staticmethod
-    def _head(width: int, inner: int = 256) -> nn.ModuleDict:
-        capability = {
-            "proj": nn.Linear(width, inner),
-            "pool_attn": nn.Linear(inner, 1),
-            "out_proj": nn.Linear(inner, 1),
-        }
-        parts = {
-            "cap_encoder": nn.ModuleDict(capability),
-            "cond_encoder": nn.Sequential(nn.Linear(2, inner), nn.GELU(), nn.Linear(inner, inner)),
-            "film_gen": nn.Sequential(
-                nn.Linear(inner, width), nn.ReLU(), nn.Linear(width, 2 * width)
-            ),
-        }
-        return nn.ModuleDict(parts | dict(HPSv3._head(width)))
-
-    @property
-    def held_out(self) -> HPSv3PlusPlus:
-        plain = copy.copy(self)
-        plain.state = None
-        return plain
-
-    def observe(self, iteration: int, scores: Tensor) -> None:
-        if self.state is not None:
-            self.state = {"iteration": iteration + 1}
-
-    def _pixels(self, images: Tensor) -> Tensor:
-        """Resized as for HPSv3, then, as Qwen3-VL's processor does it, to multiples of 32."""
-        x = _resized(images)
-        size = target_size(x.shape[-2], x.shape[-1], 32, 256 * 256, 4096 * 4096)
-        if size != x.shape[-2:]:
-            x = nn.functional.interpolate(x, size, mode="bicubic", antialias=True)
-        return normalise(x, (0.5,) * 3, (0.5,) * 3)
-
-    def _score(self, hidden: Tensor) -> Tensor:
-        seen, progress = self.head["cap_encoder"], 0.0
-        if self.state is not None:
-            progress = 0.3 + 0.7 * min(1.0, self.state["iteration"] / self.iterations)
-        capability = seen["out_proj"](seen["proj"](hidden)).sigmoid().float()
-        condition = torch.cat([capability, torch.full_like(capability, progress)], dim=1)
-        scale, shift = self.head["film_gen"](self.head["cond_encoder"](condition)).chunk(2, dim=1)
-        return super()._score(hidden.float() * (1 + scale) + shift)
-
-
-def _resized(images: Tensor) -> Tensor:
+def resized(images: Tensor) -> Tensor:
     """uint8 pictures of about `PIXELS` pixels."""
     height, width = target_size(images.shape[-2], images.shape[-1], 28, PIXELS, PIXELS)
     return to_tensor(

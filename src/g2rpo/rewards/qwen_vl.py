@@ -1,5 +1,5 @@
-"""Qwen2-VL and Qwen3-VL as judges: their hidden states at special tokens of a question about a
-picture or a clip."""
+"""Qwen2-VL as a judge: its hidden states at special tokens of a question about a picture or a
+clip."""
 
 from __future__ import annotations
 
@@ -22,12 +22,6 @@ from g2rpo.rewards.weights import (
     read_instruction,
     read_state_dict,
 )
-
-SYSTEM_PROMPTS = {
-    "qwen2_vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n",
-    "qwen3_vl": "",
-}
-"""How the chat templates begin, by the kind of model."""
 
 
 def trained_instruction(file: Path, names: Sequence[str], tokens: Sequence[str]) -> str:
@@ -55,10 +49,14 @@ def target_size(height: int, width: int, factor: int, least: int, most: int) -> 
 
 
 class QwenReward(PictureReward):
-    """A reward by heads on the hidden states of a Qwen-VL at special tokens, each once in every
-    instruction; a subclass is a row with a score."""
+    """A reward by heads on the hidden states of a Qwen2-VL at special tokens, each once in every
+    instruction; a subclass is a row with a score. One on another Qwen-VL has other `kind`, `system`,
+    `classes` and `positions`."""
 
     kind: ClassVar[str] = "qwen2_vl"
+    """The model_type in the model's config."""
+    system: ClassVar[str] = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    """How the chat template begins."""
     tokens: ClassVar[Sequence[str]]
     instructions: ClassVar[Sequence[str]]
     """To what upstream's file assigns the parts of the instruction."""
@@ -68,15 +66,22 @@ class QwenReward(PictureReward):
     """Patches and tokens of a picture, of clips those in which each scored frame has a share."""
 
     @staticmethod
-    def _head(width: int) -> nn.ModuleDict:
+    def classes() -> tuple[Any, Any]:
+        """transformers' configuration and model."""
+        from transformers import Qwen2VLConfig, Qwen2VLModel
+
+        return Qwen2VLConfig, Qwen2VLModel
+
+    @staticmethod
+    def make_head(width: int) -> nn.ModuleDict:
         """The heads on hidden states of this width, under their published names."""
         raise NotImplementedError
 
-    def _state(self, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def own_names(self, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The published weights under the names of transformers' model."""
         raise NotImplementedError
 
-    def _load(self, path: str, instruction: str, processor: str, device: str, dtype: str) -> None:
+    def load(self, path: str, instruction: str, processor: str, device: str, dtype: str) -> None:
         """Loads instruction, tokenizer, model and heads; ValueError if a file is not what it should
         be. `processor` is a folder or repository with the model's config and tokenizer."""
         from transformers import AutoConfig, AutoTokenizer
@@ -103,7 +108,7 @@ class QwenReward(PictureReward):
         """The model takes visual.* and language_model.*, and the heads, which stay float32, all
         others but those of the output layer."""
         published = read_state_dict(file)
-        state = self._state(published)
+        state = self.own_names(published)
         body = {
             name: value
             for name, value in state.items()
@@ -114,12 +119,14 @@ class QwenReward(PictureReward):
             for name, value in state.items()
             if name not in body and name != "lm_head.weight"
         }
-        make, width = _classes(self.kind)[1], config.text_config.hidden_size
+        make, width = self.classes()[1], config.text_config.hidden_size
         model = build_module(
             lambda: _with_frequencies(make(config)), body, self.name, file, published
         )
         self.model = model.to(device=self.device, dtype=self.dtype)
-        head = build_module(lambda: self._head(width), rest, f"{self.name}'s head", file, published)
+        head = build_module(
+            lambda: self.make_head(width), rest, f"{self.name}'s head", file, published
+        )
         self.head = head.to(self.device).float()
 
     def hidden(self, frames: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -130,17 +137,10 @@ class QwenReward(PictureReward):
             x.to(self.device) for x in self.chats(prompts, int(grid[0].prod()) // self.merge**2)
         )
         picture = (ids == self.model.config.image_token_id).int()
-        # Positions are 0, 1, 2, ... in pictures too: judges on Qwen2-VL were trained so. Qwen3-VL's
-        # are rows and columns.
-        positions = (
-            torch.arange(ids.shape[1], device=self.device).expand(3, *ids.shape)
-            if self.kind == "qwen2_vl"
-            else None
-        )
         hidden = self.model(
             input_ids=ids,
             attention_mask=mask,
-            position_ids=positions,
+            position_ids=self.positions(ids),
             mm_token_type_ids=picture,
             pixel_values=patches.to(self.device, self.dtype),
             image_grid_thw=grid.to(self.device),
@@ -148,10 +148,15 @@ class QwenReward(PictureReward):
         places = (ids[..., None] == self.token_ids.to(self.device)).int().argmax(1)
         return hidden[torch.arange(len(ids), device=self.device)[:, None], places]
 
+    def positions(self, ids: Tensor) -> Tensor | None:
+        """Of each token, [3, B, tokens]; None: those of transformers, which are rows and columns in
+        pictures. Judges on Qwen2-VL were trained with 0, 1, 2, ... there too."""
+        return torch.arange(ids.shape[1], device=self.device).expand(3, *ids.shape)
+
     def chats(self, prompts: Sequence[str], picture: int) -> tuple[Tensor, Tensor]:
         """Token ids [B, longest], padded on the right, and their mask, of chats about one picture
         of `picture` tokens."""
-        begin = f"{SYSTEM_PROMPTS[self.kind]}<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * picture}<|vision_end|>"
+        begin = f"{self.system}<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * picture}<|vision_end|>"
         texts = [
             self.instruction.replace("{text_prompt}", prompt.replace("<|", "< |"))
             for prompt in prompts
@@ -181,25 +186,15 @@ class QwenReward(PictureReward):
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
         """The published model without its output layer; operations are those of the weights
         alone."""
-        config, model = _classes(cls.kind)
+        config, model = cls.classes()
         made = model(config(**cls.sizes))
         vision, layers = (
             sum(p.numel() for p in part.parameters())
             for part in (made.visual, made.language_model.layers)
         )
         patches, tokens = cls.work
-        head = cls._head(made.language_model.config.hidden_size)
+        head = cls.make_head(made.language_model.config.hidden_size)
         return RewardModel([made, head], flops=2.0 * (patches * vision + tokens * layers))
-
-
-def _classes(kind: str) -> tuple[Any, Any]:
-    """transformers' configuration and model of a kind."""
-    import transformers
-
-    return {
-        "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLModel),
-        "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLModel),
-    }[kind]
 
 
 def _with_frequencies(module: nn.Module) -> nn.Module:

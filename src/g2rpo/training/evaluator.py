@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import held_out_of
 from g2rpo.core.data import Row
 from g2rpo.core.seeding import seed_for
 from g2rpo.core.statistics import Comparison
@@ -115,7 +114,7 @@ class Evaluator:
         """This rank's network evaluations to evaluate `prompts` with each of `controls`, with those
         of base pictures for rewards that compare."""
         steps = self.sampler.num_steps
-        beside = steps * any(held_out_of(reward).group for reward in self.judged_by.values())
+        beside = steps * any(reward.group for reward in self.judged_by.values())
         each = sum(control.evaluations(steps) + beside for control in controls)
         return len(self.shards.world.shard_or_all(prompts)) * each
 

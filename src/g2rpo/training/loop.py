@@ -28,7 +28,6 @@ from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.collector import Collector, Groups, RolloutSpec
 from g2rpo.training.learner import Learner
 from g2rpo.training.ranks import Division
-from g2rpo.training.reward_states import observe
 from g2rpo.training.rows import of_cost, of_groups
 from g2rpo.training.stopwatch import Stopwatch
 from g2rpo.training.updater import Updater, UpdateStats
@@ -60,8 +59,7 @@ class Loop:
     iteration: int = 0
 
     def sample_groups(self) -> Groups:
-        """Prompts -> rollout -> rewards: the groups of the current iteration. Rewards with a state
-        observe them."""
+        """Prompts -> rollout -> rewards: the groups of the current iteration."""
         watch, prompts = Stopwatch(), self.prompts_of(self.iteration)
         cond = self.policy.encode(prompts)
         watch.lap("encode")
@@ -73,8 +71,6 @@ class Loop:
             # an algorithm may look at the whole batch
             scores = self.world.gather(collected.scores)
             watch.lap("waiting")
-            rewards, _ = compared(scores, algorithm.group_size)
-            observe(self.rewards, self.iteration, rewards)
         return Groups(algorithm, prompts, cond, spec, collected, scores, watch)
 
     def sample_others(

@@ -1,5 +1,5 @@
-"""State of rewards that change as a run goes on (`core.capabilities`): saved in checkpoints, the
-same on all ranks."""
+"""State of rewards, such as a head that clicks have taught: saved in checkpoints, the same on all
+ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import ObservesScores, owner_of
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.types import Reward
-from g2rpo.rollout.scoring import naming_reward
 from g2rpo.run.checkpoint import latest_checkpoint
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
@@ -45,23 +43,13 @@ def _fault(value: Any) -> str | None:
     )
 
 
-def observe(rewards: Mapping[str, Reward], iteration: int, scores: Tensor) -> None:
-    """Calls `observe` of each reward with its scores [N, M, G] of `scores` [N, R, M, G], of all
-    ranks."""
-    for index, (name, reward) in enumerate(rewards.items()):
-        with naming_reward(name, "failed to observe its scores"):
-            if isinstance(own := owner_of(reward), ObservesScores):
-                own.observe(iteration, scores[:, index].clone())
-
-
 def states_of(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:
     """The states of all rewards that have one. Raises `Stopped` if those of the ranks differ."""
     found = {name: reward.state for name, reward in stateful(rewards).items()}
     for name, state in found.items():
         if differing := world.differing(_digest(state)):
-            hint = "it may change in `observe` alone, which sees what all ranks have"
             raise Stopped(
-                f"reward '{name}': the state of ranks {differing} is not rank 0's; {hint}. Nothing was saved"
+                f"reward '{name}': the state of ranks {differing} is not rank 0's; change it on all alike. Nothing was saved"
             )
     return found
 
