@@ -242,22 +242,3 @@ def test_a_study_from_python_is_the_commands(tmp_path, tiny_config):
     assert cells["more"] == ["budget=2"]  # is left alone
     with pytest.raises(UserError, match="cell one: algorithm: branch_steps"):
         api.study(str(tiny_config), {"one": ["algorithm.branch_steps=[99]"]}, tmp_path / "other")
-
-
-def test_a_reward_that_compares_sees_the_base_beside_tuned_weights(tmp_path, tiny_config):
-    """Also where the base's weights were all replaced."""
-    run, pairs = tmp_path / "run", []
-
-    def compares(images, prompts):
-        pairs.append(images)
-        return torch.zeros(len(images))
-
-    compares.group = True
-    settings = ["policy.tuning=full", "optim.learning_rate=0.01", "trainer.iterations=1"]
-    trainer = api.trainer(str(tiny_config), settings, run, rewards={"bright": brightness})
-    list(trainer.train())
-    trainer.finish()
-    api.evaluate(run, {"it": compares}, ["a red circle"])
-    base, tuned = (api.sample(run, ["a red circle"], base=base) for base in (True, False))
-    assert not torch.allclose(base, tuned, atol=1e-4)
-    torch.testing.assert_close(pairs[-1], torch.cat([tuned, base]), atol=1e-5, rtol=0)

@@ -33,7 +33,7 @@ from g2rpo.core.files import local
 from g2rpo.core.input_pictures import check_inputs
 from g2rpo.core.plain import read_as
 from g2rpo.core.statistics import Comparison
-from g2rpo.core.types import Algorithm, Policy, Scorer, as_rewards
+from g2rpo.core.types import Algorithm, Policy, Scorer
 from g2rpo.evaluation.heldout import compare_evaluations
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.export.formats import export as write_export
@@ -219,8 +219,7 @@ def evaluate(
     _check(prompts=prompts, rewards=rewards)
     check_inputs(prompts)
     config = _config_of(run, False, seed)
-    compares = any(reward.group for reward in as_rewards(rewards).values())
-    loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
+    loaded = components.load_pipeline(config.policy, tuning="frozen")
     warn_of_long(loaded.text, prompts, print)
     cached = policy_after_encoding(
         loaded, Run(local(run)).read_config().prompts.cache, prompts, print

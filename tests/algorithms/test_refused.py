@@ -11,8 +11,6 @@ from g2rpo.lab.plan.plan import Planner
 from tests.support.commands import refused
 from tests.support.runs import config, darkness, trainer
 
-VLM = "{kind: pairwise_vlm, options: {url: 'http://127.0.0.1:9', model: m}}"
-NO_LORA = "policy.tuning=full"
 NO_GRADIENT = "learns from the gradient of rewards, and these have none:"
 LEARNED = ["evaluation.rewards={}", "rewards.scene_accuracy="]
 ONE = ["algorithm.name=refl", "algorithm.group_size=1", *LEARNED, "rewards.scene_clip=1"]
@@ -41,11 +39,6 @@ REFUSED = [
     (
         ["algorithm.name=opsd", *LEARNED, "rewards.scene_clip=1", "policy.num_frames=5"],
         "none: scene_clip;",
-    ),
-    ([f"rewards.judge={VLM}", NO_LORA], "policy.tuning=full does not keep; take lora"),
-    (
-        [*ONE, f"evaluation.rewards.judge={VLM}"],
-        "judge; take them out, or set algorithm.group_size to two or more",
     ),
     (["rewards.scene_accuracy=0"], "every weight is 0"),
     (["policy.height=128"], "scene_clip takes pictures of 64x64"),

@@ -117,7 +117,6 @@ rewards.NAME.options.max_tokens: of an answer; models that think need more
 rewards.NAME.options.model: the judge
 rewards.NAME.options.negative: raises or lowers
 rewards.NAME.options.options: those of a function
-rewards.NAME.options.pairs: comparisons of a group, the cost of a judge
 rewards.NAME.options.partial: a share of what is right is easier to learn than all of it
 rewards.NAME.options.path: the weights
 rewards.NAME.options.processor: those of the tokenizer, where there is no hub

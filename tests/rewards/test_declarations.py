@@ -50,7 +50,6 @@ def test_a_declaration_fits_its_constructor(name):
         ("vlm_judge", "form", "stars"),
         ("vlm_judge", "aspects", []),
         ("local_vlm_judge", "form", "choice"),
-        ("pairwise_vlm", "pairs", 0),
         ("hpsv2", "batch_size", "8"),
         ("hpsv2", "dtype", "float64"),
     ],

@@ -140,8 +140,8 @@ class Hungry:
     """Brightness that runs out of memory above so many pictures; `sizes` are how many it was
     given."""
 
-    def __init__(self, limit, group=False):
-        self.limit, self.group, self.sizes = limit, group, []
+    def __init__(self, limit):
+        self.limit, self.sizes = limit, []
 
     def __call__(self, images, prompts):
         self.sizes.append(len(images))
@@ -164,12 +164,10 @@ def test_a_reward_that_runs_out_of_memory_in_an_evaluation_sees_fewer_pictures_t
     assert torch.equal(scores, trainer(None).score_heldout().scores["bright"])
 
 
-@pytest.mark.parametrize("group", [False, True])
-def test_where_nothing_halves_what_to_lower_is_named(group):
-    """A group is seen at once, whatever the batch size is."""
+def test_where_nothing_halves_what_to_lower_is_named():
     sampler = Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4)
     with pytest.raises(UserError, match="--batch-size of g2rpo sample and g2rpo evaluate"):
-        sampler.evaluate(["0"] * 2, {"bright": Hungry(1, group)})
+        sampler.evaluate(["0"] * 2, {"bright": Hungry(1)})
 
 
 @pytest.mark.parametrize(

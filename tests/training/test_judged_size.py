@@ -51,22 +51,6 @@ def test_a_policy_of_another_size_draws_the_pictures_of_that_size_and_keeps_its_
     assert own.decode(own.noise([torch.Generator()])).shape[-2:] == (32, 32)
 
 
-def test_a_reward_that_compares_gets_the_bases_pictures_at_their_size(tiny_config):
-    """An untrained policy is its own base, so both pictures of a pair are equal."""
-    pairs = []
-
-    def compares(images, prompts):
-        pairs.append(images)
-        return torch.zeros(len(images))
-
-    compares.group = True
-    config = load_config(str(tiny_config), LARGER)
-    sampler_of(config, components.build_policy(config.policy, tuning="frozen")).evaluate(
-        ["a red circle"], {"it": compares}
-    )
-    assert pairs[0].shape == (2, 3, 64, 48) and torch.equal(pairs[0][0], pairs[0][1])
-
-
 def test_a_size_that_the_model_cannot_make_is_refused(tiny_config, capsys, tmp_path):
     words = ["evaluation.height=50", *FEW[:2], "--run-dir", tmp_path / "r"]
     err = refused(capsys, "train", tiny_config, *words)

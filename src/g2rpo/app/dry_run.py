@@ -134,10 +134,8 @@ def _try_reward(
         length = config.policy.num_frames or 1
         frames = [length] if length > 1 else []
         images = torch.rand(TRIAL_PROMPTS, *frames, 3, config.policy.height, config.policy.width)
-    if as_reward(reward).group:
-        prompts = [prompts[0]] * TRIAL_PROMPTS
     try:
-        score({name: reward}, images[: len(prompts)], prompts, members=TRIAL_PROMPTS)
+        score({name: reward}, images[: len(prompts)], prompts)
     except RewardFailed as error:
         tried = f"It was tried on {len(prompts)} random pictures, with the prompts {', '.join(map(repr, prompts))}"
         raise UserError(f"{error}\n{tried}; nothing is loaded yet.") from error

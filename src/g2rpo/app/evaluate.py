@@ -26,8 +26,6 @@ from g2rpo.assembly.rewards import (
     build_rewards,
     check_clips,
     check_rewards,
-    declared_by,
-    reward_kind,
 )
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config, RewardTable, Section
@@ -212,12 +210,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
         for chunk in missing
         for prompt in chunk.control.guiding.encoded(judging.prompts[chunk.start : chunk.stop])
     )
-    # rewards that compare see the base model's pictures beside the tuned one's, after its weights
-    # are loaded
-    compares = any(
-        declared_by(reward_kind(name, entry)).group for name, entry in config.rewards.items()
-    )
-    loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
+    loaded = components.load_pipeline(config.policy, tuning="frozen")
     warn_of_long(loaded.text, judging.prompts, cautions(emit))
     cached = policy_after_encoding(loaded, config.cache, prompts, cautions(emit), emit=emit)
     use_weights = partial(tune, cached.policy, config)

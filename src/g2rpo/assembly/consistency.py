@@ -26,7 +26,6 @@ from g2rpo.policies import catalogue
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.training.compatible import (
     check_differentiable,
-    check_groups,
 )
 
 
@@ -139,17 +138,9 @@ def _plans(run: Wanted) -> None:
     check_plans(run.config.algorithm, run.config.sampling)
 
 
-def _comparisons(run: Wanted) -> None:
-    """Rewards that compare the pictures of a group need groups."""
-    config = run.config
-    known = {**_known(run, "rewards"), **_known(run, "judges")}
-    if not isinstance(config.algorithm, Mentioned):
-        check_groups(config.algorithm, known, config.policy.tuning, config.trainer.sharding)
-
-
 def _gradients(run: Wanted) -> None:
     """An algorithm that learns from the gradient of rewards needs rewards that have one."""
-    config, known = run.config, _known(run, "rewards")
+    config, known = run.config, _known_rewards(run)
     clips = (config.policy.num_frames or 1) > 1
     by_frames = frozenset(
         name
@@ -162,15 +153,14 @@ def _gradients(run: Wanted) -> None:
         check_differentiable(config.algorithm, known, weights, by_frames)
 
 
-def _known(run: Wanted, key: str) -> dict[str, Reward | type[Reward]]:
-    """The "rewards" or "judges" of a run, as far as it is known what they need: those that are
-    given, functions, and classes of `Reward`. Of another class, and of what the kind "function"
-    names, only the built reward says it, to the trainer."""
-    if key in run.given:
-        return {**as_rewards(run.given[key])}
-    table = {"rewards": run.config.rewards, "judges": run.config.evaluation.rewards}[key]
+def _known_rewards(run: Wanted) -> dict[str, Reward | type[Reward]]:
+    """The rewards of a run, as far as it is known what they need: those that are given, functions,
+    and classes of `Reward`. Of another class, and of what the kind "function" names, only the built
+    reward says it, to the trainer."""
+    if "rewards" in run.given:
+        return {**as_rewards(run.given["rewards"])}
     known: dict[str, Reward | type[Reward]] = {}
-    for name, entry in table.items():
+    for name, entry in run.config.rewards.items():
         kind = reward_kind(name, entry)
         if not isinstance(kind, type):
             known[name] = CallableReward(kind)
@@ -240,7 +230,6 @@ CHECKS: Sequence[Check] = (
     _repeated_names,
     _weights,
     _plans,
-    _comparisons,
     _gradients,
     _sides,
     _clips,

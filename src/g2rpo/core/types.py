@@ -140,9 +140,6 @@ class Reward:
     video: bool = False
     """Whether it takes whole clips [B, T, 3, H, W] of a video policy. Clips are otherwise scored by
     their `frames`."""
-    group: bool = False
-    """Whether it compares: it gets all pictures of a group at once, which have one prompt, and no
-    others. A held-out picture is compared with the base's from the same noise."""
     latent: bool = False
     """Whether it takes final latents [B, ...] (as `Policy.decode` does): where all rewards do,
     training decodes nothing."""
@@ -211,7 +208,7 @@ class CallableReward(Reward):
     def __init__(self, scorer: Scorer, options: Mapping[str, Any] | None = None) -> None:
         self.scorer, self.options = scorer, dict(options or {})
         self.__doc__ = inspect.getdoc(scorer)
-        for name in ("right", "video", "group", "latent", "differentiable", "device", "frames"):
+        for name in ("right", "video", "latent", "differentiable", "device", "frames"):
             setattr(self, name, getattr(scorer, name, getattr(Reward, name)))
 
     @classmethod

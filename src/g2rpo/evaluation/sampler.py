@@ -15,7 +15,7 @@ from g2rpo.core.errors import Stopped
 from g2rpo.core.finite import finite_rows, not_finite, real_tensors
 from g2rpo.core.flow import ode_step
 from g2rpo.core.seeding import generator_for, seed_for
-from g2rpo.core.types import Policy, Reward, Scorer, as_rewards
+from g2rpo.core.types import Policy, Scorer, as_rewards
 from g2rpo.evaluation.controls import NO_CONTROL, Control, Offer
 from g2rpo.evaluation.heldout import Evaluation, verdicts
 from g2rpo.evaluation.untrained import utility
@@ -74,34 +74,22 @@ class Sampler:
         control: Control = NO_CONTROL,
         kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
-        """Samples and scores `prompts`, under a `control` with its steps; rewards that compare get
-        each picture beside the base's of the same noise. What is `kept` of pictures or clips, in 8
-        bit, is in the result: by default pictures as they are, and clips reduced. Pictures that are
-        not finite have no score. `Stopped`, which names the part of the model, if the first one and
-        all others are not."""
-        pictures, scores, finite = [], dict[str, list[Tensor]](), False
-        scored = as_rewards(rewards)
-        alone, comparing = (
-            {name: it for name, it in scored.items() if it.group is group}
-            for group in (False, True)
-        )
+        """Samples and scores `prompts`, under a `control` with its steps. What is `kept` of pictures
+        or clips, in 8 bit, is in the result: by default pictures as they are, and clips reduced.
+        Pictures that are not finite have no score. `Stopped`, which names the part of the model, if
+        the first one and all others are not."""
+        pictures, scores, finite, scored = [], [], False, as_rewards(rewards)
         for start in range(0, len(prompts), self.batch_size):
             part = prompts[start : start + self.batch_size]
             latents = self._latents(part, first + start, control)
             images = self._decoded(latents)
-            found = score(alone, images, part, latents, self.decode_batch_size)
-            values = dict(zip(alone, found, strict=True))
-            if comparing:
-                beside = self._beside_base(comparing, images, part, first + start)
-                values |= dict(zip(comparing, beside, strict=True))
-            for name in scored:
-                scores.setdefault(name, []).append(values[name])
+            scores.append(score(scored, images, part, latents, self.decode_batch_size))
             finite |= bool(finite_rows(images, latents).any())
             pictures.append(kept(images))
         # of a longer list, a single one may fail
         if control == NO_CONTROL and not finite and (len(prompts) > 1 or not first):
             raise self._stopped(prompts[0], first)
-        by_reward = {name: torch.cat(values) for name, values in scores.items()}
+        by_reward = dict(zip(scored, torch.cat(scores, 1), strict=True))
         return Evaluation(
             tuple(prompts), torch.cat(pictures), by_reward, verdicts(scored, by_reward)
         )
@@ -109,17 +97,6 @@ class Sampler:
     def _decoded(self, latents: Tensor) -> Tensor:
         with sized(self.policy, self.size):
             return decode(self.policy, latents, self.decode_batch_size)
-
-    def _beside_base(
-        self, rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str], first: int
-    ) -> Tensor:
-        """Scores [R, B] of pictures by rewards that compare, each beside the base's."""
-        with self.policy.base():
-            before = self._decoded(self._latents(prompts, first))
-        pairs = torch.stack([images, before], 1).flatten(0, 1)
-        asked = [prompt for prompt in prompts for _ in range(2)]
-        found = score(rewards, pairs, asked, batch_size=self.decode_batch_size, members=2)
-        return found[:, ::2]
 
     def best(
         self,

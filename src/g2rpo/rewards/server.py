@@ -149,7 +149,6 @@ def check_served(reward: Reward) -> None:
     """ValueError if `reward` needs more than pictures and prompts."""
     needs = {
         "clips (`video`)": reward.video,
-        "whole groups (`group`)": reward.group,
         "latents (`latent`)": reward.latent,
         "a state that checkpoints keep (`state`)": reward.state is not None,
     }

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from PIL import Image
@@ -138,8 +138,6 @@ class Judge(PictureReward):
     """A score that a vision-language model gives: the question of a `form`, `ask`, which is one of
     the two ways to ask, and what is read of the answer."""
 
-    forms: ClassVar[Mapping[str, Form]] = FORMS
-    words = "yes", "no"
     missing = "the judge's answer has no score"
     ask: Callable[[Sequence[JudgeQuestion]], list[Answer]]
 
@@ -153,7 +151,7 @@ class Judge(PictureReward):
     ) -> None:
         """Sets what is asked; ValueError for a wrong template or range, FileNotFoundError for a
         missing template."""
-        self.form = self.forms[form]
+        self.form = FORMS[form]
         if aspects is not None:
             self.form = replace(self.form, combine=Form.combine)
         self.template = _template(template or self.form.template)
@@ -168,7 +166,7 @@ class Judge(PictureReward):
     @property
     def choice(self) -> tuple[str, str] | None:
         """The words of which one is the answer; None if the answer has scores."""
-        return None if self.names else self.words
+        return None if self.names else ("yes", "no")
 
     @classmethod
     def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
@@ -251,9 +249,9 @@ class VLMJudge(Judge):
         self._prepare(form, template, aspects, range, image_size)
         self.ask = served = ServedModel(url, model, self.choice, max_tokens, request, endpoint)
         if served.client.endpoint.check:
-            several = self.form.edit or self.group
-            grey = [Image.new("RGB", (64, 64), "grey")] * (2 if several else 1)
-            served.check(self._question(grey, "a grey picture") if several or self.choice else None)
+            grey = [Image.new("RGB", (64, 64), "grey")] * (1 + self.form.edit)
+            trial = self.form.edit or self.choice
+            served.check(self._question(grey, "a grey picture") if trial else None)
 
 
 class LocalVLMJudge(Judge):

@@ -37,7 +37,6 @@ def score(
     prompts: Sequence[str],
     latents: Tensor | None = None,
     batch_size: int | None = None,
-    members: int = 1,
 ) -> Tensor:
     """Scores [R, N] of N images and their latents, rewards in their order; infinite scores become
     NaN, and so does every score of a picture or a latent that is not finite, which rewards see as
@@ -45,9 +44,8 @@ def score(
 
     `images` may be None if all rewards take latents, `latents` if none does. A reward sees at most
     `batch_size` pictures at once, and an out-of-memory error names this size; without one it sees
-    all, and such errors are passed on. One that compares sees `members` pictures, each group of
-    which has one prompt. Raises `RewardFailed` with the reward's name if it raises an exception or
-    returns another shape.
+    all, and such errors are passed on. Raises `RewardFailed` with the reward's name if it raises an
+    exception or returns another shape.
     """
     prompts = [as_prompt(prompt) for prompt in prompts]
     rows, every = [], len(prompts) or 1
@@ -61,11 +59,7 @@ def score(
             raise UserError(
                 f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here"
             )
-        if reward.group and members == 1:
-            raise UserError(
-                f"reward '{name}' compares the pictures of a group, and these are single ones"
-            )
-        parts, size = [], members if reward.group else batch_size or every
+        parts, size = [], batch_size or every
         for start in range(0, every, size):
             given, texts = scored[start : start + size], prompts[start : start + size]
             bounded = bounded_by("decode") if batch_size else nullcontext()
@@ -81,32 +75,18 @@ def score(
     return torch.stack(rows).where(finite, torch.nan) if rows else torch.zeros(0, len(prompts))
 
 
-def pictures_at_once(rewards: Mapping[str, Scorer], batch_size: int, members: int) -> int:
-    """The number of pictures to decode and score at a time: whole groups if a reward compares their
-    `members`."""
-    together = any(reward.group for reward in as_rewards(rewards).values())
-    return max(1, batch_size // members) * members if together else batch_size
-
-
 def _by_frames(reward: Reward, clips: Tensor, prompts: Sequence[str]) -> Tensor:
     """Scores [B] of clips [B, T, 3, H, W] by a reward of pictures; NaN where no frame has a
     score."""
     frames = reward.frames or Frames()
-    chosen, size = clips[:, :: frames.every], AT_ONCE
-    if reward.group:  # the frames of one moment are compared
-        scores = torch.stack(
-            [reward.scores(moment.clone(), prompts) for moment in chosen.unbind(1)], 1
-        )
-    else:
-        pictures, asked = (
-            chosen.flatten(0, 1),
-            [prompt for prompt in prompts for _ in range(chosen.shape[1])],
-        )
-        parts = [
-            reward.scores(pictures[i : i + size].clone(), asked[i : i + size])
-            for i in range(0, len(pictures), size)
-        ]
-        scores = torch.cat(parts).unflatten(0, chosen.shape[:2])
+    chosen = clips[:, :: frames.every]
+    pictures = chosen.flatten(0, 1)
+    asked = [prompt for prompt in prompts for _ in range(chosen.shape[1])]
+    parts = [
+        reward.scores(pictures[i : i + AT_ONCE].clone(), asked[i : i + AT_ONCE])
+        for i in range(0, len(pictures), AT_ONCE)
+    ]
+    scores = torch.cat(parts).unflatten(0, chosen.shape[:2])
     if frames.reduce == "mean":
         return scores.nanmean(1)
     least = scores.where(~scores.isnan(), torch.inf).amin(1)
@@ -161,9 +141,8 @@ def score_rollouts(
     that they refer to. Of plans with a baseline [N, R, M, G + 1], the ODE's picture at the end
     (`compared`).
 
-    At most `sizes.decode` pictures, or one group that is compared, are decoded at a time: an
-    iteration's are gigabytes. Nothing is if all rewards take latents. `lap` is called at the end of
-    each phase, "decode" or "rewards".
+    At most `sizes.decode` pictures are decoded at a time: an iteration's are gigabytes. Nothing is if
+    all rewards take latents. `lap` is called at the end of each phase, "decode" or "rewards".
     """
     scored = as_rewards(rewards)
     seen = not all(reward.latent for reward in scored.values())
@@ -171,14 +150,12 @@ def score_rollouts(
     texts = [prompts[rollout.prompt] for rollout in rollouts for _ in range(rollout.pictures)]
     tails, members = rollouts[0].scored.shape[:2]
     parts = []
-    size = pictures_at_once(scored, sizes.decode, members)
+    size = sizes.decode
     for start in range(0, len(latents), size):
         batch = latents[start : start + size]
-        images = decode(policy, batch, sizes.decode) if seen else None
+        images = decode(policy, batch, size) if seen else None
         lap("decode")
-        parts.append(
-            score(scored, images, texts[start : start + size], batch, sizes.decode, members)
-        )
+        parts.append(score(scored, images, texts[start : start + size], batch, size))
         lap("rewards")
     return torch.cat(parts, 1).unflatten(1, (len(rollouts), tails, members)).transpose(0, 1)
 

@@ -1,4 +1,4 @@
-"""Whether an algorithm, rewards and what is given fit each other.
+"""Whether an algorithm and rewards fit each other.
 
 It is asked of the rewards' classes before anything is loaded (`assembly.consistency`), and of the
 rewards when a trainer is built: only then is it known of some of the user's own.
@@ -6,7 +6,7 @@ rewards when a trainer is built: only then is it known of some of the user's own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.capabilities import (
@@ -14,7 +14,7 @@ from g2rpo.core.capabilities import (
     differentiates_rewards,
 )
 from g2rpo.core.contracts import name_of
-from g2rpo.core.errors import UserError, refuse
+from g2rpo.core.errors import UserError
 from g2rpo.core.types import Algorithm, Reward
 
 
@@ -47,29 +47,3 @@ def check_differentiable(
         f"{beside}; take them out, or another algorithm: all but {needing} need no gradient. docs/rewards.md lists the "
         "rewards that have one, of pictures"
     )
-
-
-def check_groups(
-    algorithm: Algorithm,
-    rewards: Mapping[str, Reward | type[Reward]],
-    tuning: str,
-    sharding: str = "none",
-) -> None:
-    """UserError if some of `rewards` (or their classes) compare what a run of these settings does
-    not have: groups, and the base model beside the tuned one."""
-    comparing = ", ".join(name for name, reward in rewards.items() if reward.group)
-    if comparing:
-        refuse(_faults_of_groups(algorithm, comparing, tuning, sharding))
-
-
-def _faults_of_groups(
-    algorithm: Algorithm, comparing: str, tuning: str, sharding: str
-) -> Iterator[str]:
-    compare = f"and these rewards compare the pictures of a group: {comparing}; take them out, or"
-    if algorithm.group_size == 1:
-        yield f"algorithm {name_of(algorithm)} has groups of one, {compare} set algorithm.group_size to two or more"
-    what = f"{comparing}: held-out pictures are compared with the base's, which"
-    if tuning == "full" and sharding != "none":
-        yield f"{what} trainer.sharding={sharding} cannot draw; take lora"
-    if tuning == "full" and not algorithm.uses_base:
-        yield f"{what} policy.tuning=full does not keep; take lora, or a KL term (algorithm.kl_weight)"

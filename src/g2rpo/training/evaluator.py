@@ -111,11 +111,9 @@ class Evaluator:
         return self.shards.world.shard_or_all(self.heldout)
 
     def evaluations(self, prompts: Sequence[str], controls: Sequence[Control]) -> int:
-        """This rank's network evaluations to evaluate `prompts` with each of `controls`, with those
-        of base pictures for rewards that compare."""
+        """This rank's network evaluations to evaluate `prompts` with each of `controls`."""
         steps = self.sampler.num_steps
-        beside = steps * any(reward.group for reward in self.judged_by.values())
-        each = sum(control.evaluations(steps) + beside for control in controls)
+        each = sum(control.evaluations(steps) for control in controls)
         return len(self.shards.world.shard_or_all(prompts)) * each
 
     def evaluate(

@@ -26,7 +26,6 @@ from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.training.collector import Groups
-from g2rpo.training.compatible import check_groups
 from g2rpo.training.evaluator import evaluator_of
 from g2rpo.training.learner import Snapshot
 from g2rpo.training.listeners.checkpoints import Checkpoints
@@ -76,9 +75,6 @@ class Trainer:
         self.rolled_back_from: int | None = None
         self.final: Evaluation | None = None  # of the weights as they are
         self.run = Run(self.run_dir, self.world, self.notify)
-        check_groups(
-            c.algorithm, {**self.rewards, **self.judges}, c.policy.tuning, c.trainer.sharding
-        )
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
         loop = self.loop = loop_of(
             c,

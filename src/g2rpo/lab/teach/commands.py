@@ -211,7 +211,7 @@ def agree(source: Path, rewards: Mapping[str, object]) -> dict[str, Interval]:
     built = build_rewards(table, pick_device("auto"))
     shares: dict[str, dict[int, list[float]]] = {name: {} for name in built}
     for group, prompt, liked, images in answered:
-        scores = score(built, images, [prompt] * len(images), batch_size=16, members=len(images))
+        scores = score(built, images, [prompt] * len(images), batch_size=16)
         for name, values in zip(built, scores, strict=True):
             if not values.isnan().any():
                 share = agreement_of(values.double().numpy(), liked)
