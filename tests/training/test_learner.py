@@ -1,5 +1,5 @@
-"""The learning rate and the old weights by their formulas; the optimizer's step in one kernel, as
-on GPUs."""
+"""The learning rate, the largest gradient and the old weights by their formulas; the optimizer's
+step in one kernel, as on GPUs."""
 
 import math
 
@@ -12,6 +12,8 @@ from g2rpo.config.schema import OptimConfig
 from g2rpo.core.errors import UserError
 from g2rpo.runtime.sharding import WHOLE
 from g2rpo.training.learner import Learner
+from tests.support.runs import trainer
+from tests.support.watched import Watched
 
 
 def learner(keep_old=False, **options):
@@ -93,3 +95,14 @@ def test_memory_that_runs_out_in_a_swap_of_weights_ends_the_run(monkeypatch):
     monkeypatch.setattr(nn.Parameter, "clone", full)
     with pytest.raises(UserError, match="while old and trained weights were swapped"):
         own.as_old().__enter__()
+
+
+@pytest.mark.parametrize(("largest", "clipped"), [(1e-3, True), (1e3, False)])
+def test_gradients_are_scaled_to_the_largest_norm(largest, clipped):
+    t = trainer(None, f"optim.max_grad_norm={largest}")
+    seen = Watched(t)
+    norm = t.iterate()["grad_norm"]  # before
+    (gradient,) = seen.gradients
+    assert (norm > largest) == clipped
+    # torch divides by the norm + 1e-6
+    assert float(gradient[0].norm()) == pytest.approx(min(norm, largest), rel=2e-3)
