@@ -4,11 +4,9 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
-from itertools import product
 
 import pytest
 import torch
-from diffusers import FluxPipeline
 
 from g2rpo.app.ahead import encode_ahead, prompts_to_come
 from g2rpo.assembly import components
@@ -20,7 +18,6 @@ from g2rpo.core.types import Cond
 from g2rpo.policies import embeddings
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.prompts.sources import read_prompts
 from tests.support.commands import done, refused, small_files
 from tests.support.runs import PROMPTS, trainer
 from tests.support.tiny import save_flux
@@ -351,112 +348,3 @@ def test_text_of_any_length_is_kept_row_by_row(tmp_path):
     padded, mask = picked.padded("sequence")
     assert padded.shape == (3, 4, 3) and mask.sum(1).tolist() == [4, 2, 4]
     assert torch.equal(padded[1], torch.tensor([2.0, 2.0, 0.0, 0.0])[:, None].expand(4, 3))
-
-
-PARTS = ("prompt_embed", "pooled_prompt_embeds", "text_ids")
-
-
-@torch.inference_mode()
-def published_folder(place, pipeline, texts, dtype=torch.float32):
-    """As G2RPO's published preprocessing writes it: a .pt file of one row for each tensor, and a
-    list of captions."""
-    pipe = FluxPipeline.from_pretrained(pipeline, torch_dtype=dtype)
-    entries = []
-    for number, text in enumerate(texts):
-        file = f"{number}.pt"
-        made = pipe.encode_prompt(prompt=[text], prompt_2=[text])
-        for part, tensor in zip(PARTS, made, strict=True):
-            (place / part).mkdir(parents=True, exist_ok=True)
-            torch.save(tensor[0], place / part / file)
-        names = ("prompt_embed_path", "text_ids", "pooled_prompt_embeds_path")
-        entries.append({**dict.fromkeys(names, file), "caption": text})
-    (place / "videos2caption.json").write_text(json.dumps(entries, indent=4))
-    return place
-
-
-@pytest.mark.parametrize(
-    ("dtype", "cache"),
-    few(product(("float32", "bfloat16"), ("auto", "off")), ("bfloat16", "auto").__eq__),
-)
-def test_a_folder_of_the_published_preprocessing_has_our_own_rows(
-    flux_directory, tmp_path, dtype, cache
-):
-    """Bit for bit, and its prompts are neither encoded nor stored again; those that are not in it
-    are."""
-    folder = published_folder(tmp_path / "rows", flux_directory, TEXTS[:2], getattr(torch, dtype))
-    prompts = read_prompts(folder)
-    assert prompts == TEXTS[:2] == read_prompts(folder / "videos2caption.json")
-    # diffusers' default, which the published code keeps
-    options = {"dtype": dtype, "max_sequence_length": 512}
-    encoder = cached(flux_directory, cache, **options)
-    assert encoder.missing([*prompts, TEXTS[2]]) == TEXTS[2:]
-    encode_ahead(encoder, [*prompts, TEXTS[2]])
-    found = encoder.encode([*prompts, TEXTS[2]])
-    own = cached(flux_directory, "off", **options).encode(TEXTS)
-    assert equal(found, own) and encoder.encoded == 1
-    assert all(own.tensors[name].dtype == value.dtype for name, value in found.tensors.items())
-
-
-class Call:
-    """An object whose unpickling would run code."""
-
-    def __reduce__(self):
-        return print, ("this must not run",)
-
-
-def put(part, value):
-    """Saves something else in the place of the first row."""
-    return lambda folder: torch.save(value, folder / part / "0.pt")
-
-
-def list_of(change):
-    """Changes the list of captions."""
-
-    def changed(folder):
-        listed = folder / "videos2caption.json"
-        listed.write_text(change(listed.read_text()))
-
-    return changed
-
-
-def swapped(folder):
-    """The embeddings of another prompt, as far away as those of other encoders."""
-    shutil.copy(folder / "prompt_embed" / "1.pt", folder / "prompt_embed" / "0.pt")
-
-
-OUTSIDE = '"prompt_embed_path": "../text_ids/0.pt"'
-REFUSED = [
-    (put("prompt_embed", Call()), "0.pt: .*more than tensors"),
-    (put("text_ids", {"a": torch.ones(1)}), "0.pt: is dict"),
-    (put("prompt_embed", torch.ones(3, 2)), r"0.pt: is \[3, 2\]"),
-    (lambda folder: (folder / "prompt_embed" / "0.pt").write_bytes(b"x"), "0.pt: "),
-    (lambda folder: (folder / "text_ids" / "0.pt").unlink(), "entry 1: .*0.pt is no file of this"),
-    (
-        list_of(lambda text: text.replace('"prompt_embed_path": "0.pt"', OUTSIDE)),
-        "entry 1: .* is no file of this folder",
-    ),
-    (list_of(lambda text: '[{"caption": "a"}]'), "prompt_embed_path"),
-    (list_of(lambda text: "[]"), "is empty"),
-    (swapped, "0.pt: differs by .* of its size"),
-]
-
-
-@pytest.fixture(scope="module")
-def two_rows(flux_directory, tmp_path_factory):
-    return published_folder(tmp_path_factory.mktemp("published"), flux_directory, TEXTS[:2])
-
-
-@pytest.mark.parametrize(("change", "fact"), REFUSED)
-def test_embeddings_that_are_none_or_of_other_encoders_are_refused(
-    flux_directory, two_rows, tmp_path, change, fact, capsys
-):
-    folder = shutil.copytree(two_rows, tmp_path / "rows")
-    change(folder)
-    with pytest.raises(UserError, match=fact):
-        encode_ahead(cached(flux_directory, max_sequence_length=512), read_prompts(folder))
-    assert "must not run" not in capsys.readouterr().out
-
-
-def test_a_folder_for_another_model_is_refused(two_rows, sd3_directory):
-    with pytest.raises(UserError, match="its embeddings are .*text_ids; this model takes"):
-        encode_ahead(cached(sd3_directory), read_prompts(two_rows))

@@ -81,7 +81,6 @@ def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], emit: Emit = si
     The size of the first embedding predicts the rest, so a disk that is too small is detected
     before it is filled.
     """
-    encoder.check_encoded(prompts)
     if encoder.store is None:
         return False
     missing = encoder.missing(prompts)

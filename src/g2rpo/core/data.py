@@ -20,25 +20,22 @@ class Prompt(str):
     """A prompt: a string (its text) with optional input pictures and metadata.
 
     `images` are paths of input pictures, `metadata` is plain data for rewards and policies, such as
-    the text that a picture is to show. `encoded` are paths of tensors that it was encoded to
-    before, by the name of what a policy is conditioned on. Prompts with different images or
+    the text that a picture is to show. Prompts with different images or
     metadata differ; one without either equals its text.
     """
 
     images: tuple[str, ...]
     metadata: Mapping[str, Any]
-    encoded: Mapping[str, str]
 
     def __new__(
         cls,
         text: str,
         images: Sequence[str] = (),
         metadata: Mapping[str, Any] | None = None,
-        encoded: Mapping[str, str] | None = None,
     ) -> Prompt:
         prompt = super().__new__(cls, text)
         prompt.images = tuple(images)
-        prompt.metadata, prompt.encoded = dict(metadata or {}), dict(encoded or {})
+        prompt.metadata = dict(metadata or {})
         return prompt
 
     def plain(self) -> str | dict[str, Any]:

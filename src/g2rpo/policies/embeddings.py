@@ -17,21 +17,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import FileDigests, digest_of, write_whole
 from g2rpo.core.finite import check_embeddings
 from g2rpo.core.input_pictures import content_of
-from g2rpo.core.normal import in_float64
-from g2rpo.core.types import Cond, Policy, Prompt
+from g2rpo.core.types import Cond, Policy
 
 FORMAT = 3
 """Part of every key. Increase it when the meaning of stored tensors changes; old files are then not
 found."""
 RAGGED = "ragged/"
 """Prefix of the names of tensors whose length depends on the prompt."""
-ROUNDINGS = 0.1
-"""The largest distance between embeddings of the same encoders, in units of their size. Roundings
-of bfloat16 are a hundredth; embeddings of other encoders are about 1 apart."""
 KEPT = 2**26
 """Bytes of rows that are kept in memory where none are on disk: all of a tiny model's."""
 DISK_RESERVE = 2**30
@@ -121,48 +116,6 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def encoded_of(prompt: str) -> Mapping[str, str]:
-    """Paths of the tensors that a prompt was encoded to before; {} for most."""
-    return prompt.encoded if isinstance(prompt, Prompt) else {}
-
-
-def read_encoded(prompt: str, like: Cond) -> Cond:
-    """The row of a prompt from its files `encoded_of`, in the dtypes of `like`, a row of the same
-    encoders. UserError for files that hold anything but tensors of these shapes. One position of
-    `text_ids` stands for all: they are equal in FLUX."""
-    files, tensors = encoded_of(prompt), {}
-    if files.keys() != like.tensors.keys() or like.ragged:
-        raise UserError(
-            f"{prompt!r:.60}: its embeddings are {', '.join(files)}; this model takes {', '.join(like.tensors)}"
-        )
-    for name, path in files.items():
-        with loading(path):
-            value = torch.load(path, map_location="cpu", weights_only=True)
-        wanted = like.tensors[name][0]
-        if isinstance(value, Tensor) and name == "text_ids" and value.shape == wanted.shape[-1:]:
-            value = value.expand_as(wanted)
-        if not isinstance(value, Tensor) or value.shape != wanted.shape:
-            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(
-                f"{path}: is {shape}; this model's encoders make {list(wanted.shape)} (policy.max_sequence_length)"
-            )
-        tensors[name] = value[None].detach().to(like.tensors[name])
-    return Cond(tensors)
-
-
-def check_encoded(prompt: str, own: Cond) -> None:
-    """Refuses embeddings that are not those of the same encoders, whose row of the prompt is `own`;
-    UserError."""
-    for name, value in read_encoded(prompt, own).tensors.items():
-        ours = in_float64(own.tensors[name])
-        away = float((in_float64(value) - ours).norm() / ours.norm().clamp(min=1e-9))
-        if not away <= ROUNDINGS:
-            raise UserError(
-                f"{encoded_of(prompt)[name]}: differs by {away:.2f} of its size from what this model's encoders make of "
-                f"{prompt!r:.60}; the folder is of other encoders, or of another max_sequence_length"
-            )
-
-
 class Encoder(Protocol):
     """Text encoders that compute conditioning on `device`."""
 
@@ -185,8 +138,7 @@ class Encoder(Protocol):
 class CachedEncoder:
     """Encodes each prompt once with `encoder`, and reads it from `store` afterwards.
 
-    The rows of prompts that were encoded before (`Prompt.encoded`) are read from their own files.
-    Others are encoded one at a time, so a row does not depend on its batch, and a run repeats bit
+    They are encoded one at a time, so a row does not depend on its batch, and a run repeats bit
     for bit with a cold cache, a warm one, or none (`store=None`: the first `KEPT` bytes of rows stay
     in memory). If the disk is full, `notify` is called once and later prompts are encoded each
     time.
@@ -200,7 +152,6 @@ class CachedEncoder:
         self.encoded = 0  # number of prompts that were not stored
         self._kept: dict[str, Cond] = {}
         self._room = KEPT if store is None else 0
-        self._like: Cond | None = None  # an own row of a prompt that was encoded before
 
     def encode(self, prompts: Sequence[str]) -> Cond:
         """Conditioning for each prompt, on the encoder's device."""
@@ -208,18 +159,9 @@ class CachedEncoder:
         return Cond.join([rows[prompt] for prompt in prompts])
 
     def missing(self, prompts: Iterable[str]) -> list[str]:
-        """The distinct prompts that are neither stored nor were encoded before."""
-        new = [prompt for prompt in dict.fromkeys(prompts) if not encoded_of(prompt)]
-        return [prompt for prompt in new if self.store is None or prompt not in self.store]
-
-    def check_encoded(self, prompts: Iterable[str]) -> None:
-        """Compares the first prompt that was encoded before with the encoders' own row; UserError
-        if they differ."""
-        first = next((prompt for prompt in prompts if encoded_of(prompt)), None)
-        if first is not None and self._like is None:
-            own = self.encoder.encode([first])
-            check_encoded(first, own)
-            self._like = own
+        """The distinct prompts that are not stored."""
+        distinct = dict.fromkeys(prompts)
+        return [prompt for prompt in distinct if self.store is None or prompt not in self.store]
 
     def fill(self, prompts: Iterable[str], advance: Callable[[], None] = lambda: None) -> bool:
         """Encodes and stores missing prompts, and calls `advance` after each; False if the disk
@@ -238,10 +180,6 @@ class CachedEncoder:
         self.encoder.park()
 
     def _row(self, prompt: str) -> Cond:
-        if encoded_of(prompt):
-            self.check_encoded([prompt])
-            assert self._like is not None
-            return read_encoded(prompt, self._like)
         if self.store is not None:
             try:
                 found = self.store.read(prompt)

@@ -179,7 +179,7 @@ class Judged(Prompt):
 
     @classmethod
     def of(cls, prompt: Prompt, pictures: Sequence[str], good: Sequence[bool]) -> Judged:
-        judged = cls(prompt, prompt.images, prompt.metadata, prompt.encoded)
+        judged = cls(prompt, prompt.images, prompt.metadata)
         judged.pictures, judged.good = tuple(pictures), tuple(good)
         return judged
 

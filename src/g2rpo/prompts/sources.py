@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from g2rpo.core.errors import UserError, loading, placed, refuse
 from g2rpo.core.files import local, refuse_other
 from g2rpo.core.input_pictures import check_pictures
-from g2rpo.core.plain import Repeated, checked_as, decoded, is_text, parse_json, read_as, read_text
+from g2rpo.core.plain import Repeated, checked_as, decoded, is_text, parse_json, read_text
 from g2rpo.core.types import Prompt
 from g2rpo.prompts.lines import COLUMNS, read_lines, refuse_other_files, visible_part
 from g2rpo.prompts.tables import column_of, read_table
@@ -33,9 +33,6 @@ LONGEST, MOST_ROWS = 2**15, 5_000_000
 """The largest number of characters of a prompt (encoders read at most a few thousand), and of rows
 of a table."""
 
-PUBLISHED_LIST = "videos2caption.json"
-"""The list of prompts in a folder of G2RPO's published preprocessing
-(`data_preprocess/preprocess_flux_embedding.py`)."""
 NOTHING = ("nan", "none", "null", "<na>", "n/a", "#n/a", "nil")
 """What programs write for a cell without a value, in any case."""
 EXAMPLE = '{"prompt": "a red circle"}'
@@ -58,8 +55,6 @@ def read_prompts(source: str | Path) -> list[Prompt]:
     - `FILE.jsonl`: a string or an object on each line;
     - `FILE.parquet`: a table (needs the extra `data`);
     - `FILE.SUFFIX:COLUMN`: the same with this column;
-    - `FOLDER` with a `PUBLISHED_LIST`: FLUX's prompts with their embeddings, a .pt file for each
-      tensor;
     - `starter:train` or `starter:heldout`: `STARTER`;
     - `hf:OWNER/NAME[/SUBSET][:SPLIT[:COLUMN]]`: a dataset of the Hugging Face hub, or a folder of
       one, by default its split "train" (needs the extra `data`).
@@ -88,8 +83,6 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
     """The prompts of a file, read as its suffix says. ValueError for what a file cannot hold,
     UserError for a wrong record."""
     suffix = path.suffix.lower() or ".txt"
-    if path.name == PUBLISHED_LIST or (path / PUBLISHED_LIST).is_file():
-        return _from_published(path if path.is_dir() else path.parent)
     refuse(_faults_of_name(path, suffix), ValueError)
     refuse_other_files(begin_of(path))
     if suffix == ".parquet":
@@ -111,7 +104,7 @@ def _faults_of_name(path: Path, suffix: str) -> Iterator[str]:
     if not path.exists():
         yield "there is no such file; name one with a prompt on each line, or starter:train or starter:heldout"
     if path.is_dir():
-        yield f"is a folder without {PUBLISHED_LIST}; hf:FOLDER reads a dataset's"
+        yield "is a folder; hf:FOLDER reads a dataset's"
     if suffix not in LIST_SUFFIXES:
         yield f"{path.suffix} is not read; prompts are read from {READ}"
 
@@ -147,38 +140,6 @@ class _Beside(BaseModel):
         Field(validation_alias=AliasChoices("images", "image")),
     ] = []
     metadata: Annotated[dict[str, Any], BeforeValidator(lambda value: value or {})] = {}
-
-
-class _Encoded(BaseModel):
-    """A prompt in `PUBLISHED_LIST`, with the names of its tensors' files."""
-
-    caption: Text
-    prompt_embed_path: str
-    pooled_prompt_embeds_path: str
-    text_ids: str
-
-
-def _from_published(folder: Path) -> list[Prompt]:
-    """The prompts of a folder of G2RPO's published preprocessing, with their embeddings."""
-    prompts = []
-    for number, entry in enumerate(read_as(list[_Encoded], folder / PUBLISHED_LIST), 1):
-        encoded = {
-            "prompt_embeds": folder / "prompt_embed" / entry.prompt_embed_path,
-            "pooled_prompt_embeds": folder
-            / "pooled_prompt_embeds"
-            / entry.pooled_prompt_embeds_path,
-            "text_ids": folder / "text_ids" / entry.text_ids,
-        }
-        for path in encoded.values():
-            if path.parent.parent != folder or not path.is_file():
-                raise ValueError(
-                    f"{PUBLISHED_LIST}, entry {number}: {path} is no file of this folder"
-                )
-        paths = {name: str(path) for name, path in encoded.items()}
-        prompts.append(Prompt(entry.caption, encoded=paths))
-    if not prompts:
-        raise ValueError(f"{PUBLISHED_LIST} is empty")
-    return prompts
 
 
 def begin_of(path: Path) -> str:
