@@ -1,9 +1,11 @@
 """Requests through proxies, and servers that go and come back: sleeping is only noted, and names
 lead to this machine."""
 
+import gzip
 import json
 import os
 import socket
+import zlib
 from signal import SIGINT
 from threading import Event
 
@@ -14,7 +16,7 @@ from g2rpo.app.stopping import stoppable
 from g2rpo.core.errors import Interrupted, Stopped, UserError
 from g2rpo.rewards import transport
 from g2rpo.rewards.remote import RemoteReward
-from g2rpo.rewards.transport import NoAnswer, Unreachable, request_json
+from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
 from g2rpo.run.checkpoint import newest_iteration
 from tests.support.ports import free_port
 from tests.support.runs import trainer
@@ -150,6 +152,8 @@ def wait(after, status=429):
         (replies("busy", 503), 0.5),
         (wait("7", 503), 7),
         (wait("20"), 20),
+        (wait("7.25"), 7.25),
+        (wait("Fri Dec 31 23:59:59 2999"), 60),
         (wait("Fri, 31 Dec 2999 23:59:59 GMT"), 60),
         (wait("9" * 50), 60),
         (wait("soon"), 0.5),
@@ -165,6 +169,78 @@ def test_a_server_is_waited_for_as_long_as_it_asks_and_not_over_a_minute(naps, f
         reward = RemoteReward(url, endpoint={"check": False, "timeout_s": PATIENCE_S})
         assert reward(*ONE).isfinite() and len(bodies) == 3 and len(naps) == 2
     assert least_s <= naps[0] <= max(least_s, 1.0) and max(naps) <= 60
+
+
+BUSY = "You exceeded your current quota, please check your plan and billing details."
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "more", "asked"),
+    [
+        (429, '{"error": {"message": "...", "type": "insufficient_quota"}}', {}, 1),
+        (429, BUSY, {}, 1),
+        (400, "Your credit balance is too low to access the API", {}, 1),
+        (402, "Insufficient Balance", {}, 1),
+        (429, BUSY, {"Retry-After": "1"}, 3),
+        (429, f'{BUSY} "retryDelay": "34s"', {}, 3),
+        (429, "Rate limit reached for requests. Please try again in 20s", {}, 3),
+    ],
+)
+def test_a_spent_quota_is_not_waited_for(naps, status, text, more, asked):
+    """A server that has answered before: nobody pays within a minute, and what else has this status
+    is left out as the fault of its picture."""
+
+    def answer(handler, count):
+        (scores("a") if count == 1 else replies(text, status, **more))(handler, count)
+
+    with endpoint_that(answer) as (url, bodies):
+        reward = RemoteReward(url, endpoint={"check": False, "timeout_s": 5, "retries": 2})
+        assert reward(*ONE).isfinite()
+        if asked == 1:
+            with pytest.raises(Refused, match=f"answered {status}.*\n.*Nothing is left to pay"):
+                reward(*ONE)
+        else:
+            assert reward(*ONE).isnan()
+        assert len(bodies) == 1 + asked
+
+
+WHO = '{"who": "é"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "headers"),
+    [
+        (gzip.compress(WHO.encode()), {"Content-Encoding": "gzip"}),
+        (gzip.compress(WHO.encode("utf-8-sig")), {}),
+        (zlib.compress(WHO.encode()), {"Content-Encoding": "deflate"}),
+        (WHO.encode("utf-8-sig"), {}),
+        (WHO.encode("utf-16"), {}),
+    ],
+)
+def test_compression_that_was_not_asked_for_and_byte_order_marks_are_read(content, headers):
+    with endpoint_that(replies(content, **headers)) as (url, _):
+        assert request_json(url, dict) == {"who": "é"}
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "said"),
+    [
+        (
+            "<!DOCTYPE html><title>Sign in</title>" + " " * 500,
+            {"Content-Type": "text/html; charset=utf-8"},
+            "it is text/html; charset=utf-8, '<!DOCTYPE html><title>Sign in</title>'",
+        ),
+        ('{"error": {"code": 502}}', {}, 'it is no content type, \'{"error": {"code": 502}}\''),
+        (gzip.compress(b"{}")[:-9], {"Content-Encoding": "gzip"}, "compressed answer is cut off"),
+        (gzip.compress(b" " * 2**25), {}, "cut off, or of more than 16777216 bytes"),
+        (b"\x1f\x8b12345", {}, "compressed answer cannot be read"),
+    ],
+)
+def test_what_came_in_place_of_an_answer_is_named(content, headers, said):
+    with endpoint_that(replies(content, **headers)) as (url, _):
+        with pytest.raises(NoAnswer) as told:
+            request_json(url, list)
+        assert said in str(told.value) and len(str(told.value)) < 500
 
 
 def test_a_restart_of_half_a_minute_is_waited_for_and_a_dead_server_only_once(naps):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from g2rpo.core.data import Prompt
-from g2rpo.rewards.asking import Completion
+from g2rpo.rewards.answers import Said, Unread, read_probability, read_scores
 from g2rpo.rewards.transport import NoAnswer, Refused
-from g2rpo.rewards.vlm import FORMS, VLMJudge, parse_scores
+from g2rpo.rewards.vlm import FORMS, VLMJudge
 from g2rpo.rewards.weights import read_instruction
 from tests.rewards.chat_server import WORDS, brightness, chatting, means_in, pictures_in, text_in
 from tests.support.edits import edits
@@ -48,22 +48,31 @@ def test_yes_no_is_the_probability_of_all_spellings_of_yes_over_those_of_yes_and
 
 
 @pytest.mark.parametrize(
-    ("listed", "score"),
+    ("places", "answer"),
     [
-        ({"Yes": -0.5, "The": -2.0}, 1.0),
-        ({"no": -0.5, "The": -2.0}, 0.0),
-        ({"Yes": -9999.0, "No": -0.1}, 0.0),  # vLLM's minus infinity
-        ({"The": -0.1, "yesterday": -3.0}, NAN),
-        ({}, NAN),
+        ([("Yes", {"Yes": 0.6, "The": 0.1})], 1.0),
+        ([("no", {"no": 0.6, "The": 0.1})], 0.0),
+        ([("No", {"Yes": 0.0, "No": 0.9})], 0.0),
+        ([("Yes", {"Yes": 0.3, " yes,": 0.15, "**NO": 0.15})], 0.75),
+        ([("The", {"The": 0.9, "yesterday": 0.05})], "begins with 'The'"),
+        ([("Okay", {"Okay": 0.99, "Yes": 2e-6, "No": 1e-9})], "probability of 2e-06 there"),
+        ([("<think>", {"<think>": 1.0})], "thoughts have no end"),
+        ([("<", {}), ("think", {}), (">", {}), ("No", {"No": 1.0})], "thoughts have no end"),
+        ([(each, {each: 0.9}) for each in ("So", "</think>", "\n\n", "Yes", ".")], 1.0),
+        ([(each, {each: 0.9}) for each in ("<|begin_of_box|>", "no", "<|end_of_box|>")], 0.0),
+        ([], "no word"),
+        (None, "no log-probs"),
     ],
 )
-def test_a_word_that_is_not_listed_has_probability_0_and_without_both_there_is_no_score(
-    listed, score
-):
-    rows = [{"token": token, "logprob": value} for token, value in listed.items()]
-    logprobs = {"content": [{"top_logprobs": rows}] if listed else []}
-    answer = Completion.model_validate({"choices": [{"logprobs": logprobs}]})
-    assert answer.probability_of(("yes", "no")) == pytest.approx(score, nan_ok=True)
+def test_the_probability_of_yes_is_that_of_the_first_word_after_the_thoughts(places, answer):
+    """Of 2e-6 for yes and no together, a ratio says nothing of the picture."""
+    tokens = places and [(token, [*listed.items()]) for token, listed in places]
+    said = Said("", "length", [] if places == [] else tokens)
+    if isinstance(answer, float):
+        assert read_probability(said, ("yes", "no")) == pytest.approx(answer)
+    else:
+        with pytest.raises(Unread, match=answer):
+            read_probability(said, ("yes", "no"))
 
 
 def test_prose_is_counted_in_one_warning(caplog):
@@ -88,6 +97,12 @@ def test_a_judge_that_cannot_work_is_refused_when_it_is_made():
             asking(server, form="yes_no", request={"top_logprobs": 21})
         with pytest.raises(ValueError, match="{prompt}"):
             asking(server, template="how good is it?")
+        server.models = lambda: (405, {})
+        with pytest.raises(
+            Refused, match=r"405: .*\n.*no list of models .* endpoint: {check: false}"
+        ):
+            asking(server, form="yes_no")
+        del server.models
         server.logprobs = False
         with pytest.raises(NoAnswer, match="log-probs"):
             asking(server, form="yes_no")
@@ -152,14 +167,72 @@ def test_forms_that_do_not_fit_the_prompts_are_refused(options, images, refusal)
     assert said is None if refusal is None else refusal in said
 
 
-def test_a_judge_may_think_before_it_decides():
+def test_a_judge_may_think_before_it_decides(caplog):
     thinking = {"chat_template_kwargs": {"enable_thinking": False}}
     with chatting(says=lambda body: "Final Score: 3") as server:
         judge = asking(server, request=thinking)
         assert judge(flat(0.5), ["a"]).tolist() == [3.0]
         assert thinking.items() <= server.requests[-1].items()
-        server.finish = "length"  # thoughts went to a field of their own, and no text is left
-        assert judge(flat(0.5), ["a"]).isnan().all() and len(server.requests) == 2
+        server.finish = "length"  # its thoughts have a field of their own, and no text is left
+        assert judge(flat(0.5), ["a"]).isnan().all() and len(server.requests) == 3
+    assert "of one: it was cut off (finish_reason: length)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("form", "more", "refusal"),
+    [
+        ("final", {"finish_reason": "length"}, "cut off.*It says: 'Final Score: 3'"),
+        ("final", {"finish_reason": None}, "does not say how it ended"),
+        ("final", {"message": {"content": "x" * 10**5}}, "no number for.*It says: 'x{99}[.]{3}$"),
+        ("final", {"message": {"content": None, "reasoning_content": "Final Score: 4"}}, "no text"),
+        ("aspects", {}, "does not say 'Alignment Score'"),
+        ("yes_no", {}, "no log-probs"),
+        ("edit_yes_no", {"logprobs": {"content": []}}, "no word"),
+        ("final", {}, None),
+        ("final", {"finish_reason": "STOP"}, None),
+        ("final", {"message": {"content": "Final Score: 4", "reasoning_content": "2?"}}, None),
+        (
+            "final",
+            {
+                "message": {
+                    "content": [
+                        {"type": "thinking", "thinking": [{"type": "text", "text": "2?"}]},
+                        {"type": "text", "text": "Final "},
+                        "Score: 4",
+                    ]
+                }
+            },
+            None,
+        ),
+    ],
+)
+def test_a_judge_is_tried_on_a_question_before_training(form, more, refusal):
+    """One whose answers cannot be read would have given no score, or wrong ones, at every picture."""
+    usual = {"message": {"content": "Final Score: 3"}, "finish_reason": "stop"}
+    with chatting() as server:
+        server.complete = lambda body: (200, {"choices": [{**usual, **more}]})
+        if refusal is None:
+            asking(server, form=form)
+        else:
+            with pytest.raises(NoAnswer, match=f"trial question cannot be read: .*{refusal}"):
+                asking(server, form=form)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "sent"),
+    [
+        ({}, {"max_tokens": 1, "temperature": 0.0}),
+        ({"max_completion_tokens": 9}, {"max_completion_tokens": 9, "temperature": 0.0}),
+        ({"max_tokens": None, "temperature": None, "seed": 3}, {"seed": 3}),
+    ],
+)
+def test_a_null_leaves_a_field_of_requests_out(request_of, sent):
+    """Newer models take max_completion_tokens alone, and no temperature; the trial asks as all."""
+    with chatting() as server:
+        asking(server, form="yes_no", request=request_of)(flat(0.5), ["a"])
+        fields = ("max_tokens", "max_completion_tokens", "temperature", "seed")
+        for body in server.requests:
+            assert {name: body[name] for name in fields if name in body} == sent
 
 
 def test_scores_of_a_template_of_ones_own_have_its_range(caplog):
@@ -172,7 +245,9 @@ def test_scores_of_a_template_of_ones_own_have_its_range(caplog):
     with chatting(says=per_cent) as server:
         found = asking(server, range=[0, 100], **scale)(flat(*GREY), ["a"] * 4)
         assert found.tolist() == [20, 40, 60, 80]
-        asking(server, **scale)(flat(*GREY), ["a"] * 4)
+        with pytest.raises(NoAnswer, match="out of 100, not of 5"):
+            asking(server, **scale)
+        asking(server, endpoint={"check": False}, **scale)(flat(*GREY), ["a"] * 4)
         assert "4 (the judge's answer has no score from 1 to 5)" in caplog.records[-1].getMessage()
         for wrong in ({"form": "yes_no", **scale}, {}):
             with pytest.raises(ValueError, match="range is for scores that a template"):
@@ -193,11 +268,14 @@ def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
         with pytest.raises(ValueError, match="assigns nothing|no plain string"):
             read_instruction(f"{script}:{name}")
     (tmp_path / "mine.txt").write_text("How good is {prompt}?")
-    with chatting() as server:
+    with chatting(says=lambda body: "Final Score: 3") as server:
         for template, begins in ((f"{script}:problem", "Score"), (f"{tmp_path}/mine.txt", "How")):
             assert asking(server, template=template).template.startswith(begins)
         with pytest.raises(FileNotFoundError):
             asking(server, template="nowhere.txt")
+
+
+FINAL = ["Final Score"], 1.0, 5.0
 
 
 @pytest.mark.parametrize(
@@ -207,27 +285,97 @@ def test_an_instruction_is_read_from_a_file_and_not_run(tmp_path):
         ("**Final Score:** 3.5/5", 3.5),
         ("Final Score: 2? No. Final Score: 4", 4.0),
         ("Final Score: 1-5? I say Final Score: 5.", 5.0),
-        ("<think>Final Score: 2, or 3?</think> Final Score: 4", 4.0),
         ("Final Score: 4\n- 2 cats are missing", 4.0),
-        ("<think>so far Final Score: 2", NAN),  # max_tokens ended it
-        ("<think>Final Score: 2</think> I cannot say.", NAN),
         ("Final Score: 3,5", 3.5),
         ("Final Score: 4, of 5", 4.0),
-        ("Final Score: 1 to 5", NAN),
-        ("Final Score: 1,5-4,5", NAN),
-        ("Final Score: 1 - 5", NAN),
-        ("Final Score: 1–5", NAN),
-        ("Final Score: **3**/10", NAN),  # on another scale
-        ("Final Score: 4 out of 10", NAN),
-        ("Final Score: 4 %", NAN),
+        ("Final Score: 4.0/5.0 stars", 4.0),
+        ("Final Score: 4 (good)", 4.0),
+        ("Final Score (out of 5): 4", 4.0),
+        ("Final Score（1–5）：4分", 4.0),
+        ("### Final Score\n4", 4.0),
+        ("### Final Score\n\n**4**/5", 4.0),
+        ("_Final Score:_ <4>", 4.0),
+        ("<b>Final Score</b>: [[4]]", 4.0),
+        ("| Final Score | 4 |", 4.0),
+        (r"\boxed{4}", 4.0),
+        (r"So it is $\boxed{\text{Final Score: }4}$.", 4.0),
+        ("<|begin_of_box|>4<|end_of_box|>", 4.0),
+        ("<|begin_of_box|>4", 4.0),
+        ("<answer>Final Score: 4</answer>", 4.0),
+        ("4/5", 4.0),
         ('{"Final Score": 4}', 4.0),
-        ("Final Score（1–5）：4", 4.0),
-        ("Final Score: 0", NAN),
-        ("I cannot judge this. 4", NAN),
+        ('```json\n{"final_score": "4/5", "why": "2 cats"}\n```', 4.0),
+        ("Final Score: 3 + 1 = 4", "more than a number"),
+        ("Final Score: (3+5)/2 = 4", "more than a number"),
+        ("Final Score: 1 to 5", "more than a number"),
+        ("Final Score: 1,5-4,5", "more than a number"),
+        ("Final Score: 1 - 5", "more than a number"),
+        ("Final Score: 1–5", "more than a number"),
+        ("Final Score: 4 or 5", "more than a number"),
+        ("Final Score: 1,000", "more than a number"),
+        ("Final Score: 3½", "more than a number"),
+        ("Final Score: 1e0", "no number"),
+        ("Final Score: -1", "no number"),
+        ("Final Score: 2\nFinal Score: unknown", "no number"),
+        ("Final Score: **3**/10", "out of 10, not of 5"),
+        (r"\boxed{4}/10", "out of 10, not of 5"),
+        ("Final Score: 4 out of 10", "out of 10, not of 5"),
+        ("Final Score: 4 %", "out of 100, not of 5"),
+        ("Final Score: 0", "0, not from 1 to 5"),
+        ("I cannot judge this. 4", "no number"),
+        ("", "no text"),
     ],
 )
 def test_a_final_score_is_read(text, score):
-    assert parse_scores(text, ["Final Score"]) == pytest.approx(score, nan_ok=True)
+    """Of every form twice, once after thoughts: a number that is not the whole score was read."""
+    for before in ("", "<think>Final Score: 2, or 3?</think> "):
+        if isinstance(score, float):
+            assert read_scores(Said(before + text, "stop"), *FINAL) == [score]
+        else:
+            with pytest.raises(Unread, match=score):
+                read_scores(Said(before + text, "stop"), *FINAL)
+
+
+@pytest.mark.parametrize(
+    "thoughts",
+    [
+        "<think>%s</think>",
+        "%s</think>",
+        "<thinking>%s</thinking>",
+        "<seed:think>%s</seed:think>",
+        "[THINK]%s[/THINK]",
+        "◁think▷%s◁/think▷",
+        "<|begin_of_thought|>%s<|end_of_thought|>",
+        "<|channel>thought\n%s<channel|>",
+    ],
+)
+def test_thoughts_are_no_answer(thoughts):
+    whole = thoughts.replace("%s", "it would be right if ... Final Score: 5")
+    assert read_scores(Said(f"{whole}\nFinal Score: 2", "stop"), *FINAL) == [2.0]
+    with pytest.raises(Unread, match="no text after its thoughts"):
+        read_scores(Said(whole, "stop"), *FINAL)
+    if not thoughts.startswith("%s"):
+        with pytest.raises(Unread, match="no end"):
+            read_scores(Said(whole.partition(" ...")[0] + "\nFinal Score: 5", "stop"), *FINAL)
+
+
+@pytest.mark.parametrize(
+    ("ended", "why"),
+    [
+        ("length", "cut off .finish_reason: length.; give it more max_tokens"),
+        ("max_tokens", "cut off"),
+        ("content_filter", "did not end by itself .finish_reason: content_filter"),
+        (None, "does not say how it ended"),
+        *((each, None) for each in ("stop", "end_turn", "eos_token", "stop_sequence")),
+    ],
+)
+def test_only_an_answer_that_ended_by_itself_counts(ended, why):
+    """A number may be cut in two: 1 of 10."""
+    if why is None:
+        assert read_scores(Said("Final Score: 1", ended), *FINAL) == [1.0]
+    else:
+        with pytest.raises(Unread, match=why):
+            read_scores(Said("Final Score: 1", ended), *FINAL)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +391,13 @@ def test_a_final_score_is_read(text, score):
 def test_scores_of_several_names_are_combined(form, numbers, score):
     """An edit is no better than its worst part; aspects, decimals as UnifiedReward 2.0 writes them
     (its point_score_ACS_image_generation.py), are averaged."""
-    names = FORMS[form].scores
-    text = "\n".join(f"**{name} (1-5):** {n}" for name, n in zip(names, numbers, strict=True))
-    assert parse_scores(text, names, FORMS[form]) == pytest.approx(score, nan_ok=True)
+    names, low, high = FORMS[form].scores, FORMS[form].low, FORMS[form].high
+    lines = [f"**{name} (1-5):** {n}" for name, n in zip(names, numbers, strict=True)]
+    for between in ("\n", ", ", " | "):
+        said = Said(between.join(lines), "stop")
+        if math.isnan(score):
+            with pytest.raises(Unread, match="11, not from 0 to 10"):
+                read_scores(said, names, low, high)
+        else:
+            values = read_scores(said, names, low, high)
+            assert FORMS[form].combine(values) == pytest.approx(score)

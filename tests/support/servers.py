@@ -30,7 +30,7 @@ def replies(text, status=200, **headers):
         for name, value in headers.items():
             handler.send_header(name, value)
         handler.end_headers()
-        handler.wfile.write(text.encode())
+        handler.wfile.write(text if isinstance(text, bytes) else text.encode())
 
     return answer
 

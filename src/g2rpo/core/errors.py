@@ -20,6 +20,7 @@ LIBRARIES = (
 )
 """Path prefixes of the standard library, installed packages and this package."""
 
+LONGEST_QUOTE = 100
 SHORTEST_PART = 3
 """The fewest characters of a word for which names that contain it are suggested."""
 
@@ -163,6 +164,12 @@ def where(error: BaseException) -> str:
         if frames
         else ""
     )
+
+
+def shown(value: object) -> str:
+    """`value` as a message quotes it, in at most `LONGEST_QUOTE` characters."""
+    said = repr(value)
+    return said if len(said) <= LONGEST_QUOTE else f"{said[:LONGEST_QUOTE]}..."
 
 
 def counted(number: int, noun: str) -> str:

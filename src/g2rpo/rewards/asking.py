@@ -1,39 +1,34 @@
 """Two ways to ask a vision-language model about pictures: at an OpenAI-compatible server, and in
 this process by transformers.
 
-An answer is a text, or with two `words`, such as yes and no, P(first) / (P(first) + P(second)) of
-its first token, in [0, 1]: VQAScore (arXiv 2404.01291) in the form that also divides by P(no). All
-spellings of a word count together: "Yes", " yes", "YES".
+With two `words`, such as yes and no, the answer is P(first) / (P(first) + P(second)) of its first
+word, in [0, 1]: VQAScore (arXiv 2404.01291) in the form that also divides by P(no).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from PIL import Image
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 from torch import Tensor
 
-from g2rpo.core.errors import did_you_mean
+from g2rpo.core.errors import did_you_mean, shown
+from g2rpo.rewards.answers import Said, Unread
 from g2rpo.rewards.remote import encode_png
-from g2rpo.rewards.transport import Client, Endpoint, NoAnswer, without_token
+from g2rpo.rewards.transport import Client, Endpoint, NoAnswer, Refused, without_token
 from g2rpo.rewards.weights import check_config, fetch, parse_dtype, place_of, pretrained
 
 MOST_LIKELY = 20
 """The number of most likely tokens requested: the largest that OpenAI, and vLLM by default,
 allow."""
-_BLANKS = " \t\r\n\u2581\u0120\u010a"
-"""White space, and its forms in raw vocabulary entries."""
-
-ENDED = ("length", "content_filter")
-"""How an answer ends that has no text, though the server works: only reasoning until max_tokens, in
-a separate field; or a filter took the text out."""
-
-Answer = str | float | None
-"""A text, or a probability; None if there was no answer."""
+TEXT = ("text", "output_text")
+"""The types of parts of a message that are text."""
+Answer = Said | float | None
+"""What the model said, or a probability; None if no answer came."""
 
 
 class JudgeQuestion(NamedTuple):
@@ -49,15 +44,25 @@ class Likely(BaseModel):
 
 
 class Token(BaseModel):
-    top_logprobs: list[Likely]
+    token: str = ""
+    top_logprobs: list[Likely] = []
 
 
 class LogProbs(BaseModel):
     content: list[Token] | None = None
 
 
+def _joined(content: Any) -> Any:
+    """The text of a content that comes in parts, of which thoughts are none; of null it is empty."""
+    if not isinstance(content, list):
+        return content or ""
+    parts = [part if isinstance(part, dict) else {"text": part} for part in content]
+    texts = [part.get("text") for part in parts if part.get("type", "text") in TEXT]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
 class Message(BaseModel):
-    content: str | None = None
+    content: Annotated[str, BeforeValidator(_joined)] = ""
 
 
 class AnswerLetter(BaseModel):
@@ -72,28 +77,15 @@ class Completion(BaseModel):
     choices: Annotated[list[AnswerLetter], Field(min_length=1)]
 
     @property
-    def text(self) -> str:
-        """`NoAnswer` if there is none."""
+    def said(self) -> Said:
         choice = self.choices[0]
-        if choice.message.content is None and choice.finish_reason not in ENDED:
-            raise NoAnswer("answered a chat completion without text")
-        return choice.message.content or ""
+        listed = None if choice.logprobs is None else choice.logprobs.content
+        tokens = None if listed is None else [(token.token, _likely(token)) for token in listed]
+        return Said(choice.message.content, (choice.finish_reason or "").lower() or None, tokens)
 
-    def probability_of(self, words: tuple[str, str]) -> float:
-        """That of the first word. A word that is not among the listed tokens has probability 0. NaN
-        if neither is; `NoAnswer` if the completion has no log-probs."""
-        given = self.choices[0].logprobs
-        if self.choices[0].finish_reason == "content_filter":
-            return torch.nan
-        if given is None or given.content is None:
-            raise NoAnswer("answered no log-probs of its first token")
-        found = dict.fromkeys(words, 0.0)
-        for likely in given.content[0].top_logprobs if given.content else ():
-            word = likely.token.strip(_BLANKS).lower()
-            if word in found:
-                found[word] += math.exp(likely.logprob)
-        total = sum(found.values())
-        return found[words[0]] / total if total > 0 else torch.nan
+
+def _likely(token: Token) -> list[tuple[str, float]]:
+    return [(each.token, math.exp(each.logprob)) for each in token.top_logprobs]
 
 
 class ServedModel:
@@ -110,30 +102,45 @@ class ServedModel:
         endpoint: Endpoint | None,
     ) -> None:
         self.client, self.words = Client(url, endpoint, concurrency=8), words
-        self.settings: dict[str, Any] = {
+        given = dict(request or {})
+        if "max_completion_tokens" in given:  # the newer name of max_tokens: no server takes both
+            given.setdefault("max_tokens", None)
+        settings: dict[str, Any] = {
             "model": model,
             "temperature": 0.0,
-            "max_tokens": max_tokens or 1024,
+            "max_tokens": max_tokens or (1024 if words is None else 1),
         }
         if words is not None:
-            self.settings |= {
-                "max_tokens": max_tokens or 1,
-                "logprobs": True,
-                "top_logprobs": MOST_LIKELY,
-            }
-        self.settings |= request or {}
+            settings |= {"logprobs": True, "top_logprobs": MOST_LIKELY}
+        settings |= given
+        self.settings = {key: value for key, value in settings.items() if value is not None}
 
-    def __call__(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
-        return self.client.ask("/chat/completions", Completion, questions, self._body, self._read)
+    def __call__(self, questions: Sequence[JudgeQuestion]) -> Sequence[Answer]:
+        return self.client.ask(
+            "/chat/completions", Completion, questions, self._body, lambda _, answer: answer.said
+        )
 
-    def check(self, trial: JudgeQuestion | None) -> None:
-        """NoAnswer unless the server has the model, and answers a `trial`."""
-        answer, model = self.client.once("/models", object), self.settings["model"]
-        if (fault := _unlisted(answer, model)) is not None:
-            raise NoAnswer(f"{self.client.url}/models {without_token(fault, self.client.token)}")
-        if trial is not None:
-            body = {**self._body(trial), "max_tokens": 1}
-            self._read(trial, self.client.once("/chat/completions", Completion, body))
+    def check(self, trial: JudgeQuestion, read: Callable[[Said], float]) -> None:
+        """NoAnswer unless the server has the model, and gives a `trial` an answer that can be
+        `read`."""
+        client, model = self.client, self.settings["model"]
+        try:
+            listed = client.once("/models", object)
+        except Refused as error:
+            raise Refused(
+                f"{error}\nA gateway that has no list of models is taken with endpoint: {{check: false}}."
+            ) from None
+        if (fault := _unlisted(listed, model)) is not None:
+            raise NoAnswer(f"{client.url}/models {without_token(fault, client.token)}")
+        body = self._body(trial)
+        said = client.once("/chat/completions", Completion, body, client.endpoint.timeout_s).said
+        try:
+            read(said)
+        except Unread as error:
+            quoted = without_token(f"{error}. It says: {shown(said.text)}", client.token)
+            raise NoAnswer(
+                f"{client.url}/chat/completions: the answer to a trial question cannot be read: {quoted}"
+            ) from None
 
     def _body(self, question: JudgeQuestion) -> dict[str, Any]:
         urls = [f"data:image/png;base64,{encode_png(picture)}" for picture in question.pictures]
@@ -143,12 +150,6 @@ class ServedModel:
         ]
         return {**self.settings, "messages": [{"role": "user", "content": content}]}
 
-    def _read(self, question: JudgeQuestion, answer: Completion) -> str | float:
-        try:
-            return answer.text if self.words is None else answer.probability_of(self.words)
-        except NoAnswer as error:
-            raise NoAnswer(f"{self.client.url}/chat/completions {error}") from None
-
 
 def _unlisted(answer: Any, model: str) -> str | None:
     """The fault of a model that the endpoint does not list; llama.cpp answers for any name, and
@@ -157,7 +158,7 @@ def _unlisted(answer: Any, model: str) -> str | None:
     listed = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     names = [str(row.get("id")) for row in listed]
     if names and model not in names and all(row.get("owned_by") != "llamacpp" for row in listed):
-        return f"has no model {model!r}, but {names!r:.200}.{did_you_mean(model, names)}"
+        return f"has no model {shown(model)}, but {shown(names)}.{did_you_mean(model, names)}"
     return None
 
 
@@ -202,7 +203,7 @@ class LoadedModel:
             )
 
     @torch.no_grad()
-    def __call__(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
+    def __call__(self, questions: Sequence[JudgeQuestion]) -> Sequence[Answer]:
         if not questions:
             return []
         chats = [_chat(question) for question in questions]
@@ -217,10 +218,10 @@ class LoadedModel:
                 self.model(**inputs, logits_to_keep=1).logits[:, -1]
             ).tolist()
         tokens = self.model.generate(**inputs, max_new_tokens=self.max_tokens, do_sample=False)
-        answers: list[Answer] = self.processor.batch_decode(
+        texts = self.processor.batch_decode(
             tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )
-        return answers
+        return [Said(text, "stop") for text in texts]
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         each = logits.float().log_softmax(-1)

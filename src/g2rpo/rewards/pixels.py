@@ -66,6 +66,8 @@ class PictureReward(Reward):
 
     batch_size = 64
     missing = "the model's score is not finite"
+    example = ""
+    """Why one of these has no score; the warning ends with it."""
 
     def score_pictures(self, images: Tensor, prompts: list[Any]) -> Tensor:
         """Scores [B] of uint8 images [B, 3, H, W]. If pictures require a gradient, `images` are the
@@ -85,7 +87,7 @@ class PictureReward(Reward):
                     for part, own in parts
                 ]
             )
-        scores = torch.full((len(images),), torch.nan)
+        scores, self.example = torch.full((len(images),), torch.nan), ""
         extremes = torch.stack(images.flatten(1).aminmax(dim=1))  # NaN if any pixel is
         rows = torch.isfinite(extremes).all(dim=0).nonzero().flatten().tolist()
         for chunk in _chunks(rows, self.batch_size):
@@ -104,7 +106,11 @@ class PictureReward(Reward):
                 f"{number} ({reason})" for reason, number in reasons.items() if number
             )
             log.warning(
-                "no score for %d of %d images: %s", sum(reasons.values()), len(images), counts
+                "no score for %d of %d images: %s%s",
+                sum(reasons.values()),
+                len(images),
+                counts,
+                self.example and f"; of one: {self.example}",
             )
         return scores
 

@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import random
+import re
 import ssl
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -17,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, shown
 from g2rpo.core.plain import parse_as, printable
 from g2rpo.core.web import is_loopback
 
@@ -30,6 +32,13 @@ MAX_ANSWER = 16 * 2**20
 FIRST_WAIT_S, CHECK_S = 1.0, 10.0
 MAX_WAIT_S = 60.0
 """The longest wait before a retry, also if the server asks for more."""
+_SPENT = re.compile(
+    r"insufficient[_ ](quota|balance|credit|fund)|current[_ ]quota|billing|credit balance|out of credit|arrear|overdue|余额不足",
+    re.IGNORECASE,
+)
+"""What servers say where nothing is left to pay with; also of limits per minute, where they say when
+to ask `_AGAIN`."""
+_AGAIN = re.compile(r"try (again )?in \d|retryDelay")
 
 
 class NoAnswer(ConnectionError):
@@ -134,9 +143,15 @@ class Client:
         self.answered = False
         self.concurrency = self.endpoint.concurrency or concurrency
 
-    def once(self, path: str, kind: type[T], body: Mapping[str, Any] | None = None) -> T:
-        """The answer to a check: a single request of at most `CHECK_S`."""
-        return self._request(path, kind, body, min(self.endpoint.timeout_s, CHECK_S))
+    def once(
+        self,
+        path: str,
+        kind: type[T],
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float = CHECK_S,
+    ) -> T:
+        """The answer to a check: a single request."""
+        return self._request(path, kind, body, min(self.endpoint.timeout_s, timeout_s))
 
     def _request(
         self, path: str, kind: type[T], body: Mapping[str, Any] | None, timeout_s: float
@@ -236,34 +251,58 @@ def request_json(
         data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
     exchange = _Exchange(url, headers, data, timeout_s, token)
     response, content = exchange.result()
-    said = f"{url}{exchange.through} answered"
-    if response.status_code >= 300:
-        explained = printable(
-            content[:300].decode(errors="replace").strip() or response.reason_phrase
-        )
-        message = f"{said} {response.status_code}: {without_token(explained, token)}"
-        if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
-            kind_of = RefusedContent if response.status_code in (400, 413, 422) else Refused
-            raise kind_of(message)
+    said, status = f"{url}{exchange.through} answered", response.status_code
+    text = printable(content[:4000].decode(errors="replace").strip())
+    begins = text[:300]
+    if status >= 300:
+        message = f"{said} {status}: {without_token(begins or response.reason_phrase, token)}"
+        after = response.headers.get("retry-after", "")
+        spent = _SPENT.search(text) and not (after or _AGAIN.search(text))
+        if spent and status in (400, 402, 403, 429):
+            raise Refused(
+                f"{message}\nNothing is left to pay for answers, so it is not asked again."
+            )
+        if 400 <= status < 500 and status not in (408, 429):
+            raise (RefusedContent if status in (400, 413, 422) else Refused)(message)
         busy = NoAnswer(message)
-        busy.after_s = seconds_until(response.headers.get("retry-after", ""))
+        busy.after_s = seconds_until(after)
         raise busy
     try:
-        return parse_as(kind, content)
+        encoding = json.detect_encoding(content)  # also by a byte order mark
+        return parse_as(kind, content if encoding == "utf-8" else content.decode(encoding))
     except ValueError as error:
-        wrong = without_token(printable(str(error)[:300]), token)
+        came = f"{response.headers.get('content-type', 'no content type')}, {shown(begins)}"
+        wrong = without_token(printable(f"{str(error)[:200]}; it is {came}"), token)
         raise NoAnswer(f"{said} something else than expected: {wrong}") from None
 
 
 def seconds_until(retry_after: str) -> float:
     """The seconds that a Retry-After header asks for, by a number or a date; 0 if it says
     neither."""
-    if retry_after.isascii() and retry_after.isdecimal():
+    if re.fullmatch(r"\d+(\.\d*)?", retry_after, re.ASCII):
         return float(retry_after)
     try:
-        return max(0.0, (parsedate_to_datetime(retry_after) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError, OverflowError):  # no date, or one without a zone
+        until = parsedate_to_datetime(retry_after)
+        return max(
+            0.0, (until.replace(tzinfo=until.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+        )
+    except (ValueError, TypeError, OverflowError):  # no date
         return 0.0
+
+
+def _unpacked(content: bytes, encoding: str) -> bytes:
+    """`content` without the compression that some servers use unasked; ValueError if it is not
+    whole, or too large."""
+    if not (encoding in ("gzip", "x-gzip", "deflate") or content.startswith(b"\x1f\x8b")):
+        return content
+    unpacking = zlib.decompressobj(zlib.MAX_WBITS | 32)  # both, by their first bytes
+    try:
+        plain = unpacking.decompress(content, MAX_ANSWER)
+    except zlib.error as error:
+        raise ValueError(f"its compressed answer cannot be read ({error})") from None
+    if not unpacking.eof:
+        raise ValueError(f"its compressed answer is cut off, or of more than {MAX_ANSWER} bytes")
+    return plain
 
 
 class _Exchange:
@@ -344,7 +383,7 @@ class _Exchange:
                     raise NoAnswer(
                         f"{self.url}{self.through} answered more than {MAX_ANSWER} bytes"
                     )
-            return response, bytes(content)
+            return response, _unpacked(bytes(content), response.headers.get("content-encoding", ""))
 
     def _note_proxy(self, event: str, details: Mapping[str, Any]) -> None:
         """httpx2 calls this at every step: whom it connects to, if not the address that is asked,

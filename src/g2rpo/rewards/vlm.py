@@ -13,7 +13,6 @@ instruction should be given that one (`template`).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -24,11 +23,12 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from g2rpo.core.errors import refuse
+from g2rpo.core.errors import refuse, shown
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.core.plain import Count
 from g2rpo.core.types import RewardModel
+from g2rpo.rewards.answers import Said, Unread, read_probability, read_scores
 from g2rpo.rewards.asking import Answer, JudgeQuestion, LoadedModel, ServedModel
 from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.transport import Endpoint
@@ -101,37 +101,6 @@ FORMS: dict[str, Form] = {
         edit=True,
     ),
 }
-# "(1-5)", bold marks, quotes and a colon may stand before the number; a range ("1-5", "1 to 5") is
-# an instruction, not a score. What the number is out of is read too. Every repetition is bounded: an
-# answer of a million blanks would otherwise be tried in a million ways.
-_NUMBER = (
-    r"[\s*_\"]{0,20}(?:[(（]\s{0,9}[\d.]{1,9}\s{0,9}[-–]\s{0,9}[\d.]{1,9}\s{0,9}[)）])?[\s*_]{0,20}[:：][\s*_<\"]{0,20}"
-    r"(\d{1,9}(?:[.,]\d{1,9})?)(?![\d.,]{0,20}[^\S\n]{0,20}(?:-|–|to)[^\S\n]{0,20}\d)"
-    r"(?:[^\S\n]{0,20}[*_]{0,3}[^\S\n]{0,20}(?:(?:/|out of)[^\S\n]{0,20}(\d{1,9})|(%)))?"
-)
-
-
-def parse_scores(text: str, names: Sequence[str], form: Form = FORMS["final"]) -> float:
-    """The scores called `names` in a judge's answer, combined by its `form`; NaN if one is missing,
-    out of the form's range, or on another scale ("3/10" where the form ends at 5).
-
-    Text between <think> and </think> is ignored. The last mention of a name counts, because an
-    answer may quote its instructions.
-    """
-    decided = text.rpartition("</think>")[2]
-    if "<think>" in decided:  # truncated within <think>
-        return torch.nan
-    values = []
-    for name in names:
-        found = re.findall(re.escape(name) + _NUMBER, decided, re.IGNORECASE)
-        number, most, percent = found[-1] if found else ("nan", "", "")
-        whole = not (most or percent) or float(most or 100) == form.high
-        values.append(float(number.replace(",", ".")) if whole else torch.nan)
-    return (
-        form.combine(values)
-        if all(form.low <= value <= form.high for value in values)
-        else torch.nan
-    )
 
 
 class Judge(PictureReward):
@@ -139,7 +108,7 @@ class Judge(PictureReward):
     the two ways to ask, and what is read of the answer."""
 
     missing = "the judge's answer has no score"
-    ask: Callable[[Sequence[JudgeQuestion]], list[Answer]]
+    ask: Callable[[Sequence[JudgeQuestion]], Sequence[Answer]]
 
     def _prepare(
         self,
@@ -202,9 +171,19 @@ class Judge(PictureReward):
         return [self._score(answer) for answer in self.ask(questions)]
 
     def _score(self, answer: Answer) -> float:
-        if answer is None:
+        if not isinstance(answer, Said):
+            return torch.nan if answer is None else answer
+        try:
+            return self.read(answer)
+        except Unread as error:
+            self.example = f"{error}. It says: {shown(answer.text)}"
             return torch.nan
-        return parse_scores(answer, self.names, self.form) if isinstance(answer, str) else answer
+
+    def read(self, said: Said) -> float:
+        """The score in what the model said; `Unread` if there is none."""
+        if self.choice is not None:
+            return read_probability(said, self.choice)
+        return self.form.combine(read_scores(said, self.names, self.form.low, self.form.high))
 
 
 class VLMJudge(Judge):
@@ -223,9 +202,9 @@ class VLMJudge(Judge):
     lowest and the highest score that the template asks for, the form's unless given; `image_size`,
     to which the longer side of a larger picture is reduced; `max_tokens` of the answer (1024; for
     yes or no 1); `request`, further fields of every request, such as {"temperature": 0.7}, 0 unless
-    given; `endpoint`, how the server is asked (`transport.Endpoint`); its `check` asks for the
-    server's models, and one question about grey pictures for yes or no and for edits, so that a
-    server without log-probs, or with room for one picture alone, fails then too. Raises ValueError
+    given, of which null leaves one out; `endpoint`, how the server is asked (`transport.Endpoint`);
+    its `check` asks for the server's models, and one question about grey pictures, so that a judge
+    whose answers cannot be read fails then. Raises ValueError
     for bad settings, FileNotFoundError for a missing template, OSError if the check fails or the
     server refuses (`transport.Client.ask`).
     """
@@ -250,8 +229,7 @@ class VLMJudge(Judge):
         self.ask = served = ServedModel(url, model, self.choice, max_tokens, request, endpoint)
         if served.client.endpoint.check:
             grey = [Image.new("RGB", (64, 64), "grey")] * (1 + self.form.edit)
-            trial = self.form.edit or self.choice
-            served.check(self._question(grey, "a grey picture") if trial else None)
+            served.check(self._question(grey, "a grey picture"), self.read)
 
 
 class LocalVLMJudge(Judge):
