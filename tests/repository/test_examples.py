@@ -10,9 +10,19 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from transformers import Qwen3VLConfig, Qwen3VLModel
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    Qwen3VLConfig,
+    Qwen3VLModel,
+)
 
-from tests.rewards.learned import oracle, save_dino, save_processor, state_of
+from tests.rewards.learned import FIXTURES, oracle, save_dino, save_processor, state_of
 from tests.support.pictures import noise
 from tests.support.tolerances import near, network, rounding
 
@@ -168,6 +178,34 @@ def save_hpsv3pp(folder, head):
     return save_processor(folder / "qwen3", config.to_dict())
 
 
+def save_llava(folder):
+    """A tiny random Llava with a chat template, whose vocabulary has two spellings of yes."""
+    tokenizer = AutoTokenizer.from_pretrained(FIXTURES / "qwen2_tokenizer")
+    tokenizer.add_tokens(["<image>", "Yes", " yes", "no"])
+    sizes = {"hidden_size": 16, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes, image_size=16, patch_size=8),
+        text_config=LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=4096),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+    )
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config)
+    model.lm_head.weight.data.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    square = {"height": 16, "width": 16}
+    pixels = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square)
+    chat = (
+        "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<image>"
+        "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}:"
+    )
+    more = {"patch_size": 8, "chat_template": chat, "num_additional_image_tokens": 1}
+    more["vision_feature_select_strategy"] = "default"
+    LlavaProcessor(pixels, tokenizer, **more).save_pretrained(folder)
+    return folder
+
+
 def test_the_rewards_score_with_tiny_random_weights_saved_as_the_published_are(tmp_path):
     """Other pictures and, where it is an option, another progress have other scores; a clip that
     stands still is the steadiest and does not move."""
@@ -191,4 +229,13 @@ def test_the_rewards_score_with_tiny_random_weights_saved_as_the_published_are(t
     assert (
         scores.isfinite().all()
         and len({*scores.tolist(), *early(clip[0, :2], ["a", "a"]).tolist()}) == 4
+    )
+
+    kind = runpy.run_path(str(EXAMPLES / "rewards" / "local_vlm_judge.py"))["LocalVLMJudge"]
+    judge = kind(str(save_llava(tmp_path / "llava")), dtype="float32")
+    scores = judge(clip[0, :3], ["a cat", "a dog in the rain", "a cat"])
+    assert len({*scores.tolist()}) == 3 and 0 < scores.min() < scores.max() < 1
+    judge.batch_size = 1
+    torch.testing.assert_close(
+        judge(clip[0, :3], ["a cat", "a dog in the rain", "a cat"]), scores, **network(1.0)
     )

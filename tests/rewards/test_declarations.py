@@ -49,7 +49,6 @@ def test_a_declaration_fits_its_constructor(name):
         ("vlm_judge", "image_size", 0),
         ("vlm_judge", "form", "stars"),
         ("vlm_judge", "aspects", []),
-        ("local_vlm_judge", "form", "choice"),
         ("hpsv2", "batch_size", "8"),
         ("hpsv2", "dtype", "float64"),
     ],

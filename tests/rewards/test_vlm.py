@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from g2rpo.core.data import Prompt
-from g2rpo.rewards.answers import Said, Unread, read_probability, read_scores
+from g2rpo.rewards.answers import Said, Unread, probability_of_yes, read_scores
 from g2rpo.rewards.transport import NoAnswer, Refused
 from g2rpo.rewards.vlm import FORMS, VLMJudge
 from g2rpo.rewards.weights import read_instruction
@@ -69,10 +69,10 @@ def test_the_probability_of_yes_is_that_of_the_first_word_after_the_thoughts(pla
     tokens = places and [(token, [*listed.items()]) for token, listed in places]
     said = Said("", "length", [] if places == [] else tokens)
     if isinstance(answer, float):
-        assert read_probability(said, ("yes", "no")) == pytest.approx(answer)
+        assert probability_of_yes(said) == pytest.approx(answer)
     else:
         with pytest.raises(Unread, match=answer):
-            read_probability(said, ("yes", "no"))
+            probability_of_yes(said)
 
 
 def test_prose_is_counted_in_one_warning(caplog):

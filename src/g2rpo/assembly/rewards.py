@@ -25,7 +25,6 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "aesthetic": "g2rpo.rewards.clip:Aesthetic",
     "geneval": "g2rpo.rewards.geneval:GenEval",
     "vlm_judge": "g2rpo.rewards.vlm:VLMJudge",
-    "local_vlm_judge": "g2rpo.rewards.vlm:LocalVLMJudge",
     "http": "g2rpo.rewards.remote:RemoteReward",
     "function": "g2rpo.rewards.analytic:FunctionReward",
     "ocr": "g2rpo.rewards.ocr:OCR",

@@ -1,8 +1,8 @@
 """What counts as a judge's answer: the one reader of what a model says.
 
 A text counts if it ended by itself; of it what stands after the thoughts; and a number there whose
-form is known. Of log-probs the first word after the thoughts counts, if the words that are asked
-for have at least half of the probability. Everything else is `Unread`, with the reason.
+form is known. Of log-probs the first word after the thoughts counts, if yes and no have at least half
+of the probability. Everything else is `Unread`, with the reason.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def after_thoughts(text: str) -> int:
     return tags[-1].end()
 
 
-def read_probability(said: Said, words: tuple[str, str]) -> float:
-    """P(first) / (P(first) + P(second)) of two words, in all spellings ("Yes", " yes", "YES"), in
-    the place of the first word after the thoughts; a word that is not listed there has probability
-    0."""
+def probability_of_yes(said: Said) -> float:
+    """P(yes) / (P(yes) + P(no)), in all spellings ("Yes", " yes", "YES"), in the place of the first
+    word after the thoughts: VQAScore (arXiv 2404.01291) in the form that also divides by P(no). A
+    word that is not listed there has probability 0."""
     if said.ended not in (*STOPPED, *CUT, None):
         raise Unread(f"it did not end by itself (finish_reason: {said.ended})")
     if said.tokens is None:
@@ -88,14 +88,14 @@ def read_probability(said: Said, words: tuple[str, str]) -> float:
         end += len(token)
         if end <= begin or not _word(token):
             continue
-        found = dict.fromkeys(words, 0.0)
+        found = {"yes": 0.0, "no": 0.0}
         for spelling, probability in likely:
             if _word(spelling) in found:
                 found[_word(spelling)] += probability
         if (mass := sum(found.values())) >= LEAST_MASS:
-            return found[words[0]] / mass
+            return found["yes"] / mass
         raise Unread(
-            f"it begins with {shown(token)}: {' and '.join(words)} have a probability of {mass:.1g} there, not of a half or more"
+            f"it begins with {shown(token)}: yes and no have a probability of {mass:.1g} there, not of a half or more"
         )
     raise Unread("it has no word after its thoughts")
 

@@ -27,12 +27,11 @@ from g2rpo.core.errors import refuse, shown
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.core.plain import Count
-from g2rpo.core.types import RewardModel
-from g2rpo.rewards.answers import Said, Unread, read_probability, read_scores
-from g2rpo.rewards.asking import Answer, JudgeQuestion, LoadedModel, ServedModel
+from g2rpo.rewards.answers import Said, Unread, probability_of_yes, read_scores
+from g2rpo.rewards.asking import JudgeQuestion, ServedModel
 from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.transport import Endpoint
-from g2rpo.rewards.weights import config_in, read_instruction
+from g2rpo.rewards.weights import read_instruction
 
 
 @dataclass(frozen=True)
@@ -103,90 +102,7 @@ FORMS: dict[str, Form] = {
 }
 
 
-class Judge(PictureReward):
-    """A score that a vision-language model gives: the question of a `form`, `ask`, which is one of
-    the two ways to ask, and what is read of the answer."""
-
-    missing = "the judge's answer has no score"
-    ask: Callable[[Sequence[JudgeQuestion]], Sequence[Answer]]
-
-    def _prepare(
-        self,
-        form: str,
-        template: str | None,
-        aspects: Sequence[str] | None,
-        range: ScoreRange | None,
-        image_size: int,
-    ) -> None:
-        """Sets what is asked; ValueError for a wrong template or range, FileNotFoundError for a
-        missing template."""
-        self.form = FORMS[form]
-        if aspects is not None:
-            self.form = replace(self.form, combine=Form.combine)
-        self.template = _template(template or self.form.template)
-        self.names = self.form.scores if aspects is None else tuple(aspects)
-        self.image_size = image_size
-        if range is not None:
-            refuse(_faults_of_range(range, template, self.names), ValueError)
-            self.form = replace(self.form, low=range[0], high=range[1])
-        if self.names:
-            self.missing += f" from {self.form.low:g} to {self.form.high:g}"
-
-    @property
-    def choice(self) -> tuple[str, str] | None:
-        """The words of which one is the answer; None if the answer has scores."""
-        return None if self.names else ("yes", "no")
-
-    @classmethod
-    def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
-        form, edits = FORMS.get(options["form"]), list(filter(images_of, prompts))
-        if form is not None and form.edit and not edits:
-            return f"form={options['form']} is for edits, but none of {len(prompts)} prompts has {INPUT}"
-        if form is not None and not form.edit and edits and options["template"] is None:
-            own = f"form={options['form']} asks about a picture from a description, but prompt {edits[0]!r:.60} has {INPUT}"
-            return f"{own}: take form=edit or form=edit_yes_no, or a template of your own"
-        return None
-
-    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
-        before = {prompt: self._reduced(read_inputs(prompt)) for prompt in dict.fromkeys(prompts)}
-        asked = [not self.form.edit or bool(before[prompt]) for prompt in prompts]
-        shown = zip(self._reduced(to_pil(images)), prompts, strict=True)
-        questions = [
-            self._question([*before[prompt], picture], prompt) for picture, prompt in shown
-        ]
-        scores = torch.full((len(prompts),), torch.nan)
-        scores[asked] = torch.tensor(self._scores([*compress(questions, asked)]))
-        return scores
-
-    def _reduced(self, pictures: Sequence[Image.Image]) -> list[Image.Image]:
-        for picture in pictures:
-            picture.thumbnail((self.image_size, self.image_size), Image.Resampling.BICUBIC)
-        return list(pictures)
-
-    def _question(self, pictures: Sequence[Image.Image], prompt: str) -> JudgeQuestion:
-        return JudgeQuestion(pictures, self.template.replace("{prompt}", prompt))
-
-    def _scores(self, questions: Sequence[JudgeQuestion]) -> list[float]:
-        """What is read of each answer; NaN without a readable score."""
-        return [self._score(answer) for answer in self.ask(questions)]
-
-    def _score(self, answer: Answer) -> float:
-        if not isinstance(answer, Said):
-            return torch.nan if answer is None else answer
-        try:
-            return self.read(answer)
-        except Unread as error:
-            self.example = f"{error}. It says: {shown(answer.text)}"
-            return torch.nan
-
-    def read(self, said: Said) -> float:
-        """The score in what the model said; `Unread` if there is none."""
-        if self.choice is not None:
-            return read_probability(said, self.choice)
-        return self.form.combine(read_scores(said, self.names, self.form.low, self.form.high))
-
-
-class VLMJudge(Judge):
+class VLMJudge(PictureReward):
     """A score by a vision-language model; NaN, and one warning that counts them, where it gives
     none.
 
@@ -210,6 +126,7 @@ class VLMJudge(Judge):
     """
 
     waits = asks = True
+    missing = "the judge's answer has no score"
 
     def __init__(
         self,
@@ -225,55 +142,68 @@ class VLMJudge(Judge):
         request: Mapping[str, Any] | None = None,
         endpoint: Endpoint | None = None,
     ) -> None:
-        self._prepare(form, template, aspects, range, image_size)
-        self.ask = served = ServedModel(url, model, self.choice, max_tokens, request, endpoint)
-        if served.client.endpoint.check:
+        self.form = FORMS[form]
+        if aspects is not None:
+            self.form = replace(self.form, combine=Form.combine)
+        self.template = _template(template or self.form.template)
+        self.names = self.form.scores if aspects is None else tuple(aspects)
+        self.image_size = image_size
+        if range is not None:
+            refuse(_faults_of_range(range, template, self.names), ValueError)
+            self.form = replace(self.form, low=range[0], high=range[1])
+        if self.names:
+            self.missing += f" from {self.form.low:g} to {self.form.high:g}"
+        self.served = ServedModel(url, model, not self.names, max_tokens, request, endpoint)
+        if self.served.client.endpoint.check:
             grey = [Image.new("RGB", (64, 64), "grey")] * (1 + self.form.edit)
-            served.check(self._question(grey, "a grey picture"), self.read)
-
-
-class LocalVLMJudge(Judge):
-    """A score by a vision-language model in this process, as `vlm_judge` gives it: for "yes_no" and
-    "edit_yes_no" from the probabilities of all first tokens, else from the greedy answer.
-
-    Args: `path`, a folder or repository that transformers loads for "image-text-to-text", with a
-    chat template; `form`, `template`, `aspects`, `range` and `image_size` as for `vlm_judge`;
-    `max_tokens` of an answer; `device`; `dtype` of the weights; `batch_size`, pictures at a time. Raises
-    ValueError for bad settings or a model that is none, OSError if it is not there.
-    """
-
-    files = {"path": ("config.json",)}
-
-    def __init__(
-        self,
-        path: str = "Qwen/Qwen2.5-VL-3B-Instruct",
-        *,
-        form: FormName = "final",
-        template: str | None = None,
-        aspects: Aspects | None = None,
-        range: ScoreRange | None = None,
-        image_size: Count = 512,
-        max_tokens: Count = 512,
-        device: str = "cpu",
-        dtype: str = "bfloat16",
-        batch_size: int = 8,
-    ) -> None:
-        self._prepare(form, template, aspects, range, image_size)
-        self.ask = LoadedModel(path, self.choice, max_tokens, device, dtype)
-        self.device, self.batch_size = torch.device(device), batch_size
+            self.served.check(self._question(grey, "a grey picture"), self.read)
 
     @classmethod
-    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
-        """The model, of a folder; a token costs two operations a weight, of about 1,000 tokens and
-        the answer's."""
-        from transformers import AutoModelForImageTextToText
+    def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
+        form, edits = FORMS.get(options["form"]), list(filter(images_of, prompts))
+        if form is not None and form.edit and not edits:
+            return f"form={options['form']} is for edits, but none of {len(prompts)} prompts has {INPUT}"
+        if form is not None and not form.edit and edits and options["template"] is None:
+            own = f"form={options['form']} asks about a picture from a description, but prompt {edits[0]!r:.60} has {INPUT}"
+            return f"{own}: take form=edit or form=edit_yes_no, or a template of your own"
+        return None
 
-        if (config := config_in(options["path"])) is None:
-            return None
-        model = AutoModelForImageTextToText.from_config(config)
-        return RewardModel(
-            [model], flops=2.0 * model.num_parameters() * (1000 + options["max_tokens"])
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
+        before = {prompt: self._reduced(read_inputs(prompt)) for prompt in dict.fromkeys(prompts)}
+        asked = [not self.form.edit or bool(before[prompt]) for prompt in prompts]
+        shown = zip(self._reduced(to_pil(images)), prompts, strict=True)
+        questions = [
+            self._question([*before[prompt], picture], prompt) for picture, prompt in shown
+        ]
+        scores = torch.full((len(prompts),), torch.nan)
+        scores[asked] = torch.tensor(
+            [self._score(said) for said in self.served([*compress(questions, asked)])]
         )
+        return scores
+
+    def _reduced(self, pictures: Sequence[Image.Image]) -> list[Image.Image]:
+        for picture in pictures:
+            picture.thumbnail((self.image_size, self.image_size), Image.Resampling.BICUBIC)
+        return list(pictures)
+
+    def _question(self, pictures: Sequence[Image.Image], prompt: str) -> JudgeQuestion:
+        return JudgeQuestion(pictures, self.template.replace("{prompt}", prompt))
+
+    def _score(self, said: Said | None) -> float:
+        """The score in what the model said; NaN if there is none that can be read."""
+        if said is None:
+            return torch.nan
+        try:
+            return self.read(said)
+        except Unread as error:
+            self.example = f"{error}. It says: {shown(said.text)}"
+            return torch.nan
+
+    def read(self, said: Said) -> float:
+        """The score in what the model said; `Unread` if there is none."""
+        if not self.names:
+            return probability_of_yes(said)
+        return self.form.combine(read_scores(said, self.names, self.form.low, self.form.high))
 
 
 def _faults_of_range(
