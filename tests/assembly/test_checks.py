@@ -26,7 +26,6 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import differences
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
-from g2rpo.core.capabilities import judged_by
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.run.run import Run
@@ -426,8 +425,6 @@ def test_which_algorithms_a_recipe_can_be_given_by_name_alone(recipe):
 def test_what_a_name_brings_is_told_and_all_else_is_published_or_the_recipes(recipe):
     own = load_config(recipe, [])
     for name in ALGORITHMS.keys() - {own.algorithm.name}:
-        if judged_by(ALGORITHMS[name]):  # its rewards only judge
-            continue
         config, told = named_with(recipe, name)
         check_plans(config.algorithm, config.sampling)
         published = config.model_copy(update={"algorithm": ALGORITHMS[name]()})
