@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import signal
-
-from g2rpo.app.process import steady_streams, stop_signals, while_imported
+import sys
 
 
 def main() -> None:
     """Runs the command line. Signals are handled before its libraries are imported, which takes
     half a second."""
+    if sys.platform == "win32":
+        print("g2rpo: runs on Linux, macOS and WSL, not on Windows itself", file=sys.stderr)
+        sys.exit(2)
+    from g2rpo.app.process import steady_streams, stop_signals, while_imported
+
     steady_streams()
     for number in stop_signals():
         signal.signal(number, while_imported)

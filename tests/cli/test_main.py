@@ -48,6 +48,14 @@ def test_help_answers_at_once_and_loads_no_model_library():
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
 
 
+def test_windows_is_refused_in_a_line():
+    """It ended in a traceback of an import."""
+    program = "import sys; sys.platform = 'win32'; from g2rpo.__main__ import main; main()"
+    refused = ended(sys.executable, "-c", program)
+    said = "g2rpo: runs on Linux, macOS and WSL, not on Windows itself\n"
+    assert (refused.returncode, refused.stderr) == (2, said)
+
+
 def test_a_locale_without_utf_8_shows_what_it_can_and_refuses_what_it_cannot_read():
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     helped = ended(*PROGRAM, "--help", **plain)  # which names G²RPO
@@ -115,9 +123,11 @@ def lines_of(path):
     return [json.loads(line) for line in path.open()]
 
 
-def test_train_resume_repeat_and_sample(says, refuses, tmp_path, tiny_config):
+def test_train_resume_repeat_and_sample(says, refuses, tmp_path, tiny_config, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
     out = says("train tiny.yaml --run-dir run --resume")
     for suggested in (
+        "mpiexec has 2 processes",
         "before_after.png",
         "g2rpo report run",
         "g2rpo sample run 'a red circle'",  # the first of its own held-out prompts

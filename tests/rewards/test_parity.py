@@ -100,6 +100,21 @@ def test_clip_score_is_open_clips(tmp_path, quick_gelu, resize_mode):
         torch.testing.assert_close(features, theirs, **network(1.0))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "cleaned"),
+    [
+        ("A caf\u00c3\u00a9 in  Z\u00c3\u00bcrich", "a caf\u00e9 in z\u00fcrich"),  # decoded twice
+        ("it\u00e2\u20ac\u2122s a \u201ccat\u201d", 'it\'s a "cat"'),
+        ("a &amp;lt; b", "a < b"),
+        ("\uff26\uff35\uff2c\uff2c width", "full width"),
+        ("red\u00ad\ncar\r\n", "red\u00ad car"),
+    ],
+)
+def test_prompts_are_cleaned_as_open_clips(prompt, cleaned):
+    """By ftfy, which repairs what was decoded wrongly; our own table of letters did not."""
+    assert clean_prompt(prompt) == cleaned
+
+
 def test_token_ids_are_upstreams(rewards):
     recorded = oracle("open_clip")
     model_cfg = recorded["model_cfg"]

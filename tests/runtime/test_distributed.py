@@ -10,7 +10,7 @@ import torch
 from g2rpo.core.errors import RankLost, UserError
 from g2rpo.run.checkpoint import checkpoints
 from g2rpo.run.run import Run
-from g2rpo.runtime.distributed import ALONE, World, joined
+from g2rpo.runtime.distributed import ALONE, LAUNCHERS, World, apart, joined
 from g2rpo.training import learner
 from g2rpo.training.listeners.listener import Ask, asked_by
 from tests.support import policies, ranks
@@ -220,6 +220,29 @@ def test_an_environment_without_numbers_is_refused(monkeypatch, variable):
     monkeypatch.setenv(variable, "two")
     with pytest.raises(UserError, match=f"the environment's {variable}: "), joined("cpu"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ("SLURM_PROCID=0 SLURM_NTASKS=8", "srun"),
+        ("SLURM_PROCID=1 SLURM_NTASKS=8", None),
+        ("SLURM_PROCID=0 SLURM_NTASKS=8 RANK=0 WORLD_SIZE=8", None),
+        ("SLURM_PROCID=0 SLURM_NTASKS=1", None),
+        ("OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0", "mpirun"),
+        ("PMI_SIZE=2", "mpiexec"),
+        ("PMI_SIZE=two", None),
+        ("", None),
+    ],
+)
+def test_processes_that_each_train_alone_are_told_once(monkeypatch, variables, launcher):
+    for name in ("RANK", "WORLD_SIZE", *(name for own in LAUNCHERS.values() for name in own)):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (pair.split("=") for pair in variables.split()):
+        monkeypatch.setenv(name, value)
+    said = apart()
+    assert said is None if launcher is None else said.startswith(f"{launcher} has ")
+    assert launcher is None or ("RANK=$" in said and "docs/scaling.md" in said)
 
 
 def test_a_port_that_is_taken_is_no_rank_that_is_missing(monkeypatch):

@@ -40,7 +40,7 @@ from g2rpo.core.statistics import Comparison
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.run import Run, entered
-from g2rpo.runtime.distributed import World, joined
+from g2rpo.runtime.distributed import World, apart, joined
 from g2rpo.training.model_card import CARD
 from g2rpo.training.trainer import Trainer
 
@@ -79,6 +79,8 @@ def train(
             emit(Line(note))
         _check_same_on_all_ranks(config, world)
         notify = cautions(emit) if world.is_main else partial(_tell_of_rank, world.rank)
+        if (said := apart()) is not None:
+            notify(said)
         chosen = (
             stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
         )

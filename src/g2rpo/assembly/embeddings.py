@@ -64,10 +64,11 @@ def _libraries() -> dict[str, str]:
     """The versions of what encodes, without the last number: a patch that mends something else
     encodes no prompt again."""
     import diffusers  # not by a command that is refused
+    import ftfy  # pipelines clean prompts with it
     import transformers
 
-    both = (diffusers, transformers)
-    return {one.__name__: ".".join(one.__version__.split(".")[:2]) for one in both}
+    every = (diffusers, ftfy, transformers)
+    return {one.__name__: ".".join(one.__version__.split(".")[:2]) for one in every}
 
 
 def _identity_of(name: str, digests: FileDigests, reads: Callable[[str], bool]) -> dict[str, Any]:

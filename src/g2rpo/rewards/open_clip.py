@@ -9,11 +9,10 @@ or bidirectional text towers) are refused.
 from __future__ import annotations
 
 import html
-import re
-import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
+import ftfy
 from torch import Tensor
 
 from g2rpo.rewards.pixels import CLIP_MEAN, CLIP_STD, Preprocess
@@ -217,39 +216,7 @@ def preprocess_from(model_cfg: Mapping[str, Any], preprocess_cfg: Mapping[str, A
     )
 
 
-_CHARACTERS = {
-    **dict.fromkeys(map(ord, "\u02bc\u2018\u2019\u201a\u201b"), "'"),
-    **dict.fromkeys(map(ord, "\u201c\u201d\u201e\u201f"), '"'),
-    # ligatures such as "fi", and full-width forms with their space
-    **{
-        c: unicodedata.normalize("NFKC", chr(c))
-        for c in (*range(0xFB00, 0xFB07), 0x3000, *range(0xFF01, 0xFFEF))
-    },
-    # controls, but not the white space among them; marks of byte order and direction
-    **dict.fromkeys(
-        (
-            *range(9),
-            0x0B,
-            *range(0x0E, 0x20),
-            0x7F,
-            *range(0x206A, 0x2070),
-            0xFEFF,
-            *range(0xFFF9, 0xFFFD),
-        ),
-        "",
-    ),
-}
-_TERMINAL_COLOUR = re.compile(r"\x1b\[[\d;]*[a-zA-Z]")
-
-
 def clean_prompt(prompt: str) -> str:
-    """open_clip's cleaning of a prompt before BPE: plain quotes and letters, HTML entities
-    resolved, lower case.
-
-    open_clip runs ftfy, which also repairs text that was decoded with the wrong encoding; that part
-    is not done here.
-    """
-    if "<" not in prompt:  # ftfy takes text with tags for HTML source, and leaves it alone at first
-        prompt = html.unescape(prompt)
-    prompt = _TERMINAL_COLOUR.sub("", prompt).translate(_CHARACTERS)
-    return html.unescape(html.unescape(prompt)).strip().lower()
+    """open_clip's cleaning of a prompt before BPE: ftfy repairs text that was decoded wrongly, HTML
+    entities are resolved, letters are lower case."""
+    return " ".join(html.unescape(html.unescape(ftfy.fix_text(prompt))).split()).lower()

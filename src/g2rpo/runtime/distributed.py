@@ -237,6 +237,29 @@ def number_in(variable: str, default: int) -> int:
         return parse_as(NonNegativeInt, os.environ.get(variable, str(default)))
 
 
+LAUNCHERS = {
+    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mpiexec": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+}
+"""Launchers that set no RANK, with their names for RANK, LOCAL_RANK and WORLD_SIZE."""
+
+
+def apart() -> str | None:
+    """What the first of a launcher's processes should say if each trains alone, for none has a
+    RANK; else None."""
+    for launcher, names in LAUNCHERS.items():
+        rank, _, size = (os.environ.get(name, "0") for name in names)
+        if "RANK" not in os.environ and size.isdecimal() and int(size) > 1 and rank == "0":
+            own = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+            given = " ".join(f"{ours}=${theirs}" for ours, theirs in zip(own, names, strict=True))
+            return (
+                f"{launcher} has {size} processes, and each trains alone, for RANK is not set; `{launcher} bash -c '{given} "
+                "exec python -m g2rpo ...'` with MASTER_ADDR and MASTER_PORT trains together (docs/scaling.md), or torchrun"
+            )
+    return None
+
+
 def _publish(store: Any, words: str) -> None:
     """Publishes why this rank stopped, unless another rank has already."""
     with suppress(RuntimeError):  # the store ends with rank 0

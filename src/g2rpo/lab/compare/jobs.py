@@ -22,6 +22,7 @@ from g2rpo.app.stopping import stoppable
 from g2rpo.core import plugins
 from g2rpo.core.files import open_regular
 from g2rpo.run.lock import held
+from g2rpo.runtime import machine
 
 PRELOADED = ["g2rpo.lab.compare.imported"]
 """What is imported in the process that jobs are forked from."""
@@ -154,10 +155,8 @@ def environment_of(slot: int, count: int) -> dict[str, str]:
     is set, and one GPU."""
     import torch
 
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    use = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count)))}
+    threads = str(max(1, machine.cores() // count))
+    use = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     if torch.cuda.device_count() > 1:
         named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
             map(str, range(torch.cuda.device_count()))

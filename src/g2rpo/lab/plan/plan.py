@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +30,7 @@ from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.lab.plan.trace import Calls, trace_calls
 from g2rpo.rollout.guidance import guided_by
+from g2rpo.runtime import machine
 from g2rpo.runtime.distributed import World
 from g2rpo.training.ranks import divided
 
@@ -67,8 +67,7 @@ def find_target(device: str) -> Target:
     `cards.CARDS`."""
     device = components.pick_device(device) if device == "auto" else device
     if device == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Target("this machine's CPU", False, True, memory, None)
+        return Target("this machine's CPU", False, True, machine.memory(), None)
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise UserError(
