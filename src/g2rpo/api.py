@@ -25,6 +25,7 @@ from g2rpo.app.sample import SampleConfig, painter, sample_config, tune
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.config import load_config
+from g2rpo.assembly.prompts import warn_of_prompts
 from g2rpo.config.given import OBJECT, mention
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Config, RewardConfig
@@ -42,7 +43,6 @@ from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.monitor.trackers import METHODS, Tracker
-from g2rpo.policies.reading import warn_of_long
 from g2rpo.run.run import Run, entered
 from g2rpo.training.trainer import Trainer
 
@@ -220,7 +220,7 @@ def evaluate(
     check_inputs(prompts)
     config = _config_of(run, False, seed)
     loaded = components.load_pipeline(config.policy, tuning="frozen")
-    warn_of_long(loaded.text, prompts, print)
+    warn_of_prompts(loaded, prompts, print)
     cached = policy_after_encoding(
         loaded, Run(local(run)).read_config().prompts.cache, prompts, print
     )

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 from g2rpo.assembly import components
+from g2rpo.assembly.prompts import warn_of_prompts
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.types import Prompt
 from g2rpo.policies.catalogue import SPECS
@@ -108,3 +109,19 @@ def test_every_command_tells_of_them_also_with_stored_embeddings(tiny_config, tm
     ):
         out = says(command)
         assert "1 of 2 prompts is longer than text_encoder" in " ".join(out.split()), command
+
+
+@pytest.mark.parametrize(
+    ("path", "prompts", "told"),
+    [
+        ("words", ["'tiger' in red", "fabric", "a cat", ""], "2 of 3 prompts are nothing that"),
+        ("testbed", ["a red circle", "'tiger' in red"], "1 of 2 prompts is nothing that the model"),
+        ("testbed", ["a red circle"], None),
+    ],
+)
+def test_prompts_that_an_embedded_model_has_not_learnt_are_told_of(path, prompts, told):
+    """It draws blobs for them."""
+    said = []
+    loaded = components.load_pipeline(PolicyConfig(path=path, height=64, width=64), tuning="frozen")
+    warn_of_prompts(loaded, prompts, said.append)
+    assert said == [] if told is None else said[0].startswith(told) and "it knows " in said[0]

@@ -1,6 +1,7 @@
 """examples/*.ipynb run from top to bottom, are stored without outputs, and learn what they say."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,9 @@ def cells(notebook):
 
 @pytest.mark.slow
 @notebook
-def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
-    """Its cells are plain Python, so they run without Jupyter."""
+def test_a_notebook_runs(notebook, tmp_path, monkeypatch, capsys):
+    """Its cells are plain Python, so they run without Jupyter. It draws what the model knows, and
+    what its text names of a run is there."""
     monkeypatch.chdir(tmp_path)
     shown = SimpleNamespace(IFrame=lambda *where: where, display=lambda *what: None)
     monkeypatch.setitem(sys.modules, "IPython.display", shown)
@@ -33,6 +35,9 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
                 exec(compile("".join(cell["source"]), place, "exec"), names)
         assert names["plt"].get_fignums(), "it has no picture"
         names["plt"].close("all")
+    assert "that the model" not in capsys.readouterr().out, "it draws what the model does not know"
+    told = "".join(line for cell in cells(notebook) for line in cell["source"])
+    assert all((tmp_path / path).exists() for path in re.findall(r"`(taught/[\w/]+)`", told))
 
 
 @notebook

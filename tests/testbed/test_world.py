@@ -150,3 +150,21 @@ def test_accuracy_gives_no_score_where_the_prompt_means_nothing():
     assert scores.dtype == torch.float32
     assert scores[0].isnan()
     assert scores[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "known", "unknown"),
+    [
+        ("testbed", "two small red circles left of a blue star", "a cat"),
+        ("words", "'tiger' in red", "fabric"),
+        ("words", "'tiger' in red", "'hippopotamus' in red"),
+        ("black-forest-labs/FLUX.1-dev", "a cat", None),
+    ],
+)
+def test_a_model_says_what_it_knows(task, known, unknown):
+    assert testbed.why_unknown(task, known) == ""
+    assert bool(testbed.knows(task)) is (unknown is not None)
+    if unknown is not None:
+        assert testbed.why_unknown(task, unknown)
+        example = testbed.knows(task).split("such as ")[1].split(" (")[0]
+        assert testbed.why_unknown(task, example) == ""

@@ -10,13 +10,12 @@ from g2rpo.app.events import Emit, Line, Progress, cautions, silent
 from g2rpo.assembly import components
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.embeddings import cache_embeddings
-from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.prompts import build_prompts, warn_of_prompts
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
-from g2rpo.policies.reading import warn_of_long
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.guidance import Guidance
 from g2rpo.runtime.distributed import ALONE, World
@@ -37,7 +36,7 @@ def encode(recipe: str, overrides: Sequence[str], emit: Emit = silent) -> tuple[
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     wanted = list(dict.fromkeys([*prompts, *heldout, *of_controls(config, loaded, heldout)]))
     notify = cautions(emit)
-    warn_of_long(loaded.text, wanted, notify)
+    warn_of_prompts(loaded, [*prompts, *heldout], notify)
     encoder = cache_embeddings(loaded.text, config.policy, config.prompts.cache, notify)
     if not encode_ahead(encoder, wanted, emit):
         raise UserError(

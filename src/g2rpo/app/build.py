@@ -15,7 +15,7 @@ from g2rpo.app.events import Emit, Line, silent
 from g2rpo.assembly import components
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.consistency import rewards_of
-from g2rpo.assembly.prompts import starter_caution, trained_on
+from g2rpo.assembly.prompts import starter_caution, trained_on, warn_of_prompts
 from g2rpo.assembly.rewards import build_rewards, configured, declared_by, reward_kind
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import ReadsTargets
@@ -23,7 +23,6 @@ from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
 from g2rpo.monitor.trackers import build_trackers
-from g2rpo.policies.reading import warn_of_long
 from g2rpo.run.checkpoint import newest_iteration
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import ALONE, World
@@ -161,7 +160,7 @@ def _policy(
         config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base
     )
     if world.is_main:
-        warn_of_long(loaded.text, [*prompts, *heldout], request.notify)
+        warn_of_prompts(loaded, [*prompts, *heldout], request.notify)
     begun = newest_iteration(request.run.checkpoints) if request.run is not None else 0
     to_come = prompts_to_come(config, prompts, heldout, world, begun)
     to_come += of_controls(config, loaded, heldout)

@@ -21,7 +21,7 @@ from g2rpo.assembly.adapters import digests_of
 from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.assembly.checks import check_rewards_alone
 from g2rpo.assembly.embeddings import pipeline_identity
-from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.prompts import build_prompts, warn_of_prompts
 from g2rpo.assembly.rewards import (
     build_rewards,
     check_clips,
@@ -44,7 +44,6 @@ from g2rpo.evaluation.sweep import (
 from g2rpo.monitor.clips import clip_of, read_clip
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, picture_of, read_picture, right_of, scores_of
-from g2rpo.policies.reading import warn_of_long
 from g2rpo.run.lock import first_usable, held
 from g2rpo.run.run import Run, check_weights
 from g2rpo.training.reward_states import take_stored
@@ -211,7 +210,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
         for prompt in chunk.control.guiding.encoded(judging.prompts[chunk.start : chunk.stop])
     )
     loaded = components.load_pipeline(config.policy, tuning="frozen")
-    warn_of_long(loaded.text, judging.prompts, cautions(emit))
+    warn_of_prompts(loaded, judging.prompts, cautions(emit))
     cached = policy_after_encoding(loaded, config.cache, prompts, cautions(emit), emit=emit)
     use_weights = partial(tune, cached.policy, config)
     rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))

@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from g2rpo.assembly import components
+from g2rpo.assembly.prompts import warn_of_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import RewardTable, Steps
@@ -31,7 +32,6 @@ from g2rpo.monitor.pictures import PictureRow, pil_of, save_grid
 from g2rpo.monitor.scores import SHOWN
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
-from g2rpo.policies.reading import warn_of_long
 from g2rpo.run.lock import enter_fresh, held
 from g2rpo.run.run import check_weights
 from g2rpo.training.reward_states import take_stored
@@ -96,7 +96,7 @@ def painter(
     the device, and are then the only ones that it draws; `notify` is told of those that are not
     read to their end."""
     loaded = components.load_pipeline(config.policy, tuning="frozen")
-    warn_of_long(loaded.text, prompts or (), notify)
+    warn_of_prompts(loaded, prompts or (), notify)
     encoded = (
         None
         if prompts is None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from g2rpo.assembly.components import Loaded
 from g2rpo.config.given import refuse_mention
 from g2rpo.core.data import spelling_apart
 from g2rpo.core.errors import UserError, counted, did_you_mean, placed
 from g2rpo.core.input_pictures import images_of
+from g2rpo.policies.reading import warn_of_long
 from g2rpo.prompts.sources import STARTER, read_prompts
+from g2rpo.testbed import knows, prompts, why_unknown
 
 TESTBED_LISTS = ("testbed:train", "testbed:heldout", "words:train", "words:heldout")
 LISTS = (*TESTBED_LISTS, *STARTER)
@@ -25,8 +28,6 @@ def build_prompts(source: str, key: str) -> list[str]:
     if source not in TESTBED_LISTS:
         with placed(f"{key}={source}: ", UserError):
             return list[str](read_prompts(source))
-    from g2rpo.testbed import prompts
-
     world, _, split = source.partition(":")
     return list(prompts("train" if split == "train" else "heldout", world))
 
@@ -55,3 +56,16 @@ def trained_on(prompts: Sequence[str], heldout: Sequence[str]) -> str | None:
         f"{shared} of {counted(len(heldout), 'held-out prompt')} {are} too: their scores do not tell how the model does on "
         "others; evaluation.prompts=FILE takes prompts that are not trained on"
     )
+
+
+def warn_of_prompts(loaded: Loaded, prompts: Sequence[str], notify: Callable[[str], None]) -> None:
+    """Tells of prompts that the model of `loaded` does not read to their end, or, if it is an
+    embedded one, does not know."""
+    warn_of_long(loaded.text, prompts, notify)
+    path, distinct = loaded.config.path, list(dict.fromkeys(filter(None, prompts)))
+    strange = [prompt for prompt in distinct if why_unknown(path, prompt)]
+    if strange:
+        notify(
+            f"{len(strange)} of {counted(len(distinct), 'prompt')} {'is' if len(strange) == 1 else 'are'} nothing that the "
+            f"model {path} has learnt, such as {str(strange[0])!r:.60}; it knows {knows(path)}"
+        )

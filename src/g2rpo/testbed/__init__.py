@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from g2rpo.testbed.grammar import SceneSplit
 
-__all__ = ["assets_dir", "pipeline_dir", "prompts"]
+__all__ = ["assets_dir", "knows", "pipeline_dir", "prompts", "why_unknown"]
 
 
 def assets_dir() -> Path:
@@ -37,3 +37,35 @@ def prompts(split: SceneSplit, task: str = "testbed") -> list[str]:
     from g2rpo.testbed import grammar
 
     return list(grammar.scene_prompts(split))
+
+
+def knows(task: str) -> str:
+    """What the model of a task can draw, in words; "" for a model that is not of the testbed."""
+    if task == "words":
+        from g2rpo.testbed.words.language import INK_COLOURS
+
+        return f"a word of three to six letters in quotes and a colour, such as 'tiger' in red ({', '.join(INK_COLOURS)})"
+    if task == "testbed":
+        from g2rpo.testbed import grammar as g
+
+        kinds = (g.COUNTS, g.SIZES, g.COLOURS, g.SHAPES, g.RELATIONS)
+        listed = "; ".join(", ".join(words) for words in kinds)
+        return f"one or two groups of shapes, such as two small red circles above a blue square ({listed})"
+    return ""
+
+
+def why_unknown(task: str, prompt: str) -> str:
+    """Why a prompt is none of the task's; "" if it is one, or if the model is not of the
+    testbed."""
+    if task == "words":
+        from g2rpo.testbed.words.language import parse_word
+
+        return "" if parse_word(prompt) else f"it takes {knows(task)}"
+    if task == "testbed":
+        from g2rpo.testbed.grammar import parse
+
+        try:
+            parse(prompt)
+        except ValueError as error:
+            return str(error)
+    return ""

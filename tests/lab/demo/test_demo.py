@@ -30,7 +30,6 @@ from g2rpo.lab.demo.model import (
     open_model,
     training_of,
     what_it_is,
-    why_no_word,
 )
 from g2rpo.lab.demo.opening import FIRST, opening, opening_of
 from g2rpo.lab.demo.views import change, drawing_html, run_html, score, trace_html
@@ -168,11 +167,6 @@ def test_guidance_is_told_where_pictures_depend_on_it(model, prompt):
     depends = bool((low.base.picture != high.base.picture).any())
     assert depends is (model == "testbed") is ("guidance" in low.settings)
     assert depends is session.acts("own guidance") is (guidance_of(session.policy) is not None)
-
-
-def test_words_say_what_they_can_spell():
-    assert why_no_word("'tiger' in red") == ""
-    assert "three to six letters" in why_no_word("a cat") == why_no_word("'hippo'")
 
 
 def test_a_drawing_says_what_scores_mean_whether_it_is_right_and_why_it_has_none(testbed):

@@ -168,7 +168,12 @@ def _asked(model: DemoModel, examples: Sequence[str]) -> tuple[gr.Textbox, gr.Im
     """The prompt, and the input picture for models that edit; without one a held-out prompt has its
     own."""
     box = gr.Textbox(
-        examples[0] if examples else "", label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT
+        examples[0] if examples else "",
+        label="Prompt",
+        info=f"The model knows {model.knows}." if model.knows else None,
+        lines=1,
+        max_lines=5,
+        max_length=MAX_PROMPT,
     )
     takes, label = model.input_pictures[1] > 0, "Input picture; held-out prompts have their own"
     return box, gr.Image(

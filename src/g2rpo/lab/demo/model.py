@@ -31,8 +31,7 @@ from g2rpo.monitor.clips import seconds_of
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.guidance import guided_by_hand
 from g2rpo.runtime.memory import BatchSizes, batch_sizes
-from g2rpo.testbed.grammar import parse
-from g2rpo.testbed.words.language import INK_COLOURS, parse_word
+from g2rpo.testbed import knows, why_unknown
 from g2rpo.training.reward_states import take_stored
 
 RECIPES = {"testbed": "scenes", "words": "words"}
@@ -50,24 +49,6 @@ OTHERS = {
 MAX_PROMPT = 500
 """Characters of a prompt."""
 Tuned = Literal["nothing", "adapter", "all weights"]
-
-
-def why_no_scene(prompt: str) -> str:
-    """Why a prompt is none of the testbed's scenes; "" if it is one."""
-    try:
-        parse(prompt)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def why_no_word(prompt: str) -> str:
-    """The same for its words."""
-    wanted = "a word of three to six letters in quotes and a colour, such as 'tiger' in red"
-    return "" if parse_word(prompt) else f"it takes {wanted} ({', '.join(INK_COLOURS)})"
-
-
-EXPLAIN = {"testbed": why_no_scene, "words": why_no_word}
 
 
 def config_of_model(
@@ -174,7 +155,12 @@ class DemoModel:
 
     def explain(self, prompt: str) -> str:
         """Why a prompt is none of the model's world; "" if it is, or if nothing is known of it."""
-        return EXPLAIN.get(self.config.policy.path, lambda prompt: "")(prompt)
+        return why_unknown(self.config.policy.path, prompt)
+
+    @property
+    def knows(self) -> str:
+        """What the model can draw, in words; "" if nothing is known of it."""
+        return knows(self.config.policy.path)
 
     def prompt(self, text: str, images: Sequence[str] = ()) -> tuple[str, int | None]:
         """The prompt with these words and input pictures, and its number if it is a held-out one;
