@@ -13,7 +13,6 @@ import pytest
 
 from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.core.capabilities import judged_by
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.untrained import Controls
 from g2rpo.evaluation.work import iterations_within, work, work_of_run
@@ -27,7 +26,7 @@ from g2rpo.run.run import Run
 from tests.lab.counting import Counting
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.commands import done, g2rpo, refused
-from tests.support.runs import config, fits, trainer
+from tests.support.runs import fits, trainer
 from tests.support.variants import few
 
 ONE = "one: algorithm.granularities=[1]"
@@ -35,10 +34,9 @@ OF_EACH_KIND = (
     *("g2rpo", "mixgrpo", "mixgrpo_flash", "tempflow_grpo"),
     *("diffusion_nft", "epg", "opsd", "refl"),
 )
-WITHOUT_A_JUDGE = [name for name, kind in ALGORITHMS.items() if not judged_by(kind)]
 
 
-@pytest.mark.parametrize("name", few(WITHOUT_A_JUDGE, OF_EACH_KIND.__contains__))
+@pytest.mark.parametrize("name", few(ALGORITHMS, OF_EACH_KIND.__contains__))
 def test_work_is_what_a_run_does(tmp_path, name):
     """The rollout's evaluations as logged, and the latents of the training pass as the network sees
     them, over three iterations with the algorithm's own updates; a plan counts the same."""
@@ -61,13 +59,6 @@ def test_work_is_what_a_run_does(tmp_path, name):
         == worked
         == planned.total(lambda it: it.evaluations + 3 * it.training_rows + it.reference_rows)
     )
-
-
-@pytest.mark.parametrize("name", [n for n, kind in ALGORITHMS.items() if judged_by(kind)])
-def test_a_plan_counts_the_same_where_pictures_come_from_files(name):
-    c = config(f"algorithm.name={name}", "trainer.iterations=3", *fits(name))
-    planned = count(c, 3)
-    assert work_of_run(c) == planned.total(lambda it: 3 * it.training_rows + it.reference_rows)
 
 
 @pytest.mark.parametrize("name", ["g2rpo", "dancegrpo", "mixgrpo"])

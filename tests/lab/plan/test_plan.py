@@ -11,7 +11,6 @@ from rich.console import Console
 
 from g2rpo.cli.plan import show_cards
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.core.capabilities import judged_by
 from g2rpo.lab.plan import cards, fit
 from g2rpo.lab.plan.plan import _cautions
 from g2rpo.lab.plan.rewards import RewardCost
@@ -78,8 +77,6 @@ def schedules():
     others inherit the field, they have `random`, which draws."""
     seen = set()
     for name, kind in ALGORITHMS.items():
-        if judged_by(kind):  # counted in tests/algorithms/test_judged.py
-            continue
         choices = [
             (field, value)
             for field, hint in get_type_hints(kind).items()
