@@ -49,8 +49,7 @@ def installed(wheel: Path, folder: Path) -> str:
 
 
 def click(address: str, ready: Callable[[], bool] = lambda: True) -> None:
-    """Clicks on the first picture of the first group of a page that teaches, in its tab if it has
-    tabs, and waits for the next group."""
+    """Clicks on the first picture of the first group of a page that teaches, and waits for the next group."""
     local = f"http://127.0.0.1:{address.rsplit(':', 1)[1]}"
     while True:
         try:
@@ -69,11 +68,6 @@ def click(address: str, ready: Callable[[], bool] = lambda: True) -> None:
         page = browser.new_page()
         page.set_default_timeout(5 * MINUTE)
         page.goto(address)
-        tab = page.get_by_role("tab", name="Teach")
-        page.wait_for_selector("[data-member], [role=tab]")
-        if tab.count():
-            tab.click()
-            page.get_by_role("button", name="Begin").click()
         picture = page.locator("[data-member='0']")
         picture.wait_for()
         shown = picture.locator("img").get_attribute("src")
@@ -136,7 +130,7 @@ def main() -> None:
         python = installed(wheel, Path(work) / "environment")
         install = time.monotonic() - begun
         print(f"{install:4.0f} s  install", flush=True)
-        for kind in ("teach", "demo"):
+        for kind in ("teach",):
             begun = time.monotonic()
             check_space(python, kind, Path(work) / kind)
             print(f"{install + time.monotonic() - begun:4.0f} s  Space, {kind}: wheel to click")

@@ -78,7 +78,7 @@ def test_the_option_of_a_device_is_named_as_it_was_given(capsys):
 def test_a_port_that_is_taken_hides_no_mistake_and_nothing_is_loaded_for_it(
     capsys, monkeypatch, words, message
 ):
-    for place in ("g2rpo.app.serving.build_rewards", "g2rpo.lab.teach.commands.build"):
+    for place in ("g2rpo.app.serving.build_rewards", "g2rpo.lab.teach.command.build"):
         monkeypatch.setattr(place, lambda *asked: pytest.fail("loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         err = refused(capsys, *words, "--port", taken.getsockname()[1])

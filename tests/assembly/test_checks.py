@@ -352,7 +352,6 @@ def test_a_reward_that_was_an_object_is_named_once_and_not_as_unknown(tmp_path):
         "serve-reward hpsv2",
         "evaluate --model testbed --prompts testbed:heldout --steps 2 --rewards hpsv2",
         "demo --model testbed --rewards hpsv2",
-        "agree . --rewards hpsv2",
     ],
 )
 def test_whatever_loads_a_reward_names_all_that_it_lacks_before(

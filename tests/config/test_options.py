@@ -123,7 +123,6 @@ rewards.NAME.options.processor: those of the tokenizer, where there is no hub
 rewards.NAME.options.quality: JPEG's, as in published code
 rewards.NAME.options.range: a template of one's own may ask for scores to 10 or 100
 rewards.NAME.options.request: what a server takes besides
-rewards.NAME.options.run: whose clicks are the taste
 rewards.NAME.options.score: which of several scores of a model
 rewards.NAME.options.share: of the patches that are compared: edits change few
 rewards.NAME.options.size: pixels that DINO sees

@@ -38,7 +38,7 @@ from tests.support.pages import (
 from tests.support.runs import brightness, darkness, trainer
 from tests.support.variants import few
 
-QUICK = ("recipes", "train", "resume", "sample", "evaluate", "report", "export", "agree")
+QUICK = ("recipes", "train", "resume", "sample", "evaluate", "report", "export")
 FEW_PROMPTS = [
     "trainer.prompts_per_iteration=1",
     "evaluation.num_prompts=2",
@@ -292,7 +292,7 @@ def test_figures_are_in_the_tests_and_results_that_are_cited_for_them(page):
             "The sea has 3.7e-4 of it, 1,234 m deep (`python -m benchmarks.machine`, 2026-11-26).",
             ["3.7e-4", "1,234"],
         ),
-        ("Alignment is 5.5, or 31.7 (`python -m studies.credit`).", ["31.7"]),
+        ("It took 583.5 s, or 31.7 (`python -m studies.credit`).", ["31.7"]),
     ],
 )
 def test_a_figure_that_nothing_has_is_found(sentence, missing):

@@ -28,16 +28,16 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve
 from g2rpo.core import plugins
 from g2rpo.core.errors import Stopped, UserError, refuse
-from g2rpo.core.files import digest_of
+from g2rpo.core.files import append_line, digest_of
 from g2rpo.core.plain import as_json, is_text
 from g2rpo.evaluation.heldout import load_evaluation, load_scores
 from g2rpo.lab.compare.results import read_run
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
+from g2rpo.lab.teach import votes
 from g2rpo.policies.adapter_files import read_adapter
 from g2rpo.policies.adapters import check_fit
 from g2rpo.prompts.sources import read_prompts
-from g2rpo.rewards import votes
 from g2rpo.rewards.analytic import load_function
 from g2rpo.rewards.weights import read_state_dict
 from g2rpo.run.checkpoint import latest_checkpoint, save_checkpoint
@@ -356,19 +356,19 @@ def whole_run(tmp_path_factory):
     Run(folder).record_start(0, torch.device("cpu"), {"prompts": "0"})
     runs.finished(runs.trainer(folder, *SHORT))
     (folder / "plan.json").write_text(as_json(PlannedAndMeasured("a card", 1.0, 2, 3.0, None)))
-    vote = votes.Vote(round=0, iteration=0, liked=(1,), prompt="a", digest="0")
-    votes.append(folder / "votes.jsonl", vote)
+    vote = votes.Vote(round=0, liked=(1,), members=2, prompt="a", digest="0")
+    append_line(folder / "votes.jsonl", vote.model_dump_json())
     read_all(folder)
     return folder
 
 
 def read_all(folder):
-    """Whatever is read of a run by `report`, `compare`, `resume`, `agree` and a model card."""
+    """Whatever is read of a run by `report`, `compare`, `resume` and a model card."""
     write_page(read_runs([folder]), folder / "page.html")
     read_run(Run(folder))
     Run(folder).finished_at()
     Run(folder).check_contents({"prompts": "0"}, accept=True)
-    votes.standing(votes.read(folder / "votes.jsonl"))
+    votes.read(folder / "votes.jsonl")
     latest_checkpoint(folder / "checkpoints")
     t = runs.trainer(folder, *SHORT)
     t.resume()

@@ -127,6 +127,10 @@ def trainer_parts(
         key: configured(given[key], table) if key in given else build_rewards(table, device)
         for key, table in tables.items()
     }
+    for table in rewards.values():
+        for name, reward in table.items():
+            if (said := reward.prepare(config.policy.height, config.policy.width)) is not None:
+                request.emit(Line(f": {said}", title=f"rewards.{name}"))
     return {
         "policy": policy,
         **rewards,

@@ -56,6 +56,9 @@ def run_settings(run: Path, weights: Path | None = None, base: bool = False) -> 
     """Settings that repeat a run's own evaluation, with all its rewards; its weights are the run's
     own, others, or those of the `base`."""
     settings = config_settings(Run(run).read_config())
+    for entry in settings["rewards"].values():
+        if entry["kind"] == "pairs":  # of `g2rpo teach`: fitted to what was clicked
+            entry["options"].setdefault("path", str(Run(run).pairs))
     return settings if base else {**settings, "weights": str(weights or Run(run).weights)}
 
 

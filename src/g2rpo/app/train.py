@@ -142,13 +142,13 @@ def _config_of(
 
 
 def _refuse_clicks_of_nobody(config: Config) -> None:
-    """UserError for a reward `clicks` without a stored session, as the config of a session has it:
-    all its scores are 0."""
+    """UserError for a reward `pairs` without a path, as the config of a session of `g2rpo teach` has
+    it: all its scores are 0."""
     for name, entry in config.rewards.items():
-        if entry.kind == "clicks" and not entry.options.get("run"):
+        if entry.kind == "pairs" and not entry.options.get("path"):
             raise UserError(
-                f"rewards.{name}: has no clicks to be fitted to; rewards.{name}.options.run=RUN names a session. `g2rpo teach "
-                "RUN` goes on with one, and `g2rpo teach RUN/config.yaml --votes RUN/votes.jsonl` repeats it"
+                f"rewards.{name}.options.path: names no pairs; the clicks of a session are in RUN/pairs.jsonl. `g2rpo teach RUN` "
+                "goes on with a session, and `g2rpo teach RUN/config.yaml --votes RUN/votes.jsonl` repeats it"
             )
 
 

@@ -28,7 +28,7 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "http": "g2rpo.rewards.remote:RemoteReward",
     "function": "g2rpo.rewards.analytic:FunctionReward",
     "ocr": "g2rpo.rewards.ocr:OCR",
-    "clicks": "g2rpo.rewards.taste:Clicks",
+    "pairs": "g2rpo.rewards.pairs:Pairs",
     "jpeg_size": "g2rpo.rewards.analytic:JPEGSize",
     "brightness": "g2rpo.rewards.analytic:Brightness",
     "saturation": "g2rpo.rewards.analytic:Saturation",

@@ -1,4 +1,4 @@
-"""Commands with a server: demo, teach, serve-reward; and agree, for what teach stored."""
+"""Commands with a server: demo, teach, serve-reward."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from g2rpo.cli import options
-from g2rpo.cli.output import Output, console, say
-from g2rpo.core.errors import counted
+from g2rpo.cli.output import Output
 
 commands = typer.Typer()
 
@@ -67,10 +66,6 @@ def teach(
     votes: Annotated[
         Path | None, typer.Option(help="Repeat the answers in this file, without a page.")
     ] = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option(help="Drawn before and after; default: one that the base draws wrong."),
-    ] = None,
     host: options.HostOption = "127.0.0.1",
     port: options.PortOption = 7861,
     token_env: options.TokenOption = None,
@@ -78,31 +73,16 @@ def teach(
 ) -> None:
     """Teach a model by clicking on the best of its pictures, in the browser."""
     from g2rpo.app.serving import Address
-    from g2rpo.lab.teach.commands import teach as serve
+    from g2rpo.lab.teach.command import teach as serve
 
     serve(
         recipe,
         overrides or [],
         run_dir,
         stored=votes,
-        prompt=prompt,
         where=Address.checked(host, port, token_env, public_host),
         emit=Output(),
     )
-
-
-@commands.command(rich_help_panel=options.RESULTS_PANEL)
-def agree(
-    run: Annotated[Path, typer.Argument(help="A run that teach began, or a file of pairs.")],
-    rewards: Annotated[str, typer.Option(help="Names with commas between them, or a YAML file.")],
-) -> None:
-    """Tell which rewards order the pictures of a teaching session, or of pairs, as people did."""
-    from g2rpo.app.evaluate import named_rewards
-    from g2rpo.lab.teach.commands import agree as shares
-
-    found = shares(run, named_rewards(rewards))
-    for name, share in sorted(found.items(), key=lambda item: -item[1].mean):
-        say(console, f"{share} of pairs  {name}  ({counted(share.count, 'group')}; 0.5 is chance)")
 
 
 @commands.command(rich_help_panel=options.WEIGHTS_PANEL)

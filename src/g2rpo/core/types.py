@@ -174,6 +174,10 @@ class Reward:
         plan`, on the meta device."""
         return None if "device" in inspect.signature(cls).parameters else RewardModel()
 
+    def prepare(self, height: int, width: int) -> str | None:
+        """Called once before training, with the size of the pictures; returns a line to print."""
+        return None
+
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1], each for its own prompt."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__")

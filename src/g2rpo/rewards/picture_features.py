@@ -1,4 +1,4 @@
-"""Features of pictures by which a person's taste is learnt."""
+"""Features of pictures to which a head is fitted."""
 
 from __future__ import annotations
 
@@ -86,43 +86,3 @@ def _layout(images: Tensor) -> Tensor:
     mirror = [(images - images.flip(side)).abs().mean((1, 2, 3)) for side in (2, 3)]
     solid = torch.sigmoid(20 * (ink - 0.25)).mean((1, 2))
     return torch.cat([places, torch.stack([ink.mean((1, 2)), solid, extent, edges, *mirror], 1)], 1)
-
-
-WORDS = {
-    "lightness": ("lighter", "darker"),
-    "contrast": ("more contrast", "less contrast"),
-    "saturation": ("more colourful", "greyer"),
-    "warmth": ("warmer", "cooler"),
-    "greenness": ("greener", "less green"),
-    "ink": ("more drawn", "less drawn"),
-    "extent": ("more spread out", "more compact"),
-    "detail": ("more edges", "fewer edges"),
-    "height": ("higher up", "lower down"),
-    "symmetry": ("more symmetric", "less symmetric"),
-}
-"""What a person sees where a named statistic is higher, and where it is lower."""
-
-
-def named_statistics(features: Features) -> Tensor:
-    """The statistics [B, len(WORDS)] of pictures that have a name, in the order of `WORDS`, by
-    their features."""
-    colour, layout = features["colour"].double(), features["layout"].double()
-    red, green, blue = colour[:, :3].unbind(1)
-    rows = layout[:, :16].unflatten(1, (4, 4)).mean(2)
-    height = rows @ torch.linspace(1, -1, 4, dtype=torch.float64) / (rows.sum(1) + 1e-6)
-    ink, _, extent, edges, _, mirror = layout[:, 16:].unbind(1)
-    return torch.stack(
-        [
-            colour[:, :3].mean(1),
-            colour[:, 3:6].mean(1),
-            colour[:, 6],
-            red - blue,
-            green - (red + blue) / 2,
-            ink,
-            extent,
-            edges,
-            height,
-            -mirror,
-        ],
-        1,
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from g2rpo.core.files import Inside
@@ -38,6 +37,8 @@ class RunFiles:
     results = Inside("results.json")
     adapter = Inside("adapter")  # trained weights of a LoRA
     transformer = Inside("transformer")  # and of full fine-tuning
+    votes = Inside("votes.jsonl")  # a line per answer of `g2rpo teach` (`lab.teach.votes`)
+    pairs = Inside("pairs.jsonl")  # the answers as pairs, once it is finished
     report = Inside("report.html")
     exports = Inside("export")
 
@@ -52,17 +53,6 @@ class RunFiles:
     def grid(self, iteration: int) -> Path:
         """The first of them side by side."""
         return self.pictures(iteration).with_suffix(".png")
-
-
-@dataclass(frozen=True)
-class Folder(RunFiles):
-    """Those in `folder`."""
-
-    folder: Path
-
-    @property
-    def path(self) -> Path:
-        return self.folder
 
 
 def _named(iteration: int) -> str:

@@ -27,7 +27,6 @@ from g2rpo.core import plugins
 from g2rpo.core.data import Row
 from g2rpo.core.errors import RewardFailed, UserError, placed, refuse
 from g2rpo.core.files import (
-    Inside,
     append_line,
     is_empty,
     open_regular,
@@ -38,7 +37,6 @@ from g2rpo.core.files import (
 )
 from g2rpo.core.plain import as_json, read_as, read_lines_as
 from g2rpo.monitor.scores import read_scores
-from g2rpo.rewards import votes
 from g2rpo.run.checkpoint import checkpoints, newest_iteration
 from g2rpo.run.files import RunFiles
 from g2rpo.run.lock import enter_fresh, held
@@ -94,11 +92,9 @@ class Run(RunFiles):
     world: World = ALONE
     notify: Callable[[str], None] = print
 
-    votes = Inside(votes.FILE)  # a line per answer of `g2rpo teach` (`rewards.votes`)
-
     def group(self, round: int) -> Path:
         """The folder of the pictures of a group that was answered (`g2rpo teach`)."""
-        return self.path / votes.FOLDER / f"{round:06d}"
+        return self.path / "votes" / f"{round:06d}"
 
     @property
     def path(self) -> Path:

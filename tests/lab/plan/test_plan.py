@@ -58,7 +58,7 @@ def test_a_plan_of_an_embedded_model_on_a_cpu_says_where_its_time_is_told(capsys
     out = " ".join(done(capsys, "plan", "words", "policy.device=cpu").split())
     assert (
         "rtx4090" not in out
-        and "with --within 5m a run ends in time. On GPUs: --cards. It fits" in out
+        and "with --within 5m it stops in time. On GPUs: --cards. It fits" in out
     )
 
 

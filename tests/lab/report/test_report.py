@@ -256,7 +256,7 @@ def test_scores_by_heads_of_different_times_are_called_so(copied, html):
     said = "Scores of bright are by the head of their time", "each value by the head of its time"
     config = copied.config
     asked = yaml.safe_load(config.read_text())
-    asked["rewards"]["bright"]["kind"] = "clicks"
+    asked["rewards"]["bright"]["kind"] = "pairs"
     config.write_text(yaml.safe_dump(asked))
     shown = render(read_runs([copied.path]))
     assert [shown.count(words) for words in said] == [1, 1]

@@ -18,8 +18,6 @@ from g2rpo.lab.demo.model import RECIPES, DemoModel, check, open_model, training
 from g2rpo.lab.demo.opening import FIRST, opening_of
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary_of
-from g2rpo.lab.teach.commands import UNGUARDED, opened
-from g2rpo.lab.teach.session import Lesson
 from g2rpo.lab.web import needing_gradio
 from g2rpo.run.run import Run, check_weights
 
@@ -47,7 +45,6 @@ def demo(
     where.check()
     with needing_gradio("the demo"):
         from g2rpo.lab.demo import app
-        from g2rpo.lab.teach.page import teach_view
         from g2rpo.lab.web.page import page_of, serve_until
 
     def say(words: str) -> None:
@@ -74,25 +71,16 @@ def demo(
         "Draw": partial(app.draw_view, model, examples, drawn),
         "How it learns": partial(app.learn_view, model, examples, group),
     }
-    lesson = None
     if run is not None:
         views["The run"] = partial(app.run_view, run)
-    if config.policy.path in RECIPES:  # other models would be in memory twice
-        recipe = RECIPES[config.policy.path]
-        lesson = Lesson(partial(opened, recipe, UNGUARDED[recipe], background=True, emit=emit))
-        views["Teach"] = partial(teach_view, lesson, None)
     training = (
         training_of(config) if run else "with and without tuned weights" if weights else "as it is"
     )
     facts = [what_it_is(config, training), *(summary_of(log).sentences[:1] if log else [])]
     page = page_of(title, "g2rpo demo", " ".join(facts), views)
     uploads = model.input_pictures[1] > 0
-    try:
-        serve_until(stop or threading.Event(), page, where, emit, "ends with Ctrl-C", uploads)
-        say("stopped")
-    finally:
-        if lesson is not None:
-            lesson.finish()
+    serve_until(stop or threading.Event(), page, where, emit, "ends with Ctrl-C", uploads)
+    say("stopped")
 
 
 def _heldout(config: Config, say: Say) -> Sequence[str]:

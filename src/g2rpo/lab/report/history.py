@@ -123,7 +123,7 @@ class RunHistory:
         return [
             name
             for name, entry in self.config.rewards.items()
-            if entry.kind == "clicks" and not entry.options.get("run")
+            if entry.kind == "pairs" and not entry.options.get("path")
         ]
 
     def alarms(self) -> list[Occurrence]:

@@ -1,88 +1,177 @@
-"""Teaching a model by choosing among its pictures: rounds of a group that is shown and a person's
-answer. Independent of any page.
+"""Teaching a model by choosing among its pictures. Independent of any page.
 
-Everything is a function of the config and of the answers, so that stored answers repeat a session.
+    a group of pictures of one prompt, which differ by the noise of one step     Session.group
+    a person clicks on the best one                                              Session.answer
+    a head is fitted to all answers                                              rewards.head.fit
+    once the head agrees with the person on groups that it was not fitted to:
+        `UPDATES` iterations of G2RPO on the head and the recipe's rewards       Session._learn
+        after every `LOOK` of these, held-out pictures are judged; if a judge
+        falls, the last good weights come back                                   Session._look
+
+Everything is a function of the config and of the answers, so stored answers repeat a session.
 """
 
 from __future__ import annotations
 
-import time
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import count
 from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
+from g2rpo.core.files import append_line
+from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import checked_as
-from g2rpo.core.statistics import Comparison
-from g2rpo.lab.teach.blind import PAIRS, BlindTest
-from g2rpo.lab.teach.groups import AskedGroup, Asker, of_main
-from g2rpo.lab.teach.pupil import Pupil
-from g2rpo.monitor.clips import seconds_of
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.statistics import Comparison, paired
+from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.lab.teach import votes
+from g2rpo.lab.teach.votes import Vote
+from g2rpo.monitor.alarms import is_large
+from g2rpo.monitor.clips import seconds_of, stills
 from g2rpo.monitor.scores import save_pictures
-from g2rpo.rewards import votes
-from g2rpo.rewards.votes import ANSWERS, Vote
+from g2rpo.prompts.order import PromptOrder
+from g2rpo.rewards.head import Choice, Head, fit
+from g2rpo.rewards.pairs import Pairs
+from g2rpo.rewards.picture_features import Features, features_of
 from g2rpo.runtime.devices import same_device
+from g2rpo.training.learner import Snapshot
 from g2rpo.training.trainer import Trainer
 
 AHEAD = 2
 """Groups that lie ready: one is shown while the answer to the one before is learnt from."""
 REMEMBERED = 8
 """Answers that can be taken back."""
-OVERRIDES = (
-    "policy.tuning=lora",
-    "algorithm.name=g2rpo",
-    "algorithm.granularities=[1]",
-    "algorithm.branch_steps=[0,1,2]",
-    "algorithm.branch_schedule=turns",
-    "sampling.tails.forecast=true",
-    "trainer.prompts_per_iteration=4",
-    "optim.decay=constant",
-    "optim.ema_decay=0",
-    "evaluation.num_prompts=96",
-    "evaluation.controls=false",
-    "alarms.decline=off",
-    "alarms.hacking=off",
-)
-"""What a session changes in a recipe, before the user's overrides. The two alarms compare scores of
-the reward `clicks`, whose meaning changes with every answer."""
+SHOWN_STEPS = (0, 1)
+"""Steps whose noise the groups differ by, by turns: that of later steps changes little that a person
+can see."""
+CANDIDATES, PREVIEWED = 6, 3
+"""Prompts that a round considers, and pictures that are drawn of each to find the one to ask about:
+where twelve pictures are alike there is nothing to choose, and three tell it nearly as well as
+twelve (studies/LOG.md)."""
+MOST_PROMPTS = 64
+"""Training prompts, at most, that groups are drawn from."""
+FIRST = 3
+"""Answered groups before the weights change."""
+UPDATES = 4
+"""Iterations after an answer, once there is a head that counts."""
+AIM = 0.5
+"""Standard deviations within groups by which the head's utility of held-out pictures is to rise, less
+one posterior deviation: a model that learns on loses what a prompt asks for (studies/LOG.md)."""
+LOOK = 2
+"""Changes of the weights between two looks at held-out pictures."""
+FALL = 1.5
+"""Standard errors by which the mean of a judge may fall; a small fall (`alarms.is_large`) does not
+count."""
+USELESS = 2
+"""Looks in a row that may be no nearer to the person's choices, by the head, than the last good
+weights."""
+SHRINK, GROW, LARGEST_STEP = 0.5, 1.25, 1.0
+"""Factors of the learning rate after a look that was bad and one that was good, and the largest
+one."""
+CHANGED = 4
+"""Held-out prompts of which pictures are shown before and after."""
+CLICKS = "clicks"
+"""The name of the reward whose head is fitted to the answers."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pictures [G, 3, H, W] in [0, 1], or clips, of one prompt, on which a person is asked."""
+
+    round: int
+    prompt: str
+    step: int
+    images: Tensor
+    digest: str
+
+
+@dataclass
+class Learnt:
+    """What is known after some answers; the weights are the trainer's. Its parts are replaced, not
+    changed, so a copy stays."""
+
+    good: Snapshot
+    """The last good weights."""
+    head: Head | None = None
+    choices: tuple[Choice, ...] = ()
+    step: float = 1.0
+    """The factor of the learning rate."""
+    since: int = 0
+    """Changes of the weights since the last look."""
+    useless: int = 0
+    """Looks in a row that were no nearer, by the head."""
+    heldout: tuple[Features, Features] | None = None
+    """Features of held-out pictures, of the base and of the last good look."""
+    shown: Evaluation | None = None
+    """The last good look."""
+    said: str = ""
+    """What the last look found."""
+
+    @property
+    def rise(self) -> tuple[float, float]:
+        """The rise of the head's utility of held-out pictures, in standard deviations within groups,
+        and its posterior standard deviation."""
+        return (
+            (0.0, 0.0)
+            if self.head is None or self.heldout is None
+            else self.head.rise(*self.heldout)
+        )
+
+    @property
+    def enough(self) -> bool:
+        """Whether held-out pictures are as far as they should be; nothing more is learnt then."""
+        rise, deviation = self.rise
+        return rise > 0 and rise - deviation >= AIM
 
 
 @dataclass(kw_only=True)
 class Session:
-    """Rounds with a `trainer` that has a reward `clicks`. All its ranks act on the same answers.
+    """Rounds with a `trainer` that has a reward `clicks`.
 
     Answers are stored at once, and acted on in their order by a thread, the only one that uses the
-    policy; with `background` nobody waits for it. `AHEAD` groups lie ready: group r is sampled
-    after the answer to group r - AHEAD, whenever that comes, so both learn the same. Once pictures
-    have `reached` what they should, the person compares them blindly with the base's. `prompt`, or a
-    held-out one that the base draws wrong, is drawn after every change. `notify` is called with
-    what a person should know.
+    policy; with `background` nobody waits for it. Group r is sampled after the answer to group
+    r - AHEAD, whenever that comes, so both learn the same. `notify` is called with what a person
+    should know.
     """
 
     trainer: Trainer
     background: bool = False
-    prompt: str = ""
     notify: Callable[[str], None] = print
     asked: int = 0
     """The round that is asked."""
-    groups: dict[int, AskedGroup] = field(default_factory=dict)
-    blind: BlindTest | None = None
+    groups: dict[int, Group] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pupil, self.asker = Pupil(self.trainer, self.notify), Asker(self.trainer)
+        t = self.trainer
+        if not isinstance(t.algorithm, GranularGRPO):
+            name = getattr(t.algorithm, "name", "?")
+            raise UserError(
+                f"teach: learns by G2RPO; algorithm.name={name} has no groups to choose in"
+            )
+        clicks = t.rewards.get(CLICKS)
+        if not isinstance(clicks, Pairs) or t.world.size > 1:
+            raise UserError("teach: runs as one process, with a reward clicks of the kind pairs")
+        every = {**t.rewards, **t.judges}.values()
+        clicks.encoder = next((one for one in every if hasattr(one, "features")), None)
+        t.evaluator.unlogged = (CLICKS,)  # every answer changes the head
+        self.clicks, self.rate = clicks, t.config.optim.learning_rate
+        self.learnt = Learnt(t.snapshot())
+        first = PromptOrder(t.prompts, t.config.trainer.seed).batch(0, MOST_PROMPTS)
+        self._order = PromptOrder(list(dict.fromkeys(first)), t.config.trainer.seed + 1)
         self._next = 0  # the round whose answer is acted on next
-        # what was so before each of the last answers
-        self._before: deque[Any] = deque(maxlen=REMEMBERED)
+        self._before: deque[Any] = deque(maxlen=REMEMBERED)  # what was so before the last answers
         self._pending: deque[Future[None]] = deque()
-        self._turn, self._sent = Lock(), count()
+        self._turn = Lock()
 
     @contextmanager
     def begun(self) -> Iterator[None]:
@@ -92,23 +181,13 @@ class Session:
         device = same_device(t.policy.device)
         with t.listening(), ThreadPoolExecutor(1, "learning", initializer=device) as self._thread:
             t.evaluate()
-            self.prompt = self.prompt or self._wrong_prompt()
-            self._place = t.heldout.index(self.prompt) if self.prompt in t.heldout else 0
-            self.pair, self._drawn = (self._picture(),) * 2, 0
             self._fill()
-            if t.run.writes:
-                t.run.votes.touch()  # by which a session is known, before its first answer too
-            stored = of_main(
-                t.world,
-                lambda: (
-                    [vote.model_dump() for vote in votes.read(t.run.votes)] if t.run.writes else []
-                ),
-            )
-            self.repeat([Vote.model_validate(each, strict=False) for each in stored], written=True)
+            t.run.votes.touch()  # by which a session is known, before its first answer too
+            self.repeat(votes.read(t.run.votes), written=True)
             yield
 
     @property
-    def group(self) -> AskedGroup:
+    def group(self) -> Group:
         """The group that is asked; waits until it is sampled."""
         self._wait(lambda: self.asked in self.groups)
         return self.groups[self.asked]
@@ -118,129 +197,56 @@ class Session:
         """Whether answers wait to be acted on."""
         return not all(map(Future.done, tuple(self._pending)))  # another thread may take some out
 
-    @property
-    def unconfirmed(self) -> bool:
-        """Whether the weights have changed since a person compared them with the base's; waits for
-        the answers that are not yet acted on."""
-        self._wait()
-        return self.pupil.unconfirmed
-
-    @property
-    def told_of_blind(self) -> str:
-        """What the last blind comparison found, and whether it was of other weights; "" without
-        one."""
-        test = self.blind
-        if test is None or not test.answers:
-            return ""
-        return f"{'' if test.version == self.pupil.version else 'Of earlier weights: '}{test}"
-
-    # what a person may say
-
-    def answer(
-        self, liked: Sequence[int] = (), *, round: int, skipped: bool = False, digest: str = ""
-    ) -> Vote:
+    def answer(self, liked: Sequence[int] = (), *, round: int, digest: str = "") -> Vote:
         """The answer to the group of `round`, from which the model learns; `digest` is that of the
-        group that was shown, if it is known."""
-        return self._take(
-            kind="vote", round=round, liked=tuple(liked), skipped=skipped, digest=digest
-        )
+        group that was shown, if it is known. UserError if a page sent what cannot be one."""
+        with self._turn:
+            group, liked = self.group, sorted(set(liked))
+            if round != self.asked or digest not in ("", group.digest):
+                raise UserError(
+                    f"round {round + 1} is not the one that is asked, which is {self.asked + 1}, or has other pictures by now"
+                )
+            if len(liked) == len(group.images) or not {*liked} <= {*range(len(group.images))}:
+                raise UserError(
+                    f"an answer names some of the {len(group.images)} pictures, from 0, and not all of them; got {liked}"
+                )
+            return self._take(group, "vote", liked)
 
     def undo(self) -> Vote:
         """Takes back the last answer and what the weights learnt from it."""
-        return self._take(kind="undo")
-
-    def set_strength(self, strength: float) -> Vote:
-        """Sets `Pupil.strength`, 0 to 4, from the next answer on."""
-        return self._take(kind="strength", strength=strength)
-
-    def learn_directly(self) -> Vote:
-        """Gives up the head: from here on the model learns from the clicks alone, whether or not a
-        person is consistent."""
-        return self._take(kind="direct")
-
-    @property
-    def comparing(self) -> BlindTest | None:
-        """The blind comparison of which a pair is asked, and no group."""
-        return None if self.blind is None or self.blind.done else self.blind
-
-    def begin_blind(self) -> Vote:
-        """Begins a blind comparison of the base with the weights as they are."""
-        return self._take(kind="look")
-
-    def compare(self, sides: Sequence[int], *, pair: int) -> Vote:
-        """The answer to a pair of the blind comparison: the better side, 0 for the left one; empty
-        without a difference. From all of them the head learns."""
-        test = self.comparing
-        if test is None or pair != len(test.answers) or not {*sides} <= {0, 1}:
-            raise UserError("this pair of the comparison is not the one that is asked")
-        liked = tuple(test.sides()[side] for side in sides[:1])
-        return self._take(kind="blind", step=pair, liked=liked)
-
-    def go_back(self) -> Vote:
-        """Puts back the last weights that were confirmed by a comparison, or the base's."""
-        return self._take(kind="back")
-
-    def _take(self, **said: Any) -> Vote:
-        """Stores an answer and has it acted on; UserError if a page sent what cannot be one."""
         with self._turn:
-            if said["kind"] in ("undo", "look", "back"):
-                self._wait()
-            group, now = self.group, datetime.now(UTC).isoformat(timespec="seconds")
-            about = {"round": self.asked, "iteration": self.trainer.iteration, "time": now}
-            try:
-                vote = checked_as(Vote, {**about, **said})
-            except ValueError as error:
-                raise UserError(f"an answer's {error}") from None
-            if vote.kind == "vote":
-                if vote.round == self.asked and vote.digest not in ("", group.digest):
-                    raise UserError(
-                        f"round {vote.round + 1} has other pictures by now: an answer before it was taken back"
-                    )
-                known = {"prompt": str(group.prompt), "step": group.step, "digest": group.digest}
-                vote = vote.model_copy(update={**known, "liked": tuple(sorted(set(vote.liked)))})
-            self._check(vote)
-            self._store(vote)
-            if self.trainer.world.size > 1:
-                self.trainer.world.store.set(f"{SAID}{next(self._sent)}", vote.model_dump_json())
-            self._hand_over(vote)
-            return vote
+            self._wait()
+            if not self._before:
+                raise UserError("there is no answer that could be taken back")
+            return self._take(self.group, "undo", [])
 
-    def _check(self, vote: Vote) -> None:
-        if vote.kind == "vote":
-            if vote.round != self.asked:
-                raise UserError(
-                    f"round {vote.round + 1} is not the one that is asked, which is {self.asked + 1}"
-                )
-            votes.check_liked(vote.liked, len(self.group.images))
-        elif vote.kind == "undo" and not self._before:
-            raise UserError("there is no answer that could be taken back")
-        elif vote.kind == "blind" and (
-            self.comparing is None or vote.step != len(self.comparing.answers)
-        ):
-            raise UserError(f"votes: pair {vote.step + 1} of a comparison is not asked here")
-        elif vote.kind == "look" and not self.pupil.changes:
-            raise UserError("nothing has been learnt yet, so there is nothing to compare")
-        elif vote.kind == "back" and (self.blind is None or not self.blind.done):
-            raise UserError("compare before and now first; then you can go back")
+    def _take(self, group: Group, kind: str, liked: Sequence[int]) -> Vote:
+        said = {
+            "kind": kind, "liked": tuple(liked), "round": group.round, "prompt": str(group.prompt),
+            "step": group.step, "digest": group.digest, "members": len(group.images),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        }  # fmt: skip
+        vote = checked_as(Vote, said)
+        self._store(vote)
+        self._hand_over(vote)
+        return vote
 
     def _store(self, vote: Vote) -> None:
         """Writes an answer: before it is acted on, so that a kill in between loses nothing."""
         run = self.trainer.run
-        if not run.writes:
-            return
         with run.holding():
             if vote.kind == "vote":
                 images = self.group.images
                 seconds = seconds_of(self.trainer.policy, len(images[0]))
                 save_pictures(run.group(vote.round), images, range(len(images)), seconds)
-            votes.append(run.votes, vote)
+            append_line(run.votes, vote.model_dump_json())
 
     def _hand_over(self, vote: Vote) -> None:
         """Has a stored answer acted on, after the one before it and unless that failed."""
         before = self._pending[-1] if self._pending else None
         self._pending.append(self._thread.submit(self._act, vote, before))
         self.asked += vote.kind == "vote"
-        if vote.kind in ("undo", "look", "blind", "back") or not self.background:
+        if vote.kind == "undo" or not self.background:
             self._wait()
             self.asked = self._next
 
@@ -254,44 +260,31 @@ class Session:
         """Takes stored answers again, in their order; UserError for another run's. `written`: they
         are in votes.jsonl."""
         for vote in stored:
-            group = self.group
-            own = group.digest, group.prompt, group.step
-            if (
-                vote.kind == "vote"
-                and vote.round == self.asked
-                and (vote.digest, vote.prompt, vote.step) != own
-            ):
+            if vote.kind == "vote" and (vote.round, vote.digest) != (self.asked, self.group.digest):
                 raise UserError(
                     f"votes: prompt and pictures of round {vote.round + 1} are not those that were answered; "
-                    "they belong to another run, version, machine or number of processes"
+                    "they belong to another run, version or machine"
                 )
-            self._check(vote)
             if not written:
                 self._store(vote)
             self._hand_over(vote)
             self._wait()
 
-    def follow(self) -> None:
-        """Acts on the answers that rank 0 sends, until it has ended; on the other ranks."""
-        world = self.trainer.world
-        for number in count():
-            try:
-                # not a collective: that would not wait for ever
-                while not world.store.check([f"{SAID}{number}"]):
-                    time.sleep(0.1)
-                said = world.store.get(f"{SAID}{number}").decode()
-            except RuntimeError as error:
-                raise world.lost() from error
-            if said == ENDED:
-                return
-            self.repeat([Vote.model_validate_json(said)], written=True)
-
     def finish(self) -> dict[str, Comparison]:
-        """Ends the run after the answers that wait, on all ranks, and keeps what was learnt."""
+        """Ends the run after the answers that wait: weights, comparison, pictures and card, as any
+        run's, and the answers as pairs."""
         self._wait()
-        if self.trainer.world.size > 1 and self.trainer.world.is_main:
-            self.trainer.world.store.set(f"{SAID}{next(self._sent)}", ENDED)
-        return self.pupil.finish()
+        t = self.trainer
+        self._look()
+        t.set_length(max(1, t.iteration))
+        if t.iteration and t.final is None:  # weights came back since the last look
+            t.evaluate()
+        for iteration, one in ((0, t.base), (t.iteration, t.final)):
+            if one is not None:
+                self._score(iteration, one)
+        votes.write_pairs(t.run)
+        t.save()
+        return t.finish()
 
     # what an answer does
 
@@ -299,102 +292,147 @@ class Session:
         """Does what a stored answer asks for, and samples the groups that lie ready after it."""
         if before is not None:
             before.result()
-        pupil = self.pupil
-        if vote.kind in ANSWERS:
-            self._before.append((self._next, dict(self.groups), self.blind, pupil.kept()))
         if vote.kind == "undo":
-            self._next, self.groups, self.blind, kept = self._before.pop()
-            pupil.put_back(kept)
-        elif vote.kind == "strength":
-            pupil.strength = vote.strength
-        elif vote.kind == "direct":
-            pupil.learnt.direct = True
-        elif vote.kind == "look":
-            self._begin_blind()
-        elif vote.kind == "blind":
-            assert self.blind is not None
-            self.blind = replace(self.blind, answers=(*self.blind.answers, vote.liked))
-            if self.blind.done:
-                pupil.compare(self.blind)
-        elif vote.kind == "back":
-            pupil.go_back()
+            self._next, self.groups, self.learnt, weights = self._before.pop()
+            self.clicks.head = self.learnt.head
+            self.trainer.restore(weights)
         else:
+            kept = self._next, dict(self.groups), copy.copy(self.learnt), self.trainer.snapshot()
+            self._before.append(kept)
             self._next += 1
-            if vote.liked and not vote.skipped:
-                pupil.learn(self.groups[vote.round], vote)
-            if self.blind is None and of_main(self.trainer.world, lambda: pupil.reached):
-                self._begin_blind()
+            if vote.liked:
+                self._learn(self.groups[vote.round], vote.liked)
         self._fill()
-        if self._drawn != pupil.changes:
-            self.pair, self._drawn = (self.pair[0], self._picture()), pupil.changes
 
     def _fill(self) -> None:
         """Samples groups until `AHEAD` lie ready."""
         for round in range(self._next, self._next + AHEAD):
             if round not in self.groups:
-                self.groups[round] = self.asker.group(round, self.pupil.changes)
+                self.groups[round] = self._sampled(round)
         self.groups = {round: group for round, group in self.groups.items() if round >= self._next}
 
-    def _wrong_prompt(self) -> str:
-        """The first held-out prompt that the base draws wrong, by the rewards that define right
-        pictures; the first one if none does, or if all are right."""
-        base = self.trainer.base
-        assert base is not None
-        wrong = [] if base.right is None else (base.right == 0).nonzero().flatten().tolist()
-        return self.trainer.heldout[wrong[0] if wrong else 0]
+    def _sampled(self, round: int) -> Group:
+        """The group of the candidate prompt whose pictures differ most, by the first `PREVIEWED` of
+        each."""
+        step = SHOWN_STEPS[round % len(SHOWN_STEPS)]
+        prompts = list(dict.fromkeys(self._order.batch(round, CANDIDATES)))
+        size = self.trainer.algorithm.group_size
+        previews = self._drawn(round, step, prompts, min(PREVIEWED, size))
+        spreads = [float(images.var(0).mean()) for images in previews]
+        chosen = spreads.index(max(spreads))
+        (images,) = self._drawn(round, step, prompts[chosen : chosen + 1], size, first=chosen)
+        digest = votes.digest_of(prompts[chosen], to_uint8(stills(images)))
+        return Group(round, prompts[chosen], step, images, digest)
 
-    def _begin_blind(self) -> None:
-        """Compares pictures of held-out prompts that lie evenly among all; not of `prompt`, which is
-        shown before and now."""
-        self.pupil.settle()
-        t, base = self.trainer, self.trainer.base
-        now, every = t.final or t.score_heldout(), range(len(t.heldout))
-        assert base is not None
-        unseen = [place for place in every if t.heldout[place] != self.prompt] or list(every)
-        count = min(PAIRS, len(unseen))
-        places = [unseen[len(unseen) * pair // count] for pair in range(count)]
-        before, after = (
-            t.world.gather(one.images[places] if t.world.is_main else one.images[:0])
-            for one in (base, now)
+    def _drawn(
+        self, round: int, step: int, prompts: Sequence[str], size: int, first: int = 0
+    ) -> list[Tensor]:
+        """The pictures of a group of each of `prompts`, the candidates from the `first` on; one that
+        is not finite is black."""
+        t = self.trainer
+        plan = {"branch_steps": (step,), "granularities": (1,), "branch_schedule": "all"}
+        algorithm = replace(t.algorithm, group_size=size, **plan)  # type: ignore[type-var]
+
+        def noise(place: int, *purpose: Any) -> torch.Generator:
+            return generator_for(t.config.trainer.seed, "teach", round, first + place, *purpose)
+
+        groups = t.sample_groups(prompts, algorithm, noise, rewards={})
+        return [images[0].nan_to_num(0, 0, 0) for images in t.pictures(groups)]
+
+    def _learn(self, group: Group, liked: tuple[int, ...]) -> None:
+        """Fits the head to one answer more, and trains on it if it counts."""
+        learnt, t = self.learnt, self.trainer
+        features = features_of(
+            group.images, [group.prompt] * len(group.images), self.clicks.encoder
         )
-        prompts = [t.heldout[place] for place in places]
-        changes, version = self.pupil.changes, self.pupil.version
-        self.blind = BlindTest(prompts, before, after, changes, version=version)
+        learnt.choices = (*learnt.choices, Choice(features, liked, group.round))
+        learnt.head = self.clicks.head = fit(learnt.choices)
+        head = learnt.head
+        if len(learnt.choices) < FIRST or head is None or not head.trusted or learnt.enough:
+            return
+        t.set_rate(self.rate * learnt.step)
+        for _ in range(UPDATES):
+            t.iterate()
+        learnt.since += 1
+        if learnt.since == LOOK:
+            self._look()
 
-    def _picture(self) -> Tensor:
-        """The picture [3, H, W] of `prompt` by the weights as they are, from the noise of its
-        evaluation."""
-        return self.trainer.sample([self.prompt], self.trainer.config.trainer.seed, self._place)[0]
+    def _look(self) -> None:
+        """Compares held-out pictures with the base's by the judges, if weights changed since the
+        last time.
 
+        If one fell, or pictures left the base's range, the last good weights come back and steps
+        become smaller. They come back too after `USELESS` looks in a row that are no nearer to the
+        person's choices by the head. Else steps grow, and weights that are nearer are good.
+        """
+        t, learnt = self.trainer, self.learnt
+        if not learnt.since:
+            return
+        row, base, now = t.evaluate(), t.base, t.final
+        assert base is not None and now is not None and learnt.head is not None
+        self._score(0, base)
+        judges = {
+            name: paired(base.scores[name], now.scores[name])
+            for name in t.judges or t.rewards
+            if name != CLICKS
+        }
+        wrong = [
+            f"{name} fell"
+            for name, one in judges.items()
+            if one.change < -FALL * one.error and is_large(one.change, base.scores[name])
+        ]
+        wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
+        before, seen = self._features(base), self._features(now)
+        last = learnt.heldout[1] if learnt.heldout else before
+        nearer = bool(learnt.head(seen).mean() > learnt.head(last).mean())
+        learnt.since, learnt.useless = 0, 0 if nearer or wrong else learnt.useless + 1
+        learnt.step = learnt.step * SHRINK if wrong else min(LARGEST_STEP, learnt.step * GROW)
+        if not wrong and learnt.useless == USELESS:
+            wrong = ["no nearer to your choices"]
+        learnt.said = ", ".join(
+            f"{name} {one.base:.3g} → {one.tuned:.3g}" for name, one in judges.items()
+        )
+        if wrong:
+            t.restore(learnt.good)
+            learnt.useless = 0
+            learnt.said += f"; {' and '.join(wrong)}, so the weights before are back"
+            self.notify(f"held-out pictures: {learnt.said}, with smaller steps")
+        elif nearer:
+            learnt.good, learnt.heldout, learnt.shown = t.snapshot(), (before, seen), now
 
-SAID, ENDED = "g2rpo/said/", "ended"
-"""Keys of the answers that rank 0 sends, and the last of them."""
+    def _features(self, one: Evaluation) -> Features:
+        return features_of(one.images.float() / 255, one.prompts, self.clicks.encoder)
 
+    def _score(self, iteration: int, evaluation: Evaluation) -> None:
+        """Scores an evaluation by the head as it is, which was another when its pictures were
+        drawn."""
+        images = evaluation.images.float() / 255
+        evaluation.scores[CLICKS] = self.clicks(images, evaluation.prompts)
+        self.trainer.evaluator.keep_scores(iteration, evaluation)
 
-class Lesson:
-    """A session that a page may begin and end. `session` is None but in between; `ended` is the
-    last one, with its results."""
+    # what a person sees of it
 
-    def __init__(self, opened: Callable[[], AbstractContextManager[Session]]) -> None:
-        self.session: Session | None = None
-        self.ended: tuple[Session, dict[str, Comparison]] | None = None
-        self._opened, self._stack = opened, ExitStack()
+    @property
+    def headline(self) -> str:
+        """What has changed, as "41 % → 93 % right", or in the head's units where no reward says what
+        is right; "" before it has."""
+        base, now = self.trainer.base, self.learnt.shown
+        if base is None or now is None:
+            return ""
+        if base.right is not None and now.right is not None:
+            shares = [100 * float(one.nanmean()) for one in (base.right, now.right)]
+            return f"{shares[0]:.0f} % → {shares[1]:.0f} % right"
+        rise, deviation = self.learnt.rise
+        return f"by {rise:+.1f} ± {deviation:.1f} deviations more as you like it"
 
-    def begin(self) -> Session:
-        """Opens the session, unless it is."""
-        if self.session is None:
-            self.session = self._stack.enter_context(self._opened())
-        return self.session
-
-    def finish(self) -> tuple[Session, dict[str, Comparison]] | None:
-        """Ends the run, if one was begun, and keeps what was learnt; returns `ended`. If that
-        fails, it can be tried again."""
-        if self.session is not None:
-            self.ended = self.session, self.session.finish()
-            self.session = None
-            self._stack.close()
-        return self.ended
-
-    def close(self) -> None:
-        """Leaves a session that could not be finished; its answers are on disk."""
-        self._stack.close()
+    def changed(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Up to `CHANGED` held-out prompts with their pictures, 8 bit, before and now: first those that
+        became right, then those that the head says changed most."""
+        base, now, head = self.trainer.base, self.learnt.shown, self.learnt.head
+        if base is None or now is None or head is None:
+            return []
+        order = head(self._features(now)) - head(self._features(base))
+        if base.right is not None and now.right is not None:
+            order = order + 1e6 * (now.right > base.right)
+        places = order.argsort(descending=True)[:CHANGED].tolist()
+        return [(now.prompts[place], base.images[place], now.images[place]) for place in places]

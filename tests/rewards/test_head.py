@@ -1,4 +1,4 @@
-"""The head of a person's taste: the choice model, its fit, and how far it may be trusted."""
+"""The head: the choice model, its fit, and how far it may be trusted."""
 
 import math
 from dataclasses import replace
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from g2rpo.core.seeding import generator_for
-from g2rpo.rewards import taste
+from g2rpo.rewards import head as heads
+from g2rpo.rewards.head import Choice, Head, agreement_interval, fit
+from g2rpo.rewards.pairs import Pairs
 from g2rpo.rewards.picture_features import features_of
-from g2rpo.rewards.taste import Choice, Clicks, Head, agreement_interval, fit
 from tests.support.pictures import noise
 from tests.support.tolerances import near, reordered, rounding
 
@@ -28,7 +29,7 @@ def choices(count, theta=THETA, seed=0, size=12, slips=0.0):
         best = int((z @ theta + gumbel).argmax())
         if float(torch.rand((), generator=generator)) < slips:
             best = int(torch.randint(size, (), generator=generator))
-        found.append(Choice({"noise": other, "right": z}, (best,)))
+        found.append(Choice({"noise": other, "right": z}, (best,), group))
     return found
 
 
@@ -46,9 +47,9 @@ def test_the_head_finds_the_block_and_the_direction_of_a_taste():
     assert abs(float(every.mean())) < rounded
     spread = torch.stack([one.var(correction=0) for one in values]).mean()
     assert float(spread) == near(1, reordered(len(every), size=1.0))
-    assert head.agreement.low > 0.8 and head.trust == (2 * head.agreement.mean - 1) ** 2
-    assert replace(head, agreement=replace(head.agreement, low=0.5)).trust == 0
-    three = replace(head, agreement=agreement_interval([1.0, 0.5, 0.6], 0.9))
+    assert head.agreement.low > 0.8 and head.trusted
+    assert not replace(head, agreement=replace(head.agreement, low=0.5)).trusted
+    three = replace(head, agreement=agreement_interval([1.0, 0.5, 0.6]))
     assert three.agreed == pytest.approx(0.7) and three.agreement.mean == pytest.approx(0.65)
 
 
@@ -56,8 +57,8 @@ def test_a_posterior_mode_has_no_gradient():
     """By finite differences, slips and several liked pictures included. All is float64, whose
     rounding of values near 30 is 1e-9 of such a difference."""
     group = choices(8, slips=0.3)
-    group[0] = Choice(group[0].features, (2, 5, 7))
-    block, everyone = taste._Block.of("right", group), list(range(8))
+    group[0] = Choice(group[0].features, (2, 5, 7), 0)
+    block, everyone = heads._Block.of("right", group), list(range(8))
     theta = block.fit(everyone, 3.0)
 
     def posterior(theta):
@@ -71,10 +72,10 @@ def test_a_posterior_mode_has_no_gradient():
 def test_the_curvature_is_the_second_derivative_of_choices_that_are_meant(monkeypatch):
     """By finite differences, without slips, which it leaves out: an error of step^2, 1e-8, times
     fourth derivatives, and of rounding of four values near 30, 7e-7."""
-    monkeypatch.setattr(taste, "SLIPS", 0.0)
+    monkeypatch.setattr(heads, "SLIPS", 0.0)
     group = choices(6)
-    group[0] = Choice(group[0].features, (2, 5))
-    block, everyone = taste._Block.of("right", group), list(range(6))
+    group[0] = Choice(group[0].features, (2, 5), 0)
+    block, everyone = heads._Block.of("right", group), list(range(6))
     theta, steps = np.array([0.5, -0.2, 0.1, 0.3]), 1e-4 * np.eye(4)
 
     def posterior(theta):
@@ -105,28 +106,20 @@ def test_the_error_of_a_rise_is_what_it_says():
     assert 11.6 < squares < 59.7
 
 
-def test_pairs_are_learnt_from_and_earn_no_trust():
-    """A person who clicks at random in groups, and in pairs always prefers more of the feature that
-    their clicks say least about; or sees no difference."""
-    groups = choices(12, torch.zeros(4), size=6)
-    groups = [replace(one, features={"right": one.features["right"]}) for one in groups]
-    place = int(fit(groups).direction.abs().argmin())
-    more = torch.zeros(2, 4)
-    more[1, place] = 2
-
-    def with_pairs(*liked):
-        return fit(groups, [Choice({"right": more}, (one,)) for one in liked])
-
-    better, alike = with_pairs(*[1] * 12), with_pairs(*[0, 1] * 6)
-    assert better.direction[place] > 0.5 > 0.3 > abs(alike.direction[place])
-    assert better.agreement.count == 12 and better.trust == 0
+def test_what_is_about_the_same_is_left_out_together():
+    """Where all are, each counts for itself."""
+    about = ["a", "b", "a", "b", "a"]
+    folds = heads._folds(range(5), about)
+    assert sorted(folds) == [([0, 2, 4], [1, 3]), ([1, 3], [0, 2, 4])]
+    alike = [replace(one, about="a") for one in choices(12)]
+    assert fit(alike).agreement == fit(choices(12)).agreement
 
 
 def test_a_likelihood_by_hand():
     """Two groups, one feature: the second liked of three; two of three liked, each against the
     third."""
     features = np.array([[0.0], [1.0], [3.0]])
-    block = taste._Block([features, features], np.eye(1), [(1,), (0, 2)])
+    block = heads._Block([features, features], np.eye(1), [(1,), (0, 2)])
     share = [math.e / (1 + math.e + math.e**3), 1 / (1 + math.e), math.e**3 / (math.e + math.e**3)]
     expected = sum(math.log(0.9 * p + 0.1 / size) for p, size in zip(share, (3, 2, 2), strict=True))
     assert block.likelihood(np.ones(1), [0, 1]) == pytest.approx(expected, rel=1e-12)
@@ -136,17 +129,17 @@ def test_a_head_of_random_clicks_is_not_trusted():
     """The lower end of a 90 % interval is above chance with probability .05, above `TRUSTED` with
     less: of 12 heads, more than 3 with probability .002 (binomial)."""
     nobody = torch.zeros(4)
-    trusted = [fit(choices(12, nobody, seed, size=6)).trust > 0 for seed in range(12)]
+    trusted = [fit(choices(12, nobody, seed, size=6)).trusted for seed in range(12)]
     assert sum(trusted) <= 3
 
 
 def test_what_cannot_be_fitted():
     one = choices(3)
-    everything, nothing = (Choice(one[0].features, liked) for liked in (tuple(range(12)), ()))
+    everything, nothing = (Choice(one[0].features, liked, 0) for liked in (tuple(range(12)), ()))
     assert fit([]) is fit(one[:1]) is fit([everything, nothing, one[0]]) is None
     # pictures without any difference
-    alike = [Choice({"flat": torch.ones(4, 2)}, (0,)) for _ in range(4)]
-    assert fit(alike).trust == 0
+    alike = [Choice({"flat": torch.ones(4, 2)}, (0,), place) for place in range(4)]
+    assert not fit(alike).trusted
 
 
 def test_features_of_pictures_by_hand():
@@ -162,9 +155,9 @@ def test_features_of_pictures_by_hand():
 
 def test_the_reward_keeps_its_head_in_its_state():
     images, prompts = noise(6, 16, 16), ["x"] * 6
-    reward, other = Clicks(), Clicks()
+    reward, other = Pairs(), Pairs()
     assert not reward(images, prompts).any() and reward.state == {}
-    reward.head = fit([Choice(features_of(noise(6 + i)[:6], prompts), (i,)) for i in range(5)])
+    reward.head = fit([Choice(features_of(noise(6 + i)[:6], prompts), (i,), i) for i in range(5)])
     other.state = reward.state
     assert torch.equal(reward(images, prompts), other(images, prompts))
     assert reward(images, prompts).std() > 0

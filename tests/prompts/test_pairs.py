@@ -1,4 +1,4 @@
-"""Pairs and marks from the files that people have, and what is refused."""
+"""Pairs from the files that people have, and what is refused."""
 
 import base64
 import json
@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 
 from g2rpo.core import input_pictures
-from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
-from g2rpo.prompts.judged import Judged, held_out, read_judged
+from g2rpo.prompts.pairs import read_pairs
 from tests.support.runs import picture
 
 COLOURS = {"p.png": (200, 0, 0), "q.png": (0, 200, 0), "r.png": (0, 0, 200)}
@@ -39,15 +38,15 @@ def written(rows, name="pairs.jsonl"):
     return name
 
 
-def seen(judged):
-    """(prompt, colours, marks) of each."""
+def seen(compared):
+    """(prompt, colours, how many of the first are liked) of each."""
     return [
-        (str(one), [Image.open(path).getpixel((0, 0)) for path in one.pictures], one.good)
-        for one in judged
+        (str(one.prompt), [Image.open(path).getpixel((0, 0)) for path in one.pictures], one.liked)
+        for one in compared
     ]
 
 
-PAIR = [("a cat", [COLOURS["p.png"], COLOURS["q.png"]], (True, False))]
+PAIR = [("a cat", [COLOURS["p.png"], COLOURS["q.png"]], 1)]
 
 
 def parquet(rows, name):
@@ -105,16 +104,14 @@ READ = {
 
 @pytest.mark.parametrize("layout", READ)
 def test_a_pair_is_read_from_what_people_have(folder, layout):
-    found = read_judged(READ[layout](), "pairs")
-    assert seen(found) == PAIR
-    assert found.ties == (layout == "pick-a-pic")
+    assert seen(read_pairs(READ[layout]())) == PAIR
 
 
 def test_names_by_windows_and_pictures_as_addresses_of_data(folder):
     Path("a b").mkdir()
     Path("p.png").rename("a b/p.png")
     data = f"data:image/png;base64,{content('q.png')}"
-    assert seen(read_judged(written(pair("a b\\p.png", data)), "pairs")) == PAIR
+    assert seen(read_pairs(written(pair("a b\\p.png", data)))) == PAIR
 
 
 def test_hpdv2s_folder_beside_its_file_and_three_ranks(folder):
@@ -122,27 +119,11 @@ def test_hpdv2s_folder_beside_its_file_and_three_ranks(folder):
     for name in COLOURS:
         Path(name).rename(f"test/{name}")
     row = {"prompt": "a cat", "image_path": list(COLOURS), "rank": [2, 0, 1]}
-    found = read_judged(written(row, "test.json"), "pairs")
+    found = read_pairs(written(row, "test.json"))
     best, middle, last = (COLOURS[name] for name in ("q.png", "r.png", "p.png"))
     assert sorted(colours for _, colours, _ in seen(found)) == sorted(
         [[best, middle], [best, last], [middle, last]]
     )
-
-
-def test_marks_of_a_table_a_folder_and_pairs(folder):
-    expected = [("a cat", [COLOURS["p.png"]], (True,)), ("a cat", [COLOURS["q.png"]], (False,))]
-    Path("m.csv").write_text("text,file_name,label\na cat,p.png,1\na cat,q.png,bad\n")
-    assert seen(read_judged("m.csv", "marks")) == expected
-    for mark, name in (("good", "p.png"), ("bad", "q.png")):
-        Path(mark).mkdir()
-        Path(name).rename(f"{mark}/{name}")
-        Path(f"{mark}/{name}").with_suffix(".txt").write_text("a\ncat\n")
-    assert seen(read_judged(folder, "marks")) == expected
-    texts = [{"prompt": b"a cat", "chosen": "good/p.png", "rejected": "bad/q.png"}]
-    assert seen(read_judged(parquet(texts, "bytes.parquet"), "marks")) == expected
-    rows = [{"prompt": "a cat", "chosen": "good/p.png", "rejected": "bad/q.png", "seed": 3}] * 2
-    found = read_judged(written(rows), "marks")
-    assert seen(found) == expected and found[0].metadata == {"seed": 3}
 
 
 def pair(chosen="p.png", rejected="q.png", **more):
@@ -167,8 +148,6 @@ REFUSED = [
     (pair(chosen=None), "chosen: should be a picture's file name"),
     ({"prompt": "a", "image_path": ["p.png"], "rank": [0, 1]}, "1 picture and 2 preferences"),
     ({"caption": "a", "jpg_0": "p.png", "jpg_1": "q.png", "label_0": 0.5, "label_1": 0.5}, "nothing but ties (1)"),
-    ({"prompt": "a", "image": "p.png", "label": "good"}, "has single marks, no pairs"),
-    ({"prompt": "a", "image": "p.png", "label": "so-so"}, "should be good or bad"),
     ([], "is empty"),
     ("a cat", "should be an object"),
 ]  # fmt: skip
@@ -177,7 +156,7 @@ REFUSED = [
 @pytest.mark.parametrize(("rows", "words"), REFUSED)
 def test_what_cannot_be_learnt_from_is_refused(folder, rows, words):
     with pytest.raises(UserError) as refusal:
-        read_judged(written(rows), "pairs")
+        read_pairs(written(rows))
     assert words in str(refusal.value) and "pairs.jsonl" in str(refusal.value)
 
 
@@ -186,47 +165,12 @@ def test_what_cannot_be_learnt_from_is_refused(folder, rows, words):
     [
         ("none.jsonl", "there is no such file or folder"),
         ("p.png", ".png is not read"),
-        (".", "is a folder without votes.jsonl, good/ and bad/"),
+        (".", "is a folder without good/ and bad/"),
     ],
 )
 def test_sources_of_no_known_kind_are_refused(folder, name, words):
     with pytest.raises(UserError, match=words.replace("/", ".")):
-        read_judged(name, "pairs")
-
-
-def test_held_out_prompts_are_in_no_pair_that_is_learnt_from(folder):
-    """Nor in another spelling. All have four pairs, of which one shows a copy of a picture that
-    is learnt from."""
-    rows = []
-    for number in range(10):
-        for name in (f"good{number}.png", f"bad{number}.png"):
-            picture(name, (number, len(name), 0))
-        Path(f"copy{number}.png").write_bytes(Path("q.png").read_bytes())
-        prompts, good = (f"prompt {number}", f" PROMPT  {number}"), f"good{number}.png"
-        worse = (f"bad{number}.png", f"bad{number}.png", f"bad{number}.png", f"copy{number}.png")
-        rows += [pair(good, bad, prompt=prompts[bad < "c"]) for bad in worse]
-    judged = read_judged(written(rows), "pairs")
-    learnt, apart = held_out(judged, 0.4, seed=1)
-    learnt_of, apart_of = ({one.casefold().split()[1] for one in side} for side in (learnt, apart))
-    assert len(learnt_of | apart_of) == 10 and not learnt_of & apart_of and len(apart_of) > 1
-    assert (len(learnt), len(apart)) == (4 * len(learnt_of), 3 * len(apart_of))
-    assert held_out(judged, 0.4, seed=1)[1] == apart != held_out(judged, 0.4, seed=2)[1]
-
-
-def test_what_is_held_out_stays_so_when_a_file_grows(tmp_path):
-    """In any order; and about as asked: of 400 prompts a tenth, within four standard deviations of
-    6."""
-    files = [[str(tmp_path / f"{n}_{level}.png") for level in (7, 3)] for n in range(400)]
-    every = [Judged.of(Prompt(str(n)), own, (True, False)) for n, own in enumerate(files)]
-    for one in every:
-        for path in one.pictures:
-            Path(path).write_text(path)
-    learnt, apart = held_out(every, 0.1, seed=1)
-    assert abs(len(apart) - 40) < 24 and len(learnt) + len(apart) == 400
-    before, after = held_out(every[::-1][:60], 0.1, seed=1)
-    assert {*before} <= {*learnt} and {*after} <= {*apart}
-    assert [len(side) for side in held_out(every[:2], 0.99, seed=1)] == [1, 1]
-    assert [len(side) for side in held_out(every[:2], 0.0001, seed=1)] == [1, 1]
+        read_pairs(name)
 
 
 def test_of_a_folder_of_splits_that_of_training_is_read_without_other_pictures(folder):
@@ -237,8 +181,8 @@ def test_of_a_folder_of_splits_that_of_training_is_read_without_other_pictures(f
     Path("set/data").mkdir(parents=True)
     parquet([own | more], "set/data/train-00000-of-00001.parquet")
     parquet([own | {"prompt": "a dog"}], "set/data/test-00000-of-00001.parquet")
-    found = read_judged("set", "pairs")
-    assert seen(found) == PAIR and found[0].metadata == {"seeds": [1, 2]}
+    found = read_pairs("set")
+    assert seen(found) == PAIR and found[0].prompt.metadata == {"seeds": [1, 2]}
 
 
 @pytest.mark.parametrize("name", ["p.BMP", "p.Gif", "p.tif", "p.avif"])
@@ -248,22 +192,24 @@ def test_a_picture_in_a_folder_that_is_of_no_known_kind_is_named(folder, name):
     Path(f"good/{name}").with_suffix(".txt").write_text("a cat")
     Path("p.png").rename("good/q.png")
     Path("good/q.txt").write_text("a cat")
+    Path("bad").mkdir()
+    Path("r.png").rename("bad/r.png")
+    Path("bad/r.txt").write_text("a cat")
     with pytest.raises(UserError, match=f"{name}: cannot be read as PNG"):
-        read_judged(folder, "marks")
+        read_pairs(folder)
 
 
-def test_nothing_is_held_out_of_one_prompt_or_one_picture(folder):
-    for rows in ([pair()], [pair(prompt=f"prompt {number}") for number in range(4)]):
-        judged = read_judged(written(rows), "pairs")
-        assert held_out(judged, 0.5, seed=1) == (judged, [])
-
-
-def test_marks_of_a_source_of_pairs_and_single_marks_are_single(folder):
-    rows = [pair(), {"prompt": "a cat", "image": "r.png", "label": 1}] * 2
-    assert seen(read_judged(written(rows), "marks")) == [
-        ("a cat", [COLOURS[name]], (good,))
-        for name, good in (("p.png", True), ("q.png", False), ("r.png", True), ("r.png", True))
-    ]
+def test_good_pictures_are_compared_with_the_bad_ones_of_their_prompt_and_the_rest_together(folder):
+    """Two prompts have both; of a third there is a good one alone, and a bad one has no prompt."""
+    at = {"good": "a b c", "bad": "a b"}
+    for side, prompts in at.items():
+        Path(side).mkdir()
+        for number, prompt in enumerate(prompts.split()):
+            picture(f"{side}/{prompt}.png", (number, len(side), 0))
+            Path(f"{side}/{prompt}.txt").write_text(prompt)
+    picture("bad/none.png", (9, 9, 9))
+    found = {one.prompt: [Path(path).stem for path in one.pictures] for one in read_pairs(folder)}
+    assert found == {"a": ["a", "a"], "b": ["b", "b"], "": ["c", "none"]}
 
 
 def test_a_picture_is_decoded_again_only_where_its_file_changed(folder, monkeypatch):
@@ -276,16 +222,16 @@ def test_a_picture_is_decoded_again_only_where_its_file_changed(folder, monkeypa
     monkeypatch.setattr(input_pictures, "_opened", opened)
     for expected in (["p.png", "q.png"], []):
         decoded.clear()
-        read_judged(source, "pairs")
+        read_pairs(source)
         assert sorted(decoded) == expected
     Path("q.png").write_bytes(Path("cut.png").read_bytes())
     for _ in range(2):
         with pytest.raises(UserError, match=r"1 of 2 pictures cannot be used: .*q\.png"):
-            read_judged(source, "pairs")
+            read_pairs(source)
     Path("q.png").unlink()
     with pytest.raises(UserError, match="there is no such file"):
-        read_judged(source, "pairs")
+        read_pairs(source)
     picture("q.png", COLOURS["r.png"])
     (folder / "cache/pictures").rename(folder / "aside")
     (folder / "cache/pictures").write_text("no folder")
-    assert len(read_judged(source, "pairs")) == 1
+    assert len(read_pairs(source)) == 1

@@ -1,4 +1,5 @@
-"""Pictures that people judged, from files: pairs of a chosen and a rejected one, or single marks."""
+"""Pictures that people compared, from files: pairs of a chosen and a rejected one, or a folder of good
+and bad ones."""
 
 from __future__ import annotations
 
@@ -7,20 +8,18 @@ import binascii
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+from pydantic import BaseModel, BeforeValidator
 
-from g2rpo.core.data import Prompt, spelling_apart
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.files import FileDigests, cache_root, local, write_whole
 from g2rpo.core.input_pictures import faults_of_pictures
 from g2rpo.core.plain import checked_as, is_text, read_text
-from g2rpo.core.seeding import seed_for
 from g2rpo.prompts.lines import COLUMNS, refuse_other_files
 from g2rpo.prompts.sources import (
     begin_of,
@@ -32,9 +31,6 @@ from g2rpo.prompts.sources import (
     refuse_address,
 )
 from g2rpo.prompts.tables import column_of, read_table
-
-Kind = Literal["pairs", "marks"]
-"""What an algorithm learns from."""
 
 PICTURE_SUFFIXES = {
     f".{kind}"
@@ -52,13 +48,8 @@ BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR")
 """What a PNG, a JPEG and a WebP file begin with in base64."""
 LAYOUTS = (
     "prompt, chosen, rejected; Pick-a-Pic's caption, jpg_0, jpg_1, label_0, label_1; HPDv2's prompt, image_path, and "
-    "human_preference or rank; and for single marks prompt, image, label"
+    "human_preference or rank"
 )
-WORDS = {
-    **dict.fromkeys(("1", "1.0", "true", "yes", "good", "liked", "chosen"), True),
-    **dict.fromkeys(("0", "0.0", "-1", "false", "no", "bad", "disliked", "rejected"), False),
-}
-"""What a mark may be, in lower case."""
 
 
 def _shown(value: Any) -> Any:
@@ -93,16 +84,10 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str | int) else value
 
 
-def _mark(value: Any) -> bool:
-    known = WORDS.get(str(value).strip().casefold())
-    if known is None:
-        raise ValueError(f"should be good or bad, true or false, 1 or 0, is {value!r:.60}")
-    return known
-
-
 Shown = Annotated[str | bytes, BeforeValidator(_shown)]
 Number = Annotated[float, BeforeValidator(_number)]
-Group = tuple[tuple[str | bytes, ...], tuple[bool, ...]]
+Two = tuple[str | bytes, str | bytes]
+"""A chosen and a rejected picture."""
 
 
 class _Pair(BaseModel):
@@ -112,8 +97,8 @@ class _Pair(BaseModel):
     chosen: Shown
     rejected: Shown
 
-    def groups(self) -> Iterator[Group]:
-        yield (self.chosen, self.rejected), (True, False)
+    def pairs(self) -> Iterator[Two]:
+        yield self.chosen, self.rejected
 
 
 class _PickAPic(BaseModel):
@@ -125,11 +110,11 @@ class _PickAPic(BaseModel):
     label_0: Number
     label_1: Number
 
-    def groups(self) -> Iterator[Group]:
+    def pairs(self) -> Iterator[Two]:
         if self.label_0 > self.label_1:
-            yield (self.jpg_0, self.jpg_1), (True, False)
+            yield self.jpg_0, self.jpg_1
         if self.label_1 > self.label_0:
-            yield (self.jpg_1, self.jpg_0), (True, False)
+            yield self.jpg_1, self.jpg_0
 
 
 class _Ranked(BaseModel):
@@ -144,7 +129,7 @@ class _Ranked(BaseModel):
     human_preference: list[Number] | None = None
     rank: list[Number] | None = None
 
-    def groups(self) -> Iterator[Group]:
+    def pairs(self) -> Iterator[Two]:
         # the column of preferences counts: those of HPDv2's test set have ranks alone
         better = self.human_preference or [-place for place in self.rank or ()]
         if len(better) != len(self.image_path) or len(better) < 2:
@@ -155,45 +140,21 @@ class _Ranked(BaseModel):
             zip(self.image_path, better, strict=True), 2
         ):
             if value > less:
-                yield (one, other), (True, False)
+                yield one, other
 
 
-class _Mark(BaseModel):
-    columns: ClassVar[Sequence[set[str]]] = ({"image", "label"}, {"file_name", "label"})
-    image: Annotated[Shown, Field(validation_alias=AliasChoices("image", "file_name"))]
-    label: Annotated[bool, BeforeValidator(_mark)]
-
-    def groups(self) -> Iterator[Group]:
-        yield (self.image,), (self.label,)
+KINDS: Sequence[type[_Pair | _PickAPic | _Ranked]] = (_Pair, _PickAPic, _Ranked)
 
 
-KINDS: Sequence[type[_Pair | _PickAPic | _Ranked | _Mark]] = (_Pair, _PickAPic, _Ranked, _Mark)
+@dataclass(frozen=True)
+class Compared:
+    """Files of pictures, of a prompt or of none, of which people `liked` the first so many better
+    than the others. `place`: where they stand in the source."""
 
-
-class Judged(Prompt):
-    """A prompt with files of pictures of it, and of each whether people found it good: a pair of a
-    chosen and a rejected picture, or one picture with its mark."""
-
+    prompt: str
     pictures: tuple[str, ...]
-    good: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, prompt: Prompt, pictures: Sequence[str], good: Sequence[bool]) -> Judged:
-        judged = cls(prompt, prompt.images, prompt.metadata)
-        judged.pictures, judged.good = tuple(pictures), tuple(good)
-        return judged
-
-
-class JudgedList(list[Judged]):
-    """What a file holds; `ties` were left out."""
-
-    ties: int = 0
-
-    def __str__(self) -> str:
-        what = "mark" if all(len(one.pictures) == 1 for one in self) else "pair"
-        prompts = counted(len(set(map(str, self))), "prompt")
-        left = f" ({counted(self.ties, 'tie')} left out)" if self.ties else ""
-        return f"{counted(len(self), what)} of {prompts}{left}"
+    liked: int = 1
+    place: str = ""
 
 
 def _file_of(shown: str | bytes, table: Path) -> str:
@@ -220,60 +181,39 @@ def stored(content: bytes) -> str:
     return str(path)
 
 
-def read_judged(source: str | Path, kind: Kind) -> JudgedList:
-    """The pairs, or the marks, of a source; UserError for one that cannot be used.
+def read_pairs(source: str | Path) -> list[Compared]:
+    """What people compared in a source; ties are left out. UserError for one that cannot be used.
 
     - `FILE.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, or a folder of parquet files (those of the
       split "train", if it has one): a table with columns of `LAYOUTS`. Pictures are named relative
       to the file's folder, or are bytes;
-    - a folder with `good/` and `bad/`: single marks; beside each picture a .txt with its prompt.
-
-    Marks of pairs are those of both pictures, each once for a prompt. Ties are left out.
+    - a folder with `good/` and `bad/`: pictures, with a prompt in a .txt beside each or without.
+      Good ones are compared with the bad ones of their prompt, and those of prompts that have only
+      one kind with each other.
     """
     path = local(source)
     with placed(f"{path}: ", ValueError, OSError):
-        groups = list(_read(path))
-    return as_kind(groups, kind, str(path))
-
-
-def as_kind(groups: Sequence[tuple[str, Judged | None]], kind: Kind, name: str) -> JudgedList:
-    """Groups, each with its place in the source `name`, as pairs or marks; None for a tie.
-    UserError unless there are any, of pictures that can be read and that differ."""
-    found = JudgedList(one for _, one in groups if one is not None)
-    found.ties = len(groups) - len(found)
+        rows = list(_read(path))
+    found = [one for one in rows if one is not None]
     if not found:
-        why = f"has nothing but ties ({found.ties})" if found.ties else "is empty"
-        raise UserError(f"{name}: {why}; nothing can be learnt from it")
-    _check_pictures([(place, one) for place, one in groups if one is not None], name)
-    single = any(len(one.pictures) == 1 for one in found)
-    if kind == "pairs" and single:
-        raise UserError(f"{name}: has single marks, no pairs")
-    return found if kind == "pairs" else _marks_of(found)
+        why = f"has nothing but ties ({len(rows)})" if rows else "is empty"
+        raise UserError(f"{path}: {why}; nothing can be learnt from it")
+    _check_pictures(found, str(path))
+    return found
 
 
-def _check_pictures(groups: Sequence[tuple[str, Judged]], name: str) -> None:
+def _check_pictures(compared: Sequence[Compared], name: str) -> None:
     places: dict[str, str] = {}
-    for place, one in groups:
-        places |= {path: place for path in one.pictures if path not in places}
+    for one in compared:
+        places |= {path: one.place for path in one.pictures if path not in places}
     _refuse_some(name, faults_of_pictures(places), counted(len(places), "picture"))
-    digests, alike = FileDigests(None), []
-    for place, one in groups:
-        if len({digests.of(Path(path)) for path in one.pictures}) < len(one.pictures):
-            alike.append(f"{place}: {' and '.join(one.pictures)} are the same picture")
-    _refuse_some(name, alike, counted(len(groups), "pair"))
-
-
-def _marks_of(judged: JudgedList) -> JudgedList:
-    """Of each picture of a prompt's pairs its mark, once; single marks as they are."""
-    marks = JudgedList()
-    marks.ties, known = judged.ties, set()
-    for one in judged:
-        for mark in zip(one.pictures, one.good, strict=True):
-            key = (str(one), *mark)
-            if len(one.pictures) == 1 or key not in known:
-                marks.append(Judged.of(one, mark[:1], mark[1:]))
-            known.add(key)
-    return marks
+    digests = FileDigests(None)
+    alike = [
+        f"{one.place}: {' and '.join(one.pictures)} are the same picture"
+        for one in compared
+        if len(one.pictures) == 2 and len({digests.of(Path(path)) for path in one.pictures}) == 1
+    ]
+    _refuse_some(name, alike, counted(len(compared), "pair"))
 
 
 def _refuse_some(name: str, faults: Sequence[str], of: str) -> None:
@@ -284,30 +224,28 @@ def _refuse_some(name: str, faults: Sequence[str], of: str) -> None:
         raise UserError(f"{name}: {len(faults)} of {of} cannot be used: {listed}{more}")
 
 
-def _read(path: Path) -> Iterator[tuple[str, Judged | None]]:
-    """The groups of a source with their places, None for a tie."""
-    folders = {mark: path / mark for mark in ("good", "bad")}
+def _read(path: Path) -> Iterator[Compared | None]:
+    """What is compared in a source, None for a tie."""
     tables = sorted([*path.glob("*.parquet"), *path.glob("data/*.parquet")])
-    if any(folder.is_dir() for folder in folders.values()):
-        for mark, folder in folders.items():
-            yield from _marked(folder, mark == "good")
+    if (path / "good").is_dir() or (path / "bad").is_dir():
+        yield from _of_folders(path)
     elif tables:
         train = [table for table in tables if table.name.startswith("train")]
         for table in train or tables:
             yield from _read(table)
     elif path.is_dir():
-        raise ValueError("is a folder without votes.jsonl, good/ and bad/, and .parquet files")
+        raise ValueError("is a folder without good/ and bad/, and without .parquet files")
     elif not path.exists():
         raise ValueError("there is no such file or folder")
     else:
         for number, record in _records(path):
             place = f"row {number}"
             with placed(f"{place}: ", kind=ValueError):
-                groups = list(_groups(record, path))
-            if not groups:
-                yield place, None
-            for one in groups:
-                yield place, one
+                pairs = list(_pairs_of(record, path))
+            if not pairs:
+                yield None
+            for prompt, pictures in pairs:
+                yield Compared(prompt, pictures, place=place)
 
 
 def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -327,8 +265,8 @@ def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         yield from json_entries(text) if suffix == ".json" else json_lines(text)
 
 
-def _groups(record: Any, table: Path) -> Iterator[Judged]:
-    """The groups of a row."""
+def _pairs_of(record: Any, table: Path) -> Iterator[tuple[Prompt, tuple[str, str]]]:
+    """The pairs of a row, each with its prompt."""
     if not isinstance(record, Mapping):
         raise ValueError(f"should be an object with these columns: {LAYOUTS}; is {record!r:.60}")
     names = {name.strip().casefold(): name for name in record}
@@ -343,8 +281,8 @@ def _groups(record: Any, table: Path) -> Iterator[Judged]:
     rest = {name: record[name] for low, name in names.items() if low not in own}
     plain = {name: value for name, value in rest.items() if name == column or not _has_bytes(value)}
     prompt = prompt_of(plain, column, table.parent.absolute())
-    for pictures, good in layout.groups():
-        yield Judged.of(prompt, [_file_of(shown, table) for shown in pictures], good)
+    for chosen, rejected in layout.pairs():
+        yield prompt, (_file_of(chosen, table), _file_of(rejected, table))
 
 
 def _has_bytes(value: Any) -> bool:
@@ -354,52 +292,21 @@ def _has_bytes(value: Any) -> bool:
     return isinstance(value, bytes) or (isinstance(value, list) and any(map(_has_bytes, value)))
 
 
-def _marked(folder: Path, good: bool) -> Iterator[tuple[str, Judged]]:
-    """The pictures of a folder, with the prompts beside them."""
-    pictures = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.suffix.lower() in PICTURE_SUFFIXES and not path.name.startswith(".")
-    ]
-    bare = [path for path in pictures if not path.with_suffix(".txt").is_file()]
-    said = [f"{path.name} has no prompt beside it ({path.stem}.txt)" for path in bare]
-    _refuse_some(str(folder), said, counted(len(pictures), "picture"))
-    for path in pictures:
-        caption = " ".join(read_text(path.with_suffix(".txt")).split())
-        with placed(f"{path.with_suffix('.txt')}: ", kind=ValueError):
-            prompt = prompt_of({"prompt": caption}, "prompt", folder)
-        yield str(path.parent), Judged.of(prompt, [str(path)], [good])
-
-
-def sharing(pairs: Sequence[Judged]) -> list[int]:
-    """A number for each pair; those with a picture in common, or linked by others, have one."""
-    known: dict[str, int] = {}
-    ends = [[known.setdefault(path, len(known)) for path in one.pictures] for one in pairs]
-    links = coo_array(([True] * len(ends), tuple(zip(*ends, strict=True))), shape=[len(known)] * 2)
-    numbers = connected_components(links, directed=False)[1]
-    return [int(numbers[end]) for end, _ in ends]
-
-
-def held_out(
-    judged: Sequence[Judged], share: float, seed: int
-) -> tuple[list[Judged], list[Judged]]:
-    """(to learn from, held out): about a share of the prompts, at least one, is held out with all
-    that was judged of them. Each prompt is drawn by its own words, so that those that are added to
-    a file change nothing for the others. Prompts that differ in case and spaces are one. Of a
-    held-out prompt what shows a picture that is learnt from is left out; if that is all, nothing is
-    held out."""
-    texts = [spelling_apart(one) for one in judged]
-    drawn = {text: seed_for(seed, "held-out pairs", text) / 2**63 for text in dict.fromkeys(texts)}
-    below = sum(place < share for place in drawn.values())
-    count = min(max(1, below), len(drawn) - 1) if share else 0
-    chosen, digests = set(sorted(drawn, key=drawn.__getitem__)[:count]), FileDigests(None)
-    sides: dict[bool, list[Judged]] = {False: [], True: []}
-    for one, text in zip(judged, texts, strict=True):
-        sides[text in chosen].append(one)
-
-    def shown(one: Judged) -> set[str]:
-        return {digests.of(Path(path)) for path in one.pictures}
-
-    known = set[str]().union(*map(shown, sides[False])) if count else set()
-    apart = [one for one in sides[True] if known.isdisjoint(shown(one))]
-    return (sides[False], apart) if apart else ([*judged], [])
+def _of_folders(path: Path) -> Iterator[Compared]:
+    """The good and bad pictures of a folder, by prompt."""
+    sides: dict[str, tuple[list[str], list[str]]] = {}
+    for side, name in enumerate(("good", "bad")):
+        for picture in sorted((path / name).rglob("*")):
+            if picture.suffix.lower() in PICTURE_SUFFIXES and not picture.name.startswith("."):
+                said = picture.with_suffix(".txt")
+                prompt = " ".join(read_text(said).split()) if said.is_file() else ""
+                sides.setdefault(prompt, ([], []))[side].append(str(picture))
+    rest: tuple[list[str], list[str]] = ([], [])
+    for prompt, (good, bad) in sides.items():
+        if good and bad:
+            yield Compared(prompt, (*good, *bad), len(good), str(path))
+        else:
+            rest[0].extend(good)
+            rest[1].extend(bad)
+    if rest[0] and rest[1]:
+        yield Compared("", (*rest[0], *rest[1]), len(rest[0]), str(path))
