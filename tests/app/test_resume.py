@@ -160,7 +160,7 @@ def test_what_training_made_is_never_overwritten(capsys, begun, finished, left, 
     """Whatever is left of a run whose checkpoints were deleted to save room, or are damaged."""
     run, _ = begun
     for made in ("checkpoints/best", "export"):
-        shutil.copytree(run / "adapter", run / made)
+        shutil.copytree(run / "adapter", run / made, dirs_exist_ok=True)
     only(run, left)
     if damaged:
         (run / "checkpoints/iteration_000001").mkdir(parents=True)

@@ -216,7 +216,7 @@ evaluate --model testbed --num-steps 3 -> without dashes: KEY=VALUE
 evaluate --model testbed --rewards my.py:f -> is code; write f:
 plan scenes --ranks 6 --ranks-per-node 4 -> 6 ranks do not fill such nodes
 compare scenes --algorithms g2rpo --steps 10,300 -> less than or equal to 250
-compare scenes --algorithms g2rpo alarms.action=rollback -> may end a run of the study early
+compare scenes --algorithms g2rpo alarms.action=stop -> may end a run of the study early
 export nowhere -> say which --format: diffusers, comfyui, kohya, ai-toolkit, merged
 serve-reward brightness --host 0.0.0.0 -> without a token
 serve-reward brightness --token-env NOT_SET -> is not set

@@ -264,7 +264,7 @@ UNKNOWN = [
 UNFINISHED = [
     ("diffusers", "", "goes on, --checkpoint last exports what it has (kept: 1, 2)"),
     ("diffusers", "3", "keeps 1, 2; or say last or best"),
-    ("diffusers", "best", "alarms.action=rollback keeps it"),
+    ("diffusers", "best", "no evaluation was better than the base's"),
     ("diffusers", "2", "does not fit"),
     ("comfyui", "1 --out x", "ComfyUI's models/loras"),
 ]

@@ -10,12 +10,11 @@ from typing import get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from scipy.stats import t as student
 
 from g2rpo.config.schema import Alarm
 from g2rpo.core.data import Precision
-from g2rpo.core.errors import Preempted, RolledBack, Stopped
+from g2rpo.core.errors import Stopped
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.statistics import paired
 from g2rpo.monitor.advice import HELPS
@@ -36,9 +35,8 @@ from g2rpo.monitor.alarms import (
 )
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.checkpoint import checkpoints
+from g2rpo.run.checkpoint import checkpoints, load_checkpoint
 from tests.support import ranks
-from tests.support.commands import adapter_of, done, g2rpo
 from tests.support.runs import (
     brightness,
     config,
@@ -493,41 +491,25 @@ def test_stop_saves_and_ends_and_a_resume_goes_on(tmp_path, warned):
 
 
 @pytest.mark.parametrize("ema", few([0.0, 0.5], bool))
-def test_rollback_takes_the_best_evaluations_weights_and_a_resume_goes_on(tmp_path, ema):
-    """Against a run of the same config that is only told."""
+def test_the_best_evaluations_weights_are_kept_also_by_a_resumed_run(tmp_path, ema):
+    """Of every run with a folder, those of one evaluation; beside a run that keeps all."""
     options = (f"optim.ema_decay={ema}", "optim.learning_rate=0.06")
-    told, rows, weights = alarmed(None, *options), [], {}
+    told, gains, weights = alarmed(None, *options), {}, {}
     for row in told.train():
-        rows += untimed([row])
         own = told.learner.average.module[0] if ema else told.policy.mean
         weights[row["iteration"]] = own.detach().clone()
-    at = next(row["iteration"] for row in rows if "alarms" in row)
-    gains = {row["iteration"]: row["judged_gain"] for row in rows if row["kind"] == "eval"}
-    best = max((iteration for iteration in gains if iteration < at), key=gains.get)
-    assert best > 0
-    t = alarmed(tmp_path, *options, "alarms.hacking=rollback")
-    _, stop = rows_of(t)
-    assert isinstance(stop, RolledBack)
-    assert f"after iteration {at}; the weights are those of iteration {best}" in str(stop)
-    t.stopping = True
-    with pytest.raises(Preempted, match=f"stopped after iteration {at}"):
-        t.finish()
-    # killed before there were results: it goes back from there, and once
-    t = alarmed(tmp_path, *options, "alarms.hacking=rollback", make=resumed)
-    more, again = rows_of(t)
-    assert more == [] and str(again) == str(stop)
-    t.finish()
-    t.export()
-    exported = load_file(tmp_path / "adapter/gaussian.safetensors")["mean"]
-    assert torch.equal(exported, weights[best])
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert (results["iteration"], results["rolled_back_from"]) == (best, at)
-    assert t.resume() == [] and (t.iteration, t.rolled_back_from) == (at, None)
-    again = alarmed(tmp_path, *options, "alarms.hacking=rollback", make=resumed)
-    assert again.iteration == at
-    _, stop = rows_of(again)
-    assert stop is None and torch.equal(again.policy.mean, told.policy.mean)
-    assert log(tmp_path) == json.loads(json.dumps(rows))
+        if row["kind"] == "eval" and "alarms" not in row:
+            gains[row["iteration"]] = row["judged_gain"]
+    best = max(gains, key=gains.get)
+    assert 0 < best < max(weights)
+    for folder, cut_at in (("a", None), ("b", best + 1)):
+        run = tmp_path / folder
+        if cut_at:
+            cut(alarmed(run, *options), "train", cut_at)
+        rows_of(alarmed(run, *options, make=resumed if cut_at else trainer))
+        (kept,) = checkpoints(run / "checkpoints" / "best")
+        found, tensors, _ = load_checkpoint(kept)
+        assert found == best and torch.equal(tensors["weights"][0], weights[best])
 
 
 def test_an_evaluation_with_an_alarm_or_without_a_gain_is_never_the_best():
@@ -544,13 +526,8 @@ def test_an_evaluation_with_an_alarm_or_without_a_gain_is_never_the_best():
         assert watch.best_so_far == best, gain
 
 
-def test_going_back_needs_a_place_to_keep_the_best():
-    with pytest.raises(ValueError, match="needs a run_dir"):
-        trainer(None, "alarms.decline=rollback")
-
-
 def train_alarmed(world, folder):
-    t = alarmed(folder, "alarms.action=rollback", world=world)
+    t = alarmed(folder, "alarms.action=stop", world=world)
     rows, stop = rows_of(t)
     return (
         [[row["iteration"], row.get("alarms")] for row in rows],
@@ -560,35 +537,10 @@ def train_alarmed(world, folder):
 
 
 @pytest.mark.slow
-def test_all_ranks_raise_the_same_alarms_and_go_back_together(tmp_path, warned):
+def test_all_ranks_raise_the_same_alarms_and_stop_together(tmp_path, warned):
     (first, second) = ranks.run(2, train_alarmed, tmp_path / "two")
-    assert first == second and "best evaluation" in first[1]
+    assert first == second and "stopped by an alarm" in first[1]
     assert [iteration for iteration, alarms in first[0] if alarms] == [warned[-1]]
 
 
 # The user's side
-
-
-@pytest.mark.slow  # trains the tiny FLUX
-def test_the_command_goes_back_writes_the_weights_and_exits_with_1(capsys, tmp_path, tiny_config):
-    """A judge that likes pictures less each time that it is asked: base, after iteration 1 and,
-    resumed, after 2."""
-    run, judge = tmp_path / "run", tmp_path / "judge.py"
-    judge.write_text(
-        "import itertools, torch\ncalls = itertools.count()\n\ndef falling(images, prompts):\n"
-        "    call = next(calls)\n    return 0.01 * (torch.arange(len(images)) * call % 5) - call\n"
-    )
-    (tmp_path / "eight.txt").write_text("a red circle\n" * 8)
-    options = [f"evaluation.rewards.falling.kind={judge}:falling"]
-    options += [f"evaluation.prompts={tmp_path / 'eight.txt'}", "evaluation.num_prompts=8"]
-    words = ["train", tiny_config, *options, "--run-dir", run]
-    go_back = ["alarms.decline=rollback", "alarms.hacking=rollback"]
-    code, out, err = g2rpo(capsys, *words, *go_back)
-    assert code == 1 and "Traceback" not in err
-    assert "alarm after iteration 1: " in out and "falling -" in out
-    assert "stopped by an alarm after iteration 1; the weights are those of iteration 0" in err
-    # the base model's
-    assert not any(value.any() for name, value in adapter_of(run).items() if "lora_B" in name)
-    done(capsys, *words, "alarms.action=stop", "--resume")
-    results = json.loads((run / "results.json").read_text())
-    assert results["iteration"] == 2 and "rolled_back_from" not in results

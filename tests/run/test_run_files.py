@@ -110,7 +110,7 @@ def test_a_kill_while_weights_are_written_leaves_no_half_of_them(tmp_path):
 
 def begin(folder):
     """A whole run as `g2rpo train` makes it, after the policy is there."""
-    options = ["alarms.decline=rollback", "trainer.iterations=2"]
+    options = ["trainer.iterations=2"]
     t = trainer(folder, *options, trackers=[])
     Run(folder).claim(t.config)
     Run(folder).record_start(0, t.policy.device)

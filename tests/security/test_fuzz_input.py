@@ -422,7 +422,6 @@ WRONG_IN_A_RUN = """
 results.json | iteration | Infinity
 results.json | rewards bright count | -1
 results.json | right | {"base": 1, "tuned": 1, "error": 0, "least": []}
-results.json | rolled_back_from | "2"
 metrics.jsonl | kind | "test"
 metrics.jsonl | iteration | 1000000000
 metrics.jsonl | alarms | ["hacking"]

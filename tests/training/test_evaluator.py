@@ -8,18 +8,16 @@ import pytest
 import torch
 
 from g2rpo.app.train import compare_all
-from g2rpo.core.errors import RolledBack
 from g2rpo.core.statistics import FEWEST_VALUES
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.controls import CONTROL_PROMPTS, prompts_within
 from g2rpo.evaluation.untrained import Controls
-from g2rpo.evaluation.work import work
 from g2rpo.monitor.alarms import Alarms, alike
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
-from tests.support.runs import brightness, cut, darkness, finished, log, resumed, trainer
+from tests.support.runs import brightness, darkness, finished, log, resumed, trainer
 from tests.support.variants import few
 
 
@@ -94,19 +92,6 @@ def test_what_is_not_known_is_null_in_the_files_of_a_run(tmp_path):
     results, _ = results_of(tmp_path, prompts=["0"])
     assert results["rewards"]["bright"]["error"] is None
     assert math.isnan(Run(tmp_path).read_results().rewards["bright"].error)
-
-
-def test_price_and_card_are_of_what_was_trained(tmp_path):
-    """Of a run of eight iterations that goes back from the fourth to the base."""
-    options = ("trainer.iterations=8", "evaluation.controls=true", "alarms.action=rollback")
-    t = trainer(tmp_path, *options)
-    cut(t, "eval", 4)
-    t.early_stop.asked.add("rollback")
-    with pytest.raises(RolledBack):
-        t.early_stop.end()
-    t.finish()
-    assert t.evaluator.against.training == 4 * work(t.config, 0)
-    assert "for 0 iterations of 2 prompts" in next(tmp_path.glob("*/README.md")).read_text()
 
 
 def test_free_knobs_are_sampled_where_they_are_cheap():

@@ -34,7 +34,7 @@ from g2rpo.config.resolve import listed_differences
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from g2rpo.core.data import Row
-from g2rpo.core.errors import RolledBack, UserError, counted
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import digest_of
 from g2rpo.core.statistics import Comparison
 from g2rpo.rollout.planning import count_evaluations
@@ -201,16 +201,12 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
     report = shlex.join(["g2rpo", "report", str(directory)])
     emit(Line(f"`{report}` in another terminal tells whether it works, and writes a page"))
     began = time.perf_counter()
-    ended: RolledBack | None = None
     stopping.message = f"stopped at once; {trainer.run.command} goes on from the last checkpoint"
-    try:
-        with stopping.after(partial(setattr, trainer, "stopping", True)):
-            train_all(trainer, emit, predict)
-    except RolledBack as error:  # the restored weights are evaluated and written like any result
-        ended = error
-    why = "all iterations are done" if ended is None else "an alarm goes back"
+    with stopping.after(partial(setattr, trainer, "stopping", True)):
+        train_all(trainer, emit, predict)
+    done = "all iterations are done"
     stopping.message = (
-        f"stopped while base and tuned were compared; {why}, and {trainer.run.command} finishes"
+        f"stopped while base and tuned were compared; {done}, and {trainer.run.command} finishes"
     )
     emit(TrainingEnded(time.perf_counter() - began, trainer.evaluator.controls_on > 0))
     table = compare_all(trainer, emit)
@@ -219,8 +215,6 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
             directory, table, trainer.heldout, list(trainer.rewards), config.policy.kind is not None
         )
     )
-    if ended is not None:
-        raise ended
 
 
 def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> None:

@@ -192,9 +192,8 @@ class EvaluationConfig(Section):
     most a fifth and a tenth of the run's network evaluations."""
 
 
-Action = Annotated[Literal["off", "warn", "stop", "rollback"], BeforeValidator(_off)]
-"""The action of an alarm: nothing; a warning; save and end the run; or end it with the weights of
-its best evaluation."""
+Action = Annotated[Literal["off", "warn", "stop"], BeforeValidator(_off)]
+"""The action of an alarm: nothing; a warning; or save and end the run."""
 
 
 Alarm = Literal[

@@ -51,10 +51,6 @@ class Interrupted(BaseException):
         self.exit_code = exit_code
 
 
-class RolledBack(Stopped):
-    """An alarm ended the run, and the trainer has the weights of its best evaluation."""
-
-
 class RankLost(Stopped):
     """Another rank has died, or did not answer in time."""
 

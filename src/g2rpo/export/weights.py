@@ -114,7 +114,7 @@ def _checkpoint(run: Path, which: str) -> tuple[int, Mapping[str, list[Tensor]]]
     if which in ("best", "last"):
         found, _ = latest_checkpoint(root)
         if found is None:
-            kept = "; alarms.action=rollback keeps it" if which == "best" else ""
+            kept = "; no evaluation was better than the base's" if which == "best" else ""
             raise UserError(f"--checkpoint {which}: {root} holds no checkpoint{kept}")
         return found[0], _whole(found[1])
     known = {str(int(path.name.removeprefix("iteration_"))): path for path in checkpoints(root)}

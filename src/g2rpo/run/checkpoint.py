@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -189,16 +188,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def latest_checkpoint(
-    root: Path, take: Callable[[Checkpoint], None] = lambda found: None, until: float = math.inf
+    root: Path, take: Callable[[Checkpoint], None] = lambda found: None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint up to iteration `until` that is intact and that `take` accepts; None if
-    there is none at all.
+    """The newest checkpoint that is intact and that `take` accepts; None if there is none at all.
 
     `take` raises an exception for another model's checkpoint. The strings describe what is wrong
     with newer ones. Raises `BrokenCheckpoint` if checkpoints exist but none can be used.
     """
     complaints: list[str] = []
-    for path in reversed([path for path in checkpoints(root) if _iteration(path) <= until]):
+    for path in reversed(checkpoints(root)):
         try:
             found = load_checkpoint(path)
             _give(path, found, take)

@@ -22,7 +22,7 @@ class RunFiles:
     checkpoints = Inside("checkpoints")
     # until the first checkpoint: a run that is killed before begins again
     unsaved = Inside(".unsaved")
-    # weights of the best evaluation, where an alarm may go back to them
+    # weights of the best evaluation, where one is better than the base's
     best = Inside("checkpoints/best")
     # the base's evaluation; so no second copy of the weights is needed
     baseline = Inside("baseline.safetensors")

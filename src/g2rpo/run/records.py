@@ -101,7 +101,6 @@ class RunResults(BaseModel):
     controls: Controls | None = None
     diversity: Spread | None = None
     diversity_right: Spread | None = None
-    rolled_back_from: Iteration | None = None
 
 
 @dataclass(frozen=True)

@@ -269,12 +269,6 @@ class Run(RunFiles):
         found = self._results()
         return None if found is None else found.iteration
 
-    def ended_at(self) -> int | None:
-        """The iteration after which the run last ended, whether or not an alarm went back then;
-        None if it never did."""
-        found = self._results()
-        return None if found is None else found.rolled_back_from or found.iteration
-
     def _results(self) -> RunResults | None:
         try:
             return self.read_results()

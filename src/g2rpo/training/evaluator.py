@@ -297,7 +297,6 @@ class Evaluator:
         self,
         tuned: Evaluation,
         iteration: int,
-        rolled_back_from: int | None,
         tuned_control: Evaluation | None = None,
         training: int = 0,
     ) -> dict[str, Comparison]:
@@ -327,8 +326,6 @@ class Evaluator:
                 results[key] = {"prompts": count, "noises": SPREAD_NOISES, **means}
         sides = [(0, base), (iteration, tuned)]
         self._save_pictures(self.run.before_after, sides, "Both rows from the same noise", right)
-        if rolled_back_from is not None:
-            results["rolled_back_from"] = rolled_back_from
         self.run.write_results(results)
         with self.run.written(self.run.curves) as path:
             save_figure(

@@ -29,8 +29,8 @@ class Learner:
     """The trained `parameters` with AdamW (arXiv 1711.05101) and, with `ema_decay`, their
     exponential moving average.
 
-    With sharded weights (`shards`), `stored` and `weights` return this rank's pieces; `take` and
-    `take_weights` expect those of all ranks.
+    With sharded weights (`shards`), `stored` and `weights` return this rank's pieces; `take`
+    expects those of all ranks.
     """
 
     def __init__(
@@ -204,14 +204,6 @@ class Learner:
         """Takes a copy of a snapshot, which may be restored again: the optimizer keeps and changes
         what it is given."""
         self.take(*copy.deepcopy(snapshot))
-
-    def take_weights(self, weights: Sequence[Tensor | Pieces]) -> None:
-        """Restores `weights`, also as the average and the old weights; moments are kept."""
-        self._restore(weights, self.parameters)
-        if self.old:
-            self._restore(weights, self.old)
-        if self.average is not None:
-            self._restore(weights, self.average.module.parameters())
 
     def _restore(self, values: Sequence[Tensor | Pieces], into: Iterable[Tensor]) -> None:
         into = list(into)

@@ -17,7 +17,6 @@ from g2rpo.run.checkpoint import (
     Checkpoint,
     forget_after,
     latest_checkpoint,
-    newest_iteration,
     rotate,
     save_checkpoint,
 )
@@ -95,15 +94,10 @@ class Persistence:
         return (found[0] if found else None), complaints
 
     def keep_best(self, iteration: int) -> None:
-        """Saves the (averaged) weights of the best evaluation. Those of the best one before the last
-        checkpoint stay too: a resume from there may have to go back to them."""
-        if self.run.folder is None:
-            return
-        if self.run.writes:
-            with self.run.writing(self.run.best):
-                forget_after(self.run.best, newest_iteration(self.run.checkpoints))
-        with self.learner.averaged():
-            self._write(self.run.best, iteration, self.learner.weights(), {}, keep=2)
+        """Saves the (averaged) weights of the best evaluation so far, in place of those before."""
+        if self.run.folder is not None:
+            with self.learner.averaged():
+                self._write(self.run.best, iteration, self.learner.weights(), {}, keep=1)
 
     def _write(
         self,
@@ -122,18 +116,6 @@ class Persistence:
                 root, iteration, tensors, state, keep, world, self.shards.writers
             )
         return path if self.run.writes else None
-
-    def take_best(self, iteration: int) -> int:
-        """Restores the weights of the best evaluation up to `iteration`, and returns their
-        iteration."""
-        found, _ = latest_checkpoint(self.run.best, until=iteration)
-        if found is None:
-            raise Stopped(
-                f"stopped by an alarm after iteration {iteration}; {self.run.best} has no weights to go back to"
-            )
-        best, tensors, _ = found
-        self.learner.take_weights(tensors["weights"])
-        return best
 
     def export(self, name: str, iteration: int) -> Path:
         """Writes the (averaged) weights as diffusers reads them into the folder `name` of the run,

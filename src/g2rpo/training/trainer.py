@@ -72,7 +72,6 @@ class Trainer:
         c = self.config
         self.rewards, self.judges = as_rewards(self.rewards), as_rewards(self.judges)
         self.stopping = False
-        self.rolled_back_from: int | None = None
         self.final: Evaluation | None = None  # of the weights as they are
         self.run = Run(self.run_dir, self.world, self.notify)
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
@@ -112,7 +111,6 @@ class Trainer:
             alarms=self.alarms,
             run=self.run,
             save=self.save,
-            roll_back=self.roll_back,
         )
         self.checkpoints = Checkpoints(self.loop, self.early_stop, self.persistence)
         self.listeners: Sequence[Listener] = [
@@ -321,11 +319,8 @@ class Trainer:
                 with self.policy.base():
                     self.evaluator.sample_controls(self.iteration, count)
             tuned_control = self.evaluator.sample_tuned_control(self.iteration, count)
-            trained = self.rolled_back_from or self.iteration
-            training = round(work_in_pictures(self.config, trained))
-            table = self.evaluator.finish(
-                tuned, self.iteration, self.rolled_back_from, tuned_control, training
-            )
+            training = round(work_in_pictures(self.config, self.iteration))
+            table = self.evaluator.finish(tuned, self.iteration, tuned_control, training)
             if self.run.writes:
                 with self.run.writing(weights):
                     own = self.config, self.iteration, table, self.heldout, self.policy
@@ -357,7 +352,7 @@ class Trainer:
     def resume(self) -> list[str]:
         """Restores the newest checkpoint that is intact and fits, if there is one; returns what is
         wrong with newer ones and with the log."""
-        self.final = self.rolled_back_from = None
+        self.final = None
         found, complaints = self.persistence.resume()
         if found is None:
             return complaints
@@ -372,14 +367,6 @@ class Trainer:
             kept = "were not sampled before training, and full fine-tuning keeps no base to sample"
             yield f"evaluation.controls=true: {kept}; `g2rpo evaluate RUN --controls` samples them"
 
-    def roll_back(self) -> int:
-        """Restores the weights of the best evaluation, for `finish` and `export`, and returns its
-        iteration; checkpoints are unchanged."""
-        self.final = None
-        best = self.persistence.take_best(self.iteration)
-        self.rolled_back_from, self.loop.iteration = self.iteration, best
-        return best
-
     def _leave_if_asked(self, rows: int) -> None:
         """After so many network evaluations raises `Preempted` if `stopping` is set; not with several
         ranks, since they must stop together."""
@@ -389,5 +376,5 @@ class Trainer:
     def _preempted(self) -> Preempted:
         self.stopping = False
         return Preempted(
-            f"stopped after iteration {self.rolled_back_from or self.iteration}, as asked; {self.run.how_to_continue}"
+            f"stopped after iteration {self.iteration}, as asked; {self.run.how_to_continue}"
         )

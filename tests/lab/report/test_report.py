@@ -414,12 +414,6 @@ def lose_a_reward(files):
     write_log(files.path, [r | {"reward/bright": None} if r["iteration"] == 2 else r for r in rows])
 
 
-def roll_back(files):
-    path = files.path / "results.json"
-    results = json.loads(path.read_text())
-    path.write_text(json.dumps(results | {"iteration": 2, "rolled_back_from": 4}))
-
-
 INCOMPLETE = [
     (stop, "Unfinished: 3 of 4 iterations are logged", 2),
     (log_nothing, "nothing is logged yet of 4 iterations", None),
@@ -427,17 +421,12 @@ INCOMPLETE = [
     (lambda files: (files.pictures(2) / "000000.png").write_bytes(b"no"), "Not shown: ", 4),
     (lambda files: files.scores(2).write_bytes(b"no"), "Not shown: ", 4),
     (lose_a_reward, "Finished", 4),
-    (
-        roll_back,
-        "Ended by an alarm after 4 of 4 iterations: the weights are those after 2, the best",
-        2,
-    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("change", "told", "judged"),
-    few(INCOMPLETE, lambda case: case[0] in (stop, lose_a_reward, roll_back)),
+    few(INCOMPLETE, lambda case: case[0] in (stop, lose_a_reward)),
 )
 def test_a_run_that_is_not_whole_has_a_page_that_says_so(copied, change, told, judged):
     """`judged` is the iteration whose weights are compared with the base's."""

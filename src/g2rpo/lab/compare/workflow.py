@@ -239,9 +239,9 @@ def _configs(study: Study, emit: Emit) -> dict[str, Config]:
             overrides, told = study.overrides_of(cell), partial(note, cell)
             configs[cell] = config = completed(load_config(study.recipe, overrides, told), told)
             for alarm in ("action", *get_args(Alarm)):
-                if (action := config.action_of(alarm)) in ("stop", "rollback"):
+                if config.action_of(alarm) == "stop":
                     raise UserError(
-                        f"alarms.{alarm}={action} may end a run of the study early; set it to warn or off"
+                        f"alarms.{alarm}=stop may end a run of the study early; set it to warn or off"
                     )
             prompts, heldout = check(config)
             try_own_code(config, {"prompts": prompts, "heldout": heldout})

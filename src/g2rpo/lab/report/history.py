@@ -134,12 +134,7 @@ class RunHistory:
     def newest_results(self) -> RunResults | None:
         """results.json, unless an evaluation after it is logged."""
         newest = self.evaluations[-1]["iteration"] if self.evaluations else 0
-        if (
-            self.results is not None
-            and (self.results.rolled_back_from or self.results.iteration) >= newest
-        ):
-            return self.results
-        return None
+        return self.results if self.results and self.results.iteration >= newest else None
 
 
 @dataclass(frozen=True)

@@ -146,11 +146,7 @@ def state(run: RunHistory) -> str:
     if not run.rows:
         return f"Unfinished: nothing is logged yet of {total}."
     again = ""
-    if run.results and (left := run.results.rolled_back_from) is not None:
-        if run.iteration <= left:
-            best = f"the weights are those after {run.results.iteration}, the best evaluation"
-            return f"Ended by an alarm after {run.iteration} of {total}: {best}."
-    elif run.results:
+    if run.results:
         again = f" It had finished after {run.results.iteration}, and was extended."
     return f"Unfinished: {run.iteration} of {total} are logged; the run goes on, or it stopped early.{again}"
 

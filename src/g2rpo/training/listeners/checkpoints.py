@@ -18,8 +18,8 @@ from g2rpo.training.persistence import Persistence
 @dataclass
 class Checkpoints(Listener):
     """Asks for a checkpoint every `trainer.checkpoint_every` iterations or `checkpoint_minutes`,
-    after the last iteration, and before an alarm ends the run. Keeps the best weights if an alarm
-    may go back to them."""
+    after the last iteration, and before an alarm ends the run. Keeps the weights of the best
+    evaluation, where one is better than the base's."""
 
     loop: Loop
     early_stop: EarlyStop
@@ -37,7 +37,7 @@ class Checkpoints(Listener):
 
     def hear(self, row: Row, evaluation: Evaluation | None) -> None:
         self.unsaved |= row["kind"] == "train"
-        if evaluation is None or not self.early_stop.may_roll_back:
+        if evaluation is None or not row["iteration"]:
             return
         # on all ranks together: shards are gathered
         if self.loop.world.total(self.early_stop.alarms.best_so_far)[0]:
@@ -52,7 +52,7 @@ class Checkpoints(Listener):
         due = (
             iteration % c.checkpoint_every == 0
             or iteration >= c.iterations
-            or bool(self.early_stop.asked)
+            or self.early_stop.asked
             or late
         )
         return Ask.SAVE if due and self.unsaved else Ask.NOTHING

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from g2rpo.core.data import Row
-from g2rpo.core.errors import RolledBack, Stopped
+from g2rpo.core.errors import Stopped
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.monitor.advice import HELPS
-from g2rpo.monitor.alarms import ALARMS, Alarms, Scores
-from g2rpo.run.checkpoint import newest_iteration
+from g2rpo.monitor.alarms import Alarms, Scores
 from g2rpo.run.run import Run
 from g2rpo.training.listeners.listener import Ask, Listener
 from g2rpo.training.loop import Loop
@@ -27,52 +26,32 @@ stops."""
 @dataclass(kw_only=True)
 class EarlyStop(Listener):
     """Sets the alarms of every row, reports new ones, and ends the run by their actions, or after
-    `UNSCORED` iterations or `SKIPPED` updates. `save` writes a checkpoint; `roll_back` restores the
-    weights of the best evaluation."""
+    `UNSCORED` iterations or `SKIPPED` updates. `save` writes a checkpoint."""
 
     loop: Loop
     alarms: Alarms
     run: Run
     save: Callable[[], object]
-    roll_back: Callable[[], int]
-    asked: set[str] = field(default_factory=set)  # "stop" or "rollback", from alarms that are new
+    asked: bool = False
+    """Whether a new alarm is to end the run."""
     # iterations in a row without any score, by reward; one of weight 0 need not have one
     unscored: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.unscored = dict.fromkeys(self.loop.config.trained, 0)
-        if self.may_roll_back and self.run.folder is None:
-            raise ValueError(
-                "alarms: going back to the best evaluation needs a run_dir that keeps it"
-            )
-
-    @property
-    def may_roll_back(self) -> bool:
-        """Whether an alarm may end the run with the weights of its best evaluation."""
-        return any(self.loop.config.action_of(name) == "rollback" for name in ALARMS)
 
     def take_up(self, rewards: Sequence[str], prompts: int) -> None:
         """Shows the alarms the log and the scores of `prompts` by `rewards` up to the current
-        iteration, of earlier starts. An alarm that was to go back from here, and was interrupted
-        before it had written the weights, goes back."""
+        iteration, of earlier starts."""
         run, iteration = self.run, self.loop.iteration
         self.alarms.rows = [row for row in run.read_log() if row["iteration"] <= iteration]
         looks = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
         kept = [look for look in looks if run.scores(look).is_file()]
         self.alarms.history = {look: run.read_scores(look, rewards, prompts) for look in kept}
-        if run.ended_at() == iteration or not newest_iteration(run.best):
-            return
-        for place, row in enumerate(self.alarms.rows):
-            if row["iteration"] == iteration:
-                self._ask(self.alarms.new(place), {"rollback"})
-
-    def _ask(self, alarms: Sequence[str], actions: set[str]) -> None:
-        """Asks for those of `actions` that these alarms have."""
-        self.asked |= {self.loop.config.action_of(name) for name in alarms} & actions
 
     def hear(self, row: Row, evaluation: Evaluation | None) -> None:
         new = self.alarms.see(row, None if evaluation is None else evaluation.scores)
-        self._ask(new, {"stop", "rollback"})
+        self.asked |= any(self.loop.config.action_of(name) == "stop" for name in new)
         for name in new:
             if self.loop.world.is_main:
                 said = f"{name}: {row['alarms'][name]}. What helps: {HELPS[name]}"
@@ -102,16 +81,12 @@ class EarlyStop(Listener):
 
     def end(self) -> None:
         """Raises `Stopped` if that is the action of a new alarm."""
-        asked, self.asked = self.asked, set()
+        asked, self.asked = self.asked, False
         iteration = self.loop.iteration
-        stopped = f"stopped by an alarm after iteration {iteration}"
-        if "rollback" in asked:
-            best = (
-                f"the weights are those of iteration {self.roll_back()}, the best evaluation kept"
+        if asked and iteration < self.loop.config.trainer.iterations:
+            raise Stopped(
+                f"stopped by an alarm after iteration {iteration}; {self.run.how_to_continue}"
             )
-            raise RolledBack(f"{stopped}; {best}; {self.run.command} continues without going back")
-        if "stop" in asked and iteration < self.loop.config.trainer.iterations:
-            raise Stopped(f"{stopped}; {self.run.how_to_continue}")
 
     def check_base(self, scores: Scores) -> None:
         """Raises `Stopped` if no reward that is trained on has any score [N] of the base's
