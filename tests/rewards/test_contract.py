@@ -5,12 +5,13 @@ import io
 import json
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from g2rpo.core.images import to_uint8
-from g2rpo.core.types import Reward
+from g2rpo.core.types import Reward, as_reward
 from g2rpo.rewards import clip_encoder, pixels, weights
 from g2rpo.rewards.analytic import Brightness, FunctionReward, JPEGSize, Saturation
 from g2rpo.rewards.clip import HPSv2
@@ -252,3 +253,41 @@ def test_any_function_is_a_reward(tmp_path):
     for target in ("mine.py", "mine:red", *wrong, f"{tmp_path}/other.py:red"):
         with pytest.raises(ValueError):
             FunctionReward(target)
+
+
+async def later(images, prompts):
+    return [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((torch.tensor([1.0, 2.0]), {"why": "..."}), None),
+        (([1, 2], {}), None),
+        ([np.float32(1), np.array(2.0)], None),
+        ([torch.tensor([1.0]), torch.tensor(2)], None),
+        (np.array([1, 2]), None),
+        (torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True), None),
+        (None, "None"),
+        ({"a": [1.0, 2.0], "b": [3.0, 4.0]}, r"a mapping of \['a', 'b'\]: return one of these"),
+        (["1", "2"], r"a list of str, \['1', '2'\]"),
+        ("12", "a str, '12'"),
+        (np.array(["a", "b"]), "a ndarray, array"),
+        ([{"score": 1.0}, {"score": 2.0}], "a list of dict"),
+        ([[1.0], [2.0]], "a list of list"),
+        ((score for score in (1.0, 2.0)), "a generator"),
+        ([1.0], r"the shape \[1\]"),
+        (torch.ones(2, 1), r"the shape \[2, 1\]"),
+    ],
+)
+def test_what_rewards_of_other_trainers_return_is_read_or_named(answer, said):
+    reward = as_reward(lambda images, prompts: answer)
+    if said is None:
+        assert reward.scores(noise(2), ["a", "b"]).tolist() == [1, 2]
+    else:
+        with pytest.raises(ValueError, match=f"should return 2 scores.* but returned {said}"):
+            reward.scores(noise(2), ["a", "b"])
+
+
+def test_an_async_reward_is_waited_for():
+    assert as_reward(later).scores(noise(2), ["a", "b"]).tolist() == [1, 2]

@@ -16,6 +16,7 @@ from g2rpo.core.types import Frames, as_reward
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import FunctionReward
 from g2rpo.rollout.scoring import score
+from g2rpo.training.listeners.first_group import rounded
 from g2rpo.training.reward_states import take_stored
 from tests.support.ranks import finish, start
 from tests.support.runs import brightness, darkness, finished, groups_of, trainer
@@ -168,3 +169,79 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_start():
     reward.state = {"net": torch.nn.Linear(1, 1)}
     with pytest.raises(UserError, match="reward 'bright'.* not Linear"):
         with_bar(kind=lambda: reward)
+
+
+LEAVING = """import torch
+def leave():
+    torch.manual_seed(0)
+    {}
+leave()
+class it:
+    def __init__(self):
+        leave()
+    def __call__(self, images, prompts):
+        leave()
+        return [1.0] * len(prompts)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "get", "source"),
+    [
+        ("default dtype", torch.get_default_dtype, "torch.set_default_dtype(torch.bfloat16)"),
+        ("default device", torch.get_default_device, "torch.set_default_device('meta')"),
+        ("grad mode", torch.is_grad_enabled, "torch.set_grad_enabled(False)"),
+        ("number of threads", torch.get_num_threads, "torch.set_num_threads(2)"),
+        (
+            "deterministic mode",
+            torch.get_deterministic_debug_mode,
+            "torch.use_deterministic_algorithms(True)",
+        ),
+        (
+            "cudnn.benchmark",
+            lambda: torch.backends.cudnn.benchmark,
+            "torch.backends.cudnn.benchmark = True",
+        ),
+    ],
+)
+def test_settings_that_a_reward_leaves_behind_do_not_change_a_run(
+    tmp_path, caplog, name, get, source
+):
+    """Its module, when it is made, and at every call. Seeds are nothing to a run, whose noise is from
+    generators of its own."""
+    before = get()
+    (file := tmp_path / "mine.py").write_text(LEAVING.format(source))
+    plugins.allow(str(file))
+    rewards = build_rewards({"bad": RewardConfig(kind=f"{file}:it")})
+    assert get() == before
+    for _ in range(2):
+        assert score(rewards, torch.zeros(2, 3, 4, 4), ["a", "b"]).tolist() == [[1, 1]]
+        assert get() == before
+    # calls are without gradients anyway
+    told = [f"{who} left torch's {name} at" for who in (file, "the reward bad", "the reward it")]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (2 if name == "grad mode" else 3)
+    assert all(each.startswith(begin) for each, begin in zip(said, told, strict=False))
+
+
+def test_few_scores_close_together_are_told_of_at_the_first_iteration():
+    """20.9 in bfloat16 has steps of .125. Scores that are few by nature, as right or wrong, 1 to 5
+    or a share of letters, are no such."""
+    levels = torch.linspace(0, 1, 6).repeat(2)[None, None, None]  # of a group of 12
+    kinds = {
+        "exact": 20.9 + torch.linspace(0, 0.3, 12)[None, None, None],
+        "rounded": (20.9 + torch.linspace(0, 0.3, 12)).bfloat16().float()[None, None, None],
+        "right": levels.round(),
+        "stars": (4 * levels).round() + 1,
+    }
+    (line,) = rounded(list(kinds), torch.cat([*kinds.values()], 1))
+    assert line.startswith(
+        "reward 'rounded': 4 different scores in a group of 12, in steps of 0.12"
+    )
+    said = []
+    exact = lambda images, prompts: 16 + 10 * images.mean((1, 2, 3))  # noqa: E731
+    for reward in (exact, lambda *given: exact(*given).bfloat16()):
+        t = trainer(None, "algorithm.group_size=8", rewards={"bright": reward}, notify=said.append)
+        t.iterate()
+        t.iterate()
+    assert len(said) == 1, said

@@ -14,6 +14,7 @@ from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean, loading, placed
 from g2rpo.core.plain import Count, as_json, parse_as
+from g2rpo.core.settings import keeping_settings
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
 
 REWARDS = {  # the only list of built-in rewards: their classes declare everything else
@@ -202,7 +203,8 @@ def defaults_of(kind: Any) -> dict[str, Any]:
 def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
     kind = reward_kind(name, entry)
     placed = {"device": device} if "device" in defaults_of(kind) else {}
-    with loading(f"rewards.{name}: cannot be loaded", _weights_hint(name, kind, entry.options)):
+    hint = _weights_hint(name, kind, entry.options)
+    with keeping_settings(f"the reward {name}"), loading(f"rewards.{name}: cannot be loaded", hint):
         given = {**placed, **entry.options}
         if given.get("device") == "auto":
             given["device"] = pick_device("auto")

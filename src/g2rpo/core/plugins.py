@@ -31,6 +31,7 @@ from typing import Any
 from g2rpo.core.errors import UserError, did_you_mean, where
 from g2rpo.core.files import is_other, local, refuse_other, write_whole
 from g2rpo.core.plain import read_as
+from g2rpo.core.settings import keeping_settings
 
 _CODE = re.compile(r"(?P<source>[^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 _allowed: set[str] = set()
@@ -192,11 +193,12 @@ def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
 def _import(source: str, name: str) -> ModuleType:
     """The module of a file or module name, run once; UserError if it cannot be imported."""
     try:
-        return (
-            load_file(refuse_other(local(source)))
-            if source.endswith(".py")
-            else importlib.import_module(source)
-        )
+        with keeping_settings(source):
+            return (
+                load_file(refuse_other(local(source)))
+                if source.endswith(".py")
+                else importlib.import_module(source)
+            )
     except UserError:
         raise
     except FileNotFoundError:

@@ -11,6 +11,7 @@ rewards, B rows or members of a batch, [...] the latent of one sample.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +31,10 @@ from g2rpo.core.data import (  # noqa: F401
     Prompt,
     plain_prompt,
 )
-from g2rpo.core.errors import at_least_one
+from g2rpo.core.errors import at_least_one, shown
 from g2rpo.core.normal import Normal, per_row  # noqa: F401
 from g2rpo.core.plans import Plan, Rollout, Transition  # noqa: F401
+from g2rpo.core.settings import keeping_settings
 
 
 @runtime_checkable
@@ -186,20 +188,55 @@ class Reward:
     def name(self) -> str:
         return type(self).__name__
 
+    def answer(self, images: Tensor, prompts: Sequence[str]) -> Any:
+        """What a call returns; it leaves torch's settings as they were."""
+        with keeping_settings(f"the reward {self.name}"):
+            return self(images, prompts)
+
     @torch.no_grad()
     def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """The scores of a call as float32 [B] on CPU, infinite ones as NaN; ValueError unless there
         is one number per picture."""
-        answer: Any = self(images, list(prompts))
-        if isinstance(answer, list | tuple):
-            answer = [math.nan if value is None else float(value) for value in answer]
-        values = None if answer is None else torch.as_tensor(answer).detach().float().cpu()
+        answer = self.answer(images, list(prompts))
+        if inspect.iscoroutine(answer):  # of an async function
+            answer = asyncio.run(answer)
+        if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
+            answer = answer[0]  # with details, as other trainers have them
+        values = _as_numbers(answer)
         if values is None or values.shape != (len(prompts),):
-            returned = None if values is None else f"the shape {list(values.shape)}"
+            returned = _described(answer) if values is None else f"the shape {list(values.shape)}"
             raise ValueError(
                 f"should return {len(prompts)} scores, one per image, but returned {returned}"
             )
+        values = values.detach().float().cpu()
         return values.where(values.isfinite(), torch.nan)
+
+
+def _as_numbers(answer: Any) -> Tensor | None:
+    """The tensor of what a reward returned, in which None is NaN; None if it holds other things
+    than numbers."""
+    try:
+        if isinstance(answer, list | tuple):
+            answer = [math.nan if value is None else _number(value) for value in answer]
+        return torch.as_tensor(answer)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError("a text is no number, whatever stands in it")
+    return float(value)
+
+
+def _described(answer: Any) -> str:
+    """What a reward returned, in words."""
+    if answer is None:
+        return "None"
+    if isinstance(answer, Mapping):
+        return f"a mapping of {shown(list(answer))}: return one of these"
+    held = f" of {type(answer[0]).__name__}" if isinstance(answer, list | tuple) and answer else ""
+    return f"a {type(answer).__name__}{held}, {shown(answer)}"
 
 
 class CallableReward(Reward):

@@ -109,7 +109,7 @@ def weighted_scores(
         if not weight:
             continue
         with naming_reward(name, f"failed on {counted(len(x), 'picture')}"):
-            scores = reward(x if reward.latent else images, asked).to(total)
+            scores = reward.answer(x if reward.latent else images, asked).to(total)
             total = total + weight * scores
     return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,20 +22,26 @@ from g2rpo.run.run import Run
 from g2rpo.training.listeners.listener import Listener
 from g2rpo.training.loop import Groups, Loop
 
+CLOSE = 0.05
+"""The range of scores in a group, as a part of them, of which few are a sign of rounding: scores that
+are few by nature, as 0 and 1, or 1 to 5, lie further apart."""
 ADVANTAGE = "advantage"
 """The name of a member's advantage among its scores in the grid."""
 
 
 @dataclass
 class FirstGroup(Listener):
-    """Keeps the pictures of one group of the first iteration (`widest`), of clips their middle
-    frames, with their scores and advantages; and draws them, a row for each tail. Nothing where no
-    pictures are compared."""
+    """Says which rewards are `rounded`. Keeps the pictures of one group of the first iteration
+    (`widest`), of clips their middle frames, with their scores and advantages, and draws them, a
+    row for each tail; nothing where no pictures are compared."""
 
     loop: Loop
     run: Run
 
     def hear_groups(self, groups: Groups, advantages: Tensor) -> None:
+        if self.loop.iteration == 1 and self.run.world.is_main:
+            for said in rounded(list(self.loop.rewards), groups.rewards):
+                self.run.notify(said)
         latent = all(reward.latent for reward in self.loop.rewards.values())
         if (
             self.loop.iteration == 1
@@ -85,6 +92,24 @@ class FirstGroup(Listener):
             save_inputs(folder, [prompt], [0])
             save_rows(self.run.group_scores, rows)
             save_grid(self.run.group_grid, picture_rows, columns, f"{prompt}\n{cells['how']}")
+
+
+def rounded(names: Sequence[str], rewards: Tensor) -> Iterator[str]:
+    """How many different scores a group has by those of rewards [N, R, M, G] whose scores lie close
+    together and are few."""
+    size = rewards.shape[-1]
+    for name, own in zip(names, rewards.transpose(0, 1).flatten(1, 2), strict=True):
+        scored = [group[group.isfinite()].unique() for group in own]
+        groups = [scores for scores in scored if len(scores) > 1]
+        close = [float((each[-1] - each[0]) / each.abs().max()) <= CLOSE for each in groups]
+        count = sum(map(len, groups)) / max(1, len(groups))
+        if sum(close) * 2 > len(close) and count <= size / 2:
+            step = min(float(scores.diff().min()) for scores in groups)
+            few = f"{count:.2g} different scores in a group of {size}, in steps of {step:.2g}"
+            yield (
+                f"reward '{name}': {few} near {float(groups[0][0]):.4g}. Equal ones tell no member from another; if the score "
+                "was rounded, as in bfloat16, compute it in float32"
+            )
 
 
 def widest(rewards: Tensor, right: Tensor | None = None) -> int:
