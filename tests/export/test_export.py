@@ -11,7 +11,7 @@ from g2rpo import __version__, api
 from g2rpo.assembly import components, hub
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
-from g2rpo.export.formats import merge
+from g2rpo.export.formats import EXPORT_FORMATS, merge
 from g2rpo.export.weights import final, transformer_folder
 from g2rpo.lab.check_model import load_saved
 from g2rpo.policies.adapter_files import read_adapter
@@ -292,6 +292,32 @@ def test_what_cannot_be_exported_is_said_in_one_message(
     for format, out in (("comfyui", "1 --out x.safetensors"), ("merged", "1 --out x")):
         refusal(format, out, command=done)
         assert "exists; name another --out" in refusal(format, out)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (*LORA, "policy.lora_above=0.5", "policy.lora_targets=[to_q,context_embedder]"),
+        (*LORA, "policy.lora_targets=[to_q,context_embedder]"),
+        (*LORA, "policy.lora_above=0.5"),
+        LORA,
+        ("policy.tuning=full",),
+    ],
+)
+def test_a_refusal_names_all_formats_that_work_and_no_other(flux_directory, tmp_path, more):
+    """The one of kohya's named merged weights, which refused the same run."""
+    run, _ = finished(tmp_path / "a", flux_directory, *more)
+    said, written = {}, []
+    for format in EXPORT_FORMATS:
+        try:
+            api.export(run, format)
+            written.append(format)
+        except UserError as error:
+            said[format] = str(error)
+    assert said and written
+    for format, refusal in said.items():
+        assert refusal.startswith(f"--format {format}: ")
+        assert refusal.endswith(f"can be written with --format {' or '.join(written)}")
 
 
 def test_a_base_whose_config_alone_is_in_the_hubs_cache_is_downloaded(tmp_path, monkeypatch):

@@ -504,7 +504,8 @@ HEADERS = [
     (peft_header(use_dora=True), "use_dora, which is not supported"),
     (peft_header(bias="all"), "bias, which is not supported"),
     (peft_header(rank_pattern={"to_q": 8}), "has rank 3, but r=8"),
-    (peft_header(alpha_pattern={"(a+)+": 1}), "alpha_pattern.*should match"),
+    (peft_header(alpha_pattern={"(a+)+": 1}), "is a regular expression; only names of modules"),
+    (peft_header(rank_pattern={".*to_(q|k)": 3}), "is a regular expression; only names of modules"),
     (peft_header(PREFIX, lora_alpha=1e300), ""),
     *(({"lora_adapter_metadata": text}, "") for text in ("[1]", "{")),
     *(

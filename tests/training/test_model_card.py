@@ -66,21 +66,33 @@ def test_a_code_span_holds_what_it_was_given(text):
 
 
 @pytest.mark.parametrize(
-    ("path", "named", "licence"),
+    ("path", "named", "licence", "on_the_hub"),
     [
-        ("black-forest-labs/FLUX.1-dev", True, ": FLUX.1 [dev] Non-Commercial License"),
-        ("stabilityai/stable-diffusion-3.5-medium", True, ": Stability AI Community License"),
-        ("somebody/model", True, ".\n"),
-        ("testbed", False, ".\n"),
-        ("/data/flux", False, ".\n"),
+        (
+            "black-forest-labs/FLUX.1-dev",
+            True,
+            ": FLUX.1 [dev] Non-Commercial License",
+            ("other", "flux.1-dev-non-commercial-license"),
+        ),
+        (
+            "stabilityai/stable-diffusion-3.5-medium",
+            True,
+            ": Stability AI Community License",
+            ("other", "stability-ai-community-license"),
+        ),
+        ("Qwen/Qwen-Image", True, ": Apache-2.0", ("apache-2.0", None)),
+        ("somebody/model", True, ".\n", (None, None)),
+        ("testbed", False, ".\n", (None, None)),
+        ("/data/flux", False, ".\n", (None, None)),
     ],
 )
 def test_the_base_model_is_named_if_the_hub_can_have_it_with_its_licence_if_known(
-    tmp_path, path, named, licence
+    tmp_path, path, named, licence, on_the_hub
 ):
     sampling = config("evaluation.num_steps=20").evaluation
     header, markdown = card(tmp_path, path, evaluation=sampling)
     assert header.get("base_model") == (path if named else None)
+    assert (header.get("license"), header.get("license_name")) == on_the_hub
     assert f"# `{path}`, tuned with" in markdown
     assert f"The licence of the base model applies{licence}" in markdown
     assert "num_inference_steps=20" in markdown  # as the results were

@@ -16,25 +16,24 @@ from g2rpo.policies.adapters import Adapter
 from g2rpo.policies.comfyui import FLUX, ComfyUI, place_in_joint, replaced_name
 
 
+class Unfit(UserError):
+    """A format cannot hold a run's weights; the message is why."""
+
+
 def names_for(transformer: str, kind: str | None = None, format: str = "comfyui") -> ComfyUI:
     """Other programs' names of a class of transformers, those of the spec that `kind` (policy.kind)
-    names or the catalogue's; UserError where none are known."""
+    names or the catalogue's; `Unfit` where none are known."""
     for names in (catalogue.names_of(kind), *(spec.comfyui for spec in catalogue.SPECS.values())):
         if names is not None and names.transformer == transformer:
             return names
-    raise UserError(
-        f"--format {format}: {transformer}: {'ComfyUI has' if format == 'comfyui' else 'there is'} no such model, or its "
-        "names are not known here; --format diffusers and merged are for any model"
-    )
+    has = "ComfyUI has" if format == "comfyui" else "there is"
+    raise Unfit(f"{has} no model {transformer}, or its names are not known here")
 
 
 def whole_names(names: ComfyUI) -> Callable[[str], str]:
-    """ComfyUI's names of the tensors of a whole transformer; UserError if it cannot load one."""
+    """ComfyUI's names of the tensors of a whole transformer; `Unfit` if it cannot load one."""
     if (changes := names.whole) is None:
-        raise UserError(
-            f"--format comfyui: {names.transformer}: no conversion of a whole model is known; --format diffusers and merged "
-            "are for any model"
-        )
+        raise Unfit(f"no conversion of a whole {names.transformer} is known")
 
     def renamed(name: str) -> str:
         for pattern, other in changes.items():
@@ -52,9 +51,7 @@ def tensors_for(adapter: Adapter, names: ComfyUI, format: str) -> dict[str, Tens
         if (original := names.original) is None or (
             format == "ai-toolkit" and original is FLUX.original
         ):
-            raise UserError(
-                f"--format {format}: no names of a {names.transformer} are known but those of --format diffusers"
-            )
+            raise Unfit(f"no names of a {names.transformer} are known there")
         key_of = partial(replaced_name, original)
     renamed = Adapter(_renamed(adapter, format, names.transformer, key_of))
     if format != "kohya":
@@ -80,16 +77,15 @@ def _renamed(
     grouped: dict[str, list[str]] = {}
     for module in sorted(adapter.layers, key=lambda name: (place_in_joint(name), name)):
         if (key := key_of(module)) is None:
-            raise UserError(
-                f"--format {format}: its loader has no key for {module} of {transformer} and would leave it out; "
-                "use --format diffusers or merged, or train without it (policy.lora_targets)"
+            raise Unfit(
+                f"its loader has no key for {module} of {transformer}, which policy.lora_targets trains, and would leave it out"
             )
         grouped.setdefault(key, []).append(module)
     layers = {}
     for key, modules in grouped.items():
         if key.endswith("qkv") and len(modules) != 3:
-            raise UserError(
-                f"--format {format}: {key} is one matrix there; train to_q, to_k and to_v, not {modules} alone"
+            raise Unfit(
+                f"{key} is one matrix there; train to_q, to_k and to_v, not {modules} alone"
             )
         pairs = [adapter.layers[module] for module in modules]
         # FLUX.1's blocks of one stream; what is absent is zero

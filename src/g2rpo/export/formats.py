@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from g2rpo.core.files import (
     whole_file,
     writing,
 )
-from g2rpo.export.comfyui import names_for, tensors_for, whole_names
+from g2rpo.export.comfyui import Unfit, names_for, tensors_for, whole_names
 from g2rpo.export.weights import TunedWeights, final, from_checkpoint, transformer_folder
 from g2rpo.policies.adapters import CONFIG, PREFIX, write_tensors
 from g2rpo.policies.tuning import ADAPTER_FILE
@@ -78,16 +78,17 @@ def export(
     """
     refuse(_faults_of_format(format))
     config = Run(run).read_config()
-    early = (
-        f"policy.lora_above={config.policy.lora_above:g}, so the adapter acts at early steps only"
-    )
-    if config.policy.lora_above and format == "merged":
-        raise UserError(f"--format merged: {early}, and merged weights would at all")
     which = (f"-{checkpoint}" if checkpoint else "") + "-learnt" * learnt
     own, out = out is None, out or _place(run, format, which)
     refuse(_faults_of_out(out, format))
     kept = final(run, config) if checkpoint is None else from_checkpoint(run, config, checkpoint)
     tuned = _learnt(kept, config) if learnt else kept
+    try:
+        other = _other_names(format, tuned, config)
+    except Unfit as refusal:
+        raise UserError(
+            f"--format {format}: {refusal}; this run can be written with --format {' or '.join(_fitting(tuned, config))}"
+        ) from None
     as_final = checkpoint is None and tuned.adapter is kept.adapter
     finished = Run(run).weights if as_final else None  # which its card describes
     base = partial(transformer_folder, config.policy)
@@ -97,7 +98,7 @@ def export(
             stack.enter_context(held(out.parent, notify))
             remove_unfinished(out.parent)
         with whole_file(out) if format in FILE_FORMATS else whole(out) as unfinished:
-            rounding = _write(format, tuned, base, unfinished, finished, config.policy.kind)
+            rounding = _write(format, tuned, base, unfinished, finished, other)
     if config.policy.lora_above and format in FILE_FORMATS:
         end = (
             "keyframes of a LoRA hook end it"
@@ -105,12 +106,45 @@ def export(
             else "the card of --format diffusers has what ends it"
         )
         notify(
-            f"{early}; what reads {format} files applies it at all steps, unless told otherwise: {end}"
+            f"{_early(config)}; what reads {format} files applies it at all steps, unless told otherwise: {end}"
         )
     if rounding is not None and rounding.dtype:
         cost = f"rounding moves weights by {rounding.share:.2%} of what training did (root mean square)"
         notify(f"stored in {rounding.dtype}: {cost}")
     return out
+
+
+def _early(config: Config) -> str:
+    return (
+        f"policy.lora_above={config.policy.lora_above:g}, so the adapter acts at early steps only"
+    )
+
+
+Renamed = dict[str, Tensor] | Callable[[str], str] | None
+"""An adapter's tensors under a format's names, or how it names those of a whole model; None where
+they are diffusers'."""
+
+
+def _other_names(format: str, tuned: TunedWeights, config: Config) -> Renamed:
+    """`Unfit` for a format that cannot hold these weights."""
+    if format == "merged" and config.policy.lora_above:
+        raise Unfit(f"{_early(config)}, and merged weights would at all")
+    if format not in FILE_FORMATS:
+        return None
+    if tuned.adapter is None and format != "comfyui":
+        raise Unfit("is for adapters, and this run trained all weights")
+    names = names_for(tuned.kind, config.policy.kind, format)
+    if tuned.adapter is None:
+        return whole_names(names)
+    return tensors_for(tuned.adapter, names, format)
+
+
+def _fitting(tuned: TunedWeights, config: Config) -> Iterator[str]:
+    """The formats that can hold these weights."""
+    for format in EXPORT_FORMATS:
+        with suppress(Unfit):
+            _other_names(format, tuned, config)
+            yield format
 
 
 def _faults_of_format(format: str) -> Iterator[str]:
@@ -151,22 +185,18 @@ def _write(
     base: Callable[[], Path],
     out: Path,
     finished: Path | None,
-    kind: str | None,
+    other: Renamed,
 ) -> Rounding | None:
-    """Writes a format; `finished` are the final weights of a run, where they are what is
-    exported."""
-    if format == "merged":
-        return merge(tuned, base(), out)
-    if format in FILE_FORMATS:
-        names = names_for(tuned.kind, kind, format)
-        if tuned.adapter is not None:
-            # of diffusers' names
-            header = {key: text for key, text in tuned.adapter.metadata.items() if key != CONFIG}
-            write_tensors(out, tensors_for(tuned.adapter, names, format), header)
-            return None
-        if format != "comfyui":
-            raise UserError(f"--format {format}: is for adapters; this run trained all weights")
-        return merge(tuned, base(), out, rename=whole_names(names))
+    """Writes a format, with its `other` names; `finished` are the final weights of a run, where
+    they are what is exported."""
+    if isinstance(other, dict):
+        assert tuned.adapter is not None
+        # of diffusers' names
+        header = {key: text for key, text in tuned.adapter.metadata.items() if key != CONFIG}
+        write_tensors(out, other, header)
+        return None
+    if format == "merged" or other is not None:
+        return merge(tuned, base(), out, rename=other)
     if tuned.adapter is not None:
         tuned.adapter.write(out / ADAPTER_FILE, PREFIX)
     elif finished is None:

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Json,
+    model_validator,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -327,9 +335,20 @@ all). Other initialisations begin elsewhere: PiSSA, OLoRA, CorDA, LoftQ and LoRA
 weights, EVA divides the ranks anew."""
 Rank = Annotated[int, Field(ge=1, le=10**6)]
 Alpha = Annotated[float, Field(gt=0)]
-OfModule = Annotated[str, Field(pattern=r"^\^?[\w.\\]+\$?$")]
-"""The ending of a module's name, as an expression; no repetitions, with which matching could take
-for ever."""
+
+
+def _ending(text: str) -> str:
+    """ValueError for an expression with repetitions or choices, which could be matched for ever."""
+    if not re.fullmatch(r"\^?[\w.\\]+\$?", text):
+        raise ValueError(
+            f"{text!r:.80} is a regular expression; only names of modules, or their endings, are read: write one entry "
+            "for each module that it means, such as transformer_blocks.0.attn.to_q"
+        )
+    return text
+
+
+OfModule = Annotated[str, AfterValidator(_ending)]
+"""The ending of a module's name, as an expression."""
 
 
 class PeftConfig(BaseModel):

@@ -14,7 +14,7 @@ import yaml
 
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
-from g2rpo.config.schema import Config
+from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import counted
 from g2rpo.core.files import is_hub_id, write_whole
 from g2rpo.core.input_pictures import images_of
@@ -72,6 +72,7 @@ def write_card(
     header: dict[str, Any] = {
         # the hub refuses a local folder as base_model
         **({"base_model": config.policy.path} if is_hub_id(config.policy.path) else {}),
+        **_licence(config.policy),
         "library_name": "diffusers",
         "pipeline_tag": task,
         "tags": ["g2rpo", "reinforcement-learning", task, *(["lora"] if lora else [])],
@@ -129,6 +130,20 @@ def _block(language: str, code: str) -> str:
     """A code block that nothing in `code` can end."""
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", code))])
     return f"{fence}{language}\n{code}\n{fence}"
+
+
+def _licence(policy: PolicyConfig) -> dict[str, str]:
+    """The licence of the base model as the hub's cards have it; {} if it is not known. The hub has
+    names of its own for general licences only."""
+    licence = catalogue.licence_of(policy.path, policy.kind)
+    if licence in (None, "Apache-2.0"):
+        return {} if licence is None else {"license": licence.lower()}
+    name = "-".join(re.findall(r"[\w.]+", licence.split(":")[0].lower()))
+    return {
+        "license": "other",
+        "license_name": name,
+        "license_link": f"https://huggingface.co/{policy.path}",
+    }
 
 
 def _what(config: Config, iteration: int) -> str:
