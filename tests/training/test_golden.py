@@ -13,14 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import trainer
+from g2rpo.training import learner
+from tests.support.runs import reordered_row, trainer
 
 GOLDEN = Path(__file__).with_name("golden.json")
+OPTIONS = ("trainer.iterations=3", "algorithm.update_every=branch", "optim.learning_rate=0.2")
 
 
 def numbers() -> list[dict]:
+    """With an epsilon of Adam that is larger than gradients (0.002 in each weight): rounding of a
+    gradient that is nearly 0 would move its weight as far as any."""
     torch.manual_seed(0)  # to show that nothing depends on it
-    rows = trainer(None, "trainer.iterations=3", "algorithm.update_every=branch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner, "EPSILON", 0.01)
+        rows = trainer(None, *OPTIONS)
     return [
         {
             key: value
@@ -32,11 +38,10 @@ def numbers() -> list[dict]:
 
 
 def test_numbers_are_the_recorded_ones():
-    """Float32 sums in another order on another processor: 1e-6 of values of size 1, magnified by
-    Adam's normalisation."""
+    """Another processor adds in another order."""
     recorded = json.loads(GOLDEN.read_text())["rows"]
     for got, want in zip(numbers(), recorded, strict=True):
-        assert got == pytest.approx(want, rel=2e-3, abs=2e-5)
+        assert got == reordered_row(want)
 
 
 if __name__ == "__main__":
