@@ -21,6 +21,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.run import Run
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.runs import PROMPTS, brightness, darkness
+from tests.support.tolerances import near, network
 
 
 class Notes:
@@ -70,7 +71,7 @@ def test_objects_take_the_place_of_everything_that_a_recipe_names(tmp_path):
     first, last = ("eval", 0, pictures), ("eval", 2, pictures)
     assert logged == [first, ("train", 1, []), ("train", 2, []), last]
     table = trainer.finish()
-    assert table["bright"].tuned == pytest.approx(-table["dark"].tuned, abs=1e-6)
+    assert table["bright"].tuned == -table["dark"].tuned
     one, same, other = (trainer.sample(["0", "0.1"], seed=seed) for seed in (3, 3, 4))
     assert len(one) == 2 and torch.equal(one, same) and not torch.equal(one, other)
 
@@ -211,10 +212,14 @@ def test_an_algorithm_of_ones_own_is_recorded_as_what_it_is_and_never_taken_for_
     assert Run(tmp_path / "mix").read_config().algorithm.name == "mixgrpo"
 
 
+DRAWN = network(1.0, passes=5)
+"""A picture after four steps and the decoder, in other batches."""
+
+
 @pytest.mark.slow
 def test_a_finished_run_paints_is_judged_and_reported(tmp_path, monkeypatch, tiny_config):
     run, prompts = tmp_path / "run", ["a red circle", "two blue squares"]
-    rewards, same = {"bright": brightness}, partial(torch.testing.assert_close, atol=1e-5, rtol=0)
+    rewards, same = {"bright": brightness}, partial(torch.testing.assert_close, **DRAWN)
     trainer = api.trainer(str(tiny_config), ["optim.learning_rate=0.05"], run, rewards=rewards)
     list(trainer.train())
     trainer.finish()
@@ -227,7 +232,7 @@ def test_a_finished_run_paints_is_judged_and_reported(tmp_path, monkeypatch, tin
     same(sampler.pictures(prompts), pictures)
     found = api.evaluate(run, rewards, prompts)["bright"]
     for value, painted in ((found.tuned, pictures), (found.base, base)):
-        assert value == pytest.approx(float(brightness(painted, None).mean()), abs=1e-5)
+        assert value == near(float(brightness(painted, None).mean()), DRAWN)
     monkeypatch.setenv("HOME", str(run.parent))
     assert api.report(f"~/{run.name}") == run / "report.html"
     assert "a red circle" in (run / "report.html").read_text()

@@ -13,6 +13,7 @@ from g2rpo.core.capabilities import drops_members
 from g2rpo.core.updates import without_zero_advantages
 from tests.algorithms.test_neighbours import ONCE
 from tests.support.runs import brightness, trainer
+from tests.support.tolerances import EXACT, reordered
 from tests.support.watched import Watched
 
 DROPPING = {"flow_dppo", "flow_grpo", "flow_grpo_fast", "flow_cps", "grpo_guard", "tempflow_grpo"}
@@ -44,6 +45,10 @@ def gradient(t, experience, cond):
     return found
 
 
+ADDED = reordered(4 * 6 * 7, 0.01)
+"""Gradients of so many members and steps, 0.01 in one entry."""
+
+
 def test_flow_grpo_and_its_kin_drop_them():
     gradients = {name for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient)}
     assert {name for name in gradients if drops_members(ALGORITHMS[name]())} == DROPPING
@@ -59,12 +64,12 @@ def test_an_update_is_the_one_without_them_where_they_are_dropped(name):
     speaking = [item for item in experience if item.prompt not in silent]
     whole, part = gradient(t, experience, cond), gradient(t, speaking, cond)
     if name in DROPPING:
-        torch.testing.assert_close(whole, part, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(whole, part, **ADDED)
     else:
         assert float((whole - part).norm()) > 0.01 * float(part.norm())
         t.updater.algorithm = replace(t.algorithm, kl_weight=0.0)
         no_kl = [gradient(t, some, cond) for some in (experience, speaking)]
-        torch.testing.assert_close(2 * no_kl[0], no_kl[1], rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(2 * no_kl[0], no_kl[1], **ADDED)
 
 
 def test_a_member_counts_at_every_step_if_any_of_its_steps_has_an_advantage():
@@ -106,7 +111,7 @@ def test_a_member_that_is_not_finite_is_left_out_of_the_update(name):
                 values[key] = value.clone()
                 values[key][1] = torch.nan
         broken.append(replace(quiet, x=values.pop("x"), data=values))
-    torch.testing.assert_close(gradient(t, broken, cond), gradient(t, masked, cond))
+    torch.testing.assert_close(gradient(t, broken, cond), gradient(t, masked, cond), **EXACT)
     log = t.updater.update(broken, cond).summary(t.algorithm)
     assert log["skipped_updates"] == 0 and all(map(math.isfinite, log.values()))
 
@@ -126,7 +131,7 @@ def test_a_group_that_is_not_finite_is_left_out_of_the_update(name):
             for key in [key for key, value in values.items() if value.is_floating_point()]:
                 values[key] = torch.full_like(values[key], torch.nan)
             broken[place] = replace(quiet, x=values.pop("x"), data=values)
-    torch.testing.assert_close(gradient(t, broken, cond), gradient(t, masked, cond))
+    torch.testing.assert_close(gradient(t, broken, cond), gradient(t, masked, cond), **EXACT)
     log = t.updater.update(broken, cond).summary(t.algorithm)
     assert log["skipped_updates"] == 0 and all(map(math.isfinite, log.values()))
     without = t.updater.update(masked, cond).summary(t.algorithm)

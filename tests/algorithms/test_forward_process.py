@@ -16,7 +16,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained, dry_rollout
 from tests.support.runs import mean, trainer
-from tests.support.tolerances import rounding
+from tests.support.tolerances import near, rounding
 from tests.support.watched import Watched
 
 NAMES = ["diffusion_nft", "awm", "dgpo", "epg", "opsd"]
@@ -52,7 +52,7 @@ def test_dgpos_gradient_is_the_groups_weight_times_the_advantage_times_that_of_t
     DGPO(clip_range=0.3).member_loss(given).sum().backward()
     weight = given.advantages / (1 + (-given.group_sum).exp())
     # d e / dv = 2 off / 2 entries
-    assert_close(v.grad, torch.where(far, 0, weight)[:, None] * off)
+    assert_close(v.grad, torch.where(far, 0, weight)[:, None] * off, **rounding(20, size=4.0))
 
 
 def test_dgpos_group_sum_is_its_formula():
@@ -75,8 +75,9 @@ def test_dgpos_group_sum_is_its_formula():
             (policy.velocity(x, sigma, cond) - wanted).square().flatten(1).mean(1)
             for policy in (trained, base)
         )
+    # a hundred times a sum of differences of numbers of size 2
     expected = 100 * float((example.advantages * (new - old)).sum()) / 6
-    assert float(example.data["group_sum"]) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert float(example.data["group_sum"]) == near(expected, rounding(60, size=100 * 2.0))
 
 
 def test_advantages_are_flow_grpos():
@@ -85,10 +86,10 @@ def test_advantages_are_flow_grpos():
     rewards[0, 0, 0, 0] = 40
     expected = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(correction=0) + 1e-4)
     got = DiffusionNFT().advantages(rewards, torch.ones(1))
-    assert_close(got, expected[:, 0, 0].clamp(-5, 5))
+    assert_close(got, expected[:, 0, 0].clamp(-5, 5), **rounding(24, size=5.0))
     kind = type("ByGroup", (DiffusionNFT,), {"batch_std": False})
     by_group = group_normalize(rewards[:, 0, 0], 1e-4, population_std=True)
-    assert_close(kind().advantages(rewards, torch.ones(1)), by_group)
+    assert_close(kind().advantages(rewards, torch.ones(1)), by_group, **rounding(8, size=2.0))
 
 
 class Velocities:
@@ -182,7 +183,7 @@ def test_old_weights_sample_and_trail_the_trained_ones():
         d = min(0.2 * updates, 0.5)
         trained = mean(t)
         old = d * old + (1 - d) * trained
-        assert_close(t.learner.old[0], old, atol=1e-7, rtol=1e-6)
+        assert_close(t.learner.old[0], old, **rounding(6, size=0.5))
         old = t.learner.old[0].clone()
     assert float((old - trained).norm()) > 1e-3
 

@@ -36,8 +36,8 @@ from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl
 from g2rpo.core.updates import updates_of
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained
-from tests.support.runs import cut, fits, trainer
-from tests.support.tolerances import rounding
+from tests.support.runs import cut, fits, smooth, trainer
+from tests.support.tolerances import EXACT, FLOAT64, Tolerance, adam, near, reordered, rounding
 from tests.support.watched import Watched
 
 ONCE = ("algorithm.update_every=rollout", "algorithm.group_size=6", "sampling.num_steps=8")
@@ -123,7 +123,7 @@ def test_the_cost_of_the_published_settings(algorithm, num_steps, evaluations, t
 @pytest.mark.parametrize("name", ["flow_grpo", "mixgrpo"])
 def test_an_update_is_the_same_in_one_pass_or_in_many(name):
     """Members with latents of their own may be split over passes, which see at most
-    micro_batch_size latents."""
+    micro_batch_size latents. Gradients of 84 members and steps, 0.01 in one entry."""
 
     class Watching(GaussianPolicy):
         widest = 0
@@ -136,8 +136,11 @@ def test_an_update_is_the_same_in_one_pass_or_in_many(name):
     policies = {size: Watching() for size in (1, 4, 64)}
     for size, policy in policies.items():
         sizes = ("algorithm.group_size=6", f"trainer.micro_batch_size={size}")
-        named(name, *sizes, policy=policy).iterate()
-        assert_close(policy.mean, policies[1].mean, atol=1e-5, rtol=0)
+        t = smooth(named(name, *sizes, policy=policy))
+        t.iterate()
+        close = adam(1000 * 0.05, updates=t.learner.steps, gradient=reordered(84, 0.01)["atol"])
+        assert_close(policy.mean, policies[1].mean, **close)
+    assert float(policy.mean.detach().abs().mean()) > 100 * close["atol"]
     assert (policies[1].widest, policies[4].widest) == (1, 4)
 
 
@@ -333,7 +336,7 @@ def test_flash_points_are_rounded_to_the_nearest_step():
 
 def test_the_cps_step_is_the_published_one():
     generator = torch.Generator().manual_seed(1)
-    same = partial(assert_close, atol=1e-14, rtol=0)
+    same = partial(assert_close, **rounding(40, size=4.0, unit=FLOAT64))
     x, v, taken = torch.randn(3, 2, 6, generator=generator, dtype=torch.float64)
     sigmas = sigma_grid(10, 3.0).double()
     for sigma, sigma_next in itertools.pairwise(sigmas):
@@ -374,13 +377,13 @@ def test_cps_preserves_the_coefficients_and_flow_sde_does_not(eta):
     """From a point of the straight path the next one has 1 - sigma' of the image and sigma' of
     noise, old and new together."""
     sigmas = sigma_grid(10, 3.0).double()
-    excess = []
+    excess, tiny = [], rounding(40, size=1.0, unit=FLOAT64)
     for i in range(9):
         image, noise = coefficients(cps_kernel(eta), sigmas[i], sigmas[i + 1])
-        assert image == pytest.approx(1 - float(sigmas[i + 1]), abs=1e-12)
-        assert noise == pytest.approx(float(sigmas[i + 1]), abs=1e-12)
+        assert image == near(1 - float(sigmas[i + 1]), tiny)
+        assert noise == near(float(sigmas[i + 1]), tiny)
         image, noise = coefficients(sde_kernel(flow_sde(sigmas, eta)), sigmas[i], sigmas[i + 1])
-        assert image == pytest.approx(1 - float(sigmas[i + 1]), abs=1e-12)
+        assert image == near(1 - float(sigmas[i + 1]), tiny)
         excess.append(noise / float(sigmas[i + 1]) - 1)
     assert min(excess[1:]) > 0 and max(excess) > 0.05 * eta**2
 
@@ -445,6 +448,10 @@ def gaussian_kl(shift, sigma, sigma_next, g, std=0.6):
     )
 
 
+SQUARED = Tolerance(rtol=20 * rounding(60)["rtol"], atol=0.0)
+"""Of a squared difference of velocities that is a tenth of them."""
+
+
 def test_the_kl_to_the_base_is_the_papers():
     policy = GaussianPolicy(mean=0.2)
     t = named("flow_grpo", *ONCE, policy=policy)
@@ -453,10 +460,11 @@ def test_the_kl_to_the_base_is_the_papers():
     sigmas = t.sigmas.double()
     g, widths = flow_sde(sigmas, 0.7), sigmas[:7] - sigmas[1:8]
     kl = torch.stack([gaussian_kl(0.3, *sigmas[i : i + 2], g(sigmas[i])) for i in range(7)])
-    assert row["kl"] == pytest.approx(float(kl.mean()), rel=1e-4)
+    assert row["kl"] == near(float(kl.mean()), SQUARED)
     # advantages of a group add up to 0, so nothing else is left of the loss; the code has |dt|
     penalty = t.algorithm.kl_weight * float((kl * widths).mean())
-    assert row["loss"] == pytest.approx(penalty, rel=1e-3, abs=1e-6)
+    silent = reordered(42 * 2, 1.0)["atol"]
+    assert row["loss"] == near(penalty, Tolerance(rtol=SQUARED["rtol"], atol=silent))
     plain = named("flow_grpo", *ONCE, "algorithm.kl_weight=0", policy=GaussianPolicy(mean=0.2))
     assert "kl" not in plain.iterate()
 
@@ -502,7 +510,7 @@ def test_a_loss_is_told_how_far_the_weights_have_gone(monkeypatch):
     expected = [gaussian_kl(0.2, sigmas[i], sigmas[i + 1], g(sigmas[i])) for i in range(5)]
     # of two members of two prompts
     expected = torch.stack(expected).float().repeat_interleave(2).repeat(2)
-    assert_close(second.old_kl, expected, rtol=1e-3, atol=0)
+    assert_close(second.old_kl, expected, **SQUARED)
 
 
 def test_tempflow_weighs_a_step_by_its_noise(monkeypatch):
@@ -513,18 +521,18 @@ def test_tempflow_weighs_a_step_by_its_noise(monkeypatch):
     (steps,) = seen
     here, widths = t.sigmas[:7], t.sigmas[:7] - t.sigmas[1:8]
     std = flow_sde(t.sigmas, 0.7)(here) * widths.sqrt()
-    assert_close(steps.std, std.repeat_interleave(6).repeat(2))
-    assert_close(steps.dsigma, widths.repeat_interleave(6).repeat(2))
+    assert_close(steps.std, std.repeat_interleave(6).repeat(2), **rounding(10))
+    assert_close(steps.dsigma, widths.repeat_interleave(6).repeat(2), **EXACT)
     plain = clipped_surrogate(steps.log_prob - steps.old_log_prob, steps.advantages, 1e-4)
     weighed = TempFlowGRPO(group_size=6).policy_loss(steps)
-    assert_close(weighed, 2.25 * steps.std * plain)
+    assert_close(weighed, 2.25 * steps.std * plain, **rounding(10))
 
 
 def test_the_std_of_the_batch_is_over_all_groups():
     rewards = torch.tensor([[1.0, 3.0], [10.0, 10.2]])
     std = ((rewards - rewards.mean()) ** 2).sum().div(3).sqrt()
     expected = (rewards - rewards.mean(1, keepdim=True)) / std
-    assert_close(group_normalize(rewards, batch_std=True), expected)
+    assert_close(group_normalize(rewards, batch_std=True), expected, **rounding(8, size=3.0))
     tied = torch.tensor([[0.1, 0.1, 0.1], [0.0, 1.0, float("nan")]])
     (silent, (low, high, missing)) = group_normalize(tied, batch_std=True)
     assert not silent.any() and missing == 0 and high == -low > 0

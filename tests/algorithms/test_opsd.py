@@ -17,6 +17,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import Tails
 from tests.support.runs import trainer
+from tests.support.tolerances import Tolerance, rounding
 
 SMALL = ("algorithm.name=opsd", "algorithm.group_size=6")
 
@@ -55,6 +56,14 @@ def batch(x, advantages, sigmas=None, step=3):
     return Batch.of([example], sigma_grid(5) if sigmas is None else sigmas, first=False)
 
 
+FAR = rounding(900)
+"""30 roundings of y, which is up to thirty times as large as a target is far."""
+
+
+def of_largest(values):
+    return Tolerance(rtol=0.0, atol=FAR["rtol"] * float(values.abs().max()))
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_loss_and_gradient_are_the_formula(steps):
     """All of it again in float64, with the reward's gradient slope cos(y) by hand; advantages
@@ -83,11 +92,12 @@ def test_loss_and_gradient_are_the_formula(steps):
     given = new.detach().requires_grad_()
     loss = algorithm.loss(batch(x, advantages), Given(given, old, slope))
     (gradient,) = torch.autograd.grad(loss.values.sum(), given)
-    # float32 against float64: errors of 1e-7 of y, which is ten times as large as a target is far
-    torch.testing.assert_close(loss.values.double(), values, rtol=2e-5, atol=0)
-    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(loss.values.double(), values, **FAR)
+    torch.testing.assert_close(gradient, expected, **of_largest(expected))
     reward = (slope * y.sin()).sum((1, 2))
-    torch.testing.assert_close(loss.log["predicted_reward"].double(), reward, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        loss.log["predicted_reward"].double(), reward, **rounding(30, size=4.0)
+    )
 
 
 def test_at_the_old_weights_the_step_does_not_depend_on_radius_or_advantage():
@@ -105,7 +115,7 @@ def test_at_the_old_weights_the_step_does_not_depend_on_radius_or_advantage():
         given = batch(x, torch.full([2], advantage))
         loss = OPSD(radius=radius).loss(given, Linear(v, old, slope))
         (gradient,) = torch.autograd.grad(loss.values.sum(), v)
-        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, expected, **of_largest(expected))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +146,7 @@ def test_the_kept_latent_is_on_the_walk_of_the_other_solver():
     step, x = rollout.kept
     assert step == 5 and engine.evaluations == count_evaluations(plans, 5) == 30
     image = x - sigmas[5] * engine.velocity(x, [5] * 5, [0] * 5)
-    torch.testing.assert_close(rollout.finals[0], image)
+    torch.testing.assert_close(rollout.finals[0], image, **rounding(20, size=4.0))
 
 
 def test_training_raises_the_reward():

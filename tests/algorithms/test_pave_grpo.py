@@ -11,6 +11,7 @@ from g2rpo.core.flow import sigma_grid
 from g2rpo.core.types import Batch, Example
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.updater import Trained
+from tests.support.tolerances import rounding
 
 SIGMAS = sigma_grid(6, 3.0)
 
@@ -53,5 +54,5 @@ def test_the_kl_term_is_that_of_the_whole_step_alone():
     alone, also = (
         loss(replace(GranularGRPO(eta=0.8), kl_weight=weight), policy, 1) for weight in (0.0, 0.5)
     )
-    torch.testing.assert_close(held - plain, also - alone)
+    torch.testing.assert_close(held - plain, also - alone, **rounding(8, size=2.0))
     assert float((held - plain).detach().min()) > 0

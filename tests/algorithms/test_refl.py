@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from g2rpo.algorithms.reward_gradient import ReFL
 from g2rpo.training.stopwatch import Stopwatch
 from tests.support.runs import trainer
+from tests.support.tolerances import near, rounding
 from tests.support.watched import Watched
 
 SMALL = ("algorithm.name=refl", "algorithm.group_size=6", "algorithm.ceiling=2")
@@ -48,9 +49,10 @@ def test_the_gradient_is_that_of_the_predicted_image_in_closed_form():
         rewards.append(image.sigmoid().flatten(1).mean(1))
         steepness = image.sigmoid() * (1 - image.sigmoid())
         expected -= (steepness * sigma * slope / 48).sum(0) / (6 * len(examples))
-    assert_close(gradient, expected, atol=1e-8, rtol=1e-4)
-    assert row["predicted_reward"] == pytest.approx(float(torch.cat(rewards).mean()), abs=1e-6)
-    assert row["loss"] == pytest.approx(2 - row["predicted_reward"], abs=1e-6)
+    # no term is negative
+    assert_close(gradient, expected, **rounding(200))
+    assert row["predicted_reward"] == near(float(torch.cat(rewards).mean()), rounding(60))
+    assert row["loss"] == near(2 - row["predicted_reward"], rounding(60, size=2.0))
 
 
 def test_beyond_the_ceiling_nothing_is_learnt():
@@ -70,7 +72,7 @@ def test_a_member_without_a_score_does_not_count():
         row = t.iterate()
         assert row["skipped_updates"] == 0 and math.isfinite(row["loss"])
         gradients += seen.gradients[0]
-    assert_close(*gradients, atol=1e-8, rtol=1e-5)
+    assert_close(*gradients, **rounding(100))
 
 
 def test_the_step_is_one_of_the_last_and_the_walk_is_the_odes():
@@ -84,7 +86,7 @@ def test_the_step_is_one_of_the_last_and_the_walk_is_the_odes():
     x = start
     for sigma, after in zip(t.sigmas[:-1], t.sigmas[1:], strict=True):
         x = x + (after - sigma) * t.policy.velocity(x, sigma.expand(6), cond.rows([0] * 6))
-    assert_close(rollout.finals[0], x.detach())
+    assert_close(rollout.finals[0], x.detach(), **rounding(7 * 20, size=4.0))
 
 
 def test_a_prediction_without_a_score_teaches_nothing():

@@ -31,6 +31,7 @@ from tests.support.runs import (
     picture,
     trainer,
 )
+from tests.support.tolerances import near, rounding
 
 
 def write_prompts(path, *records):
@@ -221,10 +222,10 @@ def test_similarity_is_one_for_the_input_picture_itself(tmp_path):
     images = torch.tensor([1.0, 0, 0, 1]).view(4, 1, 1, 1).expand(4, 3, 4, 4)
     prompts = [Prompt("a", own) for own in ([white], [white], [grey, white])] + ["a"]
     scores = Similarity()(images, prompts)
-    assert scores[:3].tolist() == pytest.approx([1, 0, 0.8]) and scores[3].isnan()
+    assert scores[:3].tolist() == near([1, 0, 0.8], rounding(20)) and scores[3].isnan()
     whole = Similarity()
     whole.frames = Frames(every=1)
-    assert score({"same": whole}, images[None, :2], prompts[:1]).item() == pytest.approx(0.5)
+    assert score({"same": whole}, images[None, :2], prompts[:1]).item() == near(0.5, rounding(20))
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from g2rpo.lab.demo.model import open_model
 from g2rpo.lab.plan import trace
 from g2rpo.run.run import Run
 from tests.fake_device import device
+from tests.support.runs import smooth
 
 PROMPTS = ["a red circle", "two blue circle", "a blue square left of a red circle", "red square"]
 DATA = {
@@ -133,7 +134,7 @@ def apple(world, folder, recipe, *overrides):
     for place in ("cpu", "fakegpu"):
         settings = resolve(recipes.settings(recipe), [f"policy.device={place}", *small, *overrides])
         (folder / place).mkdir()
-        trainer = built(Request(config=settings, run_dir=folder / place, world=world))
+        trainer = smooth(built(Request(config=settings, run_dir=folder / place, world=world)))
         begin = [parameter.detach().cpu().clone() for parameter in trainer.learner.parameters]
         with device.OwnFloat64():
             rows = [trainer.iterate() for _ in range(2)]

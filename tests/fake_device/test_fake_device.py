@@ -14,6 +14,7 @@ from g2rpo.lab.plan.plan import make_plan
 from tests.fake_device import cases, device, faults
 from tests.rewards.learned import LEARNED, save_learned
 from tests.support import ranks
+from tests.support.tolerances import near, network
 from tests.support.variants import few
 
 CHECKPOINTED = "policy.gradient_checkpointing=true"
@@ -68,7 +69,7 @@ def test_autocast_is_cudas(run):
 
 def check(answer):
     """Nothing was put on another rank's device; the first update's ratio is 1 and log-probs are the
-    rollout's."""
+    rollout's, in batches of the same size."""
     assert answer["elsewhere"] == 0 and answer["ratio"] == 0 and answer["drift"] < 1e-6
 
 
@@ -142,8 +143,9 @@ def test_two_ranks_train_with_learned_rewards_and_keep_to_their_devices(
 @pytest.mark.slow
 def test_a_finished_run_is_used_for_pictures_evaluations_and_the_demo(run, flux_directory):
     (answer,) = run(cases.use, flux_directory)
-    assert answer["sample"] == pytest.approx(answer["trainer"], abs=1e-5)
-    assert answer["demo"] == pytest.approx(answer["api"], abs=1e-5)
+    drawn = network(1.0, passes=5)
+    assert answer["sample"] == near(answer["trainer"], drawn)
+    assert answer["demo"] == near(answer["api"], drawn)
     assert answer["models"] < 2  # it judges base and tuned one after the other
     # before g2rpo sample builds the transformer, and between the demo's prompts
     assert answer["encoders"] == ["cpu", "cpu"]

@@ -8,6 +8,7 @@ import torch
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.monitor import scores
+from tests.support.tolerances import EXACT
 
 NAN = math.nan
 SCORES = {"one": torch.tensor([0.1, NAN, -3e30]), "two": torch.tensor([1.0, 2.0, math.inf])}
@@ -23,8 +24,8 @@ def test_a_table_has_exactly_the_scores_that_were_written(tmp_path):
     assert read == [(4, "é\n", None, True), (5, "b", ["in.png"], None), (6, "c", None, False)]
     for name, values in scores.scores_of(rows).items():
         expected = SCORES[name].where(SCORES[name] < math.inf, NAN)
-        torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(scores.right_of(rows), right, equal_nan=True)
+        torch.testing.assert_close(values, expected, **EXACT, equal_nan=True)
+    torch.testing.assert_close(scores.right_of(rows), right, **EXACT, equal_nan=True)
     assert scores.right_of(scores.score_rows(prompts, SCORES)) is None
 
 

@@ -178,13 +178,20 @@ class Learner:
 
     parameters: list[torch.nn.Parameter]
     rate: float
+    epsilon: float = 1e-8
     weight_decay: float = 1e-4
     updates: list[Update] = field(default_factory=list)
 
     def __post_init__(self):
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=self.rate, weight_decay=self.weight_decay
+            self.parameters, lr=self.rate, eps=self.epsilon, weight_decay=self.weight_decay
         )
+
+    @classmethod
+    def of(cls, t, parameters):
+        """With the rate and the epsilon of the trainer `t`."""
+        (group,) = t.learner.optimizer.param_groups
+        return cls(list(parameters), t.learner.learning_rate, group["eps"])
 
     def update(self, losses):
         """One optimizer step along the sum of `losses`, each backwards on its own."""

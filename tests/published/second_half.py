@@ -17,7 +17,8 @@ from g2rpo.training.trainer import Trainer
 from tests.published.neighbours import Flux, Learner
 from tests.published.windows import tilt
 from tests.support import policies
-from tests.support.runs import trainer
+from tests.support.runs import smooth, trainer
+from tests.support.tolerances import UNIT, network
 from tests.support.watched import Watched, flat
 
 PROMPTS = [
@@ -95,7 +96,7 @@ class Beside:
         t = self.trainer
         watched, start = Watched(t), copy.deepcopy(t.policy.pipeline.transformer)
         self.models = Models(start, copy.deepcopy(start), copy.deepcopy(start))
-        self.learner = Learner(list(start.parameters()), t.config.optim.learning_rate)
+        self.learner = Learner.of(t, start.parameters())
         self.start = flat(t.learner.parameters)
         for _ in range(self.iterations):
             loss = t.iterate()["loss"]
@@ -123,6 +124,23 @@ class Beside:
             "gradient": max(apart),
             "weights": float((ours - theirs).norm() / (theirs - self.start).norm()),
         }
+
+
+def agree(t, objective, *after, iterations=3):
+    """The trainer `t` and `objective` agree; returns the `Beside`, and by what share of the way
+    that they came weights may be apart.
+
+    Gradients may be so by as much as a network call, the loss and the way back are rounded. Weights
+    are `smooth`, and each step rounds them, on either side.
+    """
+    beside = Beside(smooth(t), objective, *after, iterations=iterations)
+    apart, share = beside.differences(), network(1.0, passes=3)["atol"]
+    ends = flat(beside.learner.parameters)
+    rounded = 2 * iterations * UNIT * float(ends.norm() / (ends - beside.start).norm())
+    most = max(1.0, *(abs(loss) for pair in beside.losses for loss in pair))
+    assert apart["loss"] < network(most)["atol"] and apart["gradient"] < share, apart
+    assert apart["weights"] < share + rounded < 1e-2, (apart, rounded)
+    return beside, share + rounded
 
 
 def _seen(watched):

@@ -9,6 +9,7 @@ import torch
 
 from g2rpo.core.seeding import generator_for
 from tests.published.neighbours import Learner, Member, sample
+from tests.support.runs import smooth
 from tests.support.watched import Watched, flat
 
 
@@ -169,7 +170,7 @@ class Pair:
     share = 4.0
 
     def __init__(self, t):
-        self.start, self.ours = copy.deepcopy(t.policy.pipeline.transformer), Ours(t)
+        self.start, self.ours = copy.deepcopy(t.policy.pipeline.transformer), Ours(smooth(t))
 
     @cached_property
     def restated(self):

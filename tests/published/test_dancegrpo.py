@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 SETTING = (
     "algorithm.name=dancegrpo",
     "algorithm.group_size=8",
+    "sampling.decode_batch_size=8",  # as restated
     "sampling.num_steps=8",
     "optim.learning_rate=1e-4",
 )

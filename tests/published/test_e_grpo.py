@@ -18,7 +18,8 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.training.updater import Trained
 from tests.published.neighbours import log_prob, normalised
-from tests.published.second_half import Beside, tiny
+from tests.published.second_half import agree, tiny
+from tests.support.tolerances import Tolerance, near, rounding
 from tests.support.variants import few
 
 MERGED = {0: 1, 1: 2, 3: 3}
@@ -67,7 +68,10 @@ def test_lengths_are_the_least_whose_entropy_reaches_the_threshold(steps, shift)
 
 @torch.no_grad()
 def test_samples_and_densities_are_those_of_one_step_over_the_span():
-    """Exact noise of every member's own draw, the ODE before and after, step by step."""
+    """Exact noise of every member's own draw, the ODE before and after, step by step: of latents
+    up to 4, with 20 roundings in a step. A log-prob has squares of (x - mean) / std, where a
+    rounding of x is by 1 / std, at most 5, larger; three of them, with weights that have moved, are
+    in the loss, whose advantages are up to 3."""
     policy = GaussianPolicy()
     algorithm = EGRPO(
         branch_steps=tuple(MERGED), merged_steps=tuple(MERGED.values()), clip_range=100.0
@@ -85,7 +89,8 @@ def test_samples_and_densities_are_those_of_one_step_over_the_span():
         return x
 
     advantages, network = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0]), Trained(policy, cond)
-    close = partial(assert_close, atol=2e-6, rtol=0)
+    close = partial(assert_close, **rounding(20 * 8, size=4.0))
+    density = rounding(20, size=4.0 * 5)
     for rollout, (k, length) in zip(rollouts, MERGED.items(), strict=True):
         (taken,) = rollout.transitions
         close(taken.x, walk(policy.noise([generator_for(0, "initial")]), 0, k))
@@ -96,7 +101,7 @@ def test_samples_and_densities_are_those_of_one_step_over_the_span():
             + std * torch.randn(5, *mean.shape[1:], generator=generator_for(0, "branch", k, k)),
         )
         exact = torch.distributions.Normal(mean, std).log_prob(taken.x_next).flatten(1).mean(1)
-        assert_close(taken.old_log_prob, exact, atol=1e-5, rtol=0)
+        assert_close(taken.old_log_prob, exact, **density)
         close(rollout.finals[0], walk(taken.x_next, k + length, 8))
         # the ratio of other weights, which the first update of a rollout cannot show
         policy.mean += 0.05
@@ -106,7 +111,8 @@ def test_samples_and_densities_are_those_of_one_step_over_the_span():
         batch = Batch.of(
             algorithm.examples(rollout, advantages, generator_for), SIGMAS, first=False
         )
-        assert_close(algorithm.loss(batch, network).values, wanted, atol=1e-4, rtol=0)
+        thrice = Tolerance(rtol=0.0, atol=3 * 3 * density["atol"])
+        assert_close(algorithm.loss(batch, network).values, wanted, **thrice)
         policy.mean -= 0.05
 
 
@@ -126,10 +132,9 @@ def test_a_merged_steps_variance_is_wrong_by_the_square_of_its_width(length):
     now, then = ((1 - at) ** 2 * s**2 + at**2 for at in (t, float(after)))
     landed = float((step.mean[1] - step.mean[0]).mean()) ** 2 * now + float(step.std) ** 2
     slope = 2 * t - 2 * (1 - t) * s**2
-    assert landed - then == pytest.approx(
-        width**2 * ((slope + g2) ** 2 / (4 * now) - 1 - s**2), abs=2e-6
-    )
-    assert float(step.mean[0].abs().max()) < 1e-6
+    expected = width**2 * ((slope + g2) ** 2 / (4 * now) - 1 - s**2)
+    assert landed - then == near(expected, rounding(30, size=1.0))
+    assert not step.mean[0].any()
 
 
 @torch.no_grad()
@@ -174,11 +179,9 @@ def objective(models, seen):
 
 @pytest.mark.parametrize("iterations", few([3, 1], (1).__eq__))
 def test_losses_gradients_and_weights_are_the_published_ones(flux_directory, iterations):
-    """Two orders of the same float32 sums, as for Pave-GRPO. The first update's gradient does not
-    depend on a step's length: advantages sum to 0, and the drift's width cancels the variance's;
-    the test above has ratios that do."""
-    apart = Beside(tiny(flux_directory, *SETTING), objective, iterations=iterations).differences()
-    assert apart["loss"] < 1e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3
+    """The first update's gradient does not depend on a step's length: advantages sum to 0, and the
+    drift's width cancels the variance's; the test above has ratios that do."""
+    agree(tiny(flux_directory, *SETTING), objective, iterations=iterations)
 
 
 def test_a_merged_plan_has_one_stochastic_step():

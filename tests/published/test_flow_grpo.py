@@ -66,9 +66,7 @@ class Walks(side_by_side.Pair):
         untrained = side_by_side.nudged(self.start, off)
         untrained.disable_adapters()
         network, base = StableDiffusion3(transformer, []), StableDiffusion3(untrained, [])
-        learner = Learner(
-            [p for p in transformer.parameters() if p.requires_grad], t.config.optim.learning_rate
-        )
+        learner = Learner.of(t, (p for p in transformer.parameters() if p.requires_grad))
         scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
         scheduler.set_timesteps(STEPS)
         sigmas, result = scheduler.sigmas, Restated(learner)

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from tests.published.neighbours import Flux, batch_normalised
-from tests.published.second_half import Beside, tiny
+from tests.published.second_half import Beside, agree, tiny
+from tests.support.tolerances import network
 from tests.support.variants import few
 
+ROUNDED = network(1.0, passes=3)["atol"]
+"""Of a loss, and of a gradient in units of its length: a call, the loss and the way back."""
 COMMON = (
     "algorithm.group_size=3",
     "sampling.num_steps=5",
@@ -121,6 +124,8 @@ def test_diffusion_nft_samples_at_whole_thousandths_and_learns_at_exact_times(fl
     """Finals by a walk of our own, loss and gradient by the formula at sigma itself; truncated in
     both they are others."""
     small, apart = ("algorithm.mixing=0.5", "algorithm.share=0.4"), []
+    # a walk of eight steps, of latents up to 4
+    far = network(4.0, passes=8)["atol"]
     for truncated in ("rollout", True):
         ours = tiny(
             flux_directory,
@@ -140,11 +145,11 @@ def test_diffusion_nft_samples_at_whole_thousandths_and_learns_at_exact_times(fl
         beside = Beside(ours, terms, iterations=1)
         assert (
             len(finals) == 4
-            and max(float((one - other).abs().max()) for one, other in finals) < 1e-5
+            and max(float((one - other).abs().max()) for one, other in finals) < far
         )
         apart.append(beside.differences())
     exact, both = apart
-    assert exact["loss"] < 1e-6 and exact["gradient"] < 2e-5 and both["gradient"] > 1e-4
+    assert exact["loss"] < ROUNDED and exact["gradient"] < ROUNDED < 1e-4 < both["gradient"]
 
 
 def guided(models, x, sigma, prompt):
@@ -209,8 +214,8 @@ def test_refl_with_guidance_is_flowbps(sd3_directory):
 
         apart.append(Beside(ours, terms, iterations=1).differences())
     published, through_both = apart
-    assert published["loss"] < 1e-6 and published["gradient"] < 2e-5
-    assert through_both["loss"] < 1e-6 and through_both["gradient"] > 0.1
+    assert published["loss"] < ROUNDED and published["gradient"] < ROUNDED
+    assert through_both["loss"] < ROUNDED and through_both["gradient"] > 0.1
 
 
 PEPG = ("algorithm.objective=pepg", "algorithm.normalized=true", "algorithm.advantage_scale=1")
@@ -234,11 +239,9 @@ def test_losses_gradients_and_weights_are_the_published_ones(
     flux_directory, name, objective, more, iterations
 ):
     ours = tiny(flux_directory, f"algorithm.name={name}", *COMMON, *more)
-    beside = Beside(ours, partial(objective, ours.sigmas), trail, iterations=iterations)
-    apart = beside.differences()
+    beside, share = agree(ours, partial(objective, ours.sigmas), trail, iterations=iterations)
     old, other = (
         torch.cat([p.detach().flatten() for p in own])
         for own in (ours.learner.old, beside.models.old.parameters())
     )
-    assert float((old - other).norm()) < 2e-3 * float((other - beside.start).norm())
-    assert apart["loss"] < 1e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3
+    assert float((old - other).norm()) < share * float((other - beside.start).norm())

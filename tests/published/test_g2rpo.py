@@ -4,11 +4,14 @@ sums are the same.
 The other side is `tests.published.g2rpo`: formulas written out, a latent at a time.
 """
 
+import math
+
 import pytest
 import torch
 
 from tests.published.beside import FLOAT32, ONE_BY_ONE, differences
 from tests.published.g2rpo import Setting
+from tests.support.tolerances import network
 from tests.support.variants import few
 
 ALL = tuple(range(8))
@@ -49,18 +52,18 @@ def test_a_training_step_is_the_published_one_to_the_bit(
 # float32 advantages are what a size in published.md is of; parity is tested below
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "overrides", "gradients", "weights"),
-    [(torch.bfloat16, (), 3e-2, 3e-2), (torch.float32, FLOAT32, 1e-4, 1e-3)],
+    ("dtype", "overrides", "gradients"),
+    [(torch.bfloat16, (), 3e-2), (torch.float32, FLOAT32, 1e-4)],
     ids=["bfloat16", "float32"],
 )
-def test_what_float32_advantages_make_of_it(flux_directory, dtype, overrides, gradients, weights):
+def test_what_float32_advantages_make_of_it(flux_directory, dtype, overrides, gradients):
     """All that is sampled is equal, with two rewards and three granularities too.
 
     Theirs subtract a float32 mean of scores of .3 (1.5e-8 off) and divide by a std of no less than
     1e-3, for six groups: 1e-4. Losses and float32 gradients inherit it. In bfloat16 it turns the
     rounding (2^-9 = 2e-3) of some numbers in the backward pass, which differ by up to some ten of
-    it deep in the network. AdamW's first steps are signs: the way of the weights differs as much as
-    gradients do, and in float32 more, where gradients near nothing change sign.
+    it deep in the network. AdamW's first steps are signs, and of gradients that are normal a share
+    of 0.8 e / 2 changes sign where they are e apart: a way of 2 each.
     """
     setting = Setting(strides=(1, 2, 3), dtype=dtype)
     found = differences(
@@ -78,19 +81,21 @@ def test_what_float32_advantages_make_of_it(flux_directory, dtype, overrides, gr
         and found["mean loss"] < 1e-5
         and found["optimizer steps"] == 0
     )
-    assert found["gradients"] < gradients and found["weights"] < weights
+    assert found["gradients"] < gradients
+    assert found["weights"] < 2 * math.sqrt(0.4 * gradients)
 
 
 # that rows of a batch are as alone is tested in tests/rollout and for every model
 @pytest.mark.slow
 def test_batches_differ_by_the_order_of_float32_sums(flux_directory):
-    """Products of 24 rows may add in another order than those of one: 6e-8 * sqrt(100) a layer, ten
-    layers, 16 steps, |x| 9."""
+    """Products of 24 rows may add in another order than those of one: 16 steps, |x| 9. A log-prob
+    has a step's mean, a sixteenth of a velocity, over its noise of 0.2."""
     setting = Setting(strides=(1, 2, 3), dtype=torch.float32)
     found = differences(
         flux_directory, "reference-hps-clip", setting, *FLOAT32, "algorithm.group_size=3"
     )
-    assert found["finals"] < 1e-3 and found["log-probs"] < 1e-5
+    assert found["finals"] < network(9.0, passes=16)["atol"]
+    assert found["log-probs"] < network(9.0)["atol"] / 16 / 0.2
 
 
 def small(folder, *overrides):

@@ -73,7 +73,7 @@ class Windows(side_by_side.Pair):
         t, dtype = self.ours.t, dtype or self.autocast or torch.float32
         transformer = side_by_side.nudged(self.start, off)
         network = Flux(transformer, [], 8, dtype if dtype != torch.float32 else None)
-        learner = Learner(list(transformer.parameters()), t.config.optim.learning_rate)
+        learner = Learner.of(t, transformer.parameters())
         result = Restated(learner)
         for iteration in range(2):
             (plan,) = t.plans(iteration)

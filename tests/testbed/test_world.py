@@ -11,6 +11,7 @@ from g2rpo.testbed.detector import detect
 from g2rpo.testbed.grammar import is_heldout, parse, render_prompt, scene_prompts
 from g2rpo.testbed.rewards import SceneAccuracy, check_scene
 from g2rpo.testbed.scenes import Group, Object, Scene, draw, sample_scene
+from tests.support.tolerances import near, rounding
 from tools.testbed.drawings import attribute, edits, render
 
 
@@ -137,9 +138,8 @@ def test_strict_accuracy_is_all_or_nothing():
 def test_partial_credit_may_be_a_share_of_the_score():
     prompt, star = "a red circle above a blue star", Object(30, 46, 9, "blue", "star")
     # strictly wrong: 0
-    assert score(prompt, [star], partial=0.25) == pytest.approx(
-        0.25 * score(prompt, [star], partial=1)
-    )
+    quarter = 0.25 * score(prompt, [star], partial=1)
+    assert score(prompt, [star], partial=0.25) == near(quarter, rounding(4))
     assert score(prompt, [Object(14, 12, 6, "red", "circle"), star], partial=0.25) == 1
     with pytest.raises(ValueError, match="share between 0 and 1"):
         SceneAccuracy(partial=2)

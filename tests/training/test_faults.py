@@ -25,7 +25,8 @@ from g2rpo.run.checkpoint import checkpoints
 from g2rpo.training.listeners import early_stop
 from tests.support import ranks
 from tests.support.commands import small_files
-from tests.support.runs import brightness, log, mean, resumed, trainer
+from tests.support.runs import ADVANTAGES, brightness, log, mean, resumed, smooth, trainer
+from tests.support.tolerances import adam, reordered
 from tests.support.variants import few
 from tests.support.waiting import PATIENCE_S
 
@@ -45,7 +46,7 @@ def go_on(world, folder, fault=lambda t: None, policy=None):
         fault(t)
         return brightness(images, prompts)
 
-    t = trainer(folder, *LONG, rewards={"bright": reward}, policy=policy, world=world)
+    t = smooth(trainer(folder, *LONG, rewards={"bright": reward}, policy=policy, world=world))
     t.policy.trainer = t
     t.resume()
     list(t.train())
@@ -221,12 +222,15 @@ def test_when_a_rank_breaks_the_others_stop_and_say_why(tmp_path, untouched, how
 
 @pytest.mark.parametrize(("before", "after"), few([(2, 1), (1, 2)], (2, 1).__eq__))
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path, untouched, before, after):
-    """Float32 sums in another order (see test_distributed). No row of the log is lost or
+    """Up to float32 sums in another order, as in test_distributed. No row of the log is lost or
     doubled."""
     run = shutil.copytree(untouched[before], tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "iteration_000010")
     ranks.run(after, go_on, run)
-    torch.testing.assert_close(final(run), final(untouched[1]), atol=1e-5, rtol=0)
+    norm = max(row["grad_norm"] for row in log(run) if row["kind"] == "train")
+    apart = reordered(144, 0.01)["atol"] + ADVANTAGES * norm
+    allowed = adam(1000 * 0.05, updates=10, gradient=apart)
+    torch.testing.assert_close(final(run), final(untouched[1]), **allowed)
     rows, straight = (
         [(row["kind"], row["iteration"]) for row in log(folder)] for folder in (run, untouched[1])
     )

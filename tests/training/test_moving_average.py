@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.support.runs import cut, mean, resumed, trainer
+from tests.support.tolerances import rounding
 
 FLOW_GRPO = ("optim.ema_decay=0.9", "optim.ema_every=8", "optim.ema_warmup=true")
 # three optimizer steps an iteration
@@ -16,6 +17,10 @@ def watched(t):
     history = []
     t.learner.optimizer.register_step_post_hook(lambda *_: history.append(mean(t).double()))
     return history
+
+
+BLENDED = rounding(4 * 3, size=0.5)
+"""Four times d a + (1 - d) w, of weights up to 1/2."""
 
 
 def published(start, history, decay=0.9, every=8):
@@ -43,7 +48,7 @@ def test_the_average_is_flow_grpos(decay):
         t.iterate()
         if t.learner.steps == 6:  # no update yet: the untrained weights
             assert torch.equal(average(t), start)
-    torch.testing.assert_close(average(t), published(start, history, decay), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(average(t), published(start, history, decay), **BLENDED)
     assert float((average(t) - history[-1]).norm()) > 0.05 * float(history[-1].norm())
     assert t.learner.steps == 33 and t.learner.ema_decay == min(34 / 43, decay)
 
@@ -70,4 +75,4 @@ def test_the_warm_up_alone_averages_once_an_iteration():
         t.iterate()
         d = (1 + step) / (10 + step)
         expected = d * expected + (1 - d) * mean(t).double()
-    torch.testing.assert_close(average(t), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(average(t), expected, **BLENDED)

@@ -19,7 +19,18 @@ from g2rpo.training.collector import Groups
 from g2rpo.training.listeners.first_group import widest
 from g2rpo.training.listeners.listener import Ask
 from g2rpo.training.stopwatch import Stopwatch
-from tests.support.runs import asking, cut, fallen_back, log, mean, resumed, trainer, untimed
+from tests.support.runs import (
+    asking,
+    cut,
+    fallen_back,
+    log,
+    mean,
+    resumed,
+    smooth,
+    trainer,
+    untimed,
+)
+from tests.support.tolerances import Tolerance, adam, near, reordered, rounding
 
 
 def run(t):
@@ -40,7 +51,7 @@ def test_a_run_raises_its_reward_and_leaves_its_files(tmp_path):
     assert evaluations[-1] > evaluations[0] + 0.02
     table = t.finish()
     assert table["bright"].tuned - table["bright"].base > 0.02
-    assert table["dark"].tuned == pytest.approx(-table["bright"].tuned, abs=1e-6)
+    assert table["dark"].tuned == -table["bright"].tuned
     assert t.export().is_file()
     for name in ("curves.png", "results.json", "samples/before_after.png", "tensorboard"):
         assert (tmp_path / name).stat().st_size > 0, name
@@ -108,7 +119,7 @@ def test_base_and_tuned_are_compared_by_the_last_evaluation_if_weights_are_still
     table = t.finish()
     assert not calls
     expected = t.score_heldout().means()["bright"]
-    assert table["bright"].tuned == pytest.approx(expected, rel=1e-6)  # float32
+    assert table["bright"].tuned == near(expected, rounding(8))
     t.iterate()
     calls.clear()
     assert t.finish()["bright"].tuned != table["bright"].tuned and calls
@@ -116,20 +127,22 @@ def test_base_and_tuned_are_compared_by_the_last_evaluation_if_weights_are_still
 
 @pytest.mark.parametrize("kl_weight", [0.0, 0.5])
 def test_an_update_is_the_same_in_one_pass_or_in_many(kl_weight):
-    """Sums of float32 gradients in another order: 1e-6 of gradients whose size is 1 after Adam's
-    normalisation."""
+    """Gradients of 72 members, 0.01 in one entry, in another order."""
     results = []
     for size in (1, 4, 64):
-        t = trainer(None, f"trainer.micro_batch_size={size}", f"algorithm.kl_weight={kl_weight}")
+        passes = f"trainer.micro_batch_size={size}"
+        t = smooth(trainer(None, passes, f"algorithm.kl_weight={kl_weight}"))
         t.iterate(), t.iterate()
         results.append(mean(t))
-        torch.testing.assert_close(results[-1], results[0], atol=1e-5, rtol=0)
+        allowed = adam(1000 * 0.05, updates=2, gradient=reordered(72, 0.01)["atol"])
+        torch.testing.assert_close(results[-1], results[0], **allowed)
+    assert float(results[0].abs().mean()) > 100 * allowed["atol"]
 
 
 def test_the_loss_gradient_is_the_policy_gradient():
     """At ratio 1 the gradient of the loss is -mean(A d log p / d theta), here by central
     differences in the one parameter. The objective is quadratic in the mean, so these are exact up
-    to float32 rounding / h. The old log-prob is a constant."""
+    to the rounding of two objectives of size 1, over 2 h. The old log-prob is a constant."""
     t = trainer(None, "trainer.prompts_per_iteration=1", policy=(policy := GaussianPolicy(size=1)))
     seen, gradients = watched(t), []
     t.learner.optimizer.step = lambda: gradients.append(policy.mean.grad.clone())
@@ -150,7 +163,8 @@ def test_the_loss_gradient_is_the_policy_gradient():
         step = torch.zeros_like(policy.mean)
         step.view(-1)[entry] = h = 0.05
         expected = -(objective(step) - objective(-step)) / (2 * h)
-        assert float(gradient.view(-1)[entry]) == pytest.approx(expected, rel=1e-2, abs=1e-5)
+        apart = Tolerance(rtol=0.0, atol=2 * rounding(60, size=1.0)["atol"] / (2 * h))
+        assert float(gradient.view(-1)[entry]) == near(expected, apart)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +225,7 @@ def test_an_iteration_is_trained_by_the_algorithm_of_that_iteration(monkeypatch)
 def test_the_logged_loss_is_the_mean_over_members_whatever_parts_they_are_updated_in():
     """With steps of almost 0 the ratio is 1, and the loss the mean of advantages, which is 0."""
     t = trainer(None, *MIXED, "optim.learning_rate=1e-12", "algorithm.update_every=4")
-    assert t.iterate()["loss"] == pytest.approx(0, abs=1e-6)
+    assert t.iterate()["loss"] == near(0, reordered(48, 1.0))
 
 
 def test_the_best_weights_of_an_attempt_that_is_repeated_are_forgotten(tmp_path):
@@ -295,19 +309,21 @@ def test_groups_that_were_sampled_apart_teach_what_groups_sampled_together_do():
 
         return t.sample_groups(prompts, noise=noise, rewards={})
 
-    together, apart = trainer(None), trainer(None)
+    together, apart = smooth(trainer(None)), smooth(trainer(None))
     both = sampled(together, ["0", "0.5"], 0)
     joined = Groups.join([sampled(apart, ["0"], 0), sampled(apart, ["0.5"], 1)])
     assert both.rewards.shape[1] == 0
     for one, other in zip(together.pictures(both), apart.pictures(joined), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+        torch.testing.assert_close(one, other, **rounding(6 * 20, size=1.0))
     advantages = torch.linspace(-1, 1, both.rewards.shape[-1]).expand(len(both.rewards), -1)
     with pytest.raises(UserError, match="counted=False"):  # without the run's rewards
         together.learn_from(both, advantages)
     for t, groups in ((together, both), (apart, joined)):
         assert t.learn_from(groups, advantages, counted=False) == {} and t.iteration == 0
     assert mean(together).any()
-    torch.testing.assert_close(mean(together), mean(apart), rtol=0, atol=1e-6)
+    # of 72 members, 0.01 in one entry
+    allowed = adam(1000 * 0.05, updates=1, gradient=2 * reordered(72, 0.01)["atol"])
+    torch.testing.assert_close(mean(together), mean(apart), **allowed)
     with pytest.raises(UserError, match="it is the base that is evaluated"):
         together.evaluate()
 
