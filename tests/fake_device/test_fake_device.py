@@ -69,8 +69,10 @@ def test_autocast_is_cudas(run):
 
 def check(answer):
     """Nothing was put on another rank's device; the first update's ratio is 1 and log-probs are the
-    rollout's, in batches of the same size."""
-    assert answer["elsewhere"] == 0 and answer["ratio"] == 0 and answer["drift"] < 1e-6
+    rollout's, up to the rounding of velocities in other batches, of which a log-prob has less than
+    all."""
+    assert answer["elsewhere"] == 0 and answer["ratio"] == 0
+    assert answer["drift"] < network(4.0)["atol"]
 
 
 BFLOAT16, FULL = "policy.dtype=bfloat16", "policy.tuning=full"
