@@ -80,8 +80,7 @@ def test_objects_take_the_place_of_everything_that_a_recipe_names(tmp_path):
     more = made("trainer.iterations=3", resume=True)
     assert [row["iteration"] for row in more.train()] == [3, 3]
     kept = Run(tmp_path / "run").read_config()
-    assert kept.rewards["bright"].kind == "object:tests.support.runs.brightness"
-    assert kept.prompts.train == "object"
+    assert kept.rewards["bright"].kind == kept.prompts.train == kept.policy.path == "python"
 
 
 def test_the_weight_in_the_config_is_that_of_the_object():
@@ -193,21 +192,21 @@ def test_an_algorithm_of_ones_own_is_recorded_as_what_it_is_and_never_taken_for_
     list(trainer.train())
     trainer.finish()
     kept = yaml.safe_load((run / "config.yaml").read_text())["algorithm"]
-    assert kept.pop("name") == f"object:tests.test_api.{name}" and kept["group_size"] == 4
-    own_fields = name == "Own" or (kept["pause"], kept["shape"]) == (5, "object:math.sqrt")
+    assert kept.pop("name") == "python" and kept["group_size"] == 4
+    own_fields = name == "Own" or (kept["pause"], kept["shape"]) == (5, "python")
     assert own_fields
-    assert f"tuned with tests.test_api.{name}" in (run / "adapter" / "README.md").read_text()
+    assert f"tuned with {name}" in (run / "adapter" / "README.md").read_text()
     assert list(made(resume=True).train()) == []
     with pytest.raises(UserError, match=r"algorithm\.group_size|algorithm\.pause"):
         made(OneAtATime(group_size=4), resume=True)
 
-    given = f"algorithm.name=object:tests.test_api.{name}: was given as a Python object"
+    given = "algorithm.name=python: this run was begun from Python with an object for it"
     again = "train run/config.yaml"
-    for command in (again, f"{again} --run-dir run --resume", "plan run/config.yaml", "demo run"):
+    on = "resume run trainer.iterations=9"
+    for command in (again, on, "plan run/config.yaml", "demo run"):
         assert given in refuses(command)
     says("report run")
     says("sample run 'a red circle' --out pictures")
-    assert f"object:tests.test_api.{name}" in (run / "report.html").read_text()
     says(f"{again} algorithm.name=mixgrpo algorithm.group_size=3 --run-dir mix")
     assert Run(tmp_path / "mix").read_config().algorithm.name == "mixgrpo"
 

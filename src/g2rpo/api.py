@@ -26,7 +26,7 @@ from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import warn_of_prompts
-from g2rpo.config.given import OBJECT, mention
+from g2rpo.config.given import PYTHON
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.errors import UserError
@@ -70,9 +70,9 @@ def trainer(
 
     `rewards` are trained on, with the weights that the config has for these names;
     `judges` only score held-out pictures. Without a `run_dir` nothing is written; one that contains a run
-    needs `resume`, and `accept_changes` if prompts or reward code have changed. Its config.yaml
-    only mentions objects (as "object:module.Class"), so commands that need them refuse: resume such
-    a run from the program that began it. Raises UserError as the command does.
+    needs `resume`, and `accept_changes` if prompts or reward code have changed. In its
+    config.yaml the name of an object is "python", so commands that need it refuse: resume such a
+    run from the program that began it. Raises UserError as the command does.
     """
     objects = {
         "algorithm": algorithm,
@@ -92,7 +92,7 @@ def trainer(
     config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
     if policy is None:
         config = completed(config, notify)
-    config = _mentioning(config, given)
+    config = _without_objects(config, given)
     # a name or value that config.yaml could not hold would make the run one that nothing reads
     resolve_as(Config, config.model_dump(mode="json"), mention=True)
     if policy is None:
@@ -155,37 +155,32 @@ def _check(**given: Any) -> None:
                 )
 
 
-def _mentioning(config: Config, given: Mapping[str, Any]) -> Config:
-    """`config` with a mention in place of the name of each given object."""
+def _without_objects(config: Config, given: Mapping[str, Any]) -> Config:
+    """`config` with `PYTHON` in place of the name of each given object."""
     evaluation = config.evaluation
     changes: dict[str, Any] = {key: given[key] for key in ("algorithm",) if key in given}
     if "policy" in given:
-        changes["policy"] = config.policy.model_copy(
-            update={"path": mention(given["policy"]), "pipeline": None}
-        )
+        changes["policy"] = config.policy.model_copy(update={"path": PYTHON, "pipeline": None})
     if "prompts" in given:
-        changes["prompts"] = config.prompts.model_copy(update={"train": OBJECT})
+        changes["prompts"] = config.prompts.model_copy(update={"train": PYTHON})
     if "heldout" in given:
-        evaluation = evaluation.model_copy(update={"prompts": OBJECT})
+        evaluation = evaluation.model_copy(update={"prompts": PYTHON})
     if "rewards" in given:
-        changes["rewards"] = _mentioned(given["rewards"], config.rewards)
+        changes["rewards"] = _entries(given["rewards"], config.rewards)
     if "judges" in given:
         evaluation = evaluation.model_copy(
-            update={"rewards": _mentioned(given["judges"], evaluation.rewards)}
+            update={"rewards": _entries(given["judges"], evaluation.rewards)}
         )
     return config.model_copy(update={**changes, "evaluation": evaluation})
 
 
-def _mentioned(
+def _entries(
     rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig]
 ) -> dict[str, RewardConfig]:
-    """Mentions of `rewards`, with the weight and frames that `table` has for their names."""
+    """Entries for `rewards`, with the weight and frames that `table` has for their names."""
     kept = {"weight", "frames"}
     known = {name: entry.model_dump(include=kept) for name, entry in table.items()}
-    return {
-        name: RewardConfig(kind=mention(reward), **known.get(name, {}))
-        for name, reward in rewards.items()
-    }
+    return {name: RewardConfig(kind=PYTHON, **known.get(name, {})) for name in rewards}
 
 
 def sampler(run: str | Path, *, base: bool = False, seed: int = 0) -> Sampler:

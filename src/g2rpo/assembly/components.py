@@ -14,7 +14,7 @@ import torch
 from g2rpo.assembly import hub, pipeline_files
 from g2rpo.assembly.meta import few_modules
 from g2rpo.assembly.pipeline_files import INDEX, class_in, missing_parts
-from g2rpo.config.given import refuse_mention
+from g2rpo.config.given import refuse_object
 from g2rpo.config.schema import Config, PolicyConfig, grid_of
 from g2rpo.core.contracts import name_of
 from g2rpo.core.errors import UserError, loading, placed, refuse
@@ -271,7 +271,7 @@ def locate_pipeline(
 ) -> tuple[str, str]:
     """(where the pipeline lies, its class name); refuses a class that has no policy, or is not the
     `expected` one."""
-    refuse_mention("policy.path", name)
+    refuse_object("policy.path", name)
     if name in EMBEDDED:
         from g2rpo.testbed import pipeline_dir
 

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from g2rpo.assembly import components
 from g2rpo.assembly.hub import HubQuestion
 from g2rpo.assembly.rewards import check_clips, check_frames, declared_by, reward_kind
-from g2rpo.config.given import Mentioned, refuse_mention
+from g2rpo.config.given import Mentioned, refuse_object
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig, SamplingConfig
 from g2rpo.core.capabilities import TakesOneSize, check_complete
 from g2rpo.core.contracts import name_of, plans_of
@@ -219,7 +219,7 @@ def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
     """Refuses an algorithm that is incomplete, does not fit the sampler's steps, or whose solver does not fit the
     sampler's tails."""
     if isinstance(algorithm, Mentioned):
-        refuse_mention("algorithm.name", algorithm.name)
+        refuse_object("algorithm.name", algorithm.name)
     check_complete(algorithm)
     plans = plans_of(algorithm, sampling.num_steps)
     with placed(f"algorithm {name_of(algorithm)} does not fit sampling.tails: "):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from g2rpo.assembly.components import Loaded
-from g2rpo.config.given import refuse_mention
+from g2rpo.config.given import refuse_object
 from g2rpo.core.data import spelling_apart
 from g2rpo.core.errors import UserError, counted, did_you_mean, placed
 from g2rpo.core.input_pictures import images_of
@@ -21,7 +21,7 @@ LISTS = (*TESTBED_LISTS, *STARTER)
 def build_prompts(source: str, key: str) -> list[str]:
     """The prompts of a list that comes with the package, or of a source for `read_prompts`. `key` names
     the config entry."""
-    refuse_mention(key, source)
+    refuse_object(key, source)
     named = source == "testbed" or source.startswith(("testbed:", "words:", "starter:"))
     if named and source not in LISTS:
         raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, LISTS)}")

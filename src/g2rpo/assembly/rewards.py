@@ -9,7 +9,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 
 from g2rpo.assembly.components import pick_device
-from g2rpo.config.given import refuse_mention
+from g2rpo.config.given import refuse_object
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean, loading, placed
@@ -143,7 +143,7 @@ def check_clips(table: Mapping[str, RewardConfig], policy: PolicyConfig) -> None
 
 def reward_kind(name: str, entry: RewardConfig) -> Any:
     """The class or function of a reward; code in its options must be allowed too."""
-    refuse_mention(f"rewards.{name}.kind", entry.kind)
+    refuse_object(f"rewards.{name}.kind", entry.kind)
     try:
         kind = plugins.find("rewards", entry.kind, REWARDS)
         plugins.require_all(_code_options(kind, entry))

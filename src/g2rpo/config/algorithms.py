@@ -42,7 +42,7 @@ from g2rpo.algorithms.g2rpo_variants import EGRPO, PaveGRPO
 from g2rpo.algorithms.opsd import OPSD
 from g2rpo.algorithms.reward_gradient import FDFO, ReFL
 from g2rpo.algorithms.self_opd import SelfOPD
-from g2rpo.config.given import Mentioned, is_mention, mention, recorded
+from g2rpo.config.given import PYTHON, Mentioned, recorded
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Algorithm
@@ -100,15 +100,14 @@ def config_name(algorithm: Any) -> str:
     built_in = str(getattr(kind, "name", ""))
     if ALGORITHMS.get(built_in) is kind:  # a subclass inherits the name but is another algorithm
         return built_in
-    return _names.get(kind) or mention(algorithm)
+    return _names.get(kind, PYTHON)
 
 
 def title_of(algorithm: Any) -> tuple[str, str]:
     """The title of an algorithm and its arXiv id (may be empty)."""
     kind = type(algorithm)
-    return vars(kind).get("title") or config_name(algorithm).rpartition(":")[2], vars(kind).get(
-        "paper", ""
-    )
+    own = algorithm.name.rpartition(":")[2] if kind is Mentioned else kind.__name__
+    return vars(kind).get("title") or own, vars(kind).get("paper", "")
 
 
 def with_name(value: Any) -> Any:
@@ -117,8 +116,7 @@ def with_name(value: Any) -> Any:
 
 
 def tag(value: Any) -> str:
-    """The built-in algorithm that a mapping names; OTHER for code, mentions of objects, and objects
-    themselves."""
+    """The built-in algorithm that a mapping names; OTHER for code, and for objects."""
     name = with_name(value)["name"] if isinstance(value, Mapping) else OTHER
     return name if isinstance(name, str) and name in ALGORITHMS else OTHER
 
@@ -131,7 +129,7 @@ def other(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, Mapping):
         return value
     name, fields = str(value["name"]), {key: entry for key, entry in value.items() if key != "name"}
-    if is_mention(name):
+    if name == PYTHON:
         return Mentioned(name, fields)
     try:
         kind = algorithm_class(name)
@@ -152,7 +150,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 def dump(algorithm: Any) -> dict[str, Any]:
     """An algorithm as plain data, with its name."""
-    return {**recorded(algorithm), "name": config_name(algorithm)}
+    return {"name": config_name(algorithm), **recorded(algorithm)}
 
 
 if TYPE_CHECKING:

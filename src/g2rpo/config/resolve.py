@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, with_name
 from g2rpo.config.complaints import REWARD_TABLES, complaints, truths
-from g2rpo.config.given import is_mention
+from g2rpo.config.given import PYTHON
 from g2rpo.config.schema import Config, Section
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean, refuse
@@ -280,7 +280,7 @@ def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
     """The class of an algorithm's mapping; None for an object, or for code that may not be imported
     if `mention` allows that."""
     name = str(with_name(data)["name"])
-    if is_mention(name):
+    if name == PYTHON:
         return None
     try:
         return algorithm_class(name)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
-from g2rpo.config.given import is_mention
 from g2rpo.config.schema import Config
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Planner, Target, find_target
@@ -125,8 +124,8 @@ def _options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]:
     entries = config.rewards if table == "rewards" else config.evaluation.rewards
     found = []
     for name, entry in entries.items():
-        kind = None if is_mention(entry.kind) else reward_kind(name, entry)
-        if kind is not None and declared_by(kind) is kind:
+        kind = reward_kind(name, entry)
+        if declared_by(kind) is kind:
             defaults = defaults_of(kind)
             placed = {"device": "auto"} if "device" in defaults else {}
             found.append((name, {**defaults, **placed, **entry.options}))

@@ -15,10 +15,9 @@ from torch import nn
 
 from g2rpo.assembly.blueprint import size_of
 from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
-from g2rpo.config.given import is_mention
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core.errors import loading
-from g2rpo.core.types import CallableReward, Frames
+from g2rpo.core.types import Frames
 from g2rpo.lab.plan.meter import Meter
 from g2rpo.policies.pipelines import keep_two_blocks
 from g2rpo.rewards.weights import parse_dtype
@@ -41,9 +40,7 @@ def cost_of_reward(entry: RewardConfig, device: str, length: int = 1) -> RewardC
     `length`: frames of a clip, of which the scored ones are counted. Preprocessing on the CPU is
     not counted.
     """
-    kind: Any = (
-        CallableReward if is_mention(entry.kind) else declared_by(reward_kind(entry.kind, entry))
-    )
+    kind: Any = declared_by(reward_kind(entry.kind, entry))
     given = {**entry.options, "device": entry.options.get("device", device)}
     options = {name: given.get(name, default) for name, default in defaults_of(kind).items()}
     model_options = {
