@@ -189,7 +189,7 @@ def test_a_page_is_short_and_begins_with_what_its_reader_can_do(page):
     if page.parent.name == "results":
         return  # tables of results
     lines = [line for line in prose(text).splitlines() if not line.startswith("|")]
-    guide = page.parent.name == "docs"
+    guide = page.parent == ROOT / "docs"
     assert len(" ".join(lines).split()) <= (1000 if guide else 1200)
     if guide:
         beginning, _, rest = text.partition("```")
