@@ -3,8 +3,9 @@ and the notebook examples/teach.ipynb (needs a Chromium).
 
     python -m build && python -m tools.check_hosted dist/g2rpo-*-py3-none-any.whl
 
-Installs the wheel, starts the Space by the name of its proxy, and clicks on a picture; then runs the
-notebook's cells as a script, clicking in its page. Prints the seconds from the wheel to each click.
+Installs the wheel, starts both pages of the Space by the name of their proxy, and clicks on a picture
+of the one that teaches; then runs the notebook's cells as a script, clicking in its page. Prints the
+seconds from the wheel to each page.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def installed(wheel: Path, folder: Path) -> str:
     return python
 
 
-def click(address: str, ready: Callable[[], bool] = lambda: True) -> None:
-    """Clicks on the first picture of the first group of a page that teaches, and waits for the next group."""
+def wait(address: str, runs: Callable[[], bool]) -> None:
+    """Until a page answers, while its process runs."""
     local = f"http://127.0.0.1:{address.rsplit(':', 1)[1]}"
     while True:
         try:
@@ -58,9 +59,13 @@ def click(address: str, ready: Callable[[], bool] = lambda: True) -> None:
         except urllib.error.HTTPError:
             break  # it asks for the name of its proxy
         except urllib.error.URLError:
-            if not ready():
+            if not runs():
                 sys.exit("the page did not open")
             time.sleep(0.5)
+
+
+def click(address: str) -> None:
+    """Clicks on the first picture of the first group of a page that teaches, and waits for the next group."""
     with sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path=shutil.which("chromium"), args=[*FLAGS, HOSTS]
@@ -88,7 +93,10 @@ def check_space(python: str, kind: str, folder: Path) -> None:
     folder.mkdir()
     app = subprocess.Popen([python, ROOT / "examples/space/app.py"], cwd=folder, env=environment)
     try:
-        click(f"http://space.example:{port}", lambda: app.poll() is None)
+        address = f"http://space.example:{port}"
+        wait(address, lambda: app.poll() is None)
+        if kind == "teach":
+            click(address)
     finally:
         app.terminate()
         app.wait()
@@ -108,7 +116,9 @@ def check_notebook(python: str, folder: Path) -> None:
     run = subprocess.Popen([python, script], cwd=folder, env=environment)
 
     def person() -> None:
-        click("http://127.0.0.1:7861", lambda: run.poll() is None)
+        address = "http://127.0.0.1:7861"
+        wait(address, lambda: run.poll() is None)
+        click(address)
         (folder / "clicked").touch()
 
     threading.Thread(target=person, daemon=True).start()
@@ -130,10 +140,10 @@ def main() -> None:
         python = installed(wheel, Path(work) / "environment")
         install = time.monotonic() - begun
         print(f"{install:4.0f} s  install", flush=True)
-        for kind in ("teach",):
+        for kind in ("demo", "teach"):
             begun = time.monotonic()
             check_space(python, kind, Path(work) / kind)
-            print(f"{install + time.monotonic() - begun:4.0f} s  Space, {kind}: wheel to click")
+            print(f"{install + time.monotonic() - begun:4.0f} s  Space, {kind}: from the wheel")
         begun = time.monotonic()
         subprocess.run([python, "-m", "pip", "install", "--quiet", "ipython"], check=True)
         check_notebook(python, Path(work) / "notebook")

@@ -206,7 +206,7 @@ def test_times_in_bfloat16_are_those_of_the_pipeline_or_truncated_and_whole(trun
 @pytest.mark.parametrize("kind", A_FEW)
 @torch.no_grad()
 def test_velocities_without_guidance_are_those_of_a_policy_without_it(kind, prompts):
-    """LC-GRPO's second velocity. A scale that is an input of the network stays."""
+    """As an own algorithm may take them. A scale that is an input of the network stays."""
     policy = load(kind)
     prompts = prompts[: 1 if policy.spec.one_row else 2]
     x = policy.noise([generator_for(i) for i in range(len(prompts))])

@@ -206,7 +206,7 @@ class ChecksPrompts(Protocol):
 
 @runtime_checkable
 class ChecksOptions(Protocol):
-    """The class checks more of its options than their types (`clicks`)."""
+    """The class checks more of its options than their types (`pairs`)."""
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """UserError that begins with the name of an option that is wrong. A class method, asked

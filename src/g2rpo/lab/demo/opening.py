@@ -29,7 +29,7 @@ def opening_of(run: RunHistory) -> Opening:
 def opening(base: Sequence[ScoreRow], tuned: Sequence[ScoreRow], names: Sequence[str]) -> Opening:
     """The first prompt on which training helped: one that was wrong and is right or, if no reward
     defines right pictures, one on which all scores of these `names` rose: of the trained rewards or,
-    where pairs or marks were learnt from, of the judges."""
+    without any, of the judges."""
     before, after = right_of(base), right_of(tuned)
     if before is not None and after is not None:
         gained, lost = (before == 0) & (after == 1), (before == 1) & (after == 0)

@@ -239,7 +239,7 @@ def costs(run: RunHistory) -> dict[str, str]:
         pictures = sum(row["images"] for row in run.iterations)
         told["An iteration"] = in_time(training / len(run.iterations))
         told["Network evaluations"] = f"{sum(row['evaluations'] for row in run.iterations):,}"
-        if pictures:  # none where pairs or marks are learnt from
+        if pictures:
             told["Pictures scored"] = f"{pictures:,}, {compact(pictures / training, 3)} a second"
     return told
 
