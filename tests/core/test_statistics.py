@@ -16,7 +16,6 @@ from g2rpo.core.statistics import (
     interval,
     paired,
     ranks,
-    sign_test,
     spearman,
 )
 
@@ -95,11 +94,6 @@ def test_a_rise_is_that_of_the_least_squares_line_with_its_interval():
     expected = 39 * line.slope, 39 * line.stderr * t.ppf(0.975, 38)
     assert rise(list(values)) == pytest.approx(expected, rel=1e-9)
     assert math.isnan(rise([1.0, 2.0])[0])
-
-
-def test_the_sign_test_is_exact():
-    assert sign_test(9, 1) == sign_test(1, 9) == pytest.approx(2 * (1 + 10) / 2**10)
-    assert sign_test(3, 3) == sign_test(0, 0) == 1
 
 
 def test_a_sample_is_in_proportion():

@@ -180,7 +180,7 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
     directory = request.run_dir
     config, emit, ranks = request.config, request.emit, request.world.size
     on = f" on {ranks} ranks" if ranks > 1 else ""
-    rewards = counted(len(config.aims), "reward")
+    rewards = counted(len(config.rewards), "reward")
     emit(
         Line(
             f"{on}: building the policy, {rewards} and the prompts ...",

@@ -243,12 +243,6 @@ class Config(Section):
         return Precision(network, anchor=torch.bfloat16, step=torch.bfloat16)
 
     @property
-    def aims(self) -> dict[str, RewardConfig]:
-        """The rewards by which a run is measured: those that are trained on or, of an algorithm
-        that learns from none, those that judge."""
-        return self.rewards or self.evaluation.rewards
-
-    @property
     def trained(self) -> list[str]:
         """The rewards that are trained on: one of weight 0 only scores, in training too."""
         return [name for name, entry in self.rewards.items() if entry.weight]

@@ -138,11 +138,6 @@ def unguided(policy: Policy) -> AbstractContextManager[None]:
     return context
 
 
-def encode_ahead(policy: Policy, prompts: Sequence[str]) -> None:
-    """Computes the conditioning of prompts to come, if the policy stores it."""
-    getattr(policy, "encode_ahead", lambda prompts: None)(prompts)
-
-
 def drift_limit_of(
     algorithm: Algorithm, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float
 ) -> float:

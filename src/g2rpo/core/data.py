@@ -155,8 +155,7 @@ FLOAT32 = Precision()
 class Example:
     """The training data of one group at one step.
 
-    `x` are latents that the network sees, [1, ...] where the members share one, else [G, ...]; of a
-    pair that is one member, [2, ...].
+    `x` are latents that the network sees, [1, ...] where the members share one, else [G, ...].
     `data` has the loss's other tensors by name, each [1, ...] or [G, ...] as well. All examples of
     a run have the same names.
     """

@@ -35,12 +35,7 @@ def images_of(prompt: str) -> tuple[str, ...]:
 
 def read_inputs(prompt: str) -> list[Image.Image]:
     """The prompt's input pictures as `as_rgb`; UserError names the prompt and the file."""
-    return [open_picture(path, _place(prompt)) for path in images_of(prompt)]
-
-
-def open_picture(path: str, place: str) -> Image.Image:
-    """A picture as `as_rgb`; UserError begins with `place`."""
-    return _opened(path, place, as_rgb)
+    return [_opened(path, _place(prompt), as_rgb) for path in images_of(prompt)]
 
 
 def cut(path: str, width: int, height: int) -> Tensor:

@@ -24,14 +24,6 @@ def generator_for(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(seed_for(*key))
 
 
-def fair_sides(count: int, *key: int | str) -> list[bool]:
-    """For each of `count` pairs whether its second picture is on the left: for one half of them, of
-    an odd number for one half more or less."""
-    more = draw_below(2, *key, "more")
-    order = torch.randperm(count, generator=generator_for(*key))
-    return [bool((place + more) % 2) for place in order.tolist()]
-
-
 def draw_below(count: int, *key: int | str) -> int:
     """One of 0 .. count - 1, each as likely as any other; a function of its arguments."""
     return int(torch.randint(count, (), generator=generator_for(*key)))

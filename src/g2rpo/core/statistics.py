@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from scipy.special import bdtr, betaincinv, stdtr
+from scipy.special import stdtr
 from torch import Tensor
 
 from g2rpo.core.intervals import FEWEST_VALUES, half_width
@@ -123,19 +123,6 @@ def interval(
         (totals / np.maximum(counts, 1))[counts > 0], [(1 - level) / 2, (1 + level) / 2]
     )
     return Interval(mean, float(low), float(high), count)
-
-
-def proportion(mean: float, count: float, level: float = 0.95) -> Interval:
-    """A share of `count` independent answers and its exact interval (Clopper and Pearson 1934)."""
-    yes, no, tail = mean * count, count - mean * count, (1 - level) / 2
-    low = float(betaincinv(yes, no + 1, tail)) if yes > 0 else 0.0
-    high = float(betaincinv(yes + 1, no, 1 - tail)) if no > 0 else 1.0
-    return Interval(mean, low, high, round(count))
-
-
-def sign_test(wins: int, losses: int) -> float:
-    """The two-sided p-value of so many wins and losses if both are equally likely, exact."""
-    return min(1.0, 2 * float(bdtr(min(wins, losses), wins + losses, 0.5)))
 
 
 def in_proportion(outcomes: Sequence[Hashable], count: int) -> list[int]:

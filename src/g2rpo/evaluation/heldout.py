@@ -38,19 +38,13 @@ class Evaluation:
 
 
 def verdicts(rewards: Mapping[str, Reward], scores: Mapping[str, Tensor]) -> Tensor | None:
-    """Whether each picture is right, [N]: 1 if the score of every reward with an attribute `right`
+    """Whether each picture is right, in the shape of the scores: 1 if the score of every reward with an attribute `right`
     is at least that value, else 0; NaN where one of them has no score. None if no reward has."""
-    least = least_scores(rewards)
-    return least_reached(least, scores) if least else None
-
-
-def least_reached(least: Mapping[str, float], scores: Mapping[str, Tensor]) -> Tensor:
-    """The same by the least scores of right pictures, at least one; scores may have any shape."""
     said = [
         (scores[name] >= value).float().where(~scores[name].isnan(), torch.nan)
-        for name, value in least.items()
+        for name, value in least_scores(rewards).items()
     ]
-    return torch.stack(said).amin(0)  # amin propagates NaN
+    return torch.stack(said).amin(0) if said else None  # amin propagates NaN
 
 
 def least_scores(rewards: Mapping[str, Reward]) -> dict[str, float]:

@@ -242,11 +242,6 @@ class CachedPolicy(Generic[P]):
         self.trainable_parameters = policy.trainable_parameters
         self.base, self.save = policy.base, policy.save
 
-    def encode_ahead(self, prompts: Iterable[str]) -> None:
-        """Stores what is missing of prompts to come, where there is a cache."""
-        if isinstance(self.encoder, CachedEncoder):
-            self.encoder.fill(prompts)
-
     @property
     def device(self) -> torch.device:
         return self.policy.device

@@ -48,8 +48,8 @@ class Collected:
 
     @property
     def pictures(self) -> int:
-        """How many were decoded and scored; none of those from files, which take no evaluation."""
-        return sum(rollout.pictures for rollout in self.rollouts) if self.evaluations else 0
+        """How many were decoded and scored."""
+        return sum(rollout.pictures for rollout in self.rollouts)
 
     @property
     def rewards(self) -> Tensor:

@@ -36,6 +36,7 @@ from g2rpo.evaluation.heldout import (
     compare_right,
     evaluation_of_all,
     least_scores,
+    load_evaluation,
     load_scores,
     right_in_words,
     save_evaluation,
@@ -52,7 +53,6 @@ from g2rpo.monitor.image_statistics import spread as spread_of
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, chosen, save_inputs, save_pictures, save_rows, score_rows
 from g2rpo.rollout.guidance import guidance_of, guided_by_hand
-from g2rpo.run.base import read_base
 from g2rpo.run.run import Run
 from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
@@ -285,12 +285,12 @@ class Evaluator:
             save_rows(path, score_rows(evaluation.prompts, evaluation.scores, evaluation.right))
 
     def base(self) -> Evaluation | None:
-        """The base model's evaluation, of this process or read from the run directory; None if
-        there is none."""
+        """The base model's evaluation, of this process or read from the run directory, with pictures
+        on rank 0 alone; None if there is none."""
         if self.baseline is None and self.run.folder is not None:
-            self.baseline = read_base(
-                self.run.baseline, self.heldout, list(self.judged_by), self.shards.world
-            )
+            stored = load_evaluation(self.run.baseline, self.heldout, list(self.judged_by))
+            own = stored.images if self.shards.world.is_main else stored.images[:0].clone()
+            self.baseline = replace(stored, images=own)
         return self.baseline
 
     def finish(
@@ -361,7 +361,7 @@ class Evaluator:
         for label, (iteration, one) in zip(
             ("base", "tuned") if len(sides) > 1 else ("",), sides, strict=True
         ):
-            scores = {reward: one.scores[reward][places] for reward in self.rewards or self.judges}
+            scores = {reward: one.scores[reward][places] for reward in self.rewards}
             picture_rows.append(
                 PictureRow(
                     one.images[places],
@@ -408,7 +408,7 @@ def evaluator_of(
         learner=loop.learner,
         rewards=loop.rewards,
         judges=judges,
-        weights={name: entry.weight for name, entry in config.aims.items()},
+        weights={name: entry.weight for name, entry in config.rewards.items()},
         heldout=heldout,
         sizes=loop.sizes,
         shards=shards,

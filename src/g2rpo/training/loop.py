@@ -105,8 +105,7 @@ class Loop:
                 self.iteration, branches, groups.rewards, self.weights
             )
         self.iteration += 1
-        parts, names = [groups.collected], list(self.rewards)
-        clip = groups.algorithm.advantage_clip
+        names, clip = list(self.rewards), groups.algorithm.advantage_clip
         return {
             "kind": "train",
             "iteration": self.iteration,
@@ -114,7 +113,7 @@ class Loop:
             **state_log,
             **stats.summary(groups.algorithm),
             "learning_rate": rate,
-            **of_cost(parts, self.world, self.sizes, groups.watch, self.policy.device),
+            **of_cost(groups.collected, self.world, self.sizes, groups.watch, self.policy.device),
         }
 
     def update(self, groups: Groups, advantages: Tensor) -> tuple[UpdateStats, float]:

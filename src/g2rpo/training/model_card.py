@@ -114,7 +114,7 @@ def _controls(config: Config, against: Controls | None) -> list[str]:
     """A paragraph on what the untrained model reaches, with prices."""
     if against is None:
         return []
-    names = told(against, list(config.aims))
+    names = told(against, list(config.rewards))
     return [" ".join([*in_words([against], names), *in_figures([against], names)])]
 
 

@@ -108,22 +108,21 @@ def reward_metrics(
 
 
 def of_cost(
-    parts: Sequence[Collected],
+    collected: Collected,
     world: World,
     sizes: BatchSizes,
     watch: Stopwatch,
     device: torch.device,
 ) -> Row:
     """Network evaluations and pictures of all ranks, batch sizes, this rank's seconds and, of an
-    accelerator, the bytes of its peak so far; the rollouts are the last part."""
+    accelerator, the bytes of its peak so far."""
     memory = (
         {"memory_peak": accelerator(device).max_memory_allocated(device)}
         if measures_memory(device)
         else {}
     )
-    images = sum(part.pictures for part in parts)
     evaluations, images, halved = world.total(
-        sum(part.evaluations for part in parts), images, sizes.halved
+        collected.evaluations, collected.pictures, sizes.halved
     )
     return {
         "evaluations": evaluations,
@@ -135,6 +134,6 @@ def of_cost(
         "ranks": world.size,
         **memory,
         "seconds": sum(watch.seconds.values()),
-        "seconds_overlapped": parts[-1].seconds_overlapped,
+        "seconds_overlapped": collected.seconds_overlapped,
         **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
     }

@@ -52,8 +52,8 @@ def summary_of(of: RunHistory | SeedGroup) -> Summary:
     if not group.changes:
         return Summary([_in_training(group)], [])
     found = group.results("controls")
-    aims = group.config.aims
-    by_weight = sorted(aims, key=lambda name: -aims[name].weight)
+    rewards = group.config.rewards
+    by_weight = sorted(rewards, key=lambda name: -rewards[name].weight)
     names = told(found[0], by_weight) if found else []
     without, *others = in_words(found, names) or _untried(group) or [""]
     figures = [*others, *in_figures(found, names)]
