@@ -6,9 +6,9 @@ python examples/own_trainer.py        # seconds, on a policy with a closed form
 These members of `Trainer` are public:
 
 sample_groups(prompts, algorithm, noise, rewards)   groups with their rewards [N, R, M, G]; each rank has its own groups
-pictures(groups)                                    their pictures; `Groups.join` puts groups together
+pictures(groups)                                    their pictures
 learn_from(groups, advantages)                      optimizer steps, which end the iteration and return its row; advantages are
-                                                    those of all ranks (`world.gather`); with `counted=False` neither
+                                                    those of all ranks (`world.gather`)
 iterate(), train()                                  one iteration; all of them
 evaluate(), sample(prompts)                         held-out pictures; any pictures
 base, final                                         evaluations of the base and of the weights as they are, or None

@@ -65,7 +65,7 @@ def advantages_of(algorithm: Algorithm, rewards: Tensor, weights: Tensor) -> Ten
 
 
 def _faults_of_advantages(advantages: Any, shape: tuple[int, ...]) -> Iterator[Fault]:
-    yield from _faults_of_shape(advantages, shape, "one for each group and member")
+    yield from _faults_of_shape(advantages, shape, "one for each group of all ranks, and member")
     if wrong := int((~advantages.isfinite()).sum()):
         yield (
             "finite numbers (0 for a member whose rewards are NaN)",
@@ -73,32 +73,15 @@ def _faults_of_advantages(advantages: Any, shape: tuple[int, ...]) -> Iterator[F
         )
 
 
-def check_advantages(rewards: Tensor, advantages: Tensor) -> None:
-    """UserError unless advantages by a rule of one's own are finite and have shape [N, G], as
-    rewards [N, R, M, G] need."""
-    refuse(_faults_of_own(advantages, (rewards.shape[0], rewards.shape[-1])))
-
-
-def _faults_of_own(advantages: Tensor, shape: tuple[int, int]) -> Iterator[str]:
-    if advantages.shape != shape:
-        wanted = f"{list(shape)} (one for each group of all ranks, and each member)"
-        yield f"advantages: should have shape {wanted}, have {list(advantages.shape)}"
-    if wrong := int((~advantages.isfinite()).sum()):
-        yield (
-            f"advantages: should be finite numbers, {wrong} are NaN or infinite; take 0 for what should not count"
-        )
-
-
-def check_scored(rewards: Tensor, names: Sequence[str]) -> None:
-    """UserError unless `rewards` [N, R, M, G] are those of a run's rewards, whose log they would be
-    in."""
+def check_own_advantages(rewards: Tensor, names: Sequence[str], advantages: Tensor) -> None:
+    """UserError unless rewards [N, R, M, G] are those of a run's rewards `names`, in whose log they
+    would be, and advantages by a rule of one's own are finite and have shape [N, G]."""
     if rewards.shape[1] != len(names):
-        scored = (
-            f"these groups have {rewards.shape[1]} rewards, and an iteration's have {len(names)}"
-        )
         raise UserError(
-            f"{scored} ({', '.join(names)}); learn_from(..., counted=False) takes others"
+            f"these groups have {rewards.shape[1]} rewards, and an iteration's have {len(names)}: {', '.join(names)}"
         )
+    faults = _faults_of_advantages(advantages, (rewards.shape[0], rewards.shape[-1]))
+    refuse(f"advantages: needed is {wanted}, got {got}" for wanted, got in faults)
 
 
 def check_loss(algorithm: Algorithm, loss: Loss, members: int, first: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import waits
-from g2rpo.core.contracts import check_advantages, plans_of
+from g2rpo.core.contracts import plans_of
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import (
     Algorithm,
@@ -99,34 +99,6 @@ class Groups:
             draw = partial(self.spec.noise, place, "examples", rollout.plan.branch)
             found += self.algorithm.examples(rollout, values, draw)
         return found
-
-    def check(self, advantages: Tensor) -> None:
-        """UserError unless `advantages` are finite, one for each member of all ranks' groups."""
-        check_advantages(self.rewards, advantages)
-
-    @classmethod
-    def join(cls, parts: Sequence[Groups]) -> Groups:
-        """Groups of one prompt each that were sampled alike at several times, to be learnt from
-        together."""
-
-        def noise(place: int, *purpose: Any) -> torch.Generator:
-            return parts[place].spec.noise(parts[place].spec.first, *purpose)
-
-        rollouts = [
-            replace(rollout, prompt=place)
-            for place, part in enumerate(parts)
-            for rollout in part.collected.rollouts
-        ]
-        scores = torch.cat([part.collected.scores for part in parts])
-        evaluations = sum(part.collected.evaluations for part in parts)
-        return replace(
-            parts[0],
-            prompts=[prompt for part in parts for prompt in part.prompts],
-            cond=Cond.join([part.cond for part in parts]),
-            spec=replace(parts[0].spec, noise=noise, first=0),
-            collected=Collected(rollouts, scores, evaluations, 0.0),
-            scores=torch.cat([part.scores for part in parts]),
-        )
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,7 @@ from g2rpo.core.capabilities import (
     KeepsOldWeights,
     differentiates_rewards,
 )
-from g2rpo.core.contracts import advantages_of, check_scored
+from g2rpo.core.contracts import advantages_of
 from g2rpo.core.data import Row
 from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
 from g2rpo.prompts.order import PromptOrder
@@ -93,8 +93,7 @@ class Loop:
     def learn_from(self, groups: Groups, advantages: Tensor) -> Row:
         """Advantages [N, G] of all ranks' groups -> loss -> step: ends an iteration; returns its
         metrics."""
-        check_scored(groups.rewards, list(self.rewards))
-        stats, rate = self.update(groups, self.world.shard(advantages))
+        stats, rate = self._update(groups, self.world.shard(advantages))
         groups.watch.lap("update")
         plans = self.collector.plans(groups.algorithm, self.iteration)
         plans *= len(groups.rewards) // len(plans)  # of every group: prompt by prompt, K plans each
@@ -116,7 +115,7 @@ class Loop:
             **of_cost(groups.collected, self.world, self.sizes, groups.watch, self.policy.device),
         }
 
-    def update(self, groups: Groups, advantages: Tensor) -> tuple[UpdateStats, float]:
+    def _update(self, groups: Groups, advantages: Tensor) -> tuple[UpdateStats, float]:
         """Optimizer steps on this rank's groups; returns their statistics and the learning rate."""
         self.updater.algorithm = groups.algorithm
         if differentiates_rewards(self.algorithm):

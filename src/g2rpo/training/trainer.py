@@ -12,8 +12,9 @@ from pathlib import Path
 from torch import Tensor
 
 from g2rpo.config.schema import Config
+from g2rpo.core.contracts import check_own_advantages
 from g2rpo.core.data import Row
-from g2rpo.core.errors import Preempted, UserError
+from g2rpo.core.errors import Preempted
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Plan, Policy, Reward, as_rewards
 from g2rpo.evaluation.controls import NO_CONTROL, TUNED
@@ -212,19 +213,15 @@ class Trainer:
         and members."""
         return self.collector.pictures(groups)
 
-    def learn_from(self, groups: Groups, advantages: Tensor, counted: bool = True) -> Row:
+    def learn_from(self, groups: Groups, advantages: Tensor) -> Row:
         """Takes optimizer steps on groups with finite `advantages` [N, G], of all ranks' groups as
-        `groups.rewards`. That ends the iteration and returns its row, which listeners hear; unless
-        it is not `counted`, which returns {}."""
-        groups.check(advantages)
-        self.final, own = None, self.world.shard(advantages)
+        `groups.rewards`. That ends the iteration and returns its row, which listeners hear."""
+        check_own_advantages(groups.rewards, list(self.rewards), advantages)
+        self.final = None
         with self.run.naming(self.iteration):
-            if not counted:
-                self.loop.update(groups, own)
-                return {}
             row = self.loop.learn_from(groups, advantages)
         for listener in self.listeners:
-            listener.hear_groups(groups, own)
+            listener.hear_groups(groups, self.world.shard(advantages))
         return self._heard(row)
 
     def set_rate(self, learning_rate: float) -> None:
@@ -266,13 +263,8 @@ class Trainer:
         return plans_in(self.config, self.iteration if iteration is None else iteration)
 
     def evaluate(self) -> Row:
-        """Evaluates the (averaged) weights on held-out prompts; returns the row for the log. After no
-        iteration these are the base's; UserError if they were updated."""
-        if not self.iteration and self.learner.steps:
-            raise UserError(
-                "evaluate(): after iteration 0 it is the base that is evaluated, and the weights have been updated; end an "
-                "iteration before (learn_from without counted=False)"
-            )
+        """Evaluates the (averaged) weights on held-out prompts, which after no iteration are the
+        base's; returns the row for the log."""
         watch = Stopwatch()
         evaluation = self.final = self.score_heldout()
         if self.iteration == 0:
