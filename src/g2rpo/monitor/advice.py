@@ -29,13 +29,12 @@ DIVERSITIES = {"right pictures": "diversity_right", "pictures": "diversity"}
 @dataclass
 class Occurrence:
     """An alarm, from its first row to the last consecutive row of its kind; `said` is the first
-    row's text. It `stands` if that is the newest row."""
+    row's text."""
 
     name: str
     first: int
     last: int
     said: str
-    stands: bool = True
 
 
 def occurrences(rows: Sequence[Row]) -> list[Occurrence]:
@@ -48,7 +47,7 @@ def occurrences(rows: Sequence[Row]) -> list[Occurrence]:
                 continue
             said, at = row.get("alarms", {}), row["iteration"]
             for name in standing.keys() - said.keys():
-                standing.pop(name).stands = False
+                standing.pop(name)
             for name in said:
                 if name not in standing:
                     standing[name] = Occurrence(name, at, at, said[name])

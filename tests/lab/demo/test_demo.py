@@ -375,14 +375,6 @@ def test_without_right_and_wrong_it_opens_where_every_trained_score_rose():
     assert number == 2 and said.endswith("on which training raised a and b; none fell.")
 
 
-def test_a_run_that_learnt_from_pairs_opens_where_its_judges_rose(run, monkeypatch):
-    monkeypatch.setattr("g2rpo.lab.demo.opening.right_of", lambda rows: None)
-    history = read_runs([run.path])[0]
-    evaluation = history.config.evaluation.model_copy(update={"rewards": history.config.rewards})
-    config = history.config.model_copy(update={"rewards": {}, "evaluation": evaluation})
-    assert opening_of(replace(history, config=config)) == opening_of(history)
-
-
 def test_a_run_without_scores_opens_on_its_first_prompt(run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)

@@ -22,14 +22,12 @@ def opening_of(run: RunHistory) -> Opening:
     if not after:
         return FIRST
     base, tuned = (read_rows(run.files.scores(iteration)) for iteration in (0, *after))
-    names = run.config.trained or list(run.config.evaluation.rewards)
-    return opening(base, tuned, names) if len(base) == len(tuned) else FIRST
+    return opening(base, tuned, run.config.trained) if len(base) == len(tuned) else FIRST
 
 
 def opening(base: Sequence[ScoreRow], tuned: Sequence[ScoreRow], names: Sequence[str]) -> Opening:
     """The first prompt on which training helped: one that was wrong and is right or, if no reward
-    defines right pictures, one on which all scores of these `names` rose: of the trained rewards or,
-    without any, of the judges."""
+    defines right pictures, one on which the scores of all these `names` rose."""
     before, after = right_of(base), right_of(tuned)
     if before is not None and after is not None:
         gained, lost = (before == 0) & (after == 1), (before == 1) & (after == 0)

@@ -86,11 +86,6 @@ def write_page(runs: Sequence[RunHistory], out: Path | None) -> Path:
     return path
 
 
-def report_style() -> str:
-    """The style sheet of the report."""
-    return files("g2rpo.lab.report").joinpath("templates/style.css").read_text(encoding="utf-8")
-
-
 def render(runs: Sequence[RunHistory]) -> str:
     """The page of one or several runs."""
     with ONE_PAGE_AT_A_TIME:
@@ -239,8 +234,7 @@ def costs(run: RunHistory) -> dict[str, str]:
         pictures = sum(row["images"] for row in run.iterations)
         told["An iteration"] = in_time(training / len(run.iterations))
         told["Network evaluations"] = f"{sum(row['evaluations'] for row in run.iterations):,}"
-        if pictures:
-            told["Pictures scored"] = f"{pictures:,}, {compact(pictures / training, 3)} a second"
+        told["Pictures scored"] = f"{pictures:,}, {compact(pictures / training, 3)} a second"
     return told
 
 

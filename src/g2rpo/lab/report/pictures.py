@@ -70,8 +70,7 @@ def _shown(run: RunHistory, size: int) -> list[dict[str, Any]]:
         sets = [(during, *chosen([None], SHOWN, run.heldout))] if during else []
         if ends:
             placed = chosen([right_of(rows) for rows in ends.values()], SHOWN, run.heldout)
-            # the last evaluation may be of weights that an alarm took back
-            if not sets or placed[0] != sets[0][1] or [*during][-1:] != after:
+            if not sets or placed[0] != sets[0][1]:
                 sets = [(ends, *placed), *(sets if len(during) > 2 else [])]
         return [
             {

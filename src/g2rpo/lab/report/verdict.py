@@ -77,14 +77,13 @@ def effect(change: Change, unit: str = "s.d.") -> str:
 
 
 def _outcome(group: SeedGroup) -> str:
-    scores = [change for change in group.changes.values() if change.name != RIGHT]
-    trained = [change for change in scores if change.trained]
-    names = _listed([change.name for change in trained] or group.config.trained)
+    trained = [change for change in group.changes.values() if change.trained]
+    names = _listed([change.name for change in trained])
     length = counted(max(group.judged_after), "iteration")
     heldout = group.runs[0].heldout
     right = group.changes.get(RIGHT)
     if right is None:
-        said = f"on {counted(heldout, 'held-out prompt')} {'; '.join(map(_changed, trained or scores))}"
+        said = f"on {counted(heldout, 'held-out prompt')} {'; '.join(map(_changed, trained))}"
     else:
         words = next((of.in_words for of in group.results("right")), "Right on {} prompts")
         done = words.replace("{}", f"{_percent(right.tuned)} of {heldout} held-out")
