@@ -175,6 +175,12 @@ train scnes -> scnes
 recipes scnes -> scnes
 train policy.path=testbed -> policy.path=testbed is an override; name a recipe
 train nowhere.yaml -> nowhere.yaml: cannot be read
+train words.yaml -> words.yaml: there is no such file; the recipe is called words
+plan RUN/samples -> is a directory; name a recipe or a config.yaml
+plan RUN -> its config is RUN/config.yaml
+resume words -> it is a recipe, and `g2rpo train words` makes a run
+export RUN/samples --format diffusers -> it is a part of the run RUN
+check-model testbed policy.height=65 -> must be multiples of 16
 train scenes rewards.red=red.py:red -> red.py:red
 train scenes prompts.train=/no/prompts.txt -> /no/prompts.txt
 train scenes lr=1e-4 -> unknown key 'lr'. Did you mean 'optim.learning_rate'?
@@ -228,7 +234,7 @@ serve-reward brightness --token-env NOT_SET -> is not set
 @pytest.mark.parametrize("row", WRONG.strip().splitlines())
 def test_wrong_input_is_one_message_and_nothing_is_begun(refuses, tmp_path, row):
     (tmp_path / "FOLDER").mkdir()
-    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN/samples").mkdir(parents=True)
     (tmp_path / "RUN/config.yaml").write_text(load_config("scenes", []).to_yaml())
     command, message = row.split(" -> ")
     assert message in " ".join(refuses(command).split())

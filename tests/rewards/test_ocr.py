@@ -44,7 +44,8 @@ def line():
 
 def test_words_are_read_whatever_the_number_of_threads(line, monkeypatch):
     """Of these pictures every letter is .99 likelier than the next: no rounding makes another."""
-    options = line.engine._load_rec_model().session.session.get_session_options()
+    reader = getattr(line.engine, "text_rec", None) or line.engine._load_rec_model()  # since 3.10
+    options = reader.session.session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (1, 1)
     images, prompts = (
         pictures(*WORDS, ""),

@@ -26,6 +26,7 @@ def load_config(
     `adapters.completed` reads the adapter that is continued."""
     is_file = recipe.endswith((".yaml", ".yml"))
     if is_file:
+        refuse(_faults_of_file(recipe))
         data, source = read_yaml(local(recipe)), recipe
     else:
         refuse(_faults_of_name(recipe))
@@ -47,11 +48,19 @@ def load_config(
     )
 
 
+def _faults_of_file(file: str) -> Iterator[str]:
+    name = file.rpartition(".")[0]
+    if name in recipes.names() and not os.path.exists(file):
+        yield f"{file}: there is no such file; the recipe is called {name}"
+
+
 def _faults_of_name(recipe: str) -> Iterator[str]:
     if "=" in recipe:
         yield f"{recipe} is an override; name a recipe (`g2rpo recipes` lists them) or a config.yaml before it"
     if os.path.isdir(recipe) and recipe not in recipes.names():
-        yield f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml"
+        own = os.path.join(recipe, "config.yaml")
+        hint = f"its config is {own}" if os.path.isfile(own) else "name a recipe or a config.yaml"
+        yield f"{recipe} is a directory; {hint}"
 
 
 LORA = ("lora_rank", "lora_alpha", "lora_targets")

@@ -23,7 +23,7 @@ from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import PolicyConfig, Section
 from g2rpo.core import plugins
 from g2rpo.core.data import Prompt
-from g2rpo.core.errors import UserError, out_of_memory
+from g2rpo.core.errors import UserError, out_of_memory, placed
 from g2rpo.core.files import in_bytes
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.seeding import generator_for
@@ -242,7 +242,17 @@ def checks(
     device = torch.device(on)
     own = drawn_by(load().to(device), kind.spec, config, prompts)
     limit = max(LIMITS[config.dtype], 0.0 if own.euler else OTHER_SOLVER)
-    policy = kind(load(), config, device=device)
+    pipeline = load()
+    with placed(""):  # a size that the model cannot draw is no fault of its description
+        kind.spec.check_size(
+            pipeline,
+            pipeline.transformer.config,
+            config.height,
+            config.width,
+            config.num_frames or 1,
+        )
+    policy = kind(pipeline, config, device=device)
+    del pipeline
     plain = (config.dtype, config.tuning, config.quantize) == ("bfloat16", "lora", "none")
     cond = policy.encode(prompts)
     yield ModelCheck(

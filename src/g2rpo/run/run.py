@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from g2rpo.config import recipes
 from g2rpo.config.resolve import (
     absent_reward,
     allow_code,
@@ -409,10 +410,18 @@ def newest_run() -> Path | None:
 
 
 def no_run(path: str | Path) -> str:
-    """The message about a path that is no run, with the runs that it holds, or the newest one."""
+    """The message about a path that is no run: what it is, the runs that it holds, or the newest
+    one."""
     found, newest = runs_in(Path(path))[-LISTED:], newest_run()
-    others = f"; it holds the runs {', '.join(map(str, found))}" if found else ""
-    if newest is not None and not found:
+    whole = [folder for folder in Path(path).parents if (folder / "config.yaml").is_file()]
+    others = ""
+    if found:
+        others = f"; it holds the runs {', '.join(map(str, found))}"
+    elif whole and Path(path).exists():
+        others = f"; it is a part of the run {whole[0]}"
+    elif str(path) in recipes.names():
+        others = f"; it is a recipe, and `g2rpo train {path}` makes a run"
+    elif newest is not None:
         others = f"; the newest run is {newest}"
     return f"{path} is no run directory (no config.yaml){others}"
 
