@@ -24,8 +24,8 @@ from diffusers import FluxPipeline
 from torch.nn.functional import logsigmoid
 
 from g2rpo import api
-from g2rpo.core.capabilities import unguided
 from g2rpo.core.input_pictures import cut
+from g2rpo.core.types import unguided
 
 BETA = 100.0
 PAIRS = 16  # of an update

@@ -27,7 +27,6 @@ API = {
         "core.data",
         "core.plans",
         "core.normal",
-        "core.capabilities",
     ],
     "Formulas": ["core.flow", "core.objectives", "core.statistics"],
     "Algorithms": ["algorithms.policy_gradient", "algorithms.forward_process", "core.contracts"],

@@ -109,16 +109,3 @@ def test_plans_that_fail_are_one_message(wrong, fact):
 def test_update_every_is_no_other_word():
     with pytest.raises(UserError, match="update_every is 'step'"):
         trained(Mine(update_every="step"))
-
-
-@dataclass(frozen=True)
-class HalfOld(Mine):
-    uses_old: bool = True
-
-    def old_decay(self, updates):
-        return 0.5
-
-
-def test_a_part_of_a_capability_is_refused():
-    with pytest.raises(UserError, match="algorithm HalfOld: .*needs old_decay and samples_old"):
-        trained(HalfOld())

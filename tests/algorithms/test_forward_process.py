@@ -8,7 +8,6 @@ from torch.testing import assert_close
 from g2rpo.algorithms.epg import EPG
 from g2rpo.algorithms.forward_process import AWM, DGPO, DiffusionNFT, Noised
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.core.capabilities import keeps_old
 from g2rpo.core.data import Batch, Example
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.objectives import group_normalize
@@ -201,4 +200,4 @@ def test_awm_samples_with_the_trained_weights():
 
 def test_without_an_algorithm_that_uses_them_no_old_weights_are_kept():
     assert trainer(None).learner.old == []
-    assert [name for name, kind in ALGORITHMS.items() if keeps_old(kind())] == NAMES
+    assert [name for name, kind in ALGORITHMS.items() if kind().uses_old] == NAMES

@@ -70,9 +70,7 @@ def test_every_command_says_so_and_writes_nothing(capsys, tmp_path, monkeypatch,
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, kind in ALGORITHMS.items() if hasattr(kind, "uses_rewards")]
-)
+@pytest.mark.parametrize("name", [name for name, kind in ALGORITHMS.items() if kind.uses_rewards])
 def test_rewards_that_only_tell_once_they_are_built_are_asked_by_the_trainer(tmp_path, name):
     """A class of one's own may set `differentiable` as it is made; one of weight 0 needs none."""
     own = tmp_path / "own.py"

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from g2rpo.core.capabilities import waits
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.types import as_reward
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -115,7 +114,7 @@ def test_a_reward_that_waits_is_scored_aside_by_default():
     assert torch.equal(parts, whole)
     assert rows[0]["seconds_overlapped"] == 0 < theirs[0]["seconds_overlapped"]
     assert run(at_once=3, rewards={"bright": waiting})[1][0]["seconds_overlapped"] == 0
-    assert all(waits(reward) for reward in (RemoteReward, VLMJudge, FunctionReward(waiting)))
+    assert all(reward.waits for reward in (RemoteReward, VLMJudge, FunctionReward(waiting)))
 
 
 @pytest.mark.parametrize(

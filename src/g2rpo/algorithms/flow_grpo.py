@@ -78,9 +78,6 @@ class GRPO(PolicyGradient):
     (`objectives.group_normalize`)."""
     population_std: ClassVar[bool] = False
     """Whether that is the population's std, plus 1e-4 (`objectives.mix_rewards`)."""
-    drop_zero_advantages: ClassVar[bool] = False
-    """Whether members without any advantage are left out of an update's mean, so that groups of
-    equal rewards do not strengthen the KL term."""
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         return sde_kernel(flow_sde(sigmas, self.eta))

@@ -86,9 +86,6 @@ class ForwardProcess(Algorithm):
         flat, rise, most = self.old_schedule
         return min(max(rise * (updates - flat), 0.0), most)
 
-    def samples_old(self, updates: int) -> bool:
-        return False
-
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         return [window(0, 0, num_steps, shared_noise=False)]
 
@@ -321,6 +318,7 @@ class DGPO(ForwardProcess):
     update_every: Literal["rollout"] = "rollout"
 
     shared_noise: ClassVar[bool] = True
+    sums_groups: ClassVar[bool] = True
     early: ClassVar[Fraction] = Fraction(7, 10)
     """The share of the grid's steps that are trained on."""
     old_after: ClassVar[int] = 200

@@ -18,7 +18,6 @@ from g2rpo.assembly.consistency import rewards_of
 from g2rpo.assembly.prompts import starter_caution, trained_on, warn_of_prompts
 from g2rpo.assembly.rewards import build_rewards, configured, declared_by, reward_kind
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import ReadsTargets
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
@@ -199,12 +198,12 @@ def show_prompts(
     for kind, _, _, texts in lists:
         for name, entry in rewards_of(config, given, heldout=kind == "held-out").items():
             reward = declared_by(reward_kind(name, entry))
-            read = _texts_read(reward, texts) if isinstance(reward, ReadsTargets) else None
+            read = _texts_read(reward, texts) if reward.wants else None
             if read is not None:
                 emit(Line(f" in {kind} prompts: {read}", title=f"rewards.{name}"))
 
 
-def _texts_read(reward: ReadsTargets, prompts: Sequence[str]) -> str | None:
+def _texts_read(reward: type[Reward], prompts: Sequence[str]) -> str | None:
     """How many prompts name no text, and examples of the texts that a reward reads in others; None
     if it reads none."""
     targets = {prompt: reward.target(prompt) for prompt in prompts}

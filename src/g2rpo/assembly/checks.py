@@ -30,12 +30,6 @@ from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
 from g2rpo.core import plugins
-from g2rpo.core.capabilities import (
-    AsksServer,
-    ChecksOptions,
-    fault_of,
-    keeps_old,
-)
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import in_bytes, is_hub_id
 from g2rpo.monitor.trackers import check_trackers
@@ -192,10 +186,9 @@ def _faults_of_reward(
     if missing:
         yield f"{key}.options.{missing[0]} is missing; {entry.kind} cannot do without it"
         return
-    if isinstance(declared, ChecksOptions):
-        with placed(f"{key}.options.", UserError):
-            declared.check_options(options)
-    if isinstance(declared, AsksServer) and declared.asks:
+    with placed(f"{key}.options.", UserError):
+        declared.check_options(options)
+    if declared.asks:
         questions[key] = partial(_ask_endpoint, kind, entry.options)
     for option, files in declared.files.items():
         if isinstance(place := options.get(option), str) and not plugins.is_code(place):
@@ -265,7 +258,7 @@ def _disk(run: Wanted) -> Iterator[str]:
         1, config.trainer.keep_checkpoints + 1 - len(checkpoints(Run(directory).checkpoints))
     )
     # the weights, their two moments, their average and old weights, all float32
-    tensors = 3 + bool(config.optim.ema_decay) + keeps_old(config.algorithm)
+    tensors = 3 + bool(config.optim.ema_decay) + config.algorithm.uses_old
     _, trained = trained_on_meta(config.policy)
     weights = sum(parameter.numel() for parameter in trained.values())
     needed = 4 * weights * (copies * tensors + 1)  # plus the exported weights
@@ -286,7 +279,7 @@ def _targets(run: Wanted) -> Iterator[str]:
             options = {**defaults_of(kind), **entry.options}
             if (
                 run.lists[name]
-                and (fault := fault_of(declared_by(kind), options, run.lists[name])) is not None
+                and (fault := declared_by(kind).fault(options, run.lists[name])) is not None
             ):
                 yield f"rewards.{reward}: {fault} ({key}={source})"
 

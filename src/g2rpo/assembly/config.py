@@ -11,7 +11,6 @@ from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS, config_name, with_name
 from g2rpo.config.resolve import read_yaml, resolve
 from g2rpo.config.schema import Config, PolicyConfig
-from g2rpo.core.capabilities import FitsGrids
 from g2rpo.core.errors import refuse
 from g2rpo.core.files import local
 from g2rpo.core.flow import sigma_grid
@@ -92,7 +91,7 @@ def _fitted(config: Config, asked: set[str], notify: Callable[[str], None]) -> C
     algorithm: Any = config.algorithm
     sampling, policy = config.sampling, config.policy
     told = f"algorithm.name={algorithm.name}: needs"
-    fields = algorithm.fitted(sampling.num_steps) if isinstance(algorithm, FitsGrids) else {}
+    fields = algorithm.fitted(sampling.num_steps)
     if fields and not asked & {f"algorithm.{key}" for key in fields}:
         written = " ".join(
             f"algorithm.{key}={value}"

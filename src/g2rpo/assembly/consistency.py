@@ -18,7 +18,6 @@ from g2rpo.assembly.hub import HubQuestion
 from g2rpo.assembly.rewards import check_clips, check_frames, declared_by, reward_kind
 from g2rpo.config.given import Mentioned, refuse_object
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig, SamplingConfig
-from g2rpo.core.capabilities import TakesOneSize, check_complete
 from g2rpo.core.contracts import name_of, plans_of
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.types import Algorithm, CallableReward, Reward, as_rewards
@@ -174,8 +173,7 @@ def _sides(run: Wanted) -> Iterator[str]:
     evaluation."""
     config = run.config
     for name, entry in run.rewards.items() if "policy" not in run.given else ():
-        kind = declared_by(reward_kind(name, entry))
-        side = kind.side if isinstance(kind, TakesOneSize) else None
+        side = declared_by(reward_kind(name, entry)).side
         for size in (config.judged, *([config.policy] if name in config.rewards else [])):
             if side is not None and (size.height, size.width) != (side, side):
                 made = f"here they have {size.height}x{size.width}"
@@ -216,11 +214,10 @@ def spec_of(policy: PolicyConfig) -> PipelineSpec | None:
 
 
 def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
-    """Refuses an algorithm that is incomplete, does not fit the sampler's steps, or whose solver does not fit the
+    """Refuses an algorithm that does not fit the sampler's steps, or whose solver does not fit the
     sampler's tails."""
     if isinstance(algorithm, Mentioned):
         refuse_object("algorithm.name", algorithm.name)
-    check_complete(algorithm)
     plans = plans_of(algorithm, sampling.num_steps)
     with placed(f"algorithm {name_of(algorithm)} does not fit sampling.tails: "):
         sampling.tails.walked_by(plans)

@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from g2rpo.cli.output import say, warn
-from g2rpo.core.capabilities import keeps_old
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan import answer as answers
@@ -150,7 +149,7 @@ def _work_table(plan: Estimate) -> Table:
             lambda it: it.network_rows(rows),
         )
     row("rows of the training pass, forward and backward", COUNTED["training_rows"])
-    if plan.config.algorithm.uses_base or keeps_old(plan.config.algorithm):
+    if plan.config.algorithm.uses_base or plan.config.algorithm.uses_old:
         row(
             "  and without gradient, under the untrained or the old weights",
             COUNTED["reference_rows"],

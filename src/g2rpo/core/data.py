@@ -183,7 +183,7 @@ class Example:
 
     def with_group_sum(self, total: Tensor) -> Example:
         """A copy with `data["group_sum"]`, the sum over the whole group
-        (`capabilities.SumsGroups`)."""
+        (`Algorithm.sums_groups`)."""
         return replace(self, data={**self.data, "group_sum": total[None]})
 
     def members(self, start: int, stop: int) -> Example:

@@ -15,7 +15,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -46,7 +46,7 @@ class Policy(Protocol):
     prompt (default (0, 0)); `seconds`, the duration of a clip (default 1/16 per frame); `dtype`, in
     which its networks compute, for messages; `in_loss`, a context like `base` that is entered while
     velocities are computed for a loss; `unguided`, a context in which velocities are without
-    classifier-free guidance, for a policy that has it (`capabilities.unguided`).
+    classifier-free guidance, for a policy that has it.
     """
 
     @property
@@ -87,6 +87,12 @@ class Policy(Protocol):
     def save(self, directory: Path) -> Path:
         """Writes the trained weights in the format of their ecosystem; returns the path."""
         ...
+
+
+def unguided(policy: Policy) -> AbstractContextManager[None]:
+    """While entered, the policy's velocities are without classifier-free guidance, if it has any."""
+    context: AbstractContextManager[None] = getattr(policy, "unguided", nullcontext)()
+    return context
 
 
 @dataclass(frozen=True)
@@ -133,12 +139,16 @@ class Reward:
     its group.
 
     A subclass needs `__call__`; the rest has defaults. A function, or an object of another class,
-    may have the same attributes. What only some rewards need is in `capabilities`.
+    may have the same attributes.
     """
 
     right: float | None = None
     """The least score of a right picture: pictures are then marked, and the share of right ones is
     logged."""
+    right_in_words: str | None = None
+    """What a right picture does, for the first sentence of the report: "Spells {} texts" becomes
+    "Spells 71 % of 192 held-out texts"; words without {}, such as "in the asked colour", follow
+    those of another reward."""
     video: bool = False
     """Whether it takes whole clips [B, T, 3, H, W] of a video policy. Clips are otherwise scored by
     their `frames`."""
@@ -151,6 +161,9 @@ class Reward:
     device: torch.device | None = None
     """Where it computes, if that is an accelerator; where the policy is, nothing is rolled out
     meanwhile."""
+    waits: bool = False
+    """Whether it may wait for an answer from elsewhere: pictures are then scored while other
+    prompts are rolled out."""
     frames: Frames | None = None
     """The frames of clips that it scores; None: those of `Frames()`."""
     state: Any = None
@@ -169,6 +182,39 @@ class Reward:
     """The option that may name code, as FILE.py:NAME."""
     libraries: ClassVar[tuple[str, ...]] = ()
     """Libraries that it needs besides g2rpo's own requirements."""
+    side: ClassVar[int | None] = None
+    """The height and width of its pictures, if it takes one size only (the testbed's)."""
+    asks: ClassVar[bool] = False
+    """Whether the constructor sends a request to a server, with the time limit `timeout_s` of its
+    option `endpoint`."""
+    wants: ClassVar[str] = ""
+    """What it needs of a prompt beside its text, in words for messages: a quoted text, metadata, an
+    input picture."""
+
+    @staticmethod
+    def target(prompt: str) -> Any:
+        """The part of the prompt that `wants` describes, None if absent; ValueError if its metadata
+        are malformed."""
+        return None
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """UserError that begins with the name of an option that is wrong beyond its type; called
+        before anything is loaded."""
+
+    @classmethod
+    def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
+        """Why a reward with all these options cannot score these prompts; None if it can. Called
+        before anything is loaded."""
+        if not cls.wants:
+            return None
+        targets = []
+        for prompt in prompts:
+            try:
+                targets.append(cls.target(prompt))
+            except ValueError as error:
+                return f"the metadata of prompt {prompt!r}: {error}"
+        return None if any(targets) else f"none of {len(prompts)} prompts has {cls.wants}"
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
@@ -239,17 +285,20 @@ def _described(answer: Any) -> str:
     return f"a {type(answer).__name__}{held}, {shown(answer)}"
 
 
+COPIED = (
+    "right", "right_in_words", "video", "latent", "differentiable", "device", "waits", "frames",
+)  # fmt: skip
+"""Attributes of `Reward` that functions and objects of other classes may have."""
+
+
 class CallableReward(Reward):
     """A reward from a function or an object of any class, called with `options`; its attributes of
-    `Reward` are copied.
-
-    `capabilities.owner_of` finds the members of optional protocols at `scorer`.
-    """
+    `Reward` are copied."""
 
     def __init__(self, scorer: Scorer, options: Mapping[str, Any] | None = None) -> None:
         self.scorer, self.options = scorer, dict(options or {})
         self.__doc__ = inspect.getdoc(scorer)
-        for name in ("right", "video", "latent", "differentiable", "device", "frames"):
+        for name in COPIED:
             setattr(self, name, getattr(scorer, name, getattr(Reward, name)))
 
     @classmethod
@@ -352,7 +401,7 @@ class Algorithm(Protocol):
 
     A class that inherits from this protocol needs `plans`, `advantages`, `examples` and `loss`; the
     rest has defaults. `algorithms.policy_gradient` has `examples` and `loss` for algorithms that
-    learn from stochastic steps. What only some algorithms need is in `capabilities`.
+    learn from stochastic steps.
     """
 
     if TYPE_CHECKING:  # read-only, as the fields of frozen dataclasses are
@@ -374,11 +423,60 @@ class Algorithm(Protocol):
             """Whether the loss calls `Network.base_velocity`."""
             return False
 
+        @property
+        def uses_old(self) -> bool:
+            """Whether the run keeps old weights, which follow the trained ones after each
+            iteration, for `Network.old_velocity`."""
+            return False
+
     else:
         group_size: int
         update_every = "rollout"
         advantage_clip = math.inf
         uses_base = False
+        uses_old = False
+
+    uses_rewards: ClassVar[bool] = False
+    """Whether the loss calls `Network.reward`; all trained rewards then have to be
+    differentiable."""
+    drop_zero_advantages: ClassVar[bool] = False
+    """Whether members without any advantage are left out of an update's mean, so that groups of
+    equal rewards do not strengthen the KL term (Flow-GRPO)."""
+    sums_groups: ClassVar[bool] = False
+    """Whether the loss needs sums of `group_term` over whole groups, in `data["group_sum"]`; a pass
+    may hold only a part of a group (DGPO)."""
+
+    def memory(self) -> AlgorithmState | None:
+        """The state of a new run, of an algorithm that has state across iterations."""
+        return None
+
+    def old_decay(self, updates: int) -> float:
+        """The decay d in [0, 1] of old <- d old + (1 - d) trained, after the iteration that ends at
+        optimizer step `updates`."""
+        return 0.0
+
+    def samples_old(self, updates: int) -> bool:
+        """Whether the old weights sample the iteration that begins after `updates` optimizer
+        steps."""
+        return False
+
+    def fitted(self, num_steps: int) -> dict[str, Any]:
+        """The fields that a grid of so many steps needs otherwise; empty where the published ones
+        fit (E-GRPO)."""
+        return {}
+
+    def drift_limit(
+        self, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float
+    ) -> float:
+        """The largest `log_prob_drift` that a relative difference `rounding` of velocities can
+        cause at the stochastic `steps`, for latents with `entries` numbers; infinite for algorithms
+        without log-probs."""
+        return math.inf
+
+    def group_term(self, batch: Batch, network: Network) -> Tensor:
+        """The summand of each member of a batch, [B], if `sums_groups`; computed without gradient
+        before the first update of a rollout."""
+        return torch.zeros_like(batch.advantages)
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         """The transition kernel of a run on the grid `sigmas`; only plans with stochastic steps

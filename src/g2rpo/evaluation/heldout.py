@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from g2rpo.core.capabilities import words_of_right
 from g2rpo.core.errors import UserError, counted, placed, refuse
 from g2rpo.core.files import refuse_other
 from g2rpo.core.statistics import Comparison, paired
@@ -74,7 +73,7 @@ def right_in_words(rewards: Mapping[str, Reward]) -> str | None:
 
 
 def _in_words(name: str, reward: Reward) -> str | None:
-    words = words_of_right(reward)
+    words = reward.right_in_words
     if words is not None and not (isinstance(words, str) and words.count("{}") <= 1):
         raise UserError(
             f"reward '{name}': `right_in_words` is a text with {{}} once or never; it is {words!r:.80}"

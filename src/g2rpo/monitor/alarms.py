@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import drift_limit_of
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
@@ -309,7 +308,7 @@ def alarms_of(config: Config, sigmas: Tensor, policy: Policy) -> Alarms:
     )
     steps = {step for plan in plans for step in plan.stochastic if plan.trains(step)}
     entries = policy.noise([generator_for("alarms")]).numel()
-    limit = drift_limit_of(algorithm, sigmas, sorted(steps), entries, rounding_of(config))
+    limit = algorithm.drift_limit(sigmas, sorted(steps), entries, rounding_of(config))
     return Alarms(config.trained, limit, off)
 
 

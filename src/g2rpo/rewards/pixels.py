@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from PIL import Image
@@ -116,17 +116,10 @@ class PictureReward(Reward):
 
 
 class TargetReward(PictureReward):
-    """A reward for prompts with a `target` (`capabilities.ReadsTargets`), which `score_pictures`
-    gets instead of the prompt. Prompts without one have no score; the first time, a warning counts
-    them."""
+    """A reward for prompts with a `target`, which `score_pictures` gets instead of the prompt.
+    Prompts without one have no score; the first time, a warning counts them."""
 
-    wants: ClassVar[str]
     _warned = False
-
-    @staticmethod
-    def target(prompt: str) -> Any:
-        """The part of a prompt that `wants` describes; None if it has none."""
-        raise NotImplementedError
 
     def target_of(self, prompt: str) -> Any:
         """The `target` of a prompt; ValueError says why there is none."""

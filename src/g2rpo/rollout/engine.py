@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import unguided
 from g2rpo.core.data import FLOAT32, Precision
 from g2rpo.core.flow import ode_step
-from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition
+from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition, unguided
 from g2rpo.rollout.planning import baseline_walk
 from g2rpo.rollout.tails import EXACT, Node, Past, Tails
 from g2rpo.runtime.memory import bounded_by

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import SumsGroups
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Batch, Draw, Plan, Rollout, Transition
@@ -101,7 +100,7 @@ def _trained(
             draw,
         )
     ]
-    if isinstance(algorithm, SumsGroups):
+    if algorithm.sums_groups:
         for example in examples:
             with torch.no_grad():
                 algorithm.group_term(Batch.of([example], sigmas, first=True), network)

@@ -9,9 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import unguided
 from g2rpo.core.flow import ode_step
-from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition
+from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition, unguided
 
 
 @torch.no_grad()

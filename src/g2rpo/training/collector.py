@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import waits
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import (
@@ -266,11 +265,11 @@ class Collector:
 
 
 def waited_for(reward: Reward, device: torch.device) -> bool:
-    """Whether scores come from another process (`waits`) or another device than the accelerator
+    """Whether scores come from another process (`Reward.waits`) or another device than the accelerator
     `device`."""
     own = reward.device
-    if waits(reward) or device.type == "cpu":
-        return waits(reward)
+    if reward.waits or device.type == "cpu":
+        return reward.waits
     if not isinstance(own, torch.device):  # a user's may be anything
         return True
     return own.type != device.type or (

@@ -13,10 +13,6 @@ from functools import partial
 from torch import Tensor
 
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import (
-    KeepsOldWeights,
-    differentiates_rewards,
-)
 from g2rpo.core.contracts import advantages_of
 from g2rpo.core.data import Row
 from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
@@ -118,7 +114,7 @@ class Loop:
     def _update(self, groups: Groups, advantages: Tensor) -> tuple[UpdateStats, float]:
         """Optimizer steps on this rank's groups; returns their statistics and the learning rate."""
         self.updater.algorithm = groups.algorithm
-        if differentiates_rewards(self.algorithm):
+        if self.algorithm.uses_rewards:
             self.updater.reward = partial(
                 weighted_scores,
                 self.policy,
@@ -130,7 +126,7 @@ class Loop:
         with guided_by(self.policy, self.config.sampling.guidance_scale):
             stats = self.updater.update(groups.examples(advantages), groups.cond)
         self.learner.update_average()
-        if isinstance(self.algorithm, KeepsOldWeights):
+        if self.algorithm.uses_old:
             self.learner.update_old(self.algorithm.old_decay(self.learner.steps))
         return stats, rate
 
@@ -138,11 +134,7 @@ class Loop:
     def _sampling(self) -> Iterator[None]:
         """While entered, the policy has the weights and guidance of rollouts."""
         algorithm = self.algorithm
-        old = (
-            isinstance(algorithm, KeepsOldWeights)
-            and algorithm.uses_old
-            and algorithm.samples_old(self.learner.steps)
-        )
+        old = algorithm.uses_old and algorithm.samples_old(self.learner.steps)
         weights = self.learner.as_old() if old else nullcontext()
         with weights, guided_by(self.policy, self.config.sampling.guidance_scale):
             yield

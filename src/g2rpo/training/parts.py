@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from g2rpo.config.schema import Config, grid_of
-from g2rpo.core.capabilities import check_complete, keeps_old, state_of
 from g2rpo.core.errors import refuse
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond, Policy, Reward
@@ -34,16 +33,15 @@ def loop_of(
     notify: Callable[[str], None],
     on_evaluations: Callable[[int], None],
 ) -> Loop:
-    """A loop before its first iteration. UserError for an algorithm that is incomplete, or does not
-    fit rewards or ranks."""
+    """A loop before its first iteration. UserError for an algorithm that does not fit rewards or
+    ranks."""
     algorithm, optim = config.algorithm, config.optim
-    check_complete(algorithm)
     weights = {name: config.rewards[name].weight for name in rewards}
     check_differentiable(algorithm, rewards, weights)
     refuse(faults_of_scale(policy, config.sampling.guidance_scale))
     division = divided(config, shards.world)
     sigmas = grid_of(config.sampling.shift, policy, config.sampling.num_steps)
-    learner = Learner(policy.trainable_parameters(), optim, shards, keeps_old(algorithm))
+    learner = Learner(policy.trainable_parameters(), optim, shards, algorithm.uses_old)
     asked = (
         config.sampling.batch_size,
         config.sampling.decode_batch_size,
@@ -78,7 +76,7 @@ def loop_of(
         rewards=rewards,
         weights=torch.tensor([*weights.values()]),
         algorithm=algorithm,
-        algorithm_state=state_of(algorithm),
+        algorithm_state=algorithm.memory(),
         order=PromptOrder(prompts, config.trainer.seed),
         division=division,
         collector=collector,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import drops_members
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.work import plans_in
 from g2rpo.runtime.distributed import World
@@ -62,7 +61,7 @@ def _undivided(config: Config, each: int) -> str | None:
         return f"the {plans} groups of a prompt cannot be divided over {each} ranks"
     if algorithm.update_every != "rollout" and not isinstance(algorithm.update_every, int):
         return f"algorithm.update_every={algorithm.update_every} takes an update from some groups of every prompt"
-    if drops_members(algorithm):
+    if algorithm.drop_zero_advantages:
         return "the algorithm leaves out members without any advantage in all groups of a prompt"
     if config.trainer.sharding != "none":
         return f"trainer.sharding={config.trainer.sharding} needs equal calls on all ranks"

@@ -12,13 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import (
-    SumsGroups,
-    drops_members,
-    unguided,
-)
 from g2rpo.core.errors import UserError, out_of_device_memory
-from g2rpo.core.types import Algorithm, Batch, Cond, Example, Loss, Policy
+from g2rpo.core.types import Algorithm, Batch, Cond, Example, Loss, Policy, unguided
 from g2rpo.core.updates import passes, updates_of, without_broken, without_zero_advantages
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, bounded_by
@@ -105,9 +100,9 @@ class Trained:
 class Updater:
     """Turns examples into optimizer steps: one for all, or one per part (`Algorithm.update_every`).
 
-    The loss is a mean over the members and steps that `without_broken` keeps, for `DropsMembers`
-    over those that `without_zero_advantages` keeps as well. Passes of at most `sizes.micro` latents
-    accumulate gradients; an update is the same whatever that size is. When memory runs out in a
+    The loss is a mean over the members and steps that `without_broken` keeps, with
+    `Algorithm.drop_zero_advantages` over those that `without_zero_advantages` keeps as well. Passes
+    of at most `sizes.micro` latents accumulate gradients; an update is the same whatever that size is. When memory runs out in a
     pass, the update is repeated with smaller passes. All ranks have equally many members; `shards`
     sums their gradients, once per update or, with sharded weights, in every pass. `step_dtype` is
     the engine's.
@@ -129,10 +124,10 @@ class Updater:
 
     def update(self, examples: Sequence[Example], cond: Cond) -> UpdateStats:
         stats = UpdateStats()
-        if drops_members(self.algorithm):
+        if self.algorithm.drop_zero_advantages:
             examples = without_zero_advantages(examples)
         examples = without_broken(examples)
-        if isinstance(self.algorithm, SumsGroups):
+        if self.algorithm.sums_groups:
             with self.shards.training():
                 examples = self.sizes.fit(partial(self._with_group_sums, examples, cond))
         batches = list(updates_of(self.algorithm, examples))
@@ -152,9 +147,8 @@ class Updater:
 
     @torch.no_grad()
     def _with_group_sums(self, examples: Sequence[Example], cond: Cond) -> list[Example]:
-        """`examples` with `data["group_sum"]`, the sum of `SumsGroups.group_term` over the members
+        """`examples` with `data["group_sum"]`, the sum of `Algorithm.group_term` over the members
         of each."""
-        assert isinstance(self.algorithm, SumsGroups)
         terms = []
         for part in passes(examples, self.sizes.micro):
             with bounded_by("micro"):

@@ -13,7 +13,6 @@ from g2rpo.app.build import Request, build
 from g2rpo.assembly import components
 from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.core.capabilities import differentiates_rewards
 from g2rpo.core.data import Precision
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
@@ -281,7 +280,7 @@ def test_an_algorithm_without_stochastic_steps_has_no_group(tiny_config, name, m
 STOCHASTIC = [
     name
     for name, kind in ALGORITHMS.items()
-    if kind().kernel(sigma_grid(8)) is not no_kernel and not differentiates_rewards(kind())
+    if kind().kernel(sigma_grid(8)) is not no_kernel and not kind.uses_rewards
 ]
 
 

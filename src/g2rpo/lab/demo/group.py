@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import differentiates_rewards
 from g2rpo.core.contracts import advantages_of, plans_of
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import ode_step
@@ -185,7 +184,7 @@ def _group_to_show(
             )
         algorithm = replace(algorithm, granularities=tuple(sorted(granularities)))  # type: ignore[type-var]
         plans = plans_of(algorithm, model.config.sampling.num_steps, 0, model.config.trainer.seed)
-    if differentiates_rewards(algorithm):
+    if algorithm.uses_rewards:
         raise UserError(
             "the algorithm learns from the gradient of its rewards: it has no group to compare"
         )

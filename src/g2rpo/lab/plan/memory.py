@@ -9,7 +9,6 @@ from torch import nn
 
 from g2rpo.assembly.blueprint import size_of
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import keeps_old
 from g2rpo.core.plans import Plan
 from g2rpo.lab.plan.counting import Counts
 from g2rpo.lab.plan.model import Model
@@ -72,7 +71,7 @@ def plan_memory(
     sharded, averaged, old = (
         config.trainer.sharding != "none",
         bool(config.optim.ema_decay),
-        keeps_old(config.algorithm),
+        config.algorithm.uses_old,
     )
 
     def piece(size: int) -> int:

@@ -18,7 +18,6 @@ from g2rpo.assembly.consistency import check_settings
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import differentiates_rewards
 from g2rpo.core.errors import UserError, counted, loading
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
@@ -217,7 +216,7 @@ def _cautions(result: Estimate, config: Config) -> Iterator[str]:
     ]:
         yield f"On the CPU, whose time a datasheet does not tell: {', '.join(on_cpu)}."
     kept = [name for name in config.rewards if (it := result.reward_costs.get(name)) and it.bytes]
-    if kept and differentiates_rewards(config.algorithm):
+    if kept and config.algorithm.uses_rewards:
         latents = counted(config.trainer.micro_batch_size, "latent")
         yield f"The gradient of rewards keeps their activations, which are not counted: of {latents} by {', '.join(kept)}."
     for name in ("batch_size", "decode_batch_size"):

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 
 from g2rpo.assembly.blueprint import Blueprint, build_shallow, shapes_of
 from g2rpo.config.schema import Config
-from g2rpo.core.capabilities import SumsGroups
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
@@ -204,7 +203,7 @@ def training_pass(
     example = max(examples, key=lambda example: len(example.advantages) / example.rows)
     part = next(passes([example] * math.ceil(rows / example.rows), rows))
     _, _, cond = inputs(policy, shapes, sum(item.rows for item in part))
-    if isinstance(algorithm, SumsGroups):
+    if algorithm.sums_groups:
         part = [item.with_group_sum(torch.tensor(0.0)) for item in part]
     batch = Batch.of(part, sigmas, first=False)
     network = _WithoutBase(policy, cond, reward=lambda x, rows: policy.decode(x).flatten(1).mean(1))

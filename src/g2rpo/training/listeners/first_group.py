@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import differentiates_rewards
 from g2rpo.core.data import Prompt
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.statistics import group_std
@@ -46,7 +45,7 @@ class FirstGroup(Listener):
         if (
             self.loop.iteration == 1
             and self.run.writes
-            and not (latent or differentiates_rewards(groups.algorithm))
+            and not (latent or groups.algorithm.uses_rewards)
         ):
             self.save(groups, advantages)
 
