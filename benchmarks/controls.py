@@ -32,7 +32,6 @@ from g2rpo.core.plain import as_json
 from g2rpo.evaluation.controls import DRAWS, Control
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls, in_figures, in_words
-from g2rpo.evaluation.work import work_of_run
 from g2rpo.monitor.scores import right_of, scores_of
 from g2rpo.run.run import Run
 from g2rpo.testbed.words import language
@@ -74,7 +73,6 @@ def judged(run: Path, count: int) -> Controls:
         {name: entry.weight for name, entry in config.rewards.items()},
         of("tuned"),
         of("tuned control"),
-        work_of_run(config),
     )
 
 

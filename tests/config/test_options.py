@@ -51,7 +51,6 @@ algorithm.times: trained times of AWM and DGPO are their cost
 algorithm.update_every: how often the weights move in a rollout
 algorithm.window_iterations: MixGRPO's pace
 algorithm.window_size: MixGRPO's window
-evaluation.controls: costs a fifth of a run
 evaluation.every: cost
 evaluation.every_minutes: the same for an iteration whose time nobody knows yet
 evaluation.height: trained small, judged at the size of use

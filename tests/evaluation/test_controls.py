@@ -11,7 +11,7 @@ from g2rpo.config.resolve import resolve_as
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import ode_step
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.controls import DRAWS, TUNED, Control, default_controls, evaluations_of
+from g2rpo.evaluation.controls import DRAWS, TUNED, Control, default_controls
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.evaluation.untrained import RIGHT, against_controls, in_figures, in_words
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -143,11 +143,6 @@ def test_the_price_of_a_control_is_what_the_network_is_given(solver, guided):
     assert sum(rows) == control.evaluations(10)
 
 
-def test_the_price_of_a_runs_controls_is_theirs_and_that_of_the_tuned_model():
-    controls = [Control(steps=20), Control(draw=1), Control(cfg=3, guided_steps=3)]
-    assert evaluations_of(controls, 10) == 20 + 10 + 13 + 10 and evaluations_of([], 10) == 0
-
-
 @pytest.mark.parametrize("kind", ["flux", "sd3"])
 def test_guidance_of_pipelines_is_by_hand_or_their_own(request, kind):
     """FLUX has none of its own: two calls a step, of the prompt and of the negative one. SD3 has:
@@ -214,7 +209,7 @@ def test_controls_stand_beside_base_and_tuned_with_what_they_cost():
     tuned model both."""
     controls = {Control(steps=20): [1.0, 0.0], Control(noise=0): [0.5, math.nan]}
     controls[Control(draw=1)] = [1.0, 1.0]
-    found = compared([0.0, 0.0], [1.0, 1.0], controls, training=401)
+    found = compared([0.0, 0.0], [1.0, 1.0], controls)
     rows = [(way.name, way.evaluations, way.readings, way.means["reward"]) for way in found.ways]
     assert rows == [
         ("base", 10, 0, 0.0),
@@ -236,7 +231,6 @@ def test_controls_stand_beside_base_and_tuned_with_what_they_cost():
     for part in (
         "Steps 20: 20 network evaluations a picture instead of 10.",
         "20 network evaluations and 2 readings of the trained rewards a picture instead of 10.",
-        "costs more from 41 pictures on",
     ):
         assert part in figures
 
@@ -244,12 +238,12 @@ def test_controls_stand_beside_base_and_tuned_with_what_they_cost():
 @pytest.mark.parametrize(
     ("right", "told"),
     [
-        (1, "no clear difference: +11 points, −15 to +37)"),
+        (1, "no clear difference: +11 points, +0 to +37)"),
         (9, "training gained more: +100 points, +100 to +100)"),
     ],
 )
 def test_controls_on_few_prompts_have_the_interval_of_the_lead(right, told):
-    """By hand, of 1 in 9: 1 / 9 ± 2.306 / 9."""
+    """By hand, of 1 in 9: 1 / 9 ± 2.306 / 9, and no less than none."""
     found = compared([0.0] * 9, [1.0] * right + [0.0] * (9 - right), {Control(steps=20): [0.0] * 9})
     assert f"(steps 20; {told}" in in_words([found], [RIGHT])[0]
 

@@ -321,7 +321,6 @@ def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
         "algorithm.kl_weight=0.1",
         "rewards.brightness=1",
         "optim.learning_rate=0.02",
-        "evaluation.controls=true",
     ]
     kl += ["algorithm.name=flow_grpo", "algorithm.group_size=4", "optim.ema_decay=0.5"]
     tiny_config.write_text(tiny_config.read_text().replace("lora_rank: 2", ""))

@@ -38,7 +38,6 @@ QUICK = [
     "algorithm.group_size=2",
     "algorithm.branch_steps=[1]",
     "evaluation.num_prompts=1",
-    "evaluation.controls=false",
     "sampling.num_steps=4",
     "optim.learning_rate=0.05",
     "policy.tuning=lora",

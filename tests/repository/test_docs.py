@@ -42,7 +42,6 @@ QUICK = ("recipes", "train", "resume", "sample", "evaluate", "report", "export")
 FEW_PROMPTS = [
     "trainer.prompts_per_iteration=1",
     "evaluation.num_prompts=2",
-    "evaluation.controls=false",
 ]
 SMALLEST = ["algorithm.group_size=2", "sampling.num_steps=6", "trainer.iterations=1", *FEW_PROMPTS]
 
@@ -395,14 +394,15 @@ def some(images, prompts):
     return torch.tensor([1.0 if prompt == "0" else math.nan for prompt in prompts])
 
 
-def test_the_glossary_has_every_name_that_runs_log_and_no_other():
+def test_the_glossary_has_every_name_that_runs_log_and_no_other(monkeypatch):
     """Runs that log all there is: overlapped scoring, a KL term, what is chosen, losses on finished
     latents, weights of samples, a judge with few scores."""
+    monkeypatch.setattr("g2rpo.training.evaluator.SPREAD_SHARE", math.inf)
     explained = glossary()
     assert explained.keys() == {"train", "eval"}
     logged = {"train": set(), "eval": set()}
     for overrides in (
-        ["evaluation.controls=true"],
+        [],
         ["algorithm.kl_weight=0.1"],
         ["algorithm.name=diffusion_nft", "algorithm.group_size=4"],
         ["algorithm.name=opsd", "algorithm.group_size=4"],

@@ -30,7 +30,7 @@ from g2rpo.core import plugins
 from g2rpo.core.errors import Stopped, UserError, refuse
 from g2rpo.core.files import append_line, digest_of
 from g2rpo.core.plain import as_json, is_text
-from g2rpo.evaluation.heldout import load_evaluation, load_scores
+from g2rpo.evaluation.heldout import load_evaluation
 from g2rpo.lab.compare.results import read_run
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
@@ -295,7 +295,6 @@ OPENED = {
     "weights.safetensors": read_state_dict,
     "weights.pt": read_state_dict,
     "baseline.safetensors": lambda path: load_evaluation(path, ["a"], ["bright"]),
-    "controls.safetensors": load_scores,
     "code.py": lambda path: [plugins.allow(str(path)), load_function(f"{path}:it")],
     "metrics.jsonl": lambda path: read_log(path),
     "iteration_000001/weights.safetensors": lambda path: latest_checkpoint(path.parents[1]),
@@ -345,7 +344,6 @@ def test_snippets_are_all_tried_alone():
 
 
 SHORT = ("trainer.iterations=2", "evaluation.every=1", "trainer.checkpoint_every=1")
-SHORT += ("evaluation.controls=true",)
 
 
 @pytest.fixture(scope="module")
@@ -431,14 +429,6 @@ metrics.jsonl | image/saturation/high |
 metrics.jsonl | image/saturation |
 metrics.jsonl | scored/bright | null
 results.json | rewards bright base | Infinity
-results.json | controls ways | []
-results.json | controls prompts | 0
-results.json | controls ways 1 changes dark |
-results.json | controls ways 1 means dark |
-results.json | controls ways 1 leads dark |
-results.json | controls ways 0 kind | "knob"
-results.json | controls ways 1 evaluations | -1
-results.json | controls ways 1 means dark | Infinity
 starts.jsonl | contents | {"prompts": 0}
 starts.jsonl | time | 2026
 plan.json | seconds | "1"

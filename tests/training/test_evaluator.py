@@ -1,5 +1,4 @@
-"""What a run's evaluations leave: verdicts, grids, sampler settings of the base model, and how much
-pictures of a prompt differ."""
+"""What a run's evaluations leave: verdicts, grids, and how much pictures of a prompt differ."""
 
 import json
 import math
@@ -8,18 +7,14 @@ import pytest
 import torch
 
 from g2rpo.app.train import compare_all
-from g2rpo.core.statistics import FEWEST_VALUES
 from g2rpo.core.types import Reward
-from g2rpo.evaluation.controls import CONTROL_PROMPTS, prompts_within
-from g2rpo.evaluation.untrained import Controls
 from g2rpo.monitor.alarms import Alarms, alike
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.run.run import Run
 from g2rpo.runtime.distributed import World
-from tests.support.runs import brightness, darkness, finished, log, resumed, trainer
-from tests.support.tolerances import near, rounding
-from tests.support.variants import few
+from g2rpo.training import evaluator
+from tests.support.runs import brightness, darkness, finished, log, trainer
 
 
 def results_of(run_dir, *overrides, **options):
@@ -29,30 +24,9 @@ def results_of(run_dir, *overrides, **options):
     return json.loads((run_dir / "results.json").read_text()), rows
 
 
-@pytest.mark.parametrize("tuning", few(["lora", "full"], "lora".__eq__))
-def test_a_run_samples_free_knobs_of_the_untrained_model(tmp_path, tuning):
-    """Before training or after it. Without initial noise, the base's pictures are sigmoid(prompt)
-    all over. Guidance by hand calls the network once more in a third and in all of six steps."""
-    results, _ = results_of(tmp_path, "evaluation.controls=true", f"policy.tuning={tuning}")
-    controls = results["controls"]
-    ways = {way["name"]: way for way in controls["ways"]}
-    means = {name: way["means"]["bright"] for name, way in ways.items()}
-    expected = float(torch.tensor([0.0, 0.1, 0.2]).sigmoid().mean())
-    assert means["initial noise x 0"] == near(expected, rounding(6 * 20))
-    by_hand = [ways[name]["evaluations"] for name in ways if name.startswith("guidance by hand")]
-    assert by_hand == [8, 12] and ways["best of 16"]["readings"] == 16
-    assert means["best of 16"] > means["best of 2"] > means["base"]
-    best, row = Controls.model_validate(controls).best["bright"], results["rewards"]["bright"]
-    lead = means["tuned"] - best.means["bright"]
-    assert best.leads["bright"].mean == near(lead, rounding(8, size=1.0))
-    assert (means["base"], means["tuned"]) == near((row["base"], row["tuned"]), rounding(8))
-    assert "with the best sampler settings" in next(tmp_path.glob("*/README.md")).read_text()
-
-
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_the_final_comparison_ends_where_it_said(tmp_path, tuning):
-    """With the base's controls or without."""
-    options = ("trainer.iterations=1", "evaluation.controls=true", f"policy.tuning={tuning}")
+    options = ("trainer.iterations=1", f"policy.tuning={tuning}")
     t = trainer(tmp_path, *options, judges={"dark": darkness})
     list(t.train())
     t.final, told = None, []
@@ -61,47 +35,11 @@ def test_the_final_comparison_ends_where_it_said(tmp_path, tuning):
     assert {event.total for event in told} == {dones[-1]} and dones == sorted(set(dones))
 
 
-def test_a_longer_run_compares_itself_with_the_stored_controls(tmp_path):
-    """It could afford more prompts, and the base's pictures of these are not sampled again."""
-    options = ("trainer.iterations=2", "evaluation.controls=true")
-    t = trainer(tmp_path, *options)
-    t.evaluator.controls_on = 2
-    finished(t)
-    again = resumed(tmp_path, *options)
-    assert again.evaluator.controls_on == 3
-    again.finish()
-    results = json.loads((tmp_path / "results.json").read_text())
-    found = Controls.model_validate(results["controls"])
-    assert (found.prompts, len(found.of("tuned knob"))) == (2, 1)
-    resumed(tmp_path, "trainer.iterations=2", "evaluation.controls=false").finish()
-    again = json.loads((tmp_path / "results.json").read_text())
-    assert again["diversity"] == results["diversity"] and results["diversity"]["prompts"] == 3
-
-
-def test_controls_that_come_too_late_are_said_to(tmp_path):
-    """The base is there before training alone, without a LoRA."""
-    late = ("trainer.iterations=2", "policy.tuning=full", "evaluation.controls=true")
-    finished(trainer(tmp_path, *late, "evaluation.controls=false"))
-    (said,) = trainer(tmp_path, *late).resume()
-    assert "g2rpo evaluate RUN --controls" in said
-    assert trainer(tmp_path, *late, "policy.tuning=lora").resume() == []
-
-
 def test_what_is_not_known_is_null_in_the_files_of_a_run(tmp_path):
     """The error of one prompt."""
     results, _ = results_of(tmp_path, prompts=["0"])
     assert results["rewards"]["bright"]["error"] is None
     assert math.isnan(Run(tmp_path).read_results().rewards["bright"].error)
-
-
-def test_free_knobs_are_sampled_where_they_are_cheap():
-    for evaluations, prompts in (
-        (15_000, 30),
-        (10**7, CONTROL_PROMPTS),
-        (500 * FEWEST_VALUES - 1, 0),
-    ):
-        assert prompts_within("auto", 192, cost=100, evaluations=evaluations) == prompts
-    assert (prompts_within(True, 20, 100, 0), prompts_within(False, 20, 100, 10**7)) == (20, 0)
 
 
 class Collapsing(GaussianPolicy):
@@ -114,9 +52,9 @@ class Collapsing(GaussianPolicy):
         return 0.5 + (super().decode(x) - 0.5) * (self.share if trained else 1)
 
 
-def test_a_policy_whose_pictures_become_alike_raises_an_alarm(tmp_path):
-    asked = ["evaluation.controls=true", "alarms.pictures=off"]
-    results, rows = results_of(tmp_path, *asked, policy=Collapsing())
+def test_a_policy_whose_pictures_become_alike_raises_an_alarm(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluator, "SPREAD_SHARE", math.inf)
+    results, rows = results_of(tmp_path, "alarms.pictures=off", policy=Collapsing())
     found = results["diversity"]
     assert "diversity" in rows[-1]["alarms"] and (found["prompts"], found["noises"]) == (3, 4)
     assert found["tuned"] / found["base"] == pytest.approx(Collapsing.share, rel=0.1)

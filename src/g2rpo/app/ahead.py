@@ -17,7 +17,6 @@ from g2rpo.core.files import in_bytes
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
 from g2rpo.prompts.order import PromptOrder
-from g2rpo.rollout.guidance import Guidance
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Sharded
 from g2rpo.training.ranks import divided
@@ -34,7 +33,7 @@ def encode(recipe: str, overrides: Sequence[str], emit: Emit = silent) -> tuple[
         : config.evaluation.num_prompts
     ]
     loaded = components.load_pipeline(config.policy, tuning="frozen")
-    wanted = list(dict.fromkeys([*prompts, *heldout, *of_controls(config, loaded, heldout)]))
+    wanted = list(dict.fromkeys([*prompts, *heldout]))
     notify = cautions(emit)
     warn_of_prompts(loaded, [*prompts, *heldout], notify)
     encoder = cache_embeddings(loaded.text, config.policy, config.prompts.cache, notify)
@@ -63,14 +62,6 @@ def policy_after_encoding(
     encode_ahead(encoder, list(dict.fromkeys(prompts)), emit)
     policy = loaded.policy(sharding)
     return CachedPolicy(policy, encoder)
-
-
-def of_controls(config: Config, loaded: components.Loaded, heldout: Sequence[str]) -> list[str]:
-    """The negative prompts that controls of a run need: empty ones, of models without
-    classifier-free guidance."""
-    if not config.evaluation.controls or loaded.text.guided:
-        return []
-    return Guidance(cfg=1.0).encoded(heldout)[len(heldout) :]
 
 
 def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], emit: Emit = silent) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from g2rpo.app.ahead import of_controls, policy_after_encoding, prompts_to_come
+from g2rpo.app.ahead import policy_after_encoding, prompts_to_come
 from g2rpo.app.contents import contents_of
 from g2rpo.app.dry_run import try_own_code
 from g2rpo.app.events import Emit, Line, silent
@@ -155,7 +155,7 @@ def _given_policy(request: Request) -> Policy:
 def _policy(
     request: Request, sharding: Sharded | None, prompts: Sequence[str], heldout: Sequence[str]
 ) -> Policy:
-    """The policy of the config, once the prompts of the run and of its controls are encoded."""
+    """The policy of the config, once the prompts of the run are encoded."""
     config, world = request.config, request.world
     for said in components.model_cautions(config.policy):
         request.notify(said)
@@ -166,7 +166,6 @@ def _policy(
         warn_of_prompts(loaded, [*prompts, *heldout], request.notify)
     begun = newest_iteration(request.run.checkpoints) if request.run is not None else 0
     to_come = prompts_to_come(config, prompts, heldout, world, begun)
-    to_come += of_controls(config, loaded, heldout)
     return policy_after_encoding(
         loaded,
         config.prompts.cache,

@@ -62,8 +62,6 @@ class TrainingEnded:
     """The iterations are over after so many seconds; base and tuned are compared next."""
 
     seconds: float
-    controls: bool
-    """Whether controls of the base are as well."""
 
 
 @dataclass(frozen=True)

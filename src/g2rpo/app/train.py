@@ -208,7 +208,7 @@ def train_built(request: Request, stopping: Stopping, predict: Predict | None = 
     stopping.message = (
         f"stopped while base and tuned were compared; {done}, and {trainer.run.command} finishes"
     )
-    emit(TrainingEnded(time.perf_counter() - began, trainer.evaluator.controls_on > 0))
+    emit(TrainingEnded(time.perf_counter() - began))
     table = compare_all(trainer, emit)
     emit(
         Results(

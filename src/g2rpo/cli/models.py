@@ -252,7 +252,7 @@ def report(
         runs = [newest]
     read = read_runs(runs)
     for run in read:
-        say(console, f"{run.name}: {summary_of(run).sentences[0]} {state(run)}")
+        say(console, f"{run.name}: {summary_of(run)[0]} {state(run)}")
     path = write_page(read, out)
     say(console, f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 

@@ -77,13 +77,9 @@ class Output:
                 self._count(event)
             case events.TrainingProgress():
                 self._train(event)
-            case events.TrainingEnded(seconds, controls):
+            case events.TrainingEnded(seconds):
                 self._end()
-                knobs = ", and other sampler settings of the base" if controls else ""
-                say(
-                    self.console,
-                    f"trained for {seconds:.0f} s; comparing base and tuned{knobs} ...",
-                )
+                say(self.console, f"trained for {seconds:.0f} s; comparing base and tuned ...")
             case events.Results():
                 from g2rpo.cli.results import show_run
 

@@ -172,10 +172,8 @@ def _work_table(plan: Estimate) -> Table:
         (f"pictures decoded, and scored by {judged}", counts.heldout),
     ):
         table.add_row(name, f"{once:,}", f"{once * times:,}")
-    if counts.knobs:
-        table.add_row(
-            "network evaluations of sampler settings and for diversity", "", f"{counts.knobs:,}"
-        )
+    if counts.spread:
+        table.add_row("network evaluations for diversity", "", f"{counts.spread:,}")
     return table
 
 
@@ -227,10 +225,10 @@ def _time_table(seconds: PlannedSeconds, counts: Counts) -> Table:
         f"{counted(counts.times_evaluated, 'evaluation')}, {planned(seconds.evaluation)} each"
     )
     table.add_row(evaluations, "", planned(seconds.evaluation * counts.times_evaluated))
-    if counts.knobs:
+    if counts.spread:
         beside = counts.looks - counts.times_evaluated
         table.add_row(
-            "other sampler settings, and diversity",
+            "diversity",
             "",
             planned(seconds.evaluation * beside),
         )

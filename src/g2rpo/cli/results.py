@@ -33,10 +33,8 @@ def show_run(results: Results, console: Console) -> None:
     """Shows the results of a finished run, and commands to continue with."""
     directory, run = results.directory, Run(results.directory)
     console.print(run_table(results.table, len(results.heldout), results.trained, console.width))
-    told_of = summary_of(*read_runs([directory]))
-    say(console, " ".join(told_of.sentences))
-    for line in told_of.figures:
-        say(console, f"  {line}")
+    for line in summary_of(*read_runs([directory])):
+        say(console, line)
     again, code = fresh_directory(directory.parent, directory.resolve().name), plugins.repeated()
     taught = run.votes.is_file()
     repeat: list[str | Path] = (

@@ -186,10 +186,6 @@ class EvaluationConfig(Section):
     width: Count | None = None
     """None: `policy.width`."""
     rewards: RewardTable = {}
-    controls: bool | Literal["auto"] = "auto"
-    """Whether controls of the untrained model (other sampler settings, and the best of 16) are sampled too, on
-    up to 32 held-out prompts, and how much a prompt's pictures differ. "auto": where that takes at
-    most a fifth and a tenth of the run's network evaluations."""
 
 
 Action = Annotated[Literal["off", "warn", "stop"], BeforeValidator(_off)]

@@ -27,6 +27,10 @@ class Interval:
     high: Figure
     count: int
 
+    def within(self, low: float, high: float) -> Interval:
+        """The same with ends that the mean can have."""
+        return Interval(self.mean, max(self.low, low), min(self.high, high), self.count)
+
     def __format__(self, sign: str) -> str:
         """MEAN [LOW, HIGH]; MEAN alone where there are too few values. `sign` "+" is for
         changes."""

@@ -5,7 +5,6 @@ What the untrained model reaches with them is compared in `evaluation.untrained`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from g2rpo.config.schema import Section, Steps
 from g2rpo.core.errors import counted
 from g2rpo.core.flow import flow_sde, ode_step, sde_kernel
-from g2rpo.core.intervals import FEWEST_VALUES
 from g2rpo.core.seeding import generator_for
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import Guidance
@@ -227,34 +225,3 @@ def default_controls(num_steps: int, guidance: float | None, by_hand: bool) -> l
         *(Control(solver=solver) for solver in ("dpmpp2m", "forecast", "sde")),
         *(Control(draw=draw) for draw in range(1, DRAWS)),
     ]
-
-
-CONTROL_PROMPTS, CONTROL_SHARE = 32, 0.2
-"""The most held-out prompts of a run's controls, and the largest share of the run's network
-evaluations for them."""
-SPREAD_PROMPTS, SPREAD_NOISES, SPREAD_RIGHT, SPREAD_SHARE = 8, 4, 2, 0.1
-"""Held-out prompts and initial noises of each for the spread within a prompt; the fewest prompts
-for that of right pictures; the largest share of the run's network evaluations."""
-
-
-def run_controls(num_steps: int, guidance: float | None, by_hand: bool) -> list[Control]:
-    """The default controls that a run samples: those of at most twice its steps."""
-    every = default_controls(num_steps, guidance, by_hand)
-    return [control for control in every if (control.steps or 0) <= 2 * num_steps]
-
-
-def evaluations_of(controls: Sequence[Control], num_steps: int) -> int:
-    """Network evaluations of a run's controls for a prompt, with the one of the tuned model."""
-    return sum(control.evaluations(num_steps) for control in (*controls, TUNED)) if controls else 0
-
-
-def prompts_within(
-    asked: bool | Literal["auto"], heldout: int, cost: int, evaluations: float
-) -> int:
-    """The number of held-out prompts on which a run samples controls, at `cost` network evaluations
-    a prompt; 0: none."""
-    most = min(CONTROL_PROMPTS, heldout)
-    if asked == "auto":
-        most = min(most, int(CONTROL_SHARE * evaluations / cost))
-        return most if most >= FEWEST_VALUES else 0
-    return most if asked else 0

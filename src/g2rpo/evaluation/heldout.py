@@ -107,14 +107,6 @@ def save_evaluation(path: Path, evaluation: Evaluation) -> None:
 PUT_BACK = "put it back, or start again in another --run-dir"
 
 
-def load_scores(path: Path, names: Sequence[str] = ()) -> dict[str, Tensor]:
-    """The values [N] by name in a run's own safetensors file; UserError if it is missing, damaged, or
-    lacks those of `names`."""
-    stored = _stored(path)
-    refuse(f"{path}: {fault}; {PUT_BACK}" for fault in _faults_of_scores(stored, names))
-    return stored
-
-
 def load_evaluation(path: Path, prompts: Sequence[str], names: Sequence[str]) -> Evaluation:
     """Reads a file of `save_evaluation` for these prompts and rewards; UserError if it is missing,
     damaged, or another."""

@@ -62,8 +62,6 @@ class Controls(Section):
     prompts: Count
     ways: Annotated[list[Way], Field(min_length=1)]
     """The base first."""
-    training: Annotated[int, Field(ge=0)] | None = None
-    """Network evaluations of the training, of the size that is judged."""
 
     @model_validator(mode="after")
     def _whole(self) -> Controls:
@@ -117,11 +115,10 @@ def against_controls(
     weights: Mapping[str, float],
     tuned: ControlScores | None = None,
     tuned_control: ControlScores | None = None,
-    training: int | None = None,
 ) -> Controls:
     """The table of controls, from the base's scores by control and the tuned model's
-    (`tuned_control`: as `TUNED`), all of the same prompts: the rows that `evaluate --controls`,
-    `compare --controls`, results.json, the report and model cards show. The base first; then the
+    (`tuned_control`: as `TUNED`), all of the same prompts: the rows that `evaluate --controls` and
+    `compare --controls` show. The base first; then the
     sampler settings, the best of 2, 4, ... draws, chosen by the trained rewards with their `weights`, and
     the tuned model, plain and as `TUNED`."""
 
@@ -134,10 +131,10 @@ def against_controls(
             evaluations=evaluations,
             readings=readings,
             means={of: float(values.double().nanmean()) for of, values in scores.items()},
-            changes={of: interval(values - base[of]) for of, values in scores.items()},
+            changes={of: _change(of, base[of], values) for of, values in scores.items()},
             leads={}
             if tuned is None
-            else {of: interval(tuned[of] - values) for of, values in scores.items()},
+            else {of: _change(of, values, tuned[of]) for of, values in scores.items()},
         )
 
     ways = [way("base", "base", num_steps, base)]
@@ -158,7 +155,13 @@ def against_controls(
         ways.append(way("tuned", "tuned", num_steps, tuned))
     if tuned_control is not None:
         ways.append(way("tuned knob", f"tuned, {TUNED}", num_steps, tuned_control))
-    return Controls(prompts=len(next(iter(base.values()))), ways=ways, training=training)
+    return Controls(prompts=len(next(iter(base.values()))), ways=ways)
+
+
+def _change(name: str, before: Tensor, after: Tensor) -> Interval:
+    """From `before` to `after`, values of one name by prompt."""
+    found, start = interval(after - before), float(before.double().nanmean())
+    return found.within(0.0 - start, 1 - start) if name == RIGHT else found
 
 
 def utility(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
@@ -214,9 +217,7 @@ def in_figures(found: Sequence[Controls], names: Sequence[str]) -> list[str]:
             if all(name in best for best in kind)
         ]
         said += _with_tuned_control(found, name)
-    return list(dict.fromkeys(said)) + (
-        _paid_back(found) if found and all(one.training and one.best_of for one in found) else []
-    )
+    return list(dict.fromkeys(said))
 
 
 def _sentence(found: Sequence[Controls], name: str) -> str:
@@ -270,17 +271,6 @@ def _with_tuned_control(found: Sequence[Controls], name: str) -> list[str]:
         return []
     by = "" if name == RIGHT else f" in {name}"
     return [f"Sampled with {TUNED} the tuned model reaches {_mean_over(ways, name)}{by}."]
-
-
-def _paid_back(found: Sequence[Controls]) -> list[str]:
-    """From how many pictures on training has cost less than choosing the best of several."""
-    several = found[0].of("several")[-1]
-    training = sum(one.training or 0 for one in found) / len(found)
-    more = several.evaluations - found[0].ways[0].evaluations
-    return [
-        f"Training took {training:,.0f} network evaluations; the {several.name} takes {more} more a picture than the tuned "
-        f"model, and so costs more from {math.ceil(training / more):,} pictures on."
-    ]
 
 
 def _named(ways: Sequence[Way]) -> str:

@@ -26,8 +26,6 @@ class RunFiles:
     best = Inside("checkpoints/best")
     # the base's evaluation; so no second copy of the weights is needed
     baseline = Inside("baseline.safetensors")
-    # of the base's controls, by control and reward
-    control_scores = Inside("scores/controls.safetensors")
     first_group = Inside("samples/first_group")  # pictures of one group of the first iteration
     group_scores = Inside("samples/first_group/scores.jsonl")
     group_grid = Inside("samples/first_group.png")

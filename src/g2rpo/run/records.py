@@ -19,7 +19,6 @@ import g2rpo
 from g2rpo.core.errors import counted
 from g2rpo.core.files import in_bytes
 from g2rpo.core.plain import Count, Figure, Iteration, Number
-from g2rpo.evaluation.untrained import Controls
 from g2rpo.runtime.devices import name_of_device
 
 
@@ -98,7 +97,6 @@ class RunResults(BaseModel):
     prompts: Count | None = None
     rewards: dict[str, Compared]
     right: Right | None = None
-    controls: Controls | None = None
     diversity: Spread | None = None
     diversity_right: Spread | None = None
 

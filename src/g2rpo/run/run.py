@@ -66,7 +66,6 @@ MAY_CHANGE = (
     "prompts.cache",
     "trackers",
     "recipe",
-    "evaluation.controls",
     "alarms",  # none has an action of its own
     "alarms.action",
     *(f"alarms.{name}" for name in get_args(Alarm)),
@@ -183,7 +182,7 @@ class Run(RunFiles):
             if path.exists():
                 yield path.name
         for folder in (self.scores(0).parent, self.pictures(0).parent):
-            of_base = self.scores(0).stem, self.control_scores.name
+            of_base = self.scores(0).stem
             if any(not path.name.startswith(of_base) for path in folder.glob("*")):
                 yield folder.name
         if any(row["iteration"] for row in self.read_log()):

@@ -10,26 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.seeding import seed_for
 from g2rpo.core.statistics import Comparison
-from g2rpo.core.types import Policy, Reward, as_reward
-from g2rpo.evaluation.controls import (
-    NO_CONTROL,
-    SPREAD_NOISES,
-    SPREAD_PROMPTS,
-    SPREAD_RIGHT,
-    SPREAD_SHARE,
-    TUNED,
-    Control,
-    evaluations_of,
-    prompts_within,
-    run_controls,
-)
+from g2rpo.core.types import Reward, as_reward
 from g2rpo.evaluation.heldout import (
     Evaluation,
     compare_evaluations,
@@ -37,12 +24,10 @@ from g2rpo.evaluation.heldout import (
     evaluation_of_all,
     least_scores,
     load_evaluation,
-    load_scores,
     right_in_words,
     save_evaluation,
 )
 from g2rpo.evaluation.sampler import Sampler, sampler_of
-from g2rpo.evaluation.untrained import RIGHT, Controls, against_controls
 from g2rpo.evaluation.work import work_in_pictures
 from g2rpo.monitor.advice import DIVERSITIES
 from g2rpo.monitor.alarms import judged_gain
@@ -52,12 +37,15 @@ from g2rpo.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.monitor.image_statistics import spread as spread_of
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, chosen, save_inputs, save_pictures, save_rows, score_rows
-from g2rpo.rollout.guidance import guidance_of, guided_by_hand
 from g2rpo.run.run import Run
 from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.learner import Learner
 from g2rpo.training.loop import Loop
+
+SPREAD_PROMPTS, SPREAD_NOISES, SPREAD_RIGHT, SPREAD_SHARE = 8, 4, 2, 0.1
+"""Held-out prompts and initial noises of each for the spread within a prompt; the fewest prompts
+for that of right pictures; the largest share of the run's network evaluations."""
 
 
 @dataclass(kw_only=True)
@@ -72,19 +60,12 @@ class Evaluator:
     learner: Learner
     rewards: Mapping[str, Reward]
     judges: Mapping[str, Reward]
-    weights: Mapping[str, float]
-    """Of `rewards`."""
     heldout: Sequence[str]
     sizes: BatchSizes
     shards: Replicated
     run: Run
-    controls: Sequence[Control] = ()
-    controls_on: int = 0
-    """The number of held-out prompts for `controls`."""
     spread_on: int = 0
     """The number of held-out prompts for the spread within a prompt."""
-    against: Controls | None = None
-    """The controls against the tuned model, once they are compared."""
     unlogged: Collection[str] = ()
     """Rewards whose scale changes during the run, so that their means are no curve."""
     baseline: Evaluation | None = None
@@ -110,25 +91,21 @@ class Evaluator:
         than ranks."""
         return self.shards.world.shard_or_all(self.heldout)
 
-    def evaluations(self, prompts: Sequence[str], controls: Sequence[Control]) -> int:
-        """This rank's network evaluations to evaluate `prompts` with each of `controls`."""
-        steps = self.sampler.num_steps
-        each = sum(control.evaluations(steps) for control in controls)
-        return len(self.shards.world.shard_or_all(prompts)) * each
+    def evaluations(self) -> int:
+        """This rank's network evaluations to evaluate the held-out prompts."""
+        return len(self.own()) * self.sampler.num_steps
 
     def evaluate(
         self,
         iteration: int,
         on_rows: Callable[[int], None],
         prompts: Sequence[str] | None = None,
-        control: Control = NO_CONTROL,
         seed: int | None = None,
         rewards: Mapping[str, Reward] | None = None,
-        kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
-        """Pictures of the held-out prompts and all their scores, or of other `prompts` and with
-        other sampler settings. `on_rows` is called after every call of the network, and with a
-        number below 0 for calls that memory ran out after and that are repeated."""
+        """Pictures of the held-out prompts and all their scores, or of other `prompts`.
+        `on_rows` is called after every call of the network, and with a number below 0 for calls
+        that memory ran out after and that are repeated."""
         world, prompts = self.shards.world, self.heldout if prompts is None else prompts
         part = world.shard_or_all(prompts)
 
@@ -146,7 +123,7 @@ class Evaluator:
             judged_by = self.judged_by if rewards is None else rewards
             first = world.first(len(prompts)) if len(part) < len(prompts) else 0
             try:
-                return sampler.evaluate(part, judged_by, first=first, control=control, kept=kept)
+                return sampler.evaluate(part, judged_by, first=first, kept=reduced)
             except OutOfMemory:
                 on_rows(-done)
                 raise
@@ -180,68 +157,6 @@ class Evaluator:
             if (right.nansum(1) > 1).sum() >= SPREAD_RIGHT:
                 row["diversity_right"] = spread_of(images, right == 1)
         return dict(json.loads(world.broadcast_text(json.dumps(row))))
-
-    def sample_controls(self, iteration: int, on_rows: Callable[[int], None]) -> None:
-        """Stores the scores of all `controls`, unless they are stored or cost too much; to be
-        called while the policy is the base model."""
-        if not self.controls_on or self.stored_controls():
-            return
-        prompts = self.heldout[: self.controls_on]
-        scores: dict[str, Tensor] = {}
-        for control in self.controls:
-            evaluation = self.evaluate(iteration, on_rows, prompts, control, kept=_first_value)
-            scores |= {
-                f"{control}/{name}": values for name, values in with_right(evaluation).items()
-            }
-        if self.run.writes:
-            with self.run.written(self.run.control_scores) as path:
-                save_file(scores, path)
-
-    def sample_tuned_control(
-        self, iteration: int, on_rows: Callable[[int], None]
-    ) -> Evaluation | None:
-        """The tuned model as `TUNED`, on the prompts of the stored controls; None without any."""
-        prompts = self.heldout[: self.stored_controls()]
-        if not prompts:
-            return None
-        return self.evaluate(iteration, on_rows, prompts, TUNED, kept=_first_value)
-
-    def stored_controls(self) -> int:
-        """On how many prompts scores of `controls` are stored, by rank 0's view of the disk. It
-        may be another number than now, where an earlier start had another length."""
-        run, count = self.run, 0
-        if run.writes and self.controls and run.control_scores.is_file():
-            count = len(next(iter(load_scores(run.control_scores).values())))
-        return self.shards.world.total(count)[0]
-
-    def _against(
-        self, base: Evaluation, tuned: Evaluation, tuned_control: Evaluation | None, training: int
-    ) -> Controls | None:
-        """The stored controls against the tuned model, on the same prompts; None without any."""
-        if tuned_control is None:
-            return None
-        count = len(tuned_control.prompts)
-        sides = [with_right(side) for side in (base, tuned, tuned_control)]
-        # of an earlier start without verdicts there are none to compare
-        shared = [name for name in sides[0] if all(name in side for side in sides)]
-        before, after, controlled = (
-            {name: side[name][:count] for name in shared} for side in sides
-        )
-        names = [f"{control}/{name}" for control in self.controls for name in shared]
-        stored = load_scores(self.run.control_scores, names)
-        controls = {
-            control: {name: stored[f"{control}/{name}"] for name in shared}
-            for control in self.controls
-        }
-        return against_controls(
-            controls,
-            before,
-            self.sampler.num_steps,
-            self.weights,
-            after,
-            controlled,
-            training,
-        )
 
     def row(self, iteration: int, evaluation: Evaluation, spread: Row | None = None) -> Row:
         """Stores an evaluation (at iteration 0 the base model's) and returns its row for the log,
@@ -297,11 +212,8 @@ class Evaluator:
         self,
         tuned: Evaluation,
         iteration: int,
-        tuned_control: Evaluation | None = None,
-        training: int = 0,
     ) -> dict[str, Comparison]:
-        """Compares base and tuned; writes the table, the before/after grid and the curves.
-        `training` is the run's work."""
+        """Compares base and tuned; writes the table, the before/after grid and the curves."""
         base = self.base()
         if base is None:
             raise ValueError(
@@ -316,8 +228,6 @@ class Evaluator:
             results["right"] = {**asdict(right), "least": least_scores(self.judged_by)}
             if (words := right_in_words(self.judged_by)) is not None:
                 results["right"]["in_words"] = words
-        if (against := self._against(base, tuned, tuned_control, training)) is not None:
-            self.against, results["controls"] = against, against.model_dump(mode="json")
         for key in DIVERSITIES.values():
             spreads = {row["iteration"]: row[key] for row in self.run.read_log() if key in row}
             if spreads.keys() >= {0, iteration}:
@@ -384,16 +294,6 @@ class Evaluator:
             save_grid(grid, picture_rows, prompts, note, seconds)
 
 
-def with_right(evaluation: Evaluation) -> dict[str, Tensor]:
-    """Scores, and verdicts where rewards define right pictures."""
-    return evaluation.scores | ({} if evaluation.right is None else {RIGHT: evaluation.right})
-
-
-def _first_value(images: Tensor) -> Tensor:
-    """Of pictures that nobody looks at."""
-    return images.flatten(1)[:, :1]
-
-
 def _unscored(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return torch.full((len(prompts),), torch.nan)
 
@@ -401,40 +301,25 @@ def _unscored(images: Tensor, prompts: Sequence[str]) -> Tensor:
 def evaluator_of(
     loop: Loop, judges: Mapping[str, Reward], heldout: Sequence[str], shards: Replicated, run: Run
 ) -> Evaluator:
-    """The evaluator of a run, with its controls."""
-    config, policy, sampler = loop.config, loop.policy, sampler_of(loop.config, loop.policy)
+    """The evaluator of a run."""
+    config, sampler = loop.config, sampler_of(loop.config, loop.policy)
     return Evaluator(
         sampler=sampler,
         learner=loop.learner,
         rewards=loop.rewards,
         judges=judges,
-        weights={name: entry.weight for name, entry in config.rewards.items()},
         heldout=heldout,
         sizes=loop.sizes,
         shards=shards,
         run=run,
-        **free_knobs(config, policy, sampler.num_steps, len(heldout), run.folder is not None),
+        spread_on=spread_prompts(config, sampler.num_steps, len(heldout)),
     )
 
 
-def free_knobs(
-    config: Config, policy: Policy, steps: int, heldout: int, writes: bool
-) -> dict[str, Any]:
-    """The controls of an evaluator, and the numbers of `heldout` prompts for them and for the
-    spread within a prompt."""
-    setting = config.evaluation.controls
-    if setting is False:
-        return {}
-    controls = run_controls(steps, guidance_of(policy), guided_by_hand(policy))
-    evaluations = work_in_pictures(config)
-    cost = evaluations_of(controls, steps)
+def spread_prompts(config: Config, steps: int, heldout: int) -> int:
+    """The number of `heldout` prompts for the spread within a prompt; 0 where that would take more
+    than `SPREAD_SHARE` of the run's network evaluations."""
     looks = 1 + math.ceil(config.trainer.iterations / config.evaluation.every)
-    spread_on = min(SPREAD_PROMPTS, heldout)
-    affordable = (
-        setting is True or spread_on * SPREAD_NOISES * steps * looks <= SPREAD_SHARE * evaluations
-    )
-    return {
-        "controls": controls,
-        "controls_on": prompts_within(setting, heldout, cost, evaluations) if writes else 0,
-        "spread_on": spread_on if affordable else 0,
-    }
+    prompts = min(SPREAD_PROMPTS, heldout)
+    takes = prompts * SPREAD_NOISES * steps * looks
+    return prompts if takes <= SPREAD_SHARE * work_in_pictures(config) else 0

@@ -20,7 +20,6 @@ from g2rpo.core.files import is_hub_id, write_whole
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Policy
-from g2rpo.evaluation.untrained import Controls, in_figures, in_words, told
 from g2rpo.monitor.clips import clip_of
 from g2rpo.policies import catalogue
 from g2rpo.policies.adapters import ABOVE_KEY
@@ -50,14 +49,12 @@ def write_card(
     table: Mapping[str, Comparison],
     heldout: Sequence[str],
     policy: Policy,
-    against: Controls | None = None,
 ) -> Path:
     """Writes README.md, with its pictures, beside the weights of a finished run, which are those
     after `iteration`; `weights` is a file or a folder.
 
     A policy may have `deployed`, further arguments of the pipeline's call, and `lora_loader`, what
-    loads an adapter (None: merged weights are loaded). `against` are the base's sampler settings
-    (`controls.against_controls`).
+    loads an adapter (None: merged weights are loaded).
     """
     deployed = getattr(policy, "deployed", None)
     lora_loader = getattr(policy, "lora_loader", "load_lora_weights")
@@ -86,7 +83,6 @@ def write_card(
                 _what(config, iteration),
                 f"![before and after]({(clips if moves else still).name})",
                 _results(config, table, len(heldout)),
-                *_controls(config, against),
                 f"![curves]({curves.name})",
                 "## Use",
                 _block(
@@ -108,14 +104,6 @@ def write_card(
     )
     write_whole(card, text.encode())  # written last: its presence means that the run has finished
     return card
-
-
-def _controls(config: Config, against: Controls | None) -> list[str]:
-    """A paragraph on what the untrained model reaches, with prices."""
-    if against is None:
-        return []
-    names = told(against, list(config.rewards))
-    return [" ".join([*in_words([against], names), *in_figures([against], names)])]
 
 
 def _code(text: str) -> str:

@@ -17,9 +17,8 @@ from g2rpo.core.data import Row
 from g2rpo.core.errors import Preempted
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Plan, Policy, Reward, as_rewards
-from g2rpo.evaluation.controls import NO_CONTROL, TUNED
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.evaluation.work import plans_in, work_in_pictures
+from g2rpo.evaluation.work import plans_in
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.rollout.engine import Noise
@@ -122,14 +121,6 @@ class Trainer:
             TimeLimit(self.loop, self.early_stop, self.checkpoints, self.began),
             Evaluations(self.loop, self.early_stop),
         ]
-
-    @property
-    def _keeps_base(self) -> bool:
-        """Whether the base model can still be sampled after training; a divided one is for the loss
-        alone."""
-        return self.config.policy.tuning == "lora" or (
-            self.algorithm.uses_base and not self.shards.divided
-        )
 
     def __repr__(self) -> str:
         of = f"iteration {self.iteration} of {self.config.trainer.iterations}"
@@ -270,8 +261,6 @@ class Trainer:
         if self.iteration == 0:
             self.early_stop.check_base(evaluation.scores)
         spread = self.evaluator.spread(self.iteration, self._leave_if_asked)
-        if self.iteration == 0 and not self._keeps_base:
-            self.evaluator.sample_controls(self.iteration, self._leave_if_asked)
         watch.lap("evaluation")
         row = self.evaluator.row(self.iteration, evaluation, spread)
         row["seconds"] = watch.seconds["evaluation"]
@@ -296,7 +285,7 @@ class Trainer:
         """Compares base and tuned on held-out prompts; writes weights, table, before/after grid,
         curves and a model card. `on_evaluations(done, total)` is called after each network call,
         with this rank's evaluations."""
-        total, done = self._evaluations_to_finish(), 0
+        total, done = 0 if self.final else self.evaluator.evaluations(), 0
 
         def count(rows: int) -> None:
             nonlocal done
@@ -307,26 +296,12 @@ class Trainer:
         with self.run.holding():
             weights = self.export() if self.run_dir is not None else Path()
             tuned = self.score_heldout(count) if self.final is None else self.final
-            if self._keeps_base:
-                with self.policy.base():
-                    self.evaluator.sample_controls(self.iteration, count)
-            tuned_control = self.evaluator.sample_tuned_control(self.iteration, count)
-            training = round(work_in_pictures(self.config, self.iteration))
-            table = self.evaluator.finish(tuned, self.iteration, tuned_control, training)
+            table = self.evaluator.finish(tuned, self.iteration)
             if self.run.writes:
                 with self.run.writing(weights):
                     own = self.config, self.iteration, table, self.heldout, self.policy
-                    write_card(self.run, weights, *own, self.evaluator.against)
+                    write_card(self.run, weights, *own)
             return table
-
-    def _evaluations_to_finish(self) -> int:
-        """This rank's network evaluations in `finish`."""
-        e, heldout = self.evaluator, self.heldout
-        stored = e.stored_controls()
-        new = e.controls_on if self._keeps_base and not stored else 0
-        tuned = 0 if self.final else e.evaluations(heldout, [NO_CONTROL])
-        base = e.evaluations(heldout[:new], e.controls)
-        return tuned + base + e.evaluations(heldout[: stored or new], [TUNED])
 
     def export(self) -> Path:
         """Writes the (averaged) weights as diffusers reads them and returns their path. All ranks
@@ -350,14 +325,7 @@ class Trainer:
             return complaints
         self.loop.iteration = found
         self.early_stop.take_up([*self.rewards, *self.judges], len(self.heldout))
-        return [*complaints, *self.run.gaps(self.alarms.rows, found), *self._without_controls()]
-
-    def _without_controls(self) -> Iterator[str]:
-        """Whether controls are asked for that a run which has begun cannot sample any more."""
-        asked = self.config.evaluation.controls is True and not self._keeps_base
-        if asked and not self.evaluator.stored_controls():
-            kept = "were not sampled before training, and full fine-tuning keeps no base to sample"
-            yield f"evaluation.controls=true: {kept}; `g2rpo evaluate RUN --controls` samples them"
+        return [*complaints, *self.run.gaps(self.alarms.rows, found)]
 
     def _leave_if_asked(self, rows: int) -> None:
         """After so many network evaluations raises `Preempted` if `stopping` is set; not with several

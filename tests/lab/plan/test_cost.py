@@ -2,6 +2,7 @@
 sizes."""
 
 import json
+import math
 import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -26,10 +27,9 @@ from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import EvaluationConfig, RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.controls import NO_CONTROL
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.cards import CARDS, card_of
-from g2rpo.lab.plan.counting import count, knob_evaluations, settled
+from g2rpo.lab.plan.counting import count, settled, spread_evaluations
 from g2rpo.lab.plan.fit import fewest, for_memory, overrides_of
 from g2rpo.lab.plan.meter import Meter
 from g2rpo.lab.plan.model import KnownModels
@@ -44,6 +44,7 @@ from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.runtime.distributed import World
+from g2rpo.training import evaluator
 from g2rpo.training.ranks import divided
 from g2rpo.training.trainer import Trainer
 from tests.lab.counting import Counting
@@ -164,23 +165,21 @@ def test_an_algorithm_without_a_hash_is_counted():
     assert count(listed, 3) == count(c, 3)
 
 
-def test_free_knobs_and_diversity_are_counted_as_the_run_evaluates_them(tmp_path):
-    t, evaluations = runs.trainer(tmp_path, "evaluation.controls=true"), []
+def test_diversity_is_counted_as_the_run_evaluates_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluator, "SPREAD_SHARE", math.inf)
+    t, evaluations = runs.trainer(tmp_path), []
     evaluate, steps = t.evaluator.evaluate, t.evaluator.sampler.num_steps
 
-    def counted(iteration, on_rows, prompts, control=NO_CONTROL, **more):
-        evaluations.append(len(prompts) * control.evaluations(steps))
-        return evaluate(iteration, on_rows, prompts, control, **more)
+    def counted(iteration, on_rows, prompts, **more):
+        evaluations.append(len(prompts) * steps)
+        return evaluate(iteration, on_rows, prompts, **more)
 
     t.evaluator.evaluate = counted
-    t.evaluator.sample_controls(0, lambda rows: None)
-    t.evaluator.sample_tuned_control(0, lambda rows: None)
-    controls = sum(evaluations)
     t.evaluator.spread(0, lambda rows: None)
     counts = count(t.config, 3)
-    knobs = knob_evaluations(t.config, t.policy, 3, counts.times_evaluated)
-    assert controls and knobs == controls + counts.times_evaluated * evaluations[-1]
-    assert replace(counts, knobs=18 * steps).looks == counts.times_evaluated + 6
+    found = spread_evaluations(t.config, 3, counts.times_evaluated)
+    assert evaluations[0] and found == counts.times_evaluated * evaluations[0]
+    assert replace(counts, spread=18 * steps).looks == counts.times_evaluated + 6
 
 
 def test_automatic_batch_sizes_are_settled():

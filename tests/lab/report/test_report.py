@@ -73,8 +73,8 @@ def test_the_headline_is_results_json(run_dir, html):
         change = signed(row["tuned"] - row["base"], 3)
         assert f"{name} {use} {base} {tuned} {change} too few prompts" in words(html)
         assert row["count"] == 3
-    command = f"<code>g2rpo evaluate {run_dir} --controls --out {run_dir}-controls</code>"
-    assert command in html and "`" not in words(html)
+    assert f"<code>g2rpo resume {run_dir} trainer.iterations=8</code>" in html
+    assert "`" not in words(html)
     assert "Finished: 4 iterations." in words(html) and "LoRA of rank 32" in words(html)
 
 
@@ -150,8 +150,8 @@ def said(directory, rewards, right=(), alarms=(), **more):
     logged = [{"kind": "eval", "iteration": iteration, "seconds": 1.0} for iteration in (0, 4)]
     logged[1]["alarms"] = dict.fromkeys(alarms, "seen")
     write_log(directory, logged)
-    sentences = summary_of(*read_runs([directory])).sentences
-    assert len(sentences) == 3
+    sentences = summary_of(*read_runs([directory]))
+    assert len(sentences) <= 3 and sentences[-1].startswith("Next: ")
     return " ".join(sentences).replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -164,21 +164,24 @@ VARIED = {"diversity": {"base": 0.045, "tuned": 0.041}}
 LOST = {"diversity": {"base": 0.045, "tuned": 0.015}}
 LOST_RIGHT = LOST | {"diversity_right": {"base": 0.02, "tuned": 0.014}}
 KEPT_RIGHT = LOST | {"diversity_right": {"base": 0.02, "tuned": 0.019}}
-LESS = "pictures of one prompt differ 0.33 times as much as the base's"
+LESS = "pictures of one prompt differ 0.33 times as much as before"
 SUMMARIES = [
+    (  # a share has no interval beyond all pictures
+        {"rewards": {"one": UP}, "right": (0.9, 0.995)},
+        ["before training 90 % (+9 points, +5 to +10)."],
+    ),
     (
         {"rewards": {"one": UP, "two": FLAT}, "right": (0.43, 0.62), "alarms": ["hacking"]},
         [
             "Trained on one for 4 iterations: right on 62 % of 192 held-out prompts, before"
-            " training 43 % (+19 points, +13 to +24). Other sampler settings",
-            "Nothing that was judged clearly fell; 1 alarm: hacking.",
+            " training 43 % (+19 points, +13 to +24). Worse: alarm hacking. Next: the reward is being gamed",
         ],
     ),
     (
         {"rewards": {"one": UP}},
         [
-            "on 192 held-out prompts one rose, +0.50 standard deviations (+0.25 to +0.75).",
-            "No other score was judged; no alarm.",
+            "on 192 held-out prompts one rose, +0.50 standard deviations (+0.25 to +0.75). Next: `g2rpo evaluate ",
+            "run-controls` tries whether other sampler settings do as well.",
         ],
     ),
     (
@@ -188,7 +191,7 @@ SUMMARIES = [
         },
         [
             "one fell, −0.50 standard deviations (−0.75 to −0.25).",
-            "Worse: one (−0.50 s.d.), two (−2.00 s.d.); 2 alarms: a, b.",
+            "Worse: one (−0.50 s.d.); two (−2.00 s.d.); alarms a and b. Next: look at the report.",
         ],
     ),
     (
@@ -197,7 +200,7 @@ SUMMARIES = [
     ),
     (
         {"rewards": {"one": UP, "watched": (None, 0.8, 0.9, 0.05, 0.4)}},
-        ["Trained on one for 4 iterations", "Nothing that was judged clearly fell"],
+        ["Trained on one for 4 iterations", ". Next: `g2rpo evaluate "],
     ),
     (  # beyond the error, and a fiftieth of what the prompts differ by
         {
@@ -206,19 +209,25 @@ SUMMARIES = [
                 "green": (False, 0.5, 0.499, 0.0001, 0.05),
             }
         },
-        ["red rose slightly, +0.02 standard deviations", "Nothing that was judged clearly fell"],
+        ["red rose slightly, +0.02 standard deviations", ". Next: `g2rpo evaluate "],
     ),
     (
         {"rewards": {"one": (True, 0.5, math.nan, 0.05, 0.4)}},
-        ["on 192 held-out prompts one gave no scores. Other", "No other score was judged;"],
+        [
+            "on 192 held-out prompts one gave no scores. Next: `g2rpo resume ",
+            "iterations=8` trains on.",
+        ],
     ),
-    ({"rewards": {"one": UP}} | LOST, [f"Worse: diversity ({LESS}); no alarm."]),
+    ({"rewards": {"one": UP}} | LOST, [f"Worse: {LESS}. Next: train on what fell too"]),
     (
         {"rewards": {"one": UP}} | VARIED,
-        ["judged; pictures of one prompt differ 0.91 times as much as the base's; no"],
+        ["(+0.25 to +0.75). Next: "],
     ),
-    ({"rewards": {"one": UP}} | LOST_RIGHT, [f"Worse: diversity ({LESS}, right ones 0.70 times);"]),
-    ({"rewards": {"one": UP}} | KEPT_RIGHT, [f"was judged; {LESS}, right ones 0.95 times;"]),
+    (
+        {"rewards": {"one": UP}} | LOST_RIGHT,
+        ["Worse: right pictures of one prompt differ 0.70 times as much as before. "],
+    ),
+    ({"rewards": {"one": UP}} | KEPT_RIGHT, ["(+0.25 to +0.75). Next: "]),
 ]
 
 
@@ -302,7 +311,7 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     assert found.change == change and found.seeds == 3 and found.trained
     right = (bright >= 0.5).astype(float)
     assert (share.base, share.tuned) == (right[0].mean(), right[2].mean())
-    assert share.change == interval(right[2] - right[0])
+    assert share.change == interval(right[2] - right[0]).within(-share.base, 1 - share.base)
     curve = line.curve("bright")
     assert curve.y == pytest.approx(bright.mean((1, 2)))
     ends = change.low - change.mean, change.high - change.mean
@@ -365,7 +374,7 @@ def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of
     told = words(render(runs))
     assert "1: Finished: 4 iterations." in told and "shorter: Unfinished: 2 of 4 iterations" in told
     write_log(shorter, [row for row in rows if row["kind"] == "train" or row["iteration"] == 0])
-    said = summary_of(*seed_groups(read_runs(both))).sentences
+    said = summary_of(*seed_groups(read_runs(both)))
     assert said == [
         "In training bright: too early to say after 2 iterations; held-out prompts are not evaluated yet."
     ]

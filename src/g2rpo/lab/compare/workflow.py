@@ -214,7 +214,6 @@ def run_overrides(config: Config, seed: int, iterations: int) -> list[str]:
         f"evaluation.every={every}",
         *(["evaluation.every_minutes=null"] if config.evaluation.every_minutes else []),
         f"trainer.checkpoint_every={min(every, config.trainer.checkpoint_every)}",
-        "evaluation.controls=false",
     ]
 
 

@@ -76,7 +76,7 @@ def demo(
     training = (
         training_of(config) if run else "with and without tuned weights" if weights else "as it is"
     )
-    facts = [what_it_is(config, training), *(summary_of(log).sentences[:1] if log else [])]
+    facts = [what_it_is(config, training), *(summary_of(log)[:1] if log else [])]
     page = page_of(title, "g2rpo demo", " ".join(facts), views)
     uploads = model.input_pictures[1] > 0
     serve_until(stop or threading.Event(), page, where, emit, "ends with Ctrl-C", uploads)

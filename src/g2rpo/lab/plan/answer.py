@@ -89,7 +89,7 @@ class PlanAnswer:
                 "evaluated": counts.times_evaluated,
                 "evaluations_when_evaluated": counts.heldout_evaluations,
                 "pictures_when_evaluated": counts.heldout,
-                "evaluations_of_free_knobs": counts.knobs,
+                "evaluations_for_diversity": counts.spread,
                 "checkpoints": counts.checkpoints,
             },
             "memory": {**asdict(plan.memory), "capacity": self.target.capacity, "fits": self.fits},

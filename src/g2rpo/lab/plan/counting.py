@@ -16,14 +16,12 @@ from g2rpo.config.schema import Config, SamplingConfig
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Cond, Plan
-from g2rpo.evaluation.controls import SPREAD_NOISES, evaluations_of
 from g2rpo.evaluation.work import plans_in
-from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.memory import CPU_ROWS, batch_sizes
-from g2rpo.training.evaluator import free_knobs
+from g2rpo.training.evaluator import SPREAD_NOISES, spread_prompts
 from g2rpo.training.updater import Updater
 
 AUTO_ROWS = {"batch_size": 8, "decode_batch_size": 1}
@@ -89,9 +87,8 @@ class Counts:
     heldout_steps: int
     times_evaluated: int
     checkpoints: int
-    knobs: int = 0
-    """Network evaluations, over the run, of controls and of the pictures whose diversity is
-    measured."""
+    spread: int = 0
+    """Network evaluations, over the run, of the pictures whose diversity is measured."""
 
     @property
     def iterations(self) -> int:
@@ -104,7 +101,7 @@ class Counts:
     @property
     def looks(self) -> float:
         """Evaluations of the run, with what takes as long as such."""
-        return self.times_evaluated + self.knobs / self.heldout_evaluations
+        return self.times_evaluated + self.spread / self.heldout_evaluations
 
     def total(self, of: Callable[[CountedIteration], float]) -> float:
         """A quantity of iterations, summed over the run."""
@@ -138,16 +135,6 @@ def count(config: Config, heldout: int, among: World = ALONE) -> Counts:
         times_evaluated=1 + _times(trainer.iterations, config.evaluation.every),
         checkpoints=_times(trainer.iterations, trainer.checkpoint_every),
     )
-
-
-def knob_evaluations(
-    config: Config, policy: DiffusersPolicy, heldout: int, times_evaluated: int
-) -> int:
-    """`Counts.knobs` of a run of `config` on `heldout` prompts."""
-    steps = config.evaluation.num_steps or config.sampling.num_steps
-    asked = free_knobs(config, policy, steps, heldout, True)
-    controls = evaluations_of(asked.get("controls", ()), steps) * asked.get("controls_on", 0)
-    return controls + asked.get("spread_on", 0) * SPREAD_NOISES * steps * times_evaluated
 
 
 def _times(iterations: int, every: int) -> int:
@@ -186,6 +173,12 @@ class _Recorder(GaussianPolicy):
 
 _KNOWN: dict[Any, CountedIteration] = {}
 """Iterations, by what they depend on."""
+
+
+def spread_evaluations(config: Config, heldout: int, times_evaluated: int) -> int:
+    """`Counts.spread` of a run of `config` on `heldout` prompts."""
+    steps = config.evaluation.num_steps or config.sampling.num_steps
+    return spread_prompts(config, steps, heldout) * SPREAD_NOISES * steps * times_evaluated
 
 
 def _known_iteration(config: Config, plans: tuple[Plan, ...]) -> CountedIteration:

@@ -21,7 +21,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, counted, loading
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
-from g2rpo.lab.plan.counting import CountedIteration, Counts, count, knob_evaluations, settled
+from g2rpo.lab.plan.counting import CountedIteration, Counts, count, settled, spread_evaluations
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, PlannedMemory, plan_memory
 from g2rpo.lab.plan.model import KnownModels, Model
 from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
@@ -167,8 +167,8 @@ def make_plan(
         model = known.model(blueprint, config.policy)
         components.check_judged_size(config, model.policy)
         components.check_trained_steps(config, model.policy)
-        knobs = knob_evaluations(whole, model.policy, heldout, counts.times_evaluated)
-        counts = replace(counts, knobs=math.ceil(knobs / looking))
+        spread = spread_evaluations(whole, heldout, counts.times_evaluated)
+        counts = replace(counts, spread=math.ceil(spread / looking))
         traced = trace_calls(blueprint, config, counts, like_cuda=cuda, known=known.calls)
     table = {**config.rewards, **config.evaluation.rewards}
     device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1

@@ -302,9 +302,10 @@ def _change(name: str, trained: bool, base: Tensor, tuned: Tensor) -> Change:
     both = ~(base.isnan() | tuned.isnan())
     spread = float(group_std(base.where(both, torch.nan)).nanmean())
     means = float(base[both].mean()), float(tuned[both].mean())
-    return Change(
-        name, trained, *means, interval(tuned - base), spread, int(both.any(0).sum()), len(base)
-    )
+    change = interval(tuned - base)
+    if name == RIGHT:  # a share
+        change = change.within(0.0 - means[0], 1 - means[0])
+    return Change(name, trained, *means, change, spread, int(both.any(0).sum()), len(base))
 
 
 def _differ_in_seed(one: RunHistory, other: RunHistory) -> bool:

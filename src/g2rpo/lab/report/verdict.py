@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass
 
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import counted
 from g2rpo.core.intervals import FEWEST_VALUES, Z, decimals_of, fixed, rise, signed
-from g2rpo.evaluation.untrained import RIGHT, in_figures, in_words, told
+from g2rpo.evaluation.untrained import RIGHT
 from g2rpo.lab.report.history import Change, RunHistory, SeedGroup
+from g2rpo.monitor.advice import HELPS
 
 SMALL_EFFECT = 0.2
 """A smaller change is slight, in standard deviations of the base's scores (Cohen 1988: a small
@@ -36,33 +36,14 @@ def verdict(change: Change) -> str:
     return f"slightly {way}" if abs(change.effect.mean) < SMALL_EFFECT else way
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What a reader needs first, and the figures behind it."""
-
-    sentences: list[str]
-    figures: list[str]
-
-
-def summary_of(of: RunHistory | SeedGroup) -> Summary:
-    """A sentence each on what was trained and whether it helped, on what the untrained model does
-    without it, and on what got worse. The first is on right pictures, or on the trained rewards if no
-    reward defines right pictures; the second on these, or on the reward with the largest weight."""
+def summary_of(of: RunHistory | SeedGroup) -> list[str]:
+    """At most three sentences: what was learnt, what got worse if anything did, and what to do
+    next. What was learnt is of right pictures, or of the trained rewards if no reward defines right
+    pictures."""
     group = of if isinstance(of, SeedGroup) else SeedGroup((of,))
     if not group.changes:
-        return Summary([_in_training(group)], [])
-    found = group.results("controls")
-    rewards = group.config.rewards
-    by_weight = sorted(rewards, key=lambda name: -rewards[name].weight)
-    names = told(found[0], by_weight) if found else []
-    without, *others = in_words(found, names) or _untried(group) or [""]
-    figures = [*others, *in_figures(found, names)]
-    for which, (base, tuned) in group.spreads().items():
-        figures.append(
-            f"{which.capitalize()} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}."
-        )
-    sentences = [_outcome(group), without, _worse(group)]
-    return Summary([sentence for sentence in sentences if sentence], figures)
+        return [_in_training(group)]
+    return [each for each in (_outcome(group), _worse(group), _next(group)) if each]
 
 
 def effect(change: Change, unit: str = "s.d.") -> str:
@@ -150,41 +131,42 @@ def _few(change: Change) -> str:
     return f", only {scored} with scores; {FEWEST_VALUES} are needed to say more"
 
 
-def _untried(group: SeedGroup) -> list[str]:
-    """The command that samples controls, where a finished run has not."""
-    if not all(run.finished for run in group.runs):
-        return []
-    folder = str(group.runs[0].files.path)
-    command = shlex.join(["g2rpo", "evaluate", folder, "--controls", "--out", f"{folder}-controls"])
-    return [
-        f"Other sampler settings of the untrained model were not tried; `{command}` tries them."
-    ]
+def _fallen(group: SeedGroup) -> list[str]:
+    """Scores that fell, and lost diversity: of right pictures where every run knows it, since
+    training that works leaves fewer wrong ones."""
+    scores = [change for change in group.changes.values() if change.name != RIGHT]
+    fallen = [change for change in scores if verdict(change) == "lower"]
+    worse = [f"{change.name} ({signed(change.effect.mean, 2)} s.d.)" for change in fallen]
+    spreads = group.spreads()
+    for which, (base, tuned) in [*spreads.items()][-1:]:
+        if tuned < AS_VARIED * base:
+            worse.append(f"{which} of one prompt differ {tuned / base:.2f} times as much as before")
+    return worse
 
 
 def _worse(group: SeedGroup) -> str:
-    """Scores that fell, lost diversity, and alarms. Of diversity that of right pictures counts
-    where every run knows it, since training that works leaves fewer wrong ones."""
-    fallen = [
-        change
-        for change in group.changes.values()
-        if change.name != RIGHT and verdict(change) == "lower"
-    ]
-    worse = [f"{change.name} ({signed(change.effect.mean, 2)} s.d.)" for change in fallen]
-    shares = [tuned / base for base, tuned in group.spreads().values() if base]
-    right = f", right ones {shares[1]:.2f} times" if len(shares) > 1 else ""
-    varied = (
-        [f"pictures of one prompt differ {shares[0]:.2f} times as much as the base's{right}"]
-        if shares
-        else []
-    )
-    if shares and shares[-1] < AS_VARIED:
-        worse.append(f"diversity ({varied.pop()})")
-    judged = any(not change.trained and change.name != RIGHT for change in group.changes.values())
-    nothing = "Nothing that was judged clearly fell" if judged else "No other score was judged"
-    raised = group.alarms()
-    names = ", ".join(dict.fromkeys(one.name for one in raised))
-    alarms = f"{counted(len(raised), 'alarm')}: {names}" if raised else "no alarm"
-    return "; ".join([f"Worse: {', '.join(worse)}" if worse else nothing, *varied, alarms]) + "."
+    """What fell and the alarms; "" for neither."""
+    raised = list(dict.fromkeys(one.name for one in group.alarms()))
+    alarms = [f"alarm{'s' * (len(raised) > 1)} {_listed(raised)}"] if raised else []
+    worse = [*_fallen(group), *alarms]
+    return f"Worse: {'; '.join(worse)}." if worse else ""
+
+
+def _next(group: SeedGroup) -> str:
+    """What a finished run suggests."""
+    if not all(run.finished for run in group.runs):
+        return ""
+    folder, raised = str(group.runs[0].files.path), group.alarms()
+    if raised:
+        return f"Next: {HELPS.get(raised[-1].name, 'look at the report')}."
+    if _fallen(group):
+        return "Next: train on what fell too, or lower the learning rate."
+    aims = [group.changes[RIGHT]] if RIGHT in group.changes else list(group.changes.values())
+    if any(verdict(change).endswith("higher") for change in aims):
+        asked = ["g2rpo", "evaluate", folder, "--controls", "--out", f"{folder}-controls"]
+        return f"Next: `{shlex.join(asked)}` tries whether other sampler settings do as well."
+    more = f"trainer.iterations={2 * group.config.trainer.iterations}"
+    return f"Next: `{shlex.join(['g2rpo', 'resume', folder, more])}` trains on."
 
 
 def _listed(names: list[str]) -> str:

@@ -34,7 +34,6 @@ OVERRIDES = (
     "optim.decay=constant",
     "optim.ema_decay=0",
     "evaluation.num_prompts=96",
-    "evaluation.controls=false",
     "alarms.decline=off",
     "alarms.hacking=off",
 )
