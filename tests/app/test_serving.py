@@ -72,7 +72,7 @@ def test_the_option_of_a_device_is_named_as_it_was_given(capsys):
         (["serve-reward", "brightness"], "cannot serve on 127.0.0.1:"),
         (["serve-reward", "brightnes"], "brightness"),
         (["teach", "words"], "cannot serve on 127.0.0.1:"),
-        (["teach", "words", "algorithm.name=opsd"], "learns from the gradient of rewards"),
+        (["teach", "words", "algorithm.branch_steps=[99]"], "branch_steps must lie in 0..8"),
     ],
 )
 def test_a_port_that_is_taken_hides_no_mistake_and_nothing_is_loaded_for_it(

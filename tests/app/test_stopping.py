@@ -254,6 +254,11 @@ def test_a_run_whose_output_nobody_reads_any_more_saves(tmp_path, flux_directory
 PIPED = [sys.executable, "-m", "g2rpo", "recipes"]
 
 
+def without_signs_of_life(stderr: str) -> str:
+    """How many there are depends on the machine's load."""
+    return re.sub(r"g2rpo: recipes: still working, \d+ s\n", "", stderr)
+
+
 @pytest.mark.parametrize(
     "streams",
     [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>&1"],
@@ -262,7 +267,7 @@ def test_without_a_stream_or_room_for_its_lines_a_command_does_its_work(streams)
     """As services and cron begin commands; nothing that cannot be printed is an error."""
     line = f"exec {shlex.join(PIPED)} {streams}"
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, without_signs_of_life(done.stderr)) == (0, "")
 
 
 def test_what_is_opened_without_streams_gets_nothing_that_is_printed(tmp_path):
@@ -286,7 +291,7 @@ def test_a_command_that_nobody_reads_ends_as_by_a_hang_up(ignored):
     line = f"{nohup}{shlex.join(PIPED)}; echo $? >&2"
     with subprocess.Popen(["sh", "-c", line], stdout=-1, stderr=-1, text=True) as process:
         process.stdout.close()
-        said = process.stderr.read()
+        said = without_signs_of_life(process.stderr.read())
     assert said == ("0\n" if ignored else f"g2rpo: {stopped_by(signal.SIGHUP)}\n129\n")
 
 
