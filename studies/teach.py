@@ -2,8 +2,9 @@
 unseen words that is spelt right before and after.
 
 The person's utility of a picture is its score by the reader, in standard deviations within a group,
-and noise of .3; one click in ten is random. Groups whose words are all spelt alike are answered with
-none. The guards alone: the same, with a person who never clicks (`--groups 0`).
+and noise of .3. The person clicks on all pictures that are half a deviation better than the group's
+mean; one group in ten gets a single random click. Groups whose words are all spelt alike are answered
+with none.
 
     python -m studies.teach --out studies/results/teach_small.json
 """
@@ -24,11 +25,11 @@ from g2rpo.core.files import write_whole
 from g2rpo.core.seeding import generator_for
 from g2rpo.lab.teach.command import opened
 
-NOISE, WRONG = 0.3, 0.1
+NOISE, WRONG, LIKED = 0.3, 0.1, 0.5
 
 
 def click(values: Tensor, round: int, seed: int) -> list[int]:
-    """The picture that a person chooses, whose reader gives these values; none where all are
+    """The pictures that a person likes, whose reader gives these values; none where all are
     alike."""
     if values.max() == values.min():
         return []
@@ -37,7 +38,7 @@ def click(values: Tensor, round: int, seed: int) -> list[int]:
     utility = (values - values.mean()) / values.std() + noise
     if float(torch.rand((), generator=draw)) < WRONG:
         return [int(torch.randint(len(values), (), generator=draw))]
-    return [int(utility.argmax())]
+    return (utility > LIKED).nonzero().flatten().tolist()
 
 
 def taught(seed: int, groups: int, folder: Path) -> dict[str, float]:
