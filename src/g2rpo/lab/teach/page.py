@@ -31,7 +31,11 @@ const say = (act, liked) => {
 element.addEventListener("click", event => {
   if (event.detail > 1) return;  // the second of a double click is of the group before
   const button = event.target.closest("button");
-  if (button) say(button.dataset.member ? "answer" : button.id, button.dataset.member ? [Number(button.dataset.member)] : []);
+  if (!button) return;
+  if (!button.dataset.member) return say(button.id, []);
+  if (event.shiftKey) return button.classList.toggle("teach-liked");
+  button.classList.add("teach-liked");
+  say("answer", [...element.querySelectorAll(".teach-liked")].map(one => Number(one.dataset.member)));
 });
 document.addEventListener("keydown", event => {
   if (event.repeat || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea")) return;
@@ -39,7 +43,8 @@ document.addEventListener("keydown", event => {
   element.querySelector(named ?? `[data-member="${place}"]`)?.click();
 });
 """
-"""A click on a picture or a button of the group, or its key."""
+"""A click on a picture or a button of the group, or its key; with Shift a picture waits for another
+click."""
 
 environment = templates_of("g2rpo.lab.teach")
 environment.filters["input_uris"] = lambda prompt: [
@@ -87,7 +92,7 @@ def teach_view(session: Session, stop: Callable[[], None], tab: gr.Tab) -> None:
 def choice_html(session: Session) -> str:
     """The group that is asked, each picture with its number."""
     group, usual = session.group, session.asked >= USUAL_ANSWERS
-    guide = f"Click the best picture. Group {session.asked + 1} of about {USUAL_ANSWERS}."
+    guide = f"Click the best picture, or hold Shift to click several. Group {session.asked + 1} of about {USUAL_ANSWERS}."
     return environment.get_template("choice.html").render(
         group=group,
         guide='Press "Finish", or click the best picture and go on.' if usual else guide,
