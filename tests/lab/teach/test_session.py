@@ -232,7 +232,7 @@ def test_the_page_shows_the_group_and_says_what_it_does(tmp_path):
         assert page.status(s, False) == "Learning begins after 3 answers."
         teach(s, 8)
         assert "of pairs it has not seen; 50 % is chance" in page.status(s, False)
-        assert 'class="teach-headline"' in page.beside_html(s, False)
+        assert 'class="teach-headline"' in page.beside_html(s, "")
 
 
 @pytest.mark.quick

@@ -47,7 +47,6 @@ def test_a_session_by_mouse_keyboard_and_phone(tmp_path, browser):
         assert page.locator("[data-member]").count() == 4
         for place in (0, 1, 1):  # the second time it is taken back
             page.locator(f"[data-member='{place}']").click(modifiers=["Shift"])
-            page.wait_for_timeout(600)  # no double click
         assert answered(click("[data-member='2']")).liked == (0, 2)
         assert answered(lambda: page.keyboard.press("4")).liked == (3,)
         page.locator("[data-member='0']").focus()

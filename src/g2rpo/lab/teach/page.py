@@ -65,7 +65,7 @@ def teach_view(session: Session, stop: Callable[[], None], tab: gr.Tab) -> None:
     def now() -> tuple[Any, ...]:
         """What is beside the group; it is asked again while the session learns."""
         learning = session.learning  # before what it stands for
-        return beside_html(session, learning), gr.Timer(active=learning)
+        return beside_html(session, status(session, learning)), gr.Timer(active=learning)
 
     def everything() -> tuple[Any, ...]:
         return choice_html(session), *now()
@@ -84,9 +84,9 @@ def teach_view(session: Session, stop: Callable[[], None], tab: gr.Tab) -> None:
     gr.on(None, everything, None, outputs, **ONE_AT_A_TIME)
     grid.click(told, None, outputs, **ONE_AT_A_TIME)
     timer.tick(now, None, outputs[1:], show_progress="hidden", api_visibility="private")
-    finish.click(lambda: ended_html(session), None, beside, **ONE_AT_A_TIME).then(
-        stop, **ONE_AT_A_TIME
-    )
+    said = f"Finished. The terminal compares base and taught, and keeps {session.trainer.run.path}."
+    ended = finish.click(lambda: beside_html(session, said), None, beside, **ONE_AT_A_TIME)
+    ended.then(stop, **ONE_AT_A_TIME)
 
 
 def choice_html(session: Session) -> str:
@@ -100,14 +100,14 @@ def choice_html(session: Session) -> str:
     )
 
 
-def beside_html(session: Session, learning: bool) -> str:
-    """What has changed so far."""
+def beside_html(session: Session, said: str) -> str:
+    """What has changed so far, and what is `said` of the session."""
     changed = [
         (prompt, *(_shown(session, image.float() / 255) for image in both))
         for prompt, *both in session.changed()
     ]
     return environment.get_template("beside.html").render(
-        headline=session.headline, changed=changed, status=status(session, learning)
+        headline=session.headline, changed=changed, status=said
     )
 
 
@@ -128,13 +128,6 @@ def status(session: Session, learning: bool) -> str:
     return f"{counted(answers, 'answer')}. {agrees}{said}"
 
 
-def ended_html(session: Session) -> str:
-    """What the page shows once it has ended."""
-    return environment.get_template("beside.html").render(
-        headline=session.headline,
-        changed=[],
-        status=f"Finished. The terminal compares base and taught, and keeps {session.trainer.run.path}.",
-    )
 
 
 def _shown(session: Session, image: Tensor) -> str:
