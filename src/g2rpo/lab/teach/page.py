@@ -128,8 +128,6 @@ def status(session: Session, learning: bool) -> str:
     return f"{counted(answers, 'answer')}. {agrees}{said}"
 
 
-
-
 def _shown(session: Session, image: Tensor) -> str:
     """A picture or a clip within the page."""
     return picture_uri(image, SHOWN_SIDE, seconds_of(session.trainer.policy, len(image)))
