@@ -3,7 +3,7 @@ step counts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from g2rpo.assembly.rewards import (
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config, RewardTable, Section
 from g2rpo.core import plugins
-from g2rpo.core.errors import UserError, counted, placed, refuse
+from g2rpo.core.errors import UserError, counted, placed
 from g2rpo.core.files import FileDigests, is_empty, local, write_whole, writing
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.evaluation.controls import default_controls
@@ -189,17 +189,17 @@ def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
 
 def _check_folder(out: Path, config: JudgingConfig) -> None:
     """Refuses a folder that contains anything other than this evaluation."""
-    refuse(_faults_of_folder(out, config))
-
-
-def _faults_of_folder(out: Path, config: JudgingConfig) -> Iterator[str]:
     existing = EvaluationDirectory(out).settings
     if existing.is_file():
         other = resolve_as(JudgingConfig, read_yaml(existing), source=str(existing))
         if listed := listed_differences(config, other, SWEEP_MAY_CHANGE):
-            yield f"{out} holds an evaluation with other settings:{listed}\nName another --out for this one."
+            raise UserError(
+                f"{out} holds an evaluation with other settings:{listed}\nName another --out for this one."
+            )
     elif not is_empty(out):
-        yield f"{out} is not empty and holds no evaluation (no {existing.name}); name another --out"
+        raise UserError(
+            f"{out} is not empty and holds no evaluation (no {existing.name}); name another --out"
+        )
 
 
 def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:

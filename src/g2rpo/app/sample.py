@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from g2rpo.assembly.prompts import warn_of_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import RewardTable, Steps
-from g2rpo.core.errors import UserError, refuse
+from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_empty, local, whole_file, writing
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import check_inputs, images_of
@@ -119,7 +119,15 @@ def sample(
     copies of input pictures) and `out/grid.png`. Clips are NNNN.webp, which needs no further
     library, or NNNN.mp4. Without `out` it is the first of samples, samples-2 ... that does not
     exist. `notify` is told what rewards that choose pictures have learnt."""
-    refuse(_faults_of(prompts, config))
+    libraries = ("imageio", "imageio_ffmpeg")
+    if config.video == "mp4" and not all(map(importlib.util.find_spec, libraries)):
+        raise UserError(
+            "--video mp4 needs imageio and ffmpeg: pip install imageio imageio-ffmpeg, or take --video webp"
+        )
+    if not prompts:
+        raise UserError(
+            "give prompts as arguments, after the run if you name one, or a file of them with --prompts"
+        )
     check_inputs(prompts)
     if config.weights is not None:
         check_weights(local(config.weights))
@@ -134,14 +142,6 @@ def sample(
         with writing(out / "grid.png"):
             save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN], seconds=seconds)
         return Sampled(len(prompts), len(shown), shown.ndim == 5, out)
-
-
-def _faults_of(prompts: Sequence[str], config: SampleConfig) -> Iterator[str]:
-    libraries = ("imageio", "imageio_ffmpeg")
-    if config.video == "mp4" and not all(map(importlib.util.find_spec, libraries)):
-        yield "--video mp4 needs imageio and ffmpeg: pip install imageio imageio-ffmpeg, or take --video webp"
-    if not prompts:
-        yield "give prompts as arguments, after the run if you name one, or a file of them with --prompts"
 
 
 def _check_empty(out: Path) -> None:

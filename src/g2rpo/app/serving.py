@@ -20,7 +20,7 @@ from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.resolve import parse_options
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
-from g2rpo.core.errors import UserError, placed, refuse
+from g2rpo.core.errors import UserError, placed
 from g2rpo.core.web import host_of, is_loopback
 from g2rpo.rewards.transport import token_from
 
@@ -86,16 +86,16 @@ def token_for(host: str, variable: str | None) -> str | None:
     `host` is allowed."""
     with placed("--token-env "):
         token = token_from(variable)
-    refuse(_faults_of_token(host, variable, token))
-    return token
-
-
-def _faults_of_token(host: str, variable: str | None, token: str | None) -> Iterator[str]:
     if token and len(token) < SHORTEST_TOKEN:
         own = "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
-        yield f"--token-env {variable}: a token has at least {SHORTEST_TOKEN} characters, or it could be guessed; {own}"
+        raise UserError(
+            f"--token-env {variable}: a token has at least {SHORTEST_TOKEN} characters, or it could be guessed; {own}"
+        )
     if not token and not is_loopback(host):
-        yield f"serving on {host} without a token would let anyone use this machine; name one with --token-env"
+        raise UserError(
+            f"serving on {host} without a token would let anyone use this machine; name one with --token-env"
+        )
+    return token
 
 
 def check_address(host: str, port: int) -> None:

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from g2rpo.core.data import Prompt, plain_prompt
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, refuse
 from g2rpo.core.files import FileDigests, cache_root, digest_of, local
 from g2rpo.core.images import to_tensor
 
@@ -63,25 +63,18 @@ def check_counts(prompts: Iterable[str], takes: tuple[int, int]) -> None:
 
 
 def check_pictures(named: Iterable[tuple[str, str]]) -> None:
-    """Refuses pictures, given as path and place, that are absent, damaged or too large; UserError
-    begins with the place.
-
-    All are decoded, a few at a time: a header does not tell whether a picture is whole.
-    """
+    """Refuses input pictures, given as path and place, that are absent, damaged or too large;
+    UserError begins with the place."""
     places: dict[str, str] = {}
     for path, place in named:
         places.setdefault(path, place)
-    with ThreadPoolExecutor(DECODED_AT_ONCE) as pool:
-        list(
-            pool.map(
-                lambda path: _opened(path, places[path], lambda picture: picture.load()), places
-            )
-        )
+    refuse(faults_of_pictures(places, "input picture"))
 
 
-def faults_of_pictures(named: Mapping[str, str]) -> list[str]:
+def faults_of_pictures(named: Mapping[str, str], what: str = "picture") -> list[str]:
     """What is wrong with pictures, given as path and place: absent, damaged, too large. All are
-    decoded, but for those that were and whose size, times and inode are unchanged."""
+    decoded, for a header does not tell whether a picture is whole; but for those that were and
+    whose size, times and inode are unchanged."""
     memo = cache_root() / "pictures" / f"whole-{PIL.__version__}.txt"
     whole: set[str] = set()
     with suppress(OSError):  # only a cache: pictures are decoded again
@@ -94,7 +87,7 @@ def faults_of_pictures(named: Mapping[str, str]) -> list[str]:
 
     def fault(path: str) -> str | None:
         try:
-            _opened(path, named[path], lambda picture: picture.load(), "picture")
+            _opened(path, named[path], lambda picture: picture.load(), what)
         except UserError as error:
             return str(error)
         return None

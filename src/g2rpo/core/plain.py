@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import stat
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
@@ -351,18 +350,15 @@ def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
 def _read(path: Path, largest: int) -> bytes:
     """Reads regular files only: a pipe may never end."""
     with placed("cannot be read (", OSError, kind=ValueError, after=")"):
-        refuse(_faults_of_file(path.stat(), largest), ValueError)
+        state = path.stat()
+        if not stat.S_ISREG(state.st_mode):
+            raise ValueError("cannot be read (it is no regular file)")
+        if state.st_size > largest:
+            raise ValueError(f"is {state.st_size} bytes large; at most {largest} are read")
         content = path.read_bytes()
     if content.startswith(POINTER):
         raise ValueError("is a pointer of git-lfs, not the file; `git lfs pull` fetches the file")
     return content
-
-
-def _faults_of_file(state: os.stat_result, largest: int) -> Iterator[str]:
-    if not stat.S_ISREG(state.st_mode):
-        yield "cannot be read (it is no regular file)"
-    if state.st_size > largest:
-        yield f"is {state.st_size} bytes large; at most {largest} are read"
 
 
 def decoded(content: bytes) -> str:

@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from g2rpo.core.errors import counted, refuse
+from g2rpo.core.errors import UserError, counted, refuse
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import images_of
@@ -106,17 +106,12 @@ def read_scores(path: Path, names: Collection[str], count: int | None = None) ->
     """The scores [N] of a table by reward; UserError also if it lacks those of `names`, or has not
     `count` rows."""
     rows = read_rows(path)
-    refuse(f"{path}: {fault}; {PUT_BACK}" for fault in _faults_of_table(rows, names, count))
-    return scores_of(rows)
-
-
-def _faults_of_table(
-    rows: Sequence[ScoreRow], names: Collection[str], count: int | None
-) -> Iterator[str]:
     if lacking := sorted(set(names) - rows[0]["scores"].keys()):
-        yield f"lacks scores of {', '.join(lacking)}"
+        raise UserError(f"{path}: lacks scores of {', '.join(lacking)}; {PUT_BACK}")
     if count is not None and len(rows) != count:
-        yield f"has {counted(len(rows), 'row')} for {counted(count, 'held-out prompt')}"
+        has = f"has {counted(len(rows), 'row')} for {counted(count, 'held-out prompt')}"
+        raise UserError(f"{path}: {has}; {PUT_BACK}")
+    return scores_of(rows)
 
 
 def scores_of(rows: Sequence[ScoreRow]) -> dict[str, Tensor]:

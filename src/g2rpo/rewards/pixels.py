@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from g2rpo.core.errors import counted, refuse
+from g2rpo.core.errors import counted
 from g2rpo.core.images import to_pil, to_tensor, to_uint8
 from g2rpo.core.input_pictures import INPUT, images_of
 from g2rpo.core.types import Reward
@@ -38,21 +38,20 @@ def check_batch(images: Tensor, prompts: Sequence[str], video: bool = False) -> 
 
     Pixels that are not finite are allowed here: their pictures get no score.
     """
-    refuse(_faults_of(images, prompts, video), ValueError)
-
-
-def _faults_of(images: Tensor, prompts: Sequence[Any], video: bool) -> Iterator[str]:
     if images.ndim != 4 + video or images.shape[-3] != 3 or not images.is_floating_point():
-        yield f"images must be float [B, {'T, ' * video}3, H, W], got {images.dtype} {list(images.shape)}"
+        wanted = f"float [B, {'T, ' * video}3, H, W]"
+        raise ValueError(f"images must be {wanted}, got {images.dtype} {list(images.shape)}")
     if isinstance(prompts, str) or len(prompts) != len(images):
-        yield f"one prompt per image: got {counted(len(images), 'image')} and {prompts!r:.80}"
+        raise ValueError(
+            f"one prompt per image: got {counted(len(images), 'image')} and {prompts!r:.80}"
+        )
     if not len(images):
         return
     low, high = (x.item() for x in images.aminmax())
     if not math.isfinite(low) or not math.isfinite(high):  # the slow way, only where it is needed
         low, high = (x.item() for x in torch.where(torch.isfinite(images), images, 0.5).aminmax())
     if low < -0.01 or high > 1.01:
-        yield f"images must be in [0, 1], got values from {low:.3g} to {high:.3g}"
+        raise ValueError(f"images must be in [0, 1], got values from {low:.3g} to {high:.3g}")
 
 
 class PictureReward(Reward):

@@ -13,7 +13,7 @@ instruction should be given that one (`template`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Annotated, Any, Literal
@@ -23,7 +23,7 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from g2rpo.core.errors import refuse, shown
+from g2rpo.core.errors import shown
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.core.plain import Count
@@ -149,7 +149,12 @@ class VLMJudge(PictureReward):
         self.names = self.form.scores if aspects is None else tuple(aspects)
         self.image_size = image_size
         if range is not None:
-            refuse(_faults_of_range(range, template, self.names), ValueError)
+            if template is None or not self.names:
+                raise ValueError("range is for scores that a template of your own asks for")
+            if range[0] >= range[1]:
+                raise ValueError(
+                    f"range should be the lowest and the highest score, got [{range[0]:g}, {range[1]:g}]"
+                )
             self.form = replace(self.form, low=range[0], high=range[1])
         if self.names:
             self.missing += f" from {self.form.low:g} to {self.form.high:g}"
@@ -204,16 +209,6 @@ class VLMJudge(PictureReward):
         if not self.names:
             return probability_of_yes(said)
         return self.form.combine(read_scores(said, self.names, self.form.low, self.form.high))
-
-
-def _faults_of_range(
-    range: ScoreRange, template: str | None, names: Sequence[str]
-) -> Iterator[str]:
-    low, high = range
-    if template is None or not names:
-        yield "range is for scores that a template of your own asks for"
-    if low >= high:
-        yield f"range should be the lowest and the highest score, got [{low:g}, {high:g}]"
 
 
 def _template(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.types import Policy, Prompt
 from g2rpo.rollout.engine import Engine
@@ -30,12 +31,14 @@ def guided_by_hand(policy: object) -> bool:
     return not getattr(inner, "guided", guidance_of(policy) is not None)
 
 
-def faults_of_scale(policy: object, scale: float | None) -> Iterator[str]:
-    """Why a policy cannot train with the guidance scale `scale` (None: its own)."""
+def check_scale(policy: object, scale: float | None) -> None:
+    """UserError for a policy that cannot train with the guidance scale `scale` (None: its own)."""
     inner = _inner(policy)
     if scale is not None and not hasattr(inner, "guidance_scale"):
         kind = type(inner).__name__
-        yield f"sampling.guidance_scale={scale:g}: a {kind} has no guidance_scale; take it out"
+        raise UserError(
+            f"sampling.guidance_scale={scale:g}: a {kind} has no guidance_scale; take it out"
+        )
 
 
 @contextmanager

@@ -454,15 +454,13 @@ WEIGHTS = ("pytorch_lora_weights.safetensors", "config.json")
 
 def check_weights(path: Path) -> None:
     """UserError for a path that cannot be tuned weights."""
-    refuse(_faults_of_weights(path))
-
-
-def _faults_of_weights(path: Path) -> Iterator[str]:
     if not path.is_dir() and not (path.is_file() and path.suffix == ".safetensors"):
         what = "an adapter/ or a transformer/ that training wrote, or a .safetensors file of one"
-        yield f"weights {path}: is no folder and no .safetensors file; name {what}"
+        raise UserError(f"weights {path}: is no folder and no .safetensors file; name {what}")
     if path.is_dir() and not any((path / name).is_file() for name in WEIGHTS):
-        yield f"weights {path}: holds neither {' nor '.join(WEIGHTS)}; of a run, name its adapter/ or transformer/"
+        raise UserError(
+            f"weights {path}: holds neither {' nor '.join(WEIGHTS)}; of a run, name its adapter/ or transformer/"
+        )
 
 
 def _stored(kind: type[T], path: Path, hint: str = "") -> T | None:

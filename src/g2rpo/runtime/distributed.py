@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pydantic import NonNegativeInt
 from torch import Tensor
 
-from g2rpo.core.errors import RankLost, UserError, out_of_device_memory, placed, refuse
+from g2rpo.core.errors import RankLost, UserError, out_of_device_memory, placed
 from g2rpo.core.plain import parse_as
 from g2rpo.core.types import Plan
 from g2rpo.runtime.devices import accelerator
@@ -177,14 +177,6 @@ class World:
 ALONE = World()
 
 
-def _faults_of_device(device: torch.device) -> Iterator[str]:
-    """What several processes cannot compute on."""
-    if device.type == "mps":
-        yield "policy.device=mps: one process computes on Apple's GPU; start the run without torchrun"
-    if device.index is not None:
-        yield f"policy.device={device}: with several processes write auto, and each takes the GPU of its local rank"
-
-
 @contextmanager
 def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
     """The world of this process, as set by torchrun or any launcher that sets RANK, WORLD_SIZE,
@@ -205,7 +197,14 @@ def joined(device: str, timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
     if size == 1:
         yield ALONE
         return
-    refuse(_faults_of_device(torch.device(device)))
+    if torch.device(device).type == "mps":
+        raise UserError(
+            "policy.device=mps: one process computes on Apple's GPU; start the run without torchrun"
+        )
+    if index is not None:
+        raise UserError(
+            f"policy.device={device}: with several processes write auto, and each takes the GPU of its local rank"
+        )
     timeout = timedelta(seconds=timeout_s)
     backend = (
         "gloo"

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from g2rpo.config.schema import Config, grid_of
-from g2rpo.core.errors import refuse
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond, Policy, Reward
 from g2rpo.evaluation.work import plans_in
 from g2rpo.prompts.order import PromptOrder
-from g2rpo.rollout.guidance import faults_of_scale, sized
+from g2rpo.rollout.guidance import check_scale, sized
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.collector import Collector
@@ -38,7 +37,7 @@ def loop_of(
     algorithm, optim = config.algorithm, config.optim
     weights = {name: config.rewards[name].weight for name in rewards}
     check_differentiable(algorithm, rewards, weights)
-    refuse(faults_of_scale(policy, config.sampling.guidance_scale))
+    check_scale(policy, config.sampling.guidance_scale)
     division = divided(config, shards.world)
     sigmas = grid_of(config.sampling.shift, policy, config.sampling.num_steps)
     learner = Learner(policy.trainable_parameters(), optim, shards, algorithm.uses_old)
