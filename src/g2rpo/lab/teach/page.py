@@ -92,7 +92,8 @@ def teach_view(session: Session, stop: Callable[[], None], tab: gr.Tab) -> None:
 def choice_html(session: Session) -> str:
     """The group that is asked, each picture with its number."""
     group, usual = session.group, session.asked >= USUAL_ANSWERS
-    guide = f"Click the best picture, or hold Shift to click several. Group {session.asked + 1} of about {USUAL_ANSWERS}."
+    guide = "Click the best picture. If several are good, hold Shift for all but the last. "
+    guide += f"Group {session.asked + 1} of about {USUAL_ANSWERS}."
     return environment.get_template("choice.html").render(
         group=group,
         guide='Press "Finish", or click the best picture and go on.' if usual else guide,

@@ -64,9 +64,10 @@ FIRST = 3
 """Answered groups before the weights change."""
 UPDATES = 4
 """Iterations after an answer, once there is a head that counts."""
-AIM = 0.5
+AIM = 1.0
 """Standard deviations within groups by which the head's utility of held-out pictures is to rise, less
-one posterior deviation: a model that learns on loses what a prompt asks for (studies/LOG.md)."""
+one posterior deviation: at half of it words are learnt less, and a model that learns on and on loses
+what a prompt asks for (docs/teach.md)."""
 LOOK = 2
 """Changes of the weights between two looks at held-out pictures."""
 FALL = 1.5
