@@ -72,13 +72,11 @@ def show_plan(answer: PlanAnswer, console: Console) -> None:
         console.print(_time_table(answer.seconds, plan.counts))
         say(console, _after_ten_minutes(answer))
         say(console, _bought(answer))
-    elif answer.cards:
-        console.print(_cards_table(answer.cards))
     else:
         say(
             console,
             f"Time on {target.name}: not planned, but told by `g2rpo train` after its first iteration; "
-            "with --within 5m it stops in time. On GPUs: --cards.",
+            "with --within 5m it stops in time. On GPUs: --cards, or --device rtx4090.",
         )
     _verdict(answer, console)
     for note in answer.notes:
@@ -262,23 +260,11 @@ def _bought(answer: PlanAnswer) -> str:
     return f"Iterations of {whole}: {', '.join(told)}. --within 3h stops in that time; `g2rpo resume` goes on."
 
 
-def _cards_table(cards: Mapping[str, tuple[bool, PlannedSeconds]]) -> Table:
-    columns, left = ("--device", "fits", "an iteration", "the run"), ("--device", "fits")
-    table = _table("on cards", columns, left, caption="by datasheet; --device NAME for details")
-    for key, (fits, seconds) in cards.items():
-        style = "" if fits else "dim"
-        once = planned(sum(seconds.iteration.values()))
-        table.add_row(key, "yes" if fits else "no", once, planned(seconds.run), style=style)
-    return table
-
-
 def _verdict(answer: PlanAnswer, console: Console) -> None:
     plan, target, alternative = answer.plan, answer.target, answer.alternative
     need, there = in_bytes(plan.memory.needed), in_bytes(target.capacity)
     if not target.cuda:
         there += ", this machine's RAM"
-        if answer.cards:
-            there += "; for a GPU name its card with --device, such as rtx4090 or h200"
     if answer.fits:
         console.print(f"[green]It fits[/]: {need} of {there}.", highlight=False)
         return

@@ -54,22 +54,13 @@ def test_the_sizes_of_what_is_downloaded_and_written(capsys):
     assert memory["written"] >= 3 * memory["checkpoint"] + adapter
 
 
-def test_a_plan_of_an_embedded_model_on_a_cpu_says_where_its_time_is_told(capsys):
-    out = " ".join(done(capsys, "plan", "words", "policy.device=cpu").split())
-    assert (
-        "rtx4090" not in out
-        and "with --within 5m it stops in time. On GPUs: --cards. It fits" in out
-    )
-
-
-@pytest.mark.slow  # two plans
-def test_a_plan_for_a_cpu_has_the_times_of_cards(capsys, tiny_config):
-    plan = told(capsys, tiny_config, "policy.device=cpu")
-    assert plan["memory"]["fits"] and plan["seconds"] is None
-    assert plan["cards"]["rtx4090"]["run"] > 0
-    table = done(capsys, "plan", tiny_config, "policy.device=cpu")
-    for words in ("rtx4090", "It fits", "download and disk: the files of the model"):
-        assert words in table
+def test_a_plan_for_a_cpu_says_where_its_time_is_told(capsys, tiny_config):
+    out = " ".join(done(capsys, "plan", tiny_config, "policy.device=cpu").split())
+    for words in (
+        "with --within 5m it stops in time. On GPUs: --cards, or --device rtx4090. It fits",
+        "download and disk: the files of the model",
+    ):
+        assert words in out
 
 
 def schedules():
@@ -96,7 +87,6 @@ def test_every_schedule_of_every_algorithm_can_be_planned(capsys, tiny_config, w
     with fake tensors."""
     small = "algorithm.group_size=3", "sampling.num_steps=8"
     with_gradient = "rewards.scene_accuracy=", "rewards.brightness=1"
-    # for a CPU a plan traces twice
     plan = told(capsys, tiny_config, *words, *small, *with_gradient, "--device", "a100")
     assert plan["counts"]["an_iteration"]["training_rows"] > 0
     assert plan["memory"]["working"]["training pass"] > 0
@@ -182,7 +172,7 @@ def test_a_table_of_80_columns_breaks_no_override():
 
 @pytest.mark.slow  # a plan that tries all that would make the run fit
 def test_ram_is_not_taken_for_a_cards_memory(capsys, tiny_config, monkeypatch):
-    monkeypatch.setattr("g2rpo.lab.plan.plan.os.sysconf", lambda name: 1)
+    monkeypatch.setattr("g2rpo.runtime.machine.memory", lambda: 1)
     narrow = "policy.device=cpu", "policy.dtype=bfloat16", "policy.quantize=int8"
     out = " ".join(done(capsys, "plan", tiny_config, *narrow).split())
-    assert "does not fit" in out and "this machine's RAM" in out and "--device" in out
+    assert "does not fit" in out and "this machine's RAM" in out and "On GPUs: --cards" in out

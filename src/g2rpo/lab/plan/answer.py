@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from g2rpo.assembly.checks import check_quantized
-from g2rpo.assembly.components import EMBEDDED
-from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.fit import fitting
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
@@ -29,14 +27,12 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanAnswer:
-    """The answer of `g2rpo plan`. `cards` has all known cards if `seconds` is unknown for the
-    target; none for the embedded models, which train on a CPU."""
+    """The answer of `g2rpo plan`. `seconds` are None where no datasheet tells them."""
 
     recipe: str
     plan: Estimate
     target: Target
     seconds: PlannedSeconds | None
-    cards: Mapping[str, tuple[bool, PlannedSeconds]]
     alternative: Alternative | None
     notes: Sequence[str]
 
@@ -96,9 +92,6 @@ class PlanAnswer:
             "seconds": asdict(self.seconds) if self.seconds else None,
             "after_ten_minutes": asdict(self.reached) if self.reached else None,
             "iterations_in_hours": self.bought,
-            "cards": {
-                key: {"fits": fits, "run": taken.run} for key, (fits, taken) in self.cards.items()
-            },
             "instead": asdict(self.alternative) if self.alternative else None,
             "notes": list(self.notes),
         }
@@ -120,7 +113,6 @@ def plan(
     check_quantized(config)
     result = planner.plan(cuda=target.cuda)
     seconds = result.seconds(target.card) if target.card else None
-    cards = {} if seconds or config.policy.path in EMBEDDED else _cards(planner.plan())
     alternative = None
     if not target.holds(result) and (extra := fitting(planner, target)) is not None:
         other = planner.plan(*extra, cuda=target.cuda)
@@ -132,15 +124,6 @@ def plan(
         plan=result,
         target=target,
         seconds=seconds,
-        cards=cards,
         alternative=alternative,
         notes=planner.notes(result),
     )
-
-
-def _cards(result: Estimate) -> dict[str, tuple[bool, PlannedSeconds]]:
-    """Whether a CUDA plan fits on each known card, and its time there."""
-    return {
-        key: (result.memory.needed <= find_target(key).capacity, result.seconds(card))
-        for key, card in CARDS.items()
-    }

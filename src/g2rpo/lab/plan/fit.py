@@ -9,6 +9,7 @@ from typing import Any
 
 from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
 from g2rpo.config.schema import Config
+from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Planner, Target, find_target
 from g2rpo.policies.quantized import installed
@@ -34,18 +35,16 @@ def overrides_of(changes: Sequence[PlanChange]) -> list[str]:
     return [override for change in changes for override in change.overrides]
 
 
-def fewest(
-    changes: Sequence[PlanChange], measure: Measure, limit: float
-) -> tuple[list[PlanChange], bool]:
-    """The fewest of the mildest `changes`, which come in this order, with which the run is within
-    the limit; and whether it is.
+def fewest(changes: Sequence[PlanChange], measure: Measure, limit: float) -> list[str] | None:
+    """The overrides of the fewest of the mildest `changes`, which come in this order, with which
+    the run is within the limit: [] if it is as it is, None if all are not enough.
 
     All that keep the mathematics are made at once, for memory has several peaks; then one after the
     other. In the end those are undone that were not needed, the most expensive first.
     """
     least, taken = measure([]), list[PlanChange]()
     if least <= limit:
-        return taken, True
+        return []
     free = [change for change in changes if change.keeps]
     if free:
         least, taken = measure(overrides_of(free)), free
@@ -56,12 +55,12 @@ def fewest(
         if amount < RELEVANT * least:
             least, taken = amount, [*taken, change]
     if least > limit:
-        return taken, False
+        return None
     for change in reversed(taken):
         without = [other for other in taken if other is not change]
         if measure(overrides_of(without)) <= limit:
             taken = without
-    return taken, True
+    return overrides_of(taken)
 
 
 def for_memory(config: Config, ranks: int) -> Iterator[PlanChange]:
@@ -137,11 +136,12 @@ def fitting(planner: Planner, target: Target) -> list[str] | None:
     if none are known."""
 
     def needed(overrides: Sequence[str]) -> float:
-        plan = planner.tried(overrides, cuda=target.cuda)
-        return math.inf if plan is None else plan.memory.needed
+        try:
+            return planner.plan(*overrides, cuda=target.cuda).memory.needed
+        except UserError:  # a run that cannot be
+            return math.inf
 
-    taken, fits = fewest(list(for_memory(planner.config, planner.ranks)), needed, target.capacity)
-    return overrides_of(taken) if fits else None
+    return fewest(list(for_memory(planner.config, planner.ranks)), needed, target.capacity)
 
 
 @dataclass(frozen=True)

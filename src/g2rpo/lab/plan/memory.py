@@ -68,11 +68,7 @@ def plan_memory(
     where there are such.
     """
     policy, shapes, trained = model.policy, model.shapes, model.trained
-    sharded, averaged, old = (
-        config.trainer.sharding != "none",
-        bool(config.optim.ema_decay),
-        config.algorithm.uses_old,
-    )
+    sharded = config.trainer.sharding != "none"
 
     def piece(size: int) -> int:
         """One rank's share of trained weights, or of their gradients and moments."""
@@ -80,47 +76,45 @@ def plan_memory(
 
     weights = sum(p.nbytes for p in trained)
     moments = 2 * weights + 4 * len(trained)
+    average = weights if config.optim.ema_decay else 0
+    old = weights if config.algorithm.uses_old else 0
     frozen = model.total(size_of) - weights
     encoders = sum(encoder.bytes for encoder in model.encoders)
     row = sum(math.prod(shape) for shape in shapes.cond.values()) * policy.dtype.itemsize
     # used first and then moved off the device; on a CPU they stay
     parked = cuda and config.prompts.cache != "off"
     copied = config.policy.tuning == "full" and config.algorithm.uses_base
+    base = weights // 4 * policy.dtype.itemsize if copied else 0
     always = {
         "frozen weights": piece(frozen),
         "trained weights": piece(weights),
         "VAE": size_of(policy.pipeline.vae),
         **_reward_models(reward_costs, "cuda" if cuda else "cpu"),
-        **(
-            {"base copy for the KL term": piece(weights // 4 * policy.dtype.itemsize)}
-            if copied
-            else {}
-        ),
+        "base copy for the KL term": piece(base),
     }
     after = {
         "moments": piece(moments),
-        **({"moving average": piece(weights)} if averaged else {}),
-        **({"old weights": piece(weights)} if old else {}),
-        **({} if parked else {"text encoders": encoders}),
+        "moving average": piece(average),
+        "old weights": piece(old),
+        "text encoders": 0 if parked else encoders,
     }
     kept, finals = _latents(config, counts, shapes.latent_bytes)
     work = {"latents": kept, "prompt embeddings": counts.prompts * row}
     layers, everything = _gathered(config, model)
     gathered = everything if config.trainer.sharding == "training" else 0
-    swapped = piece(weights) if averaged else 0
     # not fused: a root of the second moments of one tensor
     step = 0 if cuda or sharded else max(p.nbytes for p in trained)
     working = {
         **work,
         "finished latents, as rows": finals,
-        **({"gathered layers": layers} if layers else {}),
-        **({"all weights, gathered to sample": gathered} if gathered else {}),
+        "gathered layers": layers,
+        "all weights, gathered to sample": gathered,
         "network call": traced.velocity.peak,
         "decoding": traced.decode.peak,
         "gradients": piece(weights),
         "training pass": traced.training.peak,
         "optimizer step": step,
-        **({"averaged weights swapped in": swapped} if averaged else {}),
+        "averaged weights swapped in": piece(average),
     }
     stays = sum(always.values()) + sum(after.values())
     # without what only a rollout and decoding have: `finals` a second time, as rows
@@ -132,10 +126,10 @@ def plan_memory(
         "decoding": held + finals + gathered + traced.decode.peak,
         # layers, and gradients of layers
         "update": held + piece(weights) + max(2 * layers + traced.training.peak, step),
-        "evaluation": stays + swapped + (gathered or layers) + sampling,
+        "evaluation": stays + piece(average) + (gathered or layers) + sampling,
     }
     peak = max(peaks.values())
-    checkpoint = (1 + averaged + old) * weights + moments
+    checkpoint = weights + average + old + moments
     scored_by = sum(
         it.bytes // parse_dtype(it.dtype).itemsize for it in reward_costs.values() if it is not None
     )

@@ -291,13 +291,6 @@ class Planner:
             )
         return self._made[cuda, more]
 
-    def tried(self, more: Sequence[str], *, cuda: bool = True) -> Estimate | None:
-        """The plan with `more` overrides; None for a run that cannot be."""
-        try:
-            return self.plan(*more, cuda=cuda)
-        except UserError:
-            return None
-
     def notes(self, result: Estimate) -> list[str]:
         """What a plan of these assumes, and what it does not count."""
         return [*self._notes, *_cautions(result, self.config)]
