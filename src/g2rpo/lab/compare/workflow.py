@@ -82,7 +82,7 @@ def compare(
         work = _Work(study, StudyDirectory(out), configs, iterations, workers)
         write_whole(work.folder.study, study.to_yaml().encode())
         failed = work.train() | work.judge(controls)
-        if whole := work.whole(judged=True):
+        if whole := work.whole():
             trained = sorted({name for config in configs.values() for name in config.trained})
             write_results(study, work.folder, whole, work.seeds, trained)
     if failed:
@@ -117,75 +117,55 @@ class _Work:
     def judge(self, controls: bool) -> dict[Job, int]:
         """Evaluates what is missing, of the cells whose runs are finished; the exit codes of what
         failed."""
-        cells, folder = self.whole(judged=False), self.folder
+        cells, folder = self.trained(), self.folder
         if not cells:
             return {}
         run, own = folder.run(cells[0], self.seeds[0]), self.configs[cells[0]]
         steps = self.study.steps or [own.evaluation.num_steps or own.sampling.num_steps]
         jobs = []
         if controls:
-            asked = ["weights=", "--controls"]
-            jobs.append(
-                judging_job(
-                    "judging sampler settings of the base",
-                    run,
-                    folder.judged("controls"),
-                    steps[:1],
-                    *asked,
-                )
-            )
+            place, other = folder.judged("controls"), ("weights=", "--controls")
+            jobs.append(judging_job("sampler settings of the base", run, place, steps[:1], *other))
         if self.study.steps:
-            jobs.append(
-                judging_job("judging the base", run, folder.judged("base"), steps, "weights=")
-            )
-            jobs += [
-                judging_job(
-                    f"judging {cell}, seed {seed}",
-                    folder.run(cell, seed),
-                    folder.judged(cell, seed),
-                    steps,
-                    "base=false",
-                )
-                for cell in cells
-                for seed in self.seeds
-            ]
+            jobs.append(judging_job("the base", run, folder.judged("base"), steps, "weights="))
+            for cell in cells:
+                for seed in self.seeds:
+                    run, place = folder.run(cell, seed), folder.judged(cell, seed)
+                    name = f"{cell}, seed {seed}"
+                    jobs.append(judging_job(name, run, place, steps, "base=false"))
         return self.workers.run(jobs)
 
-    def whole(self, *, judged: bool) -> list[str]:
-        """The cells all of whose runs, and with `judged` evaluations at `Study.steps` too, are
-        finished."""
-        judged = judged and bool(self.study.steps)
+    def trained(self) -> list[str]:
+        """The cells all of whose runs are finished."""
+        run, seeds = self.folder.run, self.seeds
+        return [cell for cell in self.configs if all(finished(run(cell, seed)) for seed in seeds)]
 
-        def done(cell: str, seed: int) -> bool:
-            return finished(self.folder.run(cell, seed)) and not (
-                judged and self.folder.judged(cell, seed).unfinished
-            )
-
-        if judged and self.folder.judged("base").unfinished:
+    def whole(self) -> list[str]:
+        """The cells all of whose runs, and evaluations at `Study.steps`, are finished."""
+        judged = self.folder.judged
+        if not self.study.steps:
+            return self.trained()
+        if judged("base").unfinished:
             return []
-        return [cell for cell in self.configs if all(done(cell, seed) for seed in self.seeds)]
+        return [
+            cell
+            for cell in self.trained()
+            if not any(judged(cell, seed).unfinished for seed in self.seeds)
+        ]
 
     def _training(self, cell: str, seed: int) -> Job | None:
-        own = run_overrides(self.configs[cell], seed, self.iterations[cell])
-        overrides = [
-            *self.study.overrides_of(cell),
-            *own,
-        ]
-        return training_job(
-            f"{cell}, seed {seed}", self.study.recipe, overrides, self.folder.run(cell, seed)
-        )
-
-
-def training_job(title: str, recipe: str, overrides: Sequence[str], run: Run) -> Job | None:
-    """The job that trains, or continues training; None if the run is finished."""
-    if finished(run):
-        return None
-    arguments = ["train", recipe, *overrides, "--run-dir", str(run.path), "--resume"]
-    return Job(title, tuple(arguments), run.path.with_suffix(".log"))
+        """The job that trains, or continues training; None if the run is finished."""
+        run, config = self.folder.run(cell, seed), self.configs[cell]
+        if finished(run):
+            return None
+        own = run_overrides(config, seed, self.iterations[cell])
+        words = ["train", self.study.recipe, *self.study.overrides_of(cell), *own]
+        words += ["--run-dir", str(run.path), "--resume"]
+        return Job(f"{cell}, seed {seed}", tuple(words), run.path.with_suffix(".log"))
 
 
 def judging_job(
-    title: str, run: Run, folder: EvaluationDirectory, steps: Sequence[int], *settings: str
+    name: str, run: Run, folder: EvaluationDirectory, steps: Sequence[int], *settings: str
 ) -> Job | None:
     """The job that evaluates a run's weights; None if it is finished."""
     if not folder.unfinished:
@@ -201,7 +181,7 @@ def judging_job(
         f"seed={NOISE}",
         *settings,
     ]
-    return Job(title, tuple(arguments), folder.path.with_suffix(".log"))
+    return Job(f"judging {name}", tuple(arguments), folder.path.with_suffix(".log"))
 
 
 def run_overrides(config: Config, seed: int, iterations: int) -> list[str]:

@@ -227,19 +227,6 @@ def _cautions(result: Estimate, config: Config) -> Iterator[str]:
         yield "evaluation.every_minutes: evaluations that the clock adds are not counted."
 
 
-@dataclass(frozen=True)
-class Lists:
-    """Training prompts and held-out prompts, however many of each list a run takes."""
-
-    train: Sequence[str]
-    heldout: Sequence[str]
-
-    def to_come(self, config: Config) -> list[str]:
-        """The different prompts of a run of `config`."""
-        heldout = self.heldout[: config.evaluation.num_prompts]
-        return prompts_to_come(config, self.train, heldout)
-
-
 class Planner:
     """Plans of `recipe` with `overrides` on `ranks` devices, `ranks_per_node` in a machine.
 
@@ -266,24 +253,22 @@ class Planner:
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
         components.check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
         check_settings(self.config)
-        self._lists = self._listed_prompts()
-        self.text_tokens = self._longest_prompt()
+        self.heldout, self.distinct, self.text_tokens = self._count_prompts()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}
         self._known = KnownModels()
 
     def plan(self, *more: str, cuda: bool = True) -> Estimate:
-        """The plan with `more` overrides, on CUDA devices or a CPU. Models and calls of earlier
-        plans are traced once."""
+        """The plan with `more` overrides, of the same prompts, on CUDA devices or a CPU. Models and
+        calls of earlier plans are traced once."""
         if (cuda, more) not in self._made:
             config = self.config
             if more:
                 config = completed(load_config(self.recipe, [*self.overrides, *more]))
-            heldout, distinct = self._counted_prompts(config)
             self._made[cuda, more] = make_plan(
                 config,
                 cuda=cuda,
-                heldout=heldout,
-                distinct_prompts=distinct,
+                heldout=self.heldout,
+                distinct_prompts=self.distinct,
                 ranks=self.ranks,
                 ranks_per_node=self.ranks_per_node,
                 known=self._known,
@@ -295,15 +280,14 @@ class Planner:
         """What a plan of these assumes, and what it does not count."""
         return [*self._notes, *_cautions(result, self.config)]
 
-    def _listed_prompts(self) -> Lists | None:
-        """The prompts of all runs; None if a list is missing."""
-        config = self.config
-        sources = (
+    def _count_prompts(self) -> tuple[int, int, int | None]:
+        """(held-out prompts, different prompts of the run, tokens of the longest where they
+        count)."""
+        config, read = self.config, list[list[str]]()
+        for key, source in (
             ("prompts.train", config.prompts.train),
             ("evaluation.prompts", config.evaluation.prompts),
-        )
-        read: list[list[str]] = []
-        for key, source in sources:
+        ):
             try:
                 read.append(build_prompts(source, key))
             except UserError as error:
@@ -311,29 +295,18 @@ class Planner:
                 self._notes.append(
                     f"{why}. As many prompts as the config asks for are assumed, all different."
                 )
-        if len(read) < len(sources):
-            return None
-        train, heldout = read
-        return Lists(train, heldout)
-
-    def _longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt of the run without further overrides, where they count."""
-        if self._lists is None:
-            return None
+        asked = config.evaluation.num_prompts
+        if len(read) < 2:
+            drawn = config.trainer.iterations * config.trainer.prompts_per_iteration
+            return asked, drawn + asked, None
+        train, heldout = read[0], read[1][:asked]
+        to_come = prompts_to_come(config, train, heldout)
         try:
-            return longest_prompt(self.config.policy, self._lists.to_come(self.config))
+            tokens = longest_prompt(config.policy, to_come)
         except UserError as error:
             self._notes.append(f"{error}. The most that a prompt may have are assumed.")
-            return None
-
-    def _counted_prompts(self, config: Config) -> tuple[int, int]:
-        """(held-out prompts, different prompts of a run of `config`)."""
-        heldout = config.evaluation.num_prompts
-        if self._lists is not None:
-            return len(self._lists.heldout[:heldout]), len(self._lists.to_come(config))
-        trainer = config.trainer
-        drawn = trainer.prompts_per_iteration
-        return heldout, trainer.iterations * drawn + heldout
+            tokens = None
+        return len(heldout), len(to_come), tokens
 
 
 def predict(
