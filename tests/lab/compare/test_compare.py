@@ -212,13 +212,16 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     assert [path.stat().st_mtime_ns for path in written] == times
     assert (out / "results.json").read_bytes() == before
 
-    # as if interrupted before the end: it goes on from its checkpoint to the same weights
+    # as if interrupted before its weights were written: they are the last checkpoint's
     cut = out / "runs/one/seed_42"
     content = adapter(cut)
     shutil.rmtree(cut / "adapter")
     shown = " ".join(done(capsys, *asked, *mix, "--controls").split())
     assert adapter(cut) == content
-    assert "resuming after iteration" in (out / "runs/one/seed_42.log").read_text()
+    assert (
+        "iterations are done; base and tuned are compared again"
+        in (out / "runs/one/seed_42.log").read_text()
+    )
 
     results = json.loads((out / "results.json").read_text())
     assert list(results["spent"]) == ["one", "mix"]
