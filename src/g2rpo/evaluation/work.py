@@ -28,18 +28,18 @@ def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
     return _work(config, plans_in(config, iteration), evaluations)
 
 
-def work_of_run(config: Config, iterations: int | None = None) -> int:
-    """The `work` of the first `iterations`, by default of all. Those with the same plans cost the
-    same and are counted once: counting one calls the algorithm's loss."""
-    done = range(config.trainer.iterations if iterations is None else iterations)
-    times = Counter(tuple(plans_in(config, iteration)) for iteration in done)
+def work_of_run(config: Config) -> int:
+    """The `work` of all iterations. Those with the same plans cost the same and are counted once:
+    counting one calls the algorithm's loss."""
+    every = range(config.trainer.iterations)
+    times = Counter(tuple(plans_in(config, iteration)) for iteration in every)
     return sum(count * _work(config, plans) for plans, count in times.items())
 
 
-def work_in_pictures(config: Config, iterations: int | None = None) -> float:
+def work_in_pictures(config: Config) -> float:
     """The same in evaluations of the size that is judged."""
     trained, judged = (policy.height * policy.width for policy in (config.policy, config.judged))
-    return work_of_run(config, iterations) * trained / judged
+    return work_of_run(config) * trained / judged
 
 
 def plans_in(config: Config, iteration: int) -> list[Plan]:
