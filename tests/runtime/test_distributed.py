@@ -66,10 +66,10 @@ def train_gaussian(world, folder, overrides):
 
 SIZES = [
     *[(variant, 4) for variant in VARIANTS],
-    *[(variant, 2) for variant in ("g2rpo", "batch_std", "chosen prompts", "plans of a prompt")],
+    *[(variant, 2) for variant in ("g2rpo", "batch_std", "plans of a prompt")],
 ]
-"""Of each way in which work is divided a quick one: prompts, statistics over all of them, prompts
-that are chosen, and the plans of one prompt."""
+"""Of each way in which work is divided a quick one: prompts, statistics over all of them, and the
+plans of one prompt."""
 
 
 @pytest.mark.parametrize(("variant", "size"), few(SIZES, lambda case: case[1] == 2))
