@@ -29,7 +29,7 @@ from g2rpo.assembly.prompts import warn_of_prompts
 from g2rpo.config.given import PYTHON
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Config, RewardConfig
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, shown
 from g2rpo.core.files import local
 from g2rpo.core.input_pictures import check_inputs
 from g2rpo.core.plain import read_as
@@ -121,7 +121,7 @@ def _check(**given: Any) -> None:
             if isinstance(thing, str | Mapping) or not all(isinstance(text, str) for text in thing):
                 example = "trainer.iterations=2" if name == "overrides" else "a red circle"
                 raise UserError(
-                    f"{name}: should be a list of texts, such as ['{example}'], is {thing!r:.80}"
+                    f"{name}: should be a list of texts, such as ['{example}'], is {shown(thing)}"
                 )
             if name != "overrides" and not thing:
                 raise UserError(f"{name}: is empty; give at least one prompt")
@@ -135,7 +135,7 @@ def _check(**given: Any) -> None:
         if name in ("rewards", "judges"):
             if not isinstance(thing, Mapping):
                 raise UserError(
-                    f"{name}: should be a mapping from names to functions or objects, is {thing!r:.80}"
+                    f"{name}: should be a mapping from names to functions or objects, is {shown(thing)}"
                 )
             objects = {f"{name}[{key!r}]": reward for key, reward in thing.items()}
         for place, it in objects.items():
@@ -147,11 +147,11 @@ def _check(**given: Any) -> None:
                 lacks = [each for each in METHODS if not callable(getattr(it, each, None))]
                 if lacks:
                     raise UserError(
-                        f"{place}: is no tracker, it lacks {', '.join(lacks)}: {it!r:.80}"
+                        f"{place}: is no tracker, it lacks {', '.join(lacks)}: {shown(it)}"
                     )
             elif place != name and not callable(it):
                 raise UserError(
-                    f"{place}: should be a function or an object that can be called, is {it!r:.80}"
+                    f"{place}: should be a function or an object that can be called, is {shown(it)}"
                 )
 
 

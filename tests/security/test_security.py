@@ -36,6 +36,7 @@ from g2rpo.run.checkpoint import _digest, checkpoints
 from g2rpo.run.run import Run
 from g2rpo.training.model_card import _block
 from tests.support.commands import g2rpo as command
+from tests.support.commands import refused
 from tests.support.fuzzing import mutated
 from tests.support.runs import fallen_back, mean, resumed, trainer
 from tests.support.servers import serving
@@ -354,6 +355,32 @@ def answering(make):
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", heard
         thread.join()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "endpoint.token={}",
+        "endpoint.api_key={}",
+        "endpoint={{Authorization: {}}}",
+        "endpoint.token_env={}",
+        "headers.Authorization=Bearer {}",
+        "request.extra_headers.X-Api-Key={}",
+        "request.password={}",
+        "token={}",
+        "url='http://me:{}@127.0.0.1:9/v1'",
+        "url='http://127.0.0.1:9/v1?api_key={}'",
+        "url=http://127.0.0.1:9/sk-proj-{}/v1",
+    ],
+)
+def test_a_token_in_a_setting_is_refused_and_not_repeated(tmp_path, capsys, caplog, setting):
+    """Before anything is written: it would stand in config.yaml."""
+    judge = "{kind: vlm_judge, options: {url: 'http://127.0.0.1:9/v1', model: m}}"
+    token = "hunter2hunter2hunter2"
+    given = [f"rewards.j={judge}", f"rewards.j.options.{setting.format(token)}"]
+    said = refused(capsys, "train", "scenes-fast", *given, "--run-dir", tmp_path / "run")
+    assert "hunter2" not in said + caplog.text and not (tmp_path / "run").exists()
+    assert "environment variable" in said or "unknown option 'headers'" in said, said
 
 
 def test_a_token_is_nowhere_but_in_the_request(monkeypatch, caplog):

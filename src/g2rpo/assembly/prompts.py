@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from g2rpo.assembly.components import Loaded
 from g2rpo.config.given import refuse_object
 from g2rpo.core.data import spelling_apart
-from g2rpo.core.errors import UserError, counted, did_you_mean, placed
+from g2rpo.core.errors import UserError, counted, did_you_mean, placed, shown
 from g2rpo.core.input_pictures import images_of
 from g2rpo.policies.reading import warn_of_long
 from g2rpo.prompts.sources import STARTER, read_prompts
@@ -67,5 +67,5 @@ def warn_of_prompts(loaded: Loaded, prompts: Sequence[str], notify: Callable[[st
     if strange:
         notify(
             f"{len(strange)} of {counted(len(distinct), 'prompt')} {'is' if len(strange) == 1 else 'are'} nothing that the "
-            f"model {path} has learnt, such as {str(strange[0])!r:.60}; it knows {knows(path)}"
+            f"model {path} has learnt, such as {shown(str(strange[0]))}; it knows {knows(path)}"
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_type_hints
 
 import torch
@@ -43,6 +44,10 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "word_drawing": "g2rpo.testbed.words.judges:WordDrawing",
     "word_letters": "g2rpo.testbed.words.judges:WordLetters",
 }
+SECRET = re.compile(
+    r"(\w+_)?(pass(word|wd)|secret|authorization|cookie|credentials?)|((api|auth|access|bearer|user)_?)?token|\w*(api|access|secret|auth)_?key|bearer"
+)
+"""Names of options that hold a token or a password."""
 SHARED_OPTIONS: dict[str, Any] = {
     "dtype": Literal["float32", "float16", "bfloat16"],
     "batch_size": Count,
@@ -95,6 +100,11 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
         kind = reward_kind(name, entry)
         types = get_type_hints(kind.__init__, include_extras=True) if entry.kind in REWARDS else {}
         types |= SHARED_OPTIONS if declared_by(kind) is kind else {}
+        for key in _secrets_in(entry.options):
+            raise UserError(
+                f"rewards.{name}.options.{key}: a token or a password would end in configs and logs. Put it in an environment "
+                "variable, and name that: endpoint.token_env=NAME, or the name as an option of a reward of yours"
+            )
         known = list(defaults_of(kind))
         for option, value in entry.options.items():
             if option not in known:
@@ -104,6 +114,14 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
             if option in types:
                 with placed(f"rewards.{name}.options.{option}: "):
                     parse_as(types[option], as_json(value))
+
+
+def _secrets_in(value: Any) -> Iterator[str]:
+    """The dotted keys of settings whose names say that they hold a secret."""
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        if inner is not None and SECRET.fullmatch(str(key).lower().replace("-", "_")):
+            yield str(key)
+        yield from (f"{key}.{each}" for each in _secrets_in(inner))
 
 
 def check_devices(entries: Mapping[str, RewardConfig]) -> None:

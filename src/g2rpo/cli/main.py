@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import shlex
 import sys
 import traceback
@@ -23,7 +22,16 @@ from g2rpo.app.stopping import Stopping
 from g2rpo.cli import models, serving, train
 from g2rpo.cli.life import LIFE
 from g2rpo.cli.output import Heard
-from g2rpo.core.errors import Interrupted, Stopped, UserError, out_of_memory, without_operator
+from g2rpo.core.errors import (
+    LONGEST_QUOTE,
+    Interrupted,
+    Stopped,
+    UserError,
+    out_of_memory,
+    shown,
+    without_operator,
+    without_secrets,
+)
 
 app = typer.Typer(
     name="g2rpo",
@@ -139,6 +147,9 @@ def plugins_first(arguments: list[str]) -> list[str]:
             raise UserError(
                 f"{word!a:.80} is no text in this locale; set LC_ALL=C.UTF-8, and write UTF-8"
             )
+        named = word.partition("=")[0]
+        if len(named) > LONGEST_QUOTE and (word.startswith("--") or not rest):
+            raise UserError(f"{shown(named)} is no command or option; `g2rpo --help` lists them")
         if word == "--plugin":
             first += [word, *([value] if (value := next(words, None)) is not None else [])]
         else:
@@ -154,7 +165,7 @@ def _tell(message: str, style: str) -> None:
     """
     if os.environ.get("G2RPO_TRACEBACK"):
         traceback.print_exc()
-    message = re.sub(r"(?<=:/)/?[^\s/]*@", "/***@", message)  # user and password in URLs
+    message = without_secrets(message)
     shown = "".join(
         each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}"
         for each in message

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, with_name
 from g2rpo.core import plugins
-from g2rpo.core.errors import UserError, did_you_mean
+from g2rpo.core.errors import UserError, cut, did_you_mean, shown
 from g2rpo.core.types import Algorithm
 
 SHORT = {
@@ -132,11 +132,11 @@ def complaints(error: ValidationError, kind: Any, data: Mapping[str, Any]) -> It
             wanted = spaced or f"; write {key}.{_example(key, wrong):.200}"
             is_reward = key.rpartition(".")[0] in REWARD_TABLES
             held = "a weight, or a group of settings" if is_reward else "a group of settings"
-            yield f"{key} is {held}, got {wrong!r:.200}{wanted}"
+            yield f"{key} is {held}, got {shown(wrong)}{wanted}"
         else:
             listed = what in NOT_A_LIST and isinstance(wrong, str | int | float)
-            brackets = f"; write it in brackets: [{wrong}]" if listed else ""
-            yield f"{key}: {message[0].lower()}{message[1:]}, got {repr(wrong)[:200]}{brackets}"
+            brackets = f"; write it in brackets: [{cut(str(wrong), 100)}]" if listed else ""
+            yield f"{key}: {message[0].lower()}{message[1:]}, got {shown(wrong)}{brackets}"
 
 
 def truths(given: Any, plain: Any, key: str = "") -> Iterator[str]:

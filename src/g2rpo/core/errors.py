@@ -20,17 +20,68 @@ LIBRARIES = (
 )
 """Path prefixes of the standard library, installed packages and this package."""
 
-LONGEST_QUOTE = 100
 SHORTEST_PART = 3
 """The fewest characters of a word for which names that contain it are suggested."""
 
 
-class UserError(Exception):
+LONGEST_QUOTE, LONGEST_WORD, LONGEST_LINE = 100, 400, 1000
+"""Letters that a message shows of a quotation, a word (paths are long) and a line."""
+_QUOTED = re.compile(rf"(?<!\w)(['\"])([^\n]{{{LONGEST_QUOTE + 20},}}?)\1(?!\w)")
+_SECRET = re.compile(
+    r"(?<=://)[^\s/]*(?=@)|(?<=:/)[^\s/]+(?=@)|(?<=Bearer )[^\s'\"]{8,}|"
+    r"\b(?:sk|pk|gsk|hf|gh[opsu]|xai|nvapi|pplx)[-_](?=[\w-]*\d)[\w-]{12,}|\bAIza[\w-]{20,}|"
+    r"(?:(?<=[?&]key=)|(?<=api_key=)|(?<=token=)|(?<=password=))[^\s&'\"]{8,}"
+)
+"""What is, or may well be, a token or a password: of the forms that services give, and in URLs."""
+
+
+def without_secrets(text: str) -> str:
+    """`text` with "***" in the place of what may be a token or a password."""
+    return _SECRET.sub("***", text)
+
+
+def in_short(message: str) -> str:
+    """A message without secrets, and without the greatest part of a long input that it repeats."""
+    lines = [_line_in_short(line) for line in without_secrets(message).split("\n")]
+    return middle_cut("\n".join(lines), 5 * LONGEST_LINE)
+
+
+def _line_in_short(line: str) -> str:
+    if len(line) <= LONGEST_QUOTE:
+        return line
+    line = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda found: cut(found[0], LONGEST_QUOTE), line)
+    line = middle_cut(line, 10 * LONGEST_LINE)  # a quotation is looked for from each mark on
+    line = _QUOTED.sub(lambda found: cut(found[0], LONGEST_QUOTE) + found[1], line)
+    return middle_cut(line, LONGEST_LINE)
+
+
+def cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def middle_cut(text: str, most: int) -> str:
+    """`text`, or its begin and its end, where the advice stands."""
+    return text if len(text) <= most else f"{text[: most // 4]} ... {text[-most // 4 :]}"
+
+
+def shown(value: object) -> str:
+    """`value` as a message quotes it."""
+    return cut(without_secrets(repr(value)), LONGEST_QUOTE)
+
+
+class _Told(Exception):
+    """An exception whose message is for the user, in short."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(in_short(str(message)))
+
+
+class UserError(_Told):
     """Wrong input. The message says what is wrong, where, and what would be right; the command line
     exits with 2."""
 
 
-class Stopped(Exception):
+class Stopped(_Told):
     """A run that ended early although its input is valid; exit code 1. The message says why."""
 
     exit_code = 1
@@ -160,12 +211,6 @@ def where(error: BaseException) -> str:
         if frames
         else ""
     )
-
-
-def shown(value: object) -> str:
-    """`value` as a message quotes it, in at most `LONGEST_QUOTE` characters."""
-    said = repr(value)
-    return said if len(said) <= LONGEST_QUOTE else f"{said[:LONGEST_QUOTE]}..."
 
 
 def counted(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.data import Cond
-from g2rpo.core.errors import Stopped
+from g2rpo.core.errors import Stopped, shown
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:
@@ -31,7 +31,7 @@ def check_embeddings(cond: Cond, prompt: str) -> Cond:
     """`cond` of one prompt; `Stopped` if it holds numbers that are not finite."""
     for name, values in real_tensors(cond):
         if not values.isfinite().all():
-            raise Stopped(not_finite(f"the text encoder's {name} of {prompt!r:.80}", values.dtype))
+            raise Stopped(not_finite(f"the text encoder's {name} of {shown(prompt)}", values.dtype))
     return cond
 
 

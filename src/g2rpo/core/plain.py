@@ -26,7 +26,7 @@ from pydantic import (
     ValidationError,
 )
 
-from g2rpo.core.errors import placed, refuse
+from g2rpo.core.errors import placed, refuse, shown
 
 T = TypeVar("T")
 
@@ -241,7 +241,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     held: dict[str, Any] = {}
     for key, value in pairs:
         if key in held:
-            raise Repeated(f"has the key {key!r:.80} twice")
+            raise Repeated(f"has the key {shown(key)} twice")
         held[key] = value
     return held
 
@@ -301,7 +301,7 @@ def _first_of(error: ValidationError) -> str:
         return f"is no JSON ({first['ctx']['error']})"
     if first["type"] == "value_error":  # of a validator of ours
         return f"{place + ': ' if place else ''}{first['ctx']['error']}"
-    got = "" if first["type"] == "missing" else f", got {first['input']!r:.80}"
+    got = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
     return f"{place + ': ' if place else ''}{first['msg']}{got}"
 
 
@@ -337,7 +337,7 @@ def refuse_hub_kernels(config: Any, place: str) -> None:
             for name in (value.values() if isinstance(value, dict) else [value])
         ):
             raise ValueError(
-                f"{place} has {key}={value!r:.80}, which could be code from the hub; take it out of the file"
+                f"{place} has {key}={shown(value)}, which could be code from the hub; take it out of the file"
             )
 
 

@@ -111,7 +111,7 @@ class Frames:
     def __post_init__(self) -> None:
         at_least_one(every=self.every)
         if self.reduce not in ("mean", "min"):
-            raise ValueError(f"reduce must be mean or min, got {self.reduce!r}")
+            raise ValueError(f"reduce must be mean or min, got {shown(self.reduce)}")
 
     def of(self, length: int) -> int:
         """How many frames of a clip of `length` frames are scored."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from g2rpo.core.contracts import name_of
 from g2rpo.core.data import Example
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, shown
 from g2rpo.core.finite import all_finite, finite_rows
 from g2rpo.core.types import Algorithm
 
@@ -74,7 +74,7 @@ def updates_of(algorithm: Algorithm, examples: Sequence[Example]) -> Iterator[li
         return
     if every != "branch":
         raise UserError(
-            f"algorithm {name_of(algorithm)}: update_every is {every!r}; use 'rollout', 'branch' or a number"
+            f"algorithm {name_of(algorithm)}: update_every is {shown(every)}; use 'rollout', 'branch' or a number"
         )
     by_step: dict[int, list[Example]] = defaultdict(list)
     for item in examples:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from g2rpo.core.errors import UserError, counted, placed, refuse
+from g2rpo.core.errors import UserError, counted, placed, refuse, shown
 from g2rpo.core.files import refuse_other
 from g2rpo.core.statistics import Comparison, paired
 from g2rpo.core.types import Reward
@@ -54,7 +54,7 @@ def least_scores(rewards: Mapping[str, Reward]) -> dict[str, float]:
         _in_words(name, rewards[name])
         if not isinstance(value, int | float):
             raise UserError(
-                f"reward '{name}': `right` is the least score of a right picture, a number; it is {value!r:.80}"
+                f"reward '{name}': `right` is the least score of a right picture, a number; it is {shown(value)}"
             )
     return said
 
@@ -76,7 +76,7 @@ def _in_words(name: str, reward: Reward) -> str | None:
     words = reward.right_in_words
     if words is not None and not (isinstance(words, str) and words.count("{}") <= 1):
         raise UserError(
-            f"reward '{name}': `right_in_words` is a text with {{}} once or never; it is {words!r:.80}"
+            f"reward '{name}': `right_in_words` is a text with {{}} once or never; it is {shown(words)}"
         )
     return words
 

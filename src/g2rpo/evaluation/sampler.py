@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from g2rpo.config.schema import Config, Count, PolicyConfig, Section, Shift, grid_of
-from g2rpo.core.errors import Stopped
+from g2rpo.core.errors import Stopped, shown
 from g2rpo.core.finite import finite_rows, not_finite, real_tensors
 from g2rpo.core.flow import ode_step
 from g2rpo.core.seeding import generator_for, seed_for
@@ -143,7 +143,7 @@ class Sampler:
             fault = first_not_finite(self.policy, prompt, noise, self.sigmas)
         return Stopped(
             fault
-            or f"the picture of {prompt!r:.80} has NaN or infinity, though it had none when drawn again"
+            or f"the picture of {shown(prompt)} has NaN or infinity, though it had none when drawn again"
         )
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ def _walk(policy: Policy, prompt: str, x: Tensor, sigmas: Tensor) -> Iterator[tu
     """What is computed for a picture, in order, with names."""
     cond, steps = policy.encode([prompt]), len(sigmas) - 1
     for name, values in real_tensors(cond):
-        yield f"the text encoder's {name} of {prompt!r:.80}", values
+        yield f"the text encoder's {name} of {shown(prompt)}", values
     engine = Engine(policy=policy, cond=cond, sigmas=sigmas)
     for step in range(steps):
         v = engine.velocity(x, [step], [0])

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from g2rpo.core.errors import loading
+from g2rpo.core.errors import loading, shown
 from g2rpo.core.files import refuse_pointer
 from g2rpo.core.plain import parse_as, read_as
 from g2rpo.policies.adapter_names import (
@@ -368,7 +368,7 @@ class PeftConfig(BaseModel):
             allowed = HARMLESS.get(key, ())
             if value and allowed is not None and value not in allowed:
                 raise ValueError(
-                    f"has {key}, which is not supported ({value!r:.60}); a plain LoRA is"
+                    f"has {key}, which is not supported ({shown(value)}); a plain LoRA is"
                 )
         return self
 

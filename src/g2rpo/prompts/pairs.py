@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator
 
 from g2rpo.core.data import Prompt
-from g2rpo.core.errors import UserError, counted, placed, refuse
+from g2rpo.core.errors import UserError, counted, placed, refuse, shown
 from g2rpo.core.files import FileDigests, cache_root, local, write_whole
 from g2rpo.core.input_pictures import faults_of_pictures
 from g2rpo.core.plain import checked_as, is_text, read_text
@@ -74,9 +74,9 @@ def _shown(value: Any) -> Any:
 
 def _faults_of_shown(value: Any) -> Iterator[str]:
     if not isinstance(value, str | bytes) or not value:
-        yield f"should be a picture's file name, is {value!r:.60}"
+        yield f"should be a picture's file name, is {shown(value)}"
     elif isinstance(value, str) and (len(value) > LONGEST_NAME or not is_text(value)):
-        yield f"is no file name: {value!r:.60}"
+        yield f"is no file name: {shown(value)}"
 
 
 def _number(value: Any) -> Any:
@@ -268,7 +268,7 @@ def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def _pairs_of(record: Any, table: Path) -> Iterator[tuple[Prompt, tuple[str, str]]]:
     """The pairs of a row, each with its prompt."""
     if not isinstance(record, Mapping):
-        raise ValueError(f"should be an object with these columns: {LAYOUTS}; is {record!r:.60}")
+        raise ValueError(f"should be an object with these columns: {LAYOUTS}; is {shown(record)}")
     names = {name.strip().casefold(): name for name in record}
     if not names.keys() & {*COLUMNS}:
         raise ValueError(f"has no column with prompts ({', '.join(COLUMNS)}): {', '.join(record)}")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 
-from g2rpo.core.errors import UserError, loading, placed, refuse
+from g2rpo.core.errors import UserError, loading, placed, refuse, shown
 from g2rpo.core.files import local, refuse_other
 from g2rpo.core.input_pictures import check_pictures
 from g2rpo.core.plain import Repeated, checked_as, decoded, is_text, parse_json, read_text
@@ -116,7 +116,7 @@ def _visible(text: str) -> str:
 
 def _faults_of_text(text: Any) -> Iterator[str]:
     if not isinstance(text, str) or not visible_part(text):
-        yield f"should be a prompt, is {text!r:.80}"
+        yield f"should be a prompt, is {shown(text)}"
     if len(visible_part(text)) > LONGEST:
         yield f"has {len(visible_part(text))} characters; a prompt may have {LONGEST}"
     if not is_text(text):
@@ -184,7 +184,7 @@ def json_entries(text: str) -> list[tuple[int, Any]]:
         else:
             value = [value]
     if not isinstance(value, list):
-        raise ValueError(f"should hold a list of prompts, holds {value!r:.80}")
+        raise ValueError(f"should hold a list of prompts, holds {shown(value)}")
     return list(enumerate(value, 1))
 
 
@@ -278,7 +278,7 @@ def _cell(value: Any) -> str:
     """The prompt in a cell of a table; ValueError for none, also as programs write an empty cell."""
     text = _visible(decoded(value) if isinstance(value, bytes) else value)
     refuse(
-        (f"should be a prompt, is {text!r}" for _ in [text] if text.casefold() in NOTHING),
+        (f"should be a prompt, is {shown(text)}" for _ in [text] if text.casefold() in NOTHING),
         ValueError,
     )
     return text
@@ -286,7 +286,7 @@ def _cell(value: Any) -> str:
 
 def _column_in(record: Any, column: str) -> str:
     if not isinstance(record, Mapping):
-        raise ValueError(f"should be a prompt, or an object like {EXAMPLE}, is {record!r:.80}")
+        raise ValueError(f"should be a prompt, or an object like {EXAMPLE}, is {shown(record)}")
     return column_of(list(record), column)
 
 

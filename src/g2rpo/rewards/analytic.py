@@ -12,7 +12,7 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, shown
 from g2rpo.core.images import to_pil, to_tensor
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.plugins import is_code, load
@@ -92,7 +92,7 @@ def load_function(target: str) -> Callable[..., Any]:
     ValueError if there is none."""
     # the form of a name that `plugins` must allow
     if not (is_code(target) and target.rpartition(":")[0].endswith(".py")):
-        raise ValueError(f"a function is named 'path/to/file.py:function', got {target!r}")
+        raise ValueError(f"a function is named 'path/to/file.py:function', got {shown(target)}")
     try:
         found = load(target)
     except UserError as error:

@@ -131,21 +131,21 @@ def _score(text: str, name: str, names: Sequence[str], low: float, high: float) 
     mentions = list(re.finditer(rf"(?<![^\W_]){_written(name)}{_BEFORE}", text, re.IGNORECASE))
     alone = len(names) == 1 and not mentions
     if not mentions and not alone:
-        raise Unread(f"it does not say {name!r}")
+        raise Unread(f"it does not say {shown(name)}")
     rest = text if alone else text[mentions[-1].end() :]
     found = _NUMBER.match(rest)
     if found is None:
-        raise Unread(f"it has no number for {name!r}")
+        raise Unread(f"it has no number for {shown(name)}")
     number, most, percent = found.groups()
     after = rest[found.end() :]
     line = re.split("|".join(["\n", *map(_written, names)]), after, flags=re.IGNORECASE)[0]
     if _MORE.match(line) or (alone and re.search(r"\w", after)):
-        raise Unread(f"what it says of {name!r} is more than a number")
+        raise Unread(f"what it says of {shown(name)} is more than a number")
     if (most or percent) and float(most or 100) != high:
-        raise Unread(f"its {name!r} is out of {most or 100}, not of {high:g}")
+        raise Unread(f"its {shown(name)} is out of {most or 100}, not of {high:g}")
     score = float(number.replace(",", "."))
     if not low <= score <= high:
-        raise Unread(f"its {name!r} is {score:g}, not from {low:g} to {high:g}")
+        raise Unread(f"its {shown(name)} is {score:g}, not from {low:g} to {high:g}")
     return score
 
 

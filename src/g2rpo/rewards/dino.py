@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from g2rpo.core.errors import shown
 from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.types import RewardModel
@@ -34,7 +35,7 @@ class Dino:
 
         model = pretrained(AutoModel, path)
         if model.config.model_type not in DINO_KINDS:
-            raise ValueError(f"{path} is no DINOv2 (model_type {model.config.model_type!r})")
+            raise ValueError(f"{path} is no DINOv2 (model_type {shown(model.config.model_type)})")
         self.model = model.to(device=device, dtype=parse_dtype(dtype))
         self.device, self.size = torch.device(device), size_of_dino(model.config, size)
         self.preprocess = Preprocess(

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo.core.errors import shown
 from g2rpo.core.images import to_pil, to_tensor
 from g2rpo.core.plugins import find, is_code
 from g2rpo.core.types import Prompt, RewardModel
@@ -104,7 +105,7 @@ class GenEval(TargetReward):
     def target_of(self, prompt: str) -> Task:
         task: Task = super().target_of(prompt)
         if unknown := sorted(task.labels - self.labels) if self.labels else []:
-            raise ValueError(f"the detector has no class {unknown[0]!r}")
+            raise ValueError(f"the detector has no class {shown(unknown[0])}")
         return task
 
     @classmethod

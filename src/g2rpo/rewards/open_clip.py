@@ -15,6 +15,7 @@ from typing import Any
 import ftfy
 from torch import Tensor
 
+from g2rpo.core.errors import shown
 from g2rpo.rewards.pixels import CLIP_MEAN, CLIP_STD, Preprocess
 
 VIT_H_14: dict[str, Any] = {
@@ -94,7 +95,7 @@ def _complete(given: Mapping[str, Any], defaults: Mapping[str, Any], where: str)
             and value not in (None, False, 0, "")
         ):
             raise ValueError(
-                f"{where}.{key} = {value!r}: this open_clip architecture has no equivalent in CLIPModel"
+                f"{where}.{key} = {shown(value)}: this open_clip architecture has no equivalent in CLIPModel"
             )
     return {**defaults, **{k: v for k, v in given.items() if k in defaults}}
 
@@ -113,7 +114,7 @@ def clip_config(model_cfg: Mapping[str, Any]) -> Any:
     }:
         if model_cfg[key] is not None and key != "init_logit_scale":
             raise ValueError(
-                f"model_cfg.{key} = {model_cfg[key]!r}: not a CLIP that CLIPModel can express"
+                f"model_cfg.{key} = {shown(model_cfg[key])}: not a CLIP that CLIPModel can express"
             )
     vision = _complete(model_cfg["vision_cfg"], _VISION_DEFAULTS, "vision_cfg")
     text = _complete(model_cfg["text_cfg"], _TEXT_DEFAULTS, "text_cfg")

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from g2rpo.core.errors import counted
+from g2rpo.core.errors import counted, shown
 from g2rpo.core.images import to_pil, to_tensor, to_uint8
 from g2rpo.core.input_pictures import INPUT, images_of
 from g2rpo.core.types import Reward
@@ -43,7 +43,7 @@ def check_batch(images: Tensor, prompts: Sequence[str], video: bool = False) -> 
         raise ValueError(f"images must be {wanted}, got {images.dtype} {list(images.shape)}")
     if isinstance(prompts, str) or len(prompts) != len(images):
         raise ValueError(
-            f"one prompt per image: got {counted(len(images), 'image')} and {prompts!r:.80}"
+            f"one prompt per image: got {counted(len(images), 'image')} and {shown(prompts)}"
         )
     if not len(images):
         return
@@ -133,7 +133,7 @@ class TargetReward(PictureReward):
             try:
                 targets[i] = self.target_of(prompt)
             except ValueError as error:
-                reasons.append(f"{prompt!r}: {error}")
+                reasons.append(f"{shown(prompt)}: {error}")
         scores = torch.full((len(images),), torch.nan)
         scores[list(targets)] = super().__call__(images[list(targets)], list(targets.values()))
         if reasons and not self._warned:

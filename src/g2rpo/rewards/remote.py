@@ -26,7 +26,7 @@ from PIL import Image
 from pydantic import BaseModel, FiniteFloat
 from torch import Tensor
 
-from g2rpo.core.errors import counted
+from g2rpo.core.errors import counted, shown
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.core.types import Prompt
@@ -96,7 +96,7 @@ class RemoteReward(PictureReward):
             )
         if answer.reward is not None and self.served is not None and answer.reward != self.served:
             raise Refused(
-                f"{self.client.url} had the reward {self.served!r:.80} and now has {answer.reward!r:.80}"
+                f"{self.client.url} had the reward {shown(self.served)} and now has {shown(answer.reward)}"
             )
         self.served = self.served or answer.reward
         return torch.tensor(

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from g2rpo.core.errors import UserError, shown
+from g2rpo.core.errors import UserError, shown, without_secrets
 from g2rpo.core.plain import parse_as, printable
 from g2rpo.core.web import is_loopback
 
@@ -80,7 +80,8 @@ def address(url: str) -> str:
         parsed = httpx2.URL()
     plain = url.isprintable() and not set(url) & set(" @?#")
     reachable = parsed.host and "%" not in parsed.host and parsed.port in (None, *range(1, 2**16))
-    if not plain or not reachable or parsed.scheme not in ("http", "https"):
+    secret = without_secrets(url) != url
+    if not plain or not reachable or parsed.scheme not in ("http", "https") or secret:
         raise ValueError(
             "an endpoint is an address such as http://127.0.0.1:8000 or https://HOST/v1, without a query; a password in it "
             "would end in configs and logs, so name the environment variable that holds a token"
@@ -111,7 +112,7 @@ def token_from(variable: str | None) -> str | None:
 class Endpoint(BaseModel):
     """How a server is asked."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     token_env: str | None = None
     """The environment variable with the server's token or key."""

@@ -169,7 +169,7 @@ class VLMJudge(PictureReward):
         if form is not None and form.edit and not edits:
             return f"form={options['form']} is for edits, but none of {len(prompts)} prompts has {INPUT}"
         if form is not None and not form.edit and edits and options["template"] is None:
-            own = f"form={options['form']} asks about a picture from a description, but prompt {edits[0]!r:.60} has {INPUT}"
+            own = f"form={options['form']} asks about a picture from a description, but prompt {shown(edits[0])} has {INPUT}"
             return f"{own}: take form=edit or form=edit_yes_no, or a template of your own"
         return None
 

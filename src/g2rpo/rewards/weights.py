@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo.core.errors import counted
+from g2rpo.core.errors import counted, shown
 from g2rpo.core.files import is_hub_id, local, refuse_other
 from g2rpo.core.plain import read_text, refuse_hub_kernels
 
@@ -29,7 +29,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     named = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     value = named.get(dtype) if isinstance(dtype, str) else dtype
     if value is None or value not in named.values():
-        raise ValueError(f"dtype must be one of {', '.join(named)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(named)}, got {shown(dtype)}")
     return value
 
 

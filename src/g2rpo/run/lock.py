@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, shown
 from g2rpo.core.files import LOCK, is_empty, open_regular, remove_unfinished
 from g2rpo.core.plain import read_as
 
@@ -186,7 +186,7 @@ def fresh_directory(root: Path, name: str) -> Path:
     stem = re.sub(r"[^\w.-]+", "-", name)
     if not stem.strip("."):
         raise UserError(
-            f"recipe: {name!r} cannot name a folder below {root}/; name one with --run-dir"
+            f"recipe: {shown(name)} cannot name a folder below {root}/; name one with --run-dir"
         )
     candidate, number = root / stem, 1
     while candidate.exists():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from g2rpo.core.errors import refuse
+from g2rpo.core.errors import refuse, shown
 from g2rpo.core.plain import Iteration, Number, read_lines_as
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _faults_of(numbers: Mapping[str, float | None]) -> Iterator[str]:
     """Of numbers that are counts, or that are read together."""
     for name, value in numbers.items():
         if name.startswith("scored/") and not (isinstance(value, int) and value >= 0):
-            yield f"{name}: should be a count, is {value!r}"
+            yield f"{name}: should be a count, is {shown(value)}"
         if (of := re.fullmatch(r"(image/\w+?)(/low|/high)?", name)) is not None:
             lacking = {of[1], f"{of[1]}/low", f"{of[1]}/high"} - numbers.keys()
             yield from (f"{each} is missing beside {name}" for each in sorted(lacking))

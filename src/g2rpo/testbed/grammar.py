@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from g2rpo.core.errors import shown
 from g2rpo.testbed.scenes import (
     COLOURS,
     RELATIONS,
@@ -58,9 +59,11 @@ def parse(prompt: str) -> Scene:
         if rest[: len(head)] == head:
             second, rest = _parse_group(rest[len(head) :], prompt)
             if rest:
-                raise ValueError(f"unexpected {' '.join(rest)!r} at the end of {prompt!r}")
+                raise ValueError(f"unexpected {' '.join(rest)!r} at the end of {shown(prompt)}")
             return Scene((first, second), relation)
-    raise ValueError(f"expected one of {', '.join(RELATIONS)} at {' '.join(rest)!r} in {prompt!r}")
+    raise ValueError(
+        f"expected one of {', '.join(RELATIONS)} at {' '.join(rest)!r} in {shown(prompt)}"
+    )
 
 
 def _parse_group(words: list[str], prompt: str) -> tuple[Group, list[str]]:
@@ -70,7 +73,7 @@ def _parse_group(words: list[str], prompt: str) -> tuple[Group, list[str]]:
         found = words[0] if words else "the end"
         if found not in choices:
             raise ValueError(
-                f"expected {meaning} ({', '.join(choices)}), found {found!r} in {prompt!r}"
+                f"expected {meaning} ({', '.join(choices)}), found {shown(found)} in {shown(prompt)}"
             )
         return words.pop(0)
 
@@ -103,7 +106,7 @@ def scene_prompts(split: SceneSplit) -> tuple[str, ...]:
     """The prompts of a split, distinct, in a fixed shuffled order; any prefix is a fair sample."""
     if split not in get_args(SceneSplit):
         raise ValueError(
-            f"unknown split {split!r}, expected one of {', '.join(get_args(SceneSplit))}"
+            f"unknown split {shown(split)}, expected one of {', '.join(get_args(SceneSplit))}"
         )
     rng = np.random.default_rng(zlib.crc32(split.encode()))
     found: dict[str, None] = {}

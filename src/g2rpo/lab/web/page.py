@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import functools
 import hmac
+import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from html import escape
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
 
 import gradio as gr
+from gradio import queueing, route_utils, routes
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
@@ -26,7 +30,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from g2rpo.app.events import Emit, Serving
 from g2rpo.app.serving import Address, refusal
 from g2rpo.app.stopping import until_ctrl_c
-from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.core.errors import RewardFailed, UserError, cut
+from g2rpo.core.plain import printable
 from g2rpo.lab.report.page import compare_style
 from g2rpo.lab.web import without_proxies
 
@@ -55,6 +60,37 @@ MAX_BODY, MAX_UPLOAD = 2**16, 2**25
 """Bytes of a question, a prompt and some numbers; and of an input picture, such as a photograph,
 where the model takes one."""
 UPLOAD = "/gradio_api/upload"
+
+
+log = logging.getLogger(__name__)
+
+
+def one_line(error: BaseException | None) -> str:
+    """What is said of a question that cannot be answered, in place of a traceback: whoever reaches
+    the page can ask as many as they like."""
+    words = " ".join(str(error).split())
+    return cut(f"a question was not answered: {type(error).__name__}: {printable(words)}", 300)
+
+
+class _InOneLine(logging.Filter):
+    """Of what the server logs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            record.msg, record.args, record.exc_info = one_line(record.exc_info[1]), (), None
+        return True
+
+
+if not os.environ.get("G2RPO_TRACEBACK"):
+    for _module in (
+        queueing,
+        route_utils,
+        routes,
+    ):  # they print tracebacks, and use nothing else of it
+        _module.traceback = SimpleNamespace(
+            print_exc=lambda: log.warning("%s", one_line(sys.exc_info()[1]))
+        )
+    logging.getLogger("uvicorn.error").addFilter(_InOneLine())
 
 
 def page_of(title: str, kind: str, facts: str, views: Mapping[str, View]) -> gr.Blocks:

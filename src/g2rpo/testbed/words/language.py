@@ -14,6 +14,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from g2rpo.core.errors import shown
+
 WordSplit = Literal["train", "heldout"]
 InkColour = Literal["red", "green", "blue", "orange", "purple", "black"]
 INK_COLOURS: tuple[InkColour, ...] = get_args(InkColour)
@@ -93,7 +95,7 @@ def word_prompts(split: WordSplit) -> tuple[str, ...]:
         )
     if split != "train":
         raise ValueError(
-            f"unknown split {split!r}, expected one of {', '.join(get_args(WordSplit))}"
+            f"unknown split {shown(split)}, expected one of {', '.join(get_args(WordSplit))}"
         )
     found: dict[str, Word] = {}
     while len(found) < TRAIN_PROMPTS:
