@@ -52,7 +52,7 @@ def test_the_plan_of_a_run_is_that_of_the_command_and_a_cpu_has_none(tiny_config
     config = load_config(str(tiny_config), ["policy.device=cpu", *batches])
     prompts, heldout = [f"a {n}" for n in range(6)], ["x", "y", "z"]
     assert predict(config, 1, prompts, heldout) is None
-    target = Target("a card", True, True, 2**40, H100)
+    target = Target("a card", True, 2**40, H100)
     monkeypatch.setattr("g2rpo.lab.plan.plan.find_target", lambda device: target)
     distinct = len(prompts_to_come(config, prompts, heldout))
     plan = make_plan(config, cuda=True, heldout=3, distinct_prompts=distinct)
@@ -77,7 +77,7 @@ def test_what_is_free_of_a_card_here_is_what_a_run_has(monkeypatch, free, used):
     ):
         monkeypatch.setattr(f"torch.cuda.{name}", answer)
     target = find_target("cuda")
-    assert (target.capacity, target.card, target.own) == (free * gib, H100, True)
+    assert (target.capacity, target.card) == (free * gib, H100)
     assert target.name == f"this machine's NVIDIA H100 80GB HBM3{used}"
     with pytest.raises(UserError, match="--device=cuda:9: torch sees 1 CUDA devices"):
         find_target("cuda:9")

@@ -65,9 +65,9 @@ def webp(
     return out.getvalue()
 
 
-def save_clip(path: Path, clip: Tensor, seconds: float, quality: int = 90) -> None:
+def save_clip(path: Path, clip: Tensor, seconds: float) -> None:
     """Writes a clip [T, 3, H, W] as an animated WebP that lasts so many seconds."""
-    path.write_bytes(webp(to_pil(clip), round(1000 * seconds / len(clip)), quality))
+    path.write_bytes(webp(to_pil(clip), round(1000 * seconds / len(clip)), quality=90))
 
 
 def read_webp(path: Path) -> tuple[list[Image.Image], list[int]]:

@@ -52,7 +52,6 @@ class Target:
 
     name: str
     cuda: bool
-    own: bool
     capacity: int
     """Bytes of the device's memory; of this machine's card those that are free."""
     card: Card | None
@@ -66,7 +65,7 @@ def find_target(device: str) -> Target:
     `cards.CARDS`."""
     device = components.pick_device(device) if device == "auto" else device
     if device == "cpu":
-        return Target("this machine's CPU", False, True, machine.memory(), None)
+        return Target("this machine's CPU", False, machine.memory(), None)
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise UserError(
@@ -80,9 +79,9 @@ def find_target(device: str) -> Target:
             if total - free > CONTEXT_BYTES
             else ""
         )
-        return Target(f"this machine's {name}{used}", True, True, free, card_of(name))
+        return Target(f"this machine's {name}{used}", True, free, card_of(name))
     card = find_card(device)
-    return Target(card.name, True, False, int(card.memory_gib * 2**30), card)
+    return Target(card.name, True, int(card.memory_gib * 2**30), card)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +91,6 @@ class Estimate:
 
     config: Config
     """The config of one rank, with its share of the prompts."""
-    cuda: bool
     counts: Counts
     memory: PlannedMemory
     traced: Calls
@@ -186,7 +184,6 @@ def make_plan(
     )
     return Estimate(
         config=config,
-        cuda=cuda,
         counts=counts,
         memory=memory,
         traced=traced,

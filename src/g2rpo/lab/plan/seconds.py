@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from g2rpo.lab.plan.cards import Card
-from g2rpo.lab.plan.rates import RATES, Rates
+from g2rpo.lab.plan.rates import RATES
 from g2rpo.run.log_rows import FIRST_LOOK
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def reached(
     return Reached(done, evaluated)
 
 
-def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> PlannedSeconds:
+def planned_seconds(plan: Estimate, card: Card) -> PlannedSeconds:
     """The rooflines of all calls, each for its rows.
 
     Not counted: work of the host (preprocessing of rewards, pictures, checkpoints, starting),
@@ -77,17 +77,17 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
     }
 
     def compute(flops: float, dtype: str = dtype) -> float:
-        return flops / (rates.products(card, dtype) * rates.models)
+        return flops / (RATES.products(card, dtype) * RATES.models)
 
     def scoring(names: Iterable[str]) -> float:
         return sum(compute(costs[name].flops, costs[name].dtype) for name in names if name in costs)
 
     @cache
     def velocity(rows: float) -> float:
-        return calls.velocity.roofline.call(card, rates, rows / calls.velocity.rows)
+        return calls.velocity.roofline.call(card, rows=rows / calls.velocity.rows)
 
     def a_row(call: TracedCall) -> float:
-        return call.roofline.call(card, rates) / call.rows
+        return call.roofline.call(card) / call.rows
 
     training_row, picture = a_row(calls.training), a_row(calls.decode)
     ahead = math.ceil(plan.distinct_prompts / plan.ranks) if config.prompts.cache != "off" else 0
@@ -97,7 +97,7 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
         sum(2.0 * it.parameters * min(it.longest, limit) for it in plan.model.encoders) * rows
     )
     prompt = 0.0 if ahead else encoding
-    step = OPTIMIZER_PASSES * sum(p.nbytes for p in plan.model.trained) / rates.moved(card)
+    step = OPTIMIZER_PASSES * sum(p.nbytes for p in plan.model.trained) / RATES.moved(card)
 
     def update(iteration: CountedIteration) -> float:
         without = iteration.unguided_reference * (1 - 1 / plan.network_rows)
@@ -117,7 +117,7 @@ def planned_seconds(plan: Estimate, card: Card, rates: Rates = RATES) -> Planned
     }
     evaluation = counts.heldout_evaluations * a_row(calls.heldout)
     evaluation += counts.heldout * (prompt + a_row(calls.judged) + scoring(costs))
-    reached = rates.products(card, dtype) / 1e12
+    reached = RATES.products(card, dtype) / 1e12
     rate = f"{reached:.0f} of {card.tflops(dtype):g} TFLOP/s in {dtype}, {card.bandwidth:g} GB/s"
     run = counts.iterations * sum(iteration.values()) + ahead * encoding
     run += counts.looks * evaluation

@@ -70,7 +70,7 @@ def _shown(run: RunHistory, size: int) -> list[dict[str, Any]]:
         sets = [(during, *chosen([None], SHOWN, run.heldout))] if during else []
         if ends:
             placed = chosen([right_of(rows) for rows in ends.values()], SHOWN, run.heldout)
-            if not sets or placed[0] != sets[0][1]:
+            if placed[0] != sets[0][1]:
                 sets = [(ends, *placed), *(sets if len(during) > 2 else [])]
         return [
             {
