@@ -117,10 +117,6 @@ REFUSED = [
     (["flux1-dev-hps", "trainer.sharding=full"], "plan for them with --ranks"),
     (["TINY", "policy.height=33"], "multiples of 4"),
     (
-        ["scenes-fast", "algorithm.name=mixgrpo_flash", "sampling.tails.forecast=true"],
-        "algorithm mixgrpo_flash does not fit sampling.tails: forecast",
-    ),
-    (
         ["sd35-medium-lora", "policy.path=black-forest-labs/FLUX.1-dev"],
         "is a FluxPipeline, but this recipe is for a",
     ),

@@ -30,16 +30,23 @@ Judged = Mapping[tuple[int, str], Values]
 
 
 @dataclass(frozen=True)
-class History:
-    """A finished run: after every evaluation its scores [N] by reward, and what it had cost until
-    then."""
+class Look:
+    """An evaluation of a run: after which iteration, what the run had cost until then, and its
+    scores [N] by reward."""
 
-    iterations: list[int]
-    work: list[int]
+    iteration: int
+    work: int
     """In network evaluations (`evaluation.work`)."""
-    seconds: list[float]
+    seconds: float
     """Of training, without evaluations."""
-    scores: list[dict[str, Values]]
+    scores: dict[str, Values]
+
+
+@dataclass(frozen=True)
+class History:
+    """A finished run."""
+
+    looks: list[Look]
     pictures: int
     """Drawn in training."""
     steps: int
@@ -52,7 +59,7 @@ def read_run(run: Run) -> History:
     config, rows = run.read_config(), run.read_log()
     names = [*config.rewards, *config.evaluation.rewards]
     spent, clock, pictures, count = 0, 0.0, 0, None
-    looks: list[tuple[int, int, float, dict[str, Values]]] = []
+    looks: list[Look] = []
     for row in rows:
         iteration = row["iteration"]
         if row["kind"] == "train":
@@ -60,47 +67,29 @@ def read_run(run: Run) -> History:
             clock += row["seconds"]
             pictures += row["images"]
         else:
-            scores = run.read_scores(iteration, names, count)
-            count = len(next(iter(scores.values())))
-            looks.append(
-                (
-                    iteration,
-                    spent,
-                    clock,
-                    {name: values.double().numpy() for name, values in scores.items()},
-                )
-            )
-    iterations = [iteration for iteration, *_ in looks]
-    last = config.trainer.iterations
-    if (
-        run.gaps(rows, last)
-        or [iterations[:1], iterations[-1:]] != [[0], [last]]
-        or iterations != sorted({*iterations})
-    ):
+            read = run.read_scores(iteration, names, count)
+            count = len(next(iter(read.values())))
+            scores = {name: values.double().numpy() for name, values in read.items()}
+            looks.append(Look(iteration, spent, clock, scores))
+    iterations, last = [look.iteration for look in looks], config.trainer.iterations
+    ends = iterations[:1], iterations[-1:]
+    if run.gaps(rows, last) or ends != ([0], [last]) or iterations != sorted({*iterations}):
         raise UserError(
             f"{run.path}: its log lacks iterations or evaluations of the run; {MADE_AGAIN}"
         )
-    _, works, seconds, scored = map(list, zip(*looks, strict=True))
     steps = config.evaluation.num_steps or config.sampling.num_steps
-    return History(
-        iterations,
-        works,
-        seconds,
-        scored,
-        pictures,
-        steps,
-        config.optim.learning_rate,
-    )
+    return History(looks, pictures, steps, config.optim.learning_rate)
 
 
 def spent(runs: Sequence[History]) -> dict[str, Any]:
     """The mean cost of a cell's run."""
+    last = [run.looks[-1] for run in runs]
     return {
         "learning_rate": runs[0].learning_rate,
-        "iterations": runs[0].iterations[-1],
-        "evaluations": float(np.mean([run.work[-1] for run in runs])),
+        "iterations": last[0].iteration,
+        "evaluations": float(np.mean([look.work for look in last])),
         "pictures": float(np.mean([run.pictures for run in runs])),
-        "seconds": float(np.mean([run.seconds[-1] for run in runs])),
+        "seconds": float(np.mean([look.seconds for look in last])),
     }
 
 
@@ -119,12 +108,12 @@ def curve(runs: Sequence[History], reward: str) -> list[Point]:
     """The change of a reward during training, over the runs of all seeds and their common held-out
     prompts."""
     points = []
-    for place, iteration in enumerate(runs[0].iterations):
-        change = np.stack([run.scores[place][reward] - run.scores[0][reward] for run in runs])
-        evaluations, seconds = (
-            float(np.mean([getattr(run, of)[place] for run in runs])) for of in ("work", "seconds")
-        )
-        points.append(Point(iteration, evaluations, seconds, interval(change)))
+    base = np.stack([run.looks[0].scores[reward] for run in runs])
+    for looks in zip(*(run.looks for run in runs), strict=True):
+        change = np.stack([look.scores[reward] for look in looks]) - base
+        evaluations = float(np.mean([look.work for look in looks]))
+        seconds = float(np.mean([look.seconds for look in looks]))
+        points.append(Point(looks[0].iteration, evaluations, seconds, interval(change)))
     return points
 
 
@@ -143,8 +132,8 @@ def read_judged(folder: EvaluationDirectory) -> Judged:
 def of_runs(runs: Sequence[History], place: int) -> Judged:
     """The scores [S, N] of the evaluation at a `place` in the logs of a cell's runs."""
     return {
-        (runs[0].steps, name): np.stack([run.scores[place][name] for run in runs])
-        for name in runs[0].scores[0]
+        (runs[0].steps, name): np.stack([run.looks[place].scores[name] for run in runs])
+        for name in runs[0].looks[0].scores
     }
 
 
@@ -198,7 +187,7 @@ def write_results(
     are finished. `trained` are the rewards that are trained on."""
     parts = [(cell, seed) for cell in cells for seed in seeds]
     histories = {part: read_run(folder.run(*part)) for part in parts}
-    _check_alike({folder.run(*part).path: run.scores[0] for part, run in histories.items()})
+    _check_alike({folder.run(*part).path: run.looks[0].scores for part, run in histories.items()})
     runs = {cell: [histories[cell, seed] for seed in seeds] for cell in cells}
     first = cells[0]
     bases: dict[str, Judged]
@@ -216,7 +205,7 @@ def write_results(
     else:
         bases = {cell: of_runs(own, 0) for cell, own in runs.items()}
         scores = {cell: of_runs(own, -1) for cell, own in runs.items()}
-    rewards = runs[first][0].scores[0]
+    rewards = runs[first][0].looks[0].scores
     controls = folder.judged("controls").results
     free = read_as(_WithControls, controls).controls if controls.is_file() else None
     curves = {
