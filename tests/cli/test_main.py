@@ -181,9 +181,7 @@ plan RUN -> its config is RUN/config.yaml
 resume words -> it is a recipe, and `g2rpo train words` makes a run
 export RUN/samples --format diffusers -> it is a part of the run RUN
 check-model testbed policy.height=65 -> must be multiples of 16
-train scenes rewards.red=red.py:red -> red.py:red
 train scenes prompts.train=/no/prompts.txt -> /no/prompts.txt
-train scenes lr=1e-4 -> unknown key 'lr'. Did you mean 'optim.learning_rate'?
 train scenes policy.lr=1e-4 -> Did you mean 'optim.learning_rate'?
 train scenes trainer.num_steps=4 -> Did you mean 'sampling.num_steps'?
 train scenes --iterations 3 -> written without dashes: trainer.iterations=3

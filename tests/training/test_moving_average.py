@@ -4,7 +4,7 @@ does it."""
 import pytest
 import torch
 
-from tests.support.runs import cut, mean, resumed, trainer
+from tests.support.runs import mean, trainer
 from tests.support.tolerances import rounding
 
 FLOW_GRPO = ("optim.ema_decay=0.9", "optim.ema_every=8", "optim.ema_warmup=true")
@@ -51,20 +51,6 @@ def test_the_average_is_flow_grpos(decay):
     torch.testing.assert_close(average(t), published(start, history, decay), **BLENDED)
     assert float((average(t) - history[-1]).norm()) > 0.05 * float(history[-1].norm())
     assert t.learner.steps == 33 and t.learner.ema_decay == min(34 / 43, decay)
-
-
-@pytest.mark.slow  # runs of the trainer are resumed with an average in test_trainer.py
-def test_a_resumed_run_averages_at_the_same_steps(tmp_path):
-    """Six steps, a stop and nine more are fifteen: averaged after steps 7 and 15, with the decays
-    of these."""
-    options = (*FLOW_GRPO, *STEPS, "trainer.iterations=5")
-    straight = trainer(None, *options)
-    list(straight.train())
-    cut(trainer(tmp_path, *options), "train", 3)
-    again = resumed(tmp_path, *options)
-    assert again.learner.steps == 6
-    list(again.train())
-    assert torch.equal(average(again), average(straight))
 
 
 def test_the_warm_up_alone_averages_once_an_iteration():

@@ -53,16 +53,14 @@ def shard_group(config: Config, ranks: int, node: int | None) -> int:
 def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
     """Refuses a `trainer.sharding` that does not fit the number of ranks (in nodes of `node`) or
     other settings."""
-    whole = config.trainer.sharding == "none"
-    refuse(_faults_without_sharding(config) if whole else _faults_of_sharding(config, ranks, node))
-
-
-def _faults_without_sharding(config: Config) -> Iterator[str]:
-    if config.trainer.shard_group != "all":
-        yield "trainer.shard_group divides what trainer.sharding shards, which is none; set sharding, or take it out"
+    refuse(_faults_of_sharding(config, ranks, node))
 
 
 def _faults_of_sharding(config: Config, ranks: int, node: int | None) -> Iterator[str]:
+    if config.trainer.sharding == "none":
+        if config.trainer.shard_group != "all":
+            yield "trainer.shard_group divides what trainer.sharding shards, which is none; set sharding, or take it out"
+        return
     asked = f"trainer.sharding={config.trainer.sharding}"
     if config.policy.tuning != "full":
         yield f"{asked} divides what policy.tuning=full trains; adapters are small; with lora every rank holds all weights"
@@ -153,11 +151,9 @@ def _loading(path: str) -> Iterator[None]:
         yield
 
 
-def build_policy(
-    config: PolicyConfig, *, sharding: Sharded | None = None, **setting: Any
-) -> DiffusersPolicy:
+def build_policy(config: PolicyConfig, **setting: Any) -> DiffusersPolicy:
     """The policy of `load_pipeline(config, **setting)`, at once."""
-    return load_pipeline(config, **setting).policy(sharding)
+    return load_pipeline(config, **setting).policy()
 
 
 def load_weights(policy: DiffusersPolicy, weights: Path, path: str, strength: float = 1.0) -> None:
@@ -233,21 +229,16 @@ def pick_device(name: str, key: str = "policy.device") -> str:
         raise UserError(
             f"{key}={name}: is no device; write cpu, cuda, cuda:1, mps or, for policy.device, auto"
         ) from None
-    refuse(_faults_of_device(device, f"{key}={name}: torch sees", key))
-    return name
-
-
-def _faults_of_device(device: torch.device, sees: str, key: str) -> Iterator[str]:
+    sees, without = f"{key}={name}: torch sees", f"{key}=cpu needs none"
     if device.type == "mps" and not torch.backends.mps.is_available():
-        yield f"{sees} no GPU of Apple's here; {key}=cpu needs none"
+        raise UserError(f"{sees} no GPU of Apple's here; {without}")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        remedy = (
-            "policy.device=auto takes what there is"
-            if key == "policy.device"
-            else f"{key}=cpu needs none"
+        auto = "policy.device=auto takes what there is"
+        raise UserError(
+            f"{sees} {count} CUDA devices here; {auto if key == 'policy.device' else without}"
         )
-        yield f"{sees} {count} CUDA devices here; {remedy}"
+    return name
 
 
 def lacks_of_device(config: Config) -> Iterator[str]:
@@ -277,36 +268,31 @@ def locate_pipeline(
 
         name = str(pipeline_dir(name))
     path = str(local(name))
-    refuse(_faults_of_place(name, path))
+    # unlike those of `Path`, these functions do not raise for names that are too long
     here = os.path.isdir(path)
+    if here and not os.path.isfile(os.path.join(path, INDEX)):
+        raise UserError(f"policy.path={name}: is no diffusers pipeline, it has no model_index.json")
+    if not here and not is_hub_id(name):
+        raise UserError(
+            f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, 'testbed' or 'words'"
+        )
     kind = class_in(path) if here else _hub_class(name)
     check_pipeline(name, kind, expected, chosen)
     return path if here else name, kind
 
 
-def _faults_of_place(name: str, path: str) -> Iterator[str]:
-    """Unlike those of `Path`, functions of `os.path` do not raise for names that are too long."""
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, INDEX)):
-        yield f"policy.path={name}: is no diffusers pipeline, it has no model_index.json"
-    if not os.path.isdir(path) and not is_hub_id(name):
-        yield f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, 'testbed' or 'words'"
-
-
 def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | None = None) -> None:
     """Refuses a pipeline class that has no policy, unless one is `chosen` (policy.kind), or is not
     the `expected` one."""
-    refuse(_faults_of_class(f"policy.path={name}: is a {kind}", kind, expected, chosen))
-
-
-def _faults_of_class(
-    said: str, kind: str, expected: str | None, chosen: str | None
-) -> Iterator[str]:
+    said = f"policy.path={name}: is a {kind}"
     if chosen is None and kind not in catalogue.pipeline_names():
         own = "docs/extending.md declares another flow pipeline in a file, and `g2rpo check-model` tries it"
-        yield f"{said}, which has no policy here: docs/models.md lists the classes that have one; {own}"
+        raise UserError(
+            f"{said}, which has no policy here: docs/models.md lists the classes that have one; {own}"
+        )
     if expected is not None and kind != expected:
         hint = "take a recipe for it, or set policy.pipeline= and check every value"
-        yield f"{said}, but this recipe is for a {expected}; {hint}"
+        raise UserError(f"{said}, but this recipe is for a {expected}; {hint}")
 
 
 def _hub_class(name: str) -> str:

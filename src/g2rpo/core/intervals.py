@@ -37,6 +37,11 @@ def rise(values: Sequence[float]) -> tuple[float, float]:
     return slope * (count - 1), half_width(error, count - 1)
 
 
+def or_nan(value: float | None) -> float:
+    """A number of a log or a table; NaN for null."""
+    return math.nan if value is None else float(value)
+
+
 def decimals_of(error: float) -> int:
     """Decimals of a number with two significant figures of its standard `error`; 3 where that is
     not known or 0."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 
 from torch import Tensor
 
@@ -29,11 +29,8 @@ def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
 
 
 def work_of_run(config: Config) -> int:
-    """The `work` of all iterations. Those with the same plans cost the same and are counted once:
-    counting one calls the algorithm's loss."""
-    every = range(config.trainer.iterations)
-    times = Counter(tuple(plans_in(config, iteration)) for iteration in every)
-    return sum(count * _work(config, plans) for plans, count in times.items())
+    """The `work` of all iterations."""
+    return sum(islice(_costs(config), config.trainer.iterations))
 
 
 def work_in_pictures(config: Config) -> float:
@@ -75,24 +72,26 @@ MOST_ITERATIONS = 1_000_000
 def iterations_within(config: Config, evaluations: float) -> int:
     """The most iterations whose `work` stays within `evaluations`; a `UserError` if that is
     none."""
-    known: dict[tuple[Plan, ...], int] = {}
-
-    def cost(iteration: int) -> int:
-        plans = tuple(plans_in(config, iteration))
-        if plans not in known:  # counting calls the algorithm's loss
-            known[plans] = _work(config, plans)
-        return known[plans]
-
-    iterations, spent = 0, cost(0)
-    if spent > evaluations:
-        raise UserError(
-            f"a budget of {evaluations:,.0f} evaluations is below one iteration, which takes {spent:,}"
-        )
-    while spent <= evaluations:
-        iterations += 1
-        if iterations > MOST_ITERATIONS:
+    spent = 0
+    for iterations, cost in enumerate(islice(_costs(config), MOST_ITERATIONS + 1)):
+        spent += cost
+        if spent > evaluations and not iterations:
             raise UserError(
-                f"a budget of {evaluations:,.0f} evaluations is more than {MOST_ITERATIONS:,} iterations"
+                f"a budget of {evaluations:,.0f} evaluations is below one iteration, which takes {spent:,}"
             )
-        spent += cost(iterations)
-    return iterations
+        if spent > evaluations:
+            return iterations
+    raise UserError(
+        f"a budget of {evaluations:,.0f} evaluations is more than {MOST_ITERATIONS:,} iterations"
+    )
+
+
+def _costs(config: Config) -> Iterator[int]:
+    """The `work` of each iteration, without end. Those with the same plans cost the same and are
+    counted once: counting one calls the algorithm's loss."""
+    known: dict[tuple[Plan, ...], int] = {}
+    for iteration in count():
+        plans = tuple(plans_in(config, iteration))
+        if plans not in known:
+            known[plans] = _work(config, plans)
+        yield known[plans]

@@ -18,7 +18,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
-from g2rpo.core.intervals import Z
+from g2rpo.core.intervals import Z, or_nan
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import paired
 from g2rpo.core.types import Policy
@@ -83,7 +83,7 @@ class Alarms:
         """Whether the newest evaluation raised no alarm and its `judged_gain` is above that of all
         others that raised none."""
         gains = [
-            _number(row, "judged_gain")
+            or_nan(row.get("judged_gain"))
             for row in self.rows
             if row["kind"] == "eval" and "alarms" not in row
         ]
@@ -120,7 +120,7 @@ def drift(log: Alarms) -> str | None:
     """Whether log-probs before the first update differ from the rollout's by more than the
     limit."""
     row, limit = log.rows[-1], log.drift_limit
-    value = _number(row, "log_prob_drift")
+    value = or_nan(row.get("log_prob_drift"))
     if "log_prob_drift" not in row or value <= limit:
         return None
     return f"log-probs differ by up to {value:.2g} from the rollout's before the first update, limit {limit:.2g}"
@@ -131,7 +131,7 @@ def share(key: str, limit: float, what: str) -> Look:
 
     def look(log: Alarms) -> str | None:
         rows = [row for row in log.rows if row["kind"] == "train"][-WINDOW:]
-        mean = sum(_number(row, key) for row in rows) / len(rows)
+        mean = sum(or_nan(row.get(key)) for row in rows) / len(rows)
         if len(rows) < WINDOW or not mean > limit:
             return None
         return f"{mean:.0%} {what} in the last {len(rows)} iterations, limit {limit:.0%}"
@@ -230,7 +230,7 @@ def alike(log: Alarms) -> str | None:
     if rows[-1] is not log.rows[-1]:  # not compared in this evaluation
         return None
     pairs = {
-        which: [_number(row, key) for row in (rows[0], rows[-1])]
+        which: [or_nan(row.get(key)) for row in (rows[0], rows[-1])]
         for which, key in DIVERSITIES.items()
     }
     which, (base, now) = next(
@@ -316,9 +316,3 @@ def rounding_of(config: Config) -> float:
     """How far apart two velocities of one latent may lie, relative to their size, in the batches of
     rollout and training pass: two eps of the coarsest dtype of network, latents and velocities."""
     return 2 * config.precision.eps
-
-
-def _number(row: Row, key: str) -> float:
-    """A logged number; NaN if it is null or absent."""
-    value = row.get(key)
-    return math.nan if value is None else float(value)

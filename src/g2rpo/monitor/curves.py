@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Literal
 import numpy as np
 
 from g2rpo.core.data import Row
-from g2rpo.core.intervals import half_width
+from g2rpo.core.intervals import half_width, or_nan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,9 +154,9 @@ def heldout_line(
     """The means of a reward on `prompts` held-out prompts, with the 95 % interval of their change
     from the base, of those that it scored."""
     rows = [row for row in evaluations if f"reward/{reward}" in row]
-    y = [_number(row[f"reward/{reward}"]) for row in rows]
+    y = [or_nan(row[f"reward/{reward}"]) for row in rows]
     half = [
-        half_width(_number(row.get(f"stderr/{reward}")), row.get(f"scored/{reward}", prompts))
+        half_width(or_nan(row.get(f"stderr/{reward}")), row.get(f"scored/{reward}", prompts))
         for row in rows
     ]
     ends = [(value - width, value + width) for value, width in zip(y, half, strict=True)]
@@ -183,7 +183,3 @@ def curves(rows: Sequence[Row], trained: Sequence[str], prompts: int) -> Figure:
     count = math.ceil(len(panels) / ACROSS)
     ends = [math.ceil(len(panels) * number / count) for number in range(1, count + 1)]
     return small_multiples([panels[start:end] for start, end in pairwise([0, *ends])], KEY)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

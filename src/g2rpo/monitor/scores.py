@@ -15,6 +15,7 @@ from g2rpo.core.errors import UserError, counted, refuse
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import images_of
+from g2rpo.core.intervals import or_nan
 from g2rpo.core.plain import as_json, read_lines_as
 from g2rpo.core.statistics import in_proportion
 from g2rpo.monitor.clips import clip_of, read_clip, reduced, save_clip, stills
@@ -117,7 +118,7 @@ def read_scores(path: Path, names: Collection[str], count: int | None = None) ->
 def scores_of(rows: Sequence[ScoreRow]) -> dict[str, Tensor]:
     """Scores [N] by reward; NaN for none."""
     return {
-        name: torch.tensor([_or_nan(row["scores"][name]) for row in rows])
+        name: torch.tensor([or_nan(row["scores"][name]) for row in rows])
         for name in (rows[0]["scores"] if rows else ())
     }
 
@@ -125,7 +126,7 @@ def scores_of(rows: Sequence[ScoreRow]) -> dict[str, Tensor]:
 def right_of(rows: Sequence[ScoreRow]) -> Tensor | None:
     """Verdicts [N]: 1, 0, or NaN for none; None where no reward defines right pictures."""
     return (
-        torch.tensor([_or_nan(row["right"]) for row in rows])
+        torch.tensor([or_nan(row["right"]) for row in rows])
         if rows and "right" in rows[0]
         else None
     )
@@ -198,7 +199,3 @@ def chosen(right: Sequence[Tensor | None], shown: int, total: int) -> tuple[list
         places,
         f"{len(places)} of {total} held-out prompts, in the proportions of all: {counted}",
     )
-
-
-def _or_nan(value: Any) -> float:
-    return float("nan" if value is None else value)

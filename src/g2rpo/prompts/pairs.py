@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator
 
 from g2rpo.core.data import Prompt
-from g2rpo.core.errors import UserError, counted, placed, refuse, shown
+from g2rpo.core.errors import UserError, counted, placed, shown
 from g2rpo.core.files import FileDigests, cache_root, local, write_whole
 from g2rpo.core.input_pictures import faults_of_pictures
 from g2rpo.core.plain import checked_as, is_text, read_text
@@ -68,15 +68,11 @@ def _shown(value: Any) -> Any:
             value = base64.b64decode(value, validate=True)
     if isinstance(value, str):
         refuse_address(value)
-    refuse(_faults_of_shown(value), ValueError)
-    return value
-
-
-def _faults_of_shown(value: Any) -> Iterator[str]:
     if not isinstance(value, str | bytes) or not value:
-        yield f"should be a picture's file name, is {shown(value)}"
-    elif isinstance(value, str) and (len(value) > LONGEST_NAME or not is_text(value)):
-        yield f"is no file name: {shown(value)}"
+        raise ValueError(f"should be a picture's file name, is {shown(value)}")
+    if isinstance(value, str) and (len(value) > LONGEST_NAME or not is_text(value)):
+        raise ValueError(f"is no file name: {shown(value)}")
+    return value
 
 
 def _number(value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 
-from g2rpo.core.errors import UserError, loading, placed, refuse, shown
+from g2rpo.core.errors import UserError, loading, placed, shown
 from g2rpo.core.files import local, refuse_other
 from g2rpo.core.input_pictures import check_pictures
 from g2rpo.core.plain import Repeated, checked_as, decoded, is_text, parse_json, read_text
@@ -83,7 +83,14 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
     """The prompts of a file, read as its suffix says. ValueError for what a file cannot hold,
     UserError for a wrong record."""
     suffix = path.suffix.lower() or ".txt"
-    refuse(_faults_of_name(path, suffix), ValueError)
+    if not path.exists():
+        raise ValueError(
+            "there is no such file; name one with a prompt on each line, or starter:train or starter:heldout"
+        )
+    if path.is_dir():
+        raise ValueError("is a folder; hf:FOLDER reads a dataset's")
+    if suffix not in LIST_SUFFIXES:
+        raise ValueError(f"{path.suffix} is not read; prompts are read from {READ}")
     refuse_other_files(begin_of(path))
     if suffix == ".parquet":
         return _from_parquet(path, column)
@@ -100,27 +107,14 @@ def _from_file(path: Path, column: str) -> list[Prompt]:
     return _usable(f"prompt file {path}", numbered, column, unit, path.parent)
 
 
-def _faults_of_name(path: Path, suffix: str) -> Iterator[str]:
-    if not path.exists():
-        yield "there is no such file; name one with a prompt on each line, or starter:train or starter:heldout"
-    if path.is_dir():
-        yield "is a folder; hf:FOLDER reads a dataset's"
-    if suffix not in LIST_SUFFIXES:
-        yield f"{path.suffix} is not read; prompts are read from {READ}"
-
-
 def _visible(text: str) -> str:
-    refuse(_faults_of_text(text), ValueError)
-    return visible_part(text)
-
-
-def _faults_of_text(text: Any) -> Iterator[str]:
-    if not isinstance(text, str) or not visible_part(text):
-        yield f"should be a prompt, is {shown(text)}"
-    if len(visible_part(text)) > LONGEST:
-        yield f"has {len(visible_part(text))} characters; a prompt may have {LONGEST}"
+    if not isinstance(text, str) or not (visible := visible_part(text)):
+        raise ValueError(f"should be a prompt, is {shown(text)}")
+    if len(visible) > LONGEST:
+        raise ValueError(f"has {len(visible)} characters; a prompt may have {LONGEST}")
     if not is_text(text):
-        yield "has a character that no text may have (NUL or a lone surrogate)"
+        raise ValueError("has a character that no text may have (NUL or a lone surrogate)")
+    return visible
 
 
 def _listed(images: Any) -> Any:
@@ -192,14 +186,14 @@ def _from_parquet(path: Path, column: str) -> list[Prompt]:
     with open_parquet(path) as file:
         column = column_of(file.schema_arrow.names, column)
         kept = _plain_columns(file.schema_arrow, column)
-        refuse(_faults_of_length(file.metadata.num_rows), ValueError)
+        _check_length(file.metadata.num_rows)
         records = file.read(columns=kept).to_pylist()
     return _usable(f"prompt file {path}", list(enumerate(records, 1)), column, "row", path.parent)
 
 
-def _faults_of_length(rows: int) -> Iterator[str]:
+def _check_length(rows: int) -> None:
     if rows > MOST_ROWS:
-        yield f"has {rows} rows; at most {MOST_ROWS} are read"
+        raise ValueError(f"has {rows} rows; at most {MOST_ROWS} are read")
 
 
 @contextmanager
@@ -245,7 +239,7 @@ def _from_hub(source: str) -> list[Prompt]:
         data = datasets.load_dataset(name, subset, split=split)
     with placed(f"{source}: "):
         column = column_of(data.column_names, column)
-        refuse(_faults_of_length(data.num_rows), ValueError)
+        _check_length(data.num_rows)
     plain = _plain_columns(data.features.arrow_schema, column)
     return _usable(source, list(enumerate(data.select_columns(plain).to_list(), 1)), column, "row")
 
@@ -277,10 +271,8 @@ def _usable(
 def _cell(value: Any) -> str:
     """The prompt in a cell of a table; ValueError for none, also as programs write an empty cell."""
     text = _visible(decoded(value) if isinstance(value, bytes) else value)
-    refuse(
-        (f"should be a prompt, is {shown(text)}" for _ in [text] if text.casefold() in NOTHING),
-        ValueError,
-    )
+    if text.casefold() in NOTHING:
+        raise ValueError(f"should be a prompt, is {shown(text)}")
     return text
 
 

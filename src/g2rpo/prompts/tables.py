@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from g2rpo.core.errors import counted, refuse
@@ -26,18 +26,16 @@ def column_of(names: Sequence[str], wanted: str = "") -> str:
         found = [name for name in names if name.strip().casefold() in COLUMNS]
         if len(found) > 1 and any(name.strip().casefold() == "prompt" for name in found):
             found = [name for name in found if name.strip().casefold() != "text"]
-    refuse(_faults_of_columns(names, found, wanted), ValueError)
-    return found[0]
-
-
-def _faults_of_columns(names: Sequence[str], found: Sequence[str], wanted: str) -> Iterator[str]:
     listed = ", ".join(names[:MOST_LISTED]) + (", ..." if len(names) > MOST_LISTED else "")
     if len(found) > 1:
         several = " and ".join(repr(name) for name in found)
-        yield f"has the columns {several}; name the one with the prompts after a colon: {listed}"
-    looked = f"'{wanted}'" if wanted else "'prompt', 'prompts', 'caption' or 'text'"
+        raise ValueError(
+            f"has the columns {several}; name the one with the prompts after a colon: {listed}"
+        )
     if not found:
-        yield f"has no column {looked}; name one after a colon: {listed}"
+        looked = f"'{wanted}'" if wanted else "'prompt', 'prompts', 'caption' or 'text'"
+        raise ValueError(f"has no column {looked}; name one after a colon: {listed}")
+    return found[0]
 
 
 def read_table(text: str, delimiters: str, wanted: str = "") -> list[tuple[int, dict[str, str]]]:

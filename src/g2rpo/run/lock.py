@@ -10,9 +10,10 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 from g2rpo.core.errors import UserError, shown
@@ -171,14 +172,11 @@ def enter_fresh(
 
 def first_usable(name: str, check: Callable[[Path], None]) -> Path:
     """NAME, or the first of NAME-2, NAME-3 ... that `check` does not refuse."""
-    candidate, number = Path(name), 1
-    while True:
-        try:
+    for candidate in _numbered(Path(name)):
+        with suppress(UserError):
             check(candidate)
-            return candidate
-        except UserError:
-            number += 1
-            candidate = Path(f"{name}-{number}")
+            break
+    return candidate
 
 
 def fresh_directory(root: Path, name: str) -> Path:
@@ -188,8 +186,10 @@ def fresh_directory(root: Path, name: str) -> Path:
         raise UserError(
             f"recipe: {shown(name)} cannot name a folder below {root}/; name one with --run-dir"
         )
-    candidate, number = root / stem, 1
-    while candidate.exists():
-        number += 1
-        candidate = root / f"{stem}-{number}"
-    return candidate
+    return next(folder for folder in _numbered(root / stem) if not folder.exists())
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """PATH, PATH-2, PATH-3 ... without end."""
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
