@@ -3,6 +3,7 @@ same."""
 
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -76,9 +77,11 @@ class Editing(GaussianPolicy):
 class Loaded:
     """A policy in the place of a pipeline that `components.load_pipeline` has read."""
 
+    config = SimpleNamespace(path="own")
+
     def __init__(self, policy):
         self.text, self.policy = policy, lambda: policy
-        policy.park, policy.at_work = lambda: None, nullcontext
+        policy.park, policy.at_work, policy.guided = lambda: None, nullcontext, False
 
 
 def picture(path, colour=(255, 0, 0), size=(6, 4), **how):
