@@ -100,6 +100,8 @@ def sampled(capsys, monkeypatch, folder, *options):
     """Two samples of a policy of clips: (exit code, stdout, stderr)."""
     loaded = Loaded(Clips(frames=6, size=32))
     monkeypatch.setattr(components, "load_pipeline", lambda *args, **more: loaded)
+    # which has no tokenizers
+    monkeypatch.setattr("g2rpo.app.sample.warn_of_prompts", lambda *asked: None)
     words = ["sample", "0", "0.5", "--model", "testbed", "--steps", 2, "--out", folder]
     return g2rpo(capsys, *words, *options)
 
