@@ -30,7 +30,7 @@ def _files(root: Path, controller: str, unified: str, *divided: str) -> Iterator
     """The words in the files of this process's control groups and of all above them: in `unified`
     of version 2, in `divided` of version 1. A container may see its own group as the highest."""
     with suppress(OSError):  # not on macOS
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             number, controllers, group = line.split(":", 2)
             if number != "0" and controller not in controllers.split(","):
                 continue
@@ -41,4 +41,6 @@ def _files(root: Path, controller: str, unified: str, *divided: str) -> Iterator
                     break
                 with suppress(OSError):  # the machine's own group has no limits
                     names = [unified] if number == "0" else divided
-                    yield " ".join((folder / name).read_text() for name in names).split()
+                    yield " ".join(
+                        (folder / name).read_text(encoding="utf-8") for name in names
+                    ).split()

@@ -5,7 +5,9 @@ import shutil
 import socket
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import gradio as gr
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from g2rpo.core.types import no_kernel
 from g2rpo.evaluation.controls import Control
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.evaluation.untrained import utility
+from g2rpo.lab.demo.app import only_uploads
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import offered_granularities, plan_label, trace_group
 from g2rpo.lab.demo.model import (
@@ -41,7 +44,7 @@ from g2rpo.training.stopwatch import Stopwatch
 from tests.lab.demo.trained import BRIGHT, train_tiny
 from tests.support.commands import refused
 from tests.support.ports import free_port
-from tests.support.runs import fits
+from tests.support.runs import fits, picture
 from tests.support.tolerances import network
 from tests.support.variants import few
 
@@ -444,3 +447,19 @@ def test_without_gradio_the_extra_is_named_after_all_other_mistakes(
         monkeypatch.delitem(sys.modules, f"g2rpo.lab.{room}.{module}", raising=False)
         monkeypatch.delattr(f"g2rpo.lab.{room}.{module}", raising=False)
     assert message in refused(capsys, "demo", "--model", model, "--port", free_port())
+
+
+def test_an_input_picture_is_an_uploaded_one(tmp_path, monkeypatch):
+    """Gradio checks only paths that are marked as files, which a question need not do."""
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
+    from gradio.data_classes import ImageData
+
+    box = gr.Image(type="filepath")
+    only_uploads(box)
+    Path(box.GRADIO_CACHE).mkdir()
+    inside = picture(Path(box.GRADIO_CACHE) / "white.png")
+    assert box.preprocess(None) is None
+    assert Path(box.preprocess(ImageData(path=inside))).exists()
+    for path in (picture(tmp_path / "private.png"), f"{box.GRADIO_CACHE}/../private.png", None):
+        with pytest.raises(gr.Error, match="uploaded"):
+            box.preprocess(ImageData(path=path))

@@ -176,9 +176,26 @@ def _asked(model: DemoModel, examples: Sequence[str]) -> tuple[gr.Textbox, gr.Im
         max_length=MAX_PROMPT,
     )
     takes, label = model.input_pictures[1] > 0, "Input picture; held-out prompts have their own"
-    return box, gr.Image(
+    picture = gr.Image(
         type="filepath", sources=["upload"], label=label, height=180, visible=takes, buttons=[]
     )
+    only_uploads(picture)
+    return box, picture
+
+
+def only_uploads(box: gr.Image) -> None:
+    """Gradio opens any path that a question names, unless the question says that it is a file's;
+    `box` takes uploaded pictures only."""
+    read = box.preprocess
+
+    def preprocess(payload: Any) -> Any:
+        folder = Path(box.GRADIO_CACHE).resolve()
+        if payload and not Path(payload.path or "/").resolve().is_relative_to(folder):
+            raise gr.Error("An input picture is uploaded.", print_exception=False)
+        return read(payload)
+
+    # a subclass would write its own stub file into the package
+    box.preprocess = preprocess
 
 
 def whole(seed: float | None) -> int:

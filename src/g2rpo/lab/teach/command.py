@@ -55,16 +55,18 @@ def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], 
     plain = load_config(recipe, [])
     if CLICKS in plain.rewards:
         return load_config(recipe, overrides, notify)
+    named = dict(override.split("=", 1) for override in overrides if "=" in override)
+    if named.get("algorithm.name", "g2rpo") != "g2rpo":
+        raise UserError(f"teach: learns by g2rpo, not by algorithm.name={named['algorithm.name']}")
     own = list(OVERRIDES)
     if plain.policy.tuning == "full":
         own.append(f"optim.learning_rate={ADAPTER_RATE * plain.optim.learning_rate:g}")
-    named = {override.partition("=")[0] for override in overrides}
     guards = {
         name: one.weight
         for name, one in load_config(recipe, [*own, *overrides]).rewards.items()
         if name != CLICKS and one.weight
     }
-    if named.isdisjoint({"rewards.clicks", "rewards.clicks.weight"}) and guards:
+    if not named.keys() & {"rewards.clicks", "rewards.clicks.weight"} and guards:
         scale = GUARDED / sum(guards.values())
         overrides = [
             *overrides,

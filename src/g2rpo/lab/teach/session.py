@@ -154,14 +154,11 @@ class Session:
 
     def __post_init__(self) -> None:
         t = self.trainer
-        if not isinstance(t.algorithm, GranularGRPO):
-            name = getattr(t.algorithm, "name", "?")
+        clicks, taught = t.rewards.get(CLICKS), isinstance(t.algorithm, GranularGRPO)
+        if not taught or not isinstance(clicks, Pairs) or t.world.size > 1:
             raise UserError(
-                f"teach: learns by G2RPO; algorithm.name={name} has no groups to choose in"
+                "teach: runs as one process with algorithm.name=g2rpo and a reward clicks of the kind pairs"
             )
-        clicks = t.rewards.get(CLICKS)
-        if not isinstance(clicks, Pairs) or t.world.size > 1:
-            raise UserError("teach: runs as one process, with a reward clicks of the kind pairs")
         every = {**t.rewards, **t.judges}.values()
         clicks.encoder = next((one for one in every if hasattr(one, "features")), None)
         t.evaluator.unlogged = (CLICKS,)  # every answer changes the head
