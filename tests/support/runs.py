@@ -40,11 +40,6 @@ ADVANTAGES = 4 * UNIT / 0.004
 differ when it is computed otherwise. Groups spread by 0.004 or more. Scores, of 1/2, are 4 units of
 rounding apart: one of their own, and the 60 of each pixel, by chance 6 sqrt(2 x 60) / 4 after a
 sigmoid, over sqrt(48) in the mean of so many."""
-ROUNDED = Tolerance(
-    rtol=2 * ADVANTAGES, atol=reordered(144, 1.6)["atol"] + 2 * ADVANTAGES * 1.6 * 0.006
-)
-"""Of the numbers in its rows. All follow from advantages, means and deviations of them. The loss is
-a mean of at most 144 advantages of 1.6, which is 0, times ratios that are 0.006 from 1."""
 PROMPTS = ["0", "0.1", "0.2", "-0.1", "-0.2"]
 
 
@@ -231,13 +226,19 @@ def untimed(rows) -> list[dict]:
 
 
 def reordered_row(row: dict) -> dict:
-    """`row` for `==`, of the same run with its sums in another order: of 36 members or more one may
-    be on the other side of a limit."""
-    one = Tolerance(rtol=0.0, atol=1 / 36)
+    """`row` for `==`, of the same run with its sums in another order. Of 36 members or more one may
+    be on the other side of a limit. The loss is a mean of at most 144 advantages of 1.6, which is 0,
+    times ratios, which are 0.006 from 1. All else follows from advantages, their means and
+    deviations."""
+    share = 2 * ADVANTAGES
 
     def close(name, value):
-        counted = name.endswith(("clip_fraction", "agreement"))
-        return near(value, one if counted else ROUNDED, nan_ok=True)
+        if name.endswith(("clip_fraction", "agreement")):
+            return near(value, Tolerance(rtol=0.0, atol=1 / 36), nan_ok=True)
+        beside = 0.0
+        if name in ("loss", "ratio_deviation"):
+            beside = reordered(144, 1.6)["atol"] + share * 1.6 * 0.006
+        return near(value, Tolerance(rtol=share, atol=beside), nan_ok=True)
 
     return {
         name: close(name, value) if isinstance(value, float) else value
