@@ -11,7 +11,13 @@ from pathlib import Path
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont
 
-from g2rpo.monitor.pictures import PAGE_COLOUR, RIGHT_COLOUR, SOFT_COLOUR, TEXT_COLOUR, WRONG_COLOUR
+from g2rpo.train.monitor.pictures import (
+    PAGE_COLOUR,
+    RIGHT_COLOUR,
+    SOFT_COLOUR,
+    TEXT_COLOUR,
+    WRONG_COLOUR,
+)
 
 TINT = {True: (226, 240, 250), False: (253, 233, 220)}  # behind a word that is right, or wrong
 WORD = (192, 64)  # pixels of a word in a picture: twice its own

@@ -35,9 +35,9 @@ from g2rpo.config.schema import grid_of
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Policy, Rollout
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.memory import BatchSizes
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.rollout.tails import EXACT, Tails
-from g2rpo.runtime.memory import BatchSizes
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 OPTIONS = {

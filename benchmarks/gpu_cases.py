@@ -46,6 +46,7 @@ from g2rpo.assembly.hub import located
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
+from g2rpo.core.devices import accelerator, empty_cache
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond
@@ -55,16 +56,15 @@ from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, SLACK
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.rates import RATES
-from g2rpo.policies import attention, catalogue
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
-from g2rpo.policies.spec import Model
+from g2rpo.models import attention, catalogue
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.embeddings import CachedEncoder, CachedPolicy
+from g2rpo.models.spec import Model
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
-from g2rpo.run.checkpoint import checkpoints, load_checkpoint, newest_iteration
-from g2rpo.run.run import Run
-from g2rpo.runtime.devices import accelerator, empty_cache
-from g2rpo.training.trainer import Trainer
+from g2rpo.train.run.checkpoint import checkpoints, load_checkpoint, newest_iteration
+from g2rpo.train.run.folder import Run
+from g2rpo.train.trainer import Trainer
 
 Case = dict[str, Any]
 Asked = tuple[Tensor, Tensor, Cond]
@@ -712,7 +712,7 @@ def layouts(found: Found, case: Case) -> None:
     """Attention's gradients by kernel, off float32's, where the output's gradient is contiguous and
     where it is a slice.
 
-    The contiguous one comes first: see `g2rpo.policies.attention.mixes_layouts`.
+    The contiguous one comes first: see `g2rpo.models.attention.mixes_layouts`.
     """
     device = torch.device(pick_device(case["device"]))
     # FLUX at 512x512

@@ -23,7 +23,7 @@ from g2rpo.lab.demo.group import GroupTrace, trace_group
 from g2rpo.lab.demo.model import open_model
 from g2rpo.lab.demo.opening import opening_of
 from g2rpo.lab.report.history import RunHistory, read_runs
-from g2rpo.monitor.pictures import (
+from g2rpo.train.monitor.pictures import (
     PAGE_COLOUR,
     RIGHT_COLOUR,
     SOFT_COLOUR,

@@ -24,7 +24,7 @@ def make(folder: Path) -> int:
     import torch
     from diffusers import FluxPipeline, FluxTransformer2DModel
 
-    from g2rpo.testbed import pipeline_dir
+    from g2rpo.data.testbed import pipeline_dir
 
     pipeline = FluxPipeline.from_pretrained(pipeline_dir(), dtype=torch.bfloat16)
     sizes = {
@@ -44,7 +44,7 @@ def load(folder: str, tuning: Literal["lora", "full"], barrier: Any, results: An
     import torch
     from diffusers import FluxPipeline
 
-    from g2rpo.policies.pipelines import read_pipeline
+    from g2rpo.models.pipelines import read_pipeline
 
     torch.set_num_threads(1)
     barrier.wait()

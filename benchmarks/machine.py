@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from g2rpo.runtime.devices import accelerator
+from g2rpo.core.devices import accelerator
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe
-from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
-from g2rpo.training.trainer import Trainer
+from g2rpo.train.build import Request, build
+from g2rpo.train.trainer import Trainer
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.flow import ode_step
 from g2rpo.core.types import Cond, Policy, Reward
 from g2rpo.rollout.scoring import score
-from g2rpo.training.stopwatch import Stopwatch
+from g2rpo.train.stopwatch import Stopwatch
 
 Noise = Callable[..., torch.Generator]
 

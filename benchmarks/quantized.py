@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.catalogue import flux
-from g2rpo.policies.options import PolicyConfig
-from g2rpo.policies.pipelines import read_pipeline
-from g2rpo.policies.quantized import QUANTIZED_LINEARS, linears_of_blocks
-from g2rpo.testbed import pipeline_dir
+from g2rpo.data.testbed import pipeline_dir
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.catalogue import flux
+from g2rpo.models.options import PolicyConfig
+from g2rpo.models.pipelines import read_pipeline
+from g2rpo.models.quantized import QUANTIZED_LINEARS, linears_of_blocks
 
 RESULTS = Path(__file__).parent / "results" / "quantized.json"
 CPU = torch.device("cpu")

@@ -27,16 +27,16 @@ from PIL import Image
 
 from benchmarks.drawing import Word, before_and_after
 from benchmarks.second_reader import available, read_words
-from g2rpo.app.evaluate import evaluate, run_settings
-from g2rpo.app.train import train
 from g2rpo.cli.output import Output
 from g2rpo.core.images import to_tensor
 from g2rpo.core.statistics import in_proportion, interval
-from g2rpo.evaluation.controls import Control, default_controls
-from g2rpo.evaluation.untrained import RIGHT, Controls
-from g2rpo.run.run import Run
-from g2rpo.testbed.words.judges import letters_of
-from g2rpo.testbed.words.language import parse_word
+from g2rpo.data.testbed.words.judges import letters_of
+from g2rpo.data.testbed.words.language import parse_word
+from g2rpo.lab.evaluate import evaluate, run_settings
+from g2rpo.train.command import train
+from g2rpo.train.evaluation.controls import Control, default_controls
+from g2rpo.train.evaluation.untrained import RIGHT, Controls
+from g2rpo.train.run.folder import Run
 
 SHOWN, COLUMNS = 24, 4  # words in the picture
 

@@ -27,12 +27,12 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.data import Cond
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.catalogue import flux
-from g2rpo.policies.options import PolicyConfig
-from g2rpo.policies.pipelines import read_pipeline
+from g2rpo.data.testbed import pipeline_dir
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.catalogue import flux
+from g2rpo.models.options import PolicyConfig
+from g2rpo.models.pipelines import read_pipeline
 from g2rpo.rollout.engine import Engine
-from g2rpo.testbed import pipeline_dir
 
 RESULTS = Path(__file__).parent / "results" / "replay.json"
 SIZES: dict[str, dict[str, Any]] = {

@@ -43,11 +43,11 @@ from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.memory import BatchSizes
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.rollout.tails import EXACT, Tails
-from g2rpo.runtime.memory import BatchSizes
-from g2rpo.training.stopwatch import Stopwatch
+from g2rpo.train.stopwatch import Stopwatch
 
 NUM_STEPS = 16
 SWEEPS: dict[str, list[Any]] = {

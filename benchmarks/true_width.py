@@ -33,10 +33,10 @@ from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond
-from g2rpo.evaluation.sampler import Sampler
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.catalogue import flux
-from g2rpo.policies.options import Dtype, PolicyConfig
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.catalogue import flux
+from g2rpo.models.options import Dtype, PolicyConfig
+from g2rpo.train.evaluation.sampler import Sampler
 
 WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {},

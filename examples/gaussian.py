@@ -16,11 +16,11 @@ import torch
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.memory import batch_sizes
 from g2rpo.rollout.scoring import score_rollouts
-from g2rpo.runtime.memory import batch_sizes
-from g2rpo.training.updater import Updater
+from g2rpo.train.updater import Updater
 
 STEPS, ITERATIONS, GREY = 10, 60, 0.75
 

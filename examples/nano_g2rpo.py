@@ -19,8 +19,8 @@ import math
 import torch
 from diffusers import FluxPipeline
 
-from g2rpo.testbed import pipeline_dir, prompts
-from g2rpo.testbed.rewards import SceneAccuracy
+from g2rpo.data.testbed import pipeline_dir, prompts
+from g2rpo.data.testbed.rewards import SceneAccuracy
 
 SIZE, GUIDANCE, TOKENS = 64, 3.5, 16  # pixels, FLUX's input of guidance, tokens of a prompt
 

@@ -21,7 +21,7 @@ config, policy, algorithm, rewards, judges, prompts, heldout, world, run, iterat
 import torch
 
 from g2rpo import api
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 
 
 def brightness(images, prompts):

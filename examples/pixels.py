@@ -14,7 +14,7 @@ from torch import nn
 from g2rpo.config.resolve import resolve
 from g2rpo.core.types import Cond
 from g2rpo.rewards.analytic import Saturation
-from g2rpo.training.trainer import Trainer
+from g2rpo.train.trainer import Trainer
 
 COLOURS = ["red", "green", "blue"]
 

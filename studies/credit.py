@@ -49,20 +49,20 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from g2rpo.algorithms.flow_grpo import window
-from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
+from g2rpo.config.work import TRAINED_LATENT
 from g2rpo.core.flow import ode_step
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for, seed_for
 from g2rpo.core.statistics import Interval
 from g2rpo.core.types import Kernel, Plan, Policy, Rollout
-from g2rpo.evaluation.work import TRAINED_LATENT
-from g2rpo.monitor.curves import LINE_COLOURS, CurveLine, Panel, save_figure, small_multiples
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.memory import BatchSizes
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.rollout.scoring import decode, score, score_rollouts
-from g2rpo.runtime.memory import BatchSizes
-from g2rpo.training.trainer import Trainer
+from g2rpo.train.build import Request, build
+from g2rpo.train.monitor.curves import LINE_COLOURS, CurveLine, Panel, save_figure, small_multiples
+from g2rpo.train.trainer import Trainer
 
 REWARDS = {
     "scenes": [

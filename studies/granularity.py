@@ -23,16 +23,16 @@ from typing import Any
 
 import numpy as np
 
-from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.core.flow import tail
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import interval, spearman
 from g2rpo.core.types import Plan
-from g2rpo.monitor.curves import Panel, save_figure, small_multiples
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.memory import BatchSizes
 from g2rpo.rollout.scoring import score_rollouts
-from g2rpo.runtime.memory import BatchSizes
+from g2rpo.train.build import Request, build
+from g2rpo.train.monitor.curves import Panel, save_figure, small_multiples
 from studies.credit import REWARDS, instrument_parser, lines_by, save
 
 SIZES = BatchSizes(rollout=8, decode=8, micro=8)

@@ -17,8 +17,8 @@ from g2rpo.algorithms.flow_grpo import MixGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.run import Run
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train.run.folder import Run
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.runs import PROMPTS, brightness, darkness
 from tests.support.tolerances import near, network

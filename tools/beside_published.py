@@ -41,7 +41,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.normal import Normal
 from g2rpo.core.objectives import kernel_kl
 from g2rpo.core.plans import Rollout, Transition
-from g2rpo.training.trainer import Trainer
+from g2rpo.train.trainer import Trainer
 from tests.published.second_half import Beside, Models, Objective, Seen, tiny
 from tests.published.windows import spread, tilt
 from tests.support.tiny import save_flux, save_sd3

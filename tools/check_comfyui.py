@@ -5,7 +5,7 @@ converters.
 
 COMFYUI is a checkout of github.com/comfyanonymous/ComfyUI; its requirements must be installed. No
 weights are needed: tensors have the rows of the real models, and two columns. For every class of
-`g2rpo.policies.comfyui` that a model of the catalogue has
+`g2rpo.models.comfyui` that a model of the catalogue has
 
 1. ComfyUI's model names the original tensors, and diffusers' single-file converter makes diffusers'
    ones of them;
@@ -31,10 +31,10 @@ import torch
 from diffusers.loaders import single_file_utils as converters
 from torch import Tensor
 
-from g2rpo.export.comfyui import names_for, tensors_for, whole_names
-from g2rpo.export.weights import TunedWeights
-from g2rpo.policies.adapters import Adapter
-from g2rpo.policies.catalogue import SPECS
+from g2rpo.lab.export.comfyui import names_for, tensors_for, whole_names
+from g2rpo.lab.export.weights import TunedWeights
+from g2rpo.models.adapters import Adapter
+from g2rpo.models.catalogue import SPECS
 
 COLUMNS, RANK = 2, 3
 

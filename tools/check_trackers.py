@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from g2rpo.monitor.trackers import build_trackers
-from g2rpo.run.run import Run
+from g2rpo.train.monitor.trackers import build_trackers
+from g2rpo.train.run.folder import Run
 from tests.monitor.test_trackers import cut_short
 
 BLOCK = 32768

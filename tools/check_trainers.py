@@ -39,12 +39,12 @@ from diffusers.loaders import single_file_utils as converters
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from g2rpo.export.comfyui import names_for, tensors_for
-from g2rpo.export.weights import TunedWeights
-from g2rpo.policies.adapter_files import read_adapter
-from g2rpo.policies.adapters import PREFIX, Adapter, write_tensors
-from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.comfyui import FLUX, replaced_name
+from g2rpo.lab.export.comfyui import names_for, tensors_for
+from g2rpo.lab.export.weights import TunedWeights
+from g2rpo.models.adapter_files import read_adapter
+from g2rpo.models.adapters import PREFIX, Adapter, write_tensors
+from g2rpo.models.catalogue import SPECS
+from g2rpo.models.comfyui import FLUX, replaced_name
 
 COLUMNS, RANK = 2, 3
 ABSENT = {

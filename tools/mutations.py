@@ -76,25 +76,25 @@ QUANTIZED, STATISTICS = (
 REACHED = "tests/lab/plan/test_cost.py -k reached_by"
 MUTATIONS = [
     Mutation(
-        "policies/spec.py",
+        "models/spec.py",
         "return scale > (self.unguided or 0.0)",
         "return scale > 1",
         "tests/training/test_guidance.py -k begins",
     ),
     Mutation(
-        "training/loop.py",
+        "train/loop.py",
         "self.config.sampling.guidance_scale): stats",
         "None): stats",
         "tests/training/test_guidance.py -k losses",
     ),
     Mutation(
-        "training/learner.py",
+        "train/learner.py",
         "{name: tensors[name][index] for",
         '{name: tensors["exp_avg"][index] for',
         TRAINER,
     ),
     Mutation(
-        "monitor/scores.py",
+        "train/monitor/scores.py",
         "for row in rows]) for name",
         "for row in rows[::-1]]) for name",
         SCORES,
@@ -188,7 +188,7 @@ MUTATIONS = [
         f"{NEIGHBOURS} -k branch",
     ),
     Mutation(
-        "training/updater.py",
+        "train/updater.py",
         "(), self.max_grad_norm",
         "(), 2 * self.max_grad_norm",
         "tests/training/test_learner.py",
@@ -326,7 +326,7 @@ MUTATIONS = [
     Mutation("algorithms/self_opd.py", "gains / std[:, None]", "gains", OPD),
     Mutation("rollout/engine.py", "with unguided(self.policy):", "if True:", LC),
     Mutation("rollout/planning.py", "second * plan.corrected", "0 * plan.corrected", ENGINE),
-    Mutation("policies/anyflow.py", "min(before, largest)", "before", f"{ANY} -k without_guidance"),
+    Mutation("models/anyflow.py", "min(before, largest)", "before", f"{ANY} -k without_guidance"),
     Mutation("rollout/scoring.py", "rewards - baseline if", "rewards if", OPD),
     Mutation("rollout/planning.py", "range(last + 1, num_steps", "range(last, num_steps", ENGINE),
     Mutation("algorithms/reward_gradient.py", "velocity - old + d)", "velocity - old - d)", FDFO),
@@ -373,71 +373,73 @@ MUTATIONS = [
     ),
     Mutation("core/seeding.py", "repr(key)", "repr(key[:2])", "tests/core/test_seeding.py"),
     Mutation(
-        "prompts/order.py",
+        "data/order.py",
         "self._shuffle(place // len(self.prompts))",
         "self._shuffle(0)",
         "tests/prompts/test_prompts.py",
     ),
-    Mutation("training/updater.py", "max(1, counted)", "max(1, len(counts))", TRAINER),
+    Mutation("train/updater.py", "max(1, counted)", "max(1, len(counts))", TRAINER),
     Mutation("core/intervals.py", "rest / (count - 2)", "rest / (count - 1)", STATISTICS),
     Mutation(
         "core/intervals.py", "half_width(error, count - 1)", "half_width(error, count)", STATISTICS
     ),
     Mutation("lab/plan/seconds.py", "spent <= within else []", "True else []", REACHED),
     Mutation(
-        "training/updater.py",
+        "train/updater.py",
         "memory self.optimizer.zero_grad(set_to_none=True)",
         "memory",
         TRAINER,
     ),
     Mutation(
-        "training/updater.py",
+        "train/updater.py",
         "stats = UpdateStats() self.optimizer.zero_grad(set_to_none=True)",
         "stats = UpdateStats()",
         "tests/runtime/test_memory.py",
     ),
-    Mutation("training/updater.py", "torch.where(counts, loss.values, 0)", "loss.values", DROPPED),
+    Mutation("train/updater.py", "torch.where(counts, loss.values, 0)", "loss.values", DROPPED),
     Mutation(
-        "training/updater.py",
+        "train/updater.py",
         "if math.isfinite(norm)",
         "if True",
         "tests/training/test_faults.py::test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights",
     ),
     Mutation("core/updates.py", "item.mask & whole", "item.mask", DROPPED),
-    Mutation("training/updater.py", "examples = without_broken(examples)", "pass", DROPPED),
+    Mutation("train/updater.py", "examples = without_broken(examples)", "pass", DROPPED),
     Mutation(
         "core/updates.py", "counted=alive[item.prompt]", "counted=item.advantages != 0", DROPPED
     ),
     Mutation(
-        "training/learner.py",
+        "train/learner.py",
         "get_ema_multi_avg_fn(self.ema_decay)",
         "get_ema_multi_avg_fn(1 - self.ema_decay)",
         AVERAGE,
     ),
-    Mutation("training/learner.py", "(1 + self.steps) / (10", "(2 + self.steps) / (10", AVERAGE),
-    Mutation("training/learner.py", "(self.steps + 1) % every", "self.steps % every", AVERAGE),
+    Mutation("train/learner.py", "(1 + self.steps) / (10", "(2 + self.steps) / (10", AVERAGE),
+    Mutation("train/learner.py", "(self.steps + 1) % every", "self.steps % every", AVERAGE),
     Mutation(
-        "training/learner.py",
+        "train/learner.py",
         "math.cos(math.pi * iteration / iterations)",
         "math.cos(math.pi * iteration)",
         "tests/training/test_learner.py",
     ),
     Mutation(
-        "training/learner.py",
+        "train/learner.py",
         "(iteration + 1) / (self.config.warmup",
         "iteration / (self.config.warmup",
         "tests/training/test_learner.py",
     ),
     Mutation(
-        "training/learner.py",
+        "train/learner.py",
         "decay * old + (1 - decay) * parameter",
         "(1 - decay) * old + decay * parameter",
         "tests/training/test_learner.py",
     ),
-    Mutation("run/checkpoint.py", "if _digest(file) != digest:", "if False:", TRAINER),
-    Mutation("run/checkpoint.py", "kept < keep and _is_intact(path)", "kept < keep", CHECKPOINT),
+    Mutation("train/run/checkpoint.py", "if _digest(file) != digest:", "if False:", TRAINER),
     Mutation(
-        "training/collector.py",
+        "train/run/checkpoint.py", "kept < keep and _is_intact(path)", "kept < keep", CHECKPOINT
+    ),
+    Mutation(
+        "train/collector.py",
         "spec.first + rows[prompt]",
         "spec.first + prompt",
         "tests/rollout/test_prompts_at_once.py",
@@ -448,36 +450,41 @@ MUTATIONS = [
         "(self.network, self.anchor, self.sample))",
         ALARMS,
     ),
-    Mutation("monitor/alarms.py", "SILENT, MASKED = 0.5, 0.1", "SILENT, MASKED = 0.6, 0.1", ALARMS),
-    Mutation("monitor/alarms.py", "or value <= limit", "or not value > limit", ALARMS),
     Mutation(
-        "monitor/alarms.py", "LEVEL / (len(now) * looks * looks * (looks + 1))", "LEVEL", ALARMS
+        "train/monitor/alarms.py", "SILENT, MASKED = 0.5, 0.1", "SILENT, MASKED = 0.6, 0.1", ALARMS
+    ),
+    Mutation("train/monitor/alarms.py", "or value <= limit", "or not value > limit", ALARMS),
+    Mutation(
+        "train/monitor/alarms.py",
+        "LEVEL / (len(now) * looks * looks * (looks + 1))",
+        "LEVEL",
+        ALARMS,
     ),
     Mutation(
         "core/statistics.py", "stdtr(self.count - 1, self", "stdtr(self.count - 1, -self", ALARMS
     ),
-    Mutation("monitor/alarms.py", "crowd(count) - 0.5", "crowd(count) + 0.5", ALARMS),
-    Mutation("policies/quantized.py", "/ 127.5)", "/ 255)", QUANTIZED),
+    Mutation("train/monitor/alarms.py", "crowd(count) - 0.5", "crowd(count) + 0.5", ALARMS),
+    Mutation("models/quantized.py", "/ 127.5)", "/ 255)", QUANTIZED),
     Mutation(
-        "policies/replay.py",
+        "models/replay.py",
         "[without.detach(), toward]",
         "[without, toward]",
         "tests/policies/test_sd3.py",
     ),
     Mutation(
-        "policies/anyflow.py",
+        "models/anyflow.py",
         "if not self.truncates:",
         "if True:",
         f"{ANY} -k whole",
     ),
     Mutation(
-        "policies/spec.py",
+        "models/spec.py",
         "mask.long()",
         "1 - mask.long()",
         f"{ANY} -k same_seed",
     ),
     Mutation(
-        "policies/quantized.py",
+        "models/quantized.py",
         "grad @ ctx.layer.dense()",
         "2 * grad @ ctx.layer.dense()",
         QUANTIZED,
@@ -495,7 +502,7 @@ MUTATIONS = [
         STATISTICS,
     ),
     Mutation(
-        "runtime/memory.py",
+        "rollout/memory.py",
         "setattr(self, kind, size // 2)",
         "setattr(self, kind, size - 1)",
         "tests/runtime/test_memory.py",
@@ -537,7 +544,7 @@ MUTATIONS = [
         "tests/rewards/test_head.py -k rise",
     ),
     Mutation(
-        "evaluation/work.py",
+        "config/work.py",
         "TRAINED_LATENT * trained + base",
         "trained + base",
         "tests/lab/compare/test_compare.py -k work",

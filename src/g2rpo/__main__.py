@@ -12,7 +12,7 @@ def main() -> None:
     if sys.platform == "win32":
         print("g2rpo: runs on Linux, macOS and WSL, not on Windows itself", file=sys.stderr)
         sys.exit(2)
-    from g2rpo.app.process import steady_streams, stop_signals, while_imported
+    from g2rpo.core.process import steady_streams, stop_signals, while_imported
 
     steady_streams()
     for number in stop_signals():

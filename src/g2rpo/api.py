@@ -5,7 +5,7 @@ rows = list(trainer.train())
 table = trainer.finish()
 
 Whatever loads a model first silences warnings and bars of model libraries, in the whole process, as
-the command line does (`app.process`). DIFFUSERS_VERBOSITY and TRANSFORMERS_VERBOSITY win.
+the command line does (`core.process`). DIFFUSERS_VERBOSITY and TRANSFORMERS_VERBOSITY win.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import Any
 
 from torch import Tensor
 
-from g2rpo.app.ahead import policy_after_encoding
-from g2rpo.app.build import Request, build
-from g2rpo.app.evaluate import run_settings
-from g2rpo.app.process import quiet_bars, quiet_libraries
-from g2rpo.app.sample import SampleConfig, painter, sample_config, tune
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import warn_of_prompts
-from g2rpo.config.given import PYTHON
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.errors import UserError, shown
 from g2rpo.core.files import local
+from g2rpo.core.given import PYTHON
 from g2rpo.core.input_pictures import check_inputs
 from g2rpo.core.plain import read_as
+from g2rpo.core.process import quiet_bars, quiet_libraries
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Policy, Scorer
-from g2rpo.evaluation.heldout import compare_evaluations
-from g2rpo.evaluation.sampler import Sampler
-from g2rpo.export.formats import export as write_export
 from g2rpo.lab.compare.study import parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
+from g2rpo.lab.evaluate import run_settings
+from g2rpo.lab.export.formats import export as write_export
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
-from g2rpo.monitor.trackers import METHODS, Tracker
-from g2rpo.run.run import Run, entered
-from g2rpo.training.trainer import Trainer
+from g2rpo.lab.sample import SampleConfig, painter, sample_config, tune
+from g2rpo.train.ahead import policy_after_encoding
+from g2rpo.train.build import Request, build
+from g2rpo.train.evaluation.heldout import compare_evaluations
+from g2rpo.train.evaluation.sampler import Sampler
+from g2rpo.train.monitor.trackers import METHODS, Tracker
+from g2rpo.train.run.folder import Run, entered
+from g2rpo.train.trainer import Trainer
 
 PICTURES_AT_ONCE = 8
 """Pictures that are decoded and scored at once."""

@@ -12,7 +12,7 @@ from g2rpo.core.data import Batch, Example
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained, dry_rollout
 from tests.support.runs import mean, trainer
 from tests.support.tolerances import near, rounding

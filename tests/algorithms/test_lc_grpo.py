@@ -14,9 +14,9 @@ from examples.algorithms.lc_grpo import LCGRPO, langevin_kernel
 from g2rpo.core.flow import flow_sde, ode_step, sde_step, sigma_grid
 from g2rpo.core.types import Batch, Example
 from g2rpo.lab.plan.counting import count
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.training.updater import Trained
+from g2rpo.train.updater import Trained
 from tests.support.runs import trainer
 
 MEAN, STD = 0.5, 0.6

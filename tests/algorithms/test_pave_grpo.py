@@ -9,8 +9,8 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.g2rpo_variants import PaveGRPO
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.types import Batch, Example
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.training.updater import Trained
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train.updater import Trained
 from tests.support.tolerances import rounding
 
 SIGMAS = sigma_grid(6, 3.0)

@@ -12,7 +12,7 @@ from g2rpo.core.flow import cps_kernel, scheduler_grid, sigma_grid
 from g2rpo.core.objectives import kernel_kl
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Normal
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
 from tests.algorithms.test_neighbours import collected, steps_between

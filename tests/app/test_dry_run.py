@@ -6,10 +6,10 @@ import pytest
 
 from g2rpo import api
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.app.dry_run import try_own_code
 from g2rpo.cli.main import main
 from g2rpo.core.errors import UserError
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train.dry_run import try_own_code
 from tests.support.commands import refused
 from tests.support.runs import PROMPTS, brightness, config, darkness
 

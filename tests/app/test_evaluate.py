@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from g2rpo.app.evaluate import with_controls
 from g2rpo.core import intervals
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import interval
-from g2rpo.evaluation.controls import Control
-from g2rpo.evaluation.sampler import Sampler
-from g2rpo.evaluation.sweep import Judging, JudgingConfig, scores_where
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.lab.evaluate import with_controls
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train.evaluation.controls import Control
+from g2rpo.train.evaluation.sampler import Sampler
+from g2rpo.train.evaluation.sweep import Judging, JudgingConfig, scores_where
 from tests.support.adapters import random_adapter, write
 from tests.support.commands import done, ended, own_reward, refused, small_files
 from tests.support.runs import brightness, darkness

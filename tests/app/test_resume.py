@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from g2rpo import api
-from g2rpo.app.contents import contents_of
 from g2rpo.assembly.config import load_config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import LOCK
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.run import Run
-from g2rpo.training import learner
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train import learner
+from g2rpo.train.contents import contents_of
+from g2rpo.train.run.folder import Run
 from tests.support.commands import adapter_of, done, ended, own_reward, refused, write_tiny
 from tests.support.processes import Forked
 from tests.support.runs import darkness, log, trainer

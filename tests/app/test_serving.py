@@ -5,10 +5,10 @@ import socket
 
 import pytest
 
-from g2rpo.app import serving
-from g2rpo.app.serving import Address, check_address, token_for
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
+from g2rpo.lab import serving
+from g2rpo.lab.serving import Address, check_address, token_for
 from g2rpo.rewards.server import RewardServer
 from tests.support.commands import done, refused
 from tests.support.ports import free_port
@@ -78,7 +78,7 @@ def test_the_option_of_a_device_is_named_as_it_was_given(capsys):
 def test_a_port_that_is_taken_hides_no_mistake_and_nothing_is_loaded_for_it(
     capsys, monkeypatch, words, message
 ):
-    for place in ("g2rpo.app.serving.build_rewards", "g2rpo.lab.teach.command.build"):
+    for place in ("g2rpo.lab.serving.build_rewards", "g2rpo.lab.teach.command.build"):
         monkeypatch.setattr(place, lambda *asked: pytest.fail("loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         err = refused(capsys, *words, "--port", taken.getsockname()[1])

@@ -18,14 +18,14 @@ from contextlib import suppress
 import pytest
 import torch
 
-from g2rpo.app.process import EXIT_CODES, NOTHING_KEPT, stopped_by
-from g2rpo.app.stopping import Stopping, stoppable
 from g2rpo.core.errors import Interrupted, Preempted, Stopped, UserError
+from g2rpo.core.process import EXIT_CODES, NOTHING_KEPT, stopped_by
+from g2rpo.core.stopping import Stopping, stoppable
 from g2rpo.lab.compare import jobs
 from g2rpo.lab.compare.jobs import Job, working
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import load_function
-from g2rpo.run.checkpoint import newest_iteration
+from g2rpo.train.run.checkpoint import newest_iteration
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.commands import (
     adapter_of,
@@ -70,7 +70,7 @@ def hung_up():
 @pytest.fixture(autouse=True)
 def no_trial(monkeypatch):
     """Calls are counted."""
-    monkeypatch.setattr("g2rpo.app.build.try_own_code", lambda *_: None)
+    monkeypatch.setattr("g2rpo.train.build.try_own_code", lambda *_: None)
 
 
 def training(folder, flux_directory, source=REWARD):
@@ -197,7 +197,7 @@ def test_a_signal_while_torch_is_imported_raises_nothing():
     fifty."""
     imports = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
     code = f"""
-from g2rpo.app.stopping import *
+from g2rpo.core.stopping import *
 with stoppable("here"):
     try:
         exec(compile({imports!r}, "x", "exec"), dict(__name__="torch.distributed"))
@@ -273,7 +273,7 @@ def test_without_a_stream_or_room_for_its_lines_a_command_does_its_work(streams)
 def test_what_is_opened_without_streams_gets_nothing_that_is_printed(tmp_path):
     """The first file would have the number of stdout."""
     code = f"""
-from g2rpo.app.process import *
+from g2rpo.core.process import *
 steady_streams()
 with open({str(tmp_path / "file")!r}, "w"):
     print("a line", flush=True)
@@ -453,8 +453,8 @@ def test_a_signal_that_a_library_swallows_is_honoured(code):
     ("work", "words", "number"),
     [
         ("g2rpo.lab.plan.answer.plan", ["plan", "words"], SIGINT),
-        ("g2rpo.app.sample.sample", ["sample", "a circle", "--model", "testbed"], SIGTERM),
-        ("g2rpo.app.serving.serve_reward", ["serve-reward", "brightness"], SIGTERM),
+        ("g2rpo.lab.sample.sample", ["sample", "a circle", "--model", "testbed"], SIGTERM),
+        ("g2rpo.lab.serving.serve_reward", ["serve-reward", "brightness"], SIGTERM),
     ],
 )
 def test_every_command_ends_on_a_signal_with_one_line(work, words, number, monkeypatch, capsys):

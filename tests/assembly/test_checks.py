@@ -28,7 +28,7 @@ from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
-from g2rpo.run.run import Run
+from g2rpo.train.run.folder import Run
 from tests.support.commands import done, refused
 from tests.support.pages import ROOT
 from tests.support.servers import endpoint_that

@@ -12,9 +12,9 @@ from g2rpo.assembly import components
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import build_rewards, check_rewards
 from g2rpo.config.schema import PolicyConfig, RewardConfig
+from g2rpo.core.distributed import joined
 from g2rpo.core.errors import UserError
-from g2rpo.policies.catalogue import flux, sd3
-from g2rpo.runtime.distributed import joined
+from g2rpo.models.catalogue import flux, sd3
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "device": "cpu"}
 

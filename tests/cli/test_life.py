@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from g2rpo.app import events
 from g2rpo.cli import life, output
 from g2rpo.cli.output import Heard, Output
+from g2rpo.core import events
 
 POLL = 0.25
 

@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from transformers import T5EncoderModel
 
 from g2rpo import __version__
-from g2rpo.app.push import push
-from g2rpo.app.stopping import stoppable
 from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
 from g2rpo.cli.output import Heard
 from g2rpo.config import recipes
 from g2rpo.core.errors import UserError
+from g2rpo.core.stopping import stoppable
+from g2rpo.lab.push import push
 from g2rpo.rewards.remote import RemoteReward
-from g2rpo.run.run import Run
+from g2rpo.train.run.folder import Run
 from tests.support.commands import forget_code, g2rpo
 from tests.support.runs import config
 from tests.support.tolerances import reordered

@@ -7,11 +7,11 @@ import shlex
 import pytest
 from rich.console import Console
 
-from g2rpo.app.events import Caution, Line, Progress
-from g2rpo.app.train import train_all
 from g2rpo.cli.output import Output, fit_in_line
 from g2rpo.cli.results import command, run_table
+from g2rpo.core.events import Caution, Line, Progress
 from g2rpo.core.statistics import Comparison
+from g2rpo.train.command import train_all
 from tests.support.runs import brightness, trainer
 from tests.support.waiting import until
 

@@ -11,7 +11,7 @@ from g2rpo.config.recipes import names, text
 from g2rpo.config.resolve import differences, read_yaml, resolve
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
-from g2rpo.run.run import Run, entered
+from g2rpo.train.run.folder import Run, entered
 from tests.support.runs import PLAIN, config
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from g2rpo.algorithms.flow_grpo import FlowGRPO
-from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config import recipes
@@ -17,7 +16,8 @@ from g2rpo.config.resolve import differences
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.training.listeners.evaluations import FIRST_LOOK
+from g2rpo.train.build import Request, build
+from g2rpo.train.listeners.evaluations import FIRST_LOOK
 
 ROOT = Path(__file__).parents[2]
 REAL = [

@@ -18,8 +18,8 @@ from g2rpo.core import input_pictures
 from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import digest_of_prompts, read_inputs
 from g2rpo.core.types import Frames, Prompt
-from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore
-from g2rpo.prompts.sources import read_prompts
+from g2rpo.data.sources import read_prompts
+from g2rpo.models.embeddings import CachedEncoder, EmbeddingStore
 from g2rpo.rewards.analytic import Similarity
 from g2rpo.rollout.scoring import score
 from tests.support.runs import (

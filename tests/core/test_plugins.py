@@ -17,7 +17,7 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import parse_json
-from g2rpo.run.run import Run
+from g2rpo.train.run.folder import Run
 from tests.support.commands import forget_code
 from tests.support.runs import config, mean, trainer
 
@@ -237,7 +237,7 @@ def test_an_installed_package_offers_names(installed, says, refuses, tmp_path):
 
 @pytest.mark.slow
 def test_suggested_commands_allow_the_code_that_they_need(says, tmp_path, tiny_config):
-    (tmp_path / "mine.py").write_text("from g2rpo.policies.catalogue import flux as Mine\n")
+    (tmp_path / "mine.py").write_text("from g2rpo.models.catalogue import flux as Mine\n")
     kind = "policy.kind=mine.py:Mine trainer.iterations=1"
     out = says(f"train tiny.yaml {kind} --run-dir run")
     for what in ("draw", "repeat"):

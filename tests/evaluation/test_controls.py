@@ -11,12 +11,12 @@ from g2rpo.config.resolve import resolve_as
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import ode_step
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.controls import DRAWS, TUNED, Control, default_controls
-from g2rpo.evaluation.sampler import Sampler
-from g2rpo.evaluation.untrained import RIGHT, against_controls, in_figures, in_words
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.policies.options import PolicyConfig
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.models.options import PolicyConfig
 from g2rpo.rollout.guidance import guided_by_hand
+from g2rpo.train.evaluation.controls import DRAWS, TUNED, Control, default_controls
+from g2rpo.train.evaluation.sampler import Sampler
+from g2rpo.train.evaluation.untrained import RIGHT, against_controls, in_figures, in_words
 from tests.support.runs import brightness
 from tests.support.tolerances import rounding
 

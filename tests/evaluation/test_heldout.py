@@ -7,7 +7,12 @@ import torch
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Reward, as_reward
-from g2rpo.evaluation.heldout import (
+from g2rpo.data.testbed.rewards import SceneAccuracy
+from g2rpo.data.testbed.words.judges import WordColour
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.rewards.geneval import GenEval
+from g2rpo.rewards.ocr import OCR
+from g2rpo.train.evaluation.heldout import (
     Evaluation,
     compare_right,
     least_scores,
@@ -16,12 +21,7 @@ from g2rpo.evaluation.heldout import (
     save_evaluation,
     verdicts,
 )
-from g2rpo.evaluation.sampler import Sampler
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.rewards.geneval import GenEval
-from g2rpo.rewards.ocr import OCR
-from g2rpo.testbed.rewards import SceneAccuracy
-from g2rpo.testbed.words.judges import WordColour
+from g2rpo.train.evaluation.sampler import Sampler
 from tests.support.runs import brightness
 
 NAN = math.nan

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo.core.errors import Stopped
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.scoring import score
 from tests.support.commands import g2rpo, write_tiny
 from tests.support.runs import brightness, trainer

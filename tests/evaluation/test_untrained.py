@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from g2rpo.evaluation.untrained import expected_of_best, utility
+from g2rpo.train.evaluation.untrained import expected_of_best, utility
 from tests.support.tolerances import rounding
 
 BY = torch.tensor([[3.0, 1.0, 2.0, 5.0, 4.0], [1.0, 1.0, 0.0, 1.0, 0.0]]).double()

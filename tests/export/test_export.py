@@ -11,15 +11,15 @@ from g2rpo import __version__, api
 from g2rpo.assembly import components, hub
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
-from g2rpo.export.formats import EXPORT_FORMATS, merge
-from g2rpo.export.weights import final, transformer_folder
 from g2rpo.lab.check_model import load_saved
-from g2rpo.policies.adapter_files import read_adapter
-from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.spec import parameters_of
-from g2rpo.run.checkpoint import save_checkpoint
-from g2rpo.run.run import Run
-from g2rpo.training.model_card import CARD, header_of
+from g2rpo.lab.export.formats import EXPORT_FORMATS, merge
+from g2rpo.lab.export.weights import final, transformer_folder
+from g2rpo.models.adapter_files import read_adapter
+from g2rpo.models.catalogue import SPECS
+from g2rpo.models.spec import parameters_of
+from g2rpo.train.model_card import CARD, header_of
+from g2rpo.train.run.checkpoint import save_checkpoint
+from g2rpo.train.run.folder import Run
 from tests.support.commands import done, refused, write_tiny
 from tests.support.policies import moved
 from tests.support.tiny import save_flux

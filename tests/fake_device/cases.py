@@ -9,21 +9,21 @@ import torch
 
 from benchmarks import first_gpu
 from g2rpo import api
-from g2rpo.app.build import Request
-from g2rpo.app.build import build as built
-from g2rpo.app.evaluate import evaluate, run_settings
-from g2rpo.app.sample import sample, sample_config
 from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.config import recipes
 from g2rpo.config.resolve import resolve
 from g2rpo.core import normal
-from g2rpo.evaluation.controls import Control
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
 from g2rpo.lab.demo.model import open_model
+from g2rpo.lab.evaluate import evaluate, run_settings
 from g2rpo.lab.plan import trace
-from g2rpo.run.run import Run
+from g2rpo.lab.sample import sample, sample_config
+from g2rpo.train.build import Request
+from g2rpo.train.build import build as built
+from g2rpo.train.evaluation.controls import Control
+from g2rpo.train.run.folder import Run
 from tests.fake_device import device
 from tests.support.runs import smooth
 

@@ -6,7 +6,7 @@ import threading
 import torch
 from torch.nn import functional as F
 
-from g2rpo.runtime.devices import same_device
+from g2rpo.core.devices import same_device
 
 
 def zeros(*shape):

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from g2rpo.app.build import Request, build
 from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.lab.plan.plan import make_plan
+from g2rpo.train.build import Request, build
 from tests.fake_device import cases, device, faults
 from tests.rewards.learned import LEARNED, save_learned
 from tests.support import ranks

@@ -2,7 +2,7 @@
 
 import torch
 
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 
 
 class Counting(GaussianPolicy):

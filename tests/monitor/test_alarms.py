@@ -17,8 +17,9 @@ from g2rpo.core.data import Precision
 from g2rpo.core.errors import Stopped
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.statistics import paired
-from g2rpo.monitor.advice import HELPS
-from g2rpo.monitor.alarms import (
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train.monitor.advice import HELPS
+from g2rpo.train.monitor.alarms import (
     ALARMS,
     LEAST,
     LEVEL,
@@ -33,9 +34,8 @@ from g2rpo.monitor.alarms import (
     outside,
     rounding_of,
 )
-from g2rpo.monitor.image_statistics import image_statistics, statistics_row
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.checkpoint import checkpoints, load_checkpoint
+from g2rpo.train.monitor.image_statistics import image_statistics, statistics_row
+from g2rpo.train.run.checkpoint import checkpoints, load_checkpoint
 from tests.support import ranks
 from tests.support.runs import (
     brightness,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from g2rpo.app.evaluate import _save_grid
 from g2rpo.assembly import components
 from g2rpo.core.images import to_uint8
-from g2rpo.monitor.clips import (
+from g2rpo.lab.evaluate import _save_grid
+from g2rpo.train.monitor.clips import (
     CLIP_FRAMES,
     CLIP_SIDE,
     read_clip,
@@ -19,7 +19,7 @@ from g2rpo.monitor.clips import (
     save_clip,
     stills,
 )
-from g2rpo.monitor.image_statistics import image_statistics
+from g2rpo.train.monitor.image_statistics import image_statistics
 from tests.app.test_evaluate import judging
 from tests.support.commands import g2rpo
 from tests.support.runs import Clips, Loaded, brightness, finished, log, trainer
@@ -101,7 +101,7 @@ def sampled(capsys, monkeypatch, folder, *options):
     loaded = Loaded(Clips(frames=6, size=32))
     monkeypatch.setattr(components, "load_pipeline", lambda *args, **more: loaded)
     # which has no tokenizers
-    monkeypatch.setattr("g2rpo.app.sample.warn_of_prompts", lambda *asked: None)
+    monkeypatch.setattr("g2rpo.lab.sample.warn_of_prompts", lambda *asked: None)
     words = ["sample", "0", "0.5", "--model", "testbed", "--steps", 2, "--out", folder]
     return g2rpo(capsys, *words, *options)
 

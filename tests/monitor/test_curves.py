@@ -5,7 +5,7 @@ import math
 import pytest
 from PIL import Image
 
-from g2rpo.monitor.curves import curves, heldout_line, save_figure
+from g2rpo.train.monitor.curves import curves, heldout_line, save_figure
 
 
 def rows(*names):

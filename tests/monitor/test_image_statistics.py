@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from g2rpo.monitor.image_statistics import image_statistics, spread
+from g2rpo.train.monitor.image_statistics import image_statistics, spread
 
 
 def test_image_statistics_by_hand():

@@ -6,8 +6,8 @@ from itertools import chain
 import pytest
 import torch
 
-from g2rpo.monitor import pictures
-from g2rpo.monitor.pictures import RIGHT_COLOUR, WRONG_COLOUR, PictureRow, _canvas
+from g2rpo.train.monitor import pictures
+from g2rpo.train.monitor.pictures import RIGHT_COLOUR, WRONG_COLOUR, PictureRow, _canvas
 
 NAN = math.nan
 

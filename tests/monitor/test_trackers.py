@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
-from g2rpo.monitor.trackers import BACKLOG, Feed, build_trackers, check_trackers, scalars
-from g2rpo.run.run import Run
+from g2rpo.train.monitor.trackers import BACKLOG, Feed, build_trackers, check_trackers, scalars
+from g2rpo.train.run.folder import Run
 from tests.support.commands import done
 from tests.support.runs import cut, resumed, trainer
 

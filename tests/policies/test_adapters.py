@@ -20,12 +20,12 @@ from g2rpo.assembly.blueprint import build_on_meta, build_shallow, read_blueprin
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.hub import find_adapter
 from g2rpo.core.errors import UserError
-from g2rpo.export.comfyui import tensors_for
-from g2rpo.policies.adapter_files import FLOATS, HARMLESS, PeftConfig, read_adapter
-from g2rpo.policies.adapters import DOWN, PREFIX, UP, Adapter, write_tensors
-from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.options import PolicyConfig
-from g2rpo.testbed import pipeline_dir
+from g2rpo.data.testbed import pipeline_dir
+from g2rpo.lab.export.comfyui import tensors_for
+from g2rpo.models.adapter_files import FLOATS, HARMLESS, PeftConfig, read_adapter
+from g2rpo.models.adapters import DOWN, PREFIX, UP, Adapter, write_tensors
+from g2rpo.models.catalogue import SPECS
+from g2rpo.models.options import PolicyConfig
 from tests.support.adapters import READ, fused, policy_of, random_adapter, velocities_with, velocity
 from tests.support.commands import done, g2rpo, refused
 from tests.support.policies import moved

@@ -21,14 +21,14 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.data import Precision, Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.check_model import CHECKED_STEPS, REMEDIES, checks, drawn_by, prompts_for, reported
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.options import PolicyConfig
-from g2rpo.policies.pipelines import cast, check_options, choose_attention, read_pipeline
-from g2rpo.policies.spec import PICTURE_SIZES, parameters_of
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.catalogue import SPECS
+from g2rpo.models.options import PolicyConfig
+from g2rpo.models.pipelines import cast, check_options, choose_attention, read_pipeline
+from g2rpo.models.spec import PICTURE_SIZES, parameters_of
 from g2rpo.rollout.engine import Engine
+from g2rpo.train.evaluation.sampler import Sampler
 from tests.support.policies import guided_by, make, moved
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.tolerances import network, rounding

@@ -9,9 +9,9 @@ import torch
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies import attention
-from g2rpo.policies.attention import BACKENDS, attention_kinds
-from g2rpo.policies.pipelines import choose_attention
+from g2rpo.models import attention
+from g2rpo.models.attention import BACKENDS, attention_kinds
+from g2rpo.models.pipelines import choose_attention
 from tests.support import policies
 from tests.support.commands import refused
 from tests.support.tolerances import network

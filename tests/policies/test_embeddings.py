@@ -8,16 +8,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from g2rpo.app.ahead import encode_ahead, prompts_to_come
 from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests
 from g2rpo.core.types import Cond
-from g2rpo.policies import embeddings
-from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models import embeddings
+from g2rpo.models.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train.ahead import encode_ahead, prompts_to_come
 from tests.support.commands import done, refused, small_files
 from tests.support.runs import PROMPTS, trainer
 from tests.support.tiny import save_flux

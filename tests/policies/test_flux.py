@@ -10,7 +10,7 @@ from diffusers.image_processor import VaeImageProcessor
 
 from g2rpo.core.images import to_uint8
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies.pipelines import deployed_shift
+from g2rpo.models.pipelines import deployed_shift
 from tests.support import policies
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12}

@@ -15,13 +15,13 @@ from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.sampler import Sampler, sampler_of
+from g2rpo.data.testbed import pipeline_dir
 from g2rpo.lab.check_gradient import perturb
-from g2rpo.policies.adapter_files import read_adapter
-from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.pipelines import check_options
-from g2rpo.run.run import Run
-from g2rpo.testbed import pipeline_dir
+from g2rpo.models.adapter_files import read_adapter
+from g2rpo.models.catalogue import SPECS
+from g2rpo.models.pipelines import check_options
+from g2rpo.train.evaluation.sampler import Sampler, sampler_of
+from g2rpo.train.run.folder import Run
 from tests.support.commands import g2rpo, refused
 from tests.support.policies import make
 from tests.support.tiny import flux_pipeline

@@ -24,11 +24,11 @@ from g2rpo.config.schema import PolicyConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.sampler import Sampler
-from g2rpo.policies import catalogue
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.replay import Script, replay
-from g2rpo.run.run import Run
+from g2rpo.models import catalogue
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.replay import Script, replay
+from g2rpo.train.evaluation.sampler import Sampler
+from g2rpo.train.run.folder import Run
 from tests.support.commands import done, g2rpo, write_tiny
 from tests.support.pages import ROOT, blocks
 from tests.support.policies import make
@@ -43,7 +43,7 @@ DRAWN = network(9.0, passes=2)
 """Of pictures: guidance by 5 multiplies errors by 9, and the VAE follows."""
 PRX = """
 import torch
-from g2rpo.policies.spec import PipelineSpec
+from g2rpo.models.spec import PipelineSpec
 
 Prx = PipelineSpec(
     pipeline_class="PRXPipeline",
@@ -60,8 +60,8 @@ Prx = PipelineSpec(
 """
 PUBLISHED = """
 from dataclasses import replace
-from g2rpo.policies.comfyui import ComfyUI
-from g2rpo.policies.published import Model
+from g2rpo.models.comfyui import ComfyUI
+from g2rpo.models.published import Model
 
 parts = PARTS
 Published = replace(

@@ -11,13 +11,13 @@ from torch import nn
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.sampler import Sampler
-from g2rpo.policies.quantized import (
+from g2rpo.models.quantized import (
     QUANTIZED_LINEARS,
     QuantizedLinear,
     check_quantization,
     weights_of,
 )
+from g2rpo.train.evaluation.sampler import Sampler
 from tests.support import policies
 from tests.support.commands import done, refused
 from tests.support.variants import few

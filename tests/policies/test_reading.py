@@ -9,10 +9,10 @@ from g2rpo.assembly import components
 from g2rpo.assembly.prompts import warn_of_prompts
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.types import Prompt
-from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.reading import tokens_read, warn_of_long
-from g2rpo.policies.spec import parameters_of
-from g2rpo.policies.text import TextEncoders
+from g2rpo.models.catalogue import SPECS
+from g2rpo.models.reading import tokens_read, warn_of_long
+from g2rpo.models.spec import parameters_of
+from g2rpo.models.text import TextEncoders
 from tests.policies.test_any_pipeline import small_pictures  # noqa: F401 (for every test here)
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few

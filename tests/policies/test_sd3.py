@@ -7,9 +7,9 @@ from diffusers import StableDiffusion3Pipeline
 
 from g2rpo.config.schema import grid_of
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.sampler import Sampler
 from g2rpo.rollout.engine import Engine
-from g2rpo.training.updater import Trained
+from g2rpo.train.evaluation.sampler import Sampler
+from g2rpo.train.updater import Trained
 from tests.support import policies
 from tests.support.tiny import save_sd3
 from tests.support.tolerances import near, network, rounding

@@ -11,9 +11,9 @@ from g2rpo.assembly.components import build_policy
 from g2rpo.core.data import Prompt
 from g2rpo.core.seeding import generator_for
 from g2rpo.lab.check_model import drawn_by
-from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.options import PolicyConfig
-from g2rpo.policies.pipelines import read_pipeline
+from g2rpo.models.catalogue import SPECS
+from g2rpo.models.options import PolicyConfig
+from g2rpo.models.pipelines import read_pipeline
 from tests.support import policies
 from tests.support.commands import refused
 from tests.support.tiny_pipelines import tiny_pipeline

@@ -10,7 +10,7 @@ from PIL import Image
 
 from g2rpo.core import input_pictures
 from g2rpo.core.errors import UserError
-from g2rpo.prompts.pairs import read_pairs
+from g2rpo.data.pairs import read_pairs
 from tests.support.runs import picture
 
 COLOURS = {"p.png": (200, 0, 0), "q.png": (0, 200, 0), "r.png": (0, 0, 200)}

@@ -15,9 +15,9 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.core.plain import LARGEST_FILE
 from g2rpo.core.types import Prompt
-from g2rpo.prompts import lines
-from g2rpo.prompts.order import PromptOrder
-from g2rpo.prompts.sources import LONGEST, read_prompts
+from g2rpo.data import lines
+from g2rpo.data.order import PromptOrder
+from g2rpo.data.sources import LONGEST, read_prompts
 from tests.support.runs import trainer
 
 
@@ -198,7 +198,7 @@ def test_parquet_and_datasets_are_read_with_plain_metadata(parquet, monkeypatch)
         with pytest.raises(UserError, match=fact):
             read_prompts(source)
     assert texts(f"{folder}:train[:1]:raw") == ["x"]
-    monkeypatch.setattr("g2rpo.prompts.sources.MOST_ROWS", 1)
+    monkeypatch.setattr("g2rpo.data.sources.MOST_ROWS", 1)
     for source in (parquet, folder):
         with pytest.raises(UserError, match="has 2 rows; at most 1 are read"):
             read_prompts(source)

@@ -17,7 +17,7 @@ from g2rpo.assembly.components import build_policy
 from g2rpo.assembly.config import load_config
 from g2rpo.core.images import to_uint8
 from g2rpo.core.seeding import generator_for
-from g2rpo.training.trainer import Trainer
+from g2rpo.train.trainer import Trainer
 from tests.published import g2rpo as published
 from tests.support.runs import with_precision
 from tests.support.tiny import save_flux

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.types import Cond, Example, Rollout
-from g2rpo.training.trainer import Trainer
+from g2rpo.train.trainer import Trainer
 from tests.published.neighbours import Flux, Learner
 from tests.published.windows import tilt
 from tests.support import policies

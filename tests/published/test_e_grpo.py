@@ -14,9 +14,9 @@ from g2rpo.algorithms.g2rpo_variants import EGRPO, merges
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Batch, Plan
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.training.updater import Trained
+from g2rpo.train.updater import Trained
 from tests.published.neighbours import log_prob, normalised
 from tests.published.second_half import agree, tiny
 from tests.support.tolerances import Tolerance, near, rounding

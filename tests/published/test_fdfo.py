@@ -9,16 +9,16 @@ import torch
 from torch.testing import assert_close
 
 from g2rpo.algorithms.reward_gradient import FDFO
+from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Batch, Example
 from g2rpo.core.updates import updates_of
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.runtime.distributed import World
-from g2rpo.training.ranks import divided
-from g2rpo.training.updater import Trained
+from g2rpo.train.ranks import divided
+from g2rpo.train.updater import Trained
 from tests.published.second_half import agree, tiny
 from tests.support.runs import config, trainer
 from tests.support.tolerances import Tolerance, rounding

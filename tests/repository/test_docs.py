@@ -330,7 +330,7 @@ def test_what_the_page_of_the_architecture_finds_is_there():
     for name in rows:
         pkgutil.resolve_name(f"g2rpo.{name}")
     way = re.findall(r"^\d+\. .*?`([\w/]+\.py)`", page, re.MULTILINE)
-    assert 10 <= len(way) <= 12 and way[0] == "cli/train.py" and way[-1] == "training/updater.py"
+    assert 10 <= len(way) <= 12 and way[0] == "cli/train.py" and way[-1] == "train/updater.py"
     assert all((ROOT / "src" / "g2rpo" / file).is_file() for file in way)
 
 
@@ -397,7 +397,7 @@ def some(images, prompts):
 def test_the_glossary_has_every_name_that_runs_log_and_no_other(monkeypatch):
     """Runs that log all there is: overlapped scoring, a KL term, what is chosen, losses on finished
     latents, weights of samples, a judge with few scores."""
-    monkeypatch.setattr("g2rpo.training.evaluator.SPREAD_SHARE", math.inf)
+    monkeypatch.setattr("g2rpo.train.evaluator.SPREAD_SHARE", math.inf)
     explained = glossary()
     assert explained.keys() == {"train", "eval"}
     logged = {"train": set(), "eval": set()}

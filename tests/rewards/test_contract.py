@@ -12,12 +12,12 @@ from PIL import Image
 
 from g2rpo.core.images import to_uint8
 from g2rpo.core.types import Reward, as_reward
+from g2rpo.data.testbed import assets_dir
+from g2rpo.data.testbed.rewards import SceneCLIP
 from g2rpo.rewards import clip_encoder, pixels, weights
 from g2rpo.rewards.analytic import Brightness, FunctionReward, JPEGSize, Saturation
 from g2rpo.rewards.clip import HPSv2
 from g2rpo.rewards.open_clip import clip_config
-from g2rpo.testbed import assets_dir
-from g2rpo.testbed.rewards import SceneCLIP
 from tests.rewards.learned import LEARNED, TOKENIZER, TinyHPSv2, oracle, state_of
 from tests.rewards.oracle_inputs import PROMPTS
 from tests.support.pictures import noise

@@ -8,8 +8,6 @@ import re
 import pytest
 import torch
 
-from g2rpo.app.build import Request, build
-from g2rpo.app.contents import contents_of
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import REWARDS, build_rewards, check_rewards, defaults_of
@@ -19,6 +17,8 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.types import Reward
 from g2rpo.lab.plan.fit import for_memory, overrides_of
 from g2rpo.lab.plan.rewards import cost_of_reward
+from g2rpo.train.build import Request, build
+from g2rpo.train.contents import contents_of
 from tests.support.pages import ROOT
 from tests.support.refusals import refusal
 

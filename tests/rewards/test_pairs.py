@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from g2rpo.app.build import Request, build
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.rewards.pairs import Pairs
+from g2rpo.train.build import Request, build
 from tests.support.runs import picture
 
 LEVELS = (50, 200)

@@ -12,12 +12,12 @@ from threading import Event
 import pytest
 import torch
 
-from g2rpo.app.stopping import stoppable
 from g2rpo.core.errors import Interrupted, Stopped, UserError
+from g2rpo.core.stopping import stoppable
 from g2rpo.rewards import transport
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
-from g2rpo.run.checkpoint import newest_iteration
+from g2rpo.train.run.checkpoint import newest_iteration
 from tests.support.ports import free_port
 from tests.support.runs import trainer
 from tests.support.servers import endpoint_that, replies

@@ -11,7 +11,7 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.flow import dance_sde, ode_step, sde_kernel, sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Plan
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout import reference
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations

@@ -9,11 +9,11 @@ import torch
 
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.types import as_reward
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import FunctionReward
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.vlm import VLMJudge
-from g2rpo.training.collector import waited_for
+from g2rpo.train.collector import waited_for
 from tests.runtime.test_memory import Small
 from tests.support.runs import brightness, trainer, untimed
 from tests.support.waiting import PATIENCE_S
@@ -162,7 +162,7 @@ def test_what_was_submitted_is_not_waited_for_after_a_failure(monkeypatch):
         return velocity(x, sigma, cond)
 
     t = trainer(None, THREE, rewards={"bright": slow}, policy=policy)
-    monkeypatch.setattr("g2rpo.training.collector.ThreadPoolExecutor", Pool)
+    monkeypatch.setattr("g2rpo.train.collector.ThreadPoolExecutor", Pool)
     t.collector.at_once = 1
     (last,) = policy.encode(t.loop.prompts_of(0)[2:]).tensors["shift"].tolist()
     policy.velocity = third

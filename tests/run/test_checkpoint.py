@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from g2rpo import __version__
 from g2rpo.core.errors import Stopped, UserError
-from g2rpo.export.weights import _checkpoint
-from g2rpo.run.checkpoint import (
+from g2rpo.lab.export.weights import _checkpoint
+from g2rpo.train.run.checkpoint import (
     _digest,
     checkpoints,
     latest_checkpoint,

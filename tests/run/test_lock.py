@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import LOCK, is_empty, open_regular, whole, whole_file, write_whole, writing
-from g2rpo.run.lock import InUse, held
-from g2rpo.run.run import Run, entered
+from g2rpo.train.run.folder import Run, entered
+from g2rpo.train.run.lock import InUse, held
 from tests.support.commands import refused, small_files
 from tests.support.ranks import CONTEXT
 from tests.support.runs import config, trainer

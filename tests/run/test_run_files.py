@@ -15,14 +15,14 @@ import torch
 
 import g2rpo
 from g2rpo import api
-from g2rpo.app.push import push
-from g2rpo.app.sample import _write_all
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import write_whole
-from g2rpo.evaluation.controls import NO_CONTROL
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.records import source_commit
-from g2rpo.run.run import Run
+from g2rpo.lab.push import push
+from g2rpo.lab.sample import _write_all
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train.evaluation.controls import NO_CONTROL
+from g2rpo.train.run.folder import Run
+from g2rpo.train.run.records import source_commit
 from tests.cli.test_main import Hub
 from tests.support import ranks
 from tests.support.commands import g2rpo as command

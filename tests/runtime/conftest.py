@@ -2,7 +2,7 @@
 
 import pytest
 
-from g2rpo.training import learner
+from g2rpo.train import learner
 
 
 @pytest.fixture(autouse=True)

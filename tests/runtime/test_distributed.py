@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
+from g2rpo.core.distributed import ALONE, LAUNCHERS, World, apart, joined
 from g2rpo.core.errors import RankLost, UserError
-from g2rpo.run.checkpoint import checkpoints
-from g2rpo.run.run import Run
-from g2rpo.runtime.distributed import ALONE, LAUNCHERS, World, apart, joined
-from g2rpo.training import learner
-from g2rpo.training.listeners.listener import Ask, asked_by
+from g2rpo.train import learner
+from g2rpo.train.listeners.listener import Ask, asked_by
+from g2rpo.train.run.checkpoint import checkpoints
+from g2rpo.train.run.folder import Run
 from tests.support import policies, ranks
 from tests.support.commands import done
 from tests.support.runs import (

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from g2rpo.runtime import machine
+from g2rpo.lab import machine
 
 GIB = 2**30
 

@@ -8,9 +8,8 @@ import torch
 
 from g2rpo.core.errors import UserError, out_of_memory
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.sampler import Sampler
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.runtime.memory import (
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.rollout.memory import (
     CPU_ROWS,
     SAFETY_MARGIN,
     BatchSizes,
@@ -18,6 +17,7 @@ from g2rpo.runtime.memory import (
     bounded_by,
     largest_batch,
 )
+from g2rpo.train.evaluation.sampler import Sampler
 from tests.support.runs import brightness, mean, trainer
 from tests.support.tolerances import near, rounding
 

@@ -16,19 +16,19 @@ from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from g2rpo.app.build import Request
-from g2rpo.app.stopping import Stopping
-from g2rpo.app.train import train_built
 from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve
+from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.stopping import Stopping
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.policies.adapters import PREFIX
-from g2rpo.run import checkpoint as checkpointing
-from g2rpo.run.checkpoint import checkpoints
-from g2rpo.runtime.distributed import ALONE, World
-from g2rpo.runtime.sharding import Sharded
-from g2rpo.training import learner
+from g2rpo.models.adapters import PREFIX
+from g2rpo.models.sharding import Sharded
+from g2rpo.train import learner
+from g2rpo.train.build import Request
+from g2rpo.train.command import train_built
+from g2rpo.train.run import checkpoint as checkpointing
+from g2rpo.train.run.checkpoint import checkpoints
 from tests.support import policies, ranks
 from tests.support.adapters import random_adapter
 from tests.support.runs import PLAIN, config, log, trainer, untimed

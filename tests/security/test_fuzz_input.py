@@ -19,7 +19,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from g2rpo.app.dry_run import try_own_code
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.pipeline_files import missing_parts
@@ -30,20 +29,21 @@ from g2rpo.core import plugins
 from g2rpo.core.errors import Stopped, UserError, refuse
 from g2rpo.core.files import append_line, digest_of
 from g2rpo.core.plain import as_json, is_text
-from g2rpo.evaluation.heldout import load_evaluation
+from g2rpo.data.sources import read_prompts
 from g2rpo.lab.compare.results import read_run
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.lab.teach import votes
-from g2rpo.policies.adapter_files import read_adapter
-from g2rpo.policies.adapters import check_fit
-from g2rpo.prompts.sources import read_prompts
+from g2rpo.models.adapter_files import read_adapter
+from g2rpo.models.adapters import check_fit
 from g2rpo.rewards.analytic import load_function
 from g2rpo.rewards.weights import read_state_dict
-from g2rpo.run.checkpoint import latest_checkpoint, save_checkpoint
-from g2rpo.run.log_rows import read_log
-from g2rpo.run.records import PlannedAndMeasured
-from g2rpo.run.run import Run
+from g2rpo.train.dry_run import try_own_code
+from g2rpo.train.evaluation.heldout import load_evaluation
+from g2rpo.train.run.checkpoint import latest_checkpoint, save_checkpoint
+from g2rpo.train.run.folder import Run
+from g2rpo.train.run.log_rows import read_log
+from g2rpo.train.run.records import PlannedAndMeasured
 from tests.support import runs
 from tests.support.adapters import random_adapter
 from tests.support.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts

@@ -25,16 +25,16 @@ from g2rpo.assembly.components import build_policy
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core.errors import UserError
+from g2rpo.data.sources import read_prompts
 from g2rpo.lab.plan.rewards import cost_of_reward
 from g2rpo.lab.report.history import read_runs
-from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, address, request_json, token_from
 from g2rpo.rewards.weights import read_state_dict
-from g2rpo.run.checkpoint import _digest, checkpoints
-from g2rpo.run.run import Run
-from g2rpo.training.model_card import _block
+from g2rpo.train.model_card import _block
+from g2rpo.train.run.checkpoint import _digest, checkpoints
+from g2rpo.train.run.folder import Run
 from tests.support.commands import g2rpo as command
 from tests.support.commands import refused
 from tests.support.fuzzing import mutated

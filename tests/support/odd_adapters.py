@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from g2rpo.policies.adapters import CONFIG
+from g2rpo.models.adapters import CONFIG
 
 PREFIXES = st.lists(
     st.sampled_from(

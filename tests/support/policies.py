@@ -3,10 +3,10 @@
 import diffusers
 import torch
 
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.options import PolicyConfig
-from g2rpo.policies.pipelines import read_pipeline
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.catalogue import SPECS
+from g2rpo.models.options import PolicyConfig
+from g2rpo.models.pipelines import read_pipeline
 
 
 def make(kind, pipeline, *, tuning="lora", device="cpu", keep_base=True, sharding=None, **options):

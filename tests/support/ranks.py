@@ -19,7 +19,7 @@ SLOW_IMPORTS = (
     "g2rpo.cli.results",
     "g2rpo.lab.plan.plan",
     "g2rpo.lab.web.page",
-    "g2rpo.testbed.rewards",
+    "g2rpo.data.testbed.rewards",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -76,7 +76,7 @@ def _rank(rank, size, port, timeout_s, device, prepare, work, folder, arguments)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        from g2rpo.runtime.distributed import joined
+        from g2rpo.core.distributed import joined
 
         if prepare is not None:
             prepare()

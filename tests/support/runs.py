@@ -13,15 +13,15 @@ from torch import Tensor
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Precision
+from g2rpo.core.distributed import ALONE
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.types import Cond
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.run import Run
-from g2rpo.runtime.distributed import ALONE
-from g2rpo.runtime.sharding import Replicated
-from g2rpo.training.collector import Groups
-from g2rpo.training.listeners.listener import Ask, Listener
-from g2rpo.training.trainer import Trainer
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.models.sharding import Replicated
+from g2rpo.train.collector import Groups
+from g2rpo.train.listeners.listener import Ask, Listener
+from g2rpo.train.run.folder import Run
+from g2rpo.train.trainer import Trainer
 from tests.support.tolerances import UNIT, Tolerance, near, reordered
 
 PLAIN = {

@@ -1,4 +1,4 @@
-"""Tiny random pipelines of every class that `policies.catalogue` describes, with real tiny text
+"""Tiny random pipelines of every class that `models.catalogue` describes, with real tiny text
 encoders and tokenizers."""
 
 import numpy as np
@@ -74,8 +74,8 @@ from transformers import (
 )
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
-from g2rpo.policies import catalogue
-from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.models import catalogue
+from g2rpo.models.anyflow import DiffusersPolicy
 from tests.support.tiny import (
     BLOCKS,
     WORDS,

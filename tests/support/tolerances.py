@@ -4,7 +4,7 @@
 - A short formula in float32, beside its closed form: `rounding`.
 - The same terms added in another order (batches, micro-batches, ranks): `reordered`.
 - A tiny network in batches of another size, or beside another implementation: `network`.
-- Weights after AdamW: `adam`, in a run with a large `g2rpo.training.learner.EPSILON`. With the
+- Weights after AdamW: `adam`, in a run with a large `g2rpo.train.learner.EPSILON`. With the
   usual one a step is the gradient divided by its own size, so where a gradient is nearly 0 its
   rounding moves the weight by up to the learning rate, and no smaller tolerance holds everywhere.
 

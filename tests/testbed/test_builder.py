@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 
-from g2rpo.testbed import assets_dir
+from g2rpo.data.testbed import assets_dir
 from tools.testbed.__main__ import main
 
 SHIPPED = {"words": assets_dir() / "words/figures.json", "scenes": assets_dir() / "figures.json"}

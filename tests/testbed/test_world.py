@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from g2rpo import testbed
-from g2rpo.testbed.detector import detect
-from g2rpo.testbed.grammar import is_heldout, parse, render_prompt, scene_prompts
-from g2rpo.testbed.rewards import SceneAccuracy, check_scene
-from g2rpo.testbed.scenes import Group, Object, Scene, draw, sample_scene
+from g2rpo.data.testbed.detector import detect
+from g2rpo.data.testbed.grammar import is_heldout, parse, render_prompt, scene_prompts
+from g2rpo.data.testbed.rewards import SceneAccuracy, check_scene
+from g2rpo.data.testbed.scenes import Group, Object, Scene, draw, sample_scene
 from tests.support.tolerances import near, rounding
 from tools.testbed.drawings import attribute, edits, render
 

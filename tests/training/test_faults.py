@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-import g2rpo.run.checkpoint
+import g2rpo.train.run.checkpoint
 from g2rpo.core.errors import RewardFailed, Stopped
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.checkpoint import checkpoints
-from g2rpo.training.listeners import early_stop
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train.listeners import early_stop
+from g2rpo.train.run.checkpoint import checkpoints
 from tests.support import ranks
 from tests.support.commands import small_files
 from tests.support.runs import ADVANTAGES, brightness, log, mean, resumed, smooth, trainer
@@ -113,7 +113,7 @@ def test_a_run_killed_at_random_moments_is_the_run_that_was_not(tmp_path, untouc
 
 
 MOMENTS = {
-    "weights": (g2rpo.run.checkpoint, "save_file"),
+    "weights": (g2rpo.train.run.checkpoint, "save_file"),
     "moments": (torch, "save"),
     "manifest": (Path, "write_text"),
     "rename": (Path, "rename"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from g2rpo.training import learner
+from g2rpo.train import learner
 from tests.support.runs import reordered_row, trainer
 
 GOLDEN = Path(__file__).with_name("golden.json")

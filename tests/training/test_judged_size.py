@@ -5,12 +5,12 @@ import pytest
 import torch
 from PIL import Image
 
-from g2rpo.app.evaluate import run_settings
 from g2rpo.assembly import components
 from g2rpo.assembly.config import load_config
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
-from g2rpo.evaluation.sampler import sampler_of
+from g2rpo.lab.evaluate import run_settings
+from g2rpo.train.evaluation.sampler import sampler_of
 from tests.support.commands import adapter_of, done, refused
 
 LARGER = ["evaluation.height=64", "evaluation.width=48"]

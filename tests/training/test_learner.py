@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from g2rpo.config.schema import OptimConfig
 from g2rpo.core.errors import UserError
-from g2rpo.runtime.sharding import WHOLE
-from g2rpo.training.learner import Learner
+from g2rpo.models.sharding import WHOLE
+from g2rpo.train.learner import Learner
 from tests.support.runs import trainer
 from tests.support.watched import Watched
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from g2rpo.core.statistics import Comparison
-from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.run import Run
-from g2rpo.training.model_card import _code, write_card
+from g2rpo.models.catalogue import SPECS
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train.model_card import _code, write_card
+from g2rpo.train.run.folder import Run
 from tests.support.runs import config
 
 MEAN = "`</code><script>alert(1)</script>\n\n# Mine\n\n![x](http://x/y.png)<!-- ` `` [a](b)"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from g2rpo.training.rows import diagnose, reward_metrics
+from g2rpo.train.rows import diagnose, reward_metrics
 from tests.support.runs import trainer
 from tests.support.tolerances import near, rounding
 

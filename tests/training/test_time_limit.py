@@ -7,8 +7,8 @@ import pytest
 
 from g2rpo.cli.options import max_hours
 from g2rpo.core.errors import Preempted, UserError
-from g2rpo.training.listeners.listener import Ask
-from g2rpo.training.listeners.time_limit import TimeLimit
+from g2rpo.train.listeners.listener import Ask
+from g2rpo.train.listeners.time_limit import TimeLimit
 from tests.support.runs import config, log, trainer
 
 LOOK, ITERATION = (

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from g2rpo.core.errors import Preempted, UserError
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.run.checkpoint import checkpoints
-from g2rpo.training.listeners.first_group import widest
-from g2rpo.training.listeners.listener import Ask
-from g2rpo.training.stopwatch import Stopwatch
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.train.listeners.first_group import widest
+from g2rpo.train.listeners.listener import Ask
+from g2rpo.train.run.checkpoint import checkpoints
+from g2rpo.train.stopwatch import Stopwatch
 from tests.support.runs import (
     asking,
     cut,
@@ -102,7 +102,7 @@ class Minutes(Stopwatch):
 def test_minutes_of_training_are_counted_across_a_resumption(tmp_path, monkeypatch):
     """For evaluations; checkpoints are written by the clock as well."""
     for module in ("loop", "trainer"):
-        monkeypatch.setattr(f"g2rpo.training.{module}.Stopwatch", Minutes)
+        monkeypatch.setattr(f"g2rpo.train.{module}.Stopwatch", Minutes)
     options = ["evaluation.every=100", "evaluation.every_minutes=4.5", "trainer.iterations=8"]
     options += ["trainer.checkpoint_every=100", "trainer.checkpoint_minutes=1e-9"]
     cut(trainer(tmp_path, *options), "train", 4)

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from g2rpo.testbed.grammar import is_heldout, parse, render_prompt
-from g2rpo.testbed.scenes import (
+from g2rpo.data.testbed.grammar import is_heldout, parse, render_prompt
+from g2rpo.data.testbed.scenes import (
     COLOURS,
     MAX_COUNT,
     RADII,

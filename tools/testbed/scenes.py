@@ -28,9 +28,9 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import CLIPModel, PreTrainedTokenizerFast
 
-from g2rpo.testbed.grammar import COUNTS, NOUNS, render_prompt, scene_prompts
-from g2rpo.testbed.rewards import SceneAccuracy
-from g2rpo.testbed.scenes import (
+from g2rpo.data.testbed.grammar import COUNTS, NOUNS, render_prompt, scene_prompts
+from g2rpo.data.testbed.rewards import SceneAccuracy
+from g2rpo.data.testbed.scenes import (
     COLOURS,
     MAX_COUNT,
     RELATIONS,

@@ -22,9 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import ByT5Tokenizer, CLIPModel
 
-from g2rpo.testbed.words import drawing, language
-from g2rpo.testbed.words.judges import WordColour, WordDrawing, WordLetters, WordPaper, letters_of
-from g2rpo.testbed.words.language import (
+from g2rpo.data.testbed.words import drawing, language
+from g2rpo.data.testbed.words.judges import (
+    WordColour,
+    WordDrawing,
+    WordLetters,
+    WordPaper,
+    letters_of,
+)
+from g2rpo.data.testbed.words.language import (
     INK_COLOURS,
     LENGTHS,
     LETTERS,

@@ -11,9 +11,9 @@ from g2rpo.assembly.hub import find_adapter
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import FileDigests
-from g2rpo.policies import catalogue
-from g2rpo.policies.adapter_files import read_adapter
-from g2rpo.policies.adapters import Adapter, check_fit, endings
+from g2rpo.models import catalogue
+from g2rpo.models.adapter_files import read_adapter
+from g2rpo.models.adapters import Adapter, check_fit, endings
 
 
 def completed(config: Config, notify: Callable[[str], None] = lambda message: None) -> Config:

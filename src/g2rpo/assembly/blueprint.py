@@ -26,10 +26,10 @@ from g2rpo.assembly.pipeline_files import (
 )
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import loading
-from g2rpo.policies import catalogue
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.pipelines import Shapes, keep_two_blocks
-from g2rpo.policies.tuning import tuned
+from g2rpo.models import catalogue
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.pipelines import Shapes, keep_two_blocks
+from g2rpo.models.tuning import tuned
 
 
 @dataclass(frozen=True)

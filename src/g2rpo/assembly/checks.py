@@ -32,12 +32,12 @@ from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import in_bytes, is_hub_id
-from g2rpo.monitor.trackers import check_trackers
-from g2rpo.policies import attention, quantized
+from g2rpo.models import attention, quantized
 from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
-from g2rpo.run.checkpoint import checkpoints
-from g2rpo.run.run import Run
+from g2rpo.train.monitor.trackers import check_trackers
+from g2rpo.train.run.checkpoint import checkpoints
+from g2rpo.train.run.folder import Run
 
 SECONDS = 1.5
 """Seconds for servers to answer. Slower ones are not reported: they may be busy."""

@@ -14,20 +14,20 @@ import torch
 from g2rpo.assembly import hub, pipeline_files
 from g2rpo.assembly.meta import few_modules
 from g2rpo.assembly.pipeline_files import INDEX, class_in, missing_parts
-from g2rpo.config.given import refuse_object
 from g2rpo.config.schema import Config, PolicyConfig, grid_of
+from g2rpo.config.work import trained_sigmas_of
 from g2rpo.core.contracts import name_of
+from g2rpo.core.distributed import World, number_in
 from g2rpo.core.errors import UserError, loading, placed, refuse
 from g2rpo.core.files import is_hub_id, local
-from g2rpo.evaluation.work import trained_sigmas_of
-from g2rpo.policies import attention, catalogue, quantized
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.options import TuningMode
-from g2rpo.policies.pipelines import check_options, read_pipeline
-from g2rpo.policies.spec import PipelineSpec
-from g2rpo.policies.text import TextEncoders
-from g2rpo.runtime.distributed import World, number_in
-from g2rpo.runtime.sharding import Sharded
+from g2rpo.core.given import refuse_object
+from g2rpo.models import attention, catalogue, quantized
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.options import TuningMode
+from g2rpo.models.pipelines import check_options, read_pipeline
+from g2rpo.models.sharding import Sharded
+from g2rpo.models.spec import PipelineSpec
+from g2rpo.models.text import TextEncoders
 
 EMBEDDED = ("testbed", "words")
 """Names of the pipelines that come with the package."""
@@ -264,7 +264,7 @@ def locate_pipeline(
     `expected` one."""
     refuse_object("policy.path", name)
     if name in EMBEDDED:
-        from g2rpo.testbed import pipeline_dir
+        from g2rpo.data.testbed import pipeline_dir
 
         name = str(pipeline_dir(name))
     path = str(local(name))

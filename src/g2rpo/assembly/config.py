@@ -11,10 +11,10 @@ from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS, config_name, with_name
 from g2rpo.config.resolve import read_yaml, resolve
 from g2rpo.config.schema import Config, PolicyConfig
+from g2rpo.config.work import plans_in, trained_sigmas_of
 from g2rpo.core.errors import refuse
 from g2rpo.core.files import local
 from g2rpo.core.flow import sigma_grid
-from g2rpo.evaluation.work import plans_in, trained_sigmas_of
 
 
 def load_config(

@@ -16,14 +16,14 @@ from huggingface_hub import constants
 from g2rpo.assembly import components
 from g2rpo.assembly.hub import HubQuestion
 from g2rpo.assembly.rewards import check_clips, check_frames, declared_by, reward_kind
-from g2rpo.config.given import Mentioned, refuse_object
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig, SamplingConfig
 from g2rpo.core.contracts import name_of, plans_of
 from g2rpo.core.errors import UserError, placed
+from g2rpo.core.given import Mentioned, refuse_object
 from g2rpo.core.types import Algorithm, CallableReward, Reward, as_rewards
-from g2rpo.policies import catalogue
-from g2rpo.policies.spec import PipelineSpec
-from g2rpo.training.compatible import (
+from g2rpo.models import catalogue
+from g2rpo.models.spec import PipelineSpec
+from g2rpo.train.compatible import (
     check_differentiable,
 )
 

@@ -12,7 +12,7 @@ from g2rpo.assembly.pipeline_files import INDEX, options_in, parts_in, read_file
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests, cache_root, digest_of, local
-from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder
+from g2rpo.models.embeddings import CachedEncoder, EmbeddingStore, Encoder
 
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning",

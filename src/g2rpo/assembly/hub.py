@@ -16,11 +16,11 @@ from huggingface_hub import constants, get_token, try_to_load_from_cache
 
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import local
-from g2rpo.policies.adapter_files import PEFT_CONFIG, PEFT_WEIGHTS
-from g2rpo.policies.options import PolicyConfig
-from g2rpo.policies.tuning import ADAPTER_FILE
+from g2rpo.models.adapter_files import PEFT_CONFIG, PEFT_WEIGHTS
+from g2rpo.models.options import PolicyConfig
+from g2rpo.models.tuning import ADAPTER_FILE
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
-from g2rpo.run.run import Run
+from g2rpo.train.run.folder import Run
 
 KNOWN_FILES = (ADAPTER_FILE, PEFT_WEIGHTS)
 """The names that diffusers and peft give to an adapter; others are taken where they are the only

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from g2rpo.core.errors import UserError, loading, placed
 from g2rpo.core.plain import refuse_hub_kernels
-from g2rpo.policies.published import Part
+from g2rpo.models.published import Part
 
 MODEL_LIBRARIES = ("diffusers", "transformers")
 

@@ -17,7 +17,7 @@ from g2rpo.assembly.meta import on_meta
 from g2rpo.core.errors import UserError, placed, refuse
 from g2rpo.core.files import is_other, is_pointer
 from g2rpo.core.plain import parse_as, read_as, read_text
-from g2rpo.policies.lora_layers import check_targets
+from g2rpo.models.lora_layers import check_targets
 
 T = TypeVar("T")
 

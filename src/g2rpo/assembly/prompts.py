@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from g2rpo.assembly.components import Loaded
-from g2rpo.config.given import refuse_object
 from g2rpo.core.data import spelling_apart
 from g2rpo.core.errors import UserError, counted, did_you_mean, placed, shown
+from g2rpo.core.given import refuse_object
 from g2rpo.core.input_pictures import images_of
-from g2rpo.policies.reading import warn_of_long
-from g2rpo.prompts.sources import STARTER, read_prompts
-from g2rpo.testbed import knows, prompts, why_unknown
+from g2rpo.data.sources import STARTER, read_prompts
+from g2rpo.data.testbed import knows, prompts, why_unknown
+from g2rpo.models.reading import warn_of_long
 
 TESTBED_LISTS = ("testbed:train", "testbed:heldout", "words:train", "words:heldout")
 LISTS = (*TESTBED_LISTS, *STARTER)

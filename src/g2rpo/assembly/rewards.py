@@ -10,10 +10,10 @@ from typing import Any, Literal, get_type_hints
 import torch
 
 from g2rpo.assembly.components import pick_device
-from g2rpo.config.given import refuse_object
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean, loading, placed
+from g2rpo.core.given import refuse_object
 from g2rpo.core.plain import Count, as_json, parse_as
 from g2rpo.core.settings import keeping_settings
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
@@ -36,13 +36,13 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "saturation": "g2rpo.rewards.analytic:Saturation",
     "similarity": "g2rpo.rewards.analytic:Similarity",
     "dino_similarity": "g2rpo.rewards.dino:DinoSimilarity",
-    "scene_accuracy": "g2rpo.testbed.rewards:SceneAccuracy",
-    "scene_clip": "g2rpo.testbed.rewards:SceneCLIP",
-    "scene_preference": "g2rpo.testbed.rewards:ScenePreference",
-    "word_colour": "g2rpo.testbed.words.judges:WordColour",
-    "word_paper": "g2rpo.testbed.words.judges:WordPaper",
-    "word_drawing": "g2rpo.testbed.words.judges:WordDrawing",
-    "word_letters": "g2rpo.testbed.words.judges:WordLetters",
+    "scene_accuracy": "g2rpo.data.testbed.rewards:SceneAccuracy",
+    "scene_clip": "g2rpo.data.testbed.rewards:SceneCLIP",
+    "scene_preference": "g2rpo.data.testbed.rewards:ScenePreference",
+    "word_colour": "g2rpo.data.testbed.words.judges:WordColour",
+    "word_paper": "g2rpo.data.testbed.words.judges:WordPaper",
+    "word_drawing": "g2rpo.data.testbed.words.judges:WordDrawing",
+    "word_letters": "g2rpo.data.testbed.words.judges:WordLetters",
 }
 SECRET = re.compile(
     r"(\w+_)?(pass(word|wd)|secret|authorization|cookie|credentials?)|((api|auth|access|bearer|user)_?)?token|\w*(api|access|secret|auth)_?key|bearer"

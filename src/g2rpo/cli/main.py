@@ -17,8 +17,6 @@ import typer
 from rich.text import Text
 
 from g2rpo import __version__
-from g2rpo.app.process import quiet_libraries, stop_signals
-from g2rpo.app.stopping import Stopping
 from g2rpo.cli import models, serving, train
 from g2rpo.cli.life import LIFE
 from g2rpo.cli.output import Heard
@@ -32,6 +30,8 @@ from g2rpo.core.errors import (
     without_operator,
     without_secrets,
 )
+from g2rpo.core.process import quiet_libraries, stop_signals
+from g2rpo.core.stopping import Stopping
 
 app = typer.Typer(
     name="g2rpo",

@@ -19,7 +19,7 @@ commands = typer.Typer()
 def _is_run(word: str) -> bool:
     """Whether a word of the command line is the folder of a run. A prompt or a setting may be too
     long for the name of a file."""
-    from g2rpo.run.run import Run
+    from g2rpo.train.run.folder import Run
 
     try:
         return Run(Path(word)).config.is_file()
@@ -70,11 +70,11 @@ def sample(
     ] = None,
 ) -> None:
     """Draw pictures with a run's model, or any pipeline."""
-    from g2rpo.app.sample import sample as draw
-    from g2rpo.app.sample import sample_config
     from g2rpo.core.types import Prompt
-    from g2rpo.prompts.sources import read_prompts
-    from g2rpo.run.run import no_run
+    from g2rpo.data.sources import read_prompts
+    from g2rpo.lab.sample import sample as draw
+    from g2rpo.lab.sample import sample_config
+    from g2rpo.train.run.folder import no_run
 
     words = prompts or []
     if model is None and words and not _is_run(words[0]):
@@ -156,8 +156,8 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a model, with and without tuned weights, on prompts it was not trained on."""
-    from g2rpo.app import evaluate as command
     from g2rpo.cli.results import show_evaluation
+    from g2rpo.lab import evaluate as command
 
     run = None
     if overrides and ("=" not in overrides[0] or _is_run(overrides[0])):
@@ -202,7 +202,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's weights as other programs read them."""
-    from g2rpo.export.formats import export as write
+    from g2rpo.lab.export.formats import export as write
 
     path = write(run, format, checkpoint, out, learnt, partial(warn, console))
     say(console, str(path))
@@ -219,8 +219,8 @@ def push(
     ] = False,
 ) -> None:
     """Upload a run's weights and their model card."""
-    from g2rpo.app.push import push as upload
-    from g2rpo.run.run import Run
+    from g2rpo.lab.push import push as upload
+    from g2rpo.train.run.folder import Run
 
     address = upload(run, repository, private=private)
     say(console, f"pushed {Run(run).weights} to {address}")
@@ -290,10 +290,10 @@ def compare(
     ] = None,
 ) -> None:
     """Compare algorithms or variants under one budget, over several seeds."""
-    from g2rpo.app.evaluate import step_counts
     from g2rpo.cli.results import show_study
     from g2rpo.lab.compare import study as words
     from g2rpo.lab.compare.workflow import compare as run
+    from g2rpo.lab.evaluate import step_counts
 
     results = run(
         recipe,

@@ -84,7 +84,7 @@ class WithSameSettings(WithSettings):
     options_alone = False
 
     def settings(self) -> Any:
-        from g2rpo.evaluation.sweep import JudgingConfig
+        from g2rpo.train.evaluation.sweep import JudgingConfig
 
         return JudgingConfig
 
@@ -111,7 +111,7 @@ def _as_setting(flag: str, given: Sequence[str], kind: Any) -> tuple[str, str]:
 def run_or_newest(run: Path | None, model: str | None) -> Path | None:
     """`run`; if neither that nor a model is named the newest in runs/, which is said."""
     from g2rpo.cli.output import console, say
-    from g2rpo.run.run import newest_run
+    from g2rpo.train.run.folder import newest_run
 
     if run is not None or model is not None or (newest := newest_run()) is None:
         return run
@@ -131,7 +131,7 @@ def evaluation_settings(
     run: Path | None, model: str | None, weights: Path | None, base: bool = False, **of_model: Any
 ) -> dict[str, Any]:
     """The settings of an evaluation of a run, or of a pipeline with the options `of_model`."""
-    from g2rpo.app.evaluate import model_settings, run_settings
+    from g2rpo.lab.evaluate import model_settings, run_settings
 
     run_or_model(run, model, **of_model)
     if run is not None:

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
 from rich.table import Column
 from rich.text import Text
 
-from g2rpo.app import events
 from g2rpo.cli.life import LIFE
+from g2rpo.core import events
 
 
 class Heard(Console):

@@ -12,21 +12,21 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from g2rpo.app.events import Results
 from g2rpo.cli.output import say
 from g2rpo.core import plugins
 from g2rpo.core.errors import counted
+from g2rpo.core.events import Results
 from g2rpo.core.intervals import figures
 from g2rpo.core.statistics import Comparison, Interval
-from g2rpo.evaluation.sweep import EvaluationDirectory, Judging
-from g2rpo.evaluation.untrained import in_figures, in_words, told
 from g2rpo.lab.check_model import ModelCheck
 from g2rpo.lab.compare.study import StudyDirectory
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary_of
-from g2rpo.monitor.clips import clip_of
-from g2rpo.run.lock import fresh_directory
-from g2rpo.run.run import Run
+from g2rpo.train.evaluation.sweep import EvaluationDirectory, Judging
+from g2rpo.train.evaluation.untrained import in_figures, in_words, told
+from g2rpo.train.monitor.clips import clip_of
+from g2rpo.train.run.folder import Run
+from g2rpo.train.run.lock import fresh_directory
 
 
 def show_run(results: Results, console: Console) -> None:

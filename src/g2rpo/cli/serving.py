@@ -35,11 +35,11 @@ def demo(
     public_host: options.PublicOption = None,
 ) -> None:
     """Show base and tuned pictures and a group of the algorithm in the browser."""
-    from g2rpo.app.evaluate import named_rewards
-    from g2rpo.app.serving import Address
     from g2rpo.lab.demo.command import demo as serve
     from g2rpo.lab.demo.model import config_of_model
-    from g2rpo.run.run import Run
+    from g2rpo.lab.evaluate import named_rewards
+    from g2rpo.lab.serving import Address
+    from g2rpo.train.run.folder import Run
 
     run = options.run_or_newest(run, model)
     options.run_or_model(run, model, rewards=rewards, guidance=guidance, size=size)
@@ -72,7 +72,7 @@ def teach(
     public_host: options.PublicOption = None,
 ) -> None:
     """Teach a model by clicking on the best of its pictures, in the browser."""
-    from g2rpo.app.serving import Address
+    from g2rpo.lab.serving import Address
     from g2rpo.lab.teach.command import teach as serve
 
     serve(
@@ -96,6 +96,6 @@ def serve_reward(
     token_env: options.TokenOption = None,
 ) -> None:
     """Serve a reward over HTTP, for a trainer elsewhere."""
-    from g2rpo.app.serving import serve_reward as serve
+    from g2rpo.lab.serving import serve_reward as serve
 
     serve(kind, options or [], host=host, port=port, token_env=token_env, emit=Output())

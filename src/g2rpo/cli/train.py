@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from g2rpo.app.stopping import stoppable
 from g2rpo.cli import options
 from g2rpo.cli.output import Output, console, say
 from g2rpo.core.errors import UserError, counted
+from g2rpo.core.stopping import stoppable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from g2rpo.app.prediction import Planned
     from g2rpo.config.schema import Config
+    from g2rpo.train.prediction import Planned
 
 commands = typer.Typer()
 
@@ -78,7 +78,7 @@ def _train(
     settings = [*(overrides or []), *options.max_hours(within)]
     # loading is slow
     with stoppable("stopped before training began; the same command begins again") as stopping:
-        from g2rpo.app.train import train as run
+        from g2rpo.train.command import train as run
 
         with Output() as emit:
             run(
@@ -149,7 +149,7 @@ def encode(
     ] = None,
 ) -> None:
     """Store the text embeddings of a recipe's prompts ahead of training."""
-    from g2rpo.app.ahead import encode as run
+    from g2rpo.train.ahead import encode as run
 
     with Output() as emit:
         count, new = run(recipe, overrides or [], emit)

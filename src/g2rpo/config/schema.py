@@ -21,7 +21,7 @@ from g2rpo.core.data import Precision
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.core.plain import Count, Section
 from g2rpo.core.types import Frames, Policy
-from g2rpo.policies.options import PolicyConfig
+from g2rpo.models.options import PolicyConfig
 from g2rpo.rollout.tails import Tails
 
 Shift = PositiveFloat | Literal["model", "scheduler"]
@@ -202,7 +202,7 @@ Alarm = Literal[
     "pictures",
     "diversity",
 ]
-"""The name of an alarm; `monitor.alarms.ALARMS` says when each is raised."""
+"""The name of an alarm; `train.monitor.alarms.ALARMS` says when each is raised."""
 
 
 def _listed(value: Any) -> Any:

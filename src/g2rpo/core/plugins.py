@@ -2,7 +2,7 @@
 modules.
 
     g2rpo                  a built-in
-    mine                   an entry point of an installed package, in the group g2rpo.algorithms, g2rpo.policies, ...
+    mine                   an entry point of an installed package, in the group g2rpo.algorithms, g2rpo.models, ...
     my_file.py:Mine        something in a file
     package.module:Mine    something in a module that Python can import
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from g2rpo.core.normal import in_float64
 from g2rpo.core.seeding import generator_for
-from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.models.anyflow import DiffusersPolicy
 
 CHANGE, DOUBLINGS = 2**-2, 16
 """Perturbed weights change velocities by at least this, in the root mean square relative to the

@@ -27,15 +27,15 @@ from g2rpo.core.errors import UserError, out_of_memory, placed
 from g2rpo.core.files import in_bytes
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.check_gradient import CHANGE, gradient_error, rms
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.policies.adapter_files import read_adapter
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.pipelines import cast
-from g2rpo.policies.replay import ONE_TIME, guiding, opaque
-from g2rpo.policies.spec import PipelineSpec
-from g2rpo.policies.tuning import ADAPTER_FILE, loader_of
+from g2rpo.models.adapter_files import read_adapter
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.pipelines import cast
+from g2rpo.models.replay import ONE_TIME, guiding, opaque
+from g2rpo.models.spec import PipelineSpec
+from g2rpo.models.tuning import ADAPTER_FILE, loader_of
+from g2rpo.train.evaluation.sampler import Sampler
 
 TEXTS = ("a red circle", "two blue squares left of a circle")
 """Of different lengths, so that padding and masks matter."""

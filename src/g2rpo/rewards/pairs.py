@@ -11,7 +11,7 @@ from torch import Tensor
 from g2rpo.core.errors import UserError, counted, placed
 from g2rpo.core.input_pictures import cut
 from g2rpo.core.types import Reward
-from g2rpo.prompts.pairs import read_pairs
+from g2rpo.data.pairs import read_pairs
 from g2rpo.rewards.clip import CLIPScore
 from g2rpo.rewards.head import Choice, Head, fit
 from g2rpo.rewards.picture_features import PictureEncoder, features_of
@@ -21,7 +21,7 @@ class Pairs(Reward):
     """What people chose: the utility of a head (`rewards.head`) that is fitted to pairs of pictures, in
     standard deviations within pairs.
 
-    path: a table of pairs, or a folder of good and bad pictures (`prompts.pairs.read_pairs`).
+    path: a table of pairs, or a folder of good and bad pictures (`data.pairs.read_pairs`).
     clip: a CLIP (folder or repository) whose features the head may use.
 
     Without `path` somebody else sets the `head`, as `g2rpo teach` does; scores are 0 until then.

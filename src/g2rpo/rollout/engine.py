@@ -22,9 +22,9 @@ from torch import Tensor
 from g2rpo.core.data import FLOAT32, Precision
 from g2rpo.core.flow import ode_step
 from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition, unguided
+from g2rpo.rollout.memory import bounded_by
 from g2rpo.rollout.planning import baseline_walk
 from g2rpo.rollout.tails import EXACT, Node, Past, Tails
-from g2rpo.runtime.memory import bounded_by
 
 Noise = Callable[..., torch.Generator]
 """`noise(prompt, *purpose)`: the generator of one draw for one prompt, e.g. noise(0, "branch",

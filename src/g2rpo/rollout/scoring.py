@@ -12,7 +12,7 @@ from g2rpo.core.data import as_prompt
 from g2rpo.core.errors import RewardFailed, UserError, counted, out_of_device_memory, where
 from g2rpo.core.finite import finite_rows
 from g2rpo.core.types import Frames, Policy, Reward, Rollout, Scorer, as_rewards
-from g2rpo.runtime.memory import BatchSizes, bounded_by
+from g2rpo.rollout.memory import BatchSizes, bounded_by
 
 AT_ONCE = 16
 """The largest number of frames in one call of a reward."""

@@ -13,16 +13,16 @@ import pytest
 
 from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.work import iterations_within, work, work_of_run
 from g2rpo.core.errors import UserError
-from g2rpo.evaluation.untrained import Controls
-from g2rpo.evaluation.work import iterations_within, work, work_of_run
 from g2rpo.lab.compare.jobs import environment_of
 from g2rpo.lab.compare.results import lines
 from g2rpo.lab.compare.study import Study, parse_budget, parse_cells
 from g2rpo.lab.compare.workflow import _check_judged_alike, compare
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.planning import count_trained
-from g2rpo.run.run import Run
+from g2rpo.train.evaluation.untrained import Controls
+from g2rpo.train.run.folder import Run
 from tests.lab.counting import Counting
 from tests.support import processes  # noqa: F401  which a study's jobs are forked from
 from tests.support.commands import done, g2rpo, refused
@@ -73,7 +73,7 @@ def test_a_budget_buys_as_many_iterations_as_fit(name):
 
 
 def test_a_budget_of_more_iterations_than_anyone_runs_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr("g2rpo.evaluation.work.MOST_ITERATIONS", 1000)
+    monkeypatch.setattr("g2rpo.config.work.MOST_ITERATIONS", 1000)
     with pytest.raises(UserError, match="more than 1,000 iterations"):
         iterations_within(load_config("scenes", []), 1e9)
 

@@ -11,7 +11,6 @@ import gradio as gr
 import pytest
 import torch
 
-from g2rpo.app.build import Request, build
 from g2rpo.assembly import components
 from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
@@ -20,9 +19,6 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import no_kernel
-from g2rpo.evaluation.controls import Control
-from g2rpo.evaluation.sampler import Sampler
-from g2rpo.evaluation.untrained import utility
 from g2rpo.lab.demo.app import only_uploads
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import offered_granularities, plan_label, trace_group
@@ -36,11 +32,15 @@ from g2rpo.lab.demo.model import (
 from g2rpo.lab.demo.opening import FIRST, opening, opening_of
 from g2rpo.lab.demo.views import change, drawing_html, run_html, score, trace_html
 from g2rpo.lab.report.history import SeedGroup, read_runs
-from g2rpo.monitor.scores import read_rows, scores_of
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guidance_of
-from g2rpo.run.run import Run
-from g2rpo.training.stopwatch import Stopwatch
+from g2rpo.train.build import Request, build
+from g2rpo.train.evaluation.controls import Control
+from g2rpo.train.evaluation.sampler import Sampler
+from g2rpo.train.evaluation.untrained import utility
+from g2rpo.train.monitor.scores import read_rows, scores_of
+from g2rpo.train.run.folder import Run
+from g2rpo.train.stopwatch import Stopwatch
 from tests.lab.demo.trained import BRIGHT, train_tiny
 from tests.support.commands import refused
 from tests.support.ports import free_port

@@ -8,9 +8,9 @@ import urllib.request
 
 import pytest
 
-from g2rpo.app.events import Serving
-from g2rpo.app.serving import Address
+from g2rpo.core.events import Serving
 from g2rpo.lab.demo.command import demo
+from g2rpo.lab.serving import Address
 from tests.support.contrast import FAINT_TEXT
 from tests.support.ports import free_port
 from tests.support.processes import Forked

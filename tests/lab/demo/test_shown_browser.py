@@ -14,16 +14,16 @@ from PIL import Image
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Prompt
-from g2rpo.evaluation.controls import Control
-from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
 from g2rpo.lab.demo.model import DemoModel
 from g2rpo.lab.demo.views import drawing_html, trace_html
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
-from g2rpo.run.run import Run
-from g2rpo.runtime.memory import BatchSizes
+from g2rpo.rollout.memory import BatchSizes
+from g2rpo.train.evaluation.controls import Control
+from g2rpo.train.evaluation.sampler import Sampler
+from g2rpo.train.run.folder import Run
 from tests.lab.demo.test_demo_browser import PATIENCE_MS
 from tests.support.ports import free_port
 from tests.support.runs import Clips, Editing, brightness, config, picture, trainer
@@ -85,8 +85,8 @@ def test_the_demo_shows_clips(tmp_path):
 
 @pytest.mark.slow
 def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):
-    from g2rpo.app.serving import Address
     from g2rpo.lab.demo import app
+    from g2rpo.lab.serving import Address
     from g2rpo.lab.web.page import MAX_BODY, MAX_UPLOAD, UPLOAD, page_of, serve
 
     noise = torch.randint(

@@ -3,7 +3,7 @@
 import pytest
 
 from g2rpo.cli.main import main
-from g2rpo.run.run import Run
+from g2rpo.train.run.folder import Run
 from tests.support.commands import write_tiny
 
 BRIGHT = ["rewards.scene_accuracy=", "rewards.brightness=1"]

@@ -13,8 +13,8 @@ from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.counting import count
 from g2rpo.lab.plan.known import KnownValues
 from g2rpo.lab.plan.trace import trace_calls
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.catalogue import SPECS
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.catalogue import SPECS
 from tests.support.policies import make
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few

@@ -25,6 +25,7 @@ from g2rpo.assembly.blueprint import (
 from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import EvaluationConfig, RewardConfig
+from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.lab.plan import trace
@@ -38,15 +39,14 @@ from g2rpo.lab.plan.rates import RATES
 from g2rpo.lab.plan.rewards import cost_of_reward
 from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES, PlannedSeconds, Reached, reached
 from g2rpo.lab.plan.trace import trace_calls
-from g2rpo.policies.catalogue import SPECS
-from g2rpo.policies.pipelines import blocks_of, read_pipeline
+from g2rpo.models.catalogue import SPECS
+from g2rpo.models.pipelines import blocks_of, read_pipeline
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.runtime.distributed import World
-from g2rpo.training import evaluator
-from g2rpo.training.ranks import divided
-from g2rpo.training.trainer import Trainer
+from g2rpo.train import evaluator
+from g2rpo.train.ranks import divided
+from g2rpo.train.trainer import Trainer
 from tests.lab.counting import Counting
 from tests.support import runs
 from tests.support.tiny import sd3_pipeline

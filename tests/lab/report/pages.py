@@ -6,7 +6,7 @@ from html import unescape
 
 import torch
 
-from g2rpo.run.run import Run
+from g2rpo.train.run.folder import Run
 from tests.support.runs import config, trainer
 
 

@@ -19,7 +19,7 @@ from g2rpo.lab.report.charts import (
     line_chart,
     thin,
 )
-from g2rpo.monitor.curves import CurveLine, Panel
+from g2rpo.train.monitor.curves import CurveLine, Panel
 
 CSS = (files("g2rpo.lab.report") / "templates" / "style.css").read_text("utf-8")
 LIGHT, DARK = (

@@ -18,22 +18,22 @@ from g2rpo.config.resolve import resolve
 from g2rpo.core import statistics
 from g2rpo.core.intervals import figures, in_time, signed
 from g2rpo.core.statistics import Interval, interval
-from g2rpo.evaluation.untrained import RIGHT
 from g2rpo.lab.report import page
 from g2rpo.lab.report.charts import compact
 from g2rpo.lab.report.history import Change, SeedGroup, read_runs, seed_groups
 from g2rpo.lab.report.page import render, state
 from g2rpo.lab.report.pictures import MOST_EVALUATIONS, figure, first_group, pictures
 from g2rpo.lab.report.verdict import decimals, summary_of, verdict
-from g2rpo.monitor.advice import HELPS
-from g2rpo.monitor.scores import (
+from g2rpo.train.evaluation.untrained import RIGHT
+from g2rpo.train.monitor.advice import HELPS
+from g2rpo.train.monitor.scores import (
     read_rows,
     save_pictures,
     save_rows,
     score_rows,
     scores_of,
 )
-from g2rpo.run.run import Run
+from g2rpo.train.run.folder import Run
 from tests.lab.report.pages import attributes, chart_labels, charts, make_run, words, write_log
 from tests.support.commands import done, refused
 from tests.support.runs import PLAIN, brightness, config

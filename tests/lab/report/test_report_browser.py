@@ -5,7 +5,7 @@ import pytest
 
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
-from g2rpo.run.run import Run
+from g2rpo.train.run.folder import Run
 from tests.lab.report.pages import make_run, write_log
 from tests.support.contrast import FAINT_TEXT
 from tests.support.variants import few

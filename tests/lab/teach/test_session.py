@@ -6,19 +6,19 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from g2rpo.app.train import train
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Reward
-from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.data.order import PromptOrder
+from g2rpo.data.pairs import read_pairs
 from g2rpo.lab.teach import session as sessions
 from g2rpo.lab.teach import votes
 from g2rpo.lab.teach.command import OVERRIDES, opened, teach_config
 from g2rpo.lab.teach.session import UPDATES, Session
-from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.prompts.order import PromptOrder
-from g2rpo.prompts.pairs import read_pairs
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.pairs import Pairs
-from g2rpo.run.run import Run
+from g2rpo.train.command import train
+from g2rpo.train.evaluation.heldout import Evaluation
+from g2rpo.train.run.folder import Run
 from tests.support.runs import brightness, mean, trainer
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from g2rpo.app.events import Emit, Line, silent
-from g2rpo.app.stopping import stoppable
 from g2rpo.core import plugins
+from g2rpo.core.events import Emit, Line, silent
 from g2rpo.core.files import open_regular
-from g2rpo.run.lock import held
-from g2rpo.runtime import machine
+from g2rpo.core.stopping import stoppable
+from g2rpo.lab import machine
+from g2rpo.train.run.lock import held
 
 PRELOADED = ["g2rpo.lab.compare.imported"]
 """What is imported in the process that jobs are forked from."""

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from g2rpo.config.work import work
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import Interval, interval
-from g2rpo.evaluation.sweep import EvaluationDirectory, JudgedSteps
-from g2rpo.evaluation.untrained import Controls, Way
-from g2rpo.evaluation.work import work
 from g2rpo.lab.compare.study import Study, StudyDirectory
-from g2rpo.monitor.curves import CurveLine, Panel, save_figure, small_multiples
-from g2rpo.monitor.scores import read_rows, scores_of
-from g2rpo.run.run import Run
+from g2rpo.train.evaluation.sweep import EvaluationDirectory, JudgedSteps
+from g2rpo.train.evaluation.untrained import Controls, Way
+from g2rpo.train.monitor.curves import CurveLine, Panel, save_figure, small_multiples
+from g2rpo.train.monitor.scores import read_rows, scores_of
+from g2rpo.train.run.folder import Run
 
 Values = NDArray[np.float64]
 MADE_AGAIN = "delete this folder, and the same command makes it again"
@@ -36,7 +36,7 @@ class Look:
 
     iteration: int
     work: int
-    """In network evaluations (`evaluation.work`)."""
+    """In network evaluations (`config.work`)."""
     seconds: float
     """Of training, without evaluations."""
     scores: dict[str, Values]

@@ -21,8 +21,8 @@ from g2rpo.config.schema import Section, Steps
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.files import Inside
-from g2rpo.evaluation.sweep import EvaluationDirectory
-from g2rpo.run.run import Run
+from g2rpo.train.evaluation.sweep import EvaluationDirectory
+from g2rpo.train.run.folder import Run
 
 Unit = Literal["iterations", "evaluations"]
 OWN_BUDGET = "budget="

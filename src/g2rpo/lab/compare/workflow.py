@@ -17,24 +17,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from g2rpo.app.dry_run import try_own_code
-from g2rpo.app.evaluate import config_settings
-from g2rpo.app.events import Emit, Line, silent
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.checks import check
 from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Alarm, Config
+from g2rpo.config.work import iterations_within
 from g2rpo.core.errors import Stopped, UserError, placed
+from g2rpo.core.events import Emit, Line, silent
 from g2rpo.core.files import is_empty, write_whole
-from g2rpo.evaluation.sweep import EvaluationDirectory
-from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.compare.jobs import Job, Workers, working
 from g2rpo.lab.compare.results import write_results
 from g2rpo.lab.compare.study import Study, StudyDirectory, Unit
-from g2rpo.run.lock import first_usable
-from g2rpo.run.run import Run
-from g2rpo.training.model_card import CARD
+from g2rpo.lab.evaluate import config_settings
+from g2rpo.train.dry_run import try_own_code
+from g2rpo.train.evaluation.sweep import EvaluationDirectory
+from g2rpo.train.model_card import CARD
+from g2rpo.train.run.folder import Run
+from g2rpo.train.run.lock import first_usable
 
 NOISE = 0
 """The seed of the evaluations at `Study.steps`: the same noise for all cells, so that differences

@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from g2rpo.app.events import Emit, Line, silent
-from g2rpo.app.serving import Address
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import RewardFailed, UserError, counted
+from g2rpo.core.events import Emit, Line, silent
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
 from g2rpo.lab.demo.model import RECIPES, DemoModel, check, open_model, training_of, what_it_is
 from g2rpo.lab.demo.opening import FIRST, opening_of
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary_of
+from g2rpo.lab.serving import Address
 from g2rpo.lab.web import needing_gradio
-from g2rpo.run.run import Run, check_weights
+from g2rpo.train.run.folder import Run, check_weights
 
 EXAMPLES = 4
 """Held-out prompts that are offered."""

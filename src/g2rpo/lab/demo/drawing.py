@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from g2rpo.core.errors import UserError, counted
-from g2rpo.evaluation.controls import NO_CONTROL, Control
-from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.lab.demo.model import DemoModel
 from g2rpo.rollout.guidance import guided_by
+from g2rpo.train.evaluation.controls import NO_CONTROL, Control
+from g2rpo.train.evaluation.heldout import Evaluation
 
 
 @dataclass(frozen=True)

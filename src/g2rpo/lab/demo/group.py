@@ -16,11 +16,11 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import group_std
 from g2rpo.core.types import Algorithm, Plan
 from g2rpo.lab.demo.model import DemoModel
-from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import compared, decode, score_rollouts
+from g2rpo.train.monitor.clips import reduced
 
 GRANULARITIES = (1, 2, 3)
 """The paper's, to be looked at whatever a run was trained with."""

@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from g2rpo.app.evaluate import model_settings, reward_table
 from g2rpo.assembly import components
 from g2rpo.assembly.checks import check_rewards_alone
 from g2rpo.assembly.config import load_config
@@ -24,15 +23,16 @@ from g2rpo.core.contracts import plans_of
 from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import check_counts
 from g2rpo.core.types import Plan, Prompt, Reward
-from g2rpo.evaluation.controls import Need
-from g2rpo.evaluation.sampler import Sampler, sampler_of
+from g2rpo.data.testbed import knows, why_unknown
+from g2rpo.lab.evaluate import model_settings, reward_table
 from g2rpo.lab.report.verdict import model_name
-from g2rpo.monitor.clips import seconds_of
-from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.rollout.guidance import guided_by_hand
-from g2rpo.runtime.memory import BatchSizes, batch_sizes
-from g2rpo.testbed import knows, why_unknown
-from g2rpo.training.reward_states import take_stored
+from g2rpo.rollout.memory import BatchSizes, batch_sizes
+from g2rpo.train.evaluation.controls import Need
+from g2rpo.train.evaluation.sampler import Sampler, sampler_of
+from g2rpo.train.monitor.clips import seconds_of
+from g2rpo.train.reward_states import take_stored
 
 RECIPES = {"testbed": "scenes", "words": "words"}
 """Recipes of the embedded models."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from g2rpo.lab.report.history import RunHistory, SeedGroup
-from g2rpo.monitor.scores import ScoreRow, read_rows, right_of, scores_of
+from g2rpo.train.monitor.scores import ScoreRow, read_rows, right_of, scores_of
 
 Opening = tuple[int, str]
 """The number of a held-out prompt, and why it was chosen."""

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from g2rpo.config.schema import Config, SamplingConfig
+from g2rpo.config.work import plans_in
+from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Cond, Plan
-from g2rpo.evaluation.work import plans_in
-from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.runtime.distributed import ALONE, World
-from g2rpo.runtime.memory import CPU_ROWS, batch_sizes
-from g2rpo.training.evaluator import SPREAD_NOISES, spread_prompts
-from g2rpo.training.updater import Updater
+from g2rpo.rollout.memory import CPU_ROWS, batch_sizes
+from g2rpo.train.evaluator import SPREAD_NOISES, spread_prompts
+from g2rpo.train.updater import Updater
 
 AUTO_ROWS = {"batch_size": 8, "decode_batch_size": 1}
 """The plan's value for "auto" on a GPU. The run measures a larger one that leaves a fifth of the

@@ -12,7 +12,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Planner, Target, find_target
-from g2rpo.policies.quantized import installed
+from g2rpo.models.quantized import installed
 
 RELEVANT = 0.98
 """A change that costs something is made where it leaves less than this share."""

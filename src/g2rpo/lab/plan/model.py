@@ -12,9 +12,9 @@ from torch import nn
 
 from g2rpo.assembly.blueprint import Blueprint, build_shallow, on_meta, shapes_of, size_of
 from g2rpo.config.schema import PolicyConfig
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.pipelines import Shapes
-from g2rpo.policies.quantized import weights_of
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.pipelines import Shapes
+from g2rpo.models.quantized import weights_of
 
 
 @dataclass(frozen=True)

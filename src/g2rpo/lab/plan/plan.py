@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from g2rpo.app.ahead import prompts_to_come
-from g2rpo.app.prediction import Planned
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.blueprint import read_blueprint
@@ -18,8 +16,10 @@ from g2rpo.assembly.consistency import check_settings
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config.schema import Config
+from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError, counted, loading
 from g2rpo.core.files import in_bytes
+from g2rpo.lab import machine
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
 from g2rpo.lab.plan.counting import CountedIteration, Counts, count, settled, spread_evaluations
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, PlannedMemory, plan_memory
@@ -29,9 +29,9 @@ from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.lab.plan.trace import Calls, trace_calls
 from g2rpo.rollout.guidance import guided_by
-from g2rpo.runtime import machine
-from g2rpo.runtime.distributed import World
-from g2rpo.training.ranks import divided
+from g2rpo.train.ahead import prompts_to_come
+from g2rpo.train.prediction import Planned
+from g2rpo.train.ranks import divided
 
 COUNTED: dict[str, Callable[[CountedIteration], float]] = {
     "evaluations": lambda it: it.evaluations,
@@ -309,7 +309,7 @@ class Planner:
 def predict(
     config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]
 ) -> Planned | None:
-    """`app.prediction.Predict`: None for a CPU and for a card without a datasheet; UserError for a
+    """`train.prediction.Predict`: None for a CPU and for a card without a datasheet; UserError for a
     run beyond planning."""
     target = find_target(config.policy.device)
     if target.card is None:

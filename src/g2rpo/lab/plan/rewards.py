@@ -19,7 +19,7 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.core.errors import loading
 from g2rpo.core.types import Frames
 from g2rpo.lab.plan.meter import Meter
-from g2rpo.policies.pipelines import keep_two_blocks
+from g2rpo.models.pipelines import keep_two_blocks
 from g2rpo.rewards.weights import parse_dtype
 
 

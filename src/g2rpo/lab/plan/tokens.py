@@ -15,9 +15,9 @@ from g2rpo.assembly.blueprint import build_shallow, read_blueprint
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_hub_id, local
-from g2rpo.policies.reading import Answer
-from g2rpo.policies.spec import PipelineSpec
-from g2rpo.policies.text import TextEncoders
+from g2rpo.models.reading import Answer
+from g2rpo.models.spec import PipelineSpec
+from g2rpo.models.text import TextEncoders
 
 LONGEST_PROMPTS = 32
 """Prompts whose tokens are counted: those with the most characters."""

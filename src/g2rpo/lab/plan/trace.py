@@ -37,11 +37,11 @@ from g2rpo.lab.plan.counting import Counts, algorithm_key
 from g2rpo.lab.plan.known import KnownValues
 from g2rpo.lab.plan.meter import Meter
 from g2rpo.lab.plan.rates import Roofline, fixed_storages
-from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.policies.pipelines import Shapes
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.pipelines import Shapes
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import dry_rollout
-from g2rpo.training.updater import Trained
+from g2rpo.train.updater import Trained
 
 
 @dataclass(frozen=True)

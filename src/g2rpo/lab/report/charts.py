@@ -18,7 +18,7 @@ from markupsafe import Markup
 from g2rpo.core.data import Row
 from g2rpo.core.intervals import figures
 from g2rpo.lab.report.history import SeedGroup, mean
-from g2rpo.monitor.curves import (
+from g2rpo.train.monitor.curves import (
     FIGURE_PAPER,
     FIGURE_SOFT,
     GRID,

@@ -17,12 +17,12 @@ from g2rpo.config.resolve import differences
 from g2rpo.config.schema import Config
 from g2rpo.core.data import Row
 from g2rpo.core.statistics import Interval, group_std, interval
-from g2rpo.evaluation.untrained import RIGHT
-from g2rpo.monitor.advice import DIVERSITIES, Occurrence, occurrences
-from g2rpo.monitor.curves import CurveLine, heldout_line
-from g2rpo.monitor.scores import read_rows, right_of
-from g2rpo.run.records import RunResults, Start
-from g2rpo.run.run import Run
+from g2rpo.train.evaluation.untrained import RIGHT
+from g2rpo.train.monitor.advice import DIVERSITIES, Occurrence, occurrences
+from g2rpo.train.monitor.curves import CurveLine, heldout_line
+from g2rpo.train.monitor.scores import read_rows, right_of
+from g2rpo.train.run.folder import Run
+from g2rpo.train.run.records import RunResults, Start
 
 Points = tuple[list[float], list[float]]
 """The x and y of a curve; a missing value is NaN."""

@@ -21,7 +21,6 @@ from g2rpo.config.resolve import differences, resolve
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import write_whole
 from g2rpo.core.intervals import figures, fixed, in_time, signed
-from g2rpo.evaluation.untrained import RIGHT
 from g2rpo.lab.report.charts import (
     compact,
     key_mark,
@@ -39,8 +38,9 @@ from g2rpo.lab.report.verdict import (
     summary_of,
     verdict,
 )
-from g2rpo.monitor.advice import HELPS
-from g2rpo.run.run import Run
+from g2rpo.train.evaluation.untrained import RIGHT
+from g2rpo.train.monitor.advice import HELPS
+from g2rpo.train.run.folder import Run
 
 ONE_PAGE_AT_A_TIME = Lock()
 """Threads share matplotlib's settings and the axes of the charts."""

@@ -17,10 +17,18 @@ from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil
 from g2rpo.lab.report.history import RunHistory, SeedGroup
-from g2rpo.monitor.clips import clip_of, read_webp, webp
-from g2rpo.monitor.pictures import figure, pil_of
-from g2rpo.monitor.scores import SHOWN, Member, chosen, input_of, picture_of, read_rows, right_of
-from g2rpo.training.listeners.first_group import ADVANTAGE
+from g2rpo.train.listeners.first_group import ADVANTAGE
+from g2rpo.train.monitor.clips import clip_of, read_webp, webp
+from g2rpo.train.monitor.pictures import figure, pil_of
+from g2rpo.train.monitor.scores import (
+    SHOWN,
+    Member,
+    chosen,
+    input_of,
+    picture_of,
+    read_rows,
+    right_of,
+)
 
 MOST_EVALUATIONS, PICTURE_BYTES = 9, 3_000_000
 """The largest number of evaluations shown of a run, and approximate bytes of pictures on a page."""

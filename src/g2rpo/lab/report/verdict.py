@@ -9,9 +9,9 @@ import shlex
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import counted
 from g2rpo.core.intervals import FEWEST_VALUES, Z, decimals_of, fixed, rise, signed
-from g2rpo.evaluation.untrained import RIGHT
 from g2rpo.lab.report.history import Change, RunHistory, SeedGroup
-from g2rpo.monitor.advice import HELPS
+from g2rpo.train.evaluation.untrained import RIGHT
+from g2rpo.train.monitor.advice import HELPS
 
 SMALL_EFFECT = 0.2
 """A smaller change is slight, in standard deviations of the base's scores (Cohen 1988: a small

@@ -27,25 +27,25 @@ import torch
 from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.core.devices import same_device
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import append_line
 from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import checked_as
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import Comparison, paired
-from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.data.order import PromptOrder
 from g2rpo.lab.teach import votes
 from g2rpo.lab.teach.votes import Vote
-from g2rpo.monitor.alarms import is_large
-from g2rpo.monitor.clips import seconds_of, stills
-from g2rpo.monitor.scores import save_pictures
-from g2rpo.prompts.order import PromptOrder
 from g2rpo.rewards.head import Choice, Head, fit
 from g2rpo.rewards.pairs import Pairs
 from g2rpo.rewards.picture_features import Features, features_of
-from g2rpo.runtime.devices import same_device
-from g2rpo.training.learner import Snapshot
-from g2rpo.training.trainer import Trainer
+from g2rpo.train.evaluation.heldout import Evaluation
+from g2rpo.train.learner import Snapshot
+from g2rpo.train.monitor.alarms import is_large
+from g2rpo.train.monitor.clips import seconds_of, stills
+from g2rpo.train.monitor.scores import save_pictures
+from g2rpo.train.trainer import Trainer
 
 AHEAD = 2
 """Groups that lie ready: one is shown while the answer to the one before is learnt from."""

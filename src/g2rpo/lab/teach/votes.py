@@ -16,8 +16,8 @@ from torch import Tensor
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import read_lines_as
-from g2rpo.monitor.scores import picture_of
-from g2rpo.run.run import Run
+from g2rpo.train.monitor.scores import picture_of
+from g2rpo.train.run.folder import Run
 
 Place = Annotated[int, Field(ge=0, lt=10**6)]
 

@@ -1,0 +1,275 @@
+"""`g2rpo evaluate`: any model, with and without tuned weights, scored by any rewards at several
+step counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.assembly import components
+from g2rpo.assembly.adapters import digests_of
+from g2rpo.assembly.blueprint import read_blueprint
+from g2rpo.assembly.checks import check_rewards_alone
+from g2rpo.assembly.embeddings import pipeline_identity
+from g2rpo.assembly.prompts import build_prompts, warn_of_prompts
+from g2rpo.assembly.rewards import (
+    build_rewards,
+    check_clips,
+    check_rewards,
+)
+from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
+from g2rpo.config.schema import Config, RewardTable, Section
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError, counted, placed
+from g2rpo.core.events import Emit, Line, Progress, cautions, silent
+from g2rpo.core.files import FileDigests, is_empty, local, write_whole, writing
+from g2rpo.core.input_pictures import digest_of_prompts
+from g2rpo.core.stopping import stoppable
+from g2rpo.lab.sample import tune
+from g2rpo.train.ahead import policy_after_encoding
+from g2rpo.train.evaluation.controls import default_controls
+from g2rpo.train.evaluation.sweep import (
+    SWEEP_MAY_CHANGE,
+    Chunk,
+    EvaluationDirectory,
+    Judging,
+    JudgingConfig,
+)
+from g2rpo.train.monitor.clips import clip_of, read_clip
+from g2rpo.train.monitor.pictures import PictureRow, save_grid
+from g2rpo.train.monitor.scores import SHOWN, picture_of, read_picture, right_of, scores_of
+from g2rpo.train.reward_states import take_stored
+from g2rpo.train.run.folder import Run, check_weights
+from g2rpo.train.run.lock import first_usable, held
+
+EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
+"""Height and width of what the embedded models draw, and tokens of their longest prompts."""
+
+
+def run_settings(run: Path, weights: Path | None = None, base: bool = False) -> dict[str, Any]:
+    """Settings that repeat a run's own evaluation, with all its rewards; its weights are the run's
+    own, others, or those of the `base`."""
+    settings = config_settings(Run(run).read_config())
+    for entry in settings["rewards"].values():
+        if entry["kind"] == "pairs":  # of `g2rpo teach`: fitted to what was clicked
+            entry["options"].setdefault("path", str(Run(run).pairs))
+    return settings if base else {**settings, "weights": str(weights or Run(run).weights)}
+
+
+def config_settings(config: Config) -> dict[str, Any]:
+    """The same for the base model of a run of `config`."""
+    rewards = {**config.rewards, **config.evaluation.rewards}
+    return {
+        "policy": config.judged.model_dump(mode="json"),
+        "prompts": config.evaluation.prompts,
+        "num_prompts": config.evaluation.num_prompts,
+        "cache": config.prompts.cache,
+        "rewards": {name: entry.model_dump(mode="json") for name, entry in rewards.items()},
+        "trained": config.trained,
+        "steps": [config.evaluation.num_steps or config.sampling.num_steps],
+        "shift": config.sampling.shift,
+        "seed": config.trainer.seed,
+        **(
+            {"batch_size": config.sampling.batch_size}
+            if config.sampling.batch_size != "auto"
+            else {}
+        ),
+    }
+
+
+def model_settings(model: str, size: int | None, guidance: float | None) -> dict[str, Any]:
+    """Default settings for a pipeline without a run."""
+    height, width, length = EMBEDDED_SIZES.get(model, (1024, 1024, None))
+    height, width = (height, width) if size is None else (size, size)
+    policy = {"path": model, "height": height, "width": width, "guidance_scale": guidance}
+    return {"policy": {**policy, "max_sequence_length": length}}
+
+
+def named_rewards(names: str) -> dict[str, Any]:
+    """Rewards from a comma-separated list, or from a YAML file written like a config's
+    `rewards:`."""
+    if names.endswith((".yaml", ".yml")):
+        return read_yaml(Path(names))
+    named = [name.strip() for name in names.split(",") if name.strip()]
+    if code := next(filter(plugins.is_code, named), None):
+        line = f'{code.rpartition(":")[2]}: {{kind: "{code}"}}'
+        raise UserError(
+            f"--rewards {code}: is code; write {line} in a YAML file, and allow it by --plugin"
+        )
+    return {name: {} for name in named}
+
+
+def reward_table(rewards: Mapping[str, Any]) -> RewardTable:
+    """The checked configs of `named_rewards`."""
+    return resolve_as(_Rewards, {"rewards": dict(rewards)}, source="--rewards").rewards
+
+
+class _Rewards(Section):
+    rewards: RewardTable
+
+
+def step_counts(text: str) -> list[int]:
+    """[10, 20] of "10,20"."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(
+            f"--steps {text}: should be numbers with commas between them, like 10,20,50"
+        ) from None
+
+
+def with_controls(config: JudgingConfig) -> JudgingConfig:
+    """The evaluation with the default controls of its model."""
+    c = config.policy
+    _, name = components.locate_pipeline(c.path, c.pipeline, c.kind)
+    spec, blueprint = components.policy_class(c, name).spec, read_blueprint(c)
+    pipeline = SimpleNamespace(config=SimpleNamespace(**blueprint.options))
+    network = SimpleNamespace(**blueprint.parts["transformer"][1])
+    scale = spec.guidance if c.guidance_scale is None else c.guidance_scale
+    guided = spec.guidable(pipeline, network) and spec.guides(scale)
+    by_hand = not guided or spec.unguided is None
+    controls = default_controls(min(config.steps), scale if guided else None, by_hand)
+    return config.model_copy(update={"controls": controls})
+
+
+def evaluate(
+    given: dict[str, Any],
+    overrides: Sequence[str],
+    out: Path | None,
+    controls: bool = False,
+    emit: Emit = silent,
+) -> Judging:
+    """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes
+    one begun there; without `out`, in the first of evaluation, evaluation-2 ... that holds no other.
+    `controls` adds the default ones."""
+    config = resolve_as(JudgingConfig, given, overrides, "evaluation")
+    if controls:
+        config = with_controls(config)
+    check_rewards(config.rewards)  # cheap checks first
+    check_clips(config.rewards, config.policy)
+    prompts = build_prompts(config.prompts, "prompts")[: config.num_prompts]
+    config = config.model_copy(update={"contents": _contents(config, prompts)})
+    out = out or first_usable("evaluation", partial(_check_folder, config=config))
+    _check_folder(out, config)
+    judging = Judging(config, prompts, out)
+    kept = "stopped; finished chunks are kept, and the same command goes on after them"
+    with held(out, cautions(emit)), stoppable(kept):
+        _check_folder(out, config)
+        missing = judging.missing()
+        if missing:
+            _judge(judging, missing, emit)
+        judging.write_results()
+        for steps in sorted(set(config.steps)):
+            _save_grid(judging, steps)
+    return judging
+
+
+def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
+    """Digests of prompts, tuned weights and model, to detect changes before the evaluation is
+    continued."""
+    contents = {
+        "prompts": digest_of_prompts(prompts),
+        "model": pipeline_identity(config.policy.path),
+        **digests_of(config.policy),
+    }
+    if config.weights is not None:
+        weights, digests = local(config.weights), FileDigests(None)
+        check_weights(weights)
+        contents["weights"] = (
+            digests.of(weights) if weights.is_file() else digests.of_folders(weights, [weights])
+        )
+    return contents
+
+
+def _check_folder(out: Path, config: JudgingConfig) -> None:
+    """Refuses a folder that contains anything other than this evaluation."""
+    existing = EvaluationDirectory(out).settings
+    if existing.is_file():
+        other = resolve_as(JudgingConfig, read_yaml(existing), source=str(existing))
+        if listed := listed_differences(config, other, SWEEP_MAY_CHANGE):
+            raise UserError(
+                f"{out} holds an evaluation with other settings:{listed}\nName another --out for this one."
+            )
+    elif not is_empty(out):
+        raise UserError(
+            f"{out} is not empty and holds no evaluation (no {existing.name}); name another --out"
+        )
+
+
+def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
+    """Builds the policy and rewards and evaluates the missing chunks."""
+    config, out = judging.config, judging.directory
+    check_rewards_alone(config.rewards)
+    emit(Line(f"building the policy and {counted(len(config.rewards), 'reward')} ..."))
+    prompts = (
+        prompt
+        for chunk in missing
+        for prompt in chunk.control.guiding.encoded(judging.prompts[chunk.start : chunk.stop])
+    )
+    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    warn_of_prompts(loaded, judging.prompts, cautions(emit))
+    cached = policy_after_encoding(loaded, config.cache, prompts, cautions(emit), emit=emit)
+    use_weights = partial(tune, cached.policy, config)
+    rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
+    if config.weights is not None:
+        take_stored(rewards, local(config.weights).parent, cautions(emit))
+    done = len(judging.chunks()) - len(missing)
+    if done:
+        emit(Line(f"{done} of {len(judging.chunks())} chunks in {out} are finished already"))
+
+    with placed(f"{out}: cannot be written (", OSError, after="); name another --out"):
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(EvaluationDirectory(out).settings, config.to_yaml().encode())
+    pictures, total = 0, sum(chunk.stop - chunk.start for chunk in missing)
+
+    def advance(more: int) -> None:
+        nonlocal pictures
+        pictures += more
+        emit(Progress("judging", "pictures", pictures, total))
+
+    advance(0)
+    judging.run(missing, cached, use_weights, rewards, advance)
+
+
+def _save_grid(judging: Judging, steps: int) -> None:
+    """Writes grid_steps_NNN.png, for clips also .webp: pictures of the first prompts with scores,
+    one row per side."""
+    shown = range(min(SHOWN, len(judging.prompts)))
+    folders = {side: judging.directory / Chunk(side, steps, 0, 1).folder for side in judging.sides}
+    of = {
+        side: [row for row in judging.rows() if (row["side"], row["steps"]) == (side, steps)][
+            :SHOWN
+        ]
+        for side in folders
+    }
+    picture_rows = [
+        PictureRow(
+            torch.stack([_read(picture_of(folders[side], i)) for i in shown]),
+            side,
+            scores_of(rows),
+            right_of(rows),
+        )
+        for side, rows in of.items()
+    ]
+    count = counted(len(judging.prompts), "prompt")
+    note = f"The first {len(shown)} of {count}, in their order; from the same noise; {counted(steps, 'step')}."
+    path, prompts = (
+        EvaluationDirectory(judging.directory).grid(steps),
+        judging.prompts[: len(shown)],
+    )
+    first = clip_of(picture_of(folders[judging.sides[0]], 0))
+    seconds = read_clip(first)[1] if first.is_file() else 0
+    with writing(path):
+        save_grid(path, picture_rows, prompts, note, seconds)
+
+
+def _read(path: Path) -> Tensor:
+    again = "); delete it and the same command paints it again"
+    with placed(f"{path}: is damaged (", OSError, ValueError, after=again):
+        return read_picture(path)

@@ -1,0 +1,156 @@
+"""Commands that serve: the token and the address, which are checked before anything is loaded; and
+`g2rpo serve-reward`, one reward behind HTTP, for a trainer in another environment or on another
+GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from g2rpo.assembly.checks import check_rewards_alone
+from g2rpo.assembly.components import pick_device
+from g2rpo.assembly.rewards import build_rewards
+from g2rpo.config.resolve import parse_options
+from g2rpo.config.schema import RewardConfig
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError, placed
+from g2rpo.core.events import Emit, Line, Serving, silent
+from g2rpo.core.stopping import until_ctrl_c
+from g2rpo.core.web import host_of, is_loopback
+from g2rpo.rewards.transport import token_from
+
+SHORTEST_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a page is served, and to whom: to this machine, to those who know a `token`, or to
+    those whom a proxy lets in that is asked by the name `public_host`."""
+
+    host: str
+    port: int
+    token: str | None = None
+    public_host: str | None = None
+
+    @classmethod
+    def checked(
+        cls, host: str, port: int, token_env: str | None, public_host: str | None = None
+    ) -> Address:
+        """UserError for a `host` that others reach if neither a token nor a name of a proxy is
+        given, and for a name that is none."""
+        if public_host is not None and (not host_of(public_host) or "/" in public_host):
+            raise UserError(f"--public-host {public_host}: a name such as user-space.hf.space")
+        token = token_for("localhost" if public_host else host, token_env)
+        return cls(host, port, token, public_host)
+
+    def check(self) -> None:
+        """UserError if no server can listen there now, for example because the port is taken."""
+        check_address(self.host, self.port)
+
+    def refused(self) -> AbstractContextManager[None]:
+        """While entered, an address that cannot be served on is a UserError."""
+        return refused(self.host, self.port)
+
+
+def refusal(headers: Mapping[str, str], where: Address, most: int) -> tuple[int, str] | None:
+    """Why a request may not pass, if it may not: it is addressed to another host than this machine
+    (DNS rebinding), is from another site, or has more than `most` bytes. Pages ask for none of
+    these."""
+    host, origin, length = (
+        headers.get("host", ""),
+        headers.get("origin"),
+        headers.get("content-length", "0"),
+    )
+    local = where.token is None and is_loopback(where.host)
+    if local and host != where.public_host and not is_loopback(host_of(host)):
+        return (
+            421,
+            "without a token, only this machine's own names (localhost, 127.0.0.1) are served",
+        )
+    if origin is not None and origin.partition("://")[2] not in (host, where.public_host):
+        return 403, "other sites may not ask"
+    if "transfer-encoding" in headers or not (length.isascii() and length.isdecimal()):
+        return 411, "a Content-Length is needed"
+    if len(length) > 18 or int(length) > most:
+        return 413, f"at most {most} bytes"
+    return None
+
+
+def token_for(host: str, variable: str | None) -> str | None:
+    """The token that requests need, from the environment `variable`; without one, only a loopback
+    `host` is allowed."""
+    with placed("--token-env "):
+        token = token_from(variable)
+    if token and len(token) < SHORTEST_TOKEN:
+        own = "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
+        raise UserError(
+            f"--token-env {variable}: a token has at least {SHORTEST_TOKEN} characters, or it could be guessed; {own}"
+        )
+    if not token and not is_loopback(host):
+        raise UserError(
+            f"serving on {host} without a token would let anyone use this machine; name one with --token-env"
+        )
+    return token
+
+
+def check_address(host: str, port: int) -> None:
+    """UserError if no server can listen there now, for example because the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with refused(host, port), socket.create_server((host, port), family=family):
+        pass
+
+
+@contextmanager
+def refused(host: str, port: int) -> Iterator[None]:
+    """While entered, an address that cannot be served on is a UserError."""
+    try:
+        yield
+    except (ValueError, OSError, OverflowError) as error:
+        raise UserError(f"cannot serve on {host}:{port}: {error}") from error
+
+
+def serve_reward(
+    kind: str,
+    options: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    token_env: str | None,
+    emit: Emit = silent,
+) -> None:
+    """Loads reward `kind` with key=value `options` and serves it until interrupted."""
+    if any(importlib.util.find_spec(library) is None for library in ("uvicorn", "starlette")):
+        raise UserError("serve-reward needs uvicorn and starlette: pip install uvicorn starlette")
+    from g2rpo.rewards.server import RewardServer
+
+    token = token_for(host, token_env)
+    if plugins.is_code(kind):
+        plugins.allow(kind)
+    name = kind.rpartition(":")[2]  # a config's names have no dots, as the path of a file has
+    own = parse_options(options)
+    if "device" in own:
+        pick_device(str(own["device"]), "device")
+    table = {name: RewardConfig(kind=kind, options=own)}
+    check_rewards_alone(table)
+    check_address(host, port)
+    reward = build_rewards(table)[name]
+    with refused(host, port):
+        server = RewardServer(reward, host, port, token=token)
+    with server:
+        emit(Line(f"{kind} at {server.address}; use it as"))
+        given = {
+            "url": server.address,
+            **({"endpoint": {"token_env": token_env}} if token_env else {}),
+        }
+        overrides = shlex.join(
+            [f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"]
+        )
+        emit(Serving(f"  {overrides}"))
+        with until_ctrl_c():
+            server.serve_forever()
+        emit(Line("stopped"))

@@ -1,0 +1,141 @@
+"""Tries a user's own algorithm and rewards on random numbers, before anything is loaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from g2rpo.assembly.components import pick_device
+from g2rpo.assembly.rewards import build_rewards, reward_kind
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.schema import Config, RewardConfig
+from g2rpo.core.contracts import check_loss, name_of
+from g2rpo.core.data import Cond, Example, Loss
+from g2rpo.core.errors import RewardFailed, UserError, placed, where
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Algorithm, Scorer, as_reward
+from g2rpo.models.gaussian import GaussianPolicy
+from g2rpo.rewards.analytic import Brightness, load_function
+from g2rpo.rollout.scoring import decode, score
+from g2rpo.rollout.tails import Tails
+from g2rpo.train.trainer import Trainer
+
+TRIAL_PROMPTS = 2
+"""Of the trial."""
+
+
+def try_own_code(config: Config, given: Mapping[str, Any]) -> None:
+    """One iteration of an own algorithm, and one call of every own reward that exists before models
+    are loaded: functions, and objects in `given`, which has `prompts` and `heldout` too. UserError
+    names the code that fails."""
+    with torch.random.fork_rng(devices=[]):
+        if type(config.algorithm) not in ALGORITHMS.values():
+            _try_algorithm(config)
+        prompts, heldout = list(given["prompts"]), list(given["heldout"])
+        both = [*prompts[:1], *heldout[:1]]
+        for key, table, asked in (
+            ("rewards", config.rewards, both),
+            ("judges", config.evaluation.rewards, heldout[:TRIAL_PROMPTS]),
+        ):
+            rewards = (
+                _own(given[key])
+                if key in given
+                else _functions(table, pick_device(config.policy.device))
+            )
+            for name, reward in rewards.items():
+                _try_reward(name, reward, asked, config, given)
+
+
+def _try_algorithm(config: Config) -> None:
+    """An iteration of the trainer, on the policy that has a closed form."""
+    changes = {
+        "trainer": config.trainer.model_copy(
+            update={"prompts_per_iteration": TRIAL_PROMPTS, "sharding": "none"}
+        ),
+        "sampling": config.sampling.model_copy(update={"tails": Tails(), "guidance_scale": None}),
+        "alarms": {"action": "off"},
+    }
+    prompts = [str(index / 10) for index in range(TRIAL_PROMPTS)]
+    small = config.model_copy(update=changes)
+    try:
+        trainer = Trainer(
+            config=small,
+            policy=GaussianPolicy(),
+            rewards=dict.fromkeys(config.rewards, Brightness()),
+            prompts=prompts,
+            heldout=prompts[:1],
+        )
+        trainer.updater.loss = partial(_checked_loss, config.algorithm, trainer.updater.loss)  # type: ignore[method-assign]
+        trainer.iterate()
+    except UserError:
+        raise
+    except Exception as error:
+        tried = f"algorithm {name_of(config.algorithm)}: a trial iteration on random latents [3, 4, 4] failed"
+        raise UserError(f"{tried}: {type(error).__name__}: {error}{where(error)}") from error
+
+
+def _checked_loss(
+    algorithm: Algorithm,
+    own: Callable[..., Loss],
+    examples: Sequence[Example],
+    cond: Cond,
+    first: bool,
+) -> Loss:
+    loss = own(examples, cond, first)
+    check_loss(algorithm, loss, sum(len(item.advantages) for item in examples), first)
+    return loss
+
+
+def _own(rewards: Mapping[str, Scorer]) -> dict[str, Scorer]:
+    """Those that are not of this package."""
+    owners = {
+        name: reward if inspect.isroutine(reward) else type(reward)
+        for name, reward in rewards.items()
+    }
+    return {
+        name: reward
+        for name, reward in rewards.items()
+        if not (owners[name].__module__ or "").startswith("g2rpo.")
+    }
+
+
+def _functions(table: Mapping[str, RewardConfig], device: str) -> dict[str, Scorer]:
+    """The rewards of a config that are functions; a class might load a model."""
+    functions: dict[str, Scorer] = {}
+    for name, entry in table.items():
+        kind = _function(name, entry) if entry.kind == "function" else reward_kind(name, entry)
+        if not isinstance(kind, type):
+            functions |= build_rewards({name: entry}, device)
+    return functions
+
+
+def _function(name: str, entry: RewardConfig) -> Any:
+    with placed(f"rewards.{name}.options.target: "):
+        return load_function(str(entry.options.get("target")))
+
+
+def _try_reward(
+    name: str, reward: Scorer, prompts: Sequence[str], config: Config, given: Mapping[str, Any]
+) -> None:
+    """Scores random pictures of the run's size, or what a given policy decodes from noise."""
+    if as_reward(reward).latent:
+        return
+    if (policy := given.get("policy")) is not None:
+        images = decode(
+            policy,
+            policy.noise([generator_for("trial", i) for i in range(TRIAL_PROMPTS)]),
+            TRIAL_PROMPTS,
+        )
+    else:
+        length = config.policy.num_frames or 1
+        frames = [length] if length > 1 else []
+        images = torch.rand(TRIAL_PROMPTS, *frames, 3, config.policy.height, config.policy.width)
+    try:
+        score({name: reward}, images[: len(prompts)], prompts)
+    except RewardFailed as error:
+        tried = f"It was tried on {len(prompts)} random pictures, with the prompts {', '.join(map(repr, prompts))}"
+        raise UserError(f"{error}\n{tried}; nothing is loaded yet.") from error

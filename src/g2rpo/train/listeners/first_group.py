@@ -1,0 +1,140 @@
+"""One group of a run's first iteration as a grid of pictures, for its report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from g2rpo.core.data import Prompt
+from g2rpo.core.input_pictures import images_of
+from g2rpo.core.statistics import group_std
+from g2rpo.core.types import Plan
+from g2rpo.rollout.scoring import decode
+from g2rpo.train.evaluation.heldout import verdicts
+from g2rpo.train.listeners.listener import Listener
+from g2rpo.train.loop import Groups, Loop
+from g2rpo.train.monitor.clips import reduced, stills
+from g2rpo.train.monitor.pictures import PictureRow, save_grid
+from g2rpo.train.monitor.scores import save_inputs, save_pictures, save_rows, score_rows
+from g2rpo.train.run.folder import Run
+
+CLOSE = 0.05
+"""The range of scores in a group, as a part of them, of which few are a sign of rounding: scores that
+are few by nature, as 0 and 1, or 1 to 5, lie further apart."""
+ADVANTAGE = "advantage"
+"""The name of a member's advantage among its scores in the grid."""
+
+
+@dataclass
+class FirstGroup(Listener):
+    """Says which rewards are `rounded`. Keeps the pictures of one group of the first iteration
+    (`widest`), of clips their middle frames, with their scores and advantages, and draws them, a
+    row for each tail; nothing where no pictures are compared."""
+
+    loop: Loop
+    run: Run
+
+    def hear_groups(self, groups: Groups, advantages: Tensor) -> None:
+        if self.loop.iteration == 1 and self.run.world.is_main:
+            for said in rounded(list(self.loop.rewards), groups.rewards):
+                self.run.notify(said)
+        latent = all(reward.latent for reward in self.loop.rewards.values())
+        if (
+            self.loop.iteration == 1
+            and self.run.writes
+            and not (latent or groups.algorithm.uses_rewards)
+        ):
+            self.save(groups, advantages)
+
+    def save(self, groups: Groups, advantages: Tensor) -> None:
+        policy, sizes, names = self.loop.policy, self.loop.sizes, list(self.loop.rewards)
+        by_name = {name: groups.collected.rewards[:, place] for place, name in enumerate(names)}
+        right = verdicts(self.loop.rewards, by_name)
+        number = widest(groups.collected.rewards, right)
+        rollout, scores = groups.collected.rollouts[number], groups.collected.rewards[number]
+        shape, latents = rollout.finals.shape[:2], rollout.finals.flatten(0, 1)
+
+        def pictures() -> Tensor:  # a batch at a time: clips are large
+            return torch.cat(
+                [
+                    stills(reduced(decode(policy, part, sizes.decode)))
+                    for part in latents.split(sizes.decode)
+                ]
+            )
+
+        images = sizes.fit(pictures).unflatten(0, shape)
+        picture_rows = []
+        for m, tail in enumerate(rollout.plan.tail_names):
+            told = {**dict(zip(names, scores[:, m], strict=True)), ADVANTAGE: advantages[number]}
+            picture_rows.append(
+                PictureRow(
+                    images[m], f"g = {tail}", told, None if right is None else right[number, m]
+                )
+            )
+        prompt = groups.prompts[rollout.prompt]
+        columns = [
+            Prompt("member 1", images_of(prompt)),
+            *(f"member {member}" for member in range(2, shape[1] + 1)),
+        ]
+        cells = {"tails": shape[0], "how": how(rollout.plan)}
+        rows = [
+            row | {"index": shape[1] * m + row["index"]} | cells
+            for m, tail in enumerate(picture_rows)
+            for row in score_rows([prompt] * shape[1], tail.scores, tail.right)
+        ]
+        folder = self.run.first_group
+        with self.run.writing(folder):
+            save_pictures(folder, images.flatten(0, 1), range(len(rows)), 0)
+            save_inputs(folder, [prompt], [0])
+            save_rows(self.run.group_scores, rows)
+            save_grid(self.run.group_grid, picture_rows, columns, f"{prompt}\n{cells['how']}")
+
+
+def rounded(names: Sequence[str], rewards: Tensor) -> Iterator[str]:
+    """How many different scores a group has by those of rewards [N, R, M, G] whose scores lie close
+    together and are few."""
+    size = rewards.shape[-1]
+    for name, own in zip(names, rewards.transpose(0, 1).flatten(1, 2), strict=True):
+        scored = [group[group.isfinite()].unique() for group in own]
+        groups = [scores for scores in scored if len(scores) > 1]
+        close = [float((each[-1] - each[0]) / each.abs().max()) <= CLOSE for each in groups]
+        count = sum(map(len, groups)) / max(1, len(groups))
+        if sum(close) * 2 > len(close) and count <= size / 2:
+            step = min(float(scores.diff().min()) for scores in groups)
+            few = f"{count:.2g} different scores in a group of {size}, in steps of {step:.2g}"
+            yield (
+                f"reward '{name}': {few} near {float(groups[0][0]):.4g}. Equal ones tell no member from another; if the score "
+                "was rounded, as in bfloat16, compute it in float32"
+            )
+
+
+def widest(rewards: Tensor, right: Tensor | None = None) -> int:
+    """The group of `rewards` [N, R, M, G] to look at: of those with right and wrong members by
+    `right` [N, M, G], or else of all, the one whose members differ most: by the sum over rewards of
+    their standard deviation, in units of that reward's largest one in any group. The first of ties.
+    Advantages do not tell: they have one scale in all."""
+    spread = group_std(rewards).nan_to_num(0).mean(2)  # [N, R]
+    size = (spread / spread.amax(0).clamp_min(torch.finfo(torch.float32).tiny)).sum(1)  # at most R
+    if right is not None:
+        members = right.flatten(1)
+        size += ((members == 1).any(1) & (members == 0).any(1)) * (spread.shape[1] + 1)
+    return int(size.argmax())
+
+
+def how(plan: Plan) -> str:
+    """A description of how the members of a group are sampled."""
+    last = plan.merge - 1
+    steps = f"step {plan.branch}" if last <= plan.branch else f"steps {plan.branch} to {last}"
+    if plan.merged:
+        steps += ", merged into one,"
+    begin = (
+        "All members begin from one noise, the anchor's."
+        if plan.shared_noise
+        else "Each member begins from a noise of its own."
+    )
+    if plan.branch == plan.merge:
+        return f"{begin} Nothing else is random."
+    return f"{begin} At {steps} noise enters, different for each; nothing else is random."

@@ -1,0 +1,318 @@
+"""Alarms: signs in the log that a run goes wrong. docs/alarms.md has the table.
+
+`ALARMS` has a row for each. What it says is a function of the log (rows, and the held-out scores of
+every evaluation), so a resumed run raises the same ones, and so do all ranks. A row's alarms are
+`{name: observation and limit}`. An alarm is *new* in a row unless the row of the same kind before
+it had it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from g2rpo.config.schema import Config
+from g2rpo.core.contracts import plans_of
+from g2rpo.core.data import Row
+from g2rpo.core.errors import counted
+from g2rpo.core.intervals import Z, or_nan
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.statistics import paired
+from g2rpo.core.types import Policy
+from g2rpo.train.monitor.advice import ALIKE, DIVERSITIES
+from g2rpo.train.monitor.image_statistics import TAIL
+
+Scores = Mapping[str, Tensor]
+"""The held-out scores [N] of one evaluation by reward; NaN means "no score"."""
+Look = Callable[["Alarms"], str | None]
+"""What an alarm says of a log with its newest row: observation and limit, or None."""
+
+WINDOW = 10
+"""Iterations over which shares of groups are averaged."""
+SILENT, MASKED = 0.5, 0.1
+SATURATED = math.erfc(math.sqrt(0.5))
+"""The share of a normal distribution beyond one standard deviation, .317."""
+LEVEL = 0.05
+"""The probability of a false alarm by falling rewards in a whole run without any change, for any
+number of evaluations."""
+LEAST = 0.125
+"""The least fall of a held-out reward that counts, in standard deviations of the base's scores over
+prompts: 6 points of a share of one half. With many prompts ones are significant that nobody sees."""
+CROWD, CROWD_LEVEL = 0.25, 1e-4
+
+
+@dataclass
+class Alarms:
+    """The alarms of one run; its log is `rows`, and `history` has the scores of every evaluation by
+    iteration."""
+
+    trained: Sequence[str]
+    drift_limit: float
+    off: frozenset[str] = frozenset()
+    rows: list[Row] = field(default_factory=list)
+    history: dict[int, Scores] = field(default_factory=dict)
+
+    def see(self, row: Row, scores: Scores | None = None) -> list[str]:
+        """Adds a row to the log, with an evaluation's `scores`; sets its `alarms` if there are any;
+        returns the new ones."""
+        self.rows.append(row)
+        if scores is not None:
+            self.history[row["iteration"]] = scores
+        found = {
+            name: alarm.look(self, row["kind"])
+            for name, alarm in ALARMS.items()
+            if name not in self.off
+        }
+        raised = {name: said for name, said in found.items() if said is not None}
+        if raised:
+            row["alarms"] = raised
+        return self.new(len(self.rows) - 1)
+
+    def new(self, place: int) -> list[str]:
+        """The alarms that are new in the row at this place of the log."""
+        row = self.rows[place]
+        earlier = reversed(self.rows[:place])
+        before = next((other for other in earlier if other["kind"] == row["kind"]), {})
+        return [name for name in row.get("alarms", {}) if name not in before.get("alarms", {})]
+
+    @property
+    def best_so_far(self) -> bool:
+        """Whether the newest evaluation raised no alarm and its `judged_gain` is above that of all
+        others that raised none."""
+        gains = [
+            or_nan(row.get("judged_gain"))
+            for row in self.rows
+            if row["kind"] == "eval" and "alarms" not in row
+        ]
+        newest = self.rows[-1]
+        if "alarms" in newest or math.isnan(gains[-1]):
+            return False
+        return not any(gain >= gains[-1] for gain in gains[:-1])
+
+
+def judged_gain(base: Scores, tuned: Scores, names: Sequence[str]) -> float:
+    """The gain of held-out scores over the base's: the change of each reward in `names`, averaged
+    over prompts, in units of the base's std over prompts (unscaled if that is 0), averaged over
+    rewards. NaN if a reward has no scores."""
+    gains = []
+    for name in names:
+        change = float((tuned[name].double() - base[name].double()).nanmean())
+        spread = _spread(base[name])
+        gains.append(change / spread if spread > 0 else change)
+    return sum(gains) / len(gains)
+
+
+def _spread(scores: Tensor) -> float:
+    """The standard deviation of scores over prompts; 0 without any."""
+    scored = scores[~scores.isnan()].double()
+    return float(scored.std(correction=0)) if len(scored) else 0.0
+
+
+def is_large(change: float, base: Tensor) -> bool:
+    """Whether a fall of a held-out reward is one of `LEAST`, for the `base`'s scores [N]."""
+    return -change >= LEAST * _spread(base)
+
+
+def drift(log: Alarms) -> str | None:
+    """Whether log-probs before the first update differ from the rollout's by more than the
+    limit."""
+    row, limit = log.rows[-1], log.drift_limit
+    value = or_nan(row.get("log_prob_drift"))
+    if "log_prob_drift" not in row or value <= limit:
+        return None
+    return f"log-probs differ by up to {value:.2g} from the rollout's before the first update, limit {limit:.2g}"
+
+
+def share(key: str, limit: float, what: str) -> Look:
+    """Whether the mean of a logged share over the last `WINDOW` iterations is above a limit."""
+
+    def look(log: Alarms) -> str | None:
+        rows = [row for row in log.rows if row["kind"] == "train"][-WINDOW:]
+        mean = sum(or_nan(row.get(key)) for row in rows) / len(rows)
+        if len(rows) < WINDOW or not mean > limit:
+            return None
+        return f"{mean:.0%} {what} in the last {len(rows)} iterations, limit {limit:.0%}"
+
+    return look
+
+
+def unscored(log: Alarms) -> str | None:
+    """Whether a reward has no score for any held-out picture."""
+    scores = log.history[log.rows[-1]["iteration"]]
+    silent = [name for name, values in scores.items() if values.isnan().all()]
+    return (
+        "; ".join(
+            f"{name} gave no score for any of {counted(len(scores[name]), 'picture')}"
+            for name in silent
+        )
+        or None
+    )
+
+
+def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dict[str, str]:
+    """Whether a held-out reward is below what it was at an earlier evaluation: "hacking" if a
+    trained reward has risen since then, "decline" if none has.
+
+    One-sided t-tests of paired differences, prompt by prompt on the same noise. Evaluation t (the
+    base's is 0) tests each of R rewards against t earlier evaluations, each at level a / (R t . t
+    (t + 1)): by the union bound, and 1/2 + 1/6 + 1/12 + ... = 1, a run whose rewards do not change
+    raises a false alarm with probability a (`LEVEL`) at most, however long it is. A fall must also be
+    one of `LEAST`. A rise needs the plain level a: it counts only together with a fall.
+    """
+    *earlier, (_, now) = history.items()
+    looks = len(earlier)
+    if looks == 0:
+        return {}
+    level = LEVEL / (len(now) * looks * looks * (looks + 1))
+    spreads = {name: _spread(scores) for name, scores in earlier[0][1].items()}
+    said: dict[str, list[str]] = {}
+    for name in now:
+        falls = {iteration: paired(before[name], now[name]) for iteration, before in earlier}
+        chance, iteration = min(
+            (
+                (fall.chance_of_fall, iteration)
+                for iteration, fall in falls.items()
+                if is_large(fall.change, earlier[0][1][name])
+            ),
+            default=(1.0, 0),
+        )
+        if chance < level:
+            since, fall = history[iteration], falls[iteration]
+            rises = {other: paired(now[other], since[other]) for other in trained}
+            risen = [
+                f"{other} rose{_in_spreads(-rise.change, spreads[other])}"
+                for other, rise in rises.items()
+                if rise.chance_of_fall < LEVEL
+            ]
+            rose = f" while {' and '.join(risen)}" if risen else ""
+            said.setdefault("hacking" if risen else "decline", []).append(
+                f"{name} {fall.change:+.3g} ± {Z * fall.error:.2g}{_in_spreads(fall.change, spreads[name])} "
+                f"since iteration {iteration}{rose} (p {chance:.1g}, limit {level:.1g})"
+            )
+    return {alarm: "; ".join(parts) for alarm, parts in said.items()}
+
+
+def _in_spreads(change: float, spread: float) -> str:
+    """ " (-0.3 s.d.)" of the base's scores; "" if they have none."""
+    return f" ({change / spread:+.2g} s.d.)" if spread else ""
+
+
+def outside(log: Alarms) -> str | None:
+    """Whether held-out pictures have left the base's range in a statistic: more than `crowd` of
+    them on one side."""
+    row = log.rows[-1]
+    said, count = [], len(next(iter(log.history[row["iteration"]].values())))
+    for key in row:
+        group, _, statistic = key.partition("/")
+        name, _, side = statistic.partition("/")
+        if (
+            group == "image"
+            and side in ("below", "above")
+            and row[key] * count >= crowd(count) - 0.5
+        ):
+            low, high, mean = (row[f"image/{name}{end}"] for end in ("/low", "/high", ""))
+            said.append(
+                f"{name} {mean:.3g}, {row[key]:.0%} of the pictures {side} the base's {low:.3g} to {high:.3g}"
+            )
+    return "; ".join(said) or None
+
+
+def alike(log: Alarms) -> str | None:
+    """Whether pictures of one prompt differ less than half as much in the last evaluation as in the
+    base's: its right pictures if both know it, because wrong ones differ from them as well, and all
+    of them else."""
+    rows = [row for row in log.rows if "diversity" in row]
+    if len(rows) < 2 or rows[0]["iteration"] > 0:  # else the first row is not the base's
+        return None
+    if rows[-1] is not log.rows[-1]:  # not compared in this evaluation
+        return None
+    pairs = {
+        which: [or_nan(row.get(key)) for row in (rows[0], rows[-1])]
+        for which, key in DIVERSITIES.items()
+    }
+    which, (base, now) = next(
+        item for item in pairs.items() if item[0] == "pictures" or not math.isnan(sum(item[1]))
+    )
+    if not now < ALIKE * base:
+        return None
+    return f"{which} of one prompt differ by {now:.3g}, the base's by {base:.3g}; limit {ALIKE:.0%} of that"
+
+
+def crowd(count: int) -> float:
+    """The number of `count` pictures beyond one end of the base's range that raises an alarm: a
+    quarter, and a number that other noise would give with probability below 1e-4; infinite if
+    `count` is too small for that.
+
+    b pictures of the base lie beyond its end. If base and tuned pictures were drawn from one
+    distribution, then which of the outermost b + x of both are the base's would be a draw without
+    replacement: P(at most b) is hypergeometric.
+    """
+    from scipy.stats import hypergeom
+
+    beyond = math.ceil(TAIL * count)
+    fitting = range(math.ceil(CROWD * count), count + 1)
+    return next(
+        (x for x in fitting if hypergeom.cdf(beyond, 2 * count, count, x + beyond) < CROWD_LEVEL),
+        math.inf,
+    )
+
+
+def fallen(name: str) -> Look:
+    """The alarm of this name of `fallen_rewards`."""
+    return lambda log: fallen_rewards(log.history, log.trained).get(name)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """An alarm: what it says of the newest row of training, or of an evaluation; what
+    helps is in `train.monitor.advice`."""
+
+    train: Look = lambda log: None
+    eval: Look = lambda log: None
+
+    def look(self, log: Alarms, kind: str) -> str | None:
+        return self.train(log) if kind == "train" else self.eval(log)
+
+
+ALARMS = {
+    "drift": Watch(drift),
+    "masked": Watch(
+        share("masked_groups", MASKED, "of the groups have no two scores to compare"), unscored
+    ),
+    "silent": Watch(
+        share("silent_groups", SILENT, "of the groups have no variance (all advantages 0)"),
+    ),
+    "saturated": Watch(share("advantage_clipped", SATURATED, "of the advantages are at the clip")),
+    "hacking": Watch(eval=fallen("hacking")),
+    "decline": Watch(eval=fallen("decline")),
+    "pictures": Watch(eval=outside),
+    "diversity": Watch(eval=alike),
+}
+"""By name, of which `config.schema.Alarm` has all; docs/alarms.md has the limits and their
+reasons."""
+
+
+def alarms_of(config: Config, sigmas: Tensor, policy: Policy) -> Alarms:
+    """The alarms of a run of `config`."""
+    algorithm, off = (
+        config.algorithm,
+        frozenset(name for name in ALARMS if config.action_of(name) == "off"),
+    )
+    plans = (
+        plan
+        for i in range(config.trainer.iterations)
+        for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
+    )
+    steps = {step for plan in plans for step in plan.stochastic if plan.trains(step)}
+    entries = policy.noise([generator_for("alarms")]).numel()
+    limit = algorithm.drift_limit(sigmas, sorted(steps), entries, rounding_of(config))
+    return Alarms(config.trained, limit, off)
+
+
+def rounding_of(config: Config) -> float:
+    """How far apart two velocities of one latent may lie, relative to their size, in the batches of
+    rollout and training pass: two eps of the coarsest dtype of network, latents and velocities."""
+    return 2 * config.precision.eps

@@ -1,0 +1,138 @@
+"""Saving and restoring a run: checkpoints, the best weights, and the exported ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.core.distributed import ALONE
+from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.files import add_metadata, remove_unfinished, whole, writing
+from g2rpo.core.types import AlgorithmState, Policy, Reward
+from g2rpo.models.sharding import Replicated
+from g2rpo.train.learner import Learner
+from g2rpo.train.model_card import copy_card
+from g2rpo.train.reward_states import restore, states_of
+from g2rpo.train.run.checkpoint import (
+    Checkpoint,
+    forget_after,
+    latest_checkpoint,
+    rotate,
+    save_checkpoint,
+)
+from g2rpo.train.run.folder import Run
+
+
+@dataclass(kw_only=True)
+class Persistence:
+    """Saves and restores `learner`, the algorithm's `memory` and the state of `rewards`; keeps
+    `keep` checkpoints.
+
+    `header(iteration)` is the header of an exported safetensors file.
+    """
+
+    policy: Policy
+    learner: Learner
+    algorithm_state: AlgorithmState | None
+    rewards: Mapping[str, Reward]
+    shards: Replicated
+    run: Run
+    keep: int
+    header: Callable[[int], Mapping[str, str]]
+
+    def save(self, iteration: int) -> Path | None:
+        """Writes a checkpoint from which `resume` continues bit for bit, and returns its path; None
+        without a run directory.
+
+        Any number of ranks can resume from it. Of sharded weights each rank writes its own pieces.
+        Raises `Stopped` instead if the weights of the ranks differ.
+        """
+        if diverged := self.shards.diverged(list(self.learner.parameters)):
+            raise Stopped(
+                f"iteration {iteration}: the weights of ranks {diverged} are not rank 0's; nothing was saved"
+            )
+        rewards = states_of(self.rewards, self.shards.world)
+        if self.run.folder is None:
+            return None
+        tensors, state = self.learner.stored()
+        state["algorithm"] = self.algorithm_state.state if self.algorithm_state else {}
+        state["rewards"] = rewards
+        path = self._write(self.run.checkpoints, iteration, tensors, state, self.keep)
+        if path is not None:
+            self.run.mark_saved()
+        return path
+
+    def resume(self) -> tuple[int | None, list[str]]:
+        """Restores the newest checkpoint that is intact and fits; returns its iteration (None if
+        there is none) and what is wrong with newer ones."""
+
+        def take(found: Checkpoint) -> None:
+            _, tensors, state = found
+            self.learner.take(tensors, state)
+            if self.algorithm_state is not None:
+                self.algorithm_state.state = state["algorithm"]
+            restore(self.rewards, state.get("rewards", {}))
+
+        found, complaints = latest_checkpoint(self.run.checkpoints, take)
+        if self.shards.world.differing(torch.tensor([found[0] if found else 0])):
+            folder = self.run.path
+            raise UserError(
+                f"ranks see different checkpoints in {folder}: it must be a folder that all of them share"
+            )
+        if self.run.writes:
+            with self.run.holding():
+                # of an attempt that is repeated
+                forget_after(self.run.best, found[0] if found else 0)
+                if found:  # a process that was killed before rotation leaves one more
+                    rotate(self.run.checkpoints, found[0], self.keep)
+                    self.run.mark_saved()
+        return (found[0] if found else None), complaints
+
+    def keep_best(self, iteration: int) -> None:
+        """Saves the (averaged) weights of the best evaluation so far, in place of those before."""
+        if self.run.folder is not None:
+            with self.learner.averaged():
+                self._write(self.run.best, iteration, self.learner.weights(), {}, keep=1)
+
+    def _write(
+        self,
+        root: Path,
+        iteration: int,
+        tensors: Mapping[str, Sequence[Tensor]],
+        state: Mapping[str, Any],
+        keep: int,
+    ) -> Path | None:
+        """Writes a checkpoint, and returns its path on the rank that writes the run."""
+        if not self.shards.divided and not self.run.writes:
+            return None
+        world = self.shards.world if self.shards.divided else ALONE
+        with self.run.holding():
+            path = save_checkpoint(
+                root, iteration, tensors, state, keep, world, self.shards.writers
+            )
+        return path if self.run.writes else None
+
+    def export(self, name: str, iteration: int) -> Path:
+        """Writes the (averaged) weights as diffusers reads them into the folder `name` of the run,
+        and returns their path. All ranks must call it; rank 0 writes. A card of the same weights is
+        kept."""
+        folder = self.run.path / name
+        save: Callable[[Path], Path] = self.policy.save
+        with self.learner.averaged(), self.run.holding():
+            if not self.run.writes:  # the other ranks' shards are gathered
+                return save(folder) if self.shards.divided else folder
+            with writing(folder):
+                remove_unfinished(self.run.path)
+                with whole(folder) as unfinished:
+                    saved = save(unfinished)
+                    if saved.suffix == ".safetensors":
+                        add_metadata(saved, self.header(iteration))
+                    if self.run.finished_at() == iteration:
+                        copy_card(folder, unfinished)
+            self.run.mark_saved()
+        return folder / saved.relative_to(unfinished)
