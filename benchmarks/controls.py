@@ -22,14 +22,14 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.second_reader import available, read_words
-from g2rpo.assembly.components import build_policy
-from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import build_rewards
 from g2rpo.cli.output import Output
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import as_json
+from g2rpo.data.prompts import build_prompts
 from g2rpo.data.testbed.words import language
 from g2rpo.lab.evaluate import evaluate, run_settings
+from g2rpo.models.load import build_policy
+from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.train.evaluation.controls import DRAWS, Control
 from g2rpo.train.evaluation.sampler import sampler_of
 from g2rpo.train.evaluation.untrained import RIGHT, Controls, against_controls, in_figures, in_words

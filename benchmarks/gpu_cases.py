@@ -39,14 +39,10 @@ from benchmarks.machine import describe, matmul_rate
 from benchmarks.published_loop import PublishedLoop
 from benchmarks.random_models import RandomText, random_pipeline, shape_of
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.assembly.blueprint import Blueprint, size_of
-from g2rpo.assembly.checks import check_quantized
-from g2rpo.assembly.components import pick_device, policy_class
-from g2rpo.assembly.hub import located
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
-from g2rpo.core.devices import accelerator, empty_cache
+from g2rpo.core.devices import accelerator, empty_cache, pick_device
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond
@@ -58,10 +54,14 @@ from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.rates import RATES
 from g2rpo.models import attention, catalogue
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.blueprint import Blueprint, size_of
 from g2rpo.models.embeddings import CachedEncoder, CachedPolicy
+from g2rpo.models.hub import located
+from g2rpo.models.load import policy_class
 from g2rpo.models.spec import Model
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
+from g2rpo.train.checks import check_quantized
 from g2rpo.train.run.checkpoint import checkpoints, load_checkpoint, newest_iteration
 from g2rpo.train.run.folder import Run
 from g2rpo.train.trainer import Trainer

@@ -18,7 +18,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from benchmarks.drawing import TINT, font
-from g2rpo.assembly.prompts import build_prompts
+from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.demo.group import GroupTrace, trace_group
 from g2rpo.lab.demo.model import open_model
 from g2rpo.lab.demo.opening import opening_of

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.train.build import Request, build
 from g2rpo.train.trainer import Trainer
 

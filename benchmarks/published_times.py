@@ -21,13 +21,13 @@ from unittest.mock import patch
 
 import numpy as np
 
-from g2rpo.assembly.blueprint import read_blueprint
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.lab.plan import autocast
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.rates import RATES, Rates
 from g2rpo.lab.plan.trace import TracedCall, trace_calls
+from g2rpo.models.blueprint import read_blueprint
 
 MORE_CARDS = {
     "l20": Card("NVIDIA L20", 44.5, 119.5, 59.8, 864, 275, 96, False, "L20$"),

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo.assembly.blueprint import Blueprint, published
 from g2rpo.core.data import Cond
 from g2rpo.core.seeding import generator_for
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.blueprint import Blueprint, published
 
 DEPTHS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
 """How transformers call their numbers of blocks."""

@@ -14,12 +14,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from g2rpo.assembly.components import EMBEDDED
-from g2rpo.assembly.config import load_config
 from g2rpo.cli.plan import duration
 from g2rpo.config import recipes
+from g2rpo.config.read import load_config
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Planner, find_target
+from g2rpo.models.load import EMBEDDED
 
 SHOWN = ("rtx4090", "rtx5090", "a100-40", "l40s", "rtx6000ada", "a100", "h100", "h200")
 

@@ -36,12 +36,12 @@ from benchmarks.fast_tails import CLOCKS, OPTIONS
 from benchmarks.machine import describe, matmul_rate, peak_bytes
 from benchmarks.published_loop import PublishedLoop
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.assembly.components import build_policy
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import build_rewards
+from g2rpo.config.read import load_config
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
+from g2rpo.data.prompts import build_prompts
+from g2rpo.models.load import build_policy
+from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.memory import BatchSizes
 from g2rpo.rollout.planning import count_evaluations

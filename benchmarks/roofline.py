@@ -16,12 +16,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from g2rpo.assembly.blueprint import read_blueprint
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.lab.plan.cards import find_card
 from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.rates import ATTENTION, PRODUCTS, RATES, Roofline
 from g2rpo.lab.plan.trace import trace_calls
+from g2rpo.models.blueprint import read_blueprint
 
 WAYS: dict[str, list[str]] = {
     "autocast": [],

@@ -24,18 +24,18 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from benchmarks.random_models import RandomText, random_pipeline, shape_of
-from g2rpo.assembly.blueprint import size_of
-from g2rpo.assembly.components import build_policy
-from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
-from g2rpo.config.schema import RewardConfig
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond
+from g2rpo.data.prompts import build_prompts
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.blueprint import size_of
 from g2rpo.models.catalogue import flux
+from g2rpo.models.load import build_policy
 from g2rpo.models.options import Dtype, PolicyConfig
+from g2rpo.rewards.catalogue import build_rewards
+from g2rpo.rewards.options import RewardConfig
 from g2rpo.train.evaluation.sampler import Sampler
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from g2rpo.algorithms.flow_grpo import window
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.config.work import TRAINED_LATENT
 from g2rpo.core.flow import ode_step
 from g2rpo.core.objectives import group_normalize

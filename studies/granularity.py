@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.core.flow import tail
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import interval, spearman

@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 from g2rpo import api
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import build_rewards
+from g2rpo.config.read import load_config
 from g2rpo.config.work import iterations_within
 from g2rpo.core.files import write_whole
 from g2rpo.core.images import to_pil
 from g2rpo.core.seeding import generator_for
+from g2rpo.data.prompts import build_prompts
+from g2rpo.rewards.catalogue import build_rewards
 
 PAIRS, BUDGET, WRONG, SHARE = 50, 20_000, 0.1, 0.5
 AT_ONCE = 64

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.rewards import build_rewards
+from g2rpo.config.read import load_config
 from g2rpo.core.files import write_whole
 from g2rpo.core.seeding import generator_for
 from g2rpo.lab.teach.command import opened
+from g2rpo.rewards.catalogue import build_rewards
 
 GROUPS, NOISE, WRONG, LIKED = 12, 0.3, 0.1, 0.5
 

@@ -15,7 +15,7 @@ import yaml
 from g2rpo import api
 from g2rpo.algorithms.flow_grpo import MixGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train.run.folder import Run

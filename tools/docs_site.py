@@ -31,7 +31,7 @@ API = {
     "Formulas": ["core.flow", "core.objectives", "core.statistics"],
     "Algorithms": ["algorithms.policy_gradient", "algorithms.forward_process", "core.contracts"],
     "Rollouts": ["rollout.engine", "rollout.tails", "rollout.scoring"],
-    "Training": ["training.trainer", "training.updater", "run.checkpoint"],
+    "Training": ["train.trainer", "train.updater", "train.run.checkpoint"],
     "Extensions and errors": ["core.plugins", "core.errors", "core.seeding"],
 }
 """Pages of the API reference, each with its modules."""

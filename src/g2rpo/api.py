@@ -17,18 +17,15 @@ from typing import Any
 
 from torch import Tensor
 
-from g2rpo.assembly import components
-from g2rpo.assembly.adapters import completed
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.prompts import warn_of_prompts
+from g2rpo.config.read import completed, load_config
 from g2rpo.config.resolve import resolve_as
-from g2rpo.config.schema import Config, RewardConfig
+from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, shown
 from g2rpo.core.files import local
 from g2rpo.core.given import PYTHON
 from g2rpo.core.input_pictures import check_inputs
 from g2rpo.core.plain import read_as
-from g2rpo.core.process import quiet_bars, quiet_libraries
+from g2rpo.core.process import quiet_libraries
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Policy, Scorer
 from g2rpo.lab.compare.study import parse_budget
@@ -38,6 +35,9 @@ from g2rpo.lab.export.formats import export as write_export
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import write_page
 from g2rpo.lab.sample import SampleConfig, painter, sample_config, tune
+from g2rpo.models import load
+from g2rpo.models.load import quiet_bars, warn_of_prompts
+from g2rpo.rewards.options import RewardConfig
 from g2rpo.train.ahead import policy_after_encoding
 from g2rpo.train.build import Request, build
 from g2rpo.train.evaluation.heldout import compare_evaluations
@@ -214,7 +214,7 @@ def evaluate(
     _check(prompts=prompts, rewards=rewards)
     check_inputs(prompts)
     config = _config_of(run, False, seed)
-    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    loaded = load.load_pipeline(config.policy, tuning="frozen")
     warn_of_prompts(loaded, prompts, print)
     cached = policy_after_encoding(
         loaded, Run(local(run)).read_config().prompts.cache, prompts, print

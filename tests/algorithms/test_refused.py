@@ -3,11 +3,11 @@ anything is loaded. Values out of range are in test_fields.py."""
 
 import pytest
 
-from g2rpo.assembly.checks import check
-from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.plan import Planner
+from g2rpo.train.checks import check
 from tests.support.commands import refused
 from tests.support.runs import config, darkness, trainer
 

@@ -22,7 +22,7 @@ def nothing_loads(monkeypatch):
     def load(*given, **options):
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("g2rpo.assembly.components.load_pipeline", load)
+    monkeypatch.setattr("g2rpo.models.load.load_pipeline", load)
 
 
 @pytest.mark.parametrize(

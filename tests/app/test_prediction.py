@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.events import Line
 from g2rpo.lab.plan.cards import CARDS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from g2rpo import api
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import LOCK

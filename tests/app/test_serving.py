@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab import serving
 from g2rpo.lab.serving import Address, check_address, token_for

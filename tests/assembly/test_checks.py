@@ -13,21 +13,22 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from g2rpo.assembly import checks, components, hub
-from g2rpo.assembly.blueprint import trained_on_meta
-from g2rpo.assembly.checks import check
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.consistency import check_plans
-from g2rpo.assembly.pipeline_files import missing_parts
-from g2rpo.assembly.prompts import build_prompts, starter_caution, trained_on
-from g2rpo.assembly.rewards import check_clips
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.read import load_config
 from g2rpo.config.resolve import differences
-from g2rpo.config.schema import PolicyConfig, RewardConfig
+from g2rpo.config.schema import PolicyConfig
 from g2rpo.core import plugins
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
+from g2rpo.data.prompts import build_prompts, starter_caution, trained_on
+from g2rpo.models import hub, load
+from g2rpo.models.blueprint import trained_on_meta
+from g2rpo.models.pipeline_files import missing_parts
+from g2rpo.rewards.options import RewardConfig
+from g2rpo.train import checks
+from g2rpo.train.checks import check, check_trained_steps
+from g2rpo.train.consistency import check_clips, check_plans
 from g2rpo.train.run.folder import Run
 from tests.support.commands import done, refused
 from tests.support.pages import ROOT
@@ -232,7 +233,7 @@ def test_what_a_large_model_refuses_is_told_before_it_is_loaded(
     capsys, tmp_path, monkeypatch, tiny_config
 ):
     monkeypatch.setattr(checks, "LARGE_TRANSFORMER", 0)
-    monkeypatch.setattr(components, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(load, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
     wrong = ["policy.width=33", "rewards.brightnes=1"]
     err = refused(capsys, "train", tiny_config, *wrong, "--run-dir", tmp_path / "run")
     assert "policy.height and policy.width must be multiples of 4 for this model, got 32x33" in err
@@ -274,7 +275,7 @@ def test_trained_parameters_are_those_of_the_policy(request, model, options):
     config = PolicyConfig(
         path=str(path), height=32, width=32, max_sequence_length=12, device="cpu", **options
     )
-    policy = components.build_policy(config)
+    policy = load.build_policy(config)
     trained = {name: each.shape for name, each in policy.tuning.named().items()}
     assert {name: each.shape for name, each in trained_on_meta(config)[1].items()} == trained
 
@@ -331,7 +332,7 @@ def test_a_repository_that_the_hub_refuses_is_known_at_once(monkeypatch, status,
                 UserError,
                 match=f"policy.path=me/mine: is no local directory, and is not in .* the hub {why}",
             ):
-                components.locate_pipeline("me/mine")
+                load.locate_pipeline("me/mine")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert (
         hub.obstacle("me/mine")
@@ -409,10 +410,10 @@ def test_which_algorithms_a_recipe_can_be_given_by_name_alone(recipe):
     for name in ALGORITHMS:
         config, _ = named_with(recipe, name)
         if config.policy.lora_above not in policies:
-            policies[config.policy.lora_above] = components.build_policy(config.policy)
+            policies[config.policy.lora_above] = load.build_policy(config.policy)
         try:
             check(config, given={"trackers": []})
-            components.check_trained_steps(config, policies[config.policy.lora_above])
+            check_trained_steps(config, policies[config.policy.lora_above])
         except UserError:
             refused_ones.add(name)
     assert refused_ones == {word for word in re.findall(r"`(\w+)`", sentence) if word in ALGORITHMS}

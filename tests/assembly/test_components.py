@@ -8,20 +8,23 @@ import shutil
 import pytest
 import torch
 
-from g2rpo.assembly import components
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.rewards import build_rewards, check_rewards
-from g2rpo.config.schema import PolicyConfig, RewardConfig
+from g2rpo.config.read import load_config
+from g2rpo.config.schema import PolicyConfig
+from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import joined
 from g2rpo.core.errors import UserError
+from g2rpo.models import load
 from g2rpo.models.catalogue import flux, sd3
+from g2rpo.rewards.catalogue import build_rewards, check_rewards
+from g2rpo.rewards.options import RewardConfig
+from g2rpo.train.checks import lacks_of_device
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "device": "cpu"}
 
 
 def test_the_pipelines_class_chooses_the_policy(flux_directory, sd3_directory):
-    one = components.build_policy(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen")
-    other = components.build_policy(
+    one = load.build_policy(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen")
+    other = load.build_policy(
         PolicyConfig(path=str(sd3_directory), **SIZE, negative_prompt="blue"), tuning="frozen"
     )
     assert one.spec is flux and other.spec is sd3
@@ -47,7 +50,7 @@ def test_a_pipeline_with_a_damaged_part_is_one_message(flux_directory, tmp_path,
     path = shutil.copytree(flux_directory, tmp_path / "pipe") / file
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(UserError, match=f"^policy.path={re.escape(str(tmp_path / 'pipe'))}: ."):
-        components.build_policy(PolicyConfig(path=str(tmp_path / "pipe"), **SIZE), tuning="frozen")
+        load.build_policy(PolicyConfig(path=str(tmp_path / "pipe"), **SIZE), tuning="frozen")
 
 
 @pytest.mark.parametrize(
@@ -81,14 +84,14 @@ def test_shared_options_are_checked_before_anything_is_loaded(name, option, valu
 )
 def test_what_apples_gpus_lack_is_refused_by_name(monkeypatch, overrides, facts):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    said = list(components.lacks_of_device(load_config("words", ["policy.device=mps", *overrides])))
+    said = list(lacks_of_device(load_config("words", ["policy.device=mps", *overrides])))
     for complaint, fact in zip(said, facts, strict=True):
         assert complaint.startswith("policy.device=mps") and fact in complaint
 
 
 def test_apples_gpu_is_for_one_process_on_its_machine(monkeypatch):
     with pytest.raises(UserError, match="policy.device=mps: torch sees no GPU of Apple's here"):
-        components.pick_device("mps")
+        pick_device("mps")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="policy.device=mps: one process"), joined("mps"):
@@ -100,5 +103,5 @@ def test_a_model_of_another_kind_than_the_recipes_is_refused(tmp_path):
     with pytest.raises(
         UserError, match="is a StableDiffusion3Pipeline, but this recipe is for a FluxPipeline"
     ):
-        components.locate_pipeline(str(tmp_path), load_config("flux1-dev-lora", []).policy.pipeline)
-    assert components.locate_pipeline(str(tmp_path))[1] == "StableDiffusion3Pipeline"
+        load.locate_pipeline(str(tmp_path), load_config("flux1-dev-lora", []).policy.pipeline)
+    assert load.locate_pipeline(str(tmp_path))[1] == "StableDiffusion3Pipeline"

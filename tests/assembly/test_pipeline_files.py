@@ -10,14 +10,14 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
-from g2rpo.assembly import blueprint, components, pipeline_files
-from g2rpo.assembly.checks import check_input_pictures
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.consistency import Wanted
-from g2rpo.assembly.pipeline_files import weight_files
+from g2rpo.config.read import load_config
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
+from g2rpo.models import blueprint, load, pipeline_files
+from g2rpo.models.pipeline_files import weight_files
+from g2rpo.train.checks import check_input_pictures
+from g2rpo.train.consistency import Wanted
 from tests.support.commands import refused, write_tiny
 from tests.support.variants import few
 
@@ -62,7 +62,7 @@ CASES = {
 def test_what_cannot_be_trained_is_refused_before_it_is_loaded(tmp_path, case):
     changes, message = CASES[case]
     with pytest.raises(UserError, match=message):
-        components.load_pipeline(folder_of(tmp_path, **changes))
+        load.load_pipeline(folder_of(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_solvers_of_flows_are_flows(tmp_path, scheduler):
 )
 def test_options_that_a_model_lacks_are_refused(tmp_path, option, message):
     with pytest.raises(UserError, match=message):
-        components.load_pipeline(folder_of(tmp_path).model_copy(update=option))
+        load.load_pipeline(folder_of(tmp_path).model_copy(update=option))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_weights_that_are_not_loaded_are_named_with_the_cure(
     folder = shutil.copytree(flux_directory, tmp_path / "pipeline")
     change(folder / part)
     with pytest.raises(UserError, match=rf"(?s){part}/.*{ABSENT[change]}"):
-        components.load_pipeline(PolicyConfig(path=str(folder), height=32, width=32))
+        load.load_pipeline(PolicyConfig(path=str(folder), height=32, width=32))
 
 
 def test_of_several_copies_of_weights_the_loaded_one_is_read(flux_directory, tmp_path):

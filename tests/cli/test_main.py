@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from transformers import T5EncoderModel
 
 from g2rpo import __version__
-from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
 from g2rpo.cli.output import Heard
 from g2rpo.config import recipes
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.stopping import stoppable
 from g2rpo.lab.push import push

@@ -7,10 +7,11 @@ from typing import get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
-from g2rpo.assembly.rewards import REWARDS
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.config.schema import Config, RewardConfig
+from g2rpo.config.schema import Config
 from g2rpo.core import plugins
+from g2rpo.rewards.catalogue import REWARDS
+from g2rpo.rewards.options import RewardConfig
 
 OPTIONS = """
 alarms: what a run does about hacking is its owner's choice

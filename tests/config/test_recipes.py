@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from g2rpo.algorithms.flow_grpo import FlowGRPO
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config import recipes
+from g2rpo.config.read import load_config
 from g2rpo.config.resolve import differences
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.counting import count
+from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.train.build import Request, build
 from g2rpo.train.listeners.evaluations import FIRST_LOOK

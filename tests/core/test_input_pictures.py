@@ -10,8 +10,6 @@ import torch
 from PIL import Image
 
 from g2rpo import api
-from g2rpo.assembly import components
-from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core import input_pictures
@@ -19,6 +17,8 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import digest_of_prompts, read_inputs
 from g2rpo.core.types import Frames, Prompt
 from g2rpo.data.sources import read_prompts
+from g2rpo.models import load
+from g2rpo.models.embedding_cache import cache_embeddings
 from g2rpo.models.embeddings import CachedEncoder, EmbeddingStore
 from g2rpo.rewards.analytic import Similarity
 from g2rpo.rollout.scoring import score
@@ -245,7 +245,7 @@ def test_a_run_keeps_input_pictures_beside_what_was_made_of_them(tmp_path):
 
 
 def test_sample_takes_an_input_picture(tmp_path, says, monkeypatch):
-    monkeypatch.setattr(components, "load_pipeline", lambda *args, **more: Loaded(Editing()))
+    monkeypatch.setattr(load, "load_pipeline", lambda *args, **more: Loaded(Editing()))
     picture(tmp_path / "a.png")
     says("sample darker --image a.png --model testbed --steps 2 --out out")
     (line,) = (tmp_path / "out/prompts.jsonl").read_text().splitlines()

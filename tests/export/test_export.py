@@ -8,12 +8,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from g2rpo import __version__, api
-from g2rpo.assembly import components, hub
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.lab.check_model import load_saved
 from g2rpo.lab.export.formats import EXPORT_FORMATS, merge
 from g2rpo.lab.export.weights import final, transformer_folder
+from g2rpo.models import hub, load
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.spec import parameters_of
@@ -32,7 +32,7 @@ ADAPTER = "pytorch_lora_weights.safetensors"
 
 def tuned(config, size):
     """The policy that a run of `config` trains, moved away from its base by random numbers."""
-    return moved(components.build_policy(config.policy), size)
+    return moved(load.build_policy(config.policy), size)
 
 
 def weights_of(policy):
@@ -327,7 +327,7 @@ def test_a_base_whose_config_alone_is_in_the_hubs_cache_is_downloaded(tmp_path, 
     asked = {"cached": tmp_path / "config.json", "obstacle": "cannot be reached"}
     for name, answer in asked.items():
         monkeypatch.setattr(hub, name, lambda *given, answer=answer: answer)
-    monkeypatch.setattr(components, "locate_pipeline", lambda *given, **more: ("me/mine", "X"))
+    monkeypatch.setattr(load, "locate_pipeline", lambda *given, **more: ("me/mine", "X"))
     with pytest.raises(UserError, match="its transformer is needed, and it cannot be reached"):
         transformer_folder(config)
     save_file({"x": torch.zeros(1)}, tmp_path / "diffusion_pytorch_model.safetensors")

@@ -9,8 +9,6 @@ import torch
 
 from benchmarks import first_gpu
 from g2rpo import api
-from g2rpo.assembly import components
-from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.config import recipes
 from g2rpo.config.resolve import resolve
 from g2rpo.core import normal
@@ -20,6 +18,8 @@ from g2rpo.lab.demo.model import open_model
 from g2rpo.lab.evaluate import evaluate, run_settings
 from g2rpo.lab.plan import trace
 from g2rpo.lab.sample import sample, sample_config
+from g2rpo.models import load
+from g2rpo.models.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.train.build import Request
 from g2rpo.train.build import build as built
 from g2rpo.train.evaluation.controls import Control
@@ -280,12 +280,12 @@ def use(world, folder, model):
     trainer.export()
     own = trainer.sample([prompt])
 
-    places, inner = [], components.Loaded.policy
-    components.Loaded.policy = lambda loaded, *given: (
+    places, inner = [], load.Loaded.policy
+    load.Loaded.policy = lambda loaded, *given: (
         places.append(str(loaded.text.modules[0].device)) or inner(loaded, *given)
     )
     sample([prompt], sample_config(run_settings(run), seed=0, batch_size=2), folder / "sampled")
-    components.Loaded.policy = inner
+    load.Loaded.policy = inner
     evaluate(run_settings(run), [], folder / "evaluated")
     standing = torch.fakegpu.memory_allocated()
     torch.fakegpu.reset_peak_memory_stats()

@@ -15,16 +15,15 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from g2rpo import api
-from g2rpo.assembly.adapters import completed
-from g2rpo.assembly.blueprint import build_on_meta, build_shallow, read_blueprint, size_of
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.hub import find_adapter
+from g2rpo.config.read import completed, load_config
 from g2rpo.core.errors import UserError
 from g2rpo.data.testbed import pipeline_dir
 from g2rpo.lab.export.comfyui import tensors_for
 from g2rpo.models.adapter_files import FLOATS, HARMLESS, PeftConfig, read_adapter
 from g2rpo.models.adapters import DOWN, PREFIX, UP, Adapter, write_tensors
+from g2rpo.models.blueprint import build_on_meta, build_shallow, read_blueprint, size_of
 from g2rpo.models.catalogue import SPECS
+from g2rpo.models.hub import find_adapter
 from g2rpo.models.options import PolicyConfig
 from tests.support.adapters import READ, fused, policy_of, random_adapter, velocities_with, velocity
 from tests.support.commands import done, g2rpo, refused
@@ -229,7 +228,7 @@ def test_an_adapter_of_peft_on_the_hub_comes_with_its_config(brought, tmp_path, 
 
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repository: files)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr("g2rpo.assembly.hub.obstacle", lambda repository: None)
+    monkeypatch.setattr("g2rpo.models.hub.obstacle", lambda repository: None)
     read = read_adapter(find_adapter(f"someone/theirs{named}"))
     assert read.scale == 2.0 and is_same(read, brought)
 

@@ -8,13 +8,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from g2rpo.assembly import components
-from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests
 from g2rpo.core.types import Cond
-from g2rpo.models import embeddings
+from g2rpo.models import embeddings, load
+from g2rpo.models.embedding_cache import cache_embeddings
 from g2rpo.models.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.train.ahead import encode_ahead, prompts_to_come
@@ -36,7 +35,7 @@ def complain(message):
 def cached(path, cache="auto", **options):
     """The text encoders of the tiny FLUX in `path` behind the cache."""
     config = PolicyConfig(path=str(path), **{**SIZE, **options})
-    text = components.load_pipeline(config, tuning="frozen").text
+    text = load.load_pipeline(config, tuning="frozen").text
     return cache_embeddings(text, config, str(cache), complain)
 
 
@@ -250,9 +249,7 @@ def test_a_run_asks_for_the_prompts_it_was_said_to_ask_for():
 
 def test_parked_encoders_come_back_for_a_new_prompt_only(flux_directory, tmp_path):
     """On "cpu:0", which is the CPU by another name, so that moves can be told apart."""
-    text = components.load_pipeline(
-        PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen"
-    ).text
+    text = load.load_pipeline(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen").text
     text.device, moves = torch.device("cpu:0"), []
     for module in text.modules:
         module.to = lambda device, *more: moves.append(str(device))
@@ -275,7 +272,7 @@ def test_parked_encoders_come_back_for_a_new_prompt_only(flux_directory, tmp_pat
 
 def test_text_encoders_and_nothing_else_leave_the_device(sd3_directory):
     config = PolicyConfig(path=str(sd3_directory), **SIZE)
-    loaded = components.load_pipeline(config, tuning="frozen")
+    loaded = load.load_pipeline(config, tuning="frozen")
     parts, text = loaded.policy().pipeline.components, loaded.text
 
     def weights():

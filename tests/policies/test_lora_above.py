@@ -10,16 +10,17 @@ import torch
 from peft.tuners.lora import Linear as LoraLayer
 
 from g2rpo import api
-from g2rpo.assembly.components import build_policy, check_trained_steps, load_weights
-from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.data.testbed import pipeline_dir
 from g2rpo.lab.check_gradient import perturb
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.catalogue import SPECS
+from g2rpo.models.load import build_policy, load_weights
 from g2rpo.models.pipelines import check_options
+from g2rpo.train.checks import check_trained_steps
 from g2rpo.train.evaluation.sampler import Sampler, sampler_of
 from g2rpo.train.run.folder import Run
 from tests.support.commands import g2rpo, refused

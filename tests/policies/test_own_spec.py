@@ -17,15 +17,14 @@ from diffusers.pipelines.prx import pipeline_prx
 from safetensors.torch import load_file
 
 from g2rpo import api
-from g2rpo.assembly import components
-from g2rpo.assembly.adapters import completed
-from g2rpo.assembly.blueprint import build_shallow, read_blueprint
+from g2rpo.config.read import completed
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.models import catalogue
+from g2rpo.models import catalogue, load
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.blueprint import build_shallow, read_blueprint
 from g2rpo.models.replay import Script, replay
 from g2rpo.train.evaluation.sampler import Sampler
 from g2rpo.train.run.folder import Run
@@ -105,7 +104,7 @@ def trained(folder, kind, place, capsys, *more):
     run, options = place / "run", [f"policy.kind={kind}", *SHORT, *more]
     done(capsys, "train", write_tiny(place, folder), *options, "--run-dir", run)
     plugins.allow(kind)
-    policy = components.build_policy(Run(run).read_config().policy, tuning="frozen")
+    policy = load.build_policy(Run(run).read_config().policy, tuning="frozen")
     base = own(policy)
     policy.load(run / "adapter")
     tuned = own(policy)
@@ -173,13 +172,13 @@ def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, 
     file = api.export(run, "comfyui")
     assert all(name.startswith("mine.own.") for name in load_file(file))
     options = Run(run).read_config().policy
-    back = components.build_policy(options, tuning="frozen")
+    back = load.build_policy(options, tuning="frozen")
     back.load(file)
     torch.testing.assert_close(own(back), tuned, **DRAWN)
     begun = completed(
         Run(run).read_config([f"policy.adapter={file}", "policy.lora_targets="])
     ).policy
-    torch.testing.assert_close(own(components.build_policy(begun)), tuned, **DRAWN)
+    torch.testing.assert_close(own(load.build_policy(begun)), tuned, **DRAWN)
     build_shallow(read_blueprint(begun), begun)  # of a plan
     plugin, out = kind.partition(":")[0], tmp_path / "drawn"
     done(capsys, "sample", run, "--plugin", plugin, "--out", out, "a red circle")
@@ -211,7 +210,7 @@ def test_layers_that_a_transformer_lacks_are_named_before_it_is_loaded(prx, targ
         weights.unlink()
     missing = {"lora_targets": targets}
     with pytest.raises(UserError, match=message):
-        components.load_pipeline(PolicyConfig(path=str(folder), kind=kind, **size, **missing))
+        load.load_pipeline(PolicyConfig(path=str(folder), kind=kind, **size, **missing))
     policy = DiffusersPolicy.of(plugins.load(kind))
     with pytest.raises(UserError, match=message):  # from Python too
         make(policy, tiny_pipeline("PRXPipeline"), **size, **missing)
@@ -232,7 +231,7 @@ def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(
     merged = 'AutoModel.from_pretrained("FOLDER OF g2rpo export RUN --format merged")'
     assert merged in (run / "adapter" / "README.md").read_text()
     transformer = PRXTransformer2DModel.from_pretrained(api.export(run, "merged"))
-    merged = components.load_pipeline(Run(run).read_config().policy, tuning="frozen")
+    merged = load.load_pipeline(Run(run).read_config().policy, tuning="frozen")
     merged.pipeline.transformer = transformer
     torch.testing.assert_close(own(merged.policy()), tuned, **DRAWN)
     out = done(capsys, "check-model", folder, "--kind", kind, *given)
@@ -261,7 +260,7 @@ def test_a_pipeline_that_cannot_be_replayed_is_refused(kind, message):
 def test_one_value_of_the_catalogue_is_enough(bria, monkeypatch):
     folder, kind = bria
     with pytest.raises(UserError, match="is a BriaPipeline, which has no policy here: .*extending"):
-        components.load_pipeline(PolicyConfig(path=str(folder), **SIZE))
+        load.load_pipeline(PolicyConfig(path=str(folder), **SIZE))
     monkeypatch.setitem(catalogue.SPECS, "BriaPipeline", plugins.load(kind))
-    policy = components.build_policy(PolicyConfig(path=str(folder), **SIZE), tuning="frozen")
+    policy = load.build_policy(PolicyConfig(path=str(folder), **SIZE), tuning="frozen")
     assert policy.spec is plugins.load(kind)

@@ -5,11 +5,11 @@ import pytest
 import torch
 from PIL import Image
 
-from g2rpo.assembly import components
-from g2rpo.assembly.prompts import warn_of_prompts
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.types import Prompt
+from g2rpo.models import load
 from g2rpo.models.catalogue import SPECS
+from g2rpo.models.load import warn_of_prompts
 from g2rpo.models.reading import tokens_read, warn_of_long
 from g2rpo.models.spec import parameters_of
 from g2rpo.models.text import TextEncoders
@@ -77,7 +77,7 @@ LONG = "a red circle left of a blue square left of two blue square left of a cir
 )
 def test_how_many_are_too_long_and_one_of_them(flux_directory, options, words):
     config = PolicyConfig(path=str(flux_directory), height=32, width=32, **options)
-    text, said = components.load_pipeline(config, tuning="frozen").text, []
+    text, said = load.load_pipeline(config, tuning="frozen").text, []
     warn_of_long(text, ["a circle", LONG, LONG], said.append)
     assert all(any(part in line for line in said) for part in words), said
     assert len(said) == (2 if options["max_sequence_length"] == 12 else 1)
@@ -92,7 +92,7 @@ def test_negative_prompts_are_among_them(sd3_directory):
         negative_prompt=LONG * 2,
     )  # fmt: skip
     said = []
-    warn_of_long(components.load_pipeline(config, tuning="frozen").text, ["a"], said.append)
+    warn_of_long(load.load_pipeline(config, tuning="frozen").text, ["a"], said.append)
     assert any("1 of 2 prompts is longer than text_encoder_3 reads" in line for line in said)
 
 
@@ -122,6 +122,6 @@ def test_every_command_tells_of_them_also_with_stored_embeddings(tiny_config, tm
 def test_prompts_that_an_embedded_model_has_not_learnt_are_told_of(path, prompts, told):
     """It draws blobs for them."""
     said = []
-    loaded = components.load_pipeline(PolicyConfig(path=path, height=64, width=64), tuning="frozen")
+    loaded = load.load_pipeline(PolicyConfig(path=path, height=64, width=64), tuning="frozen")
     warn_of_prompts(loaded, prompts, said.append)
     assert said == [] if told is None else said[0].startswith(told) and "it knows " in said[0]

@@ -5,9 +5,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from g2rpo.assembly import components
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
+from g2rpo.models import load
 from tests.support.commands import done, refused
 from tests.support.policies import moved
 from tests.support.tolerances import network
@@ -18,7 +18,7 @@ WHOLE, ADAPTER = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.sa
 
 
 def built(folder, tuning="frozen"):
-    return components.build_policy(
+    return load.build_policy(
         PolicyConfig(path=str(folder), lora_rank=2, **SIZE), tuning=tuning, keep_base=True
     )
 

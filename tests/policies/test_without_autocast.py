@@ -6,12 +6,12 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from g2rpo.assembly.blueprint import build_on_meta, read_blueprint, size_of
-from g2rpo.assembly.components import build_policy
 from g2rpo.core.data import Prompt
 from g2rpo.core.seeding import generator_for
 from g2rpo.lab.check_model import drawn_by
+from g2rpo.models.blueprint import build_on_meta, read_blueprint, size_of
 from g2rpo.models.catalogue import SPECS
+from g2rpo.models.load import build_policy
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import read_pipeline
 from tests.support import policies

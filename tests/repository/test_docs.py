@@ -13,7 +13,6 @@ import torch
 import yaml
 
 from g2rpo import algorithms, api
-from g2rpo.assembly.rewards import check_rewards
 from g2rpo.cli.main import main
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS
@@ -21,6 +20,7 @@ from g2rpo.config.complaints import members_of
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
+from g2rpo.rewards.catalogue import check_rewards
 from tests.support.figures import cited, figures, sentences
 from tests.support.pages import (
     BEGINS,

@@ -8,16 +8,16 @@ import re
 import pytest
 import torch
 
-from g2rpo.assembly.checks import check
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.rewards import REWARDS, build_rewards, check_rewards, defaults_of
-from g2rpo.config.schema import RewardConfig
+from g2rpo.config.read import load_config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Reward
 from g2rpo.lab.plan.fit import for_memory, overrides_of
 from g2rpo.lab.plan.rewards import cost_of_reward
+from g2rpo.rewards.catalogue import REWARDS, build_rewards, check_rewards, defaults_of
+from g2rpo.rewards.options import RewardConfig
 from g2rpo.train.build import Request, build
+from g2rpo.train.checks import check
 from g2rpo.train.contents import contents_of
 from tests.support.pages import ROOT
 from tests.support.refusals import refusal

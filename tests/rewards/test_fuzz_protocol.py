@@ -13,11 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
 
+from g2rpo.core.http import Refused, request_json
 from g2rpo.core.images import to_pil, to_uint8
 from g2rpo.rewards.answers import Said, Unread, read_scores
 from g2rpo.rewards.remote import RemoteReward, encode_png
 from g2rpo.rewards.server import Limits, RewardServer, parse_request
-from g2rpo.rewards.transport import Refused, request_json
 from tests.support.fuzzing import mutated
 from tests.support.pictures import noise
 from tests.support.servers import endpoint_that, serving

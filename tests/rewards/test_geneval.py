@@ -16,14 +16,14 @@ from transformers import (
     SwinConfig,
 )
 
-from g2rpo.assembly.rewards import build_rewards, check_rewards
-from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil, to_uint8
 from g2rpo.core.types import Prompt
+from g2rpo.rewards.catalogue import build_rewards, check_rewards
 from g2rpo.rewards.geneval import Colours, GenEval, TransformersDetector
 from g2rpo.rewards.geneval_scoring import Detection, Task
+from g2rpo.rewards.options import RewardConfig
 from tests.rewards.geneval_cases import CASES, CLASSES, case, read, see
 from tests.rewards.learned import oracle
 from tests.support.pictures import noise

@@ -4,8 +4,8 @@ scores."""
 import pytest
 import torch
 
-from g2rpo.assembly.rewards import REWARDS
 from g2rpo.core.plugins import find
+from g2rpo.rewards.catalogue import REWARDS
 from tests.support.tolerances import network
 
 KINDS = {name: find("rewards", name, REWARDS) for name in REWARDS}

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from g2rpo.assembly.checks import check
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_tensor
 from g2rpo.core.types import Prompt
 from g2rpo.rewards import ocr
 from g2rpo.rewards.ocr import OCR, edit_distance
 from g2rpo.train.build import show_prompts
+from g2rpo.train.checks import check
 from tests.support.refusals import refusal
 
 WORDS = ("tiger", "bemo", "quilt", "Zebra")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.rewards.pairs import Pairs
 from g2rpo.train.build import Request, build

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from g2rpo.assembly.rewards import build_rewards
-from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Frames, as_reward
 from g2rpo.lab import sample
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import FunctionReward
+from g2rpo.rewards.catalogue import build_rewards
+from g2rpo.rewards.options import RewardConfig
 from g2rpo.rollout.scoring import score
 from g2rpo.train.listeners.first_group import rounded
 from g2rpo.train.reward_states import take_stored

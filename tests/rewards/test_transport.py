@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from g2rpo.core.errors import Interrupted, Stopped, UserError
+from g2rpo.core.http import NoAnswer, Refused, Unreachable, request_json
 from g2rpo.core.stopping import stoppable
-from g2rpo.rewards import transport
+from g2rpo.rewards import client
 from g2rpo.rewards.remote import RemoteReward
-from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
 from g2rpo.train.run.checkpoint import newest_iteration
 from tests.support.ports import free_port
 from tests.support.runs import trainer
@@ -277,7 +277,7 @@ def test_ctrl_c_does_not_wait_for_retries(monkeypatch):
             os.kill(os.getpid(), SIGINT)
             return super().wait()
 
-    monkeypatch.setattr(transport, "Event", Pressed)
+    monkeypatch.setattr(client, "Event", Pressed)
     with pytest.raises(Interrupted), stoppable(""):
         reward(*ONE)
     assert len(waits) == 1

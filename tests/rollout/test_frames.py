@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from g2rpo.assembly.rewards import build_rewards, configured
-from g2rpo.config.schema import RewardConfig
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.types import CallableReward, Frames, Prompt
 from g2rpo.rewards.analytic import FunctionReward
+from g2rpo.rewards.catalogue import build_rewards, configured
+from g2rpo.rewards.options import RewardConfig
 from g2rpo.rollout import scoring
 from g2rpo.rollout.scoring import score
 from tests.support.runs import brightness, config

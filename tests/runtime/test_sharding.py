@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import Stopped, UserError
@@ -27,6 +26,7 @@ from g2rpo.models.sharding import Sharded
 from g2rpo.train import learner
 from g2rpo.train.build import Request
 from g2rpo.train.command import train_built
+from g2rpo.train.ranks import build_sharding
 from g2rpo.train.run import checkpoint as checkpointing
 from g2rpo.train.run.checkpoint import checkpoints
 from tests.support import policies, ranks
@@ -549,4 +549,4 @@ def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_
 def test_what_cannot_be_divided_is_refused(overrides, size, message):
     asked = config("policy.tuning=full", "trainer.sharding=full", *overrides)
     with pytest.raises(UserError, match=message):
-        components.build_sharding(asked, World(0, size))
+        build_sharding(asked, World(0, size))

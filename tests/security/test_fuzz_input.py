@@ -19,11 +19,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from g2rpo.assembly.checks import check
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.pipeline_files import missing_parts
 from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.read import load_config
 from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve
 from g2rpo.core import plugins
 from g2rpo.core.errors import Stopped, UserError, refuse
@@ -36,8 +34,10 @@ from g2rpo.lab.report.page import write_page
 from g2rpo.lab.teach import votes
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.adapters import check_fit
+from g2rpo.models.pipeline_files import missing_parts
 from g2rpo.rewards.analytic import load_function
 from g2rpo.rewards.weights import read_state_dict
+from g2rpo.train.checks import check
 from g2rpo.train.dry_run import try_own_code
 from g2rpo.train.evaluation.heldout import load_evaluation
 from g2rpo.train.run.checkpoint import latest_checkpoint, save_checkpoint

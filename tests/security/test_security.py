@@ -20,17 +20,18 @@ from safetensors.torch import save
 from transformers import CLIPConfig, CLIPModel
 
 import g2rpo
-from g2rpo.assembly.blueprint import on_meta, read_blueprint
-from g2rpo.assembly.components import build_policy
-from g2rpo.assembly.rewards import build_rewards
-from g2rpo.config.schema import PolicyConfig, RewardConfig
+from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
+from g2rpo.core.http import NoAnswer, Refused, address, request_json, token_from
 from g2rpo.data.sources import read_prompts
 from g2rpo.lab.plan.rewards import cost_of_reward
 from g2rpo.lab.report.history import read_runs
+from g2rpo.models.blueprint import on_meta, read_blueprint
+from g2rpo.models.load import build_policy
+from g2rpo.rewards.catalogue import build_rewards
+from g2rpo.rewards.options import RewardConfig
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import Limits, RewardServer
-from g2rpo.rewards.transport import NoAnswer, Refused, address, request_json, token_from
 from g2rpo.rewards.weights import read_state_dict
 from g2rpo.train.model_card import _block
 from g2rpo.train.run.checkpoint import _digest, checkpoints

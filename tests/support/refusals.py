@@ -2,9 +2,9 @@
 
 import pytest
 
-from g2rpo.assembly.checks import check
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
+from g2rpo.train.checks import check
 
 
 def refusal(*overrides):

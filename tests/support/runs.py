@@ -70,7 +70,7 @@ class Editing(GaussianPolicy):
 
 
 class Loaded:
-    """A policy in the place of a pipeline that `components.load_pipeline` has read."""
+    """A policy in the place of a pipeline that `load.load_pipeline` has read."""
 
     config = SimpleNamespace(path="own")
 

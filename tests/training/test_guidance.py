@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.consistency import Wanted, check_guidance
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rollout.guidance import guidance_of
 from g2rpo.train.build import Request, build
+from g2rpo.train.consistency import Wanted, check_guidance
 from tests.support.runs import trainer
 from tests.support.tolerances import rounding
 

@@ -5,11 +5,12 @@ import pytest
 import torch
 from PIL import Image
 
-from g2rpo.assembly import components
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.lab.evaluate import run_settings
+from g2rpo.models import load
+from g2rpo.train.checks import check_judged_size
 from g2rpo.train.evaluation.sampler import sampler_of
 from tests.support.commands import adapter_of, done, refused
 
@@ -37,8 +38,7 @@ def test_pictures_have_the_size_and_training_does_not_see_it(tiny_config, tmp_pa
 def test_a_policy_of_another_size_draws_the_pictures_of_that_size_and_keeps_its_own(tiny_config):
     config, prompts = load_config(str(tiny_config), LARGER), ["a red circle", "two blue squares"]
     own, large = (
-        components.build_policy(options, tuning="frozen")
-        for options in (config.policy, config.judged)
+        load.build_policy(options, tuning="frozen") for options in (config.policy, config.judged)
     )
     expected = sampler_of(config.model_copy(update={"policy": config.judged}), large)
     resized = sampler_of(config, own)
@@ -53,4 +53,4 @@ def test_a_size_that_the_model_cannot_make_is_refused(tiny_config, capsys, tmp_p
     assert "evaluation.height, evaluation.width: " in err and "multiples of" in err
     config = load_config(str(tiny_config), LARGER)
     with pytest.raises(UserError, match="a PolicyConfig has one size"):
-        components.check_judged_size(config, PolicyConfig(path="", height=4, width=4))
+        check_judged_size(config, PolicyConfig(path="", height=4, width=4))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
-    JsonValue,
     NonNegativeFloat,
     PositiveFloat,
 )
@@ -20,8 +17,9 @@ from g2rpo.config.algorithms import AnyAlgorithm
 from g2rpo.core.data import Precision
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.core.plain import Count, Section
-from g2rpo.core.types import Frames, Policy
+from g2rpo.core.types import Policy
 from g2rpo.models.options import PolicyConfig
+from g2rpo.rewards.options import RewardTable
 from g2rpo.rollout.tails import Tails
 
 Shift = PositiveFloat | Literal["model", "scheduler"]
@@ -32,45 +30,6 @@ size; "scheduler": the same on the grid of diffusers' scheduler, which SD3's pip
 
 Steps = Annotated[int, Field(ge=1, le=250)]
 """The number of denoising steps."""
-
-
-def _not_negative(weight: float) -> float:
-    """Refuses a reward to be lowered: alarms, the best evaluation and reports take a higher score
-    for the better one."""
-    if weight < 0:
-        raise ValueError(
-            "should be at least 0, since a higher score is the better one; to lower it, negate the score itself"
-        )
-    return weight
-
-
-class RewardConfig(Section):
-    """One reward: its kind, options and weight."""
-
-    kind: str
-    weight: Annotated[float, AfterValidator(_not_negative)] = 1.0
-    options: dict[str, JsonValue] = {}
-    frames: Frames | None = None
-    """Which frames of clips a reward of pictures scores; None: every fourth, their mean."""
-
-
-def _reward_table(value: Any) -> Any:
-    """Allows `name: 1.0` (a weight) and `name: {weight: ...}`, where the name is also the kind."""
-    if not isinstance(value, Mapping):
-        return value
-    table = {}
-    for name, entry in value.items():
-        if isinstance(entry, int | float) and not isinstance(entry, bool):
-            entry = {"weight": entry}
-        elif entry is None:
-            entry = {}
-        table[name] = {"kind": name, **entry} if isinstance(entry, Mapping) else entry
-    return table
-
-
-RewardName = Annotated[str, Field(pattern=r"^[\w+-][\w.+-]*$", max_length=100)]
-"""The name appears in tables, charts and file names."""
-RewardTable = Annotated[dict[RewardName, RewardConfig], BeforeValidator(_reward_table)]
 
 
 def _off(value: Any) -> Any:

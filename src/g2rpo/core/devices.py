@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from g2rpo.core.errors import UserError
+
 
 def accelerator(device: torch.device) -> Any:
     """torch's module for `device`, None for a CPU."""
@@ -43,3 +45,30 @@ def empty_cache() -> None:
     device = torch.accelerator.current_accelerator()
     if device is not None:
         torch.get_device_module(device).empty_cache()
+
+
+def pick_device(name: str, key: str = "policy.device") -> str:
+    """The device `name`, the value of a config's `key`; "auto" is a GPU if there is one, "cuda" the
+    GPU of the local rank.
+
+    UserError for a device that torch or this machine lacks.
+    """
+    if name == "auto":
+        # mps is asked for: nobody has measured it yet
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(
+            f"{key}={name}: is no device; write cpu, cuda, cuda:1, mps or, for policy.device, auto"
+        ) from None
+    sees, without = f"{key}={name}: torch sees", f"{key}=cpu needs none"
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"{sees} no GPU of Apple's here; {without}")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        auto = "policy.device=auto takes what there is"
+        raise UserError(
+            f"{sees} {count} CUDA devices here; {auto if key == 'policy.device' else without}"
+        )
+    return name

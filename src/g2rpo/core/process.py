@@ -108,12 +108,3 @@ def quiet_libraries() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
     # several adapters are wanted
     warnings.filterwarnings("ignore", "Already found a `peft_config`")
-
-
-def quiet_bars() -> None:
-    """Without progress bars of model libraries, which this imports."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()

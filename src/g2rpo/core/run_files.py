@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from g2rpo.core.files import Inside
 
 
+@dataclass(frozen=True)
 class RunFiles:
-    """What the folder `path` of a run holds. Naming a file neither reads nor creates it."""
+    """What the folder of a run holds. Naming a file neither reads nor creates it."""
+
+    folder: Path | None
 
     @property
     def path(self) -> Path:
-        raise NotImplementedError
+        if self.folder is None:
+            raise ValueError("this trainer has no run_dir to write to")
+        return self.folder
 
     config = Inside("config.yaml")  # resolved; `g2rpo train runs/NAME/config.yaml` repeats the run
     starts = Inside("starts.jsonl")  # a row per start or resume (`records.Start`)

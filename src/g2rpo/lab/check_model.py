@@ -17,18 +17,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.assembly import components
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import PolicyConfig, Section
 from g2rpo.core import plugins
 from g2rpo.core.data import Prompt
+from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, out_of_memory, placed
 from g2rpo.core.files import in_bytes
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.seeding import generator_for
 from g2rpo.lab.check_gradient import CHANGE, gradient_error, rms
 from g2rpo.lab.plan.plan import make_plan
+from g2rpo.models import load
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.pipelines import cast
@@ -120,7 +121,7 @@ def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterat
             f"policy.lora_above={config.lora_above:g}: in the pipeline's own call, with which a model is compared, an "
             "adapter acts at all steps; take it out"
         )
-    loaded = components.load_pipeline(config)
+    loaded = load.load_pipeline(config)
     kind_of, spec, device = loaded.kind, loaded.kind.spec, loaded.setting["device"]
     options = loaded.config
     if spec.frames is not None and config.num_frames is None:
@@ -132,10 +133,12 @@ def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterat
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
 
-        def load() -> Any:
-            return next(pipelines, None) or components.load_pipeline(config).pipeline
+        def pipeline() -> Any:
+            return next(pipelines, None) or load.load_pipeline(config).pipeline
 
-        found = reported(checks(load, kind_of, options, prompts_for(spec, place), place, device))
+        found = reported(
+            checks(pipeline, kind_of, options, prompts_for(spec, place), place, device)
+        )
         yield (first := next(found))
         yield from found
     if first.passed:
@@ -410,7 +413,7 @@ def _planned(policy: PolicyConfig) -> ModelCheck:
         config = load_config("scenes", []).model_copy(update={"policy": policy})
         plan = make_plan(
             config,
-            cuda=components.pick_device(policy.device) != "cpu",
+            cuda=pick_device(policy.device) != "cpu",
             heldout=1,
             distinct_prompts=1,
         )

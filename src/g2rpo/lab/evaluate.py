@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.assembly import components
-from g2rpo.assembly.adapters import digests_of
-from g2rpo.assembly.blueprint import read_blueprint
-from g2rpo.assembly.checks import check_rewards_alone
-from g2rpo.assembly.embeddings import pipeline_identity
-from g2rpo.assembly.prompts import build_prompts, warn_of_prompts
-from g2rpo.assembly.rewards import (
-    build_rewards,
-    check_clips,
-    check_rewards,
-)
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
-from g2rpo.config.schema import Config, RewardTable, Section
+from g2rpo.config.schema import Config, Section
 from g2rpo.core import plugins
+from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, counted, placed
 from g2rpo.core.events import Emit, Line, Progress, cautions, silent
 from g2rpo.core.files import FileDigests, is_empty, local, write_whole, writing
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.core.stopping import stoppable
+from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.sample import tune
+from g2rpo.models import load
+from g2rpo.models.blueprint import read_blueprint
+from g2rpo.models.continued import digests_of
+from g2rpo.models.embedding_cache import pipeline_identity
+from g2rpo.models.load import warn_of_prompts
+from g2rpo.rewards.catalogue import build_rewards, check_rewards
+from g2rpo.rewards.options import RewardTable
 from g2rpo.train.ahead import policy_after_encoding
+from g2rpo.train.checks import check_rewards_alone
+from g2rpo.train.consistency import check_clips
 from g2rpo.train.evaluation.controls import default_controls
 from g2rpo.train.evaluation.sweep import (
     SWEEP_MAY_CHANGE,
@@ -127,8 +127,8 @@ def step_counts(text: str) -> list[int]:
 def with_controls(config: JudgingConfig) -> JudgingConfig:
     """The evaluation with the default controls of its model."""
     c = config.policy
-    _, name = components.locate_pipeline(c.path, c.pipeline, c.kind)
-    spec, blueprint = components.policy_class(c, name).spec, read_blueprint(c)
+    _, name = load.locate_pipeline(c.path, c.pipeline, c.kind)
+    spec, blueprint = load.policy_class(c, name).spec, read_blueprint(c)
     pipeline = SimpleNamespace(config=SimpleNamespace(**blueprint.options))
     network = SimpleNamespace(**blueprint.parts["transformer"][1])
     scale = spec.guidance if c.guidance_scale is None else c.guidance_scale
@@ -212,11 +212,11 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
         for chunk in missing
         for prompt in chunk.control.guiding.encoded(judging.prompts[chunk.start : chunk.stop])
     )
-    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    loaded = load.load_pipeline(config.policy, tuning="frozen")
     warn_of_prompts(loaded, judging.prompts, cautions(emit))
     cached = policy_after_encoding(loaded, config.cache, prompts, cautions(emit), emit=emit)
     use_weights = partial(tune, cached.policy, config)
-    rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
+    rewards = build_rewards(config.rewards, pick_device(config.policy.device))
     if config.weights is not None:
         take_stored(rewards, local(config.weights).parent, cautions(emit))
     done = len(judging.chunks()) - len(missing)

@@ -16,17 +16,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from g2rpo.assembly import components
-from g2rpo.assembly.prompts import warn_of_prompts
-from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.resolve import resolve_as
-from g2rpo.config.schema import RewardTable, Steps
+from g2rpo.config.schema import Steps
+from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_empty, local, whole_file, writing
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import check_inputs, images_of
+from g2rpo.models import load
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.embeddings import CachedPolicy, EncodedPrompts
+from g2rpo.models.load import warn_of_prompts
+from g2rpo.rewards.catalogue import build_rewards
+from g2rpo.rewards.options import RewardTable
 from g2rpo.train.evaluation.controls import NO_CONTROL, Control
 from g2rpo.train.evaluation.sampler import Drawing, Sampler
 from g2rpo.train.monitor.clips import reduced, save_clip, seconds_of
@@ -84,7 +86,7 @@ def sample_config(
 def tune(policy: DiffusersPolicy, config: Drawing) -> None:
     """Loads the tuned weights of `config`, if any, into the policy."""
     if config.weights is not None:
-        components.load_weights(policy, local(config.weights), config.policy.path, config.strength)
+        load.load_weights(policy, local(config.weights), config.policy.path, config.strength)
 
 
 def painter(
@@ -95,7 +97,7 @@ def painter(
     """The sampler of a model with its weights. `prompts` are encoded before the transformer is on
     the device, and are then the only ones that it draws; `notify` is told of those that are not
     read to their end."""
-    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    loaded = load.load_pipeline(config.policy, tuning="frozen")
     warn_of_prompts(loaded, prompts or (), notify)
     encoded = (
         None
@@ -155,7 +157,7 @@ def _drawing(
     """Draws some prompts, of which the first has this index, as the config says."""
     if config.control.best_of == 1:
         return partial(sampler.pictures, control=config.control)
-    rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
+    rewards = build_rewards(config.rewards, pick_device(config.policy.device))
     if config.weights is not None:
         take_stored(rewards, local(config.weights).parent, notify)
     chosen_by = {name: config.rewards[name] for name in config.trained or config.rewards}

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from g2rpo.assembly.checks import check_rewards_alone
-from g2rpo.assembly.components import pick_device
-from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.resolve import parse_options
-from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
+from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.events import Emit, Line, Serving, silent
+from g2rpo.core.http import token_from
 from g2rpo.core.stopping import until_ctrl_c
 from g2rpo.core.web import host_of, is_loopback
-from g2rpo.rewards.transport import token_from
+from g2rpo.rewards.catalogue import build_rewards
+from g2rpo.rewards.options import RewardConfig
+from g2rpo.train.checks import check_rewards_alone
 
 SHORTEST_TOKEN = 16
 

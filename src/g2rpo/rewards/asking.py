@@ -10,9 +10,10 @@ from PIL import Image
 from pydantic import BaseModel, BeforeValidator, Field
 
 from g2rpo.core.errors import did_you_mean, shown
+from g2rpo.core.http import NoAnswer, Refused, without_token
 from g2rpo.rewards.answers import Said, Unread
+from g2rpo.rewards.client import Client, Endpoint
 from g2rpo.rewards.remote import encode_png
-from g2rpo.rewards.transport import Client, Endpoint, NoAnswer, Refused, without_token
 
 MOST_LIKELY = 20
 """The number of most likely tokens requested: the largest that OpenAI, and vLLM by default,

@@ -29,8 +29,8 @@ from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.core.plain import Count
 from g2rpo.rewards.answers import Said, Unread, probability_of_yes, read_scores
 from g2rpo.rewards.asking import JudgeQuestion, ServedModel
+from g2rpo.rewards.client import Endpoint
 from g2rpo.rewards.pixels import PictureReward
-from g2rpo.rewards.transport import Endpoint
 from g2rpo.rewards.weights import read_instruction
 
 

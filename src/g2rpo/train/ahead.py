@@ -6,18 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, count
 
-from g2rpo.assembly import components
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.embeddings import cache_embeddings
-from g2rpo.assembly.prompts import build_prompts, warn_of_prompts
+from g2rpo.config.read import load_config
 from g2rpo.config.schema import Config
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.events import Emit, Line, Progress, cautions, silent
 from g2rpo.core.files import in_bytes
 from g2rpo.data.order import PromptOrder
+from g2rpo.data.prompts import build_prompts
+from g2rpo.models import load
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.embedding_cache import cache_embeddings
 from g2rpo.models.embeddings import CachedEncoder, CachedPolicy
+from g2rpo.models.load import warn_of_prompts
 from g2rpo.models.sharding import Sharded
 from g2rpo.train.ranks import divided
 
@@ -32,7 +33,7 @@ def encode(recipe: str, overrides: Sequence[str], emit: Emit = silent) -> tuple[
     heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")[
         : config.evaluation.num_prompts
     ]
-    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    loaded = load.load_pipeline(config.policy, tuning="frozen")
     wanted = list(dict.fromkeys([*prompts, *heldout]))
     notify = cautions(emit)
     warn_of_prompts(loaded, [*prompts, *heldout], notify)
@@ -45,7 +46,7 @@ def encode(recipe: str, overrides: Sequence[str], emit: Emit = silent) -> tuple[
 
 
 def policy_after_encoding(
-    loaded: components.Loaded,
+    loaded: load.Loaded,
     cache: str,
     prompts: Iterable[str],
     notify: Callable[[str], None],

@@ -8,23 +8,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from g2rpo.assembly import components
-from g2rpo.assembly.checks import check
-from g2rpo.assembly.consistency import rewards_of
-from g2rpo.assembly.prompts import starter_caution, trained_on, warn_of_prompts
-from g2rpo.assembly.rewards import build_rewards, configured, declared_by, reward_kind
 from g2rpo.config.schema import Config
+from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.events import Emit, Line, silent
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
+from g2rpo.data.prompts import starter_caution, trained_on
+from g2rpo.models import load
+from g2rpo.models.load import warn_of_prompts
 from g2rpo.models.sharding import Replicated, Sharded
+from g2rpo.rewards.catalogue import build_rewards, configured, declared_by, reward_kind
 from g2rpo.train.ahead import policy_after_encoding, prompts_to_come
+from g2rpo.train.checks import check, check_judged_size, check_trained_steps
+from g2rpo.train.consistency import rewards_of
 from g2rpo.train.contents import contents_of
 from g2rpo.train.dry_run import try_own_code
 from g2rpo.train.monitor.trackers import build_trackers
-from g2rpo.train.ranks import divided
+from g2rpo.train.ranks import build_sharding, divided
 from g2rpo.train.run.checkpoint import newest_iteration
 from g2rpo.train.run.folder import Run
 from g2rpo.train.trainer import Trainer
@@ -110,18 +112,18 @@ def trainer_parts(
         if world.is_main and said is not None:
             request.notify(said)
     try_own_code(config, {**given, "prompts": prompts, "heldout": heldout})
-    sharding = components.build_sharding(config, world)
+    sharding = build_sharding(config, world)
     policy = (
         _given_policy(request)
         if "policy" in given
         else _policy(request, sharding, prompts, heldout)
     )
-    components.check_judged_size(config, policy)
-    components.check_trained_steps(config, policy)
+    check_judged_size(config, policy)
+    check_trained_steps(config, policy)
     if (takes := getattr(policy, "input_pictures", None)) is not None:
         check_counts([*prompts, *heldout], takes)
     tables = {"rewards": config.rewards, "judges": config.evaluation.rewards}
-    device = components.pick_device(config.policy.device)
+    device = pick_device(config.policy.device)
     rewards: dict[str, Mapping[str, Reward]] = {
         key: configured(given[key], table) if key in given else build_rewards(table, device)
         for key, table in tables.items()
@@ -157,9 +159,9 @@ def _policy(
 ) -> Policy:
     """The policy of the config, once the prompts of the run are encoded."""
     config, world = request.config, request.world
-    for said in components.model_cautions(config.policy):
+    for said in load.model_cautions(config.policy):
         request.notify(said)
-    loaded = components.load_pipeline(
+    loaded = load.load_pipeline(
         config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base
     )
     if world.is_main:

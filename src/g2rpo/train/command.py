@@ -13,14 +13,12 @@ from pathlib import Path
 
 import torch
 
-from g2rpo.assembly import components
-from g2rpo.assembly.adapters import completed
-from g2rpo.assembly.checks import check
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import completed, load_config
 from g2rpo.config.resolve import listed_differences
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from g2rpo.core.data import Row
+from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import World, apart, joined
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.events import (
@@ -38,6 +36,7 @@ from g2rpo.core.statistics import Comparison
 from g2rpo.core.stopping import Stopping
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.train.build import Request, build
+from g2rpo.train.checks import check
 from g2rpo.train.model_card import CARD
 from g2rpo.train.prediction import Predict, beside_plan
 from g2rpo.train.run.checkpoint import newest_iteration
@@ -156,7 +155,7 @@ def _device(config: Config) -> str:
     """The device of a run; if it is not available, the message also lists everything else that is
     missing."""
     try:
-        return components.pick_device(config.policy.device)
+        return pick_device(config.policy.device)
     except UserError:
         check(config)
         raise

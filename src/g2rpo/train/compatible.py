@@ -1,6 +1,6 @@
 """Whether an algorithm and rewards fit each other.
 
-It is asked of the rewards' classes before anything is loaded (`assembly.consistency`), and of the
+It is asked of the rewards' classes before anything is loaded (`train.consistency`), and of the
 rewards when a trainer is built: only then is it known of some of the user's own.
 """
 

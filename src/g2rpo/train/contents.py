@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from g2rpo.assembly.adapters import digests_of
-from g2rpo.assembly.embeddings import pipeline_identity
-from g2rpo.assembly.rewards import declared_by, reward_kind
-from g2rpo.config.schema import Config, RewardConfig
+from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from g2rpo.core.files import FileDigests, digest_of, local
 from g2rpo.core.input_pictures import digest_of_prompts
+from g2rpo.models.continued import digests_of
+from g2rpo.models.embedding_cache import pipeline_identity
+from g2rpo.rewards.catalogue import declared_by, reward_kind
+from g2rpo.rewards.options import RewardConfig
 
 SMALL_FILE = 2**24  # bytes; larger files, which are weights, are compared by their size
 

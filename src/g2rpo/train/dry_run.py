@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
-from g2rpo.assembly.components import pick_device
-from g2rpo.assembly.rewards import build_rewards, reward_kind
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.config.schema import Config, RewardConfig
+from g2rpo.config.schema import Config
 from g2rpo.core.contracts import check_loss, name_of
 from g2rpo.core.data import Cond, Example, Loss
+from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import RewardFailed, UserError, placed, where
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Scorer, as_reward
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import Brightness, load_function
+from g2rpo.rewards.catalogue import build_rewards, reward_kind
+from g2rpo.rewards.options import RewardConfig
 from g2rpo.rollout.scoring import decode, score
 from g2rpo.rollout.tails import Tails
 from g2rpo.train.trainer import Trainer

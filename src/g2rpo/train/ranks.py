@@ -3,12 +3,15 @@ prompts, some of one's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from g2rpo.config.schema import Config
 from g2rpo.config.work import plans_in
-from g2rpo.core.distributed import World
-from g2rpo.core.errors import UserError
+from g2rpo.core.devices import pick_device
+from g2rpo.core.distributed import World, number_in
+from g2rpo.core.errors import UserError, refuse
+from g2rpo.models.sharding import Sharded
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,51 @@ def _undivided(config: Config, each: int) -> str | None:
     if config.trainer.sharding != "none":
         return f"trainer.sharding={config.trainer.sharding} needs equal calls on all ranks"
     return None
+
+
+def build_sharding(config: Config, world: World) -> Sharded | None:
+    """The weight placement of `trainer.sharding`; UserError if it is not possible."""
+    node = number_in("LOCAL_WORLD_SIZE", 0) or None
+    check_sharding(config, world.size, node)
+    if config.trainer.sharding == "none":
+        return None
+    whole, group = config.trainer.sharding == "training", shard_group(config, world.size, node)
+    return Sharded(world, pick_device(config.policy.device), whole_samples=whole, group=group)
+
+
+def shard_group(config: Config, ranks: int, node: int | None) -> int:
+    """The ranks that a weight is divided over, of `ranks` in nodes of `node` (None: unknown), in a
+    config that `check_sharding` takes."""
+    asked = config.trainer.shard_group
+    return {"all": ranks, "node": node or 0}[asked] if isinstance(asked, str) else asked
+
+
+def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
+    """Refuses a `trainer.sharding` that does not fit the number of ranks (in nodes of `node`) or
+    other settings."""
+    refuse(_faults_of_sharding(config, ranks, node))
+
+
+def _faults_of_sharding(config: Config, ranks: int, node: int | None) -> Iterator[str]:
+    if config.trainer.sharding == "none":
+        if config.trainer.shard_group != "all":
+            yield "trainer.shard_group divides what trainer.sharding shards, which is none; set sharding, or take it out"
+        return
+    asked = f"trainer.sharding={config.trainer.sharding}"
+    if config.policy.tuning != "full":
+        yield f"{asked} divides what policy.tuning=full trains; adapters are small; with lora every rank holds all weights"
+    if ranks == 1:
+        how = "start them with torchrun (plan for them with --ranks)"
+        yield f"{asked} divides weights over several processes: {how}, or take it out"
+    if config.policy.compile:
+        yield f"{asked}: policy.compile is not for weights that come and go in each block; take it out"
+    if config.trainer.sharding == "full" and config.sampling.batch_size == "auto":
+        yield f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
+    divided = f"trainer.shard_group={config.trainer.shard_group}"
+    if config.trainer.shard_group == "node" and node is None:
+        yield f"{divided} needs LOCAL_WORLD_SIZE, which torchrun sets; set it, or give a number"
+    group = shard_group(config, ranks, node)
+    if ranks % group:
+        yield f"{divided}: {ranks} ranks are no multiple of {group}; take a divisor of {ranks}"
+    if group == 1:
+        yield f"{divided}: one rank would hold all weights, as with trainer.sharding=none; set that"

@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.read import load_config
 from g2rpo.config.work import iterations_within, work, work_of_run
 from g2rpo.core.errors import UserError
 from g2rpo.lab.compare.jobs import environment_of

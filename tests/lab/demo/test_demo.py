@@ -11,9 +11,8 @@ import gradio as gr
 import pytest
 import torch
 
-from g2rpo.assembly import components
-from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.read import load_config
 from g2rpo.core.data import Precision
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
@@ -32,6 +31,7 @@ from g2rpo.lab.demo.model import (
 from g2rpo.lab.demo.opening import FIRST, opening, opening_of
 from g2rpo.lab.demo.views import change, drawing_html, run_html, score, trace_html
 from g2rpo.lab.report.history import SeedGroup, read_runs
+from g2rpo.models import load
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guidance_of
 from g2rpo.train.build import Request, build
@@ -82,7 +82,7 @@ def test_a_drawing_is_what_sample_draws_with_its_settings(run, session):
     drawing = draw(session, f"  {PROMPT}\n", strength=0.5, **asked)
     config = session.config.policy.model_copy(update={"guidance_scale": 1.0})
     for drawn, strength in ((drawing.base, 0), (drawing.tuned, 0.5)):
-        policy = components.build_policy(config, tuning="frozen")
+        policy = load.build_policy(config, tuning="frozen")
         if strength:
             policy.load(run.weights, strength)
         sampler = Sampler(policy=policy, shift=3.0, num_steps=2, seed=4)

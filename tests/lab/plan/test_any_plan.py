@@ -6,14 +6,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from g2rpo.assembly.blueprint import build_on_meta, read_blueprint, shapes_of
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.counting import count
 from g2rpo.lab.plan.known import KnownValues
 from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.blueprint import build_on_meta, read_blueprint, shapes_of
 from g2rpo.models.catalogue import SPECS
 from tests.support.policies import make
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline

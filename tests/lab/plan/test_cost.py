@@ -13,18 +13,9 @@ from diffusers import FluxPipeline
 from torch.profiler import ProfilerActivity, profile
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.assembly import components
-from g2rpo.assembly.blueprint import (
-    build_on_meta,
-    on_meta,
-    published,
-    read_blueprint,
-    shapes_of,
-    size_of,
-)
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import load_config
 from g2rpo.config.resolve import resolve
-from g2rpo.config.schema import EvaluationConfig, RewardConfig
+from g2rpo.config.schema import EvaluationConfig
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
@@ -39,9 +30,19 @@ from g2rpo.lab.plan.rates import RATES
 from g2rpo.lab.plan.rewards import cost_of_reward
 from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES, PlannedSeconds, Reached, reached
 from g2rpo.lab.plan.trace import trace_calls
+from g2rpo.models import load
+from g2rpo.models.blueprint import (
+    build_on_meta,
+    on_meta,
+    published,
+    read_blueprint,
+    shapes_of,
+    size_of,
+)
 from g2rpo.models.catalogue import SPECS
 from g2rpo.models.pipelines import blocks_of, read_pipeline
 from g2rpo.rewards.analytic import Brightness
+from g2rpo.rewards.options import RewardConfig
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.train import evaluator
@@ -77,7 +78,7 @@ def config(directory, *overrides):
 
 
 def train(c):
-    policy = components.build_policy(c.policy, keep_base=c.algorithm.kl_weight > 0)
+    policy = load.build_policy(c.policy, keep_base=c.algorithm.kl_weight > 0)
     rewards = {"brightness": Brightness()}
     return Trainer(config=c, policy=policy, rewards=rewards, prompts=PROMPTS, heldout=PROMPTS)
 
@@ -249,7 +250,7 @@ def test_a_folder_is_read_as_the_policy_reads_it(tmp_path, t5):
     sd3_pipeline(t5=t5).save_pretrained(tmp_path, safe_serialization=True)
     c = config(tmp_path, NARROW)
     blueprint = read_blueprint(c.policy)
-    meta, real = build_on_meta(blueprint, c.policy), components.build_policy(c.policy)
+    meta, real = build_on_meta(blueprint, c.policy), load.build_policy(c.policy)
     for name in blueprint.parts:
         assert size_of(getattr(meta.pipeline, name)) == size_of(getattr(real.pipeline, name))
     tensors = real.encode(PROMPTS[:1]).tensors
@@ -377,7 +378,7 @@ def test_traced_activations_are_the_allocators(deep, one_thread, model, override
     c = config(deep[model], *overrides, *sizes)
     blueprint = read_blueprint(c.policy)
     predicted = trace_calls(blueprint, c, count(c, 3), like_cuda=False)
-    policy = components.build_policy(c.policy)
+    policy = load.build_policy(c.policy)
     shapes = shapes_of(policy, blueprint)
     for parameter in policy.trainable_parameters():
         parameter.grad = torch.zeros_like(parameter)

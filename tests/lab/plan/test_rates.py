@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from g2rpo.assembly.blueprint import build_on_meta, read_blueprint
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.autocast import CudaAutocast
 from g2rpo.lab.plan.cards import CARDS, Card
@@ -24,6 +23,7 @@ from g2rpo.lab.plan.rates import (
     fixed_storages,
 )
 from g2rpo.lab.plan.trace import trace_calls
+from g2rpo.models.blueprint import build_on_meta, read_blueprint
 from tests.lab.plan.test_cost import config
 
 CARD = Card("made up", 1, 2e-9, 1e-9, 1e-6, watts=1, cache=0, hbm=True, pattern="")

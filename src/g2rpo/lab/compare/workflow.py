@@ -17,9 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from g2rpo.assembly.adapters import completed
-from g2rpo.assembly.checks import check
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import completed, load_config
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Alarm, Config
 from g2rpo.config.work import iterations_within
@@ -30,6 +28,7 @@ from g2rpo.lab.compare.jobs import Job, Workers, working
 from g2rpo.lab.compare.results import write_results
 from g2rpo.lab.compare.study import Study, StudyDirectory, Unit
 from g2rpo.lab.evaluate import config_settings
+from g2rpo.train.checks import check
 from g2rpo.train.dry_run import try_own_code
 from g2rpo.train.evaluation.sweep import EvaluationDirectory
 from g2rpo.train.model_card import CARD

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from g2rpo.assembly.prompts import build_prompts
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import RewardFailed, UserError, counted
 from g2rpo.core.events import Emit, Line, silent
+from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.demo.drawing import draw
 from g2rpo.lab.demo.group import trace_group
 from g2rpo.lab.demo.model import RECIPES, DemoModel, check, open_model, training_of, what_it_is

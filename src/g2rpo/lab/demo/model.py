@@ -11,24 +11,25 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from g2rpo.assembly import components
-from g2rpo.assembly.checks import check_rewards_alone
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.consistency import check_plans
-from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.algorithms import title_of
+from g2rpo.config.read import load_config
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.core.contracts import plans_of
+from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import check_counts
 from g2rpo.core.types import Plan, Prompt, Reward
 from g2rpo.data.testbed import knows, why_unknown
 from g2rpo.lab.evaluate import model_settings, reward_table
 from g2rpo.lab.report.verdict import model_name
+from g2rpo.models import load
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rollout.guidance import guided_by_hand
 from g2rpo.rollout.memory import BatchSizes, batch_sizes
+from g2rpo.train.checks import check_rewards_alone
+from g2rpo.train.consistency import check_plans
 from g2rpo.train.evaluation.controls import Need
 from g2rpo.train.evaluation.sampler import Sampler, sampler_of
 from g2rpo.train.monitor.clips import seconds_of
@@ -68,7 +69,7 @@ def config_of_model(
 
 def check(config: Config) -> None:
     """UserError for what can be known to be wrong before anything is loaded."""
-    components.locate_pipeline(config.policy.path, config.policy.pipeline, config.policy.kind)
+    load.locate_pipeline(config.policy.path, config.policy.pipeline, config.policy.kind)
     check_rewards_alone({**config.rewards, **config.evaluation.rewards})
     check_plans(config.algorithm, config.sampling)
 
@@ -185,15 +186,15 @@ def open_model(
     config: Config, weights: Path | None, notify: Callable[[str], None], heldout: Sequence[str] = ()
 ) -> DemoModel:
     """Builds the model and the rewards of `config`, and loads tuned weights."""
-    device = components.pick_device(config.policy.device)
+    device = pick_device(config.policy.device)
     rewards, judges = (
         build_rewards(table, device) for table in (config.rewards, config.evaluation.rewards)
     )
-    policy = components.build_policy(config.policy, tuning="frozen", keep_base=True)
+    policy = load.build_policy(config.policy, tuning="frozen", keep_base=True)
     policy.text.park()  # they are on the device only while they encode
     tuned: Tuned = "nothing"
     if weights is not None:
-        components.load_weights(policy, weights, config.policy.path)
+        load.load_weights(policy, weights, config.policy.path)
         take_stored({**rewards, **judges}, weights.parent, notify)
         tuned = "adapter" if policy.sampling.own else "all weights"
     s = config.sampling

@@ -15,8 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from g2rpo.assembly.adapters import adapter_of
-from g2rpo.assembly.pipeline_files import weight_files
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, did_you_mean, loading, refuse
 from g2rpo.core.files import (
@@ -30,6 +28,8 @@ from g2rpo.core.files import (
 from g2rpo.lab.export.comfyui import Unfit, names_for, tensors_for, whole_names
 from g2rpo.lab.export.weights import TunedWeights, final, from_checkpoint, transformer_folder
 from g2rpo.models.adapters import CONFIG, PREFIX, write_tensors
+from g2rpo.models.continued import adapter_of
+from g2rpo.models.pipeline_files import weight_files
 from g2rpo.models.tuning import ADAPTER_FILE
 from g2rpo.train.model_card import copy_card
 from g2rpo.train.run.folder import Run

@@ -11,13 +11,13 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
 
-from g2rpo.assembly import components, hub
-from g2rpo.assembly.blueprint import trained_on_meta
-from g2rpo.assembly.pipeline_files import has_weights, read_file, weight_files
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, loading
+from g2rpo.models import hub, load
 from g2rpo.models.adapter_files import read_adapter
 from g2rpo.models.adapters import CLASS, DOWN, UP, Adapter, own_header
+from g2rpo.models.blueprint import trained_on_meta
+from g2rpo.models.pipeline_files import has_weights, read_file, weight_files
 from g2rpo.models.sharding import Pieces
 from g2rpo.models.tuning import ADAPTER_FILE
 from g2rpo.train.model_card import header_of
@@ -136,7 +136,7 @@ def _whole(tensors: Mapping[str, Sequence[Tensor | Pieces]]) -> dict[str, list[T
 def transformer_folder(config: PolicyConfig) -> Path:
     """Where the base model's trained transformer lies on this machine; of a hub id it is downloaded
     if need be."""
-    path, _ = components.locate_pipeline(config.path, chosen="any")
+    path, _ = load.locate_pipeline(config.path, chosen="any")
     if Path(path).is_dir():
         return Path(path) / "transformer"
     config_file = hub.cached(path, "transformer/config.json")

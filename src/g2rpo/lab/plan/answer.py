@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from g2rpo.assembly.checks import check_quantized
 from g2rpo.lab.plan.fit import fitting
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Planner, Target, find_target
 from g2rpo.lab.plan.seconds import PlannedSeconds, Reached, reached
 from g2rpo.models.catalogue import licence_of
+from g2rpo.train.checks import check_quantized
 
 HOURS = (1, 3, 8, 24)
 """Times of which a plan says how many iterations they buy."""

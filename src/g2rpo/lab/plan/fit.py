@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Planner, Target, find_target
 from g2rpo.models.quantized import installed
+from g2rpo.rewards.catalogue import declared_by, defaults_of, reward_kind
 
 RELEVANT = 0.98
 """A change that costs something is made where it leaves less than this share."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from g2rpo.assembly.blueprint import size_of
 from g2rpo.config.schema import Config
 from g2rpo.core.plans import Plan
 from g2rpo.lab.plan.counting import Counts
 from g2rpo.lab.plan.model import Model
 from g2rpo.lab.plan.rewards import RewardCost
 from g2rpo.lab.plan.trace import Calls
+from g2rpo.models.blueprint import size_of
 from g2rpo.rewards.weights import parse_dtype
 
 CONTEXT_BYTES, SLACK = 2**30, 0.05

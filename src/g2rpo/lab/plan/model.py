@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from g2rpo.assembly.blueprint import Blueprint, build_shallow, on_meta, shapes_of, size_of
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.blueprint import Blueprint, build_shallow, on_meta, shapes_of, size_of
 from g2rpo.models.pipelines import Shapes
 from g2rpo.models.quantized import weights_of
 

@@ -8,17 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from g2rpo.assembly import components
-from g2rpo.assembly.adapters import completed
-from g2rpo.assembly.blueprint import read_blueprint
-from g2rpo.assembly.config import load_config
-from g2rpo.assembly.consistency import check_settings
-from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import check_rewards
+from g2rpo.config.read import completed, load_config
 from g2rpo.config.schema import Config
+from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError, counted, loading
 from g2rpo.core.files import in_bytes
+from g2rpo.data.prompts import build_prompts
 from g2rpo.lab import machine
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
 from g2rpo.lab.plan.counting import CountedIteration, Counts, count, settled, spread_evaluations
@@ -28,10 +24,15 @@ from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
 from g2rpo.lab.plan.seconds import PlannedSeconds, planned_seconds
 from g2rpo.lab.plan.tokens import longest_prompt
 from g2rpo.lab.plan.trace import Calls, trace_calls
+from g2rpo.models import load
+from g2rpo.models.blueprint import read_blueprint
+from g2rpo.rewards.catalogue import check_rewards
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.train.ahead import prompts_to_come
+from g2rpo.train.checks import check_judged_size, check_trained_steps
+from g2rpo.train.consistency import check_settings
 from g2rpo.train.prediction import Planned
-from g2rpo.train.ranks import divided
+from g2rpo.train.ranks import check_sharding, divided, shard_group
 
 COUNTED: dict[str, Callable[[CountedIteration], float]] = {
     "evaluations": lambda it: it.evaluations,
@@ -63,7 +64,7 @@ class Target:
 def find_target(device: str) -> Target:
     """The target that `device` names: "auto", "cpu" or "cuda" on this machine, or a card of
     `cards.CARDS`."""
-    device = components.pick_device(device) if device == "auto" else device
+    device = pick_device(device) if device == "auto" else device
     if device == "cpu":
         return Target("this machine's CPU", False, machine.memory(), None)
     if device.startswith("cuda"):
@@ -71,7 +72,7 @@ def find_target(device: str) -> Target:
             raise UserError(
                 f"--device {device}: torch sees no CUDA device here; name a card instead: {', '.join(CARDS)}"
             )
-        device = components.pick_device(device, "--device")
+        device = pick_device(device, "--device")
         name = torch.cuda.get_device_name(torch.device(device))
         free, total = torch.cuda.mem_get_info(torch.device(device))
         used = (
@@ -144,8 +145,8 @@ def make_plan(
     not computed again.
     """
     node = nodes_of(ranks, ranks_per_node)
-    components.check_sharding(config, ranks, node)
-    group = components.shard_group(config, ranks, node) if config.trainer.sharding != "none" else 1
+    check_sharding(config, ranks, node)
+    group = shard_group(config, ranks, node) if config.trainer.sharding != "none" else 1
     whole = config = settled(config, cuda)
     # rank 0's has the earliest branch steps, so most evaluations
     division = divided(config, World(size=ranks))
@@ -163,8 +164,8 @@ def make_plan(
         f"policy.path={config.policy.path}: its config files describe no model that can be computed"
     ):
         model = known.model(blueprint, config.policy)
-        components.check_judged_size(config, model.policy)
-        components.check_trained_steps(config, model.policy)
+        check_judged_size(config, model.policy)
+        check_trained_steps(config, model.policy)
         spread = spread_evaluations(whole, heldout, counts.times_evaluated)
         counts = replace(counts, spread=math.ceil(spread / looking))
         traced = trace_calls(blueprint, config, counts, like_cuda=cuda, known=known.calls)
@@ -196,7 +197,7 @@ def make_plan(
 
 def _cautions(result: Estimate, config: Config) -> Iterator[str]:
     """Assumptions of the plan of `config`, and what it does not count."""
-    yield from components.model_cautions(config.policy)
+    yield from load.model_cautions(config.policy)
     if result.memory.unknown:
         yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
     elsewhere = [
@@ -248,7 +249,7 @@ class Planner:
             load_config(recipe, overrides, self._notes.append), self._notes.append
         )
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
-        components.check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
+        check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
         check_settings(self.config)
         self.heldout, self.distinct, self.text_tokens = self._count_prompts()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}

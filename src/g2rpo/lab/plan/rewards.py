@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from g2rpo.assembly.blueprint import size_of
-from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
-from g2rpo.config.schema import RewardConfig
 from g2rpo.core.errors import loading
 from g2rpo.core.types import Frames
 from g2rpo.lab.plan.meter import Meter
+from g2rpo.models.blueprint import size_of
 from g2rpo.models.pipelines import keep_two_blocks
+from g2rpo.rewards.catalogue import declared_by, defaults_of, reward_kind
+from g2rpo.rewards.options import RewardConfig
 from g2rpo.rewards.weights import parse_dtype
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo.assembly import components, hub
-from g2rpo.assembly.blueprint import build_shallow, read_blueprint
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_hub_id, local
+from g2rpo.models import hub, load
+from g2rpo.models.blueprint import build_shallow, read_blueprint
 from g2rpo.models.reading import Answer
 from g2rpo.models.spec import PipelineSpec
 from g2rpo.models.text import TextEncoders
@@ -35,8 +35,8 @@ def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
         index = hub.cached(config.path, "model_index.json")
     if index is None or not prompts:
         return None
-    _, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
-    spec = components.policy_class(config, kind).spec
+    _, kind = load.locate_pipeline(config.path, config.pipeline, config.kind)
+    spec = load.policy_class(config, kind).spec
     if (
         spec.pictured
         or not (spec.masks or spec.lists or spec.ragged)

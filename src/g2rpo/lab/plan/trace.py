@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
-from g2rpo.assembly.blueprint import Blueprint, build_shallow, shapes_of
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
@@ -38,6 +37,7 @@ from g2rpo.lab.plan.known import KnownValues
 from g2rpo.lab.plan.meter import Meter
 from g2rpo.lab.plan.rates import Roofline, fixed_storages
 from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.blueprint import Blueprint, build_shallow, shapes_of
 from g2rpo.models.pipelines import Shapes
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import dry_rollout

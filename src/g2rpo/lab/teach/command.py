@@ -8,9 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from g2rpo.assembly.adapters import completed
-from g2rpo.assembly.checks import check
-from g2rpo.assembly.config import load_config
+from g2rpo.config.read import completed, load_config
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.events import Emit, Line, Results, cautions, silent
@@ -19,6 +17,7 @@ from g2rpo.lab.teach import votes
 from g2rpo.lab.teach.session import CLICKS, Session
 from g2rpo.lab.web import needing_gradio
 from g2rpo.train.build import Request, build
+from g2rpo.train.checks import check
 from g2rpo.train.run.folder import Run, entered
 
 HERE = Address("127.0.0.1", 7861)

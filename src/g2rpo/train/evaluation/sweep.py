@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from g2rpo.config.schema import CacheFolder, Count, RewardTable, Steps
+from g2rpo.config.schema import CacheFolder, Count, Steps
 from g2rpo.core.data import Row
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import Inside, digest_of, write_whole
@@ -25,6 +25,7 @@ from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import as_json, read_as
 from g2rpo.core.statistics import interval
 from g2rpo.core.types import Policy, Reward
+from g2rpo.rewards.options import RewardTable
 from g2rpo.train.evaluation.controls import NO_CONTROL, TUNED, Control
 from g2rpo.train.evaluation.heldout import Evaluation
 from g2rpo.train.evaluation.sampler import Drawing

@@ -88,19 +88,12 @@ class Run(RunFiles):
     called with warnings.
     """
 
-    folder: Path | None
     world: World = ALONE
     notify: Callable[[str], None] = print
 
     def group(self, round: int) -> Path:
         """The folder of the pictures of a group that was answered (`g2rpo teach`)."""
         return self.path / "votes" / f"{round:06d}"
-
-    @property
-    def path(self) -> Path:
-        if self.folder is None:
-            raise ValueError("this trainer has no run_dir to write to")
-        return self.folder
 
     @property
     def weights(self) -> Path:

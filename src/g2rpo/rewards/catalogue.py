@@ -9,14 +9,14 @@ from typing import Any, Literal, get_type_hints
 
 import torch
 
-from g2rpo.assembly.components import pick_device
-from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core import plugins
+from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, did_you_mean, loading, placed
 from g2rpo.core.given import refuse_object
 from g2rpo.core.plain import Count, as_json, parse_as
 from g2rpo.core.settings import keeping_settings
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
+from g2rpo.rewards.options import RewardConfig
 
 REWARDS = {  # the only list of built-in rewards: their classes declare everything else
     "hpsv2": "g2rpo.rewards.clip:HPSv2",
@@ -142,21 +142,6 @@ def check_devices(entries: Mapping[str, RewardConfig]) -> None:
         )
     for key, device in wanted.items():
         pick_device(device, f"{key}.options.device")
-
-
-def check_clips(table: Mapping[str, RewardConfig], policy: PolicyConfig) -> None:
-    """Refuses rewards of clips for a policy that makes pictures; how many frames a policy of one's
-    own makes is not known."""
-    for name, entry in table.items():
-        if (
-            policy.kind is None
-            and (policy.num_frames or 1) < 2
-            and declared_by(reward_kind(name, entry)).video
-        ):
-            raise UserError(
-                f"rewards.{name}: {entry.kind} scores clips, and here are pictures; take it out, or set policy.num_frames to "
-                "two or more for a model that makes clips"
-            )
 
 
 def reward_kind(name: str, entry: RewardConfig) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from g2rpo.config import recipes
@@ -12,9 +12,11 @@ from g2rpo.config.algorithms import ALGORITHMS, config_name, with_name
 from g2rpo.config.resolve import read_yaml, resolve
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.config.work import plans_in, trained_sigmas_of
-from g2rpo.core.errors import refuse
+from g2rpo.core.errors import UserError, counted, refuse
 from g2rpo.core.files import local
 from g2rpo.core.flow import sigma_grid
+from g2rpo.models.adapters import endings
+from g2rpo.models.continued import _transformer, adapter_of
 
 
 def load_config(
@@ -116,3 +118,39 @@ def _fitted(config: Config, asked: set[str], notify: Callable[[str], None]) -> C
                 update={"policy": policy.model_copy(update={"lora_above": 0.0})}
             )
     return config
+
+
+def completed(config: Config, notify: Callable[[str], None] = lambda message: None) -> Config:
+    """The config with the rank, alpha and targets of the adapter that it continues, which `notify`
+    is told. UserError for an adapter that does not fit the model, or that differs from what is set
+    in the config."""
+    policy = config.policy
+    start = adapter_of(policy)
+    if policy.tuning == "full" or start is None:
+        return config
+    names = [name for name, _ in _transformer(policy).named_modules()]
+    own = {
+        "lora_rank": start.rank,
+        "lora_alpha": start.scale * start.rank,
+        "lora_targets": endings(start.layers, names),
+    }
+    for name, value in own.items():
+        if name in policy.model_fields_set and not _agrees(getattr(policy, name), value, names):
+            asked = f"policy.{name}={getattr(policy, name)}"
+            raise UserError(f"{asked}: the adapter {policy.adapter} has {value}; take it out")
+    has = (
+        f"rank {start.rank}, alpha {own['lora_alpha']:g} and {counted(len(start.layers), 'module')}"
+    )
+    notify(f"policy.adapter={policy.adapter}: {has}")
+    return config.model_copy(update={"policy": policy.model_copy(update=own)})
+
+
+def _agrees(mine: object, value: object, names: Collection[str]) -> bool:
+    """Whether values are equal, endings of names by what they fit."""
+    if not isinstance(mine, list) or not isinstance(value, list):
+        return mine == value
+    fits = [
+        {name for name in names if f".{name}".endswith(tuple(f".{end}" for end in ends))}
+        for ends in (mine, value)
+    ]
+    return fits[0] == fits[1]

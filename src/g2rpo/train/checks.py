@@ -11,10 +11,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from g2rpo.assembly import components, hub
-from g2rpo.assembly import rewards as of_rewards
-from g2rpo.assembly.blueprint import build_shallow, read_blueprint, trained_on_meta
-from g2rpo.assembly.consistency import (
+import torch
+
+from g2rpo.config.schema import Config, PolicyConfig, grid_of
+from g2rpo.config.work import trained_sigmas_of
+from g2rpo.core import plugins
+from g2rpo.core.contracts import name_of
+from g2rpo.core.devices import pick_device
+from g2rpo.core.errors import UserError, loading, placed
+from g2rpo.core.files import in_bytes, is_hub_id
+from g2rpo.core.http import TooSlow
+from g2rpo.data.prompts import build_prompts
+from g2rpo.models import attention, hub, load, quantized
+from g2rpo.models.blueprint import build_shallow, read_blueprint, trained_on_meta
+from g2rpo.models.hub import HubQuestion, answers_of
+from g2rpo.models.pipeline_files import missing_parts
+from g2rpo.rewards import catalogue
+from g2rpo.rewards.catalogue import declared_by, defaults_of, reward_kind
+from g2rpo.rewards.options import RewardConfig
+from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
+from g2rpo.train.consistency import (
     CHECKS,
     Check,
     Wanted,
@@ -24,17 +40,6 @@ from g2rpo.assembly.consistency import (
     said,
     spec_of,
 )
-from g2rpo.assembly.hub import HubQuestion, answers_of
-from g2rpo.assembly.pipeline_files import missing_parts
-from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
-from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
-from g2rpo.core import plugins
-from g2rpo.core.errors import UserError, placed
-from g2rpo.core.files import in_bytes, is_hub_id
-from g2rpo.models import attention, quantized
-from g2rpo.rewards.transport import TooSlow
-from g2rpo.rewards.weights import TOKENIZER_FILES, fetch
 from g2rpo.train.monitor.trackers import check_trackers
 from g2rpo.train.run.checkpoint import checkpoints
 from g2rpo.train.run.folder import Run
@@ -69,7 +74,7 @@ def check_rewards_alone(table: Mapping[str, RewardConfig]) -> None:
     questions: dict[str, HubQuestion] = {}
     refuse_listed(
         [
-            *said(of_rewards.check_devices, keyed),
+            *said(catalogue.check_devices, keyed),
             *_faults_of_rewards(keyed, questions),
             *_answered(questions),
         ]
@@ -77,7 +82,7 @@ def check_rewards_alone(table: Mapping[str, RewardConfig]) -> None:
 
 
 def _device(run: Wanted) -> Iterator[str]:
-    yield from components.lacks_of_device(run.config)
+    yield from lacks_of_device(run.config)
 
 
 def _quantized(run: Wanted) -> None:
@@ -88,7 +93,7 @@ def _quantized(run: Wanted) -> None:
 def _kernel(run: Wanted) -> None:
     policy = run.config.policy
     if "policy" not in run.given:
-        attention.check_attention(policy.attention, components.pick_device(policy.device))
+        attention.check_attention(policy.attention, pick_device(policy.device))
 
 
 def _trackers(run: Wanted) -> Iterator[str]:
@@ -100,8 +105,8 @@ def _options(run: Wanted) -> None:
     """Options of the policy must be the model's, and fit each other."""
     policy = run.config.policy
     if "policy" not in run.given:
-        _, name = components.locate_pipeline(policy.path, policy.pipeline, policy.kind)
-        components.policy_class(policy, name)
+        _, name = load.locate_pipeline(policy.path, policy.pipeline, policy.kind)
+        load.policy_class(policy, name)
 
 
 def _pipeline(run: Wanted) -> Iterator[str]:
@@ -111,7 +116,7 @@ def _pipeline(run: Wanted) -> Iterator[str]:
     if "policy" in run.given or (folder := _folder_of(config)) is None:
         return
     missing = "; ".join(missing_parts(folder))
-    path, _ = components.locate_pipeline(config.path, config.pipeline, config.kind)
+    path, _ = load.locate_pipeline(config.path, config.pipeline, config.kind)
     far = is_hub_id(path) and hub.cached(path, "model_index.json") is not None
     why = hub.obstacle(path, SECONDS) if missing and far else ""
     if missing and why is not None:
@@ -122,14 +127,14 @@ def _pipeline(run: Wanted) -> Iterator[str]:
         > LARGE_TRANSFORMER
     ):
         policy, _ = build_shallow(read_blueprint(config), config)
-        components.check_judged_size(run.config, policy)
-        components.check_trained_steps(run.config, policy)
+        check_judged_size(run.config, policy)
+        check_trained_steps(run.config, policy)
 
 
 def _folder_of(config: PolicyConfig) -> Path | None:
     """The folder of a pipeline that is on this machine; None for a policy of the user's, which may
     not need all parts."""
-    path, _ = components.locate_pipeline(config.path, config.pipeline, config.kind)
+    path, _ = load.locate_pipeline(config.path, config.pipeline, config.kind)
     index = hub.cached(path, "model_index.json") if is_hub_id(path) else None
     folder = index.parent if index is not None else Path(path)
     return folder if config.kind is None else None
@@ -153,7 +158,7 @@ def _read(run: Wanted, far: bool) -> Iterator[str]:
 
 
 def _devices_of_rewards(run: Wanted) -> None:
-    of_rewards.check_devices(run.keyed)
+    catalogue.check_devices(run.keyed)
 
 
 def _rewards(run: Wanted) -> Iterator[str]:
@@ -173,7 +178,7 @@ def _faults_of_reward(
     """Unknown options and missing files of a reward; checks that need a server are added to
     `questions`."""
     name = key.rpartition("rewards.")[2]
-    of_rewards.check_rewards({name: entry})
+    catalogue.check_rewards({name: entry})
     kind = reward_kind(name, entry)
     declared = declared_by(kind)
     if absent := [
@@ -320,3 +325,50 @@ def check_quantized(config: Config) -> None:
         raise UserError(
             "policy.autocast=false: weights that are trained are float32, and need it; set policy.tuning=lora"
         )
+
+
+def check_judged_size(config: Config, policy: Any) -> None:
+    """Refuses a size of judged pictures that the policy cannot make."""
+    if (size := config.judged_size) is None:
+        return
+    policy = getattr(policy, "policy", policy)  # of a CachedPolicy
+    if not hasattr(policy, "sized"):
+        raise UserError(
+            f"evaluation.height, evaluation.width: a {type(policy).__name__} has one size; take them out"
+        )
+    with loading("evaluation.height, evaluation.width"):
+        policy.check_size(*size)
+
+
+def check_trained_steps(config: Config, policy: Any) -> None:
+    """Refuses an algorithm that trains where a policy's trained weights do not act."""
+    policy = getattr(policy, "policy", policy)  # of a CachedPolicy
+    if getattr(policy, "trains_everywhere", True):
+        return
+    algorithm, steps = config.algorithm, config.sampling.num_steps
+    sigmas = grid_of(config.sampling.shift, policy, steps)
+    own = [step for step in range(steps) if policy.trains_at(float(sigmas[step]))]
+    if wrong := [
+        sigma for sigma in trained_sigmas_of(config, sigmas) if not policy.trains_at(sigma)
+    ]:
+        raise UserError(
+            f"{name_of(algorithm)} trains at sigma {wrong[0]:.3f}, where the trained weights do not act (policy.lora_above="
+            f"{policy.options.lora_above:g}); they do at steps {own} of {steps}. Change "
+            "algorithm.branch_steps or its like, sampling.shift or policy.lora_above"
+        )
+
+
+def lacks_of_device(config: Config) -> Iterator[str]:
+    """What the config asks and its device lacks; UserError for a device that is not here."""
+    policy = config.policy
+    if torch.device(pick_device(policy.device)).type != "mps":
+        return
+    if policy.dtype != "float32" and policy.autocast:
+        yield "policy.device=mps: autocast is not supported there; set policy.dtype=float32, or policy.autocast=false for LoRA"
+    for key, value, plain in (
+        ("policy.quantize", policy.quantize, "none"),
+        ("policy.compile", policy.compile, False),
+        ("trainer.sharding", config.trainer.sharding, "none"),
+    ):
+        if value != plain:
+            yield f"policy.device=mps: {key}={str(value).lower()} is not supported there; take it out"

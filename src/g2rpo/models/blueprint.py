@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from g2rpo.assembly import components, hub, pipeline_files
-from g2rpo.assembly.meta import Part, Uninitialised, on_meta
-from g2rpo.assembly.pipeline_files import (
+from g2rpo.core.errors import loading
+from g2rpo.models import catalogue, hub, load, pipeline_files
+from g2rpo.models.anyflow import DiffusersPolicy
+from g2rpo.models.meta import Part, Uninitialised, on_meta
+from g2rpo.models.options import PolicyConfig
+from g2rpo.models.pipeline_files import (
     INDEX,
     LARGEST_NUMBER,
     MODELS,
@@ -24,10 +27,6 @@ from g2rpo.assembly.pipeline_files import (
     parts_in,
     read_file,
 )
-from g2rpo.config.schema import PolicyConfig
-from g2rpo.core.errors import loading
-from g2rpo.models import catalogue
-from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.pipelines import Shapes, keep_two_blocks
 from g2rpo.models.tuning import tuned
 
@@ -52,9 +51,9 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
     """The blueprint of `config.path`: a known hub id's published one, or the one in the config.json
     files of a folder or hub repository."""
     if (known := published(config.path, config.kind)) is not None:
-        components.check_pipeline(config.path, known.kind, config.pipeline, config.kind)
+        load.check_pipeline(config.path, known.kind, config.pipeline, config.kind)
         return known
-    path, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
+    path, kind = load.locate_pipeline(config.path, config.pipeline, config.kind)
     if config.kind is None:
         pipeline_files.check_files(config.path, path, catalogue.optional_parts(kind))
     index = read_file(path, INDEX, download=True)
@@ -146,7 +145,7 @@ def _built(
     # no kernel runs here, but "math" has the scores as a tensor
     kind = "math" if config.attention == "math" else "auto"
     config = config.model_copy(update={"attention": kind, "compile": False})
-    policy = components.policy_class(config, blueprint.kind)
+    policy = load.policy_class(config, blueprint.kind)
     with loading(f"policy.path={config.path}"), Uninitialised():
         return policy(pipeline, hub.located(config), device="meta")
 
@@ -164,7 +163,7 @@ def size_of(module: nn.Module) -> int:
 def trained_on_meta(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     """The transformer of a run of `config`, and its trained parameters by name, in order."""
     blueprint = read_blueprint(config)
-    targets = components.policy_class(config, blueprint.kind).spec.lora_targets
+    targets = load.policy_class(config, blueprint.kind).spec.lora_targets
     transformer = on_meta(blueprint.parts["transformer"])
     plain = config.model_copy(update={"adapter": None, "quantize": "none"})
     return transformer, tuned(

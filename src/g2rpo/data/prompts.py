@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from g2rpo.assembly.components import Loaded
 from g2rpo.core.data import spelling_apart
-from g2rpo.core.errors import UserError, counted, did_you_mean, placed, shown
+from g2rpo.core.errors import UserError, counted, did_you_mean, placed
 from g2rpo.core.given import refuse_object
 from g2rpo.core.input_pictures import images_of
 from g2rpo.data.sources import STARTER, read_prompts
-from g2rpo.data.testbed import knows, prompts, why_unknown
-from g2rpo.models.reading import warn_of_long
+from g2rpo.data.testbed import prompts
 
 TESTBED_LISTS = ("testbed:train", "testbed:heldout", "words:train", "words:heldout")
 LISTS = (*TESTBED_LISTS, *STARTER)
@@ -56,16 +54,3 @@ def trained_on(prompts: Sequence[str], heldout: Sequence[str]) -> str | None:
         f"{shared} of {counted(len(heldout), 'held-out prompt')} {are} too: their scores do not tell how the model does on "
         "others; evaluation.prompts=FILE takes prompts that are not trained on"
     )
-
-
-def warn_of_prompts(loaded: Loaded, prompts: Sequence[str], notify: Callable[[str], None]) -> None:
-    """Tells of prompts that the model of `loaded` does not read to their end, or, if it is an
-    embedded one, does not know."""
-    warn_of_long(loaded.text, prompts, notify)
-    path, distinct = loaded.config.path, list(dict.fromkeys(filter(None, prompts)))
-    strange = [prompt for prompt in distinct if why_unknown(path, prompt)]
-    if strange:
-        notify(
-            f"{len(strange)} of {counted(len(distinct), 'prompt')} {'is' if len(strange) == 1 else 'are'} nothing that the "
-            f"model {path} has learnt, such as {shown(str(strange[0]))}; it knows {knows(path)}"
-        )

@@ -16,11 +16,11 @@ from huggingface_hub import constants, get_token, try_to_load_from_cache
 
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import local
+from g2rpo.core.http import NoAnswer, Refused, Unreachable, request_json
+from g2rpo.core.run_files import RunFiles
 from g2rpo.models.adapter_files import PEFT_CONFIG, PEFT_WEIGHTS
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.tuning import ADAPTER_FILE
-from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
-from g2rpo.train.run.folder import Run
 
 KNOWN_FILES = (ADAPTER_FILE, PEFT_WEIGHTS)
 """The names that diffusers and peft give to an adapter; others are taken where they are the only
@@ -69,7 +69,7 @@ def find_adapter(name: str) -> Path:
     """The file of the adapter that policy.adapter names; of the hub's it is downloaded if need
     be."""
     place, said = local(name), f"policy.adapter={name}"
-    run = Run(place)
+    run = RunFiles(place)
     if os.path.isfile(run.adapter / ADAPTER_FILE):
         return run.adapter / ADAPTER_FILE
     if os.path.isfile(run.config):

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from g2rpo.assembly import hub
-from g2rpo.assembly.components import locate_pipeline
-from g2rpo.assembly.pipeline_files import INDEX, options_in, parts_in, read_file
-from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests, cache_root, digest_of, local
+from g2rpo.models import hub
 from g2rpo.models.embeddings import CachedEncoder, EmbeddingStore, Encoder
+from g2rpo.models.load import locate_pipeline
+from g2rpo.models.options import PolicyConfig
+from g2rpo.models.pipeline_files import INDEX, options_in, parts_in, read_file
 
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning",

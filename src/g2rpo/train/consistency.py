@@ -13,16 +13,16 @@ from typing import Any
 
 from huggingface_hub import constants
 
-from g2rpo.assembly import components
-from g2rpo.assembly.hub import HubQuestion
-from g2rpo.assembly.rewards import check_clips, check_frames, declared_by, reward_kind
-from g2rpo.config.schema import Config, PolicyConfig, RewardConfig, SamplingConfig
+from g2rpo.config.schema import Config, PolicyConfig, SamplingConfig
 from g2rpo.core.contracts import name_of, plans_of
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.given import Mentioned, refuse_object
 from g2rpo.core.types import Algorithm, CallableReward, Reward, as_rewards
-from g2rpo.models import catalogue
+from g2rpo.models import catalogue, load
+from g2rpo.models.hub import HubQuestion
 from g2rpo.models.spec import PipelineSpec
+from g2rpo.rewards.catalogue import check_frames, declared_by, reward_kind
+from g2rpo.rewards.options import RewardConfig
 from g2rpo.train.compatible import (
     check_differentiable,
 )
@@ -209,7 +209,7 @@ def spec_of(policy: PolicyConfig) -> PipelineSpec | None:
     """The spec of a model; None for a policy class without one."""
     if (known := catalogue.model_of(policy.path, policy.kind)) is not None:
         return known[0]
-    _, name = components.locate_pipeline(policy.path, policy.pipeline, policy.kind)
+    _, name = load.locate_pipeline(policy.path, policy.pipeline, policy.kind)
     return catalogue.spec_of(policy.kind or name)
 
 
@@ -234,3 +234,18 @@ CHECKS: Sequence[Check] = (
     check_guidance,
 )
 """The checks in their order."""
+
+
+def check_clips(table: Mapping[str, RewardConfig], policy: PolicyConfig) -> None:
+    """Refuses rewards of clips for a policy that makes pictures; how many frames a policy of one's
+    own makes is not known."""
+    for name, entry in table.items():
+        if (
+            policy.kind is None
+            and (policy.num_frames or 1) < 2
+            and declared_by(reward_kind(name, entry)).video
+        ):
+            raise UserError(
+                f"rewards.{name}: {entry.kind} scores clips, and here are pictures; take it out, or set policy.num_frames to "
+                "two or more for a model that makes clips"
+            )

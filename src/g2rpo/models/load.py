@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,74 +11,24 @@ from typing import Any
 
 import torch
 
-from g2rpo.assembly import hub, pipeline_files
-from g2rpo.assembly.meta import few_modules
-from g2rpo.assembly.pipeline_files import INDEX, class_in, missing_parts
-from g2rpo.config.schema import Config, PolicyConfig, grid_of
-from g2rpo.config.work import trained_sigmas_of
-from g2rpo.core.contracts import name_of
-from g2rpo.core.distributed import World, number_in
-from g2rpo.core.errors import UserError, loading, placed, refuse
+from g2rpo.core.devices import pick_device
+from g2rpo.core.errors import UserError, counted, loading, placed, shown
 from g2rpo.core.files import is_hub_id, local
 from g2rpo.core.given import refuse_object
-from g2rpo.models import attention, catalogue, quantized
+from g2rpo.data.testbed import knows, why_unknown
+from g2rpo.models import attention, catalogue, hub, pipeline_files, quantized
 from g2rpo.models.anyflow import DiffusersPolicy
-from g2rpo.models.options import TuningMode
+from g2rpo.models.meta import few_modules
+from g2rpo.models.options import PolicyConfig, TuningMode
+from g2rpo.models.pipeline_files import INDEX, class_in, missing_parts
 from g2rpo.models.pipelines import check_options, read_pipeline
+from g2rpo.models.reading import warn_of_long
 from g2rpo.models.sharding import Sharded
 from g2rpo.models.spec import PipelineSpec
 from g2rpo.models.text import TextEncoders
 
 EMBEDDED = ("testbed", "words")
 """Names of the pipelines that come with the package."""
-
-
-def build_sharding(config: Config, world: World) -> Sharded | None:
-    """The weight placement of `trainer.sharding`; UserError if it is not possible."""
-    node = number_in("LOCAL_WORLD_SIZE", 0) or None
-    check_sharding(config, world.size, node)
-    if config.trainer.sharding == "none":
-        return None
-    whole, group = config.trainer.sharding == "training", shard_group(config, world.size, node)
-    return Sharded(world, pick_device(config.policy.device), whole_samples=whole, group=group)
-
-
-def shard_group(config: Config, ranks: int, node: int | None) -> int:
-    """The ranks that a weight is divided over, of `ranks` in nodes of `node` (None: unknown), in a
-    config that `check_sharding` takes."""
-    asked = config.trainer.shard_group
-    return {"all": ranks, "node": node or 0}[asked] if isinstance(asked, str) else asked
-
-
-def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
-    """Refuses a `trainer.sharding` that does not fit the number of ranks (in nodes of `node`) or
-    other settings."""
-    refuse(_faults_of_sharding(config, ranks, node))
-
-
-def _faults_of_sharding(config: Config, ranks: int, node: int | None) -> Iterator[str]:
-    if config.trainer.sharding == "none":
-        if config.trainer.shard_group != "all":
-            yield "trainer.shard_group divides what trainer.sharding shards, which is none; set sharding, or take it out"
-        return
-    asked = f"trainer.sharding={config.trainer.sharding}"
-    if config.policy.tuning != "full":
-        yield f"{asked} divides what policy.tuning=full trains; adapters are small; with lora every rank holds all weights"
-    if ranks == 1:
-        how = "start them with torchrun (plan for them with --ranks)"
-        yield f"{asked} divides weights over several processes: {how}, or take it out"
-    if config.policy.compile:
-        yield f"{asked}: policy.compile is not for weights that come and go in each block; take it out"
-    if config.trainer.sharding == "full" and config.sampling.batch_size == "auto":
-        yield f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
-    divided = f"trainer.shard_group={config.trainer.shard_group}"
-    if config.trainer.shard_group == "node" and node is None:
-        yield f"{divided} needs LOCAL_WORLD_SIZE, which torchrun sets; set it, or give a number"
-    group = shard_group(config, ranks, node)
-    if ranks % group:
-        yield f"{divided}: {ranks} ranks are no multiple of {group}; take a divisor of {ranks}"
-    if group == 1:
-        yield f"{divided}: one rank would hold all weights, as with trainer.sharding=none; set that"
 
 
 @dataclass(frozen=True)
@@ -176,85 +126,11 @@ def policy_class(config: PolicyConfig, name: str) -> type[DiffusersPolicy]:
     return kind
 
 
-def check_judged_size(config: Config, policy: Any) -> None:
-    """Refuses a size of judged pictures that the policy cannot make."""
-    if (size := config.judged_size) is None:
-        return
-    policy = getattr(policy, "policy", policy)  # of a CachedPolicy
-    if not hasattr(policy, "sized"):
-        raise UserError(
-            f"evaluation.height, evaluation.width: a {type(policy).__name__} has one size; take them out"
-        )
-    with loading("evaluation.height, evaluation.width"):
-        policy.check_size(*size)
-
-
-def check_trained_steps(config: Config, policy: Any) -> None:
-    """Refuses an algorithm that trains where a policy's trained weights do not act."""
-    policy = getattr(policy, "policy", policy)  # of a CachedPolicy
-    if getattr(policy, "trains_everywhere", True):
-        return
-    algorithm, steps = config.algorithm, config.sampling.num_steps
-    sigmas = grid_of(config.sampling.shift, policy, steps)
-    own = [step for step in range(steps) if policy.trains_at(float(sigmas[step]))]
-    if wrong := [
-        sigma for sigma in trained_sigmas_of(config, sigmas) if not policy.trains_at(sigma)
-    ]:
-        raise UserError(
-            f"{name_of(algorithm)} trains at sigma {wrong[0]:.3f}, where the trained weights do not act (policy.lora_above="
-            f"{policy.options.lora_above:g}); they do at steps {own} of {steps}. Change "
-            "algorithm.branch_steps or its like, sampling.shift or policy.lora_above"
-        )
-
-
 def model_cautions(config: PolicyConfig) -> list[str]:
     """Cautions about a model, printed before it is trained."""
     folder = str(local(config.path))
     said = pipeline_files.caution(config.path, folder if os.path.isdir(folder) else config.path)
     return [said] if said is not None else []
-
-
-def pick_device(name: str, key: str = "policy.device") -> str:
-    """The device `name`, the value of a config's `key`; "auto" is a GPU if there is one, "cuda" the
-    GPU of the local rank.
-
-    UserError for a device that torch or this machine lacks.
-    """
-    if name == "auto":
-        # mps is asked for: nobody has measured it yet
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(
-            f"{key}={name}: is no device; write cpu, cuda, cuda:1, mps or, for policy.device, auto"
-        ) from None
-    sees, without = f"{key}={name}: torch sees", f"{key}=cpu needs none"
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError(f"{sees} no GPU of Apple's here; {without}")
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        auto = "policy.device=auto takes what there is"
-        raise UserError(
-            f"{sees} {count} CUDA devices here; {auto if key == 'policy.device' else without}"
-        )
-    return name
-
-
-def lacks_of_device(config: Config) -> Iterator[str]:
-    """What the config asks and its device lacks; UserError for a device that is not here."""
-    policy = config.policy
-    if torch.device(pick_device(policy.device)).type != "mps":
-        return
-    if policy.dtype != "float32" and policy.autocast:
-        yield "policy.device=mps: autocast is not supported there; set policy.dtype=float32, or policy.autocast=false for LoRA"
-    for key, value, plain in (
-        ("policy.quantize", policy.quantize, "none"),
-        ("policy.compile", policy.compile, False),
-        ("trainer.sharding", config.trainer.sharding, "none"),
-    ):
-        if value != plain:
-            yield f"policy.device=mps: {key}={str(value).lower()} is not supported there; take it out"
 
 
 def locate_pipeline(
@@ -305,3 +181,25 @@ def _hub_class(name: str) -> str:
     before = f"policy.path={name}: is no local directory, and the hub does not give it: "
     with placed(before, UserError, after=f"\n{hint}"):
         return class_in(name)
+
+
+def warn_of_prompts(loaded: Loaded, prompts: Sequence[str], notify: Callable[[str], None]) -> None:
+    """Tells of prompts that the model of `loaded` does not read to their end, or, if it is an
+    embedded one, does not know."""
+    warn_of_long(loaded.text, prompts, notify)
+    path, distinct = loaded.config.path, list(dict.fromkeys(filter(None, prompts)))
+    strange = [prompt for prompt in distinct if why_unknown(path, prompt)]
+    if strange:
+        notify(
+            f"{len(strange)} of {counted(len(distinct), 'prompt')} {'is' if len(strange) == 1 else 'are'} nothing that the "
+            f"model {path} has learnt, such as {shown(str(strange[0]))}; it knows {knows(path)}"
+        )
+
+
+def quiet_bars() -> None:
+    """Without progress bars of model libraries, which this imports."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()

@@ -12,12 +12,12 @@ from typing import Annotated, Any, TypeVar
 from huggingface_hub import hf_hub_download
 from pydantic import AfterValidator, BaseModel, Field
 
-from g2rpo.assembly import hub
-from g2rpo.assembly.meta import on_meta
 from g2rpo.core.errors import UserError, placed, refuse
 from g2rpo.core.files import is_other, is_pointer
 from g2rpo.core.plain import parse_as, read_as, read_text
+from g2rpo.models import hub
 from g2rpo.models.lora_layers import check_targets
+from g2rpo.models.meta import on_meta
 
 T = TypeVar("T")
 
