@@ -252,7 +252,7 @@ def test_what_stands_beside_a_formula_exists():
     modules = [
         importlib.import_module(f"g2rpo.{name}")
         for name in (
-            "training.learner",
+            "train.learner",
             *(f"algorithms.{each.name}" for each in pkgutil.iter_modules(algorithms.__path__)),
         )
     ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from g2rpo import testbed
+from g2rpo.data import testbed
 from g2rpo.data.testbed.grammar import parse, render_prompt, scene_prompts
 from g2rpo.data.testbed.rewards import SceneAccuracy, SceneCLIP, ScenePreference
 from tools.testbed.drawings import attribute, edits, render

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from g2rpo import testbed
+from g2rpo.data import testbed
 from g2rpo.data.testbed.words.judges import WordColour, WordDrawing, WordLetters, WordPaper, picture
 from g2rpo.data.testbed.words.language import (
     INK_COLOURS,

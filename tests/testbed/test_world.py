@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from g2rpo import testbed
+from g2rpo.data import testbed
 from g2rpo.data.testbed.detector import detect
 from g2rpo.data.testbed.grammar import is_heldout, parse, render_prompt, scene_prompts
 from g2rpo.data.testbed.rewards import SceneAccuracy, check_scene
