@@ -7,9 +7,7 @@ import re
 import shutil
 import socket
 import threading
-import time
 import traceback
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +29,7 @@ from g2rpo.models.load import build_policy
 from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.rewards.remote import RemoteReward
-from g2rpo.rewards.server import Limits, RewardServer
+from g2rpo.rewards.server import RewardServer
 from g2rpo.rewards.weights import read_state_dict
 from g2rpo.train.model_card import _block
 from g2rpo.train.run.checkpoint import _digest, checkpoints
@@ -40,9 +38,8 @@ from tests.support.commands import g2rpo as command
 from tests.support.commands import refused
 from tests.support.fuzzing import mutated
 from tests.support.runs import fallen_back, mean, resumed, trainer
-from tests.support.servers import serving
 from tests.support.tiny import save_flux
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S
 
 SECRET = "hunter2-hunter2"
 
@@ -431,162 +428,17 @@ def test_a_server_that_sends_the_token_back_is_not_quoted(monkeypatch, caplog, s
     assert not any(letters[i : i + 8] in text for i in range(len(letters) - 7)), said + caplog.text
 
 
-# --- who takes his time
+# --- servers
 
 
-class Zero:
-    def __call__(self, images, prompts):
-        return torch.zeros(len(images))
-
-
-PATIENT = {"headers_s": 9 * PATIENCE_S, "gap_s": 9 * PATIENCE_S, "read_s": 9 * PATIENCE_S}
-"""Limits that none of these tests waits for."""
-
-
-def client(server):
-    return socket.create_connection(server.server_address, timeout=PATIENCE_S)
-
-
-SCORE = "POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-ALLOWED = f"{SCORE}Authorization: Bearer {SECRET}\r\n"
-
-
-@contextlib.contextmanager
-def asked_by_one(limits=None, **options):
-    """A server with these limits, and a client of it."""
-    server = RewardServer(Zero(), port=0, **({"limits": limits} if limits else {}), **options)
-    with serving(server), client(server) as one:
-        yield server, one
-
-
-def drip(connection, byte):
-    """Until the other side has had enough: for ever, if it let us."""
-    with contextlib.suppress(OSError):
-        while True:
-            connection.sendall(byte)
-            time.sleep(0.02)
-
-
-@pytest.mark.parametrize(
-    ("limits", "begun", "byte"),
-    [
-        (Limits(headers_s=0.5), "GET /health HTTP/1.1\r\n", b"X"),
-        (Limits(read_s=0.5), f"{SCORE}Content-Length: 999999\r\n\r\n", b" "),
-    ],
-    ids=["headers", "body"],
-)
-def test_a_client_that_drips_is_cut_off(limits, begun, byte):
-    with asked_by_one(limits) as (_, slow):
-        slow.sendall(begun.encode())
-        drip(slow, byte)
-
-
-@pytest.mark.parametrize(
-    "said", [b"", b"GET /health HTTP/1.1\r\nX: "], ids=["silent", "half a header"]
-)
-def test_connections_that_say_nothing_keep_nobody_out(said):
-    """200 of them, where 128 may wait: each newcomer takes the idlest one's place, and is answered
-    at once."""
-    server = RewardServer(Zero(), port=0, token=SECRET, limits=Limits(**PATIENT))
-    with serving(server), contextlib.ExitStack() as idle:
-        before = threading.active_count()
-        for _ in range(200):
-            idle.enter_context(client(server)).sendall(said)
-        is_answered(server)
-        assert len(server.strangers) <= server.limits.incomplete
-        # none for a connection; some end a moment later
-        until(lambda: threading.active_count() - before <= server.limits.decoding)
-
-
-BODY = json.dumps({"images": [], "prompts": []}).encode()
-
-
-def ask(server):
-    body = json.loads(BODY)
-    request_json(f"{server.address}/score", dict, token=SECRET, timeout_s=PATIENCE_S, body=body)
-
-
-def is_answered(server):
-    """An honest client finds its body empty. No time limit of `PATIENT` has freed the place that it
-    got."""
-    with pytest.raises(Refused, match="answered 400: .*images"):
-        ask(server)
-
-
-@pytest.mark.parametrize(
-    "sent", [b"", b"{", b"{" + b" " * 100_000], ids=["nothing", "a byte", "more than is buffered"]
-)
-def test_clients_whose_bodies_stop_keep_nobody_out(sent):
-    """300 of them with a token, more than all that may be open without a whole request, and an
-    honest one in their midst."""
-    headers = f"{ALLOWED}Content-Length: 1000000\r\n\r\n".encode()
-    server = RewardServer(Zero(), port=0, token=SECRET, limits=Limits(**PATIENT))
-    with serving(server), contextlib.ExitStack() as idle:
-        for number in range(300):
-            idle.enter_context(client(server)).sendall(headers + sent)
-            if number % 100 == 99:
-                is_answered(server)
-        assert len(server.strangers) <= server.limits.incomplete
-        assert server.held_bytes < 128 * 150_000
-
-
-def has_heard(server, client):
-    """Whether the last that came to a server is a piece of this client's body."""
-    newest = [*server.strangers][-1:]
-    return [one.client for one in newest if one.cycle is not None] == [client.getsockname()]
-
-
-def test_a_body_that_comes_slowly_is_kept_while_others_stop():
-    """What makes room is what has been idle longest, not what is oldest."""
-    limits = Limits(incomplete=4, **PATIENT)
-    stopped = f"{ALLOWED}Content-Length: 9\r\n\r\n[".encode()
-    with asked_by_one(limits, token=SECRET) as (server, slow), contextlib.ExitStack() as idle:
-        slow.sendall(f"{ALLOWED}Content-Length: {len(BODY)}\r\n\r\n".encode())
-        for byte in BODY[:-1]:
-            other = idle.enter_context(client(server))
-            other.sendall(stopped)
-            until(partial(has_heard, server, other))
-            slow.sendall(bytes([byte]))
-            until(partial(has_heard, server, slow))
-        slow.sendall(BODY[-1:])
-        assert b" 400 " in slow.recv(100)
-
-
-@pytest.mark.parametrize("sent", [b"", b"{"])
-def test_a_body_that_stops_is_dropped(sent):
-    with asked_by_one(Limits(gap_s=0.2)) as (server, stopped):
-        stopped.sendall(f"{SCORE}Content-Length: 9\r\n\r\n".encode() + sent)
-        assert b" 408 " in stopped.recv(100)
-        assert server.held_bytes == 0
-
-
-def test_bodies_that_are_held_have_a_bound_together():
-    """Who finds no room is told to come back, and does."""
-    limits = Limits(held_bytes=1000, **PATIENT)
-    with asked_by_one(limits, token=SECRET) as (server, first):
-        first.sendall(f"{ALLOWED}Content-Length: 2000\r\n\r\n".encode() + b" " * 990)
-        until(lambda: server.held_bytes == 990)
-        with pytest.raises(NoAnswer, match="answered 503: .*busy") as busy:
-            ask(server)
-        assert busy.value.after_s == 1
-        first.close()
-        until(lambda: not server.held_bytes)
-        is_answered(server)
-
-
-@pytest.mark.parametrize(
-    ("length", "status"), [("9" * 5000, 400), ("²", 400), ("-1", 400), ("", 400), ("9" * 18, 413)]
-)
-def test_a_content_length_is_a_number_that_can_be_read(length, status):
-    with asked_by_one() as (_, asking):
-        asking.sendall(f"{SCORE}Content-Length: {length}\r\n\r\n".encode("latin-1"))
-        assert int(asking.recv(100).split()[1]) == status
+def mean_of_pictures(images, prompts):
+    return images.mean(dim=(1, 2, 3))
 
 
 def test_a_blank_token_is_none():
     with pytest.raises(ValueError, match="without a token"):
-        RewardServer(Zero(), "0.0.0.0", 0, token=" ")
-    with RewardServer(Zero(), port=0, token=" \n") as server:
+        RewardServer(mean_of_pictures, "0.0.0.0", 0, token=" ")
+    with RewardServer(mean_of_pictures, port=0, token=" \n") as server:
         assert server.token is None
 
 

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import shlex
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -48,6 +48,11 @@ class Address:
         token = token_for("localhost" if public_host else host, token_env)
         return cls(host, port, token, public_host)
 
+    @property
+    def local(self) -> bool:
+        """Whether only this machine's own names may be asked for."""
+        return self.token is None and is_loopback(self.host)
+
     def check(self) -> None:
         """UserError if no server can listen there now, for example because the port is taken."""
         check_address(self.host, self.port)
@@ -55,30 +60,6 @@ class Address:
     def refused(self) -> AbstractContextManager[None]:
         """While entered, an address that cannot be served on is a UserError."""
         return refused(self.host, self.port)
-
-
-def refusal(headers: Mapping[str, str], where: Address, most: int) -> tuple[int, str] | None:
-    """Why a request may not pass, if it may not: it is addressed to another host than this machine
-    (DNS rebinding), is from another site, or has more than `most` bytes. Pages ask for none of
-    these."""
-    host, origin, length = (
-        headers.get("host", ""),
-        headers.get("origin"),
-        headers.get("content-length", "0"),
-    )
-    local = where.token is None and is_loopback(where.host)
-    if local and host != where.public_host and not is_loopback(host_of(host)):
-        return (
-            421,
-            "without a token, only this machine's own names (localhost, 127.0.0.1) are served",
-        )
-    if origin is not None and origin.partition("://")[2] not in (host, where.public_host):
-        return 403, "other sites may not ask"
-    if "transfer-encoding" in headers or not (length.isascii() and length.isdecimal()):
-        return 411, "a Content-Length is needed"
-    if len(length) > 18 or int(length) > most:
-        return 413, f"at most {most} bytes"
-    return None
 
 
 def token_for(host: str, variable: str | None) -> str | None:

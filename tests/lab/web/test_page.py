@@ -13,6 +13,7 @@ import urllib.request
 import pytest
 from starlette.datastructures import Headers
 
+from g2rpo.core.web import refusal
 from g2rpo.lab.serving import Address
 from g2rpo.lab.web import without_proxies
 from tests.support.ports import free_port
@@ -56,8 +57,8 @@ TO_ALL = Address("0.0.0.0", 7860, public_host="demo.example")
 def test_requests_of_other_sites_and_large_ones_are_refused(headers, where, status):
     page = pytest.importorskip("g2rpo.lab.web.page")
     raw = [(name.encode(), value.encode("latin-1")) for name, value in {**GIVEN, **headers}.items()]
-    refused = page.refusal(Headers(raw=raw), where, page.MAX_BODY)
-    assert (refused and refused[0]) == status
+    why = refusal(Headers(raw=raw), page.MAX_BODY, local=where.local, public_host=where.public_host)
+    assert (why and why[0]) == status
 
 
 def test_gradio_sees_no_proxies_and_others_do(monkeypatch):
@@ -73,6 +74,7 @@ def test_gradio_sees_no_proxies_and_others_do(monkeypatch):
 SERVED = """
 import os, sys
 import httpx
+from g2rpo.core.web import refusal
 from g2rpo.lab.serving import Address
 from g2rpo.lab.web import needing_gradio
 with needing_gradio("the demo"):

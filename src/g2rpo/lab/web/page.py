@@ -31,8 +31,9 @@ from g2rpo.core.errors import RewardFailed, UserError, cut
 from g2rpo.core.events import Emit, Serving
 from g2rpo.core.plain import printable
 from g2rpo.core.stopping import until_ctrl_c
+from g2rpo.core.web import refusal
 from g2rpo.lab.report.page import compare_style
-from g2rpo.lab.serving import Address, refusal
+from g2rpo.lab.serving import Address
 from g2rpo.lab.web import without_proxies
 
 View = Callable[[gr.Tab], None]
@@ -148,7 +149,10 @@ def of_this_site(app: ASGIApp, where: Address, uploads: bool) -> ASGIApp:
 
     async def passing(scope: Scope, receive: Receive, send: Send) -> None:
         most = MAX_UPLOAD if uploads and scope.get("path") == UPLOAD else MAX_BODY
-        why = refusal(Headers(scope=scope), where, most) if scope["type"] == "http" else None
+        why = None
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            why = refusal(headers, most, local=where.local, public_host=where.public_host)
         if why is not None:
             app_or_answer: ASGIApp = PlainTextResponse(why[1], why[0], {"connection": "close"})
             await app_or_answer(scope, receive, send)
