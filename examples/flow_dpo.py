@@ -24,7 +24,7 @@ from diffusers import FluxPipeline
 from torch.nn.functional import logsigmoid
 
 from g2rpo import api
-from g2rpo.core.input_pictures import cut
+from g2rpo.core.images import cut
 from g2rpo.core.types import unguided
 
 BETA = 100.0

@@ -379,9 +379,9 @@ MUTATIONS = [
         "tests/prompts/test_prompts.py",
     ),
     Mutation("train/updater.py", "max(1, counted)", "max(1, len(counts))", TRAINER),
-    Mutation("core/intervals.py", "rest / (count - 2)", "rest / (count - 1)", STATISTICS),
+    Mutation("core/statistics.py", "rest / (count - 2)", "rest / (count - 1)", STATISTICS),
     Mutation(
-        "core/intervals.py", "half_width(error, count - 1)", "half_width(error, count)", STATISTICS
+        "core/statistics.py", "half_width(error, count - 1)", "half_width(error, count)", STATISTICS
     ),
     Mutation("lab/plan/seconds.py", "spent <= within else []", "True else []", REACHED),
     Mutation(

@@ -22,9 +22,9 @@ from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, shown
 from g2rpo.core.files import local
-from g2rpo.core.given import PYTHON
-from g2rpo.core.input_pictures import check_inputs
+from g2rpo.core.images import check_inputs
 from g2rpo.core.plain import read_as
+from g2rpo.core.plugins import PYTHON
 from g2rpo.core.process import quiet_libraries
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Algorithm, Policy, Scorer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from g2rpo.core import intervals
+from g2rpo.core import statistics
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import interval
 from g2rpo.lab.evaluate import with_controls
@@ -69,7 +69,7 @@ ROUNDED = rounding(4 * 20, size=1.0)
 
 def test_results_are_the_means_and_intervals_of_the_scores(tmp_path, monkeypatch):
     """Up to the rounding of float32 pictures in batches of 3 or 7."""
-    monkeypatch.setattr(intervals, "FEWEST_VALUES", len(PROMPTS))
+    monkeypatch.setattr(statistics, "FEWEST_VALUES", len(PROMPTS))
     judged = judging(tmp_path)
     run(judged)
     results = json.loads(judged.write_results().read_text())["results"]

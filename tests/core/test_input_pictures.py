@@ -12,9 +12,9 @@ from PIL import Image
 from g2rpo import api
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import PolicyConfig
-from g2rpo.core import input_pictures
+from g2rpo.core import images
 from g2rpo.core.errors import UserError
-from g2rpo.core.input_pictures import digest_of_prompts, read_inputs
+from g2rpo.core.images import digest_of_prompts, read_inputs
 from g2rpo.core.types import Frames, Prompt
 from g2rpo.data.sources import read_prompts
 from g2rpo.models import load
@@ -141,7 +141,7 @@ def damaged(path, how):
     ],
 )
 def test_unusable_pictures_are_refused_by_file_and_line(tmp_path, monkeypatch, how, message):
-    monkeypatch.setattr(input_pictures, "MAX_PIXELS", 80)
+    monkeypatch.setattr(images, "MAX_PIXELS", 80)
     damaged(tmp_path / "in.png", how)
     edit = {"prompt": "make it red", "image": "in.png"}
     file = write_prompts(tmp_path / "p.jsonl", {"prompt": "a"}, edit)

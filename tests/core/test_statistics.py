@@ -8,7 +8,6 @@ import pytest
 import torch
 from scipy.stats import linregress, t, ttest_1samp
 
-from g2rpo.core.intervals import rise
 from g2rpo.core.statistics import (
     FEWEST_VALUES,
     group_std,
@@ -16,6 +15,7 @@ from g2rpo.core.statistics import (
     interval,
     paired,
     ranks,
+    rise,
     spearman,
 )
 

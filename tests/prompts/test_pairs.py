@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from g2rpo.core import input_pictures
+from g2rpo.core import images
 from g2rpo.core.errors import UserError
 from g2rpo.data.pairs import read_pairs
 from tests.support.runs import picture
@@ -213,13 +213,13 @@ def test_good_pictures_are_compared_with_the_bad_ones_of_their_prompt_and_the_re
 
 
 def test_a_picture_is_decoded_again_only_where_its_file_changed(folder, monkeypatch):
-    source, decoded, own = written(pair()), [], input_pictures._opened
+    source, decoded, own = written(pair()), [], images._opened
 
     def opened(path, *rest):
         decoded.append(Path(path).name)
         return own(path, *rest)
 
-    monkeypatch.setattr(input_pictures, "_opened", opened)
+    monkeypatch.setattr(images, "_opened", opened)
     for expected in (["p.png", "q.png"], []):
         decoded.clear()
         read_pairs(source)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.input_pictures import digest_of_prompts
+from g2rpo.core.images import digest_of_prompts
 from g2rpo.core.plain import LARGEST_FILE
 from g2rpo.core.types import Prompt
 from g2rpo.data import lines

@@ -17,8 +17,7 @@ from starlette.exceptions import HTTPException
 
 from g2rpo.core.data import Prompt
 from g2rpo.core.http import NoAnswer, Refused, request_json
-from g2rpo.core.images import to_pil, to_uint8
-from g2rpo.core.input_pictures import images_of, read_inputs
+from g2rpo.core.images import images_of, read_inputs, to_pil, to_uint8
 from g2rpo.rewards.analytic import JPEGSize
 from g2rpo.rewards.remote import RemoteReward, encode_png
 from g2rpo.rewards.server import RewardServer, parse_request

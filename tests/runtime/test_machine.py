@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from g2rpo.lab import machine
+from g2rpo.core import devices
 
 GIB = 2**30
 
@@ -68,5 +68,5 @@ def test_the_smallest_limit_counts(tmp_path, monkeypatch, files, memory, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
     own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     root = written(tmp_path, files)
-    assert machine.memory(root) == min(own, memory or own)
-    assert machine.cores(root) == cores
+    assert devices.usable_memory(root) == min(own, memory or own)
+    assert devices.usable_cores(root) == cores

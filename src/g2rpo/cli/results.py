@@ -16,8 +16,7 @@ from g2rpo.cli.output import say
 from g2rpo.core import plugins
 from g2rpo.core.errors import counted
 from g2rpo.core.events import Results
-from g2rpo.core.intervals import figures
-from g2rpo.core.statistics import Comparison, Interval
+from g2rpo.core.statistics import Comparison, Interval, figures
 from g2rpo.lab.check_model import ModelCheck
 from g2rpo.lab.compare.study import StudyDirectory
 from g2rpo.lab.report.history import read_runs

@@ -44,7 +44,7 @@ from g2rpo.algorithms.reward_gradient import FDFO, ReFL
 from g2rpo.algorithms.self_opd import SelfOPD
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
-from g2rpo.core.given import PYTHON, Mentioned, recorded
+from g2rpo.core.plugins import PYTHON, Mentioned, recorded
 from g2rpo.core.types import Algorithm
 
 ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ and its name here

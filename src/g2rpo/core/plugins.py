@@ -10,28 +10,37 @@ Importing code runs it. Files and modules are therefore imported only after `all
 command line calls for names that the user has typed; a config that only mentions them is refused
 (docs/security.md). A file that was allowed once stays allowed while its content is the same; the
 digests are in the user's own `trusted_file`, never in a run.
+
+Here is also what config.yaml says of objects that have no name, and what keeps torch's settings as
+they were before foreign code ran.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from g2rpo.core.errors import UserError, did_you_mean, where
 from g2rpo.core.files import is_other, local, refuse_other, write_whole
 from g2rpo.core.plain import read_as
-from g2rpo.core.settings import keeping_settings
 
 _CODE = re.compile(r"(?P<source>[^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 _allowed: set[str] = set()
@@ -228,3 +237,92 @@ def load_file(file: Path) -> ModuleType:
         del sys.modules[module_name]
         raise
     return module
+
+
+PYTHON = "python"
+"""The name of every such object."""
+
+
+@dataclass(frozen=True)
+class Mentioned:
+    """An algorithm of config.yaml that is not made: its name and its fields."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+
+def refuse_object(key: str, name: str) -> None:
+    """UserError if an object was given for this key of a config."""
+    if name == PYTHON:
+        raise UserError(
+            f"{key}={name}: this run was begun from Python with an object for it; resume it from the program that began "
+            "it (api.trainer), or name another in its place"
+        )
+
+
+def recorded(algorithm: Any) -> dict[str, Any]:
+    """The fields of `algorithm` as plain data."""
+    if isinstance(algorithm, Mentioned):
+        return dict(algorithm.fields)
+    fields = (
+        [field.name for field in dataclasses.fields(algorithm)]
+        if dataclasses.is_dataclass(algorithm)
+        else vars(algorithm)
+    )
+    values = {name: getattr(algorithm, name) for name in fields if name != "name"}
+    plain: dict[str, Any] = to_jsonable_python(
+        values, fallback=lambda value: PYTHON, inf_nan_mode="strings"
+    )
+    return plain
+
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How each is read and set, by its name."""
+    import torch
+
+    cudnn = torch.backends.cudnn
+    return {
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        # without one torch asks no code of Python's for the device of a new tensor
+        "default device": (
+            torch.get_default_device,
+            lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+        ),
+        "grad mode": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+        "number of threads": (torch.get_num_threads, torch.set_num_threads),
+        "deterministic mode": (
+            torch.get_deterministic_debug_mode,
+            torch.set_deterministic_debug_mode,
+        ),
+        "precision of products": (
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+        ),
+        **{
+            f"cudnn.{name}": (partial(getattr, cudnn, name), partial(setattr, cudnn, name))
+            for name in ("enabled", "benchmark", "deterministic")
+        },
+    }
+
+
+@contextmanager
+def keeping_settings(who: str) -> Iterator[None]:
+    """Sets back what the code inside leaves changed, and says so once: the run would compute
+    otherwise. Random numbers are not among them: g2rpo's are from generators of their own."""
+    before = {name: get() for name, (get, _) in _settings().items()}
+    try:
+        yield
+    finally:
+        for name, (get, put) in _settings().items():
+            if (left := get()) != before[name]:
+                put(before[name])
+                _say(f"{who} left torch's {name} at {left}; it is {before[name]} again")
+
+
+@cache
+def _say(message: str) -> None:
+    log.warning("%s", message)

@@ -34,7 +34,7 @@ from g2rpo.core.data import (  # noqa: F401
 from g2rpo.core.errors import at_least_one, shown
 from g2rpo.core.normal import Normal, per_row  # noqa: F401
 from g2rpo.core.plans import Plan, Rollout, Transition  # noqa: F401
-from g2rpo.core.settings import keeping_settings
+from g2rpo.core.plugins import keeping_settings
 
 
 @runtime_checkable

@@ -9,10 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from g2rpo.core.contracts import name_of
+from g2rpo.core.contracts import all_finite, finite_rows, name_of
 from g2rpo.core.data import Example
 from g2rpo.core.errors import UserError, shown
-from g2rpo.core.finite import all_finite, finite_rows
 from g2rpo.core.types import Algorithm
 
 

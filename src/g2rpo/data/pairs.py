@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError, counted, placed, shown
 from g2rpo.core.files import FileDigests, cache_root, local, write_whole
-from g2rpo.core.input_pictures import faults_of_pictures
+from g2rpo.core.images import faults_of_pictures
 from g2rpo.core.plain import checked_as, is_text, read_text
 from g2rpo.data.lines import COLUMNS, refuse_other_files
 from g2rpo.data.sources import (

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from g2rpo.core.data import spelling_apart
 from g2rpo.core.errors import UserError, counted, did_you_mean, placed
-from g2rpo.core.given import refuse_object
-from g2rpo.core.input_pictures import images_of
+from g2rpo.core.images import images_of
+from g2rpo.core.plugins import refuse_object
 from g2rpo.data.sources import STARTER, read_prompts
 from g2rpo.data.testbed import prompts
 

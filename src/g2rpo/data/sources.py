@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 
 from g2rpo.core.errors import UserError, loading, placed, shown
 from g2rpo.core.files import local, refuse_other
-from g2rpo.core.input_pictures import check_pictures
+from g2rpo.core.images import check_pictures
 from g2rpo.core.plain import Repeated, checked_as, decoded, is_text, parse_json, read_text
 from g2rpo.core.types import Prompt
 from g2rpo.data.lines import COLUMNS, read_lines, refuse_other_files, visible_part

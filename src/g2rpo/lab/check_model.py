@@ -25,7 +25,7 @@ from g2rpo.core.data import Prompt
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, out_of_memory, placed
 from g2rpo.core.files import in_bytes
-from g2rpo.core.input_pictures import read_inputs
+from g2rpo.core.images import read_inputs
 from g2rpo.core.seeding import generator_for
 from g2rpo.lab.check_gradient import CHANGE, gradient_error, rms
 from g2rpo.lab.plan.plan import make_plan

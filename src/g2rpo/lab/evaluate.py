@@ -19,7 +19,7 @@ from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, counted, placed
 from g2rpo.core.events import Emit, Line, Progress, cautions, silent
 from g2rpo.core.files import FileDigests, is_empty, local, write_whole, writing
-from g2rpo.core.input_pictures import digest_of_prompts
+from g2rpo.core.images import digest_of_prompts
 from g2rpo.core.stopping import stoppable
 from g2rpo.data.prompts import build_prompts
 from g2rpo.lab.sample import tune

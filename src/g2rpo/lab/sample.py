@@ -21,8 +21,7 @@ from g2rpo.config.schema import Steps
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_empty, local, whole_file, writing
-from g2rpo.core.images import to_pil
-from g2rpo.core.input_pictures import check_inputs, images_of
+from g2rpo.core.images import check_inputs, images_of, to_pil
 from g2rpo.models import load
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.embeddings import CachedPolicy, EncodedPrompts

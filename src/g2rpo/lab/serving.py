@@ -17,9 +17,8 @@ from g2rpo.core import plugins
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, placed
 from g2rpo.core.events import Emit, Line, Serving, silent
-from g2rpo.core.http import token_from
+from g2rpo.core.http import host_of, is_loopback, token_from
 from g2rpo.core.stopping import until_ctrl_c
-from g2rpo.core.web import host_of, is_loopback
 from g2rpo.rewards.catalogue import build_rewards
 from g2rpo.rewards.options import RewardConfig
 from g2rpo.train.checks import check_rewards_alone

@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from g2rpo.core.contracts import check_embeddings
 from g2rpo.core.files import FileDigests, digest_of, write_whole
-from g2rpo.core.finite import check_embeddings
-from g2rpo.core.input_pictures import content_of
+from g2rpo.core.images import content_of
 from g2rpo.core.types import Cond, Policy
 
 FORMAT = 3

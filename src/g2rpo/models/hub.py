@@ -15,9 +15,8 @@ from pathlib import Path, PurePosixPath
 from huggingface_hub import constants, get_token, try_to_load_from_cache
 
 from g2rpo.core.errors import UserError, loading
-from g2rpo.core.files import local
+from g2rpo.core.files import RunFiles, local
 from g2rpo.core.http import NoAnswer, Refused, Unreachable, request_json
-from g2rpo.core.run_files import RunFiles
 from g2rpo.models.adapter_files import PEFT_CONFIG, PEFT_WEIGHTS
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.tuning import ADAPTER_FILE

@@ -14,7 +14,7 @@ import torch
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, counted, loading, placed, shown
 from g2rpo.core.files import is_hub_id, local
-from g2rpo.core.given import refuse_object
+from g2rpo.core.plugins import refuse_object
 from g2rpo.data.testbed import knows, why_unknown
 from g2rpo.models import attention, catalogue, hub, pipeline_files, quantized
 from g2rpo.models.anyflow import DiffusersPolicy

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.errors import counted
-from g2rpo.core.input_pictures import read_inputs
+from g2rpo.core.images import read_inputs
 from g2rpo.models.replay import Caught, NetworkCall, OneStep, Script, replay
 from g2rpo.models.text import TextEncoders
 

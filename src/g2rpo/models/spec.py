@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from g2rpo.core.data import Cond
 from g2rpo.core.errors import UserError
-from g2rpo.core.input_pictures import images_of
+from g2rpo.core.images import images_of
 from g2rpo.models.comfyui import ComfyUI
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.published import Model, models_of

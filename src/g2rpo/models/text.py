@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from g2rpo.core.data import Cond
 from g2rpo.core.devices import empty_cache
-from g2rpo.core.input_pictures import read_inputs
+from g2rpo.core.images import read_inputs
 from g2rpo.models.options import PolicyConfig
 from g2rpo.models.pipelines import cast
 from g2rpo.models.replay import Caught, NetworkCall, OneStep, Pictures, Script, replay

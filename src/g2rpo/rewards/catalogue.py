@@ -12,9 +12,8 @@ import torch
 from g2rpo.core import plugins
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError, did_you_mean, loading, placed
-from g2rpo.core.given import refuse_object
 from g2rpo.core.plain import Count, as_json, parse_as
-from g2rpo.core.settings import keeping_settings
+from g2rpo.core.plugins import keeping_settings, refuse_object
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
 from g2rpo.rewards.options import RewardConfig
 

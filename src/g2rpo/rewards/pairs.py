@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.errors import UserError, counted, placed
-from g2rpo.core.input_pictures import cut
+from g2rpo.core.images import cut
 from g2rpo.core.types import Reward
 from g2rpo.data.pairs import read_pairs
 from g2rpo.rewards.clip import CLIPScore

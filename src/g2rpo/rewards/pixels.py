@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from g2rpo.core.errors import counted, shown
-from g2rpo.core.images import to_pil, to_tensor, to_uint8
-from g2rpo.core.input_pictures import INPUT, images_of
+from g2rpo.core.images import INPUT, images_of, to_pil, to_tensor, to_uint8
 from g2rpo.core.types import Reward
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from g2rpo.core.errors import counted, shown
 from g2rpo.core.http import NoAnswer, Refused
-from g2rpo.core.images import to_pil
-from g2rpo.core.input_pictures import images_of, read_inputs
+from g2rpo.core.images import images_of, read_inputs, to_pil
 from g2rpo.core.types import Prompt
 from g2rpo.rewards.client import Client, Endpoint
 from g2rpo.rewards.pixels import PictureReward

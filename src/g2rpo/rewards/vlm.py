@@ -24,8 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from g2rpo.core.errors import shown
-from g2rpo.core.images import to_pil
-from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
+from g2rpo.core.images import INPUT, images_of, read_inputs, to_pil
 from g2rpo.core.plain import Count
 from g2rpo.rewards.answers import Said, Unread, probability_of_yes, read_scores
 from g2rpo.rewards.asking import JudgeQuestion, ServedModel

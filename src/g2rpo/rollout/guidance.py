@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.input_pictures import images_of
+from g2rpo.core.images import images_of
 from g2rpo.core.types import Policy, Prompt
 from g2rpo.rollout.engine import Engine
 

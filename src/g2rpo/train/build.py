@@ -13,7 +13,7 @@ from g2rpo.core.devices import pick_device
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.events import Emit, Line, silent
-from g2rpo.core.input_pictures import check_counts, check_inputs
+from g2rpo.core.images import check_counts, check_inputs
 from g2rpo.core.types import Policy, Reward
 from g2rpo.data.prompts import starter_caution, trained_on
 from g2rpo.models import load

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from g2rpo.config.schema import Config, PolicyConfig, SamplingConfig
 from g2rpo.core.contracts import name_of, plans_of
 from g2rpo.core.errors import UserError, placed
-from g2rpo.core.given import Mentioned, refuse_object
+from g2rpo.core.plugins import Mentioned, refuse_object
 from g2rpo.core.types import Algorithm, CallableReward, Reward, as_rewards
 from g2rpo.models import catalogue, load
 from g2rpo.models.hub import HubQuestion

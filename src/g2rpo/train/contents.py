@@ -13,7 +13,7 @@ from typing import Any
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
 from g2rpo.core.files import FileDigests, digest_of, local
-from g2rpo.core.input_pictures import digest_of_prompts
+from g2rpo.core.images import digest_of_prompts
 from g2rpo.models.continued import digests_of
 from g2rpo.models.embedding_cache import pipeline_identity
 from g2rpo.rewards.catalogue import declared_by, reward_kind

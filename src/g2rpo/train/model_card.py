@@ -17,7 +17,7 @@ from g2rpo.config.algorithms import title_of
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import counted
 from g2rpo.core.files import is_hub_id, write_whole
-from g2rpo.core.input_pictures import images_of
+from g2rpo.core.images import images_of
 from g2rpo.core.statistics import Comparison
 from g2rpo.core.types import Policy
 from g2rpo.models import catalogue

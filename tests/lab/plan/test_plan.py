@@ -168,7 +168,7 @@ def test_a_table_of_80_columns_breaks_no_override():
 
 @pytest.mark.slow  # a plan that tries all that would make the run fit
 def test_ram_is_not_taken_for_a_cards_memory(capsys, tiny_config, monkeypatch):
-    monkeypatch.setattr("g2rpo.lab.machine.memory", lambda: 1)
+    monkeypatch.setattr("g2rpo.lab.plan.plan.usable_memory", lambda: 1)
     narrow = "policy.device=cpu", "policy.dtype=bfloat16", "policy.quantize=int8"
     out = " ".join(done(capsys, "plan", tiny_config, *narrow).split())
     assert "does not fit" in out and "this machine's RAM" in out and "On GPUs: --cards" in out

@@ -16,8 +16,7 @@ import yaml
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.core import statistics
-from g2rpo.core.intervals import figures, in_time, signed
-from g2rpo.core.statistics import Interval, interval
+from g2rpo.core.statistics import Interval, figures, in_time, interval, signed
 from g2rpo.lab.report import page
 from g2rpo.lab.report.charts import compact
 from g2rpo.lab.report.history import Change, SeedGroup, read_runs, seed_groups

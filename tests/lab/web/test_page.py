@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 from starlette.datastructures import Headers
 
-from g2rpo.core.web import refusal
+from g2rpo.core.http import refusal
 from g2rpo.lab.serving import Address
 from g2rpo.lab.web import without_proxies
 from tests.support.ports import free_port
@@ -74,7 +74,7 @@ def test_gradio_sees_no_proxies_and_others_do(monkeypatch):
 SERVED = """
 import os, sys
 import httpx
-from g2rpo.core.web import refusal
+from g2rpo.core.http import refusal
 from g2rpo.lab.serving import Address
 from g2rpo.lab.web import needing_gradio
 with needing_gradio("the demo"):

@@ -18,10 +18,10 @@ from types import ModuleType
 from typing import Any
 
 from g2rpo.core import plugins
+from g2rpo.core.devices import usable_cores
 from g2rpo.core.events import Emit, Line, silent
 from g2rpo.core.files import open_regular
 from g2rpo.core.stopping import stoppable
-from g2rpo.lab import machine
 from g2rpo.train.run.lock import held
 
 PRELOADED = ["g2rpo.lab.compare.imported"]
@@ -155,7 +155,7 @@ def environment_of(slot: int, count: int) -> dict[str, str]:
     is set, and one GPU."""
     import torch
 
-    threads = str(max(1, machine.cores() // count))
+    threads = str(max(1, usable_cores() // count))
     use = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     if torch.cuda.device_count() > 1:
         named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(

@@ -18,7 +18,7 @@ from g2rpo.config.schema import Config, grid_of
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.devices import pick_device
 from g2rpo.core.errors import UserError
-from g2rpo.core.input_pictures import check_counts
+from g2rpo.core.images import check_counts
 from g2rpo.core.types import Plan, Prompt, Reward
 from g2rpo.data.testbed import knows, why_unknown
 from g2rpo.lab.evaluate import model_settings, reward_table

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from html import escape
 
-from g2rpo.core.input_pictures import read_inputs
-from g2rpo.core.intervals import fixed, signed
+from g2rpo.core.images import read_inputs
+from g2rpo.core.statistics import fixed, signed
 from g2rpo.lab.demo.drawing import DrawnPrompt
 from g2rpo.lab.demo.group import GroupTrace
 from g2rpo.lab.report.history import RunHistory

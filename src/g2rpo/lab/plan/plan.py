@@ -10,12 +10,11 @@ import torch
 
 from g2rpo.config.read import completed, load_config
 from g2rpo.config.schema import Config
-from g2rpo.core.devices import pick_device
+from g2rpo.core.devices import pick_device, usable_memory
 from g2rpo.core.distributed import World
 from g2rpo.core.errors import UserError, counted, loading
 from g2rpo.core.files import in_bytes
 from g2rpo.data.prompts import build_prompts
-from g2rpo.lab import machine
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
 from g2rpo.lab.plan.counting import CountedIteration, Counts, count, settled, spread_evaluations
 from g2rpo.lab.plan.memory import CONTEXT_BYTES, PlannedMemory, plan_memory
@@ -66,7 +65,7 @@ def find_target(device: str) -> Target:
     `cards.CARDS`."""
     device = pick_device(device) if device == "auto" else device
     if device == "cpu":
-        return Target("this machine's CPU", False, machine.memory(), None)
+        return Target("this machine's CPU", False, usable_memory(), None)
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise UserError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from g2rpo.core.data import Row
-from g2rpo.core.intervals import figures
+from g2rpo.core.statistics import figures
 from g2rpo.lab.report.history import SeedGroup, mean
 from g2rpo.train.monitor.curves import (
     FIGURE_PAPER,

@@ -20,7 +20,7 @@ from g2rpo.config.algorithms import config_name
 from g2rpo.config.resolve import differences, resolve
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import write_whole
-from g2rpo.core.intervals import figures, fixed, in_time, signed
+from g2rpo.core.statistics import figures, fixed, in_time, signed
 from g2rpo.lab.report.charts import (
     compact,
     key_mark,

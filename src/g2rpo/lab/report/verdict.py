@@ -8,7 +8,7 @@ import shlex
 
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import counted
-from g2rpo.core.intervals import FEWEST_VALUES, Z, decimals_of, fixed, rise, signed
+from g2rpo.core.statistics import FEWEST_VALUES, Z, decimals_of, fixed, rise, signed
 from g2rpo.lab.report.history import Change, RunHistory, SeedGroup
 from g2rpo.train.evaluation.untrained import RIGHT
 from g2rpo.train.monitor.advice import HELPS

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from g2rpo.core.errors import RewardFailed, UserError, counted
-from g2rpo.core.input_pictures import read_inputs
+from g2rpo.core.images import read_inputs
 from g2rpo.lab.report.page import templates_of
 from g2rpo.lab.report.pictures import data_uri, picture_uri
 from g2rpo.lab.teach.session import FIRST, Session

@@ -29,9 +29,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from g2rpo.core.errors import RewardFailed, UserError, cut
 from g2rpo.core.events import Emit, Serving
+from g2rpo.core.http import refusal
 from g2rpo.core.plain import printable
 from g2rpo.core.stopping import until_ctrl_c
-from g2rpo.core.web import refusal
 from g2rpo.lab.report.page import compare_style
 from g2rpo.lab.serving import Address
 from g2rpo.lab.web import without_proxies

@@ -11,8 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from g2rpo.config.schema import Config, Count, PolicyConfig, Section, Shift, grid_of
+from g2rpo.core.contracts import finite_rows, not_finite, real_tensors
 from g2rpo.core.errors import Stopped, shown
-from g2rpo.core.finite import finite_rows, not_finite, real_tensors
 from g2rpo.core.flow import ode_step
 from g2rpo.core.seeding import generator_for, seed_for
 from g2rpo.core.types import Policy, Scorer, as_rewards

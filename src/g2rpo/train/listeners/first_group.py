@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.data import Prompt
-from g2rpo.core.input_pictures import images_of
+from g2rpo.core.images import images_of
 from g2rpo.core.statistics import group_std
 from g2rpo.core.types import Plan
 from g2rpo.rollout.scoring import decode

@@ -18,9 +18,8 @@ from g2rpo.config.schema import Config
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.data import Row
 from g2rpo.core.errors import counted
-from g2rpo.core.intervals import Z, or_nan
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.statistics import paired
+from g2rpo.core.statistics import Z, or_nan, paired
 from g2rpo.core.types import Policy
 from g2rpo.train.monitor.advice import ALIKE, DIVERSITIES
 from g2rpo.train.monitor.image_statistics import TAIL

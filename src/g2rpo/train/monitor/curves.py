@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Literal
 import numpy as np
 
 from g2rpo.core.data import Row
-from g2rpo.core.intervals import half_width, or_nan
+from g2rpo.core.statistics import half_width, or_nan
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from g2rpo.core.files import whole_file, write_whole
-from g2rpo.core.images import to_pil
-from g2rpo.core.input_pictures import read_inputs
+from g2rpo.core.images import read_inputs, to_pil
 from g2rpo.train.monitor.clips import clip_of, stills, webp
 
 TEXT_COLOUR, SOFT_COLOUR, PAGE_COLOUR = (40, 40, 46), (93, 96, 105), (255, 255, 255)

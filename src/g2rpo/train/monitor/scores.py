@@ -13,11 +13,9 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError, counted, refuse
 from g2rpo.core.files import whole_file, write_whole
-from g2rpo.core.images import to_tensor
-from g2rpo.core.input_pictures import images_of
-from g2rpo.core.intervals import or_nan
+from g2rpo.core.images import images_of, to_tensor
 from g2rpo.core.plain import as_json, read_lines_as
-from g2rpo.core.statistics import in_proportion
+from g2rpo.core.statistics import in_proportion, or_nan
 from g2rpo.train.monitor.clips import clip_of, read_clip, reduced, save_clip, stills
 from g2rpo.train.monitor.pictures import beside, pil_of
 

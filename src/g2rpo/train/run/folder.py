@@ -29,6 +29,7 @@ from g2rpo.core.data import Row
 from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import RewardFailed, UserError, placed, refuse
 from g2rpo.core.files import (
+    RunFiles,
     append_line,
     is_empty,
     open_regular,
@@ -38,7 +39,6 @@ from g2rpo.core.files import (
     writing,
 )
 from g2rpo.core.plain import as_json, read_as, read_lines_as
-from g2rpo.core.run_files import RunFiles
 from g2rpo.train.monitor.scores import read_scores
 from g2rpo.train.run.checkpoint import checkpoints, newest_iteration
 from g2rpo.train.run.lock import enter_fresh, held
