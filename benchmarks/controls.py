@@ -26,7 +26,7 @@ from g2rpo.cli.output import Output
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import as_json
 from g2rpo.data.prompts import build_prompts
-from g2rpo.data.testbed.words import language
+from g2rpo.data.testbed import words
 from g2rpo.lab.evaluate import evaluate, run_settings
 from g2rpo.models.load import build_policy
 from g2rpo.rewards.catalogue import build_rewards
@@ -103,8 +103,8 @@ def away_from_the_fault(run: Path, count: int) -> dict[str, Any]:
     return dict(json.loads(stored.read_text()))
 
 
-def word_of(prompt: str) -> language.Word:
-    word = language.parse_word(prompt)
+def word_of(prompt: str) -> words.Word:
+    word = words.parse_word(prompt)
     assert word is not None
     return word
 
@@ -112,7 +112,7 @@ def word_of(prompt: str) -> language.Word:
 def misspelt(prompt: str) -> str:
     """The prompt of the word that the base draws for this one."""
     word = word_of(prompt)
-    return str(language.Word(word.letters.translate(FAULT), word.colour))
+    return str(words.Word(word.letters.translate(FAULT), word.colour))
 
 
 def main() -> None:

@@ -373,7 +373,7 @@ MUTATIONS = [
     ),
     Mutation("core/seeding.py", "repr(key)", "repr(key[:2])", "tests/core/test_seeding.py"),
     Mutation(
-        "data/order.py",
+        "data/prompts.py",
         "self._shuffle(place // len(self.prompts))",
         "self._shuffle(0)",
         "tests/prompts/test_prompts.py",

@@ -7,8 +7,7 @@ import torch
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Reward, as_reward
-from g2rpo.data.testbed.rewards import SceneAccuracy
-from g2rpo.data.testbed.words.judges import WordColour
+from g2rpo.data.testbed.rewards import SceneAccuracy, WordColour
 from g2rpo.models.gaussian import GaussianPolicy
 from g2rpo.rewards.geneval import GenEval
 from g2rpo.rewards.ocr import OCR

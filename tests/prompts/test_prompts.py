@@ -15,8 +15,8 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.images import digest_of_prompts
 from g2rpo.core.plain import LARGEST_FILE
 from g2rpo.core.types import Prompt
-from g2rpo.data import lines
-from g2rpo.data.order import PromptOrder
+from g2rpo.data import formats
+from g2rpo.data.prompts import PromptOrder
 from g2rpo.data.sources import LONGEST, read_prompts
 from tests.support.runs import trainer
 
@@ -39,7 +39,7 @@ def texts(source):
         ("a.JSON", '{"prompts": ["a, \\"b\\"", "c"]}'),
         ("mjhq.json", '{"i": {"prompt": "a, \\"b\\"", "category": "x"}, "j": {"prompt": "c"}}'),
         ("pandas.json", '{"caption": {"0": "a, \\"b\\"", "1": "c"}}'),
-        ("lines.json", '{"prompt": "a, \\"b\\""}\n{"prompt": "c"}\n'),
+        ("formats.json", '{"prompt": "a, \\"b\\""}\n{"prompt": "c"}\n'),
         ("a.JSONL", '{"Caption": "a, \\"b\\""}\n{"Caption": " c "}\n'),
         ("b.jsonl:title", '{"prompt": "x", "title": "a, \\"b\\""}\n{"title": "c"}\n'),
         ("ocr.jsonl", '{"prompt": "a, \\"b\\"", "text": "b"}\n{"prompt": "c", "text": "c"}\n'),
@@ -55,10 +55,12 @@ def test_tables_and_lists_are_read_by_suffix_and_column(tmp_path, name, content)
 
 def test_only_the_ends_of_a_line_are_looked_at(monkeypatch):
     """All letters of a list of 100,000 prompts, each several times, took a minute at every start."""
-    seen, visible = [], lines._is_visible
-    monkeypatch.setattr(lines, "_is_visible", lambda letter: seen.append(letter) or visible(letter))
-    assert lines.visible_part(f" \u200b{'a b' * 999} \u2800") == "a b" * 999
-    assert lines.visible_part(" \u200b") == ""
+    seen, visible = [], formats._is_visible
+    monkeypatch.setattr(
+        formats, "_is_visible", lambda letter: seen.append(letter) or visible(letter)
+    )
+    assert formats.visible_part(f" \u200b{'a b' * 999} \u2800") == "a b" * 999
+    assert formats.visible_part(" \u200b") == ""
     assert len(seen) == 8
 
 

@@ -23,8 +23,7 @@ from benchmarks.quickstart import letters_right
 from benchmarks.rollout import published_evaluations
 from benchmarks.second_reader import available, read_words
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.data.testbed.words.drawing import draw_word
-from g2rpo.data.testbed.words.language import Word, parse_word, word_prompts
+from g2rpo.data.testbed.words import Word, draw_word, parse_word, word_prompts
 from g2rpo.rollout.engine import Engine
 from tests.rollout.test_engine import SIGMAS, Network, noise
 from tests.support.runs import brightness

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from g2rpo.data import testbed
-from g2rpo.data.testbed.grammar import parse, render_prompt, scene_prompts
 from g2rpo.data.testbed.rewards import SceneAccuracy, SceneCLIP, ScenePreference
+from g2rpo.data.testbed.scenes import parse, render_prompt, scene_prompts
 from tools.testbed.drawings import attribute, edits, render
 
 PROMPTS = scene_prompts("heldout")[:64]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from g2rpo.data import testbed
-from g2rpo.data.testbed.words.judges import WordColour, WordDrawing, WordLetters, WordPaper, picture
-from g2rpo.data.testbed.words.language import (
+from g2rpo.data.testbed.rewards import WordColour, WordDrawing, WordLetters, WordPaper, picture
+from g2rpo.data.testbed.words import (
     INK_COLOURS,
     LETTERS,
     Word,

@@ -8,9 +8,18 @@ import torch
 
 from g2rpo.data import testbed
 from g2rpo.data.testbed.detector import detect
-from g2rpo.data.testbed.grammar import is_heldout, parse, render_prompt, scene_prompts
 from g2rpo.data.testbed.rewards import SceneAccuracy, check_scene
-from g2rpo.data.testbed.scenes import Group, Object, Scene, draw, sample_scene
+from g2rpo.data.testbed.scenes import (
+    Group,
+    Object,
+    Scene,
+    draw,
+    is_heldout,
+    parse,
+    render_prompt,
+    sample_scene,
+    scene_prompts,
+)
 from tests.support.tolerances import near, rounding
 from tools.testbed.drawings import attribute, edits, render
 

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from g2rpo.data.testbed.grammar import is_heldout, parse, render_prompt
 from g2rpo.data.testbed.scenes import (
     COLOURS,
     MAX_COUNT,
@@ -30,6 +29,9 @@ from g2rpo.data.testbed.scenes import (
     Scene,
     Size,
     draw,
+    is_heldout,
+    parse,
+    render_prompt,
     sample_scene,
 )
 from tools.testbed.training import Context, to_images

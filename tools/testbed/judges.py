@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
-from g2rpo.data.testbed.grammar import render_prompt
 from g2rpo.data.testbed.rewards import SceneCLIP, ScenePreference, image_features, text_features
-from g2rpo.data.testbed.scenes import SIDE, Scene
+from g2rpo.data.testbed.scenes import SIDE, Scene, render_prompt
 from tools.testbed.augment import harsh, mild
 from tools.testbed.drawings import FAMILY, Dataset, turned_round
 from tools.testbed.pipeline import decode, encode

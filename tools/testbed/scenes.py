@@ -28,11 +28,12 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import CLIPModel, PreTrainedTokenizerFast
 
-from g2rpo.data.testbed.grammar import COUNTS, NOUNS, render_prompt, scene_prompts
 from g2rpo.data.testbed.rewards import SceneAccuracy
 from g2rpo.data.testbed.scenes import (
     COLOURS,
+    COUNTS,
     MAX_COUNT,
+    NOUNS,
     RELATIONS,
     SHAPES,
     SIDE,
@@ -40,6 +41,8 @@ from g2rpo.data.testbed.scenes import (
     Group,
     Relation,
     Scene,
+    render_prompt,
+    scene_prompts,
 )
 from tools.testbed import judges
 from tools.testbed.augment import mild

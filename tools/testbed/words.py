@@ -22,19 +22,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import ByT5Tokenizer, CLIPModel
 
-from g2rpo.data.testbed.words import drawing, language
-from g2rpo.data.testbed.words.judges import (
+from g2rpo.data.testbed.rewards import (
     WordColour,
     WordDrawing,
     WordLetters,
     WordPaper,
     letters_of,
 )
-from g2rpo.data.testbed.words.language import (
+from g2rpo.data.testbed.words import (
     INK_COLOURS,
     LENGTHS,
     LETTERS,
+    WORD_HEIGHT,
+    WORD_WIDTH,
     Word,
+    draw_word,
+    heldout_words,
     parse_word,
     random_word,
     word_prompts,
@@ -62,7 +65,7 @@ training words often have."""
 
 class Words(Task):
     stage = "words "
-    height, width = drawing.WORD_HEIGHT, drawing.WORD_WIDTH
+    height, width = WORD_HEIGHT, WORD_WIDTH
     # so that a token of FLUX is 8x8 pixels, half a letter
     autoencoder = Autoencoder((8, 16, 32), 16, 1000, 3e-3, 0.99)
     distances = (4 * MAX_TOKENS, 2 * MAX_TOKENS)  # every distance has a bucket of its own
@@ -186,7 +189,7 @@ the command repeats the recipe, not these bits.
 
 def pictures(words: Sequence[Word]) -> NDArray[np.uint8]:
     """Clean drawings [B, 32, 96, 3]."""
-    return np.stack([drawing.draw_word(word) for word in words])
+    return np.stack([draw_word(word) for word in words])
 
 
 def share(values: list[bool]) -> float:
@@ -203,11 +206,7 @@ def misspelt(word: Word, share: float, rng: np.random.Generator) -> Word:
         LETTERS[(LETTERS.index(letter) + shift) % len(LETTERS)]
         for letter, shift in zip(word.letters, shifts, strict=True)
     ]
-    return (
-        word
-        if "".join(letters) in language.heldout_words()
-        else Word("".join(letters), word.colour)
-    )
+    return word if "".join(letters) in heldout_words() else Word("".join(letters), word.colour)
 
 
 def confused(word: Word, share: float, rng: np.random.Generator) -> Word:
@@ -218,4 +217,4 @@ def confused(word: Word, share: float, rng: np.random.Generator) -> Word:
         TWINS.get(letter, letter) if swap else letter
         for letter, swap in zip(word.letters, wrong, strict=True)
     )
-    return word if letters in language.heldout_words() else Word(letters, word.colour)
+    return word if letters in heldout_words() else Word(letters, word.colour)

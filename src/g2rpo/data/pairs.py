@@ -20,7 +20,7 @@ from g2rpo.core.errors import UserError, counted, placed, shown
 from g2rpo.core.files import FileDigests, cache_root, local, write_whole
 from g2rpo.core.images import faults_of_pictures
 from g2rpo.core.plain import checked_as, is_text, read_text
-from g2rpo.data.lines import COLUMNS, refuse_other_files
+from g2rpo.data.formats import COLUMNS, column_of, read_table, refuse_other_files
 from g2rpo.data.sources import (
     begin_of,
     json_entries,
@@ -30,7 +30,6 @@ from g2rpo.data.sources import (
     prompt_of,
     refuse_address,
 )
-from g2rpo.data.tables import column_of, read_table
 
 PICTURE_SUFFIXES = {
     f".{kind}"

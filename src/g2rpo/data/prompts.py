@@ -1,13 +1,17 @@
-"""Prompts from a source named in a config."""
+"""Prompts from a source named in a config, and their order in a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
 
 from g2rpo.core.data import spelling_apart
 from g2rpo.core.errors import UserError, counted, did_you_mean, placed
 from g2rpo.core.images import images_of
 from g2rpo.core.plugins import refuse_object
+from g2rpo.core.seeding import generator_for
 from g2rpo.data.sources import STARTER, read_prompts
 from g2rpo.data.testbed import prompts
 
@@ -54,3 +58,26 @@ def trained_on(prompts: Sequence[str], heldout: Sequence[str]) -> str | None:
         f"{shared} of {counted(len(heldout), 'held-out prompt')} {are} too: their scores do not tell how the model does on "
         "others; evaluation.prompts=FILE takes prompts that are not trained on"
     )
+
+
+class PromptOrder:
+    """Every epoch is its own shuffle of all prompts; the prompts of an iteration depend only on its
+    number."""
+
+    def __init__(self, prompts: Sequence[str], seed: int) -> None:
+        self.prompts = list(prompts)
+        self.seed = seed
+        self._shuffle = lru_cache(maxsize=2)(self._shuffled)
+
+    def batch(self, iteration: int, size: int) -> list[str]:
+        """The prompts of an iteration that takes `size` of them; an epoch's end may fall inside."""
+        places = range(iteration * size, (iteration + 1) * size)
+        return [
+            self.prompts[self._shuffle(place // len(self.prompts))[place % len(self.prompts)]]
+            for place in places
+        ]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        return torch.randperm(
+            len(self.prompts), generator=generator_for(self.seed, "prompts", epoch)
+        ).tolist()

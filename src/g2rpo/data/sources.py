@@ -17,8 +17,14 @@ from g2rpo.core.files import local, refuse_other
 from g2rpo.core.images import check_pictures
 from g2rpo.core.plain import Repeated, checked_as, decoded, is_text, parse_json, read_text
 from g2rpo.core.types import Prompt
-from g2rpo.data.lines import COLUMNS, read_lines, refuse_other_files, visible_part
-from g2rpo.data.tables import column_of, read_table
+from g2rpo.data.formats import (
+    COLUMNS,
+    column_of,
+    read_lines,
+    read_table,
+    refuse_other_files,
+    visible_part,
+)
 
 LIST_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 READ = ".txt (a prompt on each line), .csv, .tsv, .json, .jsonl and .parquet (a column or key prompt, prompts, caption or text)"

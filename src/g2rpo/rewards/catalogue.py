@@ -38,10 +38,10 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "scene_accuracy": "g2rpo.data.testbed.rewards:SceneAccuracy",
     "scene_clip": "g2rpo.data.testbed.rewards:SceneCLIP",
     "scene_preference": "g2rpo.data.testbed.rewards:ScenePreference",
-    "word_colour": "g2rpo.data.testbed.words.judges:WordColour",
-    "word_paper": "g2rpo.data.testbed.words.judges:WordPaper",
-    "word_drawing": "g2rpo.data.testbed.words.judges:WordDrawing",
-    "word_letters": "g2rpo.data.testbed.words.judges:WordLetters",
+    "word_colour": "g2rpo.data.testbed.rewards:WordColour",
+    "word_paper": "g2rpo.data.testbed.rewards:WordPaper",
+    "word_drawing": "g2rpo.data.testbed.rewards:WordDrawing",
+    "word_letters": "g2rpo.data.testbed.rewards:WordLetters",
 }
 SECRET = re.compile(
     r"(\w+_)?(pass(word|wd)|secret|authorization|cookie|credentials?)|((api|auth|access|bearer|user)_?)?token|\w*(api|access|secret|auth)_?key|bearer"

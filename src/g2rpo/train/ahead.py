@@ -12,8 +12,7 @@ from g2rpo.core.distributed import ALONE, World
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.events import Emit, Line, Progress, cautions, silent
 from g2rpo.core.files import in_bytes
-from g2rpo.data.order import PromptOrder
-from g2rpo.data.prompts import build_prompts
+from g2rpo.data.prompts import PromptOrder, build_prompts
 from g2rpo.models import load
 from g2rpo.models.anyflow import DiffusersPolicy
 from g2rpo.models.embedding_cache import cache_embeddings

@@ -17,7 +17,7 @@ from g2rpo.core.contracts import advantages_of
 from g2rpo.core.data import Row
 from g2rpo.core.distributed import World
 from g2rpo.core.types import Algorithm, AlgorithmState, Cond, Policy, Reward
-from g2rpo.data.order import PromptOrder
+from g2rpo.data.prompts import PromptOrder
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.memory import BatchSizes
 from g2rpo.rollout.scoring import compared, weighted_scores

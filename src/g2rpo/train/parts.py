@@ -11,7 +11,7 @@ from g2rpo.config.schema import Config, grid_of
 from g2rpo.config.work import plans_in
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond, Policy, Reward
-from g2rpo.data.order import PromptOrder
+from g2rpo.data.prompts import PromptOrder
 from g2rpo.models.sharding import Replicated
 from g2rpo.rollout.guidance import check_scale, sized
 from g2rpo.rollout.memory import batch_sizes

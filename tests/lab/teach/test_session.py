@@ -8,8 +8,8 @@ import torch
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Reward
-from g2rpo.data.order import PromptOrder
 from g2rpo.data.pairs import read_pairs
+from g2rpo.data.prompts import PromptOrder
 from g2rpo.lab.teach import session as sessions
 from g2rpo.lab.teach import votes
 from g2rpo.lab.teach.command import OVERRIDES, opened, teach_config

@@ -34,7 +34,7 @@ from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import checked_as
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import Comparison, paired
-from g2rpo.data.order import PromptOrder
+from g2rpo.data.prompts import PromptOrder
 from g2rpo.lab.teach import votes
 from g2rpo.lab.teach.votes import Vote
 from g2rpo.rewards.head import Choice, Head, fit
